@@ -18,6 +18,10 @@ use std::sync::Arc;
 /// The item without which the others are of no use: it comes last.
 pub(crate) const COMPLETE: &str = "served";
 
+/// What comes before the keys of a process that has handed over a part of what it had, and has died
+/// before the rest: the other one's items are called as ever, and count first.
+const OLDER: &str = "older/";
+
 /// The longest body that travels in a packet.
 const MOST_BODY: usize = MOST - 1024;
 /// The longest key.
@@ -295,6 +299,23 @@ impl Items {
         Arc::into_inner(self.all.remove(key)?)
     }
 
+    /// Adds those of the process that was about to hand over, and has handed over a part.
+    pub(crate) fn add_older(&mut self, older: Self) {
+        let all = older.all.into_iter();
+        self.all.extend(all.map(|(key, item)| (format!("{OLDER}{key}"), item)));
+    }
+
+    /// Takes out what was [added](Self::add_older).
+    pub(crate) fn take_older(&mut self) -> Option<Self> {
+        let all = std::mem::take(&mut self.all);
+        let (older, own) =
+            all.into_iter().partition::<BTreeMap<_, _>, _>(|(key, _)| key.starts_with(OLDER));
+        self.all = own;
+        let all = older.into_iter().map(|(key, item)| (key[OLDER.len()..].to_owned(), item));
+        let older = Self { all: all.collect(), ..Self::default() };
+        (!older.all.is_empty()).then_some(older)
+    }
+
     /// What has to be sent so that another process has them all.
     pub(crate) fn parts(&self) -> Vec<Part> {
         let mut parts: Vec<Part> = Vec::new();
@@ -402,6 +423,29 @@ mod tests {
             assert_eq!(items.take(&packet.bytes, fds), Ok(nth + 1 == count));
         }
         count
+    }
+
+    #[test]
+    fn items_of_two_processes_go_on_side_by_side() {
+        let put = |items: &mut Items, key: &str, body: &[u8]| {
+            change(items, &[Change::Put { key, body, fds: &[] }]);
+        };
+        let (mut newer, mut older) = (Items::default(), Items::default());
+        put(&mut newer, COMPLETE, b"new");
+        put(&mut older, COMPLETE, b"old");
+        put(&mut older, "port/0", b"port");
+        newer.add_older(older);
+        let mut arrived = Items::default();
+        for part in newer.parts() {
+            let packet = part.packet();
+            arrived.take(&packet.bytes, Vec::new()).unwrap();
+        }
+        let mut older = arrived.take_older().unwrap();
+        assert!(arrived.take_older().is_none());
+        assert_eq!((arrived.all.len(), older.all.len()), (1, 2));
+        assert_eq!(read(&mut arrived, COMPLETE).0, b"new");
+        assert_eq!(read(&mut older, COMPLETE).0, b"old");
+        assert_eq!(read(&mut older, "port/0").0, b"port");
     }
 
     fn read(items: &mut Items, key: &str) -> (Vec<u8>, Vec<OwnedFd>) {

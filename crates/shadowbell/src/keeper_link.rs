@@ -66,6 +66,8 @@ pub(crate) mod to_worker {
     /// Hand over to whoever is at the other end of the descriptor, and reads the state versions
     /// `FIRST LAST`.
     pub(crate) const HAND_OVER: u8 = b'H';
+    /// The same, one controller after the other: both [can](super::to_keeper::MOVES).
+    pub(crate) const MOVE: u8 = b'M';
     /// Take over from whoever is at the other end of the descriptor.
     pub(crate) const TAKE_OVER: u8 = b'T';
     /// The worker before has died by a fault, and was not killed: comes before its items.
@@ -99,6 +101,13 @@ pub(crate) mod to_keeper {
     pub(crate) const TAKEN: u8 = b'A';
     /// Have a new worker of the same program take over; the outcome is for the descriptor.
     pub(crate) const UPGRADE: u8 = b'U';
+    /// It can hand over, and take over, one controller after the other. Comes first.
+    pub(crate) const MOVES: u8 = b'M';
+    /// It hands over one controller after the other, and there is no way back any more. Said again
+    /// from time to time, as long as that takes.
+    pub(crate) const MOVING: u8 = b'N';
+    /// It goes on for a part of what the one before had: what both have left counts from now on.
+    pub(crate) const SHARED: u8 = b'B';
     /// The descriptor is a socket at which it will ask for images to be [opened](opening).
     pub(crate) const OPENER: u8 = b'O';
 }

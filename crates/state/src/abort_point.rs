@@ -93,6 +93,12 @@ points! {
     RequestFreed = "request-freed",
     /// The index of the used ring is stored.
     RequestAnswered = "request-answered",
+    /// Controllers go one by one, and the keeper was told that there is no way back.
+    Moving = "moving",
+    /// One of them was let go of.
+    LetGo = "let-go",
+    /// One of them is at rest in the process that is to go on, and the keeper knows that both count.
+    TakenOne = "taken-one",
 }
 
 /// A wrong order of steps, to see that a test finds it.
@@ -163,6 +169,15 @@ pub fn is_wrong(order: WrongOrder) -> bool {
         let _ = order;
         false
     }
+}
+
+/// Whether this process is to do as a release before it did, where both know a better way and say so:
+/// `SHADOWBELL_AS_BEFORE` is there. Never without the feature `abort-points`, nor in an optimised
+/// build.
+#[must_use]
+pub fn is_as_before() -> bool {
+    cfg!(all(feature = "abort-points", debug_assertions))
+        && std::env::var_os("SHADOWBELL_AS_BEFORE").is_some()
 }
 
 #[cfg(all(feature = "abort-points", debug_assertions))]

@@ -10,7 +10,8 @@ mod parcel;
 mod version;
 
 pub use abort_point::{
-    AbortPoint, CommandStep, WrongOrder, abort_command, abort_directory, abort_point, is_wrong,
+    AbortPoint, CommandStep, WrongOrder, abort_command, abort_directory, abort_point, is_as_before,
+    is_wrong,
 };
 pub use bytes::Bytes;
 pub use descriptors::{Descriptors, FdRef};

@@ -14,6 +14,11 @@
 //!    the keeper, drops all that it has, says that it is gone, and ends.
 //! 4. The new one, which has waited for that, serves.
 //!
+//! If all three know how, controllers go one by one ([`to_worker::MOVE`]): then 2 and 3 are so for each
+//! of them, and between the first and the last both workers serve. If one of them dies there, the
+//! keeper ends the other one, and starts a third one that goes on with what both have left
+//! (`both_end` in [`upgrading`]).
+//!
 //! Until the old one commits, it can go on, and does if anything fails or takes too long. From then
 //! on it can not. So nobody ever serves together with the other, and whoever dies on the way is
 //! seen by the end of its socket.
@@ -67,7 +72,7 @@ use renewal::Renewal;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use say::say;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
-use state::{HAND_OVER, Keeper, LEAVE, PREPARE};
+use state::{HAND_OVER, Keeper, LEAVE, MOVE, PREPARE};
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -259,7 +264,7 @@ impl Keeper {
             None => {}
             Some(Step::Preparing) => self.upgrade_failed("the server is to end"),
             // It is over in a moment, one way or the other; then there is one to be told.
-            Some(Step::HandingOver | Step::Committed) => return,
+            Some(Step::HandingOver | Step::Moving | Step::Committed) => return,
         }
         match &self.worker {
             Some(worker) => worker.say(to_worker::END, "", None),
@@ -277,10 +282,15 @@ impl Keeper {
                 to_keeper::SERVING => self.serves(&packet.text()),
                 to_keeper::READ => self.has_read(&packet.text()),
                 to_keeper::ALIVE => self.is_alive(&packet.text()),
+                to_keeper::MOVES => {
+                    if let Some(worker) = &mut self.worker {
+                        worker.moves = true;
+                    }
+                }
                 to_keeper::TAKEN => {
                     self.left = None;
                     if let Some(worker) = &mut self.worker {
-                        worker.has_taken = true;
+                        worker.takes();
                     }
                 }
                 to_keeper::FAILED => {
@@ -291,6 +301,15 @@ impl Keeper {
                 // Of the program that serves, and of no other: that is not the worker's to say.
                 to_keeper::UPGRADE => self.begin_upgrade(None, packet.fd()),
                 to_keeper::GOES_ON => self.upgrade_failed(&packet.text()),
+                to_keeper::MOVING => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.until = Instant::now() + MOVE;
+                        if std::mem::replace(&mut upgrade.step, Step::Moving) == Step::Moving {
+                            // Once is enough for the record.
+                            continue;
+                        }
+                    }
+                }
                 to_keeper::HANDED_OVER => {
                     if let Some(upgrade) = &mut self.upgrade {
                         upgrade.step = Step::Committed;
@@ -306,6 +325,16 @@ impl Keeper {
         {
             let letter = packet.letter;
             match packet.letter {
+                to_keeper::MOVES => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.new.moves = true;
+                    }
+                }
+                to_keeper::SHARED => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.is_shared = true;
+                    }
+                }
                 to_keeper::PREPARED => self.hand_over(&packet.text()),
                 to_keeper::SERVING => self.upgraded(&packet.text()),
                 to_keeper::TAKEN => {
@@ -314,7 +343,7 @@ impl Keeper {
                     }
                     if let Some(upgrade) = &mut self.upgrade {
                         upgrade.left = None;
-                        upgrade.new.has_taken = true;
+                        upgrade.new.takes();
                     }
                 }
                 to_keeper::FAILED => {
@@ -372,6 +401,7 @@ impl Keeper {
                 upgrade.until = now + HAND_OVER;
                 upgrade.new.kill();
             }
+            Step::Moving => self.both_end("the upgrade did not come to its end", false),
             Step::Committed => {
                 upgrade.until = now + LEAVE;
                 match &mut self.worker {

@@ -36,6 +36,11 @@ impl Keeper {
                     upgrade.left = worker.leaves(Some(status));
                     return;
                 }
+                Step::Moving => {
+                    self.worker = Some(worker);
+                    let what = format!("process {pid}, which served, {}", how(status));
+                    return self.both_end(&what, is_killed(status));
+                }
                 // As it should.
                 Step::Committed => {
                     upgrade.left = worker.leaves(Some(status)).filter(|_| !upgrade.new.has_taken);

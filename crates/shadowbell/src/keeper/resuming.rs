@@ -87,6 +87,8 @@ impl Keeper {
             to_keeper::SERVING
                 | to_keeper::TAKEN
                 | to_keeper::PREPARED
+                | to_keeper::MOVING
+                | to_keeper::SHARED
                 | to_keeper::HANDED_OVER
                 | to_keeper::GOES_ON
                 | to_keeper::FAILED

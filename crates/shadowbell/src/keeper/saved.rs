@@ -44,6 +44,9 @@ struct SavedUpgrade {
     new: SavedWorker,
     step: Step,
     why: Option<String>,
+    /// Earlier releases do not know it.
+    #[serde(default)]
+    is_shared: bool,
     left: Option<SavedLeft>,
 }
 
@@ -61,6 +64,9 @@ struct SavedWorker {
     program: Bytes,
     serves_since: Option<u64>,
     answers: bool,
+    /// Earlier releases do not know it.
+    #[serde(default)]
+    moves: bool,
     has_taken: bool,
     why: Option<String>,
     items: SavedItems,
@@ -129,6 +135,7 @@ impl Worker {
             program: bytes_of(&self.program),
             serves_since: self.serves_since.map(|since| clock.write(since)),
             answers: self.answers,
+            moves: self.moves,
             has_taken: self.has_taken,
             why: self.why.clone(),
             items: self.items.save(fds),
@@ -161,6 +168,7 @@ impl Worker {
             program: path_of(saved.program),
             serves_since: saved.serves_since.map(|since| clock.read(since)),
             answers: saved.answers,
+            moves: saved.moves,
             has_taken: saved.has_taken,
             why: saved.why,
             items,
@@ -198,6 +206,7 @@ impl Keeper {
                 new: upgrade.new.save(&mut fds, &clock),
                 step: upgrade.step,
                 why: upgrade.why.clone(),
+                is_shared: upgrade.is_shared,
                 left: upgrade.left.as_ref().map(|left| left.save(&mut fds)),
             }),
             leaving: self.leaving.iter().map(|(worker, _)| worker.save(&mut fds, &clock)).collect(),
@@ -254,7 +263,10 @@ impl Keeper {
         let leaving = leaving?;
         let upgrade = match saved.upgrade {
             None => None,
-            Some(upgrade) => Some((worker(upgrade.new)?, upgrade.step, upgrade.why, upgrade.left)),
+            Some(upgrade) => {
+                let SavedUpgrade { new, step, why, is_shared, left } = upgrade;
+                Some((worker(new)?, step, why, is_shared, left))
+            }
         };
         let left = |saved: Option<SavedLeft>, fds: &mut Descriptors| {
             saved.map(|left| Left::restore(left, fds)).transpose()
@@ -262,7 +274,7 @@ impl Keeper {
         self.left = left(saved.left, fds)?;
         self.upgrade = match upgrade {
             None => None,
-            Some((new, step, why, its)) => Some(Upgrade {
+            Some((new, step, why, is_shared, its)) => Some(Upgrade {
                 new,
                 transfer: None,
                 its: None,
@@ -271,6 +283,7 @@ impl Keeper {
                 until: clock.now() + LEAVE,
                 asker: None,
                 why,
+                is_shared,
                 left: left(its, fds)?,
             }),
         };

@@ -16,6 +16,11 @@ use std::time::{Duration, Instant};
 pub(super) const PREPARE: Duration = Duration::from_secs(10);
 /// How long the old worker may take to hand over, or not. It has limits of its own, far shorter.
 pub(super) const HAND_OVER: Duration = Duration::from_secs(10);
+/// How long it may take until the first controller has gone, when they go one by one: before that
+/// each of them comes to rest once.
+pub(super) const REHEARSE: Duration = Duration::from_secs(60);
+/// How long the two may take from one controller to the next, when these go one by one.
+pub(super) const MOVE: Duration = Duration::from_secs(10);
 /// How long the old worker may take to end once it has handed over, and the new one to serve. Then
 /// it is ended.
 pub(super) const LEAVE: Duration = Duration::from_secs(2);

@@ -15,6 +15,8 @@ pub(super) enum Step {
     Preparing,
     /// The old one hands over, or not.
     HandingOver,
+    /// The old one hands over one controller after the other, and can not go on with all any more.
+    Moving,
     /// The old one can not go on any more.
     Committed,
 }
@@ -33,6 +35,8 @@ pub(super) struct Upgrade {
     pub(super) asker: Option<OwnedFd>,
     /// Why the new one was ended.
     pub(super) why: Option<String>,
+    /// The new one goes on for a part: what both have left counts.
+    pub(super) is_shared: bool,
     /// What the old one has left, if it has ended; until the new one has taken over.
     pub(super) left: Option<Left>,
 }

@@ -2,9 +2,9 @@
 //! goes on. Who dies on the way is seen by its end.
 
 use super::renewal::Renewal;
-use super::state::{HAND_OVER, Keeper, LEAVE, PREPARE};
+use super::state::{HAND_OVER, Keeper, LEAVE, PREPARE, REHEARSE};
 use super::upgrade::{Step, Upgrade, tell_outcome};
-use super::worker::{Worker, how, is_killed};
+use super::worker::{Left, Worker, how, is_killed};
 use crate::keeper_link::{SUCCESSOR, to_keeper, to_worker};
 use crate::notify;
 use std::io;
@@ -57,6 +57,7 @@ impl Keeper {
             until: began + PREPARE,
             asker: None,
             why: None,
+            is_shared: false,
             left: None,
         })
     }
@@ -68,8 +69,12 @@ impl Keeper {
             return;
         };
         upgrade.step = Step::HandingOver;
-        upgrade.until = Instant::now() + HAND_OVER;
-        worker.say(to_worker::HAND_OVER, versions, Some(transfer.as_fd()));
+        // One that does not know how is told what every release knows.
+        let moves = worker.moves && upgrade.new.moves;
+        let (letter, most) =
+            if moves { (to_worker::MOVE, REHEARSE) } else { (to_worker::HAND_OVER, HAND_OVER) };
+        upgrade.until = Instant::now() + most;
+        worker.say(letter, versions, Some(transfer.as_fd()));
     }
 
     /// The new worker has ended before it served.
@@ -86,21 +91,77 @@ impl Keeper {
             Step::Preparing => self.upgrade_failed(&why),
             // The old one says what it comes to: it may have committed a moment ago.
             Step::HandingOver => upgrade.why = Some(why),
+            Step::Moving => {
+                let what =
+                    format!("process {}, which serves a part, {}", upgrade.new.pid(), how(status));
+                upgrade.why = Some(why);
+                self.both_end(&what, is_killed(status));
+            }
             Step::Committed => self.new_has_died(&why, status),
         }
     }
 
     /// The new worker has ended, and the old one can not go on any more.
     pub(super) fn new_has_died(&mut self, why: &str, status: ExitStatus) {
-        let Some(Upgrade { mut new, asker, mut left, .. }) = self.upgrade.take() else { return };
+        let Some(Upgrade { mut new, asker, mut left, is_shared, .. }) = self.upgrade.take() else {
+            return;
+        };
         if let Some(mut old) = self.worker.take() {
             old.kill();
             left = left.or_else(|| old.leaves(None));
         }
-        self.left = if new.has_taken { new.leaves(Some(status)) } else { left };
+        self.left = self.left_by_both(&mut new, left, is_shared);
         tell_outcome(asker, Err(why));
         let what = format!("process {}, which was to serve, {}", new.pid(), how(status));
         self.worker_has_died(&what, None, is_killed(status));
+    }
+
+    /// Controllers go one by one, and one of the two processes has died, as `what` says, or does not
+    /// go on: the other one is ended as well, and a third one goes on for both.
+    pub(super) fn both_end(&mut self, what: &str, is_killed: bool) {
+        if let Some(old) = &mut self.worker {
+            old.kill();
+        }
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.new.kill();
+        }
+        // What they have said since they were last heard. If the new one has come to serve all of
+        // it, it is the worker by now, and its end is seen as that of any other.
+        self.hear_workers();
+        let Some(Upgrade { mut new, asker, why, left, is_shared, .. }) = self.upgrade.take() else {
+            return;
+        };
+        let old = self.worker.take();
+        let served = old.as_ref().and_then(Worker::has_served);
+        let (mut old_left, mut old_why) = (left, None);
+        if let Some(mut old) = old {
+            old_why = old.why.take();
+            let ended = old.ended();
+            old_left = old_left.or_else(|| old.leaves(ended));
+        }
+        let why = old_why.or_else(|| new.why.take()).or(why);
+        tell_outcome(asker, Err(why.as_deref().unwrap_or(what)));
+        self.left = self.left_by_both(&mut new, old_left, is_shared);
+        self.worker_has_died(what, served, is_killed);
+    }
+
+    /// What counts of what the new worker and the one before have left.
+    fn left_by_both(
+        &mut self,
+        new: &mut Worker,
+        old: Option<Left>,
+        is_shared: bool,
+    ) -> Option<Left> {
+        if new.has_taken {
+            let ended = new.ended();
+            return new.leaves(ended);
+        }
+        if !is_shared {
+            return old;
+        }
+        // The newer program reads what both have written.
+        self.program.clone_from(&new.program);
+        new.leaves_with(old)
     }
 
     /// The worker goes on.

@@ -37,6 +37,8 @@ pub(super) struct Worker {
     pub(super) serves_since: Option<Instant>,
     /// It answers when it is asked whether it is alive. One of an earlier release does not.
     pub(super) answers: bool,
+    /// It can hand over, and take over, one controller after the other.
+    pub(super) moves: bool,
     /// It goes on for another one, and says that what it has left itself counts.
     pub(super) has_taken: bool,
     /// Why it can not go on, as it says itself.
@@ -87,6 +89,7 @@ impl Worker {
             program: program.to_owned(),
             serves_since: None,
             answers: false,
+            moves: false,
             has_taken: false,
             why: None,
             items: Items::default(),
@@ -146,6 +149,21 @@ impl Worker {
         let items = std::mem::take(&mut self.items);
         let left = Left { items, by_fault: ended.is_some_and(is_fault) };
         Some(left).filter(|left| left.items.contains(COMPLETE))
+    }
+
+    /// What it has left together with another one, which goes on for a part of what this one had.
+    pub(super) fn leaves_with(&mut self, older: Option<Left>) -> Option<Left> {
+        let ended = self.process.ended();
+        let (mut left, older) = (self.leaves(ended)?, older?);
+        left.items.add_older(older.items);
+        left.by_fault |= older.by_fault;
+        Some(left)
+    }
+
+    /// It goes on for the one before, of which nothing counts any more.
+    pub(super) fn takes(&mut self) {
+        self.has_taken = true;
+        drop(self.items.take_older());
     }
 
     /// Another one goes on: nothing is left for later.
@@ -315,6 +333,7 @@ mod tests {
             program: PathBuf::new(),
             serves_since: None,
             answers: true,
+            moves: false,
             has_taken: false,
             why: None,
             items,

@@ -82,6 +82,11 @@ impl Changes {
         *self.handle.lock() = Some(handle);
     }
 
+    /// So many controllers come from another process: who comes later gets another number.
+    pub(super) fn expect(&self, count: usize) {
+        self.next.store(count, Ordering::Relaxed);
+    }
+
     /// A keeper holds what is served, and is told of changes.
     pub(super) fn keep_with(&self, kept: Arc<Kept>) {
         let _ = self.kept.set(kept);

@@ -1,6 +1,8 @@
-//! The server comes to rest, and hands over to its successor in another process; or goes on.
+//! The server comes to rest, and hands over to its successor in another process; or goes on. (If both
+//! know how, its controllers go one by one: [`move_out`](super::move_out).)
 
 use super::asides::Asides;
+use super::registry::ServedController;
 use super::server::Server;
 use super::transfer::{self, COMMIT, GONE, HAVE};
 use super::worker_link::WorkerLink;
@@ -10,13 +12,14 @@ use anyhow::{Context, anyhow, bail};
 use shadowbell_state::{AbortPoint, Descriptors, Parcel, VERSION, abort_point};
 use shadowbell_vfio_user::Reactor;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 use tracing::{debug, info};
 
 /// How long clients may be kept waiting for nothing: until then the successor has to have taken
 /// over. QEMU holds its big lock while it waits for an answer.
-const REST: Duration = Duration::from_millis(200);
+pub(super) const REST: Duration = Duration::from_millis(200);
 
 /// Hands over to whoever is at the other end of `transfer`, and reads the state versions
 /// `versions`. When this returns without an error, nothing is touched any more, and the process
@@ -31,23 +34,11 @@ pub(super) fn hand_over(
     versions: &str,
     link: &WorkerLink,
 ) -> anyhow::Result<()> {
-    let versions = parse_versions(versions).context("the new process reads no state")?;
-    if !versions.contains(&VERSION) {
-        bail!(
-            "the new program reads states of the versions {} to {}, and this one writes version \
-             {VERSION}: take a release next to the one that runs",
-            versions.start(),
-            versions.end()
-        );
-    }
-    // What is known to be impossible stops nobody.
-    for disk in server.disks() {
-        disk.hand_over(&mut Descriptors::default())?;
-    }
+    is_possible(server, versions)?;
     let began = Instant::now();
     let until = began + REST;
     let mut reactor = server.rest(until)?;
-    let outcome = rest_all(server, until)
+    let outcome = rest_all(&server.controllers(), until)
         .inspect(|()| abort_point(AbortPoint::AtRest))
         .and_then(|()| pass_on(server, resting, &mut reactor, transfer, until));
     if let Err(why) = outcome {
@@ -66,10 +57,32 @@ pub(super) fn hand_over(
     Ok(())
 }
 
-/// Has all controllers come to rest.
-fn rest_all(server: &Server, until: Instant) -> anyhow::Result<()> {
+/// Stops nobody for what is known to be impossible.
+///
+/// # Errors
+/// That.
+pub(super) fn is_possible(server: &Server, versions: &str) -> anyhow::Result<()> {
+    let versions = parse_versions(versions).context("the new process reads no state")?;
+    if !versions.contains(&VERSION) {
+        bail!(
+            "the new program reads states of the versions {} to {}, and this one writes version \
+             {VERSION}: take a release next to the one that runs",
+            versions.start(),
+            versions.end()
+        );
+    }
+    for disk in server.disks() {
+        disk.hand_over(&mut Descriptors::default())?;
+    }
+    Ok(())
+}
+
+/// Has these controllers come to rest.
+///
+/// # Errors
+/// One of them does not in time. They are to be resumed.
+pub(super) fn rest_all(all_served: &[Arc<ServedController>], until: Instant) -> anyhow::Result<()> {
     let (rests, all) = channel();
-    let all_served = server.controllers();
     for (index, served) in all_served.iter().enumerate() {
         let rests = rests.clone();
         served.controller.freeze(move || rests.send(index).unwrap_or_default());
@@ -101,16 +114,7 @@ fn pass_on(
     transfer: &UnixStream,
     until: Instant,
 ) -> anyhow::Result<()> {
-    let mut parcel = Parcel::new();
-    let controllers = server.controllers();
-    let asked: Vec<_> = controllers.iter().map(|served| served.asked()).collect();
-    parcel.add(transfer::SERVED, true, &transfer::served_of(asked.iter().map(|asked| &**asked)))?;
-    if server.registry().is_changed() {
-        // The configuration does not say it.
-        let asked: Vec<_> = asked.iter().map(|asked| &**asked).collect();
-        parcel.add(transfer::ASKED, true, &asked)?;
-        parcel.add(transfer::GROUPS, false, &limits::groups())?;
-    }
+    let mut parcel = what_is_served(server)?;
     resting.save(&mut parcel)?;
     let ports = reactor.save(parcel.descriptors())?;
     if ports.len() != server.controllers().len() {
@@ -120,13 +124,7 @@ fn pass_on(
         parcel.add(&transfer::port(index), true, port)?;
     }
     for (index, served) in server.controllers().iter().enumerate() {
-        let name = || served.name.clone();
-        let saved = served.controller.save(parcel.descriptors()).with_context(name)?;
-        parcel.add(&transfer::controller(index), true, &saved)?;
-        for (nth, disk) in served.disks().enumerate() {
-            let saved = disk.hand_over(parcel.descriptors())?;
-            parcel.add(&transfer::disk(index, nth), true, &saved)?;
-        }
+        add_controller(&mut parcel, index, served)?;
     }
     transfer.set_write_timeout(Some(left(until)))?;
     // From the moment that the other one has them.
@@ -138,8 +136,49 @@ fn pass_on(
     outcome
 }
 
+/// What the new one has to find in its configuration, or to take from here.
+///
+/// # Errors
+/// It can not be written.
+pub(super) fn what_is_served(server: &Server) -> anyhow::Result<Parcel> {
+    let mut parcel = Parcel::new();
+    let controllers = server.controllers();
+    let asked: Vec<_> = controllers.iter().map(|served| served.asked()).collect();
+    parcel.add(transfer::SERVED, true, &transfer::served_of(asked.iter().map(|asked| &**asked)))?;
+    if server.registry().is_changed() {
+        // The configuration does not say it.
+        let asked: Vec<_> = asked.iter().map(|asked| &**asked).collect();
+        parcel.add(transfer::ASKED, true, &asked)?;
+        parcel.add(transfer::GROUPS, false, &limits::groups())?;
+    }
+    Ok(parcel)
+}
+
+/// Writes down a controller that is at rest, with its disks.
+///
+/// # Errors
+/// It can not be written.
+pub(super) fn add_controller(
+    parcel: &mut Parcel,
+    index: usize,
+    served: &ServedController,
+) -> anyhow::Result<()> {
+    let saved = served.controller.save(parcel.descriptors());
+    let saved = saved.with_context(|| served.name.clone())?;
+    parcel.add(&transfer::controller(index), true, &saved)?;
+    for (nth, disk) in served.disks().enumerate() {
+        let saved = disk.hand_over(parcel.descriptors())?;
+        parcel.add(&transfer::disk(index, nth), true, &saved)?;
+    }
+    Ok(())
+}
+
+/// The new one has ended.
+pub(super) fn ended() -> anyhow::Error {
+    anyhow!("the new process has ended before it took over")
+}
+
 fn commit(parcel: &Parcel, transfer: &UnixStream, until: Instant) -> anyhow::Result<()> {
-    let ended = || anyhow!("the new process has ended before it took over");
     let slow = || anyhow!("the new process did not take over within {} ms", REST.as_millis());
     parcel.send(transfer).map_err(|error| {
         if Instant::now() >= until { slow() } else { ended().context(error.to_string()) }
@@ -155,6 +194,6 @@ fn commit(parcel: &Parcel, transfer: &UnixStream, until: Instant) -> anyhow::Res
 }
 
 /// How long until then; a timeout of zero would be none.
-fn left(until: Instant) -> Duration {
+pub(super) fn left(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }

@@ -16,6 +16,7 @@ use super::worker_link::WorkerLink;
 use crate::controller_config::{DiskConfig, nsids};
 use crate::items::COMPLETE;
 use crate::limits::{self, Group};
+use anyhow::Context;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
@@ -24,6 +25,7 @@ use shadowbell_state::{Descriptors, VERSION};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
 use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use tracing::info;
@@ -130,7 +132,7 @@ struct State {
 impl Keeping {
     /// # Errors
     /// The system has no more descriptors.
-    pub(super) fn new(link: &WorkerLink) -> std::io::Result<Self> {
+    pub(super) fn new(link: &WorkerLink) -> io::Result<Self> {
         let kept = Kept { store: link.store()?, state: Mutex::default() };
         Ok(Self { kept: Arc::new(kept), fence: shadowbell_backend::fence()? })
     }
@@ -156,6 +158,42 @@ impl Keeping {
         }
     }
 
+    /// As [`begin`](Self::begin), for controllers that come [one by one](Self::keep_one).
+    ///
+    /// # Errors
+    /// The keeper does not take it.
+    pub(super) fn begin_with_none(&self, is_changed: bool) -> anyhow::Result<()> {
+        self.kept.store.put(FENCE, &[], &[self.fence.as_fd()])?;
+        let mut state = self.kept.state.lock();
+        (state.is_possible, state.is_changed) = (true, is_changed);
+        Ok(())
+    }
+
+    /// Holds one more controller, which comes from another process.
+    ///
+    /// # Errors
+    /// It can not be had.
+    pub(super) fn keep_one(
+        &self,
+        served: &ServedController,
+        reactor: &mut Reactor,
+        port: PortId,
+    ) -> anyhow::Result<()> {
+        let kept = self.kept.keep_controller(served)?;
+        self.kept.state.lock().controllers.insert(served.index, kept);
+        reactor.record_with(port, self.kept.port_recorder(served.index));
+        Ok(())
+    }
+
+    /// What the keeper holds counts for the controllers that it holds so far, which are at rest.
+    ///
+    /// # Errors
+    /// It is not there: whoever goes on after this process's death would not know of them.
+    pub(super) fn name_all(&self) -> anyhow::Result<()> {
+        self.kept.state.lock().is_complete = true;
+        self.kept.try_publish().context("the keeper does not take what it is to hold")
+    }
+
     /// What the keeper holds is all that there is: the next process may go on with it.
     pub(super) fn complete(&self) {
         self.kept.state.lock().is_complete = true;
@@ -178,12 +216,10 @@ impl Keeping {
             disk.keep(&mut Descriptors::default())?;
         }
         self.kept.store.put(FENCE, &[], &[self.fence.as_fd()])?;
-        for (served, port) in controllers.iter().zip(ports) {
-            let kept = self.kept.keep_controller(served)?;
-            self.kept.state.lock().controllers.insert(served.index, kept);
-            reactor.record_with(*port, self.kept.port_recorder(served.index));
-        }
-        Ok(())
+        controllers
+            .iter()
+            .zip(ports)
+            .try_for_each(|(served, port)| self.keep_one(served, reactor, *port))
     }
 }
 
@@ -326,11 +362,22 @@ impl Kept {
         let _ = self.store.delete(COMPLETE);
     }
 
+    /// Whether the next process could go on with what the keeper holds.
+    pub(super) fn holds_all(&self) -> bool {
+        let state = self.state.lock();
+        state.is_possible && state.is_complete
+    }
+
     /// Names all that there is.
     fn publish(&self) {
+        // The store says itself what it could not take.
+        let _ = self.try_publish();
+    }
+
+    fn try_publish(&self) -> io::Result<()> {
         let state = self.state.lock();
         if !state.is_possible || !state.is_complete {
-            return;
+            return Ok(());
         }
         let controllers: Vec<_> = state.controllers.values().cloned().collect();
         let complete = Complete {
@@ -340,9 +387,8 @@ impl Kept {
             controllers,
             groups: limits::groups(),
         };
-        // Under the lock, so that what comes later stays. The store says itself what it could not
-        // take.
-        let _ = self.store.put_state(COMPLETE, &complete, &Descriptors::default());
+        // Under the lock, so that what comes later stays.
+        self.store.put_state(COMPLETE, &complete, &Descriptors::default())
     }
 
     fn keep_controller(

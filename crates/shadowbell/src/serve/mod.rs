@@ -24,6 +24,8 @@
 //! | `stats_socket` | the counters for `top`, while the server runs |
 //! | `reactor_thread` | the thread that serves the sockets, and takes a rest |
 //! | `hand_over`, `take_over` | a server and its successor in another process |
+//! | `move_out`, `move_in` | the same, one controller after the other |
+//! | `arriving` | what comes to a successor |
 //! | `transfer` | what these two say to each other |
 //! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
 //! | `recover` | that other process |
@@ -40,6 +42,7 @@
 
 mod apply;
 mod args;
+mod arriving;
 mod asides;
 mod changes;
 mod config_file;
@@ -53,6 +56,8 @@ mod hand_over;
 mod keeping;
 mod launch_hint;
 mod making;
+mod move_in;
+mod move_out;
 mod namespaces;
 mod phases;
 mod pulse;
@@ -319,7 +324,9 @@ fn wait<'a>(
                         reload(Box::new(move |outcome| link.say(to_keeper::READ, outcome)));
                     }
                     to_worker::VISIT => link.visit(server),
-                    to_worker::HAND_OVER => return Ok(End::Successor(link, packet)),
+                    to_worker::HAND_OVER | to_worker::MOVE => {
+                        return Ok(End::Successor(link, packet));
+                    }
                     _ => {}
                 }
             }
@@ -337,11 +344,16 @@ fn hand_over(
     packet: Packet,
 ) -> anyhow::Result<bool> {
     let versions = packet.text();
+    let is_asked = packet.letter == to_worker::MOVE;
     let Some(fd) = packet.fd() else { return Ok(false) };
     let transfer = UnixStream::from(fd);
     let Some(resting) = answering.take().map(Answering::rest) else { return Ok(false) };
     let changes = Arc::clone(server.changes());
     let outcome = match changes.pause() {
+        // Both processes may die on the way, and have to be held for that.
+        Some(_paused) if is_asked && can_move(server) => {
+            move_out::move_out(server, &resting, &transfer, &versions, link)
+        }
         Some(_paused) => hand_over::hand_over(server, &resting, &transfer, &versions, link),
         None => Err(anyhow!("a controller is being added or taken away; try again")),
     };
@@ -354,6 +366,11 @@ fn hand_over(
     drop(transfer);
     *answering = Some(resting.start(server, config, powers)?);
     Ok(false)
+}
+
+/// Whether controllers can be handed over one by one.
+fn can_move(server: &Server) -> bool {
+    server.registry().count() != 0 && server.changes().kept().is_some_and(|kept| kept.holds_all())
 }
 
 /// Writes the counters where they were asked for, or else logs them.

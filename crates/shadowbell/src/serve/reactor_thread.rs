@@ -63,6 +63,12 @@ impl ReactorThread {
     /// on.
     pub(super) fn rest(&self, until: Instant) -> Option<Reactor> {
         let mut state = self.shared.state.lock();
+        // It may not have come to what it was given back.
+        while matches!(*state, State::Back(_)) {
+            if self.shared.changed.wait_until(&mut state, until).timed_out() {
+                return None;
+            }
+        }
         if !matches!(*state, State::Serving { .. }) {
             return None;
         }
@@ -134,6 +140,7 @@ impl Shared {
                 match std::mem::replace(&mut *state, State::Away) {
                     State::Back(reactor) => {
                         *state = State::Serving { rest: false };
+                        self.changed.notify_all();
                         break reactor;
                     }
                     State::Over => return Ok(()),
@@ -142,5 +149,24 @@ impl Shared {
                 self.changed.wait(&mut state);
             };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_vfio_user::server::Limits;
+    use std::time::Duration;
+
+    /// Controllers that go one by one have it rest again before its thread has come to go on.
+    #[test]
+    fn a_rest_may_follow_another_at_once() {
+        let reactor = Reactor::new(Limits::default()).unwrap();
+        let thread = ReactorThread::start(reactor, || {}).unwrap();
+        for _ in 0..200 {
+            let reactor = thread.rest(Instant::now() + Duration::from_secs(20)).expect("a rest");
+            thread.go_on(reactor);
+        }
+        thread.stop().unwrap().unwrap();
     }
 }

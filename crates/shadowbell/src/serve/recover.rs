@@ -5,18 +5,21 @@
 //! from where on only that counts; and goes on. Until it says so it may fail or die, and the next
 //! one does the same again.
 //!
+//! If a process has died that had handed over a part of what it had, there are the records of two
+//! ([`Sources`]): of a controller the newer one counts.
+//!
 //! What the dead process had given to the system may still be under way, and may reach the disk or
 //! a guest's memory. So before anything is repeated, all of it has to have ended: see
 //! `shadowbell_backend::recover`. Nothing bounds this wait but the disk.
 
+use super::arriving::begin_trace;
 use super::event::EventQueue;
-use super::keeping::{Complete, FENCE, Keeping};
+use super::keeping::{Complete, FENCE, Keeping, KeptController};
 use super::making;
 use super::phases::Phases;
 use super::registry::ServedController;
 use super::server::Server;
 use super::server_config::ServerConfig;
-use super::take_over::begin_trace;
 use super::transfer;
 use super::worker_link::{Told, WorkerLink};
 use crate::controller_config::ConfigureError;
@@ -126,45 +129,45 @@ pub(super) fn recover(
 /// Makes everything from what the dead process was, when nothing of it is under way any more.
 fn rebuild(
     config: &ServerConfig,
-    mut items: Items,
+    items: Items,
     pool: Pool,
     fence: &Fence<'_>,
     phases: &mut Phases,
 ) -> anyhow::Result<Rebuilt> {
-    let (complete, _): (Complete, _) = take(&mut items, COMPLETE)?;
-    if !READABLE.contains(&complete.version) {
-        bail!(shadowbell_state::StateError::Version(complete.version));
-    }
-    if !complete.is_changed
-        && let Some(why) = transfer::difference(&complete.served, &transfer::served(config))
+    let mut sources = Sources::of(items)?;
+    let is_changed = sources.all()?.is_changed;
+    if !is_changed
+        && let Some(why) = transfer::difference(&sources.all()?.served, &transfer::served(config))
     {
         bail!(why);
     }
-    let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
-    ends.iter().try_for_each(|end| fence.wait_for(end))?;
+    for source in &mut sources.0 {
+        let ends = source.items.remove(FENCE).context("the state has no fence")?.read()?.1;
+        ends.iter().try_for_each(|end| fence.wait_for(end))?;
+    }
     phases.ended("fence");
-    if complete.is_changed {
-        limits::set_groups(&complete.groups);
+    if is_changed {
+        limits::set_groups(&sources.all()?.groups);
     }
     let events = EventQueue::new();
     let mut reactor = Reactor::new(Limits::default())?;
     let (mut served, mut controllers, mut ports) = (Vec::new(), Vec::new(), Vec::new());
-    for (index, kept) in complete.controllers.iter().enumerate() {
+    for (index, (source, kept)) in sources.controllers()?.into_iter().enumerate() {
+        let Some(Source { items, .. }) = sources.0.get_mut(source) else { continue };
         let (saved, mut fds): (SavedController, _) =
-            take(&mut items, &transfer::controller(kept.index))?;
-        let (port, mut port_fds): (SavedPort, _) = take(&mut items, &transfer::port(kept.index))?;
+            take(items, &transfer::controller(kept.index))?;
+        let (port, mut port_fds): (SavedPort, _) = take(items, &transfer::port(kept.index))?;
         let disks = saved.namespaces().map(|seen| kept.disk_of(&seen)).collect::<Option<Vec<_>>>();
         let disks = disks.context("the state lacks the disk of a namespace")?;
         let asked = match config.controllers.get(index) {
-            Some(asked) if !complete.is_changed => asked.clone(),
+            Some(asked) if !is_changed => asked.clone(),
             _ => kept.as_asked(&disks),
         };
         let asked = &asked;
         let location = asked.absolute_socket();
         let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
             let key = disks.get(nth).map_or("", |disk| disk.key());
-            let (state, mut fds) =
-                take(&mut items, key).map_err(disk_spec::DiskSpecError::Device)?;
+            let (state, mut fds) = take(items, key).map_err(disk_spec::DiskSpecError::Device)?;
             disk_spec::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
         });
         let opened = making::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
@@ -186,10 +189,51 @@ fn rebuild(
     }
     phases.ended("disks and controllers");
     let server = Server::resting(served, events, pool, true);
-    if complete.is_changed {
+    if is_changed {
         server.registry().set_changed();
     }
     Ok(Rebuilt { server, reactor, ports, controllers })
+}
+
+/// What processes have left.
+struct Source {
+    items: Items,
+    complete: Complete,
+}
+
+/// What there is to go on from: of one process, or of two, the newer one first.
+struct Sources(Vec<Source>);
+
+impl Sources {
+    fn of(mut items: Items) -> anyhow::Result<Self> {
+        let older = items.take_older();
+        let sources = [Some(items), older].into_iter().flatten().map(|mut items| {
+            let (complete, _): (Complete, _) = take(&mut items, COMPLETE)?;
+            if !READABLE.contains(&complete.version) {
+                bail!(shadowbell_state::StateError::Version(complete.version));
+            }
+            Ok(Source { items, complete })
+        });
+        Ok(Self(sources.collect::<Result<_, _>>()?))
+    }
+
+    /// What names all controllers: that of the process that had them all.
+    fn all(&self) -> anyhow::Result<&Complete> {
+        Ok(&self.0.last().context("nothing was left")?.complete)
+    }
+
+    /// The controllers, each as the newest process has it, and which that is.
+    fn controllers(&self) -> anyhow::Result<Vec<(usize, KeptController)>> {
+        let newest = |kept: &KeptController| {
+            let socket = kept.asked.absolute_socket();
+            self.0.iter().enumerate().find_map(|(nth, source)| {
+                let mut its = source.complete.controllers.iter();
+                let its = its.find(|its| its.asked.absolute_socket() == socket)?;
+                Some((nth, its.clone()))
+            })
+        };
+        Ok(self.all()?.controllers.iter().filter_map(newest).collect())
+    }
 }
 
 /// An item's state, and its descriptors.

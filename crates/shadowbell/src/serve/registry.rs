@@ -51,6 +51,13 @@ impl ServedController {
         self.controller.namespaces().into_iter().map(|(_, namespace)| namespace.disk)
     }
 
+    /// Whether requests wait until the limits of its disks allow them.
+    pub(super) fn wait_for_limits(&self, is_so: bool) {
+        for disk in self.disks() {
+            disk.limiters().iter().for_each(|limiter| limiter.open(!is_so));
+        }
+    }
+
     /// What it is, as somebody would ask for it.
     pub(super) fn asked(&self) -> Arc<SocketConfig> {
         Arc::clone(&self.asked.read())
@@ -99,6 +106,11 @@ impl Registry {
         self.controllers.read().clone()
     }
 
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.controllers.read().len()
+    }
+
     /// What is served, in a few words.
     pub(super) fn summary(&self) -> String {
         let all = self.controllers.read();
@@ -131,6 +143,13 @@ impl Registry {
         self.controllers.write().push(Arc::clone(&served));
         self.set_changed();
         served
+    }
+
+    /// One comes from another process, which has served it by the same number.
+    pub(super) fn join(&self, served: Arc<ServedController>) {
+        let mut all = self.controllers.write();
+        let place = all.partition_point(|other| other.index < served.index);
+        all.insert(place, served);
     }
 
     pub(super) fn remove(&self, id: &str) {

@@ -127,27 +127,39 @@ impl Server {
     /// They do not, in a sentence; then they go on.
     pub(super) fn rest(&self, until: Instant) -> anyhow::Result<Reactor> {
         self.wait_for_limits(false);
-        let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
-        if reactor.is_none() {
+        let reactor = self.rest_sockets(until);
+        if reactor.is_err() {
             self.wait_for_limits(true);
         }
+        reactor
+    }
+
+    /// The same, with all else as it was.
+    ///
+    /// # Errors
+    /// As of [`rest`](Self::rest).
+    pub(super) fn rest_sockets(&self, until: Instant) -> anyhow::Result<Reactor> {
+        let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
         reactor.context("a request of a client was under way for too long; try again")
+    }
+
+    /// Has the sockets go on.
+    pub(super) fn sockets_go_on(&self, reactor: Reactor) {
+        if let Some(thread) = &self.reactor {
+            thread.go_on(reactor);
+        }
     }
 
     /// Whether requests wait until the limits of their disks allow them. Who rests does not.
     fn wait_for_limits(&self, is_so: bool) {
-        for disk in self.disks() {
-            disk.limiters().iter().for_each(|limiter| limiter.open(!is_so));
-        }
+        self.controllers().iter().for_each(|served| served.wait_for_limits(is_so));
     }
 
     /// Goes on after a rest: the controllers, and then the sockets.
     pub(super) fn go_on(&self, reactor: Reactor) {
         self.wait_for_limits(true);
         self.controllers().iter().for_each(|served| served.controller.resume());
-        if let Some(thread) = &self.reactor {
-            thread.go_on(reactor);
-        }
+        self.sockets_go_on(reactor);
     }
 
     /// Lets go of everything, without a word to any client: another process goes on.

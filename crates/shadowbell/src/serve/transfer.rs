@@ -1,4 +1,8 @@
 //! What a server and its successor say to each other: a state, and three letters.
+//!
+//! Or several states, if both know how: first what is served; then one controller after the other,
+//! each with the three letters ([`HAVE`] and [`COMMIT`] only with the first one, after which there is
+//! no way back) and [`DONE`]; and then the rest.
 
 use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::ControllerConfig;
@@ -12,7 +16,13 @@ pub(super) const HAVE: u8 = b'h';
 pub(super) const COMMIT: u8 = b'c';
 /// The old one touches nothing any more.
 pub(super) const GONE: u8 = b'g';
+/// The new one serves this controller.
+pub(super) const DONE: u8 = b'd';
 
+/// Controllers come one by one: how many.
+pub(super) const MOVES: &str = "moves";
+/// This one does: its place among them.
+pub(super) const MOVED: &str = "moved";
 /// What is served: has to be the same in both.
 pub(super) const SERVED: &str = "serve";
 /// The controllers as they were asked for, if that is not what the configuration says.

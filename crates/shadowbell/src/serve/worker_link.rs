@@ -8,6 +8,7 @@ use crate::keeper_query::Keeper;
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::Death;
+use shadowbell_state::is_as_before;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -58,7 +59,11 @@ impl WorkerLink {
         let null = std::fs::File::open("/dev/null").context("/dev/null can not be opened")?;
         rustix::stdio::dup2_stdin(null)?;
         set_socket_timeout(&link, Timeout::Send, Some(LISTENS))?;
-        Ok(Self(Arc::new(link)))
+        let link = Self(Arc::new(link));
+        if !is_as_before() {
+            link.say(to_keeper::MOVES, "");
+        }
+        Ok(link)
     }
 
     /// What the keeper holds for the time after this process's death.

@@ -20,6 +20,7 @@ mod local;
 mod log;
 mod metrics;
 mod migrate;
+mod moving;
 mod namespaces;
 mod notify;
 mod output;

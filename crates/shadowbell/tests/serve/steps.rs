@@ -25,12 +25,20 @@ struct Dying {
     over: Arc<AtomicBool>,
 }
 
+/// Has both processes hand over all at once, as a release does that knows no other way.
+const AS_BEFORE: &[(&str, &str)] = &[("SHADOWBELL_AS_BEFORE", "1")];
+
 impl Dying {
     fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    fn start_with(variables: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.keep().join("abort");
         let variable = ("SHADOWBELL_ABORT_FILE", file.to_str().unwrap());
-        let server = server_with(4, &[], &[variable]);
+        let variables = [&[variable], variables].concat();
+        let server = server_with(4, &[], &variables);
         let loads = [(0, 1), (1, 2)];
         let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
         let mut client = Client::attach(&socket(&server, 2));
@@ -141,7 +149,7 @@ fn a_process_may_die_at_each_step_on_its_way_back() {
 fn a_process_may_die_at_each_step_of_a_hand_over() {
     // Of the old one.
     for point in [AbortPoint::AtRest, AbortPoint::StateSent, AbortPoint::Committed] {
-        let mut dying = Dying::start();
+        let mut dying = Dying::start_with(AS_BEFORE);
         for byte in 1..3 {
             dying.arm(point, 1);
             kill(&dying.server, Signal::KILL);
@@ -155,10 +163,48 @@ fn a_process_may_die_at_each_step_of_a_hand_over() {
 #[test]
 fn a_process_may_die_at_each_step_of_taking_over() {
     for point in [AbortPoint::TakenIn, AbortPoint::Kept, AbortPoint::Taken] {
-        let mut dying = Dying::start();
+        let mut dying = Dying::start_with(AS_BEFORE);
         for byte in 1..3 {
             dying.upgrade_until_dead(|dying| dying.arm(point, 1));
             dying.survive(&format!("{} of the new one", point.name()), byte);
+        }
+        dying.end();
+    }
+}
+
+/// Controllers go one by one: the first, one in the middle, the last of four.
+#[test]
+fn a_process_may_die_at_each_step_of_handing_over_one_by_one() {
+    for (point, times) in [
+        (AbortPoint::AtRest, &[1, 3][..]),
+        (AbortPoint::StateSent, &[1, 4]),
+        (AbortPoint::Moving, &[1]),
+        (AbortPoint::LetGo, &[1, 2, 4]),
+        (AbortPoint::Committed, &[1]),
+    ] {
+        let mut dying = Dying::start();
+        for (byte, nth) in (1..).zip(times) {
+            dying.arm(point, *nth);
+            kill(&dying.server, Signal::KILL);
+            dying.upgrade_until_dead(|_| {});
+            dying.survive(&format!("{} of the old one, time {nth}", point.name()), byte);
+        }
+        dying.end();
+    }
+}
+
+#[test]
+fn a_process_may_die_at_each_step_of_taking_over_one_by_one() {
+    for (point, times) in [
+        (AbortPoint::TakenIn, &[1, 2][..]),
+        (AbortPoint::Kept, &[1, 2, 4]),
+        (AbortPoint::TakenOne, &[1, 3, 4]),
+        (AbortPoint::Taken, &[1]),
+    ] {
+        let mut dying = Dying::start();
+        for (byte, nth) in (1..).zip(times) {
+            dying.upgrade_until_dead(|dying| dying.arm(point, *nth));
+            dying.survive(&format!("{} of the new one, time {nth}", point.name()), byte);
         }
         dying.end();
     }

@@ -1,0 +1,110 @@
+//! What comes from the process that served before, on its way to be restored here.
+
+use super::event::EventSender;
+use super::making;
+use super::registry::ServedController;
+use super::server::Server;
+use super::server_config::{ServerConfig, SocketConfig};
+use super::transfer::{self, Served};
+use super::worker_link::WorkerLink;
+use crate::controller_config::ConfigureError;
+use crate::keeper_link::to_keeper;
+use crate::limits::{self, Group};
+use crate::{disk_spec, exit};
+use anyhow::{Context, bail};
+use shadowbell_controller::{Controller, Pool, SavedController};
+use shadowbell_frontend::vfio_user::ControllerDevice;
+use shadowbell_state::Parcel;
+use shadowbell_vfio_user::server::SavedPort;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use tracing::warn;
+
+/// What the other one serves, which is what is asked for here, or is taken from there; and whether
+/// that is so.
+///
+/// # Errors
+/// It is something else.
+pub(super) fn what_is_served(
+    config: &ServerConfig,
+    parcel: &mut Parcel,
+) -> anyhow::Result<(Vec<SocketConfig>, bool)> {
+    let served: Vec<Served> = section(parcel, transfer::SERVED)?;
+    let changed: Option<Vec<SocketConfig>> = parcel.take(transfer::ASKED)?;
+    let is_changed = changed.is_some();
+    let asked = changed.unwrap_or_else(|| config.controllers.clone());
+    if let Some(why) = transfer::difference(&served, &transfer::served_of(asked.iter())) {
+        bail!(why);
+    }
+    if let Some(groups) = parcel.take::<Vec<Group>>(transfer::GROUPS)? {
+        limits::set_groups(&groups);
+    }
+    Ok((asked, is_changed))
+}
+
+/// A controller of the other one, which is to be restored.
+pub(super) struct Arriving {
+    pub(super) served: ServedController,
+    pub(super) device: ControllerDevice,
+    pub(super) port: SavedPort,
+    pub(super) saved: SavedController,
+}
+
+impl Arriving {
+    /// Makes it, without its socket.
+    ///
+    /// # Errors
+    /// It can not be served here.
+    pub(super) fn take(
+        parcel: &mut Parcel,
+        asked: &SocketConfig,
+        index: usize,
+        events: EventSender,
+        pool: &Pool,
+    ) -> anyhow::Result<Self> {
+        let saved_disks = asked.controller.disks.iter().enumerate();
+        let saved_disks: Vec<serde_json::Value> = saved_disks
+            .map(|(nth, _)| section(parcel, &transfer::disk(index, nth)))
+            .collect::<Result<_, _>>()?;
+        let saved: SavedController = section(parcel, &transfer::controller(index))?;
+        let port: SavedPort = section(parcel, &transfer::port(index))?;
+        let fds = parcel.descriptors();
+        let location = asked.absolute_socket();
+        let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
+            let nothing = serde_json::Value::Null;
+            disk_spec::adopt(spec, saved_disks.get(nth).unwrap_or(&nothing), fds)
+        });
+        let opened = making::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
+        let carrier = making::carrier(asked, &events);
+        let controller = Controller::successor(opened, pool.clone(), carrier, &saved, fds)
+            .with_context(|| asked.socket.display().to_string())?;
+        making::place(asked, &controller)?;
+        let client = Arc::new(AtomicBool::new(port.has_client()));
+        let handler = making::client_events(events, &client);
+        let device = ControllerDevice::new(controller.clone(), handler)?;
+        let served = ServedController::new(index, asked.clone(), controller, client);
+        Ok(Self { served, device, port, saved })
+    }
+}
+
+fn section<T: serde::de::DeserializeOwned>(parcel: &mut Parcel, name: &str) -> anyhow::Result<T> {
+    parcel.take(name)?.with_context(|| format!("the state has no section {name}"))
+}
+
+/// Says why, while the other process still waits: it only sees that this one has gone.
+pub(super) fn refused(link: &WorkerLink, why: anyhow::Error) -> anyhow::Error {
+    link.say(to_keeper::FAILED, &exit::line(&why));
+    why
+}
+
+/// Records doorbells in a new file; that of the other process is kept beside it.
+pub(super) fn begin_trace(server: &Server, config: &ServerConfig) {
+    let Some((path, _)) = &config.trace else { return };
+    let mut kept = path.clone().into_os_string();
+    kept.push(".before");
+    // There may be none any more.
+    let _ = rustix::fs::renameat(rustix::fs::CWD, path, rustix::fs::CWD, kept);
+    if let Err(error) = server.trace(config) {
+        warn!("doorbells are not recorded any more: {error:#}");
+    }
+}
