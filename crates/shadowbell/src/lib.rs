@@ -101,6 +101,7 @@ mod replace;
 mod report;
 mod rng;
 mod saved_items;
+mod self_as_is;
 mod serve;
 mod session;
 mod shell;

@@ -136,8 +136,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let mut phases = Phases::begin();
     let given = args.clone();
     let asked = args.sandbox();
-    let config = args.config()?;
+    let mut config = args.config()?;
     let reload = Reload::of(&given, &config);
+    // As many as the system says now: it is not asked in the sandbox.
+    config.pool.workers = config.pool.count();
     descriptor_limit::raise();
     limits::set_groups(&config.groups);
     if config.polls_for_mapped {

@@ -10,17 +10,18 @@
 use super::registry::Registry;
 use super::server::Server;
 use crate::exit::bad_input;
+use crate::keeper_link::is_ours;
 use crate::live_stats::{Row, Snapshot, VERSION};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SocketFlags, accept_with, recv, sockopt};
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SocketFlags, accept_with, recvmsg};
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::EventFd;
 use shadowbell_state::{Descriptors, FdRef, StateError};
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, SavedListener};
-use std::io::{self, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, IoSliceMut, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -216,9 +217,9 @@ impl Answerer {
     /// Answers a client that has sent something; whether it stays connected.
     fn serve_client(&mut self, client: &mut UnixStream) -> bool {
         let mut request = [0; 4096];
-        match recv(&*client, &mut request[..], RecvFlags::DONTWAIT) {
-            Ok((0, _)) => false,
-            Ok((len, _)) if !request[..len].contains(&b'\n') => true,
+        match receive_now(client, &mut request) {
+            Ok(0) => false,
+            Ok(len) if !request[..len].contains(&b'\n') => true,
             Ok(_) => client.write_all(self.answer()).is_ok(),
             Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
         }
@@ -240,8 +241,9 @@ impl Answerer {
     }
 }
 
-/// Whether it is our own user, or root, at the other end.
-fn is_ours(stream: &OwnedFd) -> bool {
-    let peer = sockopt::socket_peercred(stream).map(|peer| peer.uid);
-    peer.is_ok_and(|uid| uid.is_root() || uid == rustix::process::geteuid())
+/// What a client has sent. Does not wait.
+fn receive_now(client: &UnixStream, into: &mut [u8]) -> Result<usize, Errno> {
+    let mut nothing = RecvAncillaryBuffer::default();
+    let into = &mut [IoSliceMut::new(into)];
+    Ok(recvmsg(client, into, &mut nothing, RecvFlags::DONTWAIT)?.bytes)
 }

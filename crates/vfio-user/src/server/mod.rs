@@ -64,6 +64,7 @@ mod recorder;
 mod requests;
 mod saved;
 mod session;
+mod sys;
 
 pub use inbox::{Handle, PortId};
 pub use limits::{Limits, MAX_MSG_FDS};

@@ -10,6 +10,7 @@
 //! | `answers` | what is answered, with its documentation |
 //! | `trace` | the same for what is recorded of doorbells |
 //! | `metrics` | the counters, for Prometheus |
+//! | `wire` | sockets, by few system calls |
 //!
 //! One thread (`sb-api`) has the sockets. What takes time is done by threads that exist while there
 //! is something for them, [`BLOCKING`] at most. None of them holds a lock that the reactor or a
@@ -25,6 +26,7 @@ mod metrics;
 mod routes;
 mod trace;
 mod view;
+mod wire;
 
 pub(super) use view::View;
 
