@@ -102,6 +102,9 @@ pub(crate) mod to_keeper {
     pub(crate) const UPGRADE: u8 = b'U';
     /// The descriptor is a socket at which it will ask for images to be [opened](opening).
     pub(crate) const OPENER: u8 = b'O';
+    /// The descriptor is a socket at which it will ask for [sockets and
+    /// files](crate::place_link).
+    pub(crate) const PLACES: u8 = b'D';
 }
 
 /// What a worker in a sandbox asks for, and what it is told.

@@ -95,6 +95,7 @@ mod overwrite;
 mod page;
 mod parse;
 mod paste;
+mod place_link;
 mod plain_words;
 mod queue_options;
 mod replace;
@@ -116,6 +117,7 @@ mod units;
 mod upgrade;
 mod uuid_text;
 mod verify;
+mod whole_file;
 
 pub use cli::main;
 

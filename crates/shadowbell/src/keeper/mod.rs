@@ -42,6 +42,7 @@ mod deaths;
 mod journal;
 mod minding;
 mod opener;
+mod places;
 mod process;
 mod record;
 mod renewal;

@@ -27,6 +27,7 @@
 //! | `transfer` | what these two say to each other |
 //! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
 //! | `recover` | that other process |
+//! | `places` | what a keeper makes for this process: sockets, and files that are written |
 //! | `phases` | how long each part of its beginning took |
 //! | `pulse` | whether all threads still answer, for a service manager that wants to know |
 //! | `sandbox` | what the process gives up before it reads anything of a guest's |
@@ -55,6 +56,7 @@ mod launch_hint;
 mod making;
 mod namespaces;
 mod phases;
+mod places;
 mod pulse;
 mod reactor_thread;
 mod recover;
@@ -62,7 +64,7 @@ mod registry;
 mod sandbox;
 mod server;
 mod server_config;
-mod socket_access;
+pub(crate) mod socket_access;
 mod stats_file;
 mod stats_socket;
 mod store;

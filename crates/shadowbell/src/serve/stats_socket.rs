@@ -7,11 +7,13 @@
 //! [`WRITE_TIMEOUT`]; other clients wait meanwhile, and guests do not. Only the user that the
 //! server runs as, and root, are answered.
 
+use super::places;
 use super::registry::Registry;
 use super::server::Server;
 use crate::exit::bad_input;
 use crate::keeper_link::is_ours;
 use crate::live_stats::{Row, Snapshot, VERSION};
+use crate::place_link::Kind;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SocketFlags, accept_with, recvmsg};
@@ -20,7 +22,7 @@ use shadowbell_memory::EventFd;
 use shadowbell_state::{Descriptors, FdRef, StateError};
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, SavedListener};
-use std::io::{self, IoSliceMut, Write};
+use std::io::{self, IoSliceMut};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -43,7 +45,7 @@ const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 /// # Errors
 /// The path can not be had, in a sentence.
 pub(super) fn listen(path: &Path) -> anyhow::Result<Listener> {
-    let listener = Listener::bind(path).map_err(|error| match error {
+    let listener = places::listen(path, Kind::Plain).map_err(|error| match error {
         BindError::System { .. } => anyhow::Error::from(error),
         _ => bad_input(error),
     });
@@ -220,7 +222,7 @@ impl Answerer {
         match receive_now(client, &mut request) {
             Ok(0) => false,
             Ok(len) if !request[..len].contains(&b'\n') => true,
-            Ok(_) => client.write_all(self.answer()).is_ok(),
+            Ok(_) => write_all(client, self.answer()).is_ok(),
             Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
         }
     }
@@ -239,6 +241,16 @@ impl Answerer {
         }
         self.answer.as_ref().map_or(&[], |(_, line)| line)
     }
+}
+
+/// Writes to a client, as long as it has time to read. The standard library takes `send` for it,
+/// which the sandbox would have to allow.
+fn write_all(client: &UnixStream, mut bytes: &[u8]) -> Result<(), Errno> {
+    while !bytes.is_empty() {
+        let written = rustix::io::retry_on_intr(|| rustix::io::write(client, bytes))?;
+        bytes = bytes.get(written..).unwrap_or_default();
+    }
+    Ok(())
 }
 
 /// What a client has sent. Does not wait.

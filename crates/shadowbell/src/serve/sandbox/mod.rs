@@ -83,9 +83,10 @@ pub(super) fn enter(
     disk_spec::contain();
     settle();
     limit();
+    let by_itself = !files.as_ref().is_some_and(|files| files.by_keeper);
     let files = files.map(Files::restrict).transpose().context("Landlock")?;
     HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
-    let needs = Needs { keeper: link.is_some(), tcp: config.metrics.is_some(), by_itself: true };
+    let needs = Needs { keeper: link.is_some(), tcp: config.metrics.is_some(), by_itself };
     let calls = match filter::install(needs) {
         Ok(()) => format!("{} system calls", calls::all(needs.by_itself).count()),
         Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),
