@@ -290,3 +290,95 @@ fn json(what: &impl Serialize) -> OsString {
     // Numbers and strings: it can not fail.
     serde_json::to_string(what).unwrap_or_default().into()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, memfd_create};
+    use std::io::{Seek, Write};
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    struct Asks(OwnedFd);
+
+    impl Asks {
+        fn ask(&self, letter: u8, body: impl Into<OsString>, memory: Option<&str>) -> Packet {
+            let memory = memory.map(|text| {
+                let fd = memfd_create("asks", MemfdFlags::CLOEXEC).unwrap();
+                let mut file = File::from(fd);
+                file.write_all(text.as_bytes()).unwrap();
+                file.rewind().unwrap();
+                file
+            });
+            let memory = memory.as_ref().map(AsFd::as_fd);
+            keeper_link::send(&self.0, letter, body.into(), memory).unwrap();
+            keeper_link::receive(&self.0, false).unwrap().unwrap()
+        }
+
+        fn listen(&self, kind: Kind, path: &Path) -> Packet {
+            self.ask(LISTEN, kind.question(path), None)
+        }
+    }
+
+    /// A worker that was taken over asks for what was not named to it.
+    #[test]
+    fn nothing_but_what_was_named_is_done() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().canonicalize().unwrap();
+        let at = |name: &str| root.join(name);
+        for name in ["sockets", "run", "elsewhere", "elsewhere/empty"] {
+            std::fs::create_dir(at(name)).unwrap();
+        }
+        std::os::unix::fs::symlink(at("elsewhere"), at("sockets/link")).unwrap();
+        std::fs::write(at("sockets/file"), "a disk").unwrap();
+        let (ours, theirs) = keeper_link::pair().unwrap();
+        start(theirs);
+        let worker = Asks(ours);
+        // Nothing is done before it is said what may be.
+        let path = at("sockets/a");
+        assert_eq!(worker.listen(Kind::Plain, &path).letter, ERRNO);
+        let places = Places {
+            directories: vec![bytes_of(&at("sockets"))],
+            control: Some(bytes_of(&at("run"))),
+            mode: Some(0o640),
+            counters: Some(bytes_of(&at("counters"))),
+            ..Places::default()
+        };
+        let places = serde_json::to_string(&places).unwrap();
+        assert_eq!(worker.ask(PLACES, "", Some(&places)).letter, DONE);
+        // Once.
+        assert_eq!(worker.ask(PLACES, "", Some(&places)).letter, ERRNO);
+        for refused in ["elsewhere/a", "sockets/link/a", "sockets/../elsewhere/a", "run/a"] {
+            let answer = worker.listen(Kind::Private, &at(refused));
+            assert_eq!(answer.letter, REFUSED, "{refused}: {}", answer.text());
+        }
+        let answer = worker.listen(Kind::Plain, &at("sockets/file"));
+        assert_eq!(answer.letter, NO_SOCKET, "{}", answer.text());
+        let answer = worker.listen(Kind::Controller, &path);
+        let made: Made = serde_json::from_slice(&answer.body).unwrap();
+        assert_eq!((answer.letter, path_of(&made.path.0)), (DONE, path.clone()));
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&path), 0o640);
+        drop(UnixStream::connect(&path).unwrap());
+        assert_eq!(worker.listen(Kind::Private, &at("run/vm/control.sock")).letter, DONE);
+        assert_eq!((mode(&at("run/vm")), mode(&at("run/vm/control.sock"))), (0o700, 0o600));
+        // Neither files nor sockets of others go.
+        let other = UnixListener::bind(at("elsewhere/b")).unwrap();
+        for (name, goes) in [("sockets/file", false), ("elsewhere/b", false), ("sockets/a", true)] {
+            use std::os::unix::fs::MetadataExt;
+            let about = std::fs::metadata(at(name)).unwrap();
+            let made = Made { path: bytes_of(&at(name)), file: Some((about.dev(), about.ino())) };
+            worker.ask(REMOVE, json(&made), None);
+            assert_eq!(!at(name).exists(), goes, "{name}");
+        }
+        drop(other);
+        for name in ["elsewhere/empty", "run", "run/../elsewhere/empty", "sockets/.."] {
+            assert_eq!(worker.ask(REMOVE_DIRECTORY, at(name), None).letter, ERRNO, "{name}");
+            assert!(at(name).exists());
+        }
+        assert_eq!(worker.ask(COUNTERS, "", Some("{}")).letter, DONE);
+        assert_eq!(std::fs::read(at("counters")).unwrap(), b"{}");
+        assert_eq!(worker.ask(TRACE, "", None).letter, ERRNO);
+        assert_eq!(worker.ask(METRICS, "", None).letter, ERRNO);
+        assert_eq!(worker.ask(b'?', "", None).letter, ERRNO);
+    }
+}
