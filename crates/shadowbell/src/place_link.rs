@@ -1,5 +1,6 @@
 //! What a worker asks its keeper for that has to do with paths: sockets, the counters, a trace. The
-//! keeper does it as the worker's user, and does what was named before the worker was in its sandbox.
+//! keeper does it as the worker's user, and does what was named before the worker was in its
+//! sandbox.
 
 use crate::serve::socket_access::SocketAccess;
 use serde::{Deserialize, Serialize};

@@ -1,8 +1,8 @@
 //! Does for a worker what has to do with paths: see `serve/sandbox`.
 //!
-//! Each worker that asks for it has a thread here, which is the worker's user. A worker says what it
-//! may ask for before it is in its sandbox ([`Places`]): sockets in certain directories, whose files
-//! come and go there, and nothing else than sockets; one file of counters, one of a trace, one
+//! Each worker that asks for it has a thread here, which acts as the worker's user. A worker says
+//! what it may ask for before it is in its sandbox ([`Places`]): sockets in certain directories,
+//! whose files come and go there, and nothing else than sockets; one file of counters, one of a trace, one
 //! socket by TCP. So it can neither read what is there nor write anything else.
 
 use super::opener::working;
@@ -76,8 +76,8 @@ pub(super) fn restore(socket: OwnedFd, saved: SavedPlaces) {
     }
 }
 
-/// Makes this thread, and no other, act as that user. (It stays ours to signals: whoever is that user
-/// does not end the keeper.)
+/// Makes this thread, and no other, act as that user. (It stays ours to signals: whoever is that
+/// user does not end the keeper.)
 fn becomes(places: &Places) -> io::Result<()> {
     let Some((uid, gid, groups)) = &places.user else { return Ok(()) };
     let (uid, gid) = (Uid::from_raw(*uid), Gid::from_raw(*gid));
