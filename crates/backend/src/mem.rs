@@ -11,7 +11,7 @@ use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
 use crate::size::format_size;
 use serde::{Deserialize, Serialize};
-use shadowbell_memory::{Mapping, Protection, Segments, SharedBytes};
+use shadowbell_memory::{FileStatus, Mapping, Protection, Segments, SharedBytes};
 use shadowbell_state::{Descriptors, FdRef};
 use std::io;
 use std::sync::Arc;
@@ -183,7 +183,7 @@ impl Disk for MemDisk {
         let system = |source| ResizeError::System { disk: disk(), source };
         // The same file, mapped once more: both see the same bytes. What a smaller size has left
         // out is there yet.
-        let there = rustix::fs::fstat(fd).map_err(|error| system(error.into()))?.st_size as u64;
+        let there = FileStatus::of(fd).map_err(|error| system(error.into()))?.len;
         let page = rustix::param::page_size() as u64;
         let len = bytes.checked_next_multiple_of(page).ok_or_else(size)?;
         if there < len {

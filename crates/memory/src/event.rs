@@ -1,5 +1,6 @@
 //! An eventfd, the one thing that both sides of a sleep know.
 
+use crate::epoll::epoll_wait;
 use crate::notifier::{self, raise};
 use crate::signals::{PeerDescriptor, PeerEvent, Signals};
 use rustix::event::{EventfdFlags, eventfd};
@@ -205,16 +206,12 @@ impl Edges {
     /// # Errors
     /// The system's, other than an interruption, which is waited through.
     pub fn wait(&self, timeout: Option<std::time::Duration>) -> io::Result<Edge> {
-        use rustix::event::Timespec;
         let deadline = timeout.map(|t| std::time::Instant::now() + t);
         loop {
-            let left = deadline.map(|d| {
-                let left = d.saturating_duration_since(std::time::Instant::now());
-                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
-            });
+            let left = deadline.map(|d| d.saturating_duration_since(std::time::Instant::now()));
             let mut events = [const { std::mem::MaybeUninit::uninit() }; 1];
-            match rustix::event::epoll::wait(&self.epoll, &mut events[..], left.as_ref()) {
-                Ok((found, _)) => {
+            match epoll_wait(&self.epoll, &mut events[..], left) {
+                Ok(found) => {
                     return Ok(match found.first().map(|event| event.data.u64()) {
                         Some(HANG_UP) => Edge::HungUp,
                         Some(_) => Edge::Signal,

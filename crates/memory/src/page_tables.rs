@@ -19,11 +19,11 @@
 //! * *Time*, for what is not counted (admin commands and queues, which a controller has few of): 100
 //!   to 200 times a second, as long as any thread is [`Awake`] that touches such memory.
 
+use crate::file_status::FileStatus;
 use crate::losses::{self, SMALL};
 use crate::mapping::Mapping;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
-use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, LazyLock, Weak};
@@ -245,9 +245,8 @@ fn trim(now: u64) -> u64 {
     let mappings: Vec<_> = REGISTRY.lock().mappings.iter().filter_map(Weak::upgrade).collect();
     let mut there = HashMap::new();
     for fd in mappings.iter().filter_map(|mapping| mapping.fd()) {
-        if let Ok(stat) = rustix::fs::fstat(fd.as_fd()) {
-            let bytes = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
-            there.insert((stat.st_dev, stat.st_ino), bytes);
+        if let Ok(status) = FileStatus::of(fd) {
+            there.insert((status.device, status.inode), status.allocated);
         }
     }
     let honest = there.into_values().fold(0u64, u64::saturating_add) / SPAN * TABLE;

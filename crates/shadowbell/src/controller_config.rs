@@ -3,6 +3,7 @@
 use crate::disk_spec::{self, DiskSpecError};
 use crate::exit;
 pub(crate) use crate::offered_doorbells::OfferedDoorbells;
+use crate::self_as_is;
 use crate::uuid_text::parse_uuid;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
@@ -260,7 +261,7 @@ pub(crate) fn open_disk(
 /// where the program is started.
 fn identity(disk: &dyn Disk) -> String {
     let name = disk.name();
-    match std::fs::canonicalize(Path::new(&name)) {
+    match std::fs::canonicalize(self_as_is::absolute(Path::new(&name))) {
         Ok(path) => path.display().to_string(),
         Err(_) => name,
     }

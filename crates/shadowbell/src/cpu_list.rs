@@ -1,6 +1,6 @@
 //! Processors as people name them.
 
-use rustix::thread::{CpuSet, sched_getaffinity};
+use rustix::thread::CpuSet;
 
 /// The most processors that can be named: as many as there can be workers.
 const MAX_CPUS: usize = shadowbell_controller::MAX_WORKERS;
@@ -52,7 +52,7 @@ pub(crate) fn check(list: &[usize]) -> Result<(), String> {
     if list.len() > MAX_CPUS {
         return Err(format!("more than {MAX_CPUS} processors"));
     }
-    let available = sched_getaffinity(None).unwrap_or_default();
+    let available = shadowbell_memory::processors::processors();
     for (n, cpu) in list.iter().enumerate() {
         if list.iter().take(n).any(|other| other == cpu) {
             return Err(format!("processor {cpu} is named twice"));

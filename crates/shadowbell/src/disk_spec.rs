@@ -2,6 +2,7 @@
 //! controller, which the driver takes over.
 
 use crate::limits::DiskLimits;
+use crate::self_as_is;
 use crate::target::{Target, not_a_disk};
 use crate::uuid_text::{no_uuid, parse_uuid};
 use crate::{exit, transport};
@@ -12,7 +13,7 @@ use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_backend_qcow2::Qcow2Disk;
 use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -264,8 +265,7 @@ pub(crate) fn from_root(spec: &str) -> String {
         return spec.to_owned();
     }
     let options = options.map(|options| format!("?{options}")).unwrap_or_default();
-    let path = std::path::absolute(disk);
-    path.map_or_else(|_| spec.to_owned(), |path| format!("{}{options}", path.display()))
+    format!("{}{options}", self_as_is::absolute(Path::new(disk)).display())
 }
 
 /// How a disk of this process alone is opened.

@@ -1,6 +1,7 @@
 //! What a keeper, its workers, and who asks the keeper say to each other: packets over Unix
 //! sockets, a letter and what belongs to it, now and then with a descriptor.
 
+use crate::self_as_is;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -110,6 +111,9 @@ pub(crate) mod to_keeper {
     pub(crate) const SHARED: u8 = b'B';
     /// The descriptor is a socket at which it will ask for images to be [opened](opening).
     pub(crate) const OPENER: u8 = b'O';
+    /// The descriptor is a socket at which it will ask for [sockets and
+    /// files](crate::place_link).
+    pub(crate) const PLACES: u8 = b'D';
 }
 
 /// What a worker in a sandbox asks for, and what it is told.
@@ -280,12 +284,13 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
 /// Whether it is our own user, or root, at the other end.
 pub(crate) fn is_ours(socket: impl AsFd) -> bool {
     let peer = rustix::net::sockopt::socket_peercred(socket).map(|peer| peer.uid);
-    peer.is_ok_and(|uid| uid.is_root() || uid == rustix::process::geteuid())
+    peer.is_ok_and(|uid| uid.is_root() || uid == self_as_is::user())
 }
 
 /// The path by which a socket is known, however it was written.
 pub(crate) fn known_path(path: &Path) -> PathBuf {
-    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let from_root = self_as_is::absolute(path);
+    let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
     // What a directory stands for, as SPDK has it.
     if path.is_dir() { path.join("cntrl") } else { path }
 }

@@ -95,12 +95,14 @@ mod overwrite;
 mod page;
 mod parse;
 mod paste;
+mod place_link;
 mod plain_words;
 mod queue_options;
 mod replace;
 mod report;
 mod rng;
 mod saved_items;
+mod self_as_is;
 mod serve;
 mod session;
 mod shell;
@@ -115,6 +117,7 @@ mod units;
 mod upgrade;
 mod uuid_text;
 mod verify;
+mod whole_file;
 
 pub use cli::main;
 

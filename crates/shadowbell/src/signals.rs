@@ -4,12 +4,8 @@ use crate::exit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
-use signal_hook::iterator::Handle;
-use signal_hook::iterator::backend::SignalDelivery;
-use signal_hook::iterator::exfiltrator::SignalOnly;
-use std::io;
+use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -34,7 +30,34 @@ fn set_or_exit(signal: i32, flag: &Arc<AtomicBool>) -> io::Result<()> {
 }
 
 /// Signals that are caught, to be waited for beside other things: readable when there are some.
-pub(crate) struct Caught(SignalDelivery<UnixStream, SignalOnly>);
+///
+/// By a flag for each and one pipe, and not by the crate's iterator, which has a socket: a process in
+/// a sandbox has no system call for it.
+pub(crate) struct Caught {
+    flags: Vec<(i32, Arc<AtomicBool>)>,
+    read: PipeReader,
+    close: Close,
+}
+
+/// Says that no more signals are waited for.
+#[derive(Clone)]
+pub(crate) struct Close {
+    is_closed: Arc<AtomicBool>,
+    write: Arc<PipeWriter>,
+}
+
+impl Close {
+    /// Whoever waits wakes up, and no more waits.
+    pub(crate) fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+        // A pipe that is full wakes, too.
+        let _ = rustix::io::write(&*self.write, b"X");
+    }
+
+    fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
+}
 
 impl Caught {
     /// From now on these signals are caught.
@@ -42,19 +65,33 @@ impl Caught {
     /// # Errors
     /// The system's.
     pub(crate) fn catch(signals: &[i32]) -> io::Result<Self> {
-        let (read, write) = UnixStream::pair()?;
-        SignalDelivery::with_pipe(read, write, SignalOnly, signals).map(Self)
+        let (read, write) = io::pipe()?;
+        for end in [read.as_fd(), write.as_fd()] {
+            rustix::io::ioctl_fionbio(end, true)?;
+        }
+        let flags = signals.iter().map(|signal| {
+            let flag = Arc::new(AtomicBool::new(false));
+            // In this order: whoever the pipe wakes finds the flag.
+            signal_hook::flag::register(*signal, Arc::clone(&flag))?;
+            signal_hook::low_level::pipe::register(*signal, write.try_clone()?)?;
+            Ok((*signal, flag))
+        });
+        let flags = flags.collect::<io::Result<_>>()?;
+        let close = Close { is_closed: Arc::default(), write: Arc::new(write) };
+        Ok(Self { flags, read, close })
     }
 
     /// One that has come. Does not wait.
     pub(crate) fn next(&mut self) -> Option<i32> {
-        self.0.pending().next()
+        while matches!(rustix::io::read(&self.read, &mut [0; 64]), Ok(1..) | Err(Errno::INTR)) {}
+        let mut flags = self.flags.iter();
+        flags.find(|(_, flag)| flag.swap(false, Ordering::AcqRel)).map(|(signal, _)| *signal)
     }
 }
 
 impl AsFd for Caught {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.get_read().as_fd()
+        self.read.as_fd()
     }
 }
 
@@ -122,8 +159,8 @@ impl EndSignals {
     }
 
     /// Closing it ends the wait, too.
-    pub(crate) fn handle(&self) -> Handle {
-        self.signals.0.handle()
+    pub(crate) fn handle(&self) -> Close {
+        self.signals.close.clone()
     }
 
     /// Waits for the end.
@@ -146,7 +183,7 @@ impl EndSignals {
         until: Option<Instant>,
     ) -> io::Result<Wake> {
         loop {
-            if self.signals.0.handle().is_closed() {
+            if self.signals.close.is_closed() {
                 self.ending.store(true, Ordering::Relaxed);
                 return Ok(Wake::End);
             }

@@ -6,7 +6,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -14,12 +14,31 @@ use std::os::unix::net::UnixStream;
 /// Descriptors of one message; Linux takes 253 (`SCM_MAX_FD`).
 const TOGETHER: usize = 128;
 
-pub(crate) fn send_bytes(mut socket: &UnixStream, bytes: &[u8]) -> io::Result<()> {
-    socket.write_all(bytes)
+// By `read` and `write`: what the standard library takes for sockets is one system call more that a
+// process in a sandbox would have to have.
+
+pub(crate) fn send_bytes(socket: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match rustix::io::write(socket, bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(len) => bytes = bytes.get(len..).unwrap_or_default(),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
 }
 
-pub(crate) fn receive_bytes(mut socket: &UnixStream, bytes: &mut [u8]) -> io::Result<()> {
-    socket.read_exact(bytes)
+pub(crate) fn receive_bytes(socket: &UnixStream, mut bytes: &mut [u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match rustix::io::read(socket, &mut *bytes) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(len) => bytes = bytes.get_mut(len..).unwrap_or_default(),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
 }
 
 /// Sends them, some at a time, each time with a byte.

@@ -370,9 +370,7 @@ unsafe fn pieces(job: &Job) -> &[libc::iovec] {
 /// Lets this thread run wherever its process may. It has come from a worker that may be pinned to a
 /// processor, which it needs for itself.
 pub fn unpin() {
-    let process = Some(rustix::process::getpid());
-    let _ = rustix::thread::sched_getaffinity(process)
-        .and_then(|all| rustix::thread::sched_setaffinity(None, &all));
+    let _ = rustix::thread::sched_setaffinity(None, &shadowbell_memory::processors::processors());
 }
 
 #[cfg(test)]

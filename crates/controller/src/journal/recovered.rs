@@ -7,7 +7,7 @@ use super::layout::{
 use super::position::{Position, covers, unpack_doorbell};
 use crate::saved::Death;
 use shadowbell_doorbell::{DoorbellState, RingSize};
-use shadowbell_memory::SharedBytes;
+use shadowbell_memory::{FileStatus, SharedBytes};
 use shadowbell_spec::Cqe;
 use std::collections::BTreeMap;
 use std::io;
@@ -31,7 +31,7 @@ impl RecoveredJournal {
         generation: u64,
         death: Death,
     ) -> io::Result<Self> {
-        let len = rustix::fs::fstat(file)?.st_size as usize;
+        let len = usize::try_from(FileStatus::of(file)?.len).unwrap_or(usize::MAX);
         let positions = map(file, 0, POSITIONS)?;
         let mut commands: BTreeMap<u16, Vec<RecoveredCommand>> = BTreeMap::new();
         let bytes = table_bytes(records);

@@ -53,15 +53,39 @@ impl TraceFile {
         spare: u16,
         records_per_worker: u32,
     ) -> io::Result<Arc<Self>> {
-        let layout = Self::layout(workers, spare, records_per_worker, |_| true)?;
-        replace(path)?;
-        let file =
-            OpenOptions::new().read(true).write(true).create_new(true).mode(0o644).open(path)?;
-        let outcome = Self::fill(file, layout, workers.into());
-        if outcome.is_err() {
+        let mut is_made = false;
+        let make = || Self::create_file(path).inspect(|_| is_made = true);
+        let outcome = Self::create_in(make, workers, spare, records_per_worker);
+        if outcome.is_err() && is_made {
             let _ = std::fs::remove_file(path);
         }
         outcome
+    }
+
+    /// A new file for a trace at `path`, with nothing in it. An older trace is replaced.
+    ///
+    /// # Errors
+    /// The system's; `AlreadyExists` if something that is not a trace is there.
+    pub fn create_file(path: &Path) -> io::Result<File> {
+        replace(path)?;
+        OpenOptions::new().read(true).write(true).create_new(true).mode(0o644).open(path)
+    }
+
+    /// As [`create_with_spare`](Self::create_with_spare), in a [file](Self::create_file) that is
+    /// made when it is known that the trace is not too large. If it has no room, it is left empty.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn create_in(
+        make: impl FnOnce() -> io::Result<File>,
+        workers: u16,
+        spare: u16,
+        records_per_worker: u32,
+    ) -> io::Result<Arc<Self>> {
+        let layout = Self::layout(workers, spare, records_per_worker, |_| true)?;
+        let file = make()?;
+        let other = file.try_clone()?;
+        Self::fill(file, layout, workers.into()).inspect_err(|_| drop(other.set_len(0)))
     }
 
     /// A trace in memory that nobody can open by a name, for so many workers and as many spare

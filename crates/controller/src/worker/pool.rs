@@ -101,16 +101,24 @@ pub struct PoolOptions {
     pub pin: Vec<usize>,
 }
 
+impl PoolOptions {
+    /// How many workers there are to be: half of the processors, if nothing is said.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        match self.workers {
+            0 => std::thread::available_parallelism().map_or(1, |n| n.get() / 2).max(1),
+            n => n.min(MAX_WORKERS),
+        }
+    }
+}
+
 impl Pool {
     /// Starts the workers, and the thread of the control planes.
     ///
     /// # Errors
     /// The system's, if it has no more threads or descriptors, or no such processor to pin to.
     pub fn start(options: &PoolOptions) -> io::Result<Self> {
-        let count = match options.workers {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get() / 2).max(1),
-            n => n.min(MAX_WORKERS),
-        };
+        let count = options.count();
         let mut handles: Vec<OnceLock<Handle>> = Vec::with_capacity(count + CLAIMABLE);
         for index in 0..count {
             let pin = options.pin.get(index).copied();

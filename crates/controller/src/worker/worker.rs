@@ -17,11 +17,10 @@ use super::queue_set::SleepCell;
 use super::relocation::Relocated;
 use crate::notice::Notice;
 use crate::trace::{Kind, TraceRing};
-use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_doorbell::{FullFence, Sleeper};
-use shadowbell_memory::EventFd;
 use shadowbell_memory::page_tables::Awake;
+use shadowbell_memory::{EventFd, epoll_wait};
 use shadowbell_spec::status::Status;
 use std::io;
 use std::mem::MaybeUninit;
@@ -427,13 +426,9 @@ fn wait(
     trace: &mut Option<TraceRing>,
     signalled: &mut Vec<u64>,
 ) -> bool {
-    let timeout = timeout.map(|t| Timespec {
-        tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
-        tv_nsec: t.subsec_nanos().into(),
-    });
     let mut events = [const { MaybeUninit::uninit() }; EVENTS];
     // An error or a signal to the process wakes us too, and takes nothing from what is signalled.
-    let Ok((events, rest)) = epoll::wait(epoll, &mut events[..], timeout.as_ref()) else {
+    let Ok(events) = epoll_wait(epoll, &mut events[..], timeout) else {
         return true;
     };
     for data in events.iter().map(|event| event.data.u64()) {
@@ -447,5 +442,5 @@ fn wait(
             trace.record(Kind::DoorbellEvent, (data >> 8) as u16, 0, 0, 0);
         }
     }
-    !rest.is_empty()
+    events.len() < EVENTS
 }

@@ -13,7 +13,7 @@
 //! has. A client with more files than that is served all the same, and can not be handed over.
 
 use super::budget::{Account, Budget, OverBudget, Reservation};
-use shadowbell_memory::{End, MapError, Mapping, Protection, SharedBytes};
+use shadowbell_memory::{End, FileStatus, MapError, Mapping, Protection, SharedBytes};
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use std::collections::HashMap;
@@ -124,8 +124,8 @@ impl Files {
     /// The descriptor to use for that file, kept for as long as what is returned; if there is room
     /// for one.
     pub(super) fn keep(&mut self, fd: &Arc<PeerFd>, protection: Protection) -> Option<Arc<Kept>> {
-        let stat = rustix::fs::fstat(fd).ok()?;
-        let key = Key { device: stat.st_dev, inode: stat.st_ino, protection };
+        let status = FileStatus::of(fd).ok()?;
+        let key = Key { device: status.device, inode: status.inode, protection };
         if let Some(known) = self.kept.get(&key).and_then(Weak::upgrade) {
             return Some(known);
         }
@@ -191,13 +191,14 @@ impl Files {
         len: u64,
         protection: Protection,
     ) -> Result<Option<Arc<Mapping>>, FileError> {
-        let Ok(stat) = rustix::fs::fstat(fd) else { return Ok(None) };
-        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        let Ok(FileStatus { device, inode, len: size, .. }) = FileStatus::of(fd) else {
+            return Ok(None);
+        };
         let end = offset.saturating_add(len);
         if end > size || size > MAX_WHOLE {
             return Ok(None);
         }
-        let key = Key { device: stat.st_dev, inode: stat.st_ino, protection };
+        let key = Key { device, inode, protection };
         // The file may have grown since, or have been cut off and then grown again.
         let serves = |mapping: &Arc<Mapping>| end <= mapping.len() as u64 && !mapping.is_poisoned();
         if let Some(known) = self.whole.get(&key).and_then(Weak::upgrade).filter(serves) {

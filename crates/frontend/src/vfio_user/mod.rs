@@ -46,6 +46,7 @@ mod memory;
 mod migration;
 mod pci;
 
+pub use budget::read_limits;
 pub use pci::{BAR0_SIZE, MSIX_BAR};
 
 use doorbell_source::{SocketDoorbells, WakingWrites};

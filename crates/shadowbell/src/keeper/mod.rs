@@ -47,6 +47,7 @@ mod deaths;
 mod journal;
 mod minding;
 mod opener;
+mod places;
 mod process;
 mod record;
 mod renewal;

@@ -155,20 +155,31 @@ pub(super) fn start(socket: OwnedFd) {
 fn start_with(socket: OwnedFd, named: Named) {
     let opener = Arc::new(Opener { socket, named: Mutex::new(named) });
     ALL.lock().push(Arc::clone(&opener));
-    // It is the keeper that is to have them, also if it has them wait.
-    let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
-    let _ = block_signals(&signals);
-    let thread = std::thread::Builder::new().name("sb-opener".into()).stack_size(256 << 10);
     let its = Arc::clone(&opener);
-    let started = thread.spawn(move || {
+    let started = spawn("sb-opener", move || {
         while its.answers() {}
         its.ends();
     });
-    let _ = unblock_signals(&signals);
     if let Err(error) = started {
         opener.ends();
         say(&format!("error: no images can be opened for the process that serves: {error}"));
     }
+}
+
+/// Starts a thread that answers a worker.
+pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    // It is the keeper that is to have them, also if it has them wait.
+    let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
+    let _ = block_signals(&signals);
+    let thread = std::thread::Builder::new().name(name.into()).stack_size(256 << 10);
+    let started = thread.spawn(work);
+    let _ = unblock_signals(&signals);
+    started.map(drop)
+}
+
+/// Whoever has read a question keeps this until it is answered.
+pub(super) fn working() -> impl Sized {
+    WORK.read()
 }
 
 impl Opener {

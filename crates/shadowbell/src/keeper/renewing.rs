@@ -11,13 +11,13 @@
 //! end nobody has looked at.
 
 use super::command_line::{AS_KEEPER, with_left};
-use super::opener;
 use super::record::Arriving;
 use super::renewal::{Identity, LIMIT, Renewal, Step, identity};
 use super::saved::{self, Held};
 use super::say::say;
 use super::state::Keeper;
 use super::upgrade::tell_outcome;
+use super::{opener, places};
 use crate::keeper_link;
 use rustix::io::{FdFlags, fcntl_setfd};
 use shadowbell_memory::process::{block_signals, execute, take_inherited, unblock_signals};
@@ -146,6 +146,7 @@ impl Keeper {
         }
         let held = Held {
             openers: opener::openers().map_err(|error| text(&error))?,
+            places: places::all().map_err(|error| text(&error))?,
             asker: renewal.asker.take(),
             outcome: renewal.outcome.clone(),
         };
@@ -191,6 +192,7 @@ impl Keeper {
         let held = keeper.restore(parcel, true).map_err(io::Error::other)?;
         let held = held.unwrap_or_default();
         held.openers.into_iter().for_each(|(socket, named)| opener::restore(socket, named));
+        held.places.into_iter().for_each(|(socket, saved)| places::restore(socket, saved));
         let program = keeper.program.display().to_string();
         say(&format!("the keeper is {program} from now on"));
         tell_outcome(held.asker, Ok(&format!("{}; its keeper is that program too", held.outcome)));

@@ -4,6 +4,7 @@ use super::clock::Clock;
 use super::control::Control;
 use super::journal::{Journal, SavedJournal};
 use super::opener::{self, SavedNamed, SavedShared, bytes_of, path_of};
+use super::places::SavedPlaces;
 use super::process::Process;
 use super::record::{Record, bytes_in};
 use super::state::{Keeper, LEAVE, Reading};
@@ -72,6 +73,9 @@ struct SavedWorker {
     items: SavedItems,
     is_broken: bool,
     has_opener: bool,
+    /// An earlier release has none.
+    #[serde(default)]
+    has_places: bool,
     in_parts: bool,
 }
 
@@ -81,6 +85,9 @@ struct SavedHeld {
     control: Option<FdRef>,
     clients: Vec<FdRef>,
     openers: Vec<(FdRef, SavedNamed)>,
+    /// An earlier release has none.
+    #[serde(default)]
+    places: Vec<(FdRef, SavedPlaces)>,
     /// Both ends of the journal, and how far it is.
     journal: Option<(FdRef, FdRef, SavedJournal)>,
     /// Who is to hear what came of an upgrade.
@@ -93,6 +100,7 @@ struct SavedHeld {
 #[derive(Default)]
 pub(super) struct Held {
     pub(super) openers: Vec<(OwnedFd, SavedNamed)>,
+    pub(super) places: Vec<(OwnedFd, SavedPlaces)>,
     pub(super) asker: Option<OwnedFd>,
     pub(super) outcome: String,
 }
@@ -141,6 +149,7 @@ impl Worker {
             items: self.items.save(fds),
             is_broken: self.is_broken,
             has_opener: self.has_opener,
+            has_places: self.has_places,
             in_parts: self.in_parts,
         }
     }
@@ -174,6 +183,7 @@ impl Worker {
             items,
             is_broken: saved.is_broken,
             has_opener: saved.has_opener,
+            has_places: saved.has_places,
             parts: std::collections::VecDeque::new(),
             is_seen: false,
             in_parts: saved.in_parts,
@@ -228,6 +238,11 @@ impl Keeper {
                     .openers
                     .iter()
                     .map(|(socket, named)| (add(&mut fds, socket.as_fd()), named.clone()))
+                    .collect(),
+                places: held
+                    .places
+                    .iter()
+                    .map(|(socket, places)| (add(&mut fds, socket.as_fd()), places.clone()))
                     .collect(),
                 journal: self.journal.as_ref().map(|journal| {
                     let (write, read) = journal.ends();
@@ -316,8 +331,11 @@ impl Keeper {
             }
         };
         let openers = held.openers.into_iter().map(|(fd, named)| Ok((fds.take(fd)?, named)));
+        let openers = openers.collect::<Result<_, StateError>>()?;
+        let places = held.places.into_iter().map(|(fd, places)| Ok((fds.take(fd)?, places)));
         Ok(Some(Held {
-            openers: openers.collect::<Result<_, StateError>>()?,
+            openers,
+            places: places.collect::<Result<_, StateError>>()?,
             asker: held.asker.map(|asker| fds.take(asker)).transpose()?,
             outcome: held.outcome,
         }))

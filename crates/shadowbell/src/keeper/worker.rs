@@ -3,6 +3,7 @@
 use super::command_line::is_verb;
 use super::journal::Journal;
 use super::opener;
+use super::places;
 use super::process::Process;
 use super::say::say;
 use crate::items::{COMPLETE, Items, Part};
@@ -49,6 +50,8 @@ pub(super) struct Worker {
     pub(super) is_broken: bool,
     /// It asks for images to be opened.
     pub(super) has_opener: bool,
+    /// It asks for sockets and files.
+    pub(super) has_places: bool,
     /// What it is still to be told of what another one has left.
     pub(super) parts: VecDeque<Part>,
     /// The next packet was looked at, and is to go.
@@ -95,6 +98,7 @@ impl Worker {
             items: Items::default(),
             is_broken: false,
             has_opener: false,
+            has_places: false,
             parts: VecDeque::new(),
             is_seen: false,
             in_parts: false,
@@ -216,6 +220,13 @@ impl Worker {
             self.is_seen = journal.is_some();
             match packet.letter {
                 to_keeper::ITEMS => {}
+                to_keeper::PLACES => {
+                    // The same.
+                    if !std::mem::replace(&mut self.has_places, true) {
+                        packet.fd().into_iter().for_each(places::start);
+                    }
+                    continue;
+                }
                 to_keeper::OPENER => {
                     // Once: what it may have is named before it is in its sandbox.
                     if !std::mem::replace(&mut self.has_opener, true) {
@@ -339,6 +350,7 @@ mod tests {
             items,
             is_broken: false,
             has_opener: false,
+            has_places: false,
             parts: VecDeque::new(),
             is_seen: false,
             in_parts,

@@ -99,12 +99,7 @@ pub(super) fn refused(link: &WorkerLink, why: anyhow::Error) -> anyhow::Error {
 
 /// Records doorbells in a new file; that of the other process is kept beside it.
 pub(super) fn begin_trace(server: &Server, config: &ServerConfig) {
-    let Some((path, _)) = &config.trace else { return };
-    let mut kept = path.clone().into_os_string();
-    kept.push(".before");
-    // There may be none any more.
-    let _ = rustix::fs::renameat(rustix::fs::CWD, path, rustix::fs::CWD, kept);
-    if let Err(error) = server.trace(config) {
+    if let Err(error) = server.trace(config, true) {
         warn!("doorbells are not recorded any more: {error:#}");
     }
 }

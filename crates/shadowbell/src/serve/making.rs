@@ -1,12 +1,14 @@
 //! What a controller and its socket are made of.
 
 use super::event::{EventSender, ServerEvent};
+use super::places;
 use super::registry::ServedController;
 use super::server_config::{SocketConfig, WorkerChoice};
 use super::socket_access;
 use crate::controller_config::{ConfigureError, OfferedDoorbells};
 use crate::disk_spec;
 use crate::exit::bad_input;
+use crate::place_link::Kind;
 use crate::uuid_text::uuid_text;
 use anyhow::Context;
 use bytesize::ByteSize;
@@ -60,11 +62,14 @@ pub(super) fn open_one(served: &SocketConfig, lasting: bool) -> anyhow::Result<C
 
 /// Listens at the socket of a controller.
 pub(super) fn bind_one(served: &SocketConfig) -> anyhow::Result<Listener> {
-    let listener = Listener::bind(&served.socket).map_err(|error| match error {
+    let listener = places::listen(&served.socket, Kind::Controller).map_err(|error| match error {
         BindError::System { .. } => error.into(),
         _ => bad_input(error),
     });
     let listener = listener.and_then(|listener| {
+        if places::are_the_keeper_s() {
+            return Ok(listener);
+        }
         socket_access::give(listener.path())
             .with_context(|| format!("{}: its mode or its group", listener.path().display()))
             .map_err(bad_input)?;

@@ -29,6 +29,7 @@
 //! | `transfer` | what these two say to each other |
 //! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
 //! | `recover` | that other process |
+//! | `places` | what a keeper makes for this process: sockets, and files that are written |
 //! | `phases` | how long each part of its beginning took |
 //! | `pulse` | whether all threads still answer, for a service manager that wants to know |
 //! | `sandbox` | what the process gives up before it reads anything of a guest's |
@@ -60,6 +61,7 @@ mod move_in;
 mod move_out;
 mod namespaces;
 mod phases;
+mod places;
 mod pulse;
 mod reactor_thread;
 mod recover;
@@ -67,7 +69,7 @@ mod registry;
 mod sandbox;
 mod server;
 mod server_config;
-mod socket_access;
+pub(crate) mod socket_access;
 mod stats_file;
 mod stats_socket;
 mod store;
@@ -141,8 +143,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let mut phases = Phases::begin();
     let given = args.clone();
     let asked = args.sandbox();
-    let config = args.config()?;
+    let mut config = args.config()?;
     let reload = Reload::of(&given, &config);
+    // As many as the system says now: it is not asked in the sandbox.
+    config.pool.workers = config.pool.count();
     descriptor_limit::raise();
     limits::set_groups(&config.groups);
     if config.polls_for_mapped {

@@ -60,7 +60,7 @@ impl Server {
         }
         let listeners = config.controllers.iter().map(bind_one).collect::<Result<Vec<_>, _>>()?;
         let mut server = Self::resting(controllers, events, pool, lasting.is_some());
-        server.trace(config)?;
+        server.trace(config, false)?;
         for served in server.controllers() {
             info!("{}", summary(&served));
         }
@@ -91,13 +91,14 @@ impl Server {
         Self { controllers, changes, events: Some(events), reactor: None, pool, tracer }
     }
 
-    /// Records doorbells, if that is asked for.
+    /// Records doorbells, if that is asked for. If this `is_next`, the trace of the process before is
+    /// kept beside it.
     ///
     /// # Errors
     /// The file can not be made.
-    pub(super) fn trace(&self, config: &ServerConfig) -> anyhow::Result<()> {
+    pub(super) fn trace(&self, config: &ServerConfig, is_next: bool) -> anyhow::Result<()> {
         match &config.trace {
-            Some((path, records)) => self.tracer.start_in(path, *records),
+            Some((path, records)) => self.tracer.start_in(path, *records, is_next),
             None => Ok(()),
         }
     }

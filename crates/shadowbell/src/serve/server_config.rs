@@ -6,6 +6,7 @@ use crate::controller_config::{ControllerConfig, OfferedDoorbells};
 use crate::disk_spec;
 use crate::keeper_link::known_path;
 use crate::limits::Group;
+use crate::self_as_is;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{Polling, PoolOptions};
 use std::collections::HashMap;
@@ -100,7 +101,7 @@ impl SocketConfig {
     /// The path of the socket from the root: it names the controller for good.
     #[must_use]
     pub(crate) fn absolute_socket(&self) -> PathBuf {
-        let path = std::path::absolute(&self.socket).unwrap_or_else(|_| self.socket.clone());
+        let path = self_as_is::absolute(&self.socket);
         // Without the symbolic links of the directory, if there is one.
         match (path.parent().map(Path::canonicalize), path.file_name()) {
             (Some(Ok(directory)), Some(name)) => directory.join(name),
@@ -198,7 +199,8 @@ pub(super) fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<Strin
     for served in controllers {
         for disk in &served.controller.disks {
             let (name, options) = disk.disk.split_once('?').unwrap_or((&disk.disk, ""));
-            let Ok(path) = Path::new(name).canonicalize() else { continue };
+            let path = self_as_is::absolute(Path::new(name)).canonicalize();
+            let Ok(path) = path else { continue };
             let is_asked = |option| ["read-only=on", "read-only=true"].contains(&option);
             let reads = served.controller.read_only || options.split('&').any(is_asked);
             let socket = || served.socket.display().to_string();

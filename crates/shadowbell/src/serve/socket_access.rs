@@ -59,14 +59,23 @@ pub(super) fn set(access: &SocketAccess) {
 /// # Errors
 /// The system's, or that there is no such group.
 pub(super) fn give(path: &Path) -> io::Result<()> {
-    let Some(SocketAccess { mode, group }) = ACCESS.get() else { return Ok(()) };
-    if let Some(group) = group {
-        let number = parse_group(group).map_err(io::Error::other)?;
-        chownat(CWD, path, None, Some(Gid::from_raw(number)), AtFlags::empty())?;
-    }
-    match mode {
-        Some(mode) => std::fs::set_permissions(path, Permissions::from_mode(*mode)),
-        None => Ok(()),
+    ACCESS.get().map_or(Ok(()), |access| access.give_to(path))
+}
+
+impl SocketAccess {
+    /// As [`give`].
+    ///
+    /// # Errors
+    /// The system's, or that there is no such group.
+    pub(crate) fn give_to(&self, path: &Path) -> io::Result<()> {
+        if let Some(group) = &self.group {
+            let number = parse_group(group).map_err(io::Error::other)?;
+            chownat(CWD, path, None, Some(Gid::from_raw(number)), AtFlags::empty())?;
+        }
+        match self.mode {
+            Some(mode) => std::fs::set_permissions(path, Permissions::from_mode(mode)),
+            None => Ok(()),
+        }
     }
 }
 

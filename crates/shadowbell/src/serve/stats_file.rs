@@ -1,15 +1,13 @@
 //! The counters of what is served, as a file of JSON (`--stats-json`).
 
+use super::places;
 use super::registry::ServedController;
 use anyhow::bail;
-use rustix::fs::OFlags;
 use serde::Serialize;
 use shadowbell_controller::{Controller, Stats};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::Permissions;
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::io::{self, Read};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -108,32 +106,14 @@ impl fmt::Display for Report {
     }
 }
 
-/// Writes a report, so that a reader of `path` finds a whole one at any time. What is there and is
-/// no file (a link, a pipe, `/dev/stdout`) stays what it is, and is written to.
+/// Writes a report, so that a reader of `path` finds a whole one at any time.
 ///
 /// # Errors
 /// The system's; a file is as it was then.
 pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
     let mut json = serde_json::to_vec_pretty(report)?;
     json.push(b'\n');
-    if std::fs::symlink_metadata(path).is_ok_and(|about| !about.is_file()) {
-        let mut options = std::fs::File::options();
-        // Nobody waits for a pipe's reader.
-        let nonblock = OFlags::NONBLOCK.bits().cast_signed();
-        let file = options.write(true).truncate(true).custom_flags(nonblock).open(path);
-        return file?.write_all(&json);
-    }
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    // A name that nobody can foresee, and a file that was not there: in a directory that others can
-    // write to, a link may wait under any other.
-    let mut draft = tempfile::Builder::new()
-        .prefix(path.file_name().unwrap_or_default())
-        .suffix(".tmp")
-        .permissions(Permissions::from_mode(0o644))
-        .tempfile_in(directory.unwrap_or(Path::new(".")))?;
-    draft.write_all(&json)?;
-    draft.persist(path).map_err(|error| error.error)?;
-    Ok(())
+    places::write_counters(path, &json)
 }
 
 /// Whether a report may take the place of what is at `path`: of nothing, or of an earlier one. A
@@ -153,6 +133,7 @@ pub(super) fn check(path: &Path) -> anyhow::Result<()> {
 mod tests {
     use super::*;
     use shadowbell_controller::stats::{CqStats, DoorbellCounts, SqStats};
+    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn totals_are_of_io_queues_present_and_past() {

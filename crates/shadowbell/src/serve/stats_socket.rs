@@ -7,20 +7,23 @@
 //! [`WRITE_TIMEOUT`]; other clients wait meanwhile, and guests do not. Only the user that the
 //! server runs as, and root, are answered.
 
+use super::places;
 use super::registry::Registry;
 use super::server::Server;
 use crate::exit::bad_input;
+use crate::keeper_link::is_ours;
 use crate::live_stats::{Row, Snapshot, VERSION};
+use crate::place_link::Kind;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SocketFlags, accept_with, recv, sockopt};
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SocketFlags, accept_with, recvmsg};
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::EventFd;
 use shadowbell_state::{Descriptors, FdRef, StateError};
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, SavedListener};
-use std::io::{self, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, IoSliceMut};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -42,7 +45,7 @@ const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 /// # Errors
 /// The path can not be had, in a sentence.
 pub(super) fn listen(path: &Path) -> anyhow::Result<Listener> {
-    let listener = Listener::bind(path).map_err(|error| match error {
+    let listener = places::listen(path, Kind::Plain).map_err(|error| match error {
         BindError::System { .. } => anyhow::Error::from(error),
         _ => bad_input(error),
     });
@@ -216,10 +219,10 @@ impl Answerer {
     /// Answers a client that has sent something; whether it stays connected.
     fn serve_client(&mut self, client: &mut UnixStream) -> bool {
         let mut request = [0; 4096];
-        match recv(&*client, &mut request[..], RecvFlags::DONTWAIT) {
-            Ok((0, _)) => false,
-            Ok((len, _)) if !request[..len].contains(&b'\n') => true,
-            Ok(_) => client.write_all(self.answer()).is_ok(),
+        match receive_now(client, &mut request) {
+            Ok(0) => false,
+            Ok(len) if !request[..len].contains(&b'\n') => true,
+            Ok(_) => write_all(client, self.answer()).is_ok(),
             Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
         }
     }
@@ -240,8 +243,19 @@ impl Answerer {
     }
 }
 
-/// Whether it is our own user, or root, at the other end.
-fn is_ours(stream: &OwnedFd) -> bool {
-    let peer = sockopt::socket_peercred(stream).map(|peer| peer.uid);
-    peer.is_ok_and(|uid| uid.is_root() || uid == rustix::process::geteuid())
+/// Writes to a client, as long as it has time to read. The standard library takes `send` for it,
+/// which the sandbox would have to allow.
+fn write_all(client: &UnixStream, mut bytes: &[u8]) -> Result<(), Errno> {
+    while !bytes.is_empty() {
+        let written = rustix::io::retry_on_intr(|| rustix::io::write(client, bytes))?;
+        bytes = bytes.get(written..).unwrap_or_default();
+    }
+    Ok(())
+}
+
+/// What a client has sent. Does not wait.
+fn receive_now(client: &UnixStream, into: &mut [u8]) -> Result<usize, Errno> {
+    let mut nothing = RecvAncillaryBuffer::default();
+    let into = &mut [IoSliceMut::new(into)];
+    Ok(recvmsg(client, into, &mut nothing, RecvFlags::DONTWAIT)?.bytes)
 }

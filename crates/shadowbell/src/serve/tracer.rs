@@ -1,5 +1,6 @@
 //! The trace of a server: into the file of `--trace`, or into memory when `ctl` asks for it.
 
+use super::places;
 use super::server_config::TRACE_RECORDS;
 use crate::exit::bad_input;
 use anyhow::anyhow;
@@ -41,12 +42,14 @@ impl Tracer {
         Self { pool, state: Mutex::default() }
     }
 
-    /// Records in a new file at `path`.
+    /// Records in a new file at `path`. If this `is_next`, the trace of the process before is kept
+    /// beside it.
     ///
     /// # Errors
     /// The file can not be made.
-    pub(super) fn start_in(&self, path: &Path, records: u32) -> anyhow::Result<()> {
-        let file = TraceFile::create_with_spare(path, self.workers(), CLAIMABLE as u16, records);
+    pub(super) fn start_in(&self, path: &Path, records: u32, is_next: bool) -> anyhow::Result<()> {
+        let make = || places::new_trace(path, is_next);
+        let file = TraceFile::create_in(make, self.workers(), CLAIMABLE as u16, records);
         let file = file.map_err(|error| {
             let known =
                 matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::InvalidInput);

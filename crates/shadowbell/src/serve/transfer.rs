@@ -6,8 +6,9 @@
 
 use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::ControllerConfig;
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::unix::net::UnixStream;
 
 /// The new one has taken the state in, and touches nothing yet.
@@ -93,19 +94,17 @@ pub(super) fn difference(old: &[Served], new: &[Served]) -> Option<String> {
     ))
 }
 
-pub(super) fn say(mut transfer: &UnixStream, letter: u8) -> io::Result<()> {
-    transfer.write_all(&[letter])
+pub(super) fn say(transfer: &UnixStream, letter: u8) -> io::Result<()> {
+    Ok(rustix::io::retry_on_intr(|| rustix::io::write(transfer, &[letter])).map(drop)?)
 }
 
 /// The next letter; `None` if the other one is gone.
-pub(super) fn hear(mut transfer: &UnixStream) -> io::Result<Option<u8>> {
+pub(super) fn hear(transfer: &UnixStream) -> io::Result<Option<u8>> {
     let mut letter = [0];
-    match transfer.read(&mut letter) {
-        Ok(0) => Ok(None),
+    match rustix::io::retry_on_intr(|| rustix::io::read(transfer, &mut letter)) {
+        Ok(0) | Err(Errno::CONNRESET) => Ok(None),
         Ok(_) => Ok(Some(letter[0])),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),
-        Err(error) if error.kind() == io::ErrorKind::Interrupted => hear(transfer),
-        Err(error) => Err(error),
+        Err(errno) => Err(errno.into()),
     }
 }
 

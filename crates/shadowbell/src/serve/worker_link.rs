@@ -1,5 +1,6 @@
 //! What a worker and its keeper say to each other, from the worker's side.
 
+use super::places;
 use super::store::Store;
 use crate::exit::bad_input;
 use crate::items::Items;
@@ -160,7 +161,7 @@ impl Asker {
     /// # Errors
     /// The system's.
     pub(super) fn upgrade(&self) -> io::Result<Keeper> {
-        let (ours, theirs) = keeper_link::pair()?;
+        let (ours, theirs) = places::pair()?;
         self.0.give(to_keeper::UPGRADE, theirs)?;
         Ok(Keeper::over(ours))
     }

@@ -88,7 +88,7 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
         until("no descriptor more", || descriptors(&server) <= most);
     }
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    assert_eq!(threads, 2);
+    assert_eq!(threads, 3);
     loads.into_iter().for_each(Load::lost_nothing);
     let log = server.stderr();
     assert!(!log.contains("have lost") && !log.contains("goes on as the program"), "{log}");

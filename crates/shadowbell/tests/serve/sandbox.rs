@@ -8,6 +8,8 @@ use crate::upgrade::{Client, upgrade};
 use rustix::process::Signal;
 use serde_json::json;
 use std::os::unix::fs::{PermissionsExt, chown};
+#[cfg(all(feature = "faults", target_arch = "x86_64"))]
+use std::process::Stdio;
 
 fn status_of(pid: u32, key: &str) -> String {
     crate::idle::status_of(pid, "shadowbell", key)
@@ -45,11 +47,20 @@ fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
 fn what_was_not_handed_over_can_not_be_opened() {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 1 << 20);
-    let attempts =
-        ["open:/etc/passwd", "open:disk.img", "write:disk.img", "write:new", "open:/dev/null"];
+    let attempts = [
+        "open:/etc/passwd",
+        "open:disk.img",
+        "write:disk.img",
+        "write:new",
+        "open:/dev/null",
+        "write:stats.json",
+    ];
     let attempts: Vec<_> = attempts.into_iter().flat_map(|what| ["--attempt", what]).collect();
-    let mut server =
-        Server::start_in(directory, &["disk.img"], &[&["--keeper"], &attempts[..]].concat());
+    let mut server = Server::start_in(
+        directory,
+        &["disk.img"],
+        &[&["--keeper", "--stats-json", "stats.json"], &attempts[..]].concat(),
+    );
     for what in attempts.iter().filter(|word| **word != "--attempt") {
         server.says(&format!("attempt {what}: Permission denied"));
     }
@@ -157,6 +168,125 @@ fn a_directory_can_be_allowed() {
     assert_eq!(status, Some(0), "{errors}");
     drop(Client::attach(&socket));
     assert!(server.stop().success());
+}
+
+/// As many system calls as the documentation says, and what belongs to paths by the keeper.
+#[test]
+fn a_keeper_makes_sockets_and_writes_files() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "disk.img", 4 << 20);
+    let options = [
+        &["--keeper", "--sandbox", "on", "--socket-mode", "0620", "--stats-socket", "top.sock"][..],
+        &["--stats-json", "stats.json", "--trace", "trace", "--metrics", "127.0.0.1:0"],
+    ];
+    let mut server = Server::start_in(directory, &["disk.img"], &options.concat());
+    let has = |text: &str| {
+        let (_, rest) = text.split_once("the sandbox has ").unwrap();
+        rest.split_once(" system calls").unwrap().0.parse::<u32>().unwrap()
+    };
+    let for_tests = if cfg!(feature = "faults") { 2 } else { 0 };
+    assert!(has(&server.stderr()) - for_tests <= 64, "{}", server.stderr());
+    let at = |name: &str| server.directory().join(name);
+    let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode("vm.sock"), 0o620);
+    assert_eq!((mode("run/vm"), mode("run/vm/control.sock")), (0o700, 0o600));
+    // The one that the system has given it last.
+    let port = || {
+        let said = server.stderr();
+        let (_, rest) = said.rsplit_once("http://127.0.0.1:").unwrap();
+        rest.split_once('/').unwrap().0.parse::<u16>().unwrap()
+    };
+    let metrics = || {
+        use std::io::{Read, Write};
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", port())).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        assert!(text.contains("shadowbell_server_info"), "{text}");
+    };
+    let counters = || {
+        let _ = std::fs::remove_file(at("stats.json"));
+        server.signal(Signal::USR1);
+        until("the counters", || at("stats.json").exists());
+        let text = std::fs::read(at("stats.json")).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&text).unwrap();
+    };
+    let two = at("two.sock");
+    let mut guest = Client::attach(&server.socket());
+    for round in 0..3_u8 {
+        let before = worker(&server);
+        match round {
+            0 => {}
+            1 => drop(upgrade(&server.pid().to_string(), None)),
+            _ => {
+                kill(&server, Signal::KILL);
+            }
+        }
+        until("another process", || round == 0 || worker(&server) != before);
+        guest.write(1, 0, round);
+        assert_eq!(guest.read(1, 0), round);
+        until("the control socket", || ctl(&server, &["status"]).0 == Some(0));
+        metrics();
+        counters();
+        let mut top = program();
+        top.arg("top").arg(at("top.sock")).args(["--json", "--count", "1"]);
+        let (status, output, errors) = finish(top);
+        assert!(status == Some(0) && output.contains("vm.sock"), "{errors}");
+        assert_eq!(&std::fs::read(at("trace")).unwrap()[..7], b"SBTRACE".as_slice());
+        assert_eq!(at("trace.before").exists(), round > 0);
+        let add = ["controller", "add", "two", "mem:1MiB", "--socket", two.to_str().unwrap()];
+        let (status, _, errors) = ctl(&server, &add);
+        assert_eq!(status, Some(0), "{errors}");
+        assert_eq!(mode("two.sock"), 0o620);
+        drop(Client::attach(&two));
+        let (status, _, errors) = ctl(&server, &["controller", "remove", "two"]);
+        assert_eq!(status, Some(0), "{errors}");
+        assert!(!two.exists());
+        let elsewhere = tempfile::tempdir().unwrap();
+        let other = elsewhere.path().join("three.sock");
+        let add = ["controller", "add", "three", "mem:1MiB", "--socket", other.to_str().unwrap()];
+        let (status, _, errors) = ctl(&server, &add);
+        assert!(status != Some(0) && errors.contains("`serve --allow DIRECTORY`"), "{errors}");
+        assert!(!other.exists());
+        // What is there and no socket of a dead server stays.
+        let (status, _, errors) = ctl(
+            &server,
+            &["controller", "add", "no", "mem:1MiB", "--socket", at("disk.img").to_str().unwrap()],
+        );
+        assert!(status != Some(0) && errors.contains("is not a socket"), "{errors}");
+    }
+    drop(guest);
+    let directory = server.directory().to_owned();
+    assert!(server.stop().success(), "{}", server.stderr());
+    assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
+    for name in ["vm.sock", "top.sock", "run/vm"] {
+        assert!(!directory.join(name).exists(), "{name}");
+    }
+}
+
+/// What only a process without a keeper does by itself.
+#[cfg(all(feature = "faults", target_arch = "x86_64"))]
+#[test]
+fn with_a_keeper_there_are_no_paths() {
+    let directory = tempfile::tempdir().unwrap();
+    for call in ["unlink", "renameat2", "mkdir", "chmod", "bind", "connect", "listen", "flock"] {
+        let said = directory.path().join(call);
+        let mut command = program();
+        command.args(["serve", "--keeper", "null:1MiB", "--socket"]);
+        command.arg(directory.path().join("vm.sock")).args(["--attempt", call]);
+        command.env("SHADOWBELL_RUN_DIR", directory.path());
+        let mut keeper = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&said).unwrap())
+            .spawn()
+            .unwrap();
+        let line = format!("error: the sandbox forbids the system call {call} (");
+        until(&line, || std::fs::read_to_string(&said).unwrap().contains(&line));
+        // It would start another process, which does the same.
+        keeper.kill().unwrap();
+        keeper.wait().unwrap();
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, openat, renameat_with};
@@ -96,6 +97,47 @@ pub struct Listener {
     is_lent: bool,
 }
 
+/// What a [`Listener`] is made of, for whoever makes it in one process and has it in another.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct ListenerParts {
+    /// It listens.
+    pub socket: OwnedFd,
+    /// Where, from the root.
+    pub path: PathBuf,
+    /// Device and inode number of the file, if there is one to remove.
+    pub file: Option<(u64, u64)>,
+}
+
+impl ListenerParts {
+    /// Of these.
+    #[must_use]
+    pub fn new(socket: OwnedFd, path: PathBuf, file: Option<(u64, u64)>) -> Self {
+        Self { socket, path, file }
+    }
+}
+
+/// Removes the file of a socket: its path, and its device and inode number.
+type Remover = Box<dyn Fn(&Path, (u64, u64)) + Send + Sync>;
+
+static REMOVER: OnceLock<Remover> = OnceLock::new();
+
+/// From now on the files of this process's listeners are removed by this, which has
+/// [`remove_socket`] called where that is possible. The first one counts.
+pub fn remove_sockets_by(remover: impl Fn(&Path, (u64, u64)) + Send + Sync + 'static) {
+    let _ = REMOVER.set(Box::new(remover));
+}
+
+/// Removes the file of a socket, unless another one has taken its place.
+pub fn remove_socket(path: &Path, file: (u64, u64)) {
+    let there = fs::symlink_metadata(path);
+    let is_it =
+        |there: fs::Metadata| there.file_type().is_socket() && (there.dev(), there.ino()) == file;
+    if there.is_ok_and(is_it) {
+        let _ = fs::remove_file(path);
+    }
+}
+
 /// A [`Listener`] on its way to another process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SavedListener {
@@ -182,6 +224,26 @@ impl Listener {
         Ok(Self { socket, path: path.into(), file: None, is_lent: false })
     }
 
+    /// Takes it to pieces. Its file is not removed.
+    ///
+    /// # Errors
+    ///
+    /// The system has no more descriptors.
+    pub fn into_parts(mut self) -> io::Result<ListenerParts> {
+        let socket = self.socket.try_clone()?;
+        let path = std::path::absolute(&self.path)?;
+        let file = self.file;
+        self.is_lent = true;
+        Ok(ListenerParts { socket, path, file })
+    }
+
+    /// Puts it together again.
+    #[must_use]
+    pub fn from_parts(parts: ListenerParts) -> Self {
+        let ListenerParts { socket, path, file } = parts;
+        Self { socket, path, file, is_lent: false }
+    }
+
     /// Where it listens.
     pub fn path(&self) -> &Path {
         &self.path
@@ -244,9 +306,9 @@ impl Drop for Listener {
             return;
         }
         let Some(ours) = self.file else { return };
-        let there = fs::symlink_metadata(&self.path).map(|file| (file.dev(), file.ino()));
-        if there.is_ok_and(|there| there == ours) {
-            let _ = fs::remove_file(&self.path);
+        match REMOVER.get() {
+            Some(remove) => remove(&self.path, ours),
+            None => remove_socket(&self.path, ours),
         }
         // Who still waits may have sent something already, even descriptors, and closing the socket
         // would close that.

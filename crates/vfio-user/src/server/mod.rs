@@ -64,10 +64,13 @@ mod recorder;
 mod requests;
 mod saved;
 mod session;
+mod sys;
 
 pub use inbox::{Handle, PortId};
 pub use limits::{Limits, MAX_MSG_FDS};
-pub use listener::{BindError, Listener, SavedListener};
+pub use listener::{
+    BindError, Listener, ListenerParts, SavedListener, remove_socket, remove_sockets_by,
+};
 pub use reactor::{Ended, Reactor};
 pub use recorder::PortRecorder;
 pub use saved::SavedPort;

@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 
 use shadowbell_state::Descriptors;
 
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::event::{Timespec, epoll::Event};
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use tracing::{debug, warn};
 
 use super::attachment::Attachment;
@@ -23,6 +22,7 @@ use super::recorder::PortRecorder;
 use super::requests::{Context, Slice};
 use super::saved::{SavedPort, SavedSession};
 use super::session::{EndReason, Session, Turn};
+use super::sys::epoll_wait;
 use crate::Errno;
 use crate::descriptor::{Closer, Inspector, Stream};
 use crate::device::Device;
@@ -524,13 +524,9 @@ impl Reactor {
             _ if self.inbox.may_sleep() => timeout,
             _ => Some(Duration::ZERO),
         };
-        let timeout = timeout.map(|time| Timespec {
-            tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
-            tv_nsec: time.subsec_nanos().into(),
-        });
         let mut events = [MaybeUninit::<Event>::uninit(); EVENTS];
-        match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
-            Ok((events, _)) => {
+        match epoll_wait(&self.epoll, &mut events, timeout) {
+            Ok(events) => {
                 for event in events {
                     self.notify(event.data.u64(), event.flags);
                 }

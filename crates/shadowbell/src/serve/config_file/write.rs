@@ -3,6 +3,7 @@
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::disk_spec;
 use crate::limits::{self, Group};
+use crate::self_as_is::absolute;
 use crate::serve::server_config::{Own, ServerConfig, SocketConfig, WorkerChoice};
 use crate::serve::socket_access::SocketAccess;
 use crate::uuid_text::uuid_text;
@@ -10,7 +11,7 @@ use serde::Serialize;
 use shadowbell_controller::{Polling, PoolOptions};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -112,13 +113,13 @@ pub(in crate::serve) fn write(
     };
     let file = File {
         name: name.to_owned(),
-        control_socket: control_socket.as_deref().map(from_root),
+        control_socket: control_socket.as_deref().map(absolute),
         socket_mode: access.mode.map(|mode| format!("{mode:04o}")),
         socket_group: access.group.clone(),
         metrics: *metrics,
-        stats_json: stats_json.as_deref().map(from_root),
-        stats_socket: stats_socket.as_deref().map(from_root),
-        trace: trace.as_ref().map(|(path, _)| from_root(path)),
+        stats_json: stats_json.as_deref().map(absolute),
+        stats_socket: stats_socket.as_deref().map(absolute),
+        trace: trace.as_ref().map(|(path, _)| absolute(path)),
         trace_records: trace.as_ref().map(|(_, records)| *records),
         workers: (pool.workers != 0).then_some(pool.workers),
         pin: pool.pin.clone(),
@@ -141,7 +142,7 @@ fn controller(asked: &SocketConfig) -> Controller {
         config;
     Controller {
         id: asked.id.clone(),
-        socket: from_root(&asked.socket),
+        socket: absolute(&asked.socket),
         serial,
         model,
         doorbells,
@@ -170,10 +171,6 @@ fn disks(all: &[DiskConfig]) -> Vec<Disk> {
         }
     });
     numbered.collect()
-}
-
-fn from_root(path: &Path) -> PathBuf {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
 fn micros(time: Duration) -> u64 {

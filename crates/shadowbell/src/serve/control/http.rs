@@ -8,6 +8,7 @@
 use super::answers::{Answer, Body, answer};
 use super::routes::{self, Via};
 use super::view::View;
+use super::wire::Wire;
 use crate::control::api::{Code, Problem};
 use crate::keeper_link::is_ours;
 use http_body_util::{BodyExt, Limited};
@@ -56,12 +57,14 @@ pub(super) async fn serve(
     let graceful = Arc::new(GracefulShutdown::new());
     let mut tasks = Vec::new();
     if let Some(socket) = control {
-        let socket = UnixListener::from_std(socket.into())?;
-        tasks.push(tokio::spawn(accept_control(socket, Arc::clone(&view), Arc::clone(&graceful))));
+        let (view, graceful) = (Arc::clone(&view), Arc::clone(&graceful));
+        let socket = Listening::Unix(UnixListener::from_std(socket.into())?);
+        tasks.push(tokio::spawn(accept(socket, Via::Socket, view, graceful)));
     }
     if let Some(socket) = metrics {
-        let socket = TcpListener::from_std(socket.into())?;
-        tasks.push(tokio::spawn(accept_metrics(socket, view, Arc::clone(&graceful))));
+        let graceful = Arc::clone(&graceful);
+        let socket = Listening::Tcp(TcpListener::from_std(socket.into())?);
+        tasks.push(tokio::spawn(accept(socket, Via::Tcp, view, graceful)));
     }
     let _ = stop.await;
     for task in tasks {
@@ -74,33 +77,31 @@ pub(super) async fn serve(
     Ok(())
 }
 
-async fn accept_control(socket: UnixListener, view: Arc<View>, graceful: Arc<GracefulShutdown>) {
-    let slots = Arc::new(Semaphore::new(CLIENTS));
-    loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
-        match socket.accept().await {
-            Ok((stream, _)) if !is_ours(&stream) => {
-                warn!("another user has connected to the control socket, and is not answered");
-            }
-            Ok((stream, _)) => {
-                let client = connection(TokioIo::new(stream), Via::Socket, &view, &graceful);
-                tokio::spawn(async move {
-                    client.await;
-                    drop(slot);
-                });
-            }
-            Err(error) => not_accepted(&error).await,
+/// A socket that listens.
+enum Listening {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Listening {
+    async fn accept(&self) -> io::Result<Wire> {
+        match self {
+            Self::Unix(socket) => socket.accept().await.map(|(stream, _)| Wire::Unix(stream)),
+            Self::Tcp(socket) => socket.accept().await.map(|(stream, _)| Wire::Tcp(stream)),
         }
     }
 }
 
-async fn accept_metrics(socket: TcpListener, view: Arc<View>, graceful: Arc<GracefulShutdown>) {
+async fn accept(socket: Listening, via: Via, view: Arc<View>, graceful: Arc<GracefulShutdown>) {
     let slots = Arc::new(Semaphore::new(CLIENTS));
     loop {
         let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
         match socket.accept().await {
-            Ok((stream, _)) => {
-                let client = connection(TokioIo::new(stream), Via::Tcp, &view, &graceful);
+            Ok(stream) if via == Via::Socket && !is_ours(&stream) => {
+                warn!("another user has connected to the control socket, and is not answered");
+            }
+            Ok(stream) => {
+                let client = connection(stream, via, &view, &graceful);
                 tokio::spawn(async move {
                     client.await;
                     drop(slot);
@@ -121,22 +122,19 @@ async fn not_accepted(error: &io::Error) {
 }
 
 /// One client, to its end.
-fn connection<I>(
-    stream: I,
+fn connection(
+    stream: Wire,
     via: Via,
     view: &Arc<View>,
     graceful: &GracefulShutdown,
-) -> impl Future<Output = ()> + Send + use<I>
-where
-    I: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
-{
+) -> impl Future<Output = ()> + Send + use<> {
     let view = Arc::clone(view);
     let service = service_fn(move |request| respond(request, via, Arc::clone(&view)));
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD)
         .max_buf_size(HEAD_BYTES)
-        .serve_connection(stream, service);
+        .serve_connection(TokioIo::new(stream), service);
     let watched = graceful.watch(connection);
     async move {
         match timeout(CONNECTION, watched).await {

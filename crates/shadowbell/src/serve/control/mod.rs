@@ -10,6 +10,7 @@
 //! | `answers` | what is answered, with its documentation |
 //! | `trace` | the same for what is recorded of doorbells |
 //! | `metrics` | the counters, for Prometheus |
+//! | `wire` | sockets, by few system calls |
 //!
 //! One thread (`sb-api`) has the sockets. What takes time is done by threads that exist while there
 //! is something for them, [`BLOCKING`] at most. None of them holds a lock that the reactor or a
@@ -25,12 +26,15 @@ mod metrics;
 mod routes;
 mod trace;
 mod view;
+mod wire;
 
 pub(super) use view::View;
 
 use crate::control::place::{self, Place};
 use crate::exit::bad_input;
 use crate::logging;
+use crate::place_link::Kind;
+use crate::serve::places;
 use anyhow::{Context, anyhow};
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Descriptors, FdRef};
@@ -58,6 +62,8 @@ pub(super) struct Resting {
     /// `None`: there is none, and metrics only.
     socket: Option<Socket>,
     metrics: Option<TcpListener>,
+    /// Where, if this process has made it.
+    metrics_at: Option<SocketAddr>,
     /// When the counters began.
     began: Instant,
     /// Records of each worker of the trace in memory that was being made.
@@ -75,7 +81,7 @@ struct OwnDirectory(PathBuf);
 
 impl Drop for OwnDirectory {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
+        places::remove_directory(&self.0);
     }
 }
 
@@ -109,12 +115,13 @@ impl Resting {
         metrics: Option<SocketAddr>,
     ) -> anyhow::Result<Self> {
         let metrics = metrics.map(listen_tcp).transpose()?;
+        let (metrics, metrics_at) = metrics.unzip();
         let name = place.name.clone().unwrap_or_else(|| default_name.to_owned());
         let began = Instant::now();
         if let Some(path) = &place.path {
             let listener = private(path).map_err(refused).context("the control socket")?;
             let socket = Some(Socket { listener, directory: None });
-            return Ok(Self { name, socket, metrics, began, tracing: None });
+            return Ok(Self { name, socket, metrics, metrics_at, began, tracing: None });
         }
         let Some(directory) = place::directory() else {
             if place.name.is_some() {
@@ -124,7 +131,7 @@ impl Resting {
                 )));
             }
             debug!("no control socket: XDG_RUNTIME_DIR is not set");
-            return Ok(Self { name, socket: None, metrics, began, tracing: None });
+            return Ok(Self { name, socket: None, metrics, metrics_at, began, tracing: None });
         };
         let outcome = match listen_in(&directory, &name) {
             // Another server's, which has the same name by chance.
@@ -140,12 +147,12 @@ impl Resting {
         };
         match outcome {
             Ok((name, socket)) => {
-                Ok(Self { name, socket: Some(socket), metrics, began, tracing: None })
+                Ok(Self { name, socket: Some(socket), metrics, metrics_at, began, tracing: None })
             }
             Err(error) if place.name.is_some() => Err(refused(error).context("the control socket")),
             Err(error) => {
                 warn!("`shadowbell ctl` will not find this server: {error}");
-                Ok(Self { name, socket: None, metrics, began, tracing: None })
+                Ok(Self { name, socket: None, metrics, metrics_at, began, tracing: None })
             }
         }
     }
@@ -187,6 +194,7 @@ impl Resting {
             name: saved.name,
             socket: socket.transpose()?,
             metrics: metrics.map(TcpListener::from),
+            metrics_at: None,
             tracing: saved.tracing,
         })
     }
@@ -217,15 +225,12 @@ impl Resting {
 
     /// Where the metrics are.
     pub(super) fn metrics(&self) -> Option<SocketAddr> {
-        self.metrics.as_ref()?.local_addr().ok()
+        self.metrics_at
     }
 }
 
-fn listen_tcp(address: SocketAddr) -> anyhow::Result<TcpListener> {
-    let listener = TcpListener::bind(address).and_then(|listener| {
-        listener.set_nonblocking(true)?;
-        Ok(listener)
-    });
+fn listen_tcp(address: SocketAddr) -> anyhow::Result<(TcpListener, SocketAddr)> {
+    let listener = places::listen_tcp(address);
     listener.map_err(|error| bad_input(anyhow!("--metrics {address}: {error}")))
 }
 
@@ -240,6 +245,11 @@ fn refused(error: BindError) -> anyhow::Error {
 fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
     let path = place::socket(directory, name);
     let own = directory.join(name);
+    if places::are_the_keeper_s() {
+        // It makes the directory, too.
+        let listener = private(&path)?;
+        return Ok(Socket { listener, directory: Some(OwnDirectory(own)) });
+    }
     let made = DirBuilder::new().recursive(true).mode(0o755).create(directory).and_then(|()| {
         match DirBuilder::new().mode(0o700).create(&own) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -254,7 +264,10 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
 /// A socket that only its user can connect to. (In the moment until that is so, another user can;
 /// such a client is not answered, as whose process it is tells.)
 fn private(path: &Path) -> Result<Listener, BindError> {
-    let listener = Listener::bind(path)?;
+    let listener = places::listen(path, Kind::Private)?;
+    if places::are_the_keeper_s() {
+        return Ok(listener);
+    }
     let path = listener.path().to_owned();
     match fs::set_permissions(&path, Permissions::from_mode(0o600)) {
         Ok(()) => Ok(listener),

@@ -7,9 +7,12 @@
 use super::asked::Asked;
 use super::opening::{self, Allowed};
 use crate::control::place;
-use crate::disk_spec;
+use crate::keeper_link::{self, to_keeper};
+use crate::place_link::{Places, bytes_of};
+use crate::serve::places;
 use crate::serve::server_config::ServerConfig;
 use crate::serve::worker_link::WorkerLink;
+use crate::{disk_spec, self_as_is};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort,
     PathFd, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
@@ -18,6 +21,7 @@ use landlock::{
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use tracing::warn;
 
 /// The newest that is made use of: files, TCP, and signals to others and sockets without a file.
 const KNOWN: ABI = ABI::V6;
@@ -44,6 +48,8 @@ const READ: [&str; 3] = ["/proc/self", "/proc/sys/vm/max_map_count", "/sys/devic
 pub(super) struct Files {
     rules: RulesetCreated,
     known: Vec<PathFd>,
+    /// The keeper makes sockets and writes files.
+    pub(super) by_keeper: bool,
 }
 
 /// Has the keeper open images from now on, and finds what may be reached otherwise.
@@ -59,9 +65,37 @@ pub(super) fn prepare(
         return Err("there is no keeper, which would open them (`--keeper`)".to_owned());
     };
     let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
-    let rules = rules(asked, config).map_err(|error| format!("Landlock: {error}"))?;
+    // Whether there is any, before the keeper is asked for anything.
+    ruleset().map_err(|error| format!("Landlock: {error}"))?;
     opening::begin(link, &allowed(asked, config))?;
-    Ok(Files { rules, known })
+    let by_keeper = ask_for_places(asked, config, link)
+        .inspect_err(|why| warn!("the sandbox leaves more than it has to: {why}"))
+        .is_ok();
+    let rules = rules(asked, config, by_keeper).map_err(|error| format!("Landlock: {error}"))?;
+    Ok(Files { rules, known, by_keeper })
+}
+
+/// Has the keeper make sockets and write files from now on.
+fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Result<(), String> {
+    let (ours, theirs) = keeper_link::pair().map_err(|error| error.to_string())?;
+    link.give(to_keeper::PLACES, theirs).map_err(|error| error.to_string())?;
+    let control = config.control.path.is_none().then(place::settle).flatten();
+    let control = control.filter(|directory| make(directory));
+    let real = |path: PathBuf| path.canonicalize().ok().map(|path| bytes_of(&path));
+    let from_root = |path: &PathBuf| bytes_of(&self_as_is::absolute(path));
+    places::begin(
+        ours,
+        &Places {
+            user: asked.user.as_ref().map(|user| user.ids(config)),
+            directories: socket_directories(asked, config).into_iter().filter_map(real).collect(),
+            control: control.and_then(real),
+            mode: config.socket_access.mode,
+            group: config.socket_access.group.clone(),
+            counters: config.stats_json.as_ref().map(from_root),
+            trace: config.trace.as_ref().map(|(path, _)| from_root(path)),
+            metrics: config.metrics,
+        },
+    )
 }
 
 /// The images that the process may have.
@@ -75,17 +109,31 @@ fn allowed(asked: &Asked, config: &ServerConfig) -> Allowed {
     }
 }
 
-/// The rules, if the system has any.
-fn rules(asked: &Asked, config: &ServerConfig) -> Result<RulesetCreated, RulesetError> {
+fn ruleset() -> Result<RulesetCreated, RulesetError> {
     // Whether there is Landlock at all; what is newer than the first of it may be missing.
     let first = Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     first.handle_access(AccessFs::from_all(ABI::V1))?.create()?;
-    let rules = Ruleset::default()
+    Ruleset::default()
         .handle_access(AccessFs::from_all(KNOWN))?
         .handle_access(AccessNet::from_all(KNOWN))?
         .scope(Scope::from_all(KNOWN))?
-        .create()?
+        .create()
+}
+
+/// The rules, if the system has any.
+fn rules(
+    asked: &Asked,
+    config: &ServerConfig,
+    by_keeper: bool,
+) -> Result<RulesetCreated, RulesetError> {
+    let rules = ruleset()?
         .add_rules(path_beneath_rules(READ, reading()))?
+        // In a build for tests: where it says when it is to die.
+        .add_rules(path_beneath_rules(shadowbell_state::abort_directory(), outputs()))?;
+    if by_keeper {
+        return Ok(rules);
+    }
+    let rules = rules
         .add_rules(path_beneath_rules(socket_directories(asked, config), sockets()))?
         .add_rules(path_beneath_rules(written(config), outputs()))?;
     let control = config.control.path.is_none().then(place::settle).flatten();
@@ -121,9 +169,7 @@ fn socket_directories(asked: &Asked, config: &ServerConfig) -> Vec<PathBuf> {
 fn written(config: &ServerConfig) -> Vec<PathBuf> {
     let trace = config.trace.as_ref().map(|(path, _)| path);
     let files = config.stats_json.iter().chain(trace);
-    let files = files.flat_map(|path| [directory_of(path), path.clone()]);
-    // In a build for tests: where it says when it is to die.
-    files.chain(shadowbell_state::abort_directory()).collect()
+    files.flat_map(|path| [directory_of(path), path.clone()]).collect()
 }
 
 fn directory_of(path: &Path) -> PathBuf {

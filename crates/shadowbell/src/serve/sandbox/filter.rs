@@ -17,20 +17,24 @@ pub(super) struct Needs {
     pub(super) keeper: bool,
     /// Metrics by TCP.
     pub(super) tcp: bool,
+    /// No keeper makes its sockets and writes its files.
+    pub(super) by_itself: bool,
 }
 
-/// From now on a call that is not among [those](calls::CALLS), or has other arguments than it may
+/// From now on a call that is not among [those](calls::all), or has other arguments than it may
 /// have, ends the process.
 ///
 /// # Errors
 /// The system has no filters.
 pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
-    let calls = calls::all().map(|call| Ok((call, rules(call, needs)?)));
+    let calls = calls::all(needs.by_itself).map(|call| Ok((call, rules(call, needs)?)));
     let calls: BTreeMap<_, _> = calls.collect::<Result<_, seccompiler::BackendError>>()?;
-    // Its arguments are in memory, where a filter can not see them: whoever finds that it is not
-    // there takes `clone`. Of two filters the stricter one counts.
-    let missing = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+    // The arguments of `clone3` are in memory, where a filter can not see them: whoever finds that it
+    // is not there takes `clone`. The C library asks on which processors a thread may run when it is
+    // asked for the stack of one, and does without. Of two filters the stricter one counts.
+    let missing = [libc::SYS_clone3, libc::SYS_sched_getaffinity].map(|call| (call, Vec::new()));
+    let missing = BTreeMap::from(missing);
     let calls: BTreeMap<_, _> = calls.into_iter().chain(missing.clone()).collect();
     let allowed = SeccompFilter::new(calls, SeccompAction::Trap, SeccompAction::Allow, arch)?;
     let none = SeccompAction::Errno(libc::ENOSYS as u32);
@@ -88,11 +92,6 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
         // It stays who ends the process.
         libc::SYS_rt_sigaction => only(is_not(0, libc::SIGSYS as u64)?),
         libc::SYS_kill | libc::SYS_tgkill => one_of(0, &[u64::from(std::process::id())]),
-        // Of its own, and to look at.
-        libc::SYS_prlimit64 => {
-            let null = SeccompCondition::new(2, Len::Qword, Op::Eq, 0)?;
-            Ok(vec![SeccompRule::new(vec![is(0, 0)?, null])?])
-        }
         _ => Ok(Vec::new()),
     }
 }

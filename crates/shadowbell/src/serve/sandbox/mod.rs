@@ -26,12 +26,15 @@ pub(super) use user::{User, parse_user};
 
 use super::server_config::ServerConfig;
 use super::worker_link::WorkerLink;
-use crate::disk_spec;
+use crate::control::place;
 use crate::exit::bad_input;
+use crate::{disk_spec, self_as_is};
 use anyhow::{Context, anyhow};
 use files::{Files, Held};
 use filter::Needs;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use shadowbell_frontend::vfio_user::read_limits;
+use shadowbell_memory::processors;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{info, warn};
@@ -78,12 +81,14 @@ pub(super) fn enter(
         return Ok(None);
     }
     disk_spec::contain();
+    settle();
     limit();
+    let by_itself = !files.as_ref().is_some_and(|files| files.by_keeper);
     let files = files.map(Files::restrict).transpose().context("Landlock")?;
     HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
-    let needs = Needs { keeper: link.is_some(), tcp: config.metrics.is_some() };
+    let needs = Needs { keeper: link.is_some(), tcp: config.metrics.is_some(), by_itself };
     let calls = match filter::install(needs) {
-        Ok(()) => format!("{} system calls", calls::count()),
+        Ok(()) => format!("{} system calls", calls::all(needs.by_itself).count()),
         Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),
         Err(why) => {
             warn!("the sandbox does not hold for system calls: {why:#}");
@@ -117,6 +122,14 @@ fn hindrance(config: &ServerConfig) -> Option<String> {
     let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
     let mut disks = disks.map(|disk| &disk.disk);
     disks.find_map(|disk| Some(format!("{disk} {}", disk_spec::outside(disk)?)))
+}
+
+/// Reads what is not to be asked for any more.
+fn settle() {
+    place::settle();
+    self_as_is::settle();
+    processors::settle();
+    read_limits();
 }
 
 /// What a process of this kind never needs.

@@ -57,6 +57,16 @@ fn find(name: &str, users: &str, groups: &str) -> Option<User> {
     Some(User { name: name.to_owned(), uid, gid, groups: groups.collect() })
 }
 
+impl User {
+    /// Who this is to the system, as a process that serves `config`.
+    pub(super) fn ids(&self, config: &ServerConfig) -> (u32, u32, Vec<u32>) {
+        let SocketAccess { group, .. } = &config.socket_access;
+        let of_sockets = group.as_deref().and_then(|group| parse_group(group).ok());
+        let groups = self.groups.iter().copied().chain(of_sockets);
+        (self.uid, self.gid, groups.collect())
+    }
+}
+
 /// Makes this thread, which is the only one, that user's.
 ///
 /// # Errors
@@ -84,11 +94,9 @@ pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<
     // What root may have without being asked: memory that rings work on.
     let all = Rlimit { current: None, maximum: None };
     let _ = setrlimit(Resource::Memlock, all);
-    let SocketAccess { group, .. } = &config.socket_access;
-    let of_sockets = group.as_deref().and_then(|group| parse_group(group).ok());
-    let groups = user.groups.iter().copied().chain(of_sockets);
-    let groups: Vec<_> = groups.map(Gid::from_raw).collect();
-    let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
+    let (uid, gid, groups) = user.ids(config);
+    let groups: Vec<_> = groups.into_iter().map(Gid::from_raw).collect();
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
     set_thread_groups(&groups)?;
     set_thread_res_gid(gid, gid, gid)?;
     set_thread_res_uid(uid, uid, uid)?;

@@ -1,0 +1,72 @@
+//! Waiting for an epoll instance by the system call that every other library takes, too: a process
+//! in a sandbox has fewer of them so. (rustix takes `epoll_pwait`, also where there is
+//! `epoll_wait`.)
+
+use rustix::event::epoll::Event;
+use rustix::io::Errno;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
+
+const _: () = assert!(size_of::<Event>() == size_of::<libc::epoll_event>());
+const _: () = assert!(align_of::<Event>() == align_of::<libc::epoll_event>());
+
+/// Waits until there are events, or `timeout` has passed, and not less. What there is, at most as
+/// many as there is room for, of which there is some.
+///
+/// # Errors
+/// The system's; [`Errno::INTR`] after a signal.
+pub fn epoll_wait(
+    epoll: impl AsFd,
+    room: &mut [MaybeUninit<Event>],
+    timeout: Option<Duration>,
+) -> Result<&[Event], Errno> {
+    let millis = timeout.map_or(-1, |timeout| {
+        i32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX)
+    });
+    let count = i32::try_from(room.len()).unwrap_or(i32::MAX);
+    let (fd, at) = (epoll.as_fd().as_raw_fd(), room.as_mut_ptr().cast::<libc::epoll_event>());
+    // SAFETY: there is room for `count` events at this address, which is ours alone, and both types
+    // are the system's `epoll_event`.
+    let found = unsafe { libc::epoll_wait(fd, at, count, millis) };
+    let Ok(found) = usize::try_from(found) else {
+        let error = std::io::Error::last_os_error();
+        return Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
+    };
+    let found = room.get(..found).unwrap_or_default();
+    // SAFETY: the system has written so many of them, and any bytes are a valid event.
+    Ok(unsafe { std::slice::from_raw_parts(found.as_ptr().cast::<Event>(), found.len()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::EventFd;
+    use rustix::event::epoll::{CreateFlags, EventData, EventFlags, add, create};
+    use std::time::Instant;
+
+    #[test]
+    fn events_are_those_that_were_asked_for() {
+        let epoll = create(CreateFlags::CLOEXEC).unwrap();
+        let events: Vec<_> = (0..3).map(|_| EventFd::new().unwrap()).collect();
+        for (number, event) in events.iter().enumerate() {
+            add(&epoll, event, EventData::new_u64(number as u64 + 7), EventFlags::IN).unwrap();
+        }
+        let mut room = [const { MaybeUninit::uninit() }; 2];
+        assert!(epoll_wait(&epoll, &mut room, Some(Duration::ZERO)).unwrap().is_empty());
+        let began = Instant::now();
+        // Not a moment too early: it is rounded up.
+        let wait = Duration::from_micros(1500);
+        assert!(epoll_wait(&epoll, &mut room, Some(wait)).unwrap().is_empty());
+        assert!(began.elapsed() >= wait);
+        events[1].signal();
+        let found = epoll_wait(&epoll, &mut room, None).unwrap();
+        assert_eq!(found.iter().map(|event| event.data.u64()).collect::<Vec<_>>(), [8]);
+        let flags = found[0].flags;
+        assert!(flags.contains(EventFlags::IN));
+        events.iter().for_each(EventFd::signal);
+        assert_eq!(epoll_wait(&epoll, &mut room, None).unwrap().len(), 2);
+        let memory = rustix::fs::memfd_create("none", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        assert!(epoll_wait(&memory, &mut room, None).is_err(), "it is no epoll instance");
+    }
+}

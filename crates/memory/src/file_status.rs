@@ -1,0 +1,53 @@
+//! What the system says of a file that is open.
+
+use rustix::fs::{AtFlags, StatxFlags, statx};
+use rustix::io::Errno;
+use std::os::fd::AsFd;
+
+/// Which file it is, and how large. Asked by `statx`, as the standard library does: a process in a
+/// sandbox has one call for this.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FileStatus {
+    /// The number of its device.
+    pub device: u64,
+    /// Its number there.
+    pub inode: u64,
+    /// How long it is, in bytes.
+    pub len: u64,
+    /// How much of it is there, in bytes.
+    pub allocated: u64,
+}
+
+impl FileStatus {
+    /// As of now. A system call.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn of(fd: impl AsFd) -> Result<Self, Errno> {
+        let found = statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
+        Ok(Self {
+            device: rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor),
+            inode: found.stx_ino,
+            len: found.stx_size,
+            allocated: found.stx_blocks.saturating_mul(512),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    #[test]
+    fn it_is_what_others_say() {
+        let fd = rustix::fs::memfd_create("status", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = std::fs::File::from(fd);
+        file.set_len(12345).unwrap();
+        rustix::io::pwrite(&file, b"x", 8192).unwrap();
+        let (ours, theirs) = (FileStatus::of(&file).unwrap(), file.metadata().unwrap());
+        assert_eq!((ours.device, ours.inode), (theirs.dev(), theirs.ino()));
+        assert_eq!((ours.len, ours.allocated), (12345, theirs.blocks() * 512));
+    }
+}
