@@ -7,7 +7,8 @@ use std::sync::LazyLock;
 static USER: LazyLock<Uid> = LazyLock::new(geteuid);
 static DIRECTORY: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::current_dir().ok());
 
-/// Reads it all. Before the sandbox begins, and after the process has become the user that it stays.
+/// Reads it all. Before the sandbox begins, and after the process has become the user that it
+/// stays.
 pub(crate) fn settle() {
     LazyLock::force(&USER);
     LazyLock::force(&DIRECTORY);

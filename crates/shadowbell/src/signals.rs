@@ -31,8 +31,8 @@ fn set_or_exit(signal: i32, flag: &Arc<AtomicBool>) -> io::Result<()> {
 
 /// Signals that are caught, to be waited for beside other things: readable when there are some.
 ///
-/// By a flag for each and one pipe, and not by the crate's iterator, which has a socket: a process in
-/// a sandbox has no system call for it.
+/// By a flag for each and one pipe, and not by the crate's iterator, which has a socket: a process
+/// in a sandbox has no system call for it.
 pub(crate) struct Caught {
     flags: Vec<(i32, Arc<AtomicBool>)>,
     read: PipeReader,

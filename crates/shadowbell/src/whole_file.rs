@@ -6,8 +6,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
-/// Writes these bytes, so that a reader of `path` finds all of them at any time. What is there and is
-/// no file (a link, a pipe, `/dev/stdout`) stays what it is, and is written to.
+/// Writes these bytes, so that a reader of `path` finds all of them at any time. What is there and
+/// is no file (a link, a pipe, `/dev/stdout`) stays what it is, and is written to.
 ///
 /// # Errors
 /// The system's; a file is as it was then.

@@ -57,8 +57,8 @@ fn descriptors() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(MAX_DESCRIPTORS).min(MAX_DESCRIPTORS) / 4
 }
 
-/// Reads what the system lets this process have for its clients. Otherwise the first controller does
-/// so, which may be too late in a process that is to give up files and system calls.
+/// Reads what the system lets this process have for its clients. Otherwise the first controller
+/// does so, which may be too late in a process that is to give up files and system calls.
 pub fn read_limits() {
     LazyLock::force(&PROCESS);
 }

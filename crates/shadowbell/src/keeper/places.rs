@@ -2,8 +2,8 @@
 //!
 //! Each worker that asks for it has a thread here, which acts as the worker's user. A worker says
 //! what it may ask for before it is in its sandbox ([`Places`]): sockets in certain directories,
-//! whose files come and go there, and nothing else than sockets; one file of counters, one of a trace, one
-//! socket by TCP. So it can neither read what is there nor write anything else.
+//! whose files come and go there, and nothing else than sockets; one file of counters, one of a
+//! trace, one socket by TCP. So it can neither read what is there nor write anything else.
 
 use super::opener::working;
 use super::say::say;

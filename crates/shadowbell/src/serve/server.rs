@@ -91,8 +91,8 @@ impl Server {
         Self { controllers, changes, events: Some(events), reactor: None, pool, tracer }
     }
 
-    /// Records doorbells, if that is asked for. If this `is_next`, the trace of the process before is
-    /// kept beside it.
+    /// Records doorbells, if that is asked for. If this `is_next`, the trace of the process before
+    /// is kept beside it.
     ///
     /// # Errors
     /// The file can not be made.

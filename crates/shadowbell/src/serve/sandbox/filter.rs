@@ -30,9 +30,9 @@ pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     let calls = calls::all(needs.by_itself).map(|call| Ok((call, rules(call, needs)?)));
     let calls: BTreeMap<_, _> = calls.collect::<Result<_, seccompiler::BackendError>>()?;
-    // The arguments of `clone3` are in memory, where a filter can not see them: whoever finds that it
-    // is not there takes `clone`. The C library asks on which processors a thread may run when it is
-    // asked for the stack of one, and does without. Of two filters the stricter one counts.
+    // The arguments of `clone3` are in memory, where a filter can not see them: whoever finds that
+    // it is not there takes `clone`. The C library asks on which processors a thread may run when
+    // it is asked for the stack of one, and does without. Of two filters the stricter one counts.
     let missing = [libc::SYS_clone3, libc::SYS_sched_getaffinity].map(|call| (call, Vec::new()));
     let missing = BTreeMap::from(missing);
     let calls: BTreeMap<_, _> = calls.into_iter().chain(missing.clone()).collect();
