@@ -75,6 +75,26 @@ impl BenchOutput {
     }
 }
 
+/// Shows an answer: as JSON, or in lines.
+///
+/// # Errors
+/// Standard output's.
+pub(crate) fn show<T: Serialize>(
+    answer: &T,
+    json: bool,
+    lines: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,
+) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    if json {
+        serde_json::to_writer_pretty(&mut out, answer).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        lines(&mut out, answer)?;
+    }
+    out.flush()?;
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -121,24 +141,4 @@ mod tests {
         }
         assert_eq!(shape("bench -o normal"), Shape::Normal);
     }
-}
-
-/// Shows an answer: as JSON, or in lines.
-///
-/// # Errors
-/// Standard output's.
-pub(crate) fn show<T: Serialize>(
-    answer: &T,
-    json: bool,
-    lines: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,
-) -> anyhow::Result<()> {
-    let mut out = io::stdout().lock();
-    if json {
-        serde_json::to_writer_pretty(&mut out, answer).map_err(io::Error::from)?;
-        writeln!(out)?;
-    } else {
-        lines(&mut out, answer)?;
-    }
-    out.flush()?;
-    Ok(())
 }

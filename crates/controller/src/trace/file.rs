@@ -153,9 +153,8 @@ impl TraceFile {
             // piece if the pieces are no longer than that.
             return Ok(count.min((self.layout.records(0) - offset) as usize));
         };
-        let mut at = first / RECORD_BYTES as u64;
         let capacity = u64::from(self.layout.capacity);
-        for record in records {
+        for (at, record) in (first / RECORD_BYTES as u64..).zip(records) {
             let ring = (at / capacity) as u32;
             // After the record was copied, and so before nobody writes there any more.
             let count = self.mapping.bytes().load_u64_acquire(Layout::count(ring) as usize);
@@ -164,7 +163,6 @@ impl TraceFile {
             if !is_kept {
                 record.fill(0);
             }
-            at += 1;
         }
         Ok(count)
     }
