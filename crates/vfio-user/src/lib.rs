@@ -57,6 +57,7 @@ pub mod client;
 pub mod codec;
 pub mod descriptor;
 pub mod device;
+mod done;
 mod exchange;
 pub mod handover;
 mod log_limit;

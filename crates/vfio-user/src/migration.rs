@@ -9,7 +9,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::Errno;
-use crate::device::Done;
+use crate::done::Done;
 
 /// The most bytes of a stream: so many are taken in before it is looked at. What is made of them
 /// may take thirty times as many for a moment.

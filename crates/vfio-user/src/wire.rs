@@ -5,6 +5,8 @@
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::Errno;
+
 /// The protocol version that this crate speaks: major and minor.
 pub const VERSION: (u16, u16) = (0, 1);
 
@@ -14,6 +16,16 @@ pub const HEADER_LEN: usize = size_of::<Header>();
 /// Size of a structure of the protocol in bytes, as its `argsz` fields have it.
 pub(crate) const fn wire_size<T>() -> u32 {
     size_of::<T>() as u32
+}
+
+/// The structure that a payload begins with, and what follows it.
+///
+/// # Errors
+/// The payload is shorter.
+pub(crate) fn split<T: FromBytes + KnownLayout + Immutable>(
+    payload: &[u8],
+) -> Result<(T, &[u8]), Errno> {
+    T::read_from_prefix(payload).map_err(|_| Errno::INVAL)
 }
 
 /// Commands.

@@ -5,6 +5,7 @@
 //! may be anybody, and no part of it is believed before it was checked.
 
 use super::ControllerDevice;
+use super::halt::Halt;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{Announcement, MigratedController};
 use shadowbell_state::{Bytes, Parcel};
@@ -15,24 +16,6 @@ use shadowbell_vfio_user::migration::{LoggingRange, LoggingReport, Migration};
 /// Names of the sections.
 const FUNCTION: &str = "function";
 const CONTROLLER: &str = "controller";
-
-/// How far a device is from running.
-#[derive(Debug, Default)]
-pub(super) enum Halt {
-    /// It runs.
-    #[default]
-    Running,
-    /// It does not, and goes on as it was.
-    Stopped,
-    /// It does not, and goes on as another one was.
-    Loaded(Announcement),
-}
-
-impl Halt {
-    pub(super) fn is_running(&self) -> bool {
-        matches!(self, Self::Running)
-    }
-}
 
 /// The PCI function in a stream.
 #[derive(Serialize, Deserialize)]

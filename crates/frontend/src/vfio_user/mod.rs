@@ -42,6 +42,7 @@
 mod budget;
 mod doorbell_source;
 mod files;
+mod halt;
 mod memory;
 mod migration;
 mod pci;
@@ -50,8 +51,8 @@ pub use budget::read_limits;
 pub use pci::{BAR0_SIZE, MSIX_BAR};
 
 use doorbell_source::{SocketDoorbells, WakingWrites};
+use halt::Halt;
 use memory::{Memory, SavedMemory};
-use migration::Halt;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::Controller;
 use shadowbell_controller::config::PCI_VENDOR_ID;

@@ -2,7 +2,6 @@
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::requests::split;
 use crate::Errno;
 use crate::device::{Device, Done};
 use crate::migration::{
@@ -10,6 +9,7 @@ use crate::migration::{
     MAX_LOGGED_RANGES, MAX_STREAM, MIGRATION_STOP_COPY, MigData, MigrationState, feature,
     feature_flags,
 };
+use crate::wire::split;
 
 /// The state of a device as its client has set it, and the stream on its way.
 #[derive(Default)]

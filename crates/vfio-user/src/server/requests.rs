@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use shadowbell_state::{Descriptors, StateError};
 
 use tracing::debug;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use zerocopy::{FromBytes, IntoBytes};
 
 use super::inbox::{self, Inbox, PortId};
 use super::limits::{Limits, MAX_MSG_FDS};
@@ -22,7 +22,7 @@ use crate::device::{
 };
 use crate::exchange::Exchange;
 use crate::migration::{LoggingReport, MigrationState};
-use crate::wire::{self, Header, command, wire_size};
+use crate::wire::{self, Header, command, split, wire_size};
 
 /// Regions beyond those that a device has, about which a client may ask in vain without being
 /// refused. SPDK's client gives up if any of ten cannot be described.
@@ -804,13 +804,6 @@ fn set_irqs(agreed: Agreed, payload: &[u8], fds: Vec<Descriptor>) -> Result<SetI
         _ => return Err(Errno::INVAL),
     };
     Ok(SetIrqs { index: set.index, start: set.start, count: set.count, action, data })
-}
-
-/// The structure that a payload begins with, and what follows it.
-pub(super) fn split<T: FromBytes + KnownLayout + Immutable>(
-    payload: &[u8],
-) -> Result<(T, &[u8]), Errno> {
-    T::read_from_prefix(payload).map_err(|_| Errno::INVAL)
 }
 
 fn flag(set: bool, bit: u32) -> u32 {
