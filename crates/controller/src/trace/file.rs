@@ -137,7 +137,7 @@ impl TraceFile {
 
     /// Copies what is in the file from `offset` on, while workers may be writing: records that they
     /// may just have been writing over are left out. `offset` and the length of `to` are multiples
-    /// of 4096. All pieces in order are a trace that [`TraceReader`](super::TraceReader) reads, of
+    /// of 4096. All pieces in order are a trace that [`read_trace`](super::read_trace) reads, of
     /// what was recorded until the first one was copied.
     ///
     /// # Errors
