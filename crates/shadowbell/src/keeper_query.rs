@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// A keeper that can be asked.
 pub(crate) struct Keeper(OwnedFd);
@@ -38,20 +39,30 @@ impl Keeper {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
             None => (question::SERVES, keeper_link::known_path(server).into_os_string()),
         };
-        let mut names = names()?;
         // The one that has the number, if one has: then nobody else is woken.
         let own = format!("{}{}/", keeper_link::NAME, server.display());
-        names.sort_by_key(|name| !name.starts_with(&own));
         let mut others = 0;
-        for name in names {
-            match connect_to(&name) {
-                Ok(keeper) => {
-                    if ask(&keeper, letter, &what).is_ok_and(|packet| packet.letter == answer::YES)
-                    {
-                        return Ok(Self(keeper));
+        // A keeper that has just begun does not know yet what is served.
+        for wait in [0, 50, 100, 200] {
+            std::thread::sleep(Duration::from_millis(wait));
+            let mut names = names()?;
+            names.sort_by_key(|name| !name.starts_with(&own));
+            let (mut asked, mut refused) = (0, 0);
+            for name in names {
+                match connect_to(&name) {
+                    Ok(keeper) => {
+                        let said = ask(&keeper, letter, &what);
+                        if said.is_ok_and(|packet| packet.letter == answer::YES) {
+                            return Ok(Self(keeper));
+                        }
+                        asked += 1;
                     }
+                    Err(_) => refused += 1,
                 }
-                Err(_) => others += 1,
+            }
+            others = refused;
+            if asked == 0 || (letter == question::SERVES && !server.exists()) {
+                break;
             }
         }
         let hint = match others {

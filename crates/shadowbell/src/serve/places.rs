@@ -98,7 +98,9 @@ fn ask(
         .and_then(|()| keeper_link::receive(socket, false))
         .map_err(Refusal::System)?;
     let Some(packet) = packet else {
-        return Err(Refusal::System(io::Error::other("it is of an earlier release, or has ended")));
+        return Err(Refusal::System(io::Error::other(
+            "the keeper is of an earlier release, or has ended",
+        )));
     };
     Err(match packet.letter {
         DONE => return Ok(packet),
