@@ -122,11 +122,10 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let check = format!("Cloud Hypervisor's guest works while the server is {what}");
         report.check(&check, |_| {
             let outcome = work(&mut guest, event);
-            if outcome.is_err() {
-                for log in ["/tmp/serve.log", "/tmp/vmm.log", "/tmp/inner.log"] {
-                    let text = guest.sh(&format!("tail -n 40 {log}"), MINUTE).unwrap_or_default();
-                    println!("--- {log}\n{text}");
-                }
+            // What the server says in between is of use afterwards.
+            for log in ["serve", "vmm", "inner", "events"] {
+                let text = guest.sh(&format!("cat /tmp/{log}.log"), MINUTE).unwrap_or_default();
+                fs::write(run.file(&format!("{what}-{log}.log")), text)?;
             }
             outcome
         });
@@ -138,8 +137,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 /// A server, Cloud Hypervisor and its guest, from its boot to its end, with events all along.
 fn work(guest: &mut Guest, event: &str) -> Result<()> {
     guest.sh(
-        "rm -f /tmp/*.log /tmp/ch.sock /tmp/stop /tmp/events; truncate -s 256M /tmp/disk.img; \
-         setsid shadowbell serve --keeper --socket /tmp/ch.sock /tmp/disk.img \
+        "[ -e /tmp/keeper ] && kill -9 $(cat /tmp/keeper); sleep 1; \
+         rm -f /tmp/*.log /tmp/ch.sock /tmp/stop /tmp/events; truncate -s 256M /tmp/disk.img; \
+         setsid shadowbell serve --keeper -v --socket /tmp/ch.sock /tmp/disk.img \
              >/tmp/serve.log 2>&1 & \
          echo $! >/tmp/keeper; \
          for try in $(seq 300); do [ -S /tmp/ch.sock ] && exit 0; sleep 0.1; done; \
