@@ -158,6 +158,10 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
         &format!(
             "cat >/tmp/events.sh <<'END'\n\
              done=0\n\
+             # A client that is about to be accepted is nobody's yet.\n\
+             until shadowbell ctl -s /tmp/ch.sock status | grep -q '1 have a client'; do\n\
+                 sleep 0.1\n\
+             done\n\
              while [ ! -e /tmp/stop ]; do\n\
                  {event} >>/tmp/events.log 2>&1 && done=$((done + 1))\n\
                  echo $done >/tmp/events.now; mv /tmp/events.now /tmp/events\n\
