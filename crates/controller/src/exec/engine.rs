@@ -318,6 +318,12 @@ impl Engine {
         self.closed != 0 || self.exceeded().is_some()
     }
 
+    /// As [`is_full`](Self::is_full), for commands that a dead process had fetched: they are
+    /// carried out before the queues leave.
+    pub(crate) fn is_full_for_replays(&self) -> bool {
+        self.closed & !(Closed::Leaves as u8) != 0 || self.exceeded().is_some()
+    }
+
     /// Has nothing more fetched from here on, for this reason.
     pub(crate) fn close(&mut self, why: Closed) {
         self.closed |= why as u8;

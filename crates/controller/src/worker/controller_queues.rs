@@ -331,6 +331,7 @@ impl ControllerQueues {
     /// It is to leave soon: a reset waits for that.
     pub(crate) fn hurry(&mut self) {
         if self.departure.is_some() {
+            self.recovery = None;
             self.set.engine.cancel_all(None);
             if let Some(overriding) = &mut self.overriding {
                 overriding.reset();

@@ -126,7 +126,8 @@ impl Recovery {
         self.end_turn(set);
         let mut started = 0;
         for _ in 0..self.replays.len() {
-            if !set.engine.has_budget() || set.engine.is_full() {
+            // Who waits for the queues to leave waits for these.
+            if !set.engine.has_budget() || set.engine.is_full_for_replays() {
                 break;
             }
             let Some(replay) = self.replays.pop_front() else { break };

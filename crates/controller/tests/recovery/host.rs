@@ -116,8 +116,10 @@ impl Host {
         };
         let (mapped, polling) = (self.mapped, self.polling);
         let recovers = self.record.is_some();
-        let (by_fault, isolated) = (self.by_fault, self.orders.isolated);
-        let task = Task { memory, disk, polling, workers: 2, mapped, recovers, by_fault, isolated };
+        let (by_fault, workers, orders) = (self.by_fault, 2, &self.orders);
+        let Orders { isolated, rests, .. } = *orders;
+        let task =
+            Task { memory, disk, polling, workers, mapped, recovers, by_fault, isolated, rests };
         self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.orders));
     }
 

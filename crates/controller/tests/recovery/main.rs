@@ -55,26 +55,31 @@ fn survive_as(
     let mut host = Host::with_orders(disk, mapped, polling, orders);
     host.begin();
     for _ in 0..kills(8) {
-        host.until_taken();
-        let (until, began) = (random.next() % 400, Instant::now());
-        while host.completed < until {
-            let at = (random.next() % 2) as usize;
-            for _ in 0..random.next() % 8 {
-                host.submit_io(at, random.next());
-            }
-            let mut reaped = false;
-            for _ in 0..random.next() % 8 {
-                reaped |= host.reap_io(at);
-            }
-            if !reaped {
-                std::thread::sleep(Duration::from_micros(20));
-            }
-            assert!(began.elapsed() < TIMEOUT, "it stands still: {:?}", host.under_way);
-        }
+        work(&mut host, &mut random);
         host.kill();
     }
     host.verify();
     println!("{} commands were carried out again", host.replayed);
+}
+
+/// Writes and reads for a moment.
+fn work(host: &mut Host, random: &mut Random) {
+    host.until_taken();
+    let (until, began) = (random.next() % 400, Instant::now());
+    while host.completed < until {
+        let at = (random.next() % 2) as usize;
+        for _ in 0..random.next() % 8 {
+            host.submit_io(at, random.next());
+        }
+        let mut reaped = false;
+        for _ in 0..random.next() % 8 {
+            reaped |= host.reap_io(at);
+        }
+        if !reaped {
+            std::thread::sleep(Duration::from_micros(20));
+        }
+        assert!(began.elapsed() < TIMEOUT, "it stands still: {:?}", host.under_way);
+    }
 }
 
 fn memory() -> Result<String, Arc<dyn Disk>> {
@@ -104,6 +109,31 @@ fn a_controller_with_a_thread_of_its_own() {
         let path = dir.path().join(format!("{seed:x}"));
         std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
         survive_as(orders, Ok(path.display().to_string()), mapped, polling, seed);
+    }
+}
+
+/// Nothing is fetched on the way to rest, and what a dead process has left is carried out.
+#[test]
+fn a_controller_that_comes_to_rest_as_soon_as_it_goes_on() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    for (mapped, polling) in [(false, true), (true, false)] {
+        let path = dir.path().join(format!("{mapped}"));
+        std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+        let mut random = Random(0x1357_9bdf);
+        let mut host = Host::new(Ok(path.display().to_string()), mapped, polling);
+        host.begin();
+        for _ in 0..kills(8) {
+            host.orders.rests = false;
+            work(&mut host, &mut random);
+            host.orders.rests = true;
+            host.kill();
+            work(&mut host, &mut random);
+            host.orders.rests = false;
+            host.kill();
+        }
+        host.verify();
+        assert_ne!(host.replayed, 0, "nothing was under way");
     }
 }
 

@@ -48,6 +48,8 @@ pub(crate) struct Task {
     pub(crate) by_fault: bool,
     /// The controller gets a thread of its own.
     pub(crate) isolated: bool,
+    /// If it goes on for another one, it comes to rest at once, and goes on again.
+    pub(crate) rests: bool,
 }
 
 pub(crate) struct ToHost(Mutex<UnixStream>);
@@ -107,7 +109,11 @@ fn worker() {
     let disk = open(&task.disk, parcel.descriptors());
     let namespaces =
         vec![NamespaceConfig { disk, uuid: shadowbell_controller::config::uuid_from("recovery") }];
-    let config = Config { namespaces, ..Config::default() };
+    let mut config = Config { namespaces, ..Config::default() };
+    if task.rests {
+        // One after the other, so that not all of it has begun when it comes to rest.
+        config.quota.requests = 1;
+    }
     let polling = match task.polling {
         true => Polling::Always,
         false => Polling::Adaptive(Duration::from_micros(20)),
@@ -130,6 +136,12 @@ fn worker() {
         recorder.say("taken", &replays, Descriptors::default());
         controller.resume();
         controller.announce_recovery(&saved);
+        if task.rests {
+            let (sender, receiver) = std::sync::mpsc::channel();
+            controller.freeze(move || sender.send(()).unwrap());
+            receiver.recv_timeout(TIMEOUT / 5).expect("it does not come to rest");
+            controller.resume();
+        }
     } else {
         controller = Controller::new(config, pool, carrier).unwrap();
         controller.map_dma(BASE, MEMORY, &memory).unwrap();
@@ -178,6 +190,8 @@ pub(crate) struct Orders {
     pub(crate) deadly: Option<&'static str>,
     /// The controller is to have a thread of its own.
     pub(crate) isolated: bool,
+    /// It comes to rest once it has gone on.
+    pub(crate) rests: bool,
 }
 
 pub(crate) struct Process {

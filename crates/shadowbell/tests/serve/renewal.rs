@@ -1,21 +1,30 @@
 //! A keeper that becomes another program when its worker did.
 
 use crate::control::ctl;
-use crate::harness::{Server, finish, program, until};
+use crate::harness::{Server, TIMEOUT, finish, program, until};
 use crate::keeper::{children, signal, worker};
 use crate::recover::kill;
 use crate::upgrade::{Client, Load, server, socket, upgrade};
 use rustix::process::Signal;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// What the keeper runs.
 fn runs(server: &Server) -> PathBuf {
     std::fs::read_link(format!("/proc/{}/exe", server.pid())).unwrap()
 }
 
-fn descriptors(server: &Server) -> usize {
-    std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap().count()
+/// What the descriptors of the keeper are, in order.
+fn descriptors(server: &Server) -> Vec<String> {
+    let directory = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
+    let place = |entry: std::io::Result<std::fs::DirEntry>| {
+        entry.ok().and_then(|entry| std::fs::read_link(entry.path()).ok())
+    };
+    let mut all: Vec<_> =
+        directory.filter_map(|entry| Some(place(entry)?.to_string_lossy().into_owned())).collect();
+    all.sort();
+    all
 }
 
 fn executable(path: &Path) {
@@ -64,7 +73,10 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
     client.write(2, 0, 2);
     let loads = [(0, 1), (1, 2), (3, 1)];
     let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
-    until("the loads' clients", || server.stderr().matches("a client is attached").count() >= 4);
+    // All of their descriptors have come then.
+    until("the loads' queues", || {
+        server.stderr().matches("the guest has 1 I/O queue").count() >= 4
+    });
     let programs = [another(&server, "one"), another(&server, "two")];
     let mut before = None;
     for n in 0..20_u8 {
@@ -76,7 +88,7 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
         // The worker is a child of it still: it goes on when that dies, and knows how.
         if n % 5 == 4 {
             // It has served for a while, so this is no crash loop.
-            std::thread::sleep(std::time::Duration::from_millis(80));
+            std::thread::sleep(Duration::from_millis(80));
             kill(&server, Signal::KILL);
         }
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
@@ -84,8 +96,13 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
         client.write(2, 0, n + 3);
         assert_eq!(children(server.pid()).len(), 1);
         // The socket of the old worker's questions ends with that, and a moment later.
-        let most = *before.get_or_insert_with(|| descriptors(&server));
-        until("no descriptor more", || descriptors(&server) <= most);
+        let most: &Vec<_> = before.get_or_insert_with(|| descriptors(&server));
+        let began = Instant::now();
+        while descriptors(&server).len() > most.len() {
+            let now = descriptors(&server);
+            assert!(began.elapsed() < TIMEOUT, "{n}: more than {most:#?}: {now:#?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
     assert_eq!(threads, 3);
@@ -180,7 +197,7 @@ fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
             until("the old one's end", || {
                 !children(server.pid()).contains(&before) || upgrading.is_finished()
             });
-            std::thread::sleep(std::time::Duration::from_millis(2 * n));
+            std::thread::sleep(Duration::from_millis(2 * n));
             if let Some(next) = next
                 && children(server.pid()).contains(&next)
             {
@@ -191,7 +208,7 @@ fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
         });
         assert_eq!(client.read(1, 0), n as u8);
         // It has served for a while, so this is no crash loop.
-        std::thread::sleep(std::time::Duration::from_millis(80));
+        std::thread::sleep(Duration::from_millis(80));
         kill(&server, Signal::KILL);
     }
     let log = server.stderr();
