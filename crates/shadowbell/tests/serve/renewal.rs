@@ -27,6 +27,20 @@ fn descriptors(server: &Server) -> Vec<String> {
     all
 }
 
+/// The same, once nothing of it changes for a moment.
+fn settled(server: &Server) -> Vec<String> {
+    let mut last = Vec::new();
+    for _ in 0..100 {
+        let now = descriptors(server);
+        if now == last {
+            break;
+        }
+        last = now;
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    last
+}
+
 fn executable(path: &Path) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
 }
@@ -96,7 +110,7 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
         client.write(2, 0, n + 3);
         assert_eq!(children(server.pid()).len(), 1);
         // The socket of the old worker's questions ends with that, and a moment later.
-        let most: &Vec<_> = before.get_or_insert_with(|| descriptors(&server));
+        let most: &Vec<_> = before.get_or_insert_with(|| settled(&server));
         let began = Instant::now();
         while descriptors(&server).len() > most.len() {
             let now = descriptors(&server);
