@@ -7,11 +7,15 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use std::{fmt, io, ptr};
 
 /// What is unmapped, or has its page tables thrown away, at once, in bytes: others who map memory
 /// wait meanwhile.
 const AT_ONCE: usize = 64 << 20;
+/// The same where little of it was touched, so that it is quick.
+const AT_MOST: usize = 1 << 30;
+const QUICK: Duration = Duration::from_micros(100);
 /// What has its page tables thrown away at once when they are empty, in bytes.
 const EMPTY_AT_ONCE: usize = 4 << 30;
 
@@ -432,14 +436,18 @@ impl Drop for Mapping {
 impl Held {
     /// Has the kernel forget, piece by piece, where the pages of a shared file are.
     fn forget_pages(&self) {
-        let piece = AT_ONCE.next_multiple_of(self.page);
-        for start in (0..self.taken).step_by(piece) {
-            let len = piece.min(self.taken - start);
+        let least = AT_ONCE.next_multiple_of(self.page);
+        let (mut start, mut piece) = (0, least);
+        while start < self.taken {
+            let (len, began) = (piece.min(self.taken - start), Instant::now());
             // SAFETY: the range lies inside this mapping; the pages are the file's, and stay there.
             let _ = unsafe {
                 let at = self.ptr.as_ptr().add(start).cast();
                 rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontNeed)
             };
+            start += len;
+            let is_quick = began.elapsed() < QUICK;
+            piece = if is_quick { (2 * piece).min(AT_MOST.max(least)) } else { least };
         }
     }
 }
