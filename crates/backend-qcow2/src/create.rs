@@ -1,8 +1,8 @@
 //! A new image.
 
 use crate::error::OpenError;
+use crate::storage::FileStorage;
 use imago::FormatCreateBuilder;
-use imago::file::File;
 use imago::qcow2::Qcow2;
 use std::io;
 use std::path::Path;
@@ -14,8 +14,8 @@ use std::path::Path;
 pub fn create(path: &Path, size: u64) -> Result<(), OpenError> {
     let make = || -> io::Result<()> {
         let file = std::fs::File::options().read(true).write(true).create_new(true).open(path)?;
-        let made = File::try_from(file)
-            .and_then(|storage| Qcow2::<File>::create_builder(storage).size(size).create());
+        let made = FileStorage::new(file, None)
+            .and_then(|storage| Qcow2::<FileStorage>::create_builder(storage).size(size).create());
         if made.is_err() {
             // It is ours, and none that could be opened.
             let _ = std::fs::remove_file(path);

@@ -2,7 +2,7 @@
 
 use crate::header::Header;
 use crate::open::Opened;
-use imago::file::File;
+use crate::storage::FileStorage;
 use imago::io_buffers::IoBuffer;
 use imago::{FormatAccess, Mapping};
 use parking_lot::RwLock;
@@ -22,7 +22,7 @@ const DISCARD_PIECE: u64 = 256 << 20;
 pub(crate) struct Image {
     /// Nothing once it is closed. Alone with it is who discards: what was looked up is not where it
     /// was after that.
-    format: RwLock<Option<FormatAccess<File>>>,
+    format: RwLock<Option<FormatAccess<FileStorage>>>,
     pub(crate) header: Header,
     pub(crate) info: DiskInfo,
     file: ImageFile,
@@ -314,7 +314,9 @@ impl Image {
     }
 }
 
-fn access(format: &Option<FormatAccess<File>>) -> Result<&FormatAccess<File>, DiskError> {
+fn access(
+    format: &Option<FormatAccess<FileStorage>>,
+) -> Result<&FormatAccess<FileStorage>, DiskError> {
     format.as_ref().ok_or(DiskError::Io(libc::EIO))
 }
 

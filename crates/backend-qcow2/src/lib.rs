@@ -12,6 +12,7 @@
 //! | `queue` | a worker's queue on it, and the buffers of its requests |
 //! | `pool` | the threads that carry requests out, which all queues of a disk share |
 //! | `image` | a request as calls of the crate `imago`, which knows the format |
+//! | `storage`, `sys` | the image's file, as that crate reads and writes it |
 //! | `completions` | what the threads hand back to a queue |
 //!
 //! The format's work (looking clusters up, allocating them, copying what a write leaves of one,
@@ -43,7 +44,7 @@
 //! no other file: data files are refused, and backing files unless they are allowed, which are then
 //! opened read-only and by the format that the image states, never by what they hold. A panic in
 //! the crate is an error of the disk, which does nothing more from then on.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod completions;
 mod create;
@@ -54,6 +55,10 @@ mod image;
 mod open;
 mod pool;
 mod queue;
+mod storage;
+// The methods of a trait that are `unsafe` to call; they do nothing that is.
+#[allow(unsafe_code)]
+mod sys;
 
 pub use create::create;
 pub use disk::Qcow2Disk;

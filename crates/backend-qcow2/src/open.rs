@@ -2,11 +2,11 @@
 
 use crate::error::OpenError;
 use crate::header::{Header, read_start};
-use imago::file::File;
+use crate::storage::FileStorage;
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
-use shadowbell_backend::{Direct, FileOptions, ImageFile};
+use shadowbell_backend::{Alignment, Direct, FileOptions, ImageFile};
 use shadowbell_memory::contain_panic;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ const MAX_CHAIN: usize = 64;
 
 /// An image that is open.
 pub(crate) struct Opened {
-    pub(crate) format: FormatAccess<File>,
+    pub(crate) format: FormatAccess<FileStorage>,
     pub(crate) header: Header,
     /// The image's own file, which is locked.
     pub(crate) file: ImageFile,
@@ -39,9 +39,9 @@ pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<Opened, OpenErr
         }
         Some(backing) => Some(open_backing(path, backing, options.direct, &mut below)?),
     };
-    let is_direct = file.set_direct(options.direct, 512)?;
-    let format = format(path, &file, !file.is_read_only(), backing)?;
-    Ok(Opened { format, header, file, below, is_direct })
+    let alignment = file.set_direct(options.direct, 512)?;
+    let format = format(path, &file, alignment, !file.is_read_only(), backing)?;
+    Ok(Opened { format, header, file, below, is_direct: alignment.is_some() })
 }
 
 fn read_header(path: &Path, file: &ImageFile) -> Result<Header, OpenError> {
@@ -62,7 +62,7 @@ fn open_backing(
     (name, format_name): &(String, Option<String>),
     direct: Direct,
     below: &mut Vec<ImageFile>,
-) -> Result<FormatAccess<File>, OpenError> {
+) -> Result<FormatAccess<FileStorage>, OpenError> {
     let shown = || path.display().to_string();
     if below.len() == MAX_CHAIN {
         let why = format!("it has more than {MAX_CHAIN} backing files, or is one of its own");
@@ -77,8 +77,8 @@ fn open_backing(
     match format_name.as_deref() {
         Some("raw" | "file" | "host_device") => {
             let file = ImageFile::open(&at, true)?;
-            file.set_direct(direct, 512)?;
-            let raw = storage(&at, &file)
+            let alignment = file.set_direct(direct, 512)?;
+            let raw = storage(&file, alignment)
                 .and_then(|storage| Raw::builder(storage).open(DenyImplicitOpenGate::default()))
                 .map_err(|source| {
                     let path = at.display().to_string();
@@ -90,7 +90,7 @@ fn open_backing(
         Some("qcow2") => {
             let file = ImageFile::open(&at, true)?;
             let header = read_header(&at, &file)?;
-            file.set_direct(direct, 512)?;
+            let alignment = file.set_direct(direct, 512)?;
             let kept = below.len();
             below.push(file);
             let backing = match &header.backing {
@@ -98,7 +98,7 @@ fn open_backing(
                 Some(backing) => Some(open_backing(&at, backing, direct, below)?),
             };
             match below.get(kept) {
-                Some(file) => format(&at, file, false, backing),
+                Some(file) => format(&at, file, alignment, false, backing),
                 None => Err(OpenError::Damaged { path: shown(), why: "it is open no more".into() }),
             }
         }
@@ -110,19 +110,20 @@ fn open_backing(
     }
 }
 
-fn storage(_path: &Path, file: &ImageFile) -> io::Result<File> {
-    File::try_from(file.file().try_clone()?)
+fn storage(file: &ImageFile, alignment: Option<Alignment>) -> io::Result<FileStorage> {
+    FileStorage::new(file.file().try_clone()?, alignment)
 }
 
 /// Has the crate open an image whose header was checked.
 fn format(
     path: &Path,
     file: &ImageFile,
+    alignment: Option<Alignment>,
     writable: bool,
-    backing: Option<FormatAccess<File>>,
-) -> Result<FormatAccess<File>, OpenError> {
+    backing: Option<FormatAccess<FileStorage>>,
+) -> Result<FormatAccess<FileStorage>, OpenError> {
     let open = || {
-        Qcow2::<File>::builder(storage(path, file)?)
+        Qcow2::<FileStorage>::builder(storage(file, alignment)?)
             .write(writable)
             .backing(backing)
             .data_file(None)

@@ -135,16 +135,12 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..len).unwrap_or_default()))
     }
 
-    /// Bypasses the page cache, as `direct` says; whether that is so now. `block_size` is the unit
-    /// of the requests that there will be.
+    /// Bypasses the page cache, as `direct` says; what that asks for, or nothing if it is not
+    /// bypassed. `block_size` is the unit of the requests that there will be.
     ///
     /// # Errors
     /// [`OpenError::NotDirect`], if it was demanded and is not to be had.
-    pub fn set_direct(&self, direct: Direct, block_size: u32) -> Result<bool, OpenError> {
-        Ok(self.alignment(direct, block_size)?.is_some())
-    }
-
-    pub(super) fn alignment(
+    pub fn set_direct(
         &self,
         direct: Direct,
         block_size: u32,

@@ -60,3 +60,4 @@ pub use opener::{Access, Opener, open as open_image, open_images_by};
 pub use options::{Aio, Direct, FileOptions, Format};
 #[cfg(feature = "scripted")]
 pub use script::Script;
+pub use shared::Alignment;

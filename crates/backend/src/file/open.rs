@@ -48,7 +48,7 @@ pub(super) fn take(
 
     let (engine, no_uring) = engine(options.aio, sys::available)
         .map_err(|source| OpenError::Ring { path: name(), source })?;
-    let direct = image.alignment(options.direct, block_size)?;
+    let direct = image.set_direct(options.direct, block_size)?;
     let metadata = image.metadata.clone();
     let file = image.into_locked();
 

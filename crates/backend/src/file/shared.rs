@@ -47,11 +47,11 @@ pub(super) struct FileShared {
 
 /// What direct I/O asks for, in bytes, powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Alignment {
+pub struct Alignment {
     /// Of addresses in memory.
-    pub(super) memory: usize,
+    pub memory: usize,
     /// Of offsets and lengths.
-    pub(super) offset: usize,
+    pub offset: usize,
 }
 
 /// The lock of an image and the thread of its syncs: of a disk, and of the same one in another
