@@ -45,6 +45,7 @@ mod interrupt;
 mod journal;
 mod latch;
 mod lba_status;
+pub mod measured;
 mod migrated;
 mod namespace;
 mod notice;

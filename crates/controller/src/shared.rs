@@ -2,6 +2,7 @@
 
 use crate::interrupt::{Coalescing, IrqTable};
 use crate::journal::{self, Journal, JournalPart};
+use crate::measured::{MeasuredCounters, MeasuredNamespace};
 use crate::saved::SavedCounters;
 use crate::stats::{
     CqCounters, CqStats, IoStats, PartCounters, SleepStats, SqCounters, SqStats, Stats,
@@ -9,6 +10,7 @@ use crate::stats::{
 use parking_lot::Mutex;
 use shadowbell_memory::{Mapping, Protection, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -32,6 +34,8 @@ struct Counted {
     retired_events: u64,
     /// What is counted now, by one worker each.
     parts: Vec<Arc<PartCounters>>,
+    /// What is measured, or was, by namespace; each by one thread.
+    measured: Vec<(u32, Arc<MeasuredCounters>)>,
     sqs: Vec<Weak<SqCounters>>,
     cqs: Vec<Weak<CqCounters>>,
 }
@@ -246,6 +250,23 @@ impl ControllerShared {
         counted.retire_part(from);
     }
 
+    /// Counters of what is measured of a namespace, for one thread: new ones, or those of a thread
+    /// that has given them up.
+    pub(crate) fn measured(&self, nsid: u32) -> Arc<MeasuredCounters> {
+        let mut counted = self.counted.lock();
+        let given_up = |(of, counters): &&(u32, Arc<MeasuredCounters>)| {
+            *of == nsid && Arc::strong_count(counters) == 1
+        };
+        if let Some((_, counters)) = counted.measured.iter().find(given_up) {
+            // What the other one has counted is seen here.
+            std::sync::atomic::fence(Ordering::Acquire);
+            return Arc::clone(counters);
+        }
+        let counters = Arc::new(MeasuredCounters::default());
+        counted.measured.push((nsid, Arc::clone(&counters)));
+        counters
+    }
+
     /// Counters for a submission queue.
     pub(crate) fn count_sq(&self, qid: u16) -> Arc<SqCounters> {
         let counters = Arc::new(SqCounters::new(qid));
@@ -304,6 +325,7 @@ impl ControllerShared {
             retired_cq: counted.retired_cq.clone(),
             doorbell_events,
             io: counted.io(),
+            measured: counted.measured(),
             workers,
         }
     }
@@ -338,6 +360,16 @@ impl Counted {
         let mut io = self.retired_io;
         self.parts.iter().for_each(|part| io.merge(&part.io.read()));
         io
+    }
+
+    /// By namespace, in order.
+    fn measured(&self) -> Vec<MeasuredNamespace> {
+        let mut all = BTreeMap::new();
+        for (nsid, counters) in &self.measured {
+            let empty = || MeasuredNamespace { nsid: *nsid, ..MeasuredNamespace::default() };
+            counters.add_to(all.entry(*nsid).or_insert_with(empty));
+        }
+        all.into_values().collect()
     }
 
     fn retire_part(&mut self, counters: &Arc<PartCounters>) {

@@ -3,6 +3,7 @@
 //! Whoever serves a queue counts, without locks; whoever wants to know reads the numbers where they
 //! are counted, and asks nobody. What a host can see is counted before it can see it.
 
+use crate::measured::MeasuredNamespace;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::{ControllerCounters, ControllerStats, Counter};
@@ -386,6 +387,10 @@ pub struct Stats {
     pub doorbell_events: u64,
     /// What the commands did.
     pub io: IoStats,
+    /// How long they took, by namespace: what has begun and ended while
+    /// [`Pool::measure`](crate::Pool::measure) was on. Nothing if it never was.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub measured: Vec<MeasuredNamespace>,
     /// The workers that serve this controller (each may serve others too).
     pub workers: Vec<SleepStats>,
 }

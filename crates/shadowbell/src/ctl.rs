@@ -2,7 +2,8 @@
 
 use crate::control::api::{
     Apply, Configuration, Controller, ControllerSpec, ControllerState, DiskSpec, LimitGroup,
-    LimitSpec, LogLevel, Namespace, NamespaceChange, NamespaceSpec, Plan, Size, Status, Upgrade,
+    LimitSpec, LogLevel, Measure, Namespace, NamespaceChange, NamespaceSpec, Plan, Size, Status,
+    Upgrade,
 };
 use crate::control::client::{Client, part};
 use crate::control::find;
@@ -101,6 +102,13 @@ enum What {
     Trace {
         #[command(subcommand)]
         verb: Option<TraceVerb>,
+    },
+    /// Measure how long commands take, by namespace, for `top` and metrics, or show whether that is
+    /// so. It costs each command a little
+    Measure {
+        /// From now on, or no more
+        #[arg(value_enum)]
+        switch: Option<Switch>,
     },
     /// Show what is logged, or change it
     LogLevel {
@@ -290,6 +298,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         What::SaveConfig { file } => save_config(&client, file, json),
         What::Stats => stats(&client, json),
         What::Trace { verb } => trace(&client, verb.as_ref(), json),
+        What::Measure { switch } => {
+            let now: Measure = match switch.map(|switch| Measure { on: switch == Switch::On }) {
+                None => client.get("/v1/measure")?,
+                Some(wanted) => client.send(&Method::PUT, "/v1/measure", &wanted)?,
+            };
+            show(&now, json, |out, now| writeln!(out, "{}", if now.on { "on" } else { "off" }))
+        }
         What::LogLevel { filter: None } => {
             show(&client.get::<LogLevel>("/v1/log-level")?, json, log_level)
         }

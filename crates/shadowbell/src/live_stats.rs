@@ -2,7 +2,8 @@
 //! [`Snapshot`], answers.
 
 use serde::{Deserialize, Serialize};
-use shadowbell_controller::Stats;
+use shadowbell_controller::measured::{Distribution, MeasuredNamespace};
+use shadowbell_controller::{Controller, Stats};
 use utoipa::ToSchema;
 
 /// The version of the form of a snapshot.
@@ -43,11 +44,70 @@ pub(crate) struct Row {
     pub interrupts: u64,
     /// Commands that ended in an error.
     pub errors: u64,
+    /// Its namespaces, if commands are measured or were.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub namespaces: Vec<NamespaceRow>,
+}
+
+/// What was measured of a namespace since this process began, while that was on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct NamespaceRow {
+    /// Its number.
+    pub nsid: u32,
+    /// What it keeps its bytes in.
+    pub disk: String,
+    /// Commands that ended.
+    pub commands: u64,
+    /// Bytes that were read.
+    pub bytes_read: u64,
+    /// Bytes that were written.
+    pub bytes_written: u64,
+    /// Commands that ended in an error.
+    pub errors: u64,
+    /// How many commands took how long: eight counts for each doubling of a time, from 1.024 us on.
+    pub latency: Vec<u64>,
+}
+
+impl NamespaceRow {
+    fn of(measured: &MeasuredNamespace, disk: String, block_size: u32) -> Self {
+        let MeasuredNamespace { nsid, reads, writes, others } = measured;
+        let mut latency = Distribution::default();
+        [reads, writes, others].iter().for_each(|kind| latency.merge(&kind.latency));
+        let bytes = |blocks: u64| blocks.saturating_mul(block_size.into());
+        Self {
+            nsid: *nsid,
+            disk,
+            commands: latency.count(),
+            bytes_read: bytes(reads.blocks),
+            bytes_written: bytes(writes.blocks),
+            errors: [reads, writes, others].iter().fold(0, |sum, kind| sum + kind.errors),
+            latency: latency.counts,
+        }
+    }
 }
 
 impl Row {
-    /// The row of a controller that is served at `socket`.
-    pub(crate) fn of(socket: &str, stats: &Stats) -> Self {
+    /// The row of a controller that is served at `socket`, as it is now.
+    pub(crate) fn of(socket: &str, controller: &Controller) -> Self {
+        let stats = controller.stats();
+        let mut row = Self::of_stats(socket, &stats);
+        if !stats.measured.is_empty() {
+            // What is not there any more has no line.
+            row.namespaces = controller
+                .namespaces()
+                .into_iter()
+                .map(|(nsid, namespace)| {
+                    let empty = MeasuredNamespace { nsid, ..MeasuredNamespace::default() };
+                    let measured = stats.measured.iter().find(|measured| measured.nsid == nsid);
+                    let block_size = namespace.disk.info().block_size;
+                    NamespaceRow::of(measured.unwrap_or(&empty), namespace.disk.name(), block_size)
+                })
+                .collect();
+        }
+        row
+    }
+
+    fn of_stats(socket: &str, stats: &Stats) -> Self {
         let (sq, cq) = stats.io_queues();
         let trapped = sq.doorbell.mmio_writes.saturating_add(cq.doorbell.mmio_writes);
         let mut workers: Vec<usize> = stats.workers.iter().map(|sleep| sleep.worker).collect();
@@ -64,6 +124,7 @@ impl Row {
             rings: trapped.saturating_add(stats.doorbell_events),
             interrupts: cq.interrupts,
             errors: stats.io.errors,
+            namespaces: Vec::new(),
         }
     }
 }
@@ -91,12 +152,12 @@ mod tests {
             workers: vec![worker(1, true), worker(0, false)],
             ..Stats::default()
         };
-        let row = Row::of("a", &stats);
+        let row = Row::of_stats("a", &stats);
         assert_eq!((row.queues, row.commands, row.updates, row.rings), (2, 30, 15, 7));
         assert_eq!((row.interrupts, row.parked, &row.workers[..]), (3, false, &[0, 1][..]));
         stats.workers = vec![worker(1, true)];
-        assert!(Row::of("a", &stats).parked);
+        assert!(Row::of_stats("a", &stats).parked);
         stats.workers.clear();
-        assert!(!Row::of("a", &stats).parked, "there is nobody who could");
+        assert!(!Row::of_stats("a", &stats).parked, "there is nobody who could");
     }
 }

@@ -1,21 +1,25 @@
 //! `shadowbell top`: what the controllers of running servers do, as it happens.
 
+mod rates;
+mod screen;
+
 use crate::control::client::Client;
 use crate::control::find;
 use crate::exit::{self, bad_input};
-use crate::live_stats::{Row, Snapshot, VERSION};
+use crate::live_stats::{Snapshot, VERSION};
 use crate::output::Output;
 use crate::parse;
 use crate::table::Table;
-use crate::units::{bandwidth, count, per_io};
 use anyhow::{Context, anyhow};
+use rates::{HEADINGS, Rates, between};
+use screen::{Asked, Screen};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, ErrorKind, IsTerminal, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The longest answer that is read: of more controllers than a process can have.
 const MAX_ANSWER: u64 = 64 << 20;
@@ -31,8 +35,10 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// A line for each controller: whether its guest is busy, idle, or so quiet that the workers leave
 /// it out (parked); the workers that serve it and its I/O queues; commands and bytes a second;
 /// doorbells that rang for each command; of the new doorbell values, how many came without ringing;
-/// interrupts for each command; commands that failed. On a terminal the picture is renewed,
-/// elsewhere lines are added.
+/// interrupts for each command; commands that failed. While commands are measured (`shadowbell ctl
+/// measure on`, `serve --measure`), each namespace has a line, and there are latencies: what half
+/// of the commands did not exceed, and 99 in 100. On a terminal the picture is renewed: `q` ends it,
+/// the arrows move in it, `d` shows the doorbells. Elsewhere lines are added.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// A server: its name, a socket at which it serves, its control socket, or that of `shadowbell
@@ -63,27 +69,59 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 /// # Errors
 /// There is no such socket, or the server has ended.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let mut source = Source::open(args.server.as_deref())?;
+    let source = Source::open(args.server.as_deref())?;
+    let is_terminal = io::stdout().is_terminal() && io::stdin().is_terminal();
+    if is_terminal && !args.output.is_json() {
+        let mut terminal = ratatui::try_init().context("the terminal")?;
+        let outcome =
+            watch(args, source, |screen| terminal.draw(|frame| screen.draw(frame)).map(|_| ()));
+        ratatui::restore();
+        return outcome.map(|()| ExitCode::SUCCESS);
+    }
+    print(args, source)
+}
+
+/// Shows it on a terminal, until a key ends it.
+fn watch(
+    args: &Args,
+    mut source: Source,
+    mut draw: impl FnMut(&mut Screen) -> io::Result<()>,
+) -> anyhow::Result<()> {
+    let mut screen = Screen::default();
+    let (mut before, mut shown) = (source.look()?, 0);
+    screen.set(all_between(&before, &before));
+    while args.count.is_none_or(|count| shown < count) {
+        let until = Instant::now() + args.interval;
+        if screen.wait(until, &mut draw).context("the terminal")? == Asked::End {
+            break;
+        }
+        let now = source.look().context("the server has ended")?;
+        screen.set(all_between(&before, &now));
+        before = now;
+        shown += 1;
+    }
+    Ok(())
+}
+
+/// Adds lines.
+fn print(args: &Args, mut source: Source) -> anyhow::Result<ExitCode> {
     let mut before = source.look()?;
-    let is_terminal = io::stdout().is_terminal();
     let mut shown = 0;
     while args.count.is_none_or(|count| shown < count) {
         std::thread::sleep(args.interval);
         let now = source.look().context("the server has ended")?;
-        let rates = || now.iter().flat_map(|(name, now)| between(before.get(name), now));
+        let rates = all_between(&before, &now);
         let mut out = io::stdout().lock();
         if args.output.is_json() {
-            let rates: Vec<_> = rates().map(|rates| rates.to_json()).collect();
+            let rates: Vec<_> = rates.iter().map(Rates::to_json).collect();
             let at_ns = now.values().map(|now| now.at_ns).max();
             writeln!(out, "{}", json!({ "at_ns": at_ns, "controllers": rates }))?;
         } else {
             let mut table = Table::new(HEADINGS);
-            rates().for_each(|rates| table.line(rates.cells()));
+            rates.iter().flat_map(Rates::lines).for_each(|line| table.line(line));
             let text = table.to_string();
-            match (is_terminal, text.split_once('\n')) {
-                // To the upper left, and nothing below what is written there.
-                (true, _) => write!(out, "\x1b[H\x1b[J{text}")?,
-                (false, Some((_, lines))) if shown != 0 => write!(out, "{lines}")?,
+            match text.split_once('\n') {
+                Some((_, lines)) if shown != 0 => write!(out, "{lines}")?,
                 _ => write!(out, "{text}")?,
             }
         }
@@ -92,6 +130,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         before = now;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What all controllers did between two looks.
+fn all_between(before: &Looks, now: &Looks) -> Vec<Rates> {
+    now.iter().flat_map(|(name, now)| between(before.get(name), now)).collect()
 }
 
 /// What each server says, by its name.
@@ -156,18 +199,6 @@ impl Source {
     }
 }
 
-/// What the controllers of a server did between two looks.
-fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
-    // One that was not there before has done nothing that could be said.
-    let start = |now: &Row| {
-        let mut rows = before.iter().flat_map(|before| &before.controllers);
-        rows.find(|before| before.socket == now.socket).unwrap_or(now).clone()
-    };
-    let since = before.map_or(now.at_ns, |before| before.at_ns);
-    let seconds = now.at_ns.saturating_sub(since) as f64 / 1e9;
-    now.controllers.iter().map(|now| Rates::between(&start(now), now, seconds)).collect()
-}
-
 struct Server(BufReader<UnixStream>);
 
 impl Server {
@@ -208,129 +239,9 @@ impl Server {
     }
 }
 
-const HEADINGS: [&str; 11] = [
-    "Controller",
-    "State",
-    "Workers",
-    "Queues",
-    "IOPS",
-    "Read",
-    "Written",
-    "Rings/IO",
-    "Saved",
-    "Interrupts/IO",
-    "Errors",
-];
-
-/// What a controller did in some time.
-#[derive(Clone, Debug, PartialEq)]
-struct Rates {
-    socket: String,
-    state: &'static str,
-    workers: Vec<usize>,
-    queues: usize,
-    iops: f64,
-    read: f64,
-    written: f64,
-    /// For each command, where there were any.
-    rings: Option<f64>,
-    interrupts: Option<f64>,
-    /// The part of the new doorbell values that came without ringing, where there were any.
-    saved: Option<f64>,
-    errors: u64,
-}
-
-impl Rates {
-    fn between(before: &Row, now: &Row, seconds: f64) -> Self {
-        let grown = |of: fn(&Row) -> u64| of(now).saturating_sub(of(before));
-        let rate = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
-        let part = |count: u64, of: u64| (of != 0).then(|| count as f64 / of as f64);
-        let (commands, rings) = (grown(|row| row.commands), grown(|row| row.rings));
-        let updates = grown(|row| row.updates);
-        Self {
-            socket: now.socket.clone(),
-            state: match now {
-                _ if commands != 0 => "busy",
-                Row { queues: 0, .. } => "off",
-                Row { parked: true, .. } => "parked",
-                _ => "idle",
-            },
-            workers: now.workers.clone(),
-            queues: now.queues,
-            iops: rate(commands),
-            read: rate(grown(|row| row.bytes_read)),
-            written: rate(grown(|row| row.bytes_written)),
-            rings: part(rings, commands),
-            interrupts: part(grown(|row| row.interrupts), commands),
-            saved: part(updates.saturating_sub(rings), updates),
-            errors: grown(|row| row.errors),
-        }
-    }
-
-    fn cells(&self) -> [String; 11] {
-        let or_none = |value: Option<String>| value.unwrap_or_else(|| "-".into());
-        let workers: Vec<_> = self.workers.iter().map(ToString::to_string).collect();
-        [
-            self.socket.clone(),
-            self.state.into(),
-            or_none((!workers.is_empty()).then(|| workers.join(","))),
-            self.queues.to_string(),
-            count(self.iops),
-            bandwidth(self.read),
-            bandwidth(self.written),
-            or_none(self.rings.map(per_io)),
-            or_none(self.saved.map(|part| format!("{:.1} %", part * 100.0))),
-            or_none(self.interrupts.map(per_io)),
-            self.errors.to_string(),
-        ]
-    }
-
-    fn to_json(&self) -> serde_json::Value {
-        json!({
-            "socket": self.socket,
-            "state": self.state,
-            "workers": self.workers,
-            "queues": self.queues,
-            "iops": self.iops,
-            "read_bytes_per_second": self.read,
-            "written_bytes_per_second": self.written,
-            "rings_per_io": self.rings,
-            "doorbells_saved": self.saved,
-            "interrupts_per_io": self.interrupts,
-            "errors": self.errors,
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn rates_are_of_the_time_between_two_looks() {
-        let before = Row { socket: "a".into(), queues: 2, commands: 100, ..Row::default() };
-        let now = Row {
-            commands: 300,
-            bytes_read: 8192,
-            updates: 50,
-            rings: 5,
-            interrupts: 20,
-            ..before.clone()
-        };
-        let rates = Rates::between(&before, &now, 2.0);
-        assert_eq!((rates.state, rates.iops, rates.read), ("busy", 100.0, 4096.0));
-        assert_eq!((rates.rings, rates.interrupts), (Some(0.025), Some(0.1)));
-        assert_eq!(rates.saved, Some(0.9));
-        // Nothing happened, or less than before, or in no time.
-        for (before, now, seconds) in [(&now, &now, 1.0), (&now, &before, 1.0), (&now, &now, 0.0)] {
-            let rates = Rates::between(before, now, seconds);
-            assert_eq!((rates.state, rates.iops, rates.rings), ("idle", 0.0, None));
-            assert_eq!(rates.cells()[8], "-");
-        }
-        let state = |row: Row| Rates::between(&row, &row, 1.0).state;
-        assert_eq!(state(Row { parked: true, ..now }), "parked");
-        assert_eq!(state(Row::default()), "off");
-    }
 
     #[test]
     fn an_interval_is_neither_too_short_nor_for_ever() {

@@ -6,7 +6,8 @@ use crate::exec::{CompletedCommand, Engine, Started};
 use crate::interrupt::Coalescing;
 use crate::notice::{Condition, Notice};
 use crate::queue::{Cq, Permit, Sq};
-use crate::trace::{Kind, TraceRing};
+use crate::trace::Kind;
+use crate::worker::observer::Observer;
 use crate::worker::queue_override::QueueOverride;
 use crate::worker::queue_set::{BURST, QueueSet, report_ended, report_error};
 use crate::worker::trace::{record, trace_posted};
@@ -270,7 +271,7 @@ impl QueueOverride for FaultyQueues {
         set: &mut QueueSet,
         index: usize,
         tail: u16,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         let injector = self.state.injector();
         let QueueSet { sqs, cqs, engine, shared, control, .. } = set;

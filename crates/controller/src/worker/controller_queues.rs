@@ -2,6 +2,7 @@
 
 use super::backlog::Unread;
 use super::message::QueueContext;
+use super::observer::Observer;
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
 use super::recovery::Recovery;
@@ -14,7 +15,6 @@ use crate::namespace::Namespaces;
 use crate::notice::Notice;
 use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
 use crate::shared::{ControllerShared, DSTRD};
-use crate::trace::TraceRing;
 use shadowbell_doorbell::{Arming, Fenced, Sleeper};
 use shadowbell_memory::page_tables::{self, Look};
 use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
@@ -478,7 +478,7 @@ impl ControllerQueues {
         &mut self,
         budget: i64,
         unread: Unread<'_>,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         let mut work = 0;
         self.set.engine.set_budget(budget);
@@ -542,7 +542,7 @@ impl ControllerQueues {
     /// Goes on with what a process has left that is dead. How many commands were started.
     #[cold]
     #[inline(never)]
-    fn go_on(&mut self, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
+    fn go_on(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let Some(recovery) = &mut self.recovery else { return 0 };
         let started = recovery.go_on(&mut self.set, unread, trace);
         self.recovery.take_if(|recovery| recovery.is_over());
@@ -562,7 +562,7 @@ impl ControllerQueues {
         &mut self,
         first: usize,
         unread: Unread<'_>,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         // A pass without a budget leaves it to the next one.
         if self.set.engine.has_budget() {
@@ -572,7 +572,7 @@ impl ControllerQueues {
     }
 
     #[inline]
-    fn serve(&mut self, index: usize, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
+    fn serve(&mut self, index: usize, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let Some(tail) = self.set.look(index, trace) else { return 0 };
         // What the host did before it submitted comes first: memory that it has just mapped for
         // these commands may still be in a message. The tail was loaded with acquire ordering, so a
@@ -664,11 +664,7 @@ impl ControllerQueues {
     }
 
     /// The first half of going to sleep: arms what should wake us.
-    pub(crate) fn arm(
-        &mut self,
-        arming: &mut Arming<'_, SleepCell>,
-        trace: &mut Option<TraceRing>,
-    ) {
+    pub(crate) fn arm(&mut self, arming: &mut Arming<'_, SleepCell>, trace: &mut Option<Observer>) {
         self.set.arm(arming, trace);
     }
 
@@ -676,7 +672,7 @@ impl ControllerQueues {
     pub(crate) fn recheck(
         &mut self,
         fenced: &mut Fenced<'_, SleepCell>,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> Option<Instant> {
         self.set.recheck(fenced, trace)
     }

@@ -1,8 +1,9 @@
 //! Hosts whose doorbell writes a sleeping worker takes by itself.
 
+use super::observer::Observer;
 use crate::doorbell_source::{DoorbellSource, PolledDoorbells};
 use crate::shared::{ControllerShared, DSTRD, MAX_QUEUES};
-use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
+use crate::trace::{COMPLETION_QUEUE, Kind};
 use shadowbell_spec::regs::{DoorbellKind, decode_doorbell};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -50,7 +51,7 @@ impl DoorbellSources {
         &mut self,
         controller: u32,
         worker: usize,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) {
         let Some(Registered { source, shared, in_vain }) = self.0.get_mut(&controller) else {
             return;

@@ -136,6 +136,8 @@ pub(crate) enum Message {
     },
     /// Record in this ring from here on, or nothing more.
     Trace(Option<TraceRing>),
+    /// Measure how long commands take from here on, or do so no more.
+    Measure(bool),
     /// Somebody wants to know whether the worker comes to its messages: it drops this.
     Visit(Visit),
     Stop,
@@ -162,7 +164,7 @@ impl Message {
             | Self::Stay { controller }
             | Self::Override { controller, .. } => Some(*controller),
             Self::Arrive(relocated) => Some(relocated.id()),
-            Self::Trace(_) | Self::Visit(_) | Self::Stop => None,
+            Self::Trace(_) | Self::Measure(_) | Self::Visit(_) | Self::Stop => None,
         }
     }
 }

@@ -9,6 +9,8 @@ mod controller_queues;
 mod doorbell_sources;
 mod mailbox;
 pub(crate) mod message;
+mod meter;
+pub(crate) mod observer;
 mod poll_group;
 mod poll_window;
 mod pool;

@@ -25,10 +25,10 @@
 
 use super::backlog::Unread;
 use super::controller_queues::ControllerQueues;
+use super::observer::Observer;
 use super::queue_set::SleepCell;
 use super::share::{self, Share};
 use super::slow::SlowTurns;
-use crate::trace::TraceRing;
 use rustix::event::epoll;
 use shadowbell_doorbell::Sleeper;
 use std::collections::{HashMap, VecDeque};
@@ -83,7 +83,7 @@ impl PollEntry {
     }
 
     /// Declares it asleep, if there is nothing to do for it: whether it is.
-    fn park(&mut self, trace: &mut Option<TraceRing>) -> bool {
+    fn park(&mut self, trace: &mut Option<Observer>) -> bool {
         if !self.queues.is_quiescent() {
             return false;
         }
@@ -212,7 +212,7 @@ impl PollGroup {
 
     /// A pass over the queues of all active controllers. How much there was to do, in commands.
     #[inline(always)]
-    pub(super) fn pass(&mut self, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
+    pub(super) fn pass(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         if let [only] = &mut self.active[..]
             && self.parked.is_empty()
             && self.dormant.is_empty()
@@ -224,7 +224,7 @@ impl PollGroup {
 
     /// A pass in which each gets its share.
     #[inline(never)]
-    fn pass_by_shares(&mut self, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
+    fn pass_by_shares(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let mut work = 0;
         let mut now = Instant::now();
         let is_alone = self.active.len() == 1;
@@ -255,7 +255,7 @@ impl PollGroup {
 
     /// Before a sleep, in which all but the parked are armed: parks those that have been armed in
     /// vain for a while. One stays active, so that a worker's only controller takes no detour.
-    pub(super) fn park_idle(&mut self, trace: &mut Option<TraceRing>) {
+    pub(super) fn park_idle(&mut self, trace: &mut Option<Observer>) {
         self.active.extend(self.dormant.drain(..).inspect(|entry| is_back(entry)));
         let mut index = 0;
         while self.active.len() > 1
@@ -283,7 +283,7 @@ impl PollGroup {
         &mut self,
         work: u32,
         unread: Unread<'_>,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         if shadowbell_memory::sigbus::faults() != self.faults {
             self.check_memory();
@@ -299,7 +299,7 @@ impl PollGroup {
         &mut self,
         work: u32,
         unread: Unread<'_>,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         if self.active.len() > 1 {
             self.passes += 1;
@@ -333,7 +333,7 @@ impl PollGroup {
     }
 
     #[cold]
-    fn review(&mut self, trace: &mut Option<TraceRing>) {
+    fn review(&mut self, trace: &mut Option<Observer>) {
         self.passes = 0;
         let now = Instant::now();
         if now.duration_since(self.reviewed) < PARK_AFTER_TIME {
@@ -362,7 +362,7 @@ impl PollGroup {
         }
     }
 
-    fn visit(&mut self, work: u32, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
+    fn visit(&mut self, work: u32, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         self.still = if work == 0 { self.still.saturating_add(1) } else { 0 };
         self.unvisited += if self.still > STILL { VISIT } else { VISIT_PER_PASS + work };
         let mut found = 0;

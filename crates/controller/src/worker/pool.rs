@@ -43,6 +43,8 @@ struct Workers {
 struct Tracing {
     /// Whether there is a trace: nobody takes a lock to see that there is none.
     on: AtomicBool,
+    /// Whether commands are measured.
+    measures: AtomicBool,
     /// The control plane's ring of it.
     control: Mutex<Option<TraceRing>>,
     /// For rings of workers that are claimed later.
@@ -189,6 +191,9 @@ impl Pool {
         if let Some(ring) = ring {
             handle.mailbox.send(Message::Trace(Some(ring)));
         }
+        if tracing.measures.load(Relaxed) {
+            handle.mailbox.send(Message::Measure(true));
+        }
         let _ = place.set(handle);
         Ok(Some(index))
     }
@@ -247,6 +252,25 @@ impl Pool {
         for handle in self.0.handles.iter().filter_map(OnceLock::get) {
             handle.mailbox.send(Message::Trace(None));
         }
+    }
+
+    /// Measures how long commands take from now on, and counts them by namespace, or does so no
+    /// more; [`Stats::measured`](crate::Stats::measured) has it. It costs each command a little,
+    /// and nothing while it is off.
+    pub fn measure(&self, on: bool) {
+        let _spare = self.0.spare.lock();
+        if self.0.tracing.measures.swap(on, Relaxed) == on {
+            return;
+        }
+        for handle in self.0.handles.iter().filter_map(OnceLock::get) {
+            handle.mailbox.send(Message::Measure(on));
+        }
+    }
+
+    /// Whether [`measure`](Self::measure) is on.
+    #[must_use]
+    pub fn measures(&self) -> bool {
+        self.0.tracing.measures.load(Relaxed)
     }
 
     /// Visits each worker that controllers share, and the thread of the control planes: `ended`

@@ -3,8 +3,8 @@
 //! Fault injection is what fills it. Where nothing does, a batch of commands costs one look at an
 //! empty option.
 
+use super::observer::Observer;
 use super::queue_set::QueueSet;
-use crate::trace::TraceRing;
 
 /// Serves the queues of one controller on one worker instead. `sq` is a submission queue's index.
 pub(crate) trait QueueOverride: Send {
@@ -14,7 +14,7 @@ pub(crate) trait QueueOverride: Send {
         set: &mut QueueSet,
         sq: usize,
         tail: u16,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32;
 
     /// Completes what the disks have ended. Whether there was anything, or is more to do at once.

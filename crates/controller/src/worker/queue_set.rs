@@ -1,5 +1,6 @@
 //! The queues of one controller that one worker serves: from doorbell to completion.
 
+use super::observer::Observer;
 use super::replay::Replay;
 use super::trace::{interrupts, record, trace_interrupts, trace_look, trace_posted};
 use crate::exec::prefetch::{self, Prefetch};
@@ -9,7 +10,7 @@ use crate::journal::{JournalPart, RecoveredCommand};
 use crate::notice::{ControlHandle, Notice};
 use crate::queue::{Cq, Sq};
 use crate::shared::ControllerShared;
-use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
+use crate::trace::{COMPLETION_QUEUE, Kind};
 use shadowbell_doorbell::{Arming, Fenced, InvalidDoorbell, Sleeper};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
@@ -62,7 +63,7 @@ impl QueueSet {
 
     /// Looks at the tail of a queue: what it is, if there is something to fetch.
     #[inline]
-    pub(crate) fn look(&mut self, index: usize, trace: &mut Option<TraceRing>) -> Option<u16> {
+    pub(crate) fn look(&mut self, index: usize, trace: &mut Option<Observer>) -> Option<u16> {
         let sq = self.sqs[index].as_mut()?;
         if sq.stopped || sq.careful || sq.ring.is_none() {
             return None;
@@ -88,7 +89,7 @@ impl QueueSet {
     pub(crate) fn look_carefully(
         &mut self,
         index: usize,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> Option<u16> {
         self.sqs.get_mut(index)?.as_mut()?.careful = false;
         let tail = self.look(index, trace);
@@ -102,7 +103,7 @@ impl QueueSet {
         &mut self,
         index: usize,
         deaths: u8,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         let Some(sq) = self.sqs.get(index).and_then(Option::as_ref) else { return 0 };
         let (qid, next) = (sq.layout.qid, sq.layout.size.forward(sq.head, 1));
@@ -118,7 +119,7 @@ impl QueueSet {
 
     /// Fetches a burst of commands, starts them, and posts what has ended. How many.
     #[inline]
-    pub(crate) fn serve(&mut self, index: usize, tail: u16, trace: &mut Option<TraceRing>) -> u32 {
+    pub(crate) fn serve(&mut self, index: usize, tail: u16, trace: &mut Option<Observer>) -> u32 {
         if self.engine.takes_turns() {
             self.engine.begin_turn(index);
         }
@@ -135,7 +136,7 @@ impl QueueSet {
         &mut self,
         index: usize,
         tail: u16,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         let Some(sq) = &mut self.sqs[index] else { return 0 };
         let Some(cq) = self.cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return 0 };
@@ -332,7 +333,7 @@ impl QueueSet {
 
     /// Posts what is staged, and looks after interrupts that are held back.
     #[inline]
-    pub(crate) fn post(&mut self, trace: &mut Option<TraceRing>) {
+    pub(crate) fn post(&mut self, trace: &mut Option<Observer>) {
         for cq in self.cqs.iter_mut().flatten() {
             if cq.has_staged() {
                 self.engine.publish();
@@ -366,17 +367,13 @@ impl QueueSet {
 
     /// `qid` says with [`COMPLETION_QUEUE`] which of the two doorbells it was.
     #[cold]
-    fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<TraceRing>) {
+    fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<Observer>) {
         record(trace, Kind::Invalid, &self.shared, qid, error.value, 0);
         self.control.notify(Notice::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }
 
     /// The first half of going to sleep: arms what should wake us.
-    pub(crate) fn arm(
-        &mut self,
-        arming: &mut Arming<'_, SleepCell>,
-        trace: &mut Option<TraceRing>,
-    ) {
+    pub(crate) fn arm(&mut self, arming: &mut Arming<'_, SleepCell>, trace: &mut Option<Observer>) {
         let Self { sqs, cqs, shared, .. } = self;
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
             if !sq.blocked {
@@ -397,7 +394,7 @@ impl QueueSet {
     pub(crate) fn recheck(
         &mut self,
         fenced: &mut Fenced<'_, SleepCell>,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> Option<Instant> {
         let mut invalid = Vec::new();
         let mut deadline: Option<Instant> = None;
@@ -471,7 +468,7 @@ impl QueueSet {
 
 /// As [`Cq::notify_host`], with a record of what was decided.
 #[cold]
-fn notify_traced(trace: &mut Option<TraceRing>, shared: &ControllerShared, cq: &mut Cq) {
+fn notify_traced(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &mut Cq) {
     let before = interrupts(cq);
     cq.notify_host(&shared.coalescing);
     trace_interrupts(trace, shared, cq, before);

@@ -10,9 +10,9 @@
 //! row kills them while they have commands in hand, and often the same one.
 
 use super::backlog::Unread;
+use super::observer::Observer;
 use super::queue_set::{BURST, QueueSet};
 use super::replay::{Inheritance, Replay, SuspectQueue};
-use crate::trace::TraceRing;
 use std::collections::VecDeque;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -121,7 +121,7 @@ impl Recovery {
         &mut self,
         set: &mut QueueSet,
         unread: Unread<'_>,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         self.end_turn(set);
         let mut started = 0;
@@ -206,7 +206,7 @@ impl Recovery {
         set: &mut QueueSet,
         at: usize,
         unread: Unread<'_>,
-        trace: &mut Option<TraceRing>,
+        trace: &mut Option<Observer>,
     ) -> u32 {
         let Some(index) = self.suspects.get(at).map(|suspect| suspect.queue.sq) else { return 0 };
         let tail = set.look_carefully(index, trace);

@@ -1,8 +1,10 @@
-//! Decisions that go to the trace.
+//! Decisions that go to the trace, and commands that go to the meter.
 
+use super::meter::Meter;
+use super::observer::Observer;
 use crate::queue::{Cq, Sq};
 use crate::shared::ControllerShared;
-use crate::trace::{Kind, TraceRing};
+use crate::trace::Kind;
 use shadowbell_doorbell::{ControllerStats, Truth};
 use shadowbell_spec::{Cqe, Sqe};
 
@@ -10,7 +12,7 @@ use shadowbell_spec::{Cqe, Sqe};
 /// and `before` are from before the look.
 #[cold]
 pub(super) fn trace_look(
-    trace: &mut Option<TraceRing>,
+    trace: &mut Option<Observer>,
     shared: &ControllerShared,
     sq: &mut Sq,
     (last, before): (u16, ControllerStats),
@@ -25,9 +27,13 @@ pub(super) fn trace_look(
     }
     // Those that were found while the worker went to sleep are among them.
     let Some(ring) = &sq.ring else { return };
+    let seen_at = time_of(trace);
     while sq.traced != sq.tail.last() {
         let sqe: Sqe = ring.read(u32::from(sq.traced));
         record(trace, Kind::CommandSeen, shared, qid, sqe.cid.into(), sqe.opcode.into());
+        if let Some(Observer { meter: Some(meter), .. }) = trace {
+            meter.sees(shared.id, qid, &sqe, seen_at);
+        }
         sq.traced = sq.layout.size.next(sq.traced);
     }
 }
@@ -35,15 +41,25 @@ pub(super) fn trace_look(
 /// Records the completions that were posted since this was last done. The entries are where they
 /// were posted: no others take their places before the worker posts again.
 #[cold]
-pub(crate) fn trace_posted(trace: &mut Option<TraceRing>, shared: &ControllerShared, cq: &mut Cq) {
+pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &mut Cq) {
     let Some(ring) = &cq.ring else { return };
+    let posted_at = time_of(trace);
     while cq.traced != cq.tail {
         let cqe: Cqe = ring.read(u32::from(cq.traced));
         let value = u32::from(cqe.cid) | u32::from(cqe.sq_id) << 16;
         let status = cqe.status().bits();
         record(trace, Kind::CompletionPosted, shared, cq.layout.qid, value, status.into());
+        if let Some(Observer { meter: Some(meter), .. }) = trace {
+            meter.posted(shared, &cqe, posted_at);
+        }
         cq.traced = cq.layout.size.next(cq.traced);
     }
+}
+
+/// The time of the meter; without one, any.
+fn time_of(trace: &Option<Observer>) -> u64 {
+    let meter = trace.as_ref().and_then(|trace| trace.meter.as_ref());
+    meter.map_or(0, Meter::now)
 }
 
 /// How many interrupts were raised for a queue, and how many were not.
@@ -54,7 +70,7 @@ pub(super) fn interrupts(cq: &Cq) -> (u64, u64) {
 /// Records what was decided of a queue's interrupt since `before`.
 #[cold]
 pub(super) fn trace_interrupts(
-    trace: &mut Option<TraceRing>,
+    trace: &mut Option<Observer>,
     shared: &ControllerShared,
     cq: &Cq,
     before: (u64, u64),
@@ -69,7 +85,7 @@ pub(super) fn trace_interrupts(
 
 #[cold]
 pub(crate) fn record(
-    trace: &mut Option<TraceRing>,
+    trace: &mut Option<Observer>,
     kind: Kind,
     shared: &ControllerShared,
     qid: u16,

@@ -11,12 +11,13 @@ use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
 use super::mailbox::Mailbox;
 use super::message::{Message, QueueContext};
+use super::observer::{self, Observer};
 use super::poll_group::{PollEntry, PollGroup};
 use super::poll_window::{Next, PollWindow, Polling};
 use super::queue_set::SleepCell;
 use super::relocation::Relocated;
 use crate::notice::Notice;
-use crate::trace::{Kind, TraceRing};
+use crate::trace::Kind;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_doorbell::{FullFence, Sleeper};
 use shadowbell_memory::page_tables::Awake;
@@ -51,7 +52,7 @@ pub(super) struct Worker {
     signalled: Vec<u64>,
     epoll: Arc<OwnedFd>,
     window: PollWindow,
-    trace: Option<TraceRing>,
+    trace: Option<Observer>,
     /// It has slept since its last turn.
     woken: bool,
     /// While it may touch hosts' memory.
@@ -338,7 +339,11 @@ impl Worker {
                 }
             }
             Message::Trace(ring) => {
-                self.trace = ring;
+                observer::trace(&mut self.trace, ring);
+                self.poll_group.begin_trace();
+            }
+            Message::Measure(on) => {
+                observer::measure(&mut self.trace, on);
                 self.poll_group.begin_trace();
             }
             Message::Visit(visit) => drop(visit),
@@ -408,7 +413,7 @@ const DOORBELL_EVENTFD: u64 = 2;
 /// What epoll says of a doorbell source; above it, of which controller.
 const DOORBELL_SOURCE: u64 = 3;
 
-fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
+fn record(trace: &mut Option<Observer>, kind: Kind, value: u32) {
     if let Some(trace) = trace {
         trace.record(kind, 0, 0, value, 0);
     }
@@ -423,7 +428,7 @@ const EVENTS: usize = 64;
 fn wait(
     epoll: &OwnedFd,
     timeout: Option<Duration>,
-    trace: &mut Option<TraceRing>,
+    trace: &mut Option<Observer>,
     signalled: &mut Vec<u64>,
 ) -> bool {
     let mut events = [const { MaybeUninit::uninit() }; EVENTS];

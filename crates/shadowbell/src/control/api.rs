@@ -103,6 +103,14 @@ pub(crate) struct LogLevel {
     pub filter: String,
 }
 
+/// Whether commands are measured: how many there are and how long they take, by namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Measure {
+    /// Whether they are.
+    pub on: bool,
+}
+
 /// What is recorded of doorbells.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Trace {

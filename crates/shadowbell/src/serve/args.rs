@@ -54,6 +54,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", requires = "trace", value_parser = clap::value_parser!(u32).range(1024..=1 << 24))]
     trace_records: Option<u32>,
 
+    /// Measure how long commands take, by namespace, for `/metrics` and `shadowbell top`
+    #[arg(long)]
+    measure: bool,
+
     /// Write counters to this file, at the end and on SIGUSR1
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
@@ -156,6 +160,7 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
 A configuration file:
 
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines may be left out
+  measure = true                             # commands by namespace, for `/metrics` and `top`
   stats-json = \"/run/shadowbell.json\"
   stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
   name = \"vms\"                               # for `shadowbell ctl --server vms`
@@ -290,6 +295,7 @@ impl Args {
                 }],
                 pool: self.pool.options()?,
                 trace: None,
+                measure: false,
                 stats_json: None,
                 stats_socket: None,
                 control: Place::default(),
@@ -302,6 +308,7 @@ impl Args {
             .settled(is_polling_open),
         };
         config.trace = trace.or(config.trace);
+        config.measure |= self.measure;
         config.stats_json = self.stats_json.or(config.stats_json);
         config.stats_socket = self.stats_socket.or(config.stats_socket);
         config.default_name = default_name;

@@ -36,6 +36,8 @@ const MAX_BYTES: u64 = 1 << 20;
 struct File {
     trace: Option<PathBuf>,
     trace_records: Option<Spanned<u32>>,
+    #[serde(default)]
+    measure: bool,
     stats_json: Option<PathBuf>,
     stats_socket: Option<PathBuf>,
     name: Option<Spanned<String>>,
@@ -287,6 +289,7 @@ impl Check<'_> {
             controllers,
             pool,
             trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
+            measure: file.measure,
             stats_json: file.stats_json,
             stats_socket: file.stats_socket,
             control: Place { name, path: file.control_socket },

@@ -91,12 +91,15 @@ impl Server {
         Self { controllers, changes, events: Some(events), reactor: None, pool, tracer }
     }
 
-    /// Records doorbells, if that is asked for. If this `is_next`, the trace of the process before
+    /// Records doorbells and measures commands, if that is asked for. If this `is_next`, the trace of the process before
     /// is kept beside it.
     ///
     /// # Errors
     /// The file can not be made.
     pub(super) fn trace(&self, config: &ServerConfig, is_next: bool) -> anyhow::Result<()> {
+        if config.measure {
+            self.tracer.measure(true);
+        }
         match &config.trace {
             Some((path, records)) => self.tracer.start_in(path, *records, is_next),
             None => Ok(()),

@@ -31,6 +31,8 @@ pub(crate) struct ServerConfig {
     pub pool: PoolOptions,
     /// Where to record doorbells, and how many records of each worker.
     pub trace: Option<(PathBuf, u32)>,
+    /// Whether commands are measured, by namespace.
+    pub measure: bool,
     /// Where to write counters.
     pub stats_json: Option<PathBuf>,
     /// Where `top` may ask for them.

@@ -231,7 +231,7 @@ impl Answerer {
         if self.answer.as_ref().is_none_or(|(since, _)| since.elapsed() >= FRESH) {
             let at_ns = since(self.began);
             let served = self.controllers.all();
-            let rows = served.iter().map(|s| Row::of(&s.name, &s.controller.stats()));
+            let rows = served.iter().map(|s| Row::of(&s.name, &s.controller));
             let controllers = rows.collect();
             let snapshot = Snapshot { version: VERSION, at_ns, controllers };
             // Numbers and strings: it can not fail.

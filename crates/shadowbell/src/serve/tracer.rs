@@ -88,6 +88,17 @@ impl Tracer {
         std::mem::take(&mut state.on)
     }
 
+    /// Measures commands from here on, or does so no more. `false`: it is so already.
+    pub(super) fn measure(&self, on: bool) -> bool {
+        let changes = self.pool.measures() != on;
+        self.pool.measure(on);
+        changes
+    }
+
+    pub(super) fn measures(&self) -> bool {
+        self.pool.measures()
+    }
+
     pub(super) fn status(&self) -> TraceStatus {
         let state = self.state.lock();
         let kept = state.kept.as_ref().map(|kept| (kept.records, kept.file.len()));

@@ -32,7 +32,10 @@ impl Metrics {
                 match what {
                     "TYPE" => {
                         assert!(is_name(name, true) && !name.ends_with("_total"), "{line}");
-                        assert!(["counter", "gauge", "info"].contains(&value), "{line}");
+                        assert!(
+                            ["counter", "gauge", "histogram", "info"].contains(&value),
+                            "{line}"
+                        );
                         // Before anything else of the family, whose samples are together.
                         assert!(kinds.insert(name.to_owned(), value.to_owned()).is_none());
                         family = name.to_owned();
@@ -54,7 +57,13 @@ impl Metrics {
                 "info" => "_info",
                 _ => "",
             };
-            assert_eq!(name, format!("{family}{suffix}"), "{line}");
+            if kinds[&family] == "histogram" {
+                let part = name.strip_prefix(&family).expect(line);
+                assert!(["_bucket", "_count", "_sum"].contains(&part), "{line}");
+                assert_eq!(part == "_bucket", key.contains(",le=\""), "{line}");
+            } else {
+                assert_eq!(name, format!("{family}{suffix}"), "{line}");
+            }
             labels(&key[name.len()..]);
             let number: f64 = value.parse().expect(line);
             assert!(number.is_finite() && number >= 0.0, "{line}");
@@ -167,6 +176,93 @@ fn metrics_are_what_a_guest_did() {
     assert!(server.stop().success());
 }
 
+/// The buckets of a histogram with these labels, in their order: each with how many there are up to
+/// its end.
+fn buckets(metrics: &Metrics, name: &str, labels: &str) -> Vec<(f64, f64)> {
+    let prefix = format!("{name}_bucket{{{labels},le=\"");
+    let of = |(key, count): (&String, &f64)| {
+        let end = key.strip_prefix(&prefix)?.strip_suffix("\"}")?;
+        Some((if end == "+Inf" { f64::INFINITY } else { end.parse().unwrap() }, *count))
+    };
+    let mut buckets: Vec<_> = metrics.samples.iter().filter_map(of).collect();
+    buckets.sort_by(|one, other| one.0.total_cmp(&other.0));
+    buckets
+}
+
+#[test]
+fn namespaces_are_measured_if_that_was_asked_for() {
+    let latency = "shadowbell_namespace_latency_seconds";
+    let mut server = Server::start(&["mem:4MiB", "mem:4MiB"], &["--keeper"]);
+    let mut guest = server.attach();
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(1, 4096).unwrap();
+    let mut work = || {
+        for _ in 0..100 {
+            let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
+            assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
+        }
+        for _ in 0..10 {
+            let write = guest.namespace(2).unwrap().write(0, 8).unwrap();
+            assert_eq!(run(&mut queue, write, pool.take()).status, Status::SUCCESS);
+        }
+    };
+    work();
+    assert!(!scrape(&server).kinds.contains_key(latency));
+    assert_eq!(ctl(&server, &["measure"]).1, "off\n");
+    // Again changes nothing.
+    for _ in 0..2 {
+        assert_eq!(ctl(&server, &["measure", "on"]).1, "on\n");
+        assert_eq!(crate::control::ctl_json(&server, &["measure"])["on"], true);
+    }
+    for round in 1..3 {
+        work();
+        let of = |metrics: &Metrics, what: &str, nsid, kind| {
+            metrics.get(what, &[("nsid", nsid), ("kind", kind)])
+        };
+        // The last completion is seen by the guest before it is counted.
+        let count = |metrics: &Metrics, nsid, kind| {
+            of(metrics, "shadowbell_namespace_latency_seconds_count", nsid, kind)
+        };
+        until("all that is counted", || {
+            count(&scrape(&server), "2", "write") == f64::from(round * 10)
+        });
+        let metrics = scrape(&server);
+        assert_eq!(count(&metrics, "1", "read"), f64::from(round * 100));
+        assert_eq!(count(&metrics, "1", "write") + count(&metrics, "2", "read"), 0.0);
+        let bytes = "shadowbell_namespace_bytes_total";
+        assert_eq!(of(&metrics, bytes, "1", "read"), f64::from(round * 100 * 4096));
+        assert_eq!(of(&metrics, bytes, "2", "write"), f64::from(round * 10 * 4096));
+        assert_eq!(of(&metrics, "shadowbell_namespace_errors_total", "1", "read"), 0.0);
+        let sum = of(&metrics, "shadowbell_namespace_latency_seconds_sum", "1", "read");
+        assert!(sum > 0.0 && sum < 20.0, "{sum}");
+        let id = server.socket().display().to_string();
+        let labels = format!("controller=\"{id}\",nsid=\"1\",kind=\"read\"");
+        let buckets = buckets(&metrics, latency, &labels);
+        assert_eq!(buckets.len(), 24, "{buckets:?}");
+        assert!(buckets.is_sorted_by(|one, other| one.0 < other.0 && one.1 <= other.1));
+        assert_eq!(buckets.last(), Some(&(f64::INFINITY, f64::from(round * 100))));
+        assert_eq!(buckets[0].0, 2.048e-6);
+        if round == 1 {
+            // Another process goes on with it. What it counts begins anew.
+            let (status, _, errors) = ctl(&server, &["upgrade"]);
+            assert_eq!(status, Some(0), "{errors}");
+            until("it is on there, too", || ctl(&server, &["measure"]).1 == "on\n");
+            assert!(!scrape(&server).kinds.contains_key(latency));
+            work();
+        }
+    }
+    assert_eq!(ctl(&server, &["measure", "off"]).1, "off\n");
+    work();
+    assert_eq!(
+        scrape(&server)
+            .get("shadowbell_namespace_latency_seconds_count", &[("nsid", "1"), ("kind", "read")]),
+        200.0
+    );
+    drop((queue, pool));
+    drop(guest);
+    assert!(server.stop().success());
+}
+
 #[test]
 fn by_tcp_there_are_metrics_and_nothing_else() {
     let mut server = Server::start(&["mem:4MiB"], &["--metrics", "127.0.0.1:0"]);
@@ -196,12 +292,19 @@ fn by_tcp_there_are_metrics_and_nothing_else() {
 fn the_dashboard_shows_metrics_that_there_are() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/grafana.json");
     let dashboard: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    let server = Server::start(&["mem:4MiB"], &[]);
+    let server = Server::start(&["mem:4MiB"], &["--measure"]);
+    let mut guest = server.attach();
+    let mut queue = guest.take_queue_pair().unwrap();
+    run(&mut queue, guest.namespace(1).unwrap().flush(), None);
+    until("what is measured", || {
+        scrape(&server).kinds.contains_key("shadowbell_namespace_latency_seconds")
+    });
     let metrics = scrape(&server);
     let mut names: BTreeSet<String> = metrics.kinds.keys().cloned().collect();
     names.extend(metrics.kinds.iter().filter_map(|(name, kind)| match kind.as_str() {
         "counter" => Some(format!("{name}_total")),
         "info" => Some(format!("{name}_info")),
+        "histogram" => Some(format!("{name}_bucket")),
         _ => None,
     }));
     let mut shown = 0;

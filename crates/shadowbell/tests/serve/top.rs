@@ -100,6 +100,90 @@ fn what_a_guest_does_is_seen() {
 }
 
 #[test]
+fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
+    let directory = tempfile::tempdir().unwrap();
+    let stats = directory.path().join(STATS);
+    let option = stats.to_str().unwrap().to_owned();
+    let options = ["--stats-socket", &option, "--measure"];
+    let mut server = Server::start_in(directory, &["mem:4MiB", "null:1GiB"], &options);
+    let mut top = Top::start(&stats, &["--json"]);
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let pool = controller.buffers(1, 4096).unwrap();
+    let mut reads = |nsid| {
+        for _ in 0..20 {
+            let command = controller.namespace(nsid).unwrap().read(0, 8).unwrap();
+            assert_eq!(run(&mut queue, command, pool.take()).status, Status::SUCCESS);
+        }
+    };
+    reads(1);
+    let mut found = Value::Null;
+    // The second namespace alone: it has to have figures of its own.
+    until("a look at its namespaces", || {
+        reads(2);
+        found = top.controller();
+        let namespace = &found["namespaces"][1];
+        namespace["p99_ns"].is_u64() && found["namespaces"][0]["iops"] == 0.0
+    });
+    let [one, two] = [&found["namespaces"][0], &found["namespaces"][1]];
+    assert_eq!((&one["nsid"], &one["p50_ns"]), (&1.into(), &Value::Null));
+    assert_eq!((&two["nsid"], &two["disk"]), (&2.into(), &"null:1GiB".into()));
+    let figure = |name: &str| two[name].as_f64().unwrap();
+    assert_eq!((figure("read_bytes_per_second") / figure("iops")).round(), 4096.0);
+    assert!(0.0 < figure("p50_ns") && figure("p50_ns") <= figure("p99_ns"), "{two}");
+    assert_eq!(found["p99_ns"], two["p99_ns"]);
+    // A table of lines has them, too.
+    let mut command = program();
+    command.arg("top").arg(&stats).args(["--interval", "50ms", "--count", "1"]);
+    let (status, text, complaint) = finish(command);
+    assert_eq!(status, Some(0), "{complaint}");
+    let lines: Vec<_> = text.lines().collect();
+    assert!(lines[0].ends_with("p99") && lines[3].starts_with("  2 null:1GiB"), "{text}");
+    drop((queue, pool));
+    controller.detach().unwrap();
+    assert!(server.stop().success());
+}
+
+#[test]
+fn on_a_terminal_it_is_a_screen_that_q_ends() {
+    let (server, stats) = server(&["mem:4MiB"]);
+    // `script` gives it a terminal.
+    let mut command = std::process::Command::new("script");
+    let line = format!("stty cols 80 rows 24; {} top {}", program_path(), stats.display());
+    command.args(["--quiet", "--return", "--command", &line, "/dev/null"]).env("TERM", "xterm");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let Ok(mut child) = command.spawn() else {
+        println!("skipped: there is no `script`, which is in Debian's bsdutils");
+        return;
+    };
+    let mut output = child.stdout.take().unwrap();
+    let shown = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let collected = std::sync::Arc::clone(&shown);
+    let reader = std::thread::spawn(move || {
+        let mut piece = [0; 4096];
+        while let Ok(len @ 1..) = output.read(&mut piece) {
+            collected.lock().unwrap().extend_from_slice(&piece[..len]);
+        }
+    });
+    let shows = |words: &str| String::from_utf8_lossy(&shown.lock().unwrap()).contains(words);
+    until("the screen", || shows("q end") && shows("Written") && shows("off"));
+    let mut keys = child.stdin.take().unwrap();
+    keys.write_all(b"d").unwrap();
+    until("the doorbells", || shows("Rings/IO"));
+    keys.write_all(b"\x1b[Bq").unwrap();
+    until("its end", || child.try_wait().unwrap().is_some());
+    assert!(child.wait().unwrap().success());
+    reader.join().unwrap();
+    // The terminal is as it was.
+    assert!(shows("\x1b[?1049h") && shows("\x1b[?1049l"));
+    drop(server);
+}
+
+fn program_path() -> String {
+    program().get_program().to_str().unwrap().to_owned()
+}
+
+#[test]
 fn a_person_gets_a_table_and_its_headings_once() {
     let (server, stats) = server(&["mem:4MiB"]);
     let mut command = program();

@@ -2,6 +2,7 @@
 //!
 //! A function each, which may wait: they run on threads of their own.
 
+use super::measure;
 use super::metrics;
 use super::routes::Route;
 use super::trace::{self, TraceBody};
@@ -102,6 +103,8 @@ impl Answer {
         set_log_level,
         trace::trace,
         trace::set_trace,
+        measure::measure,
+        measure::set_measure,
         trace::trace_records,
         upgrade,
         shutdown,
@@ -160,6 +163,8 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
         Route::LogLevel => Answer::json(200, &log_level()),
         Route::SetLogLevel => Answer::json(200, &set_log_level(&parse(body)?)?),
         Route::Trace => Answer::json(200, &trace::trace(view)),
+        Route::Measure => Answer::json(200, &measure::measure(view)),
+        Route::SetMeasure => Answer::json(200, &measure::set_measure(view, &parse(body)?)),
         Route::SetTrace => Answer::json(200, &trace::set_trace(view, &parse(body)?)?),
         Route::TraceRecords => trace::trace_records(view)?.into(),
         Route::Upgrade => {
@@ -585,7 +590,7 @@ fn stats(view: &View) -> stats_file::Report {
 fn snapshot(view: &View) -> Snapshot {
     let at_ns = u64::try_from(view.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
     let rows = view.controllers.all();
-    let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller.stats()));
+    let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller));
     Snapshot { version: live_stats::VERSION, at_ns, controllers: rows.collect() }
 }
 

@@ -14,6 +14,7 @@ use super::view::{View, namespaces_of};
 use crate::control::api::Namespace;
 use crate::serve::registry::ServedController;
 use shadowbell_controller::Stats;
+use shadowbell_controller::measured::{BUCKETS, Distribution, MeasuredNamespace, bucket_end};
 use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -26,6 +27,7 @@ pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0
 enum Kind {
     Counter,
     Gauge,
+    Histogram,
     Info,
 }
 
@@ -34,6 +36,7 @@ impl Kind {
         match self {
             Self::Counter => "counter",
             Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
             Self::Info => "info",
         }
     }
@@ -42,7 +45,8 @@ impl Kind {
     fn suffix(self) -> &'static str {
         match self {
             Self::Counter => "_total",
-            Self::Gauge => "",
+            // What it consists of has endings of its own.
+            Self::Gauge | Self::Histogram => "",
             Self::Info => "_info",
         }
     }
@@ -111,6 +115,25 @@ impl Family<'_> {
         for part in [self.name, self.kind.suffix(), labels, end, " ", value, "\n"] {
             text.push_str(part);
         }
+    }
+
+    /// How many commands took no longer than each doubling of a time, and all of them together.
+    fn distribution(&mut self, labels: &str, latency: &Distribution) {
+        let mut below = 0_u64;
+        // Writing to a string can not fail.
+        for (bucket, count) in latency.counts.iter().enumerate() {
+            below = below.saturating_add(*count);
+            let end = bucket_end(bucket);
+            // The last bucket has no end.
+            if end.is_power_of_two() && bucket + 1 < BUCKETS {
+                let le = end as f64 / 1e9;
+                let _ = writeln!(self.text, "{}_bucket{labels},le=\"{le}\"}} {below}", self.name);
+            }
+        }
+        let _ = writeln!(self.text, "{}_bucket{labels},le=\"+Inf\"}} {below}", self.name);
+        let _ = writeln!(self.text, "{}_count{labels}}} {below}", self.name);
+        let seconds = latency.total_ns as f64 / 1e9;
+        let _ = writeln!(self.text, "{}_sum{labels}}} {seconds}", self.name);
     }
 
     /// A sample that is no whole number.
@@ -182,6 +205,7 @@ pub(super) fn text(view: &View) -> String {
     completion_queues(&mut text, &counted);
     doorbells(&mut text, &counted);
     namespaces(&mut text, &counted);
+    measured(&mut text, &counted);
     workers(&mut text, &counted);
     text.0.push_str("# EOF\n");
     text.0
@@ -385,6 +409,55 @@ fn namespaces(text: &mut Text, all: &[Counted]) {
             ]);
             events.sample(&labels, *count);
         }
+    }
+}
+
+/// What is measured by namespace, or was. Nothing of those that are not there any more.
+fn measured(text: &mut Text, all: &[Counted]) {
+    let mut kinds = Vec::new();
+    for Counted { served, stats, labels: of_controller, .. } in all {
+        if stats.measured.is_empty() {
+            continue;
+        }
+        for (nsid, namespace) in served.controller.namespaces() {
+            let Some(measured) = stats.measured.iter().find(|measured| measured.nsid == nsid)
+            else {
+                continue;
+            };
+            let block_size = u64::from(namespace.disk.info().block_size);
+            let MeasuredNamespace { reads, writes, others, .. } = measured;
+            for (kind, measured) in [("read", reads), ("write", writes), ("other", others)] {
+                let labels = format!("{of_controller},nsid=\"{nsid}\",kind=\"{kind}\"");
+                kinds.push((labels, block_size, measured));
+            }
+        }
+    }
+    if kinds.is_empty() {
+        return;
+    }
+    let mut latency = text.family(
+        Kind::Histogram,
+        "shadowbell_namespace_latency_seconds",
+        "How long commands took, from when they were found in their queue to their completion.",
+    );
+    for (labels, _, measured) in &kinds {
+        latency.distribution(labels, &measured.latency);
+    }
+    let mut bytes = text.family(
+        Kind::Counter,
+        "shadowbell_namespace_bytes",
+        "Bytes of commands that were measured.",
+    );
+    for (labels, block_size, measured) in &kinds {
+        bytes.sample_of(labels, "}", measured.blocks.saturating_mul(*block_size));
+    }
+    let mut errors = text.family(
+        Kind::Counter,
+        "shadowbell_namespace_errors",
+        "Commands that were measured and ended in an error.",
+    );
+    for (labels, _, measured) in &kinds {
+        errors.sample_of(labels, "}", measured.errors);
     }
 }
 

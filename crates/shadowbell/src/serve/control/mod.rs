@@ -22,6 +22,7 @@
 
 mod answers;
 mod http;
+mod measure;
 mod metrics;
 mod routes;
 mod trace;
@@ -68,6 +69,8 @@ pub(super) struct Resting {
     began: Instant,
     /// Records of each worker of the trace in memory that was being made.
     tracing: Option<u32>,
+    /// Whether commands were measured, by the process before.
+    measures: Option<bool>,
 }
 
 struct Socket {
@@ -99,6 +102,9 @@ pub(super) struct Saved {
     /// Records of each worker of the trace in memory that is being made.
     #[serde(default)]
     tracing: Option<u32>,
+    /// Whether commands are measured.
+    #[serde(default)]
+    measures: Option<bool>,
 }
 
 impl Resting {
@@ -118,10 +124,14 @@ impl Resting {
         let (metrics, metrics_at) = metrics.unzip();
         let name = place.name.clone().unwrap_or_else(|| default_name.to_owned());
         let began = Instant::now();
+        let of = |name, socket| {
+            let (tracing, measures) = (None, None);
+            Self { name, socket, metrics, metrics_at, began, tracing, measures }
+        };
         if let Some(path) = &place.path {
             let listener = private(path).map_err(refused).context("the control socket")?;
             let socket = Some(Socket { listener, directory: None });
-            return Ok(Self { name, socket, metrics, metrics_at, began, tracing: None });
+            return Ok(of(name, socket));
         }
         let Some(directory) = place::directory() else {
             if place.name.is_some() {
@@ -131,7 +141,7 @@ impl Resting {
                 )));
             }
             debug!("no control socket: XDG_RUNTIME_DIR is not set");
-            return Ok(Self { name, socket: None, metrics, metrics_at, began, tracing: None });
+            return Ok(of(name, None));
         };
         let outcome = match listen_in(&directory, &name) {
             // Another server's, which has the same name by chance.
@@ -146,13 +156,11 @@ impl Resting {
             outcome => outcome.map(|socket| (name.clone(), socket)),
         };
         match outcome {
-            Ok((name, socket)) => {
-                Ok(Self { name, socket: Some(socket), metrics, metrics_at, began, tracing: None })
-            }
+            Ok((name, socket)) => Ok(of(name, Some(socket))),
             Err(error) if place.name.is_some() => Err(refused(error).context("the control socket")),
             Err(error) => {
                 warn!("`shadowbell ctl` will not find this server: {error}");
-                Ok(Self { name, socket: None, metrics, metrics_at, began, tracing: None })
+                Ok(of(name, None))
             }
         }
     }
@@ -171,6 +179,7 @@ impl Resting {
             elapsed: u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX),
             log_filter: logging::changed_filter(),
             tracing: self.tracing,
+            measures: self.measures,
         })
     }
 
@@ -196,6 +205,7 @@ impl Resting {
             metrics: metrics.map(TcpListener::from),
             metrics_at: None,
             tracing: saved.tracing,
+            measures: saved.measures,
         })
     }
 
@@ -306,6 +316,9 @@ impl ControlSocket {
         {
             warn!("doorbells are not recorded any more: {error}");
         }
+        if let Some(on) = resting.measures {
+            view.tracer.measure(on);
+        }
         let (stop, until) = oneshot::channel();
         let thread = std::thread::Builder::new().name("sb-api".into());
         let thread = thread.spawn(move || {
@@ -316,6 +329,7 @@ impl ControlSocket {
             // What still waits for a worker ends by itself.
             runtime.shutdown_background();
             resting.tracing = tracer.in_memory();
+            resting.measures = Some(tracer.measures());
             resting
         })?;
         Ok(Some(Self { stop: Some(stop), thread: Some(thread) }))

@@ -39,6 +39,8 @@ pub(super) enum Route {
     Trace,
     SetTrace,
     TraceRecords,
+    Measure,
+    SetMeasure,
     Shutdown,
     Document,
     Metrics,
@@ -126,6 +128,14 @@ pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refus
         ["v1", "namespaces"] => get(Route::Namespaces),
         ["v1", "stats"] => get(Route::Stats),
         ["v1", "snapshot"] => get(Route::Snapshot),
+        ["v1", "measure"] => {
+            let route = match *method {
+                Method::GET => Some(Route::Measure),
+                Method::PUT => Some(Route::SetMeasure),
+                _ => None,
+            };
+            of("GET, PUT", route)
+        }
         ["v1", "log-level"] => of(
             "GET, PUT",
             match *method {

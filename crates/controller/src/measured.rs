@@ -1,0 +1,241 @@
+//! How long commands take and how many there are, by namespace and kind: counted only while
+//! somebody has asked for it ([`Pool::measure`](crate::Pool::measure)).
+//!
+//! A distribution has eight buckets of the same width for each doubling, from a microsecond to 17
+//! seconds. So a time is known to an eighth of it, however long it is, and finding its bucket takes
+//! a few instructions. One thread counts in a place, and any other may read it.
+
+use serde::{Deserialize, Serialize};
+use shadowbell_doorbell::Counter;
+
+/// Buckets of a doubling, as a power of two.
+const FINE: u32 = 3;
+/// What is shorter than this power of two nanoseconds is in the first buckets.
+const SHORTEST: u32 = 10;
+/// What is as long as this power of two nanoseconds is in the last one.
+const LONGEST: u32 = 34;
+/// Buckets of a distribution.
+pub const BUCKETS: usize = ((LONGEST - SHORTEST) << FINE) as usize;
+
+/// What a command does, as far as it is counted apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CommandKind {
+    /// Read and Compare.
+    Read,
+    Write,
+    Other,
+}
+
+/// Which bucket has this many nanoseconds.
+fn bucket_of(ns: u64) -> usize {
+    let ns = ns.clamp(1 << SHORTEST, (1 << LONGEST) - 1);
+    let doubling = ns.ilog2();
+    let fine = (ns >> (doubling - FINE)) as usize & ((1 << FINE) - 1);
+    (((doubling - SHORTEST) as usize) << FINE) + fine
+}
+
+/// What is in `bucket` took less than this, in nanoseconds; in the last one it may have taken
+/// longer.
+#[must_use]
+pub fn bucket_end(bucket: usize) -> u64 {
+    let bucket = bucket.min(BUCKETS - 1);
+    let doubling = SHORTEST + (bucket >> FINE) as u32;
+    let fine = (bucket & ((1 << FINE) - 1)) as u64;
+    ((1 << FINE) + fine + 1) << (doubling - FINE)
+}
+
+/// Where one thread counts the commands of one namespace.
+#[derive(Debug, Default)]
+pub(crate) struct MeasuredCounters {
+    reads: KindCounters,
+    writes: KindCounters,
+    others: KindCounters,
+}
+
+#[derive(Debug)]
+struct KindCounters {
+    errors: Counter,
+    blocks: Counter,
+    total_ns: Counter,
+    buckets: [Counter; BUCKETS],
+}
+
+impl Default for KindCounters {
+    fn default() -> Self {
+        Self {
+            errors: Counter::default(),
+            blocks: Counter::default(),
+            total_ns: Counter::default(),
+            buckets: std::array::from_fn(|_| Counter::default()),
+        }
+    }
+}
+
+impl MeasuredCounters {
+    /// Counts a command that has ended after `ns`. By one thread only.
+    pub(crate) fn count(&self, kind: CommandKind, blocks: u32, is_error: bool, ns: u64) {
+        let kind = match kind {
+            CommandKind::Read => &self.reads,
+            CommandKind::Write => &self.writes,
+            CommandKind::Other => &self.others,
+        };
+        if is_error {
+            kind.errors.add(1);
+        } else {
+            kind.blocks.add(blocks.into());
+        }
+        kind.total_ns.add(ns);
+        if let Some(bucket) = kind.buckets.get(bucket_of(ns)) {
+            bucket.add(1);
+        }
+    }
+
+    /// Adds what was counted to `sum`.
+    pub(crate) fn add_to(&self, sum: &mut MeasuredNamespace) {
+        self.reads.add_to(&mut sum.reads);
+        self.writes.add_to(&mut sum.writes);
+        self.others.add_to(&mut sum.others);
+    }
+}
+
+impl KindCounters {
+    fn add_to(&self, sum: &mut MeasuredKind) {
+        sum.errors += self.errors.get();
+        sum.blocks += self.blocks.get();
+        sum.latency.total_ns = sum.latency.total_ns.wrapping_add(self.total_ns.get());
+        sum.latency.counts.resize(BUCKETS, 0);
+        for (sum, bucket) in sum.latency.counts.iter_mut().zip(&self.buckets) {
+            *sum += bucket.get();
+        }
+    }
+}
+
+/// What was measured of a namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredNamespace {
+    /// Its number.
+    pub nsid: u32,
+    /// Read and Compare.
+    pub reads: MeasuredKind,
+    /// Write.
+    pub writes: MeasuredKind,
+    /// All others; they count no blocks.
+    pub others: MeasuredKind,
+}
+
+/// What was measured of one kind of commands.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredKind {
+    /// Commands that ended in an error.
+    pub errors: u64,
+    /// Logical blocks that the others were about.
+    pub blocks: u64,
+    /// How long all of them took, from when the controller found them in the queue to when it had
+    /// posted their completion.
+    pub latency: Distribution,
+}
+
+/// How many commands took how long.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Distribution {
+    /// All of them together, in nanoseconds.
+    pub total_ns: u64,
+    /// By bucket, [`BUCKETS`] of them, or none if nothing was counted; [`bucket_end`] says what
+    /// each holds.
+    pub counts: Vec<u64>,
+}
+
+impl Distribution {
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.counts.iter().fold(0, |sum, count| sum.saturating_add(*count))
+    }
+
+    /// What has come to it since it was `before`.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        let before_at = |bucket| before.counts.get(bucket).copied().unwrap_or(0);
+        let counts = self.counts.iter().enumerate();
+        Self {
+            total_ns: self.total_ns.saturating_sub(before.total_ns),
+            counts: counts.map(|(at, count)| count.saturating_sub(before_at(at))).collect(),
+        }
+    }
+
+    /// Adds another one.
+    pub fn merge(&mut self, other: &Self) {
+        self.total_ns = self.total_ns.saturating_add(other.total_ns);
+        self.counts.resize(self.counts.len().max(other.counts.len()), 0);
+        for (sum, count) in self.counts.iter_mut().zip(&other.counts) {
+            *sum = sum.saturating_add(*count);
+        }
+    }
+
+    /// The time that this part of all, from 0 to 1, did not exceed, in nanoseconds, to an eighth of
+    /// it. Nothing if there are none.
+    #[must_use]
+    pub fn quantile(&self, part: f64) -> Option<u64> {
+        let count = self.count();
+        let rank = ((count as f64 * part).ceil() as u64).clamp(1, count.max(1));
+        let mut below = 0_u64;
+        let mut buckets = self.counts.iter().enumerate();
+        let found = buckets.find(|(_, count)| {
+            below = below.saturating_add(**count);
+            below >= rank
+        });
+        found.map(|(bucket, _)| bucket_end(bucket))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_is_an_eighth_of_what_it_holds() {
+        assert_eq!((bucket_of(0), bucket_of(1023), bucket_of(1024)), (0, 0, 0));
+        assert_eq!((bucket_of(1151), bucket_of(1152), bucket_of(2048)), (0, 1, 8));
+        assert_eq!((bucket_of(u64::MAX), bucket_of(1 << 34)), (BUCKETS - 1, BUCKETS - 1));
+        for ns in (0..40).flat_map(|power| [1_u64 << power, (1 << power) + (1 << power) / 3]) {
+            let bucket = bucket_of(ns);
+            if (1 << SHORTEST..1 << LONGEST).contains(&ns) {
+                let end = bucket_end(bucket);
+                assert!(ns < end && end - ns <= ns / 8 + 1, "{ns} {end}");
+                assert!(bucket == 0 || bucket_end(bucket - 1) <= ns, "{ns}");
+            }
+        }
+        assert!((1..BUCKETS).all(|bucket| bucket_end(bucket - 1) < bucket_end(bucket)));
+        assert_eq!(bucket_end(BUCKETS), 1 << LONGEST);
+    }
+
+    #[test]
+    fn what_was_counted_is_read() {
+        let counters = MeasuredCounters::default();
+        (0..99).for_each(|_| counters.count(CommandKind::Read, 8, false, 10_000));
+        counters.count(CommandKind::Read, 8, true, 1_000_000);
+        counters.count(CommandKind::Other, 0, false, 5);
+        let mut sum = MeasuredNamespace::default();
+        counters.add_to(&mut sum);
+        let MeasuredNamespace { reads, writes, others, .. } = &sum;
+        assert_eq!((reads.latency.count(), reads.errors, reads.blocks), (100, 1, 99 * 8));
+        assert_eq!(reads.latency.total_ns, 99 * 10_000 + 1_000_000);
+        assert_eq!((writes.latency.count(), writes.latency.quantile(0.5)), (0, None));
+        assert_eq!((others.latency.count(), others.latency.quantile(1.0)), (1, Some(1152)));
+        let of = |part| reads.latency.quantile(part).unwrap();
+        assert!((10_000..11_300).contains(&of(0.0)) && of(0.0) == of(0.99), "{}", of(0.99));
+        assert!((1_000_000..1_130_000).contains(&of(0.999)), "{}", of(0.999));
+        // What came since then.
+        let before = sum.clone();
+        counters.count(CommandKind::Read, 8, false, 20_000);
+        let mut sum = MeasuredNamespace::default();
+        counters.add_to(&mut sum);
+        let since = sum.reads.latency.since(&before.reads.latency);
+        assert_eq!((since.count(), since.total_ns), (1, 20_000));
+        assert!((20_000..22_600).contains(&since.quantile(0.5).unwrap()));
+        let mut both = before.reads.latency.clone();
+        both.merge(&since);
+        assert_eq!(both, sum.reads.latency);
+        assert_eq!(Distribution::default().quantile(0.5), None);
+    }
+}

@@ -1,0 +1,286 @@
+//! What a controller and its namespaces did between two looks.
+
+use crate::live_stats::{NamespaceRow, Row, Snapshot};
+use crate::units::{bandwidth, count, nanoseconds, per_io};
+use serde_json::json;
+use shadowbell_controller::measured::Distribution;
+
+/// The headings of [`Rates::lines`].
+pub(super) const HEADINGS: [&str; 13] = [
+    "Controller",
+    "State",
+    "Workers",
+    "Queues",
+    "IOPS",
+    "Read",
+    "Written",
+    "Rings/IO",
+    "Saved",
+    "Interrupts/IO",
+    "Errors",
+    "p50",
+    "p99",
+];
+
+/// What the controllers of a server did between two looks.
+pub(super) fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
+    // One that was not there before has done nothing that could be said.
+    let start = |now: &Row| {
+        let mut rows = before.iter().flat_map(|before| &before.controllers);
+        rows.find(|before| before.socket == now.socket).unwrap_or(now).clone()
+    };
+    let since = before.map_or(now.at_ns, |before| before.at_ns);
+    let seconds = now.at_ns.saturating_sub(since) as f64 / 1e9;
+    now.controllers.iter().map(|now| Rates::between(&start(now), now, seconds)).collect()
+}
+
+/// What a controller did in some time.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Rates {
+    pub(super) socket: String,
+    pub(super) state: &'static str,
+    pub(super) workers: Vec<usize>,
+    pub(super) queues: usize,
+    pub(super) iops: f64,
+    pub(super) read: f64,
+    pub(super) written: f64,
+    /// For each command, where there were any.
+    pub(super) rings: Option<f64>,
+    pub(super) interrupts: Option<f64>,
+    /// The part of the new doorbell values that came without ringing, where there were any.
+    pub(super) saved: Option<f64>,
+    pub(super) errors: u64,
+    /// Half of the commands took no longer, in nanoseconds; where they are measured.
+    pub(super) p50: Option<u64>,
+    /// The same of 99 in 100.
+    pub(super) p99: Option<u64>,
+    /// Where commands are measured.
+    pub(super) namespaces: Vec<NamespaceRates>,
+}
+
+/// What a namespace did in some time.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct NamespaceRates {
+    pub(super) nsid: u32,
+    pub(super) disk: String,
+    pub(super) iops: f64,
+    pub(super) read: f64,
+    pub(super) written: f64,
+    pub(super) errors: u64,
+    pub(super) p50: Option<u64>,
+    pub(super) p99: Option<u64>,
+}
+
+fn rate(count: u64, seconds: f64) -> f64 {
+    if seconds > 0.0 { count as f64 / seconds } else { 0.0 }
+}
+
+impl Rates {
+    pub(super) fn between(before: &Row, now: &Row, seconds: f64) -> Self {
+        let grown = |of: fn(&Row) -> u64| of(now).saturating_sub(of(before));
+        let rate = |count: u64| rate(count, seconds);
+        let part = |count: u64, of: u64| (of != 0).then(|| count as f64 / of as f64);
+        let (commands, rings) = (grown(|row| row.commands), grown(|row| row.rings));
+        let updates = grown(|row| row.updates);
+        let mut all = Distribution::default();
+        let namespaces = now.namespaces.iter().map(|now| {
+            let before = before.namespaces.iter().find(|before| before.nsid == now.nsid);
+            let (rates, latency) = NamespaceRates::between(before, now, seconds);
+            all.merge(&latency);
+            rates
+        });
+        let namespaces = namespaces.collect();
+        Self {
+            socket: now.socket.clone(),
+            state: match now {
+                _ if commands != 0 => "busy",
+                Row { queues: 0, .. } => "off",
+                Row { parked: true, .. } => "parked",
+                _ => "idle",
+            },
+            workers: now.workers.clone(),
+            queues: now.queues,
+            iops: rate(commands),
+            read: rate(grown(|row| row.bytes_read)),
+            written: rate(grown(|row| row.bytes_written)),
+            rings: part(rings, commands),
+            interrupts: part(grown(|row| row.interrupts), commands),
+            saved: part(updates.saturating_sub(rings), updates),
+            errors: grown(|row| row.errors),
+            p50: all.quantile(0.5),
+            p99: all.quantile(0.99),
+            namespaces,
+        }
+    }
+
+    /// A line, and one for each namespace.
+    pub(super) fn lines(&self) -> Vec<[String; 13]> {
+        let workers: Vec<_> = self.workers.iter().map(ToString::to_string).collect();
+        let line = [
+            self.socket.clone(),
+            self.state.into(),
+            or_none((!workers.is_empty()).then(|| workers.join(","))),
+            self.queues.to_string(),
+            count(self.iops),
+            bandwidth(self.read),
+            bandwidth(self.written),
+            or_none(self.rings.map(per_io)),
+            or_none(self.saved.map(percent)),
+            or_none(self.interrupts.map(per_io)),
+            self.errors.to_string(),
+            or_none(self.p50.map(time)),
+            or_none(self.p99.map(time)),
+        ];
+        let namespaces = self.namespaces.iter().map(|namespace| {
+            let none = || "-".to_owned();
+            [
+                namespace.title(),
+                none(),
+                none(),
+                none(),
+                count(namespace.iops),
+                bandwidth(namespace.read),
+                bandwidth(namespace.written),
+                none(),
+                none(),
+                none(),
+                namespace.errors.to_string(),
+                or_none(namespace.p50.map(time)),
+                or_none(namespace.p99.map(time)),
+            ]
+        });
+        std::iter::once(line).chain(namespaces).collect()
+    }
+
+    pub(super) fn to_json(&self) -> serde_json::Value {
+        let namespaces: Vec<_> = self.namespaces.iter().map(NamespaceRates::to_json).collect();
+        json!({
+            "socket": self.socket,
+            "state": self.state,
+            "workers": self.workers,
+            "queues": self.queues,
+            "iops": self.iops,
+            "read_bytes_per_second": self.read,
+            "written_bytes_per_second": self.written,
+            "rings_per_io": self.rings,
+            "doorbells_saved": self.saved,
+            "interrupts_per_io": self.interrupts,
+            "errors": self.errors,
+            "p50_ns": self.p50,
+            "p99_ns": self.p99,
+            "namespaces": namespaces,
+        })
+    }
+}
+
+impl NamespaceRates {
+    fn between(
+        before: Option<&NamespaceRow>,
+        now: &NamespaceRow,
+        seconds: f64,
+    ) -> (Self, Distribution) {
+        let before = before.unwrap_or(now);
+        let grown = |of: fn(&NamespaceRow) -> u64| of(now).saturating_sub(of(before));
+        let rate = |count: u64| rate(count, seconds);
+        let of = |row: &NamespaceRow| Distribution { total_ns: 0, counts: row.latency.clone() };
+        let latency = of(now).since(&of(before));
+        let rates = Self {
+            nsid: now.nsid,
+            disk: now.disk.clone(),
+            iops: rate(grown(|row| row.commands)),
+            read: rate(grown(|row| row.bytes_read)),
+            written: rate(grown(|row| row.bytes_written)),
+            errors: grown(|row| row.errors),
+            p50: latency.quantile(0.5),
+            p99: latency.quantile(0.99),
+        };
+        (rates, latency)
+    }
+
+    /// What it is called in a table.
+    pub(super) fn title(&self) -> String {
+        format!("  {} {}", self.nsid, self.disk)
+    }
+
+    fn to_json(&self) -> serde_json::Value {
+        json!({
+            "nsid": self.nsid,
+            "disk": self.disk,
+            "iops": self.iops,
+            "read_bytes_per_second": self.read,
+            "written_bytes_per_second": self.written,
+            "errors": self.errors,
+            "p50_ns": self.p50,
+            "p99_ns": self.p99,
+        })
+    }
+}
+
+pub(super) fn or_none(value: Option<String>) -> String {
+    value.unwrap_or_else(|| "-".into())
+}
+
+pub(super) fn percent(part: f64) -> String {
+    format!("{:.1} %", part * 100.0)
+}
+
+pub(super) fn time(ns: u64) -> String {
+    nanoseconds(ns as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_of_the_time_between_two_looks() {
+        let before = Row { socket: "a".into(), queues: 2, commands: 100, ..Row::default() };
+        let now = Row {
+            commands: 300,
+            bytes_read: 8192,
+            updates: 50,
+            rings: 5,
+            interrupts: 20,
+            ..before.clone()
+        };
+        let rates = Rates::between(&before, &now, 2.0);
+        assert_eq!((rates.state, rates.iops, rates.read), ("busy", 100.0, 4096.0));
+        assert_eq!((rates.rings, rates.interrupts), (Some(0.025), Some(0.1)));
+        assert_eq!((rates.saved, rates.p50), (Some(0.9), None));
+        // Nothing happened, or less than before, or in no time.
+        for (before, now, seconds) in [(&now, &now, 1.0), (&now, &before, 1.0), (&now, &now, 0.0)] {
+            let rates = Rates::between(before, now, seconds);
+            assert_eq!((rates.state, rates.iops, rates.rings), ("idle", 0.0, None));
+            assert_eq!(rates.lines()[0][8], "-");
+        }
+        let state = |row: Row| Rates::between(&row, &row, 1.0).state;
+        assert_eq!(state(Row { parked: true, ..now }), "parked");
+        assert_eq!(state(Row::default()), "off");
+    }
+
+    #[test]
+    fn namespaces_have_lines_and_percentiles_of_that_time() {
+        let namespace = |nsid, commands, bytes_read, latency: [u64; 3]| NamespaceRow {
+            nsid,
+            disk: "disk.img".into(),
+            commands,
+            bytes_read,
+            latency: latency.to_vec(),
+            ..NamespaceRow::default()
+        };
+        let row = |namespaces| Row { namespaces, ..Row::default() };
+        let before = row(vec![namespace(1, 900, 0, [900, 0, 0])]);
+        let now =
+            row(vec![namespace(1, 1000, 8192, [900, 99, 1]), namespace(2, 5, 4096, [0, 0, 5])]);
+        let rates = Rates::between(&before, &now, 2.0);
+        let [one, two] = &rates.namespaces[..] else { panic!("{rates:?}") };
+        assert_eq!((one.iops, one.read, one.p50, one.p99), (50.0, 4096.0, Some(1280), Some(1280)));
+        // It was not there before.
+        assert_eq!((two.iops, two.read, two.p50), (0.0, 0.0, None));
+        assert_eq!((rates.p50, rates.p99), (Some(1280), Some(1280)));
+        let lines = rates.lines();
+        assert_eq!((lines.len(), lines[1][0].as_str()), (3, "  1 disk.img"));
+        assert_eq!(lines[1][11], "1.28 us");
+        assert_eq!(rates.to_json()["namespaces"][0]["p99_ns"], 1280);
+    }
+}

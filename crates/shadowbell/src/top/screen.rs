@@ -1,0 +1,317 @@
+//! What is seen on a terminal: a table that fits 80 columns, and keys.
+
+use super::rates::{NamespaceRates, Rates, or_none, percent, time};
+use crate::units::{bandwidth, count, per_io};
+use ratatui::Frame;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use ratatui::layout::{Constraint, Layout};
+use ratatui::style::{Modifier, Style};
+use ratatui::text::Line;
+use ratatui::widgets::{Row, Table, TableState};
+use std::io;
+use std::time::Instant;
+
+/// Columns besides the first, with their headings: of what a guest does.
+const WORK: [(&str, u16); 7] = [
+    ("State", 6),
+    ("IOPS", 7),
+    ("Read", 10),
+    ("Written", 10),
+    ("p50", 8),
+    ("p99", 8),
+    ("Errors", 6),
+];
+/// The same, of how it is told of it.
+const DOORBELLS: [(&str, u16); 7] = [
+    ("State", 6),
+    ("Workers", 7),
+    ("Queues", 6),
+    ("IOPS", 7),
+    ("Rings/IO", 8),
+    ("Saved", 7),
+    ("Intr/IO", 8),
+];
+
+/// What is shown, and where of it.
+#[derive(Debug, Default)]
+pub(super) struct Screen {
+    rates: Vec<Rates>,
+    state: TableState,
+    shows_doorbells: bool,
+}
+
+/// What a key has asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// To go on.
+    Nothing,
+    /// To end.
+    End,
+}
+
+impl Screen {
+    /// Shows these from now on; what is selected stays so.
+    pub(super) fn set(&mut self, rates: Vec<Rates>) {
+        self.rates = rates;
+        self.select(self.state.selected().unwrap_or(0));
+    }
+
+    fn lines(&self) -> usize {
+        self.rates.iter().map(|rates| 1 + rates.namespaces.len()).sum()
+    }
+
+    fn select(&mut self, line: usize) {
+        self.state.select(self.lines().checked_sub(1).map(|last| line.min(last)));
+    }
+
+    /// Takes keys until `until`, and shows what they change.
+    ///
+    /// # Errors
+    /// The terminal's.
+    pub(super) fn wait(
+        &mut self,
+        until: Instant,
+        mut draw: impl FnMut(&mut Self) -> io::Result<()>,
+    ) -> io::Result<Asked> {
+        loop {
+            draw(self)?;
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || !event::poll(left)? {
+                return Ok(Asked::Nothing);
+            }
+            if let Event::Key(key) = event::read()?
+                && key.kind != KeyEventKind::Release
+                && self.key(key) == Asked::End
+            {
+                return Ok(Asked::End);
+            }
+        }
+    }
+
+    fn key(&mut self, key: KeyEvent) -> Asked {
+        let at = self.state.selected().unwrap_or(0);
+        match key.code {
+            KeyCode::Char('q') | KeyCode::Esc => return Asked::End,
+            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
+                return Asked::End;
+            }
+            KeyCode::Up | KeyCode::Char('k') => self.select(at.saturating_sub(1)),
+            KeyCode::Down | KeyCode::Char('j') => self.select(at + 1),
+            KeyCode::PageUp => self.select(at.saturating_sub(PAGE)),
+            KeyCode::PageDown => self.select(at + PAGE),
+            KeyCode::Home => self.select(0),
+            KeyCode::End => self.select(usize::MAX),
+            KeyCode::Left | KeyCode::Right | KeyCode::Char('d') | KeyCode::Tab => {
+                self.shows_doorbells = !self.shows_doorbells;
+            }
+            _ => {}
+        }
+        Asked::Nothing
+    }
+
+    pub(super) fn draw(&mut self, frame: &mut Frame<'_>) {
+        let areas = Layout::vertical([Constraint::Min(1), Constraint::Length(1)]);
+        let [above, below] = areas.areas(frame.area());
+        let columns = if self.shows_doorbells { DOORBELLS } else { WORK };
+        // A gap of one column each.
+        let others: u16 = columns.iter().map(|(_, width)| width + 1).sum();
+        let first = frame.area().width.saturating_sub(others);
+        let mut rows = Vec::new();
+        for rates in &self.rates {
+            let bold = Style::new().add_modifier(Modifier::BOLD);
+            let cells = if self.shows_doorbells { doorbells(rates) } else { work(rates) };
+            rows.push(row(end_of(&rates.socket, first), cells, &columns).style(bold));
+            for namespace in &rates.namespaces {
+                let cells = if self.shows_doorbells {
+                    Default::default()
+                } else {
+                    work_of_namespace(namespace)
+                };
+                let nsid = namespace.nsid.to_string();
+                let left = first.saturating_sub(nsid.len() as u16 + 3);
+                let title = format!("  {nsid} {}", end_of(&namespace.disk, left));
+                rows.push(row(title, cells, &columns));
+            }
+        }
+        let headings = columns.map(|(heading, _)| heading.to_owned());
+        let header = row("Controller".to_owned(), headings, &columns);
+        let widths = std::iter::once(first).chain(columns.map(|(_, width)| width));
+        let table = Table::new(rows, widths.map(Constraint::Length))
+            .header(header.style(Style::new().add_modifier(Modifier::UNDERLINED)))
+            .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED))
+            .column_spacing(1);
+        frame.render_stateful_widget(table, above, &mut self.state);
+        let measured = self.rates.iter().any(|rates| !rates.namespaces.is_empty());
+        let hint = if measured || self.rates.is_empty() {
+            ""
+        } else {
+            "   `shadowbell ctl measure on`: namespaces, p50"
+        };
+        let keys = format!("q end   arrows move   d doorbells{hint}");
+        frame
+            .render_widget(Line::from(keys).style(Style::new().add_modifier(Modifier::DIM)), below);
+    }
+}
+
+/// How far a page goes.
+const PAGE: usize = 20;
+
+fn row(title: String, cells: [String; 7], columns: &[(&str, u16); 7]) -> Row<'static> {
+    let cells = cells.into_iter().zip(columns).map(|(cell, (heading, width))| {
+        // Figures end where their heading does.
+        let is_word = *heading == "State";
+        let width = usize::from(*width);
+        if is_word { cell } else { format!("{cell:>width$}") }
+    });
+    Row::new(std::iter::once(title).chain(cells))
+}
+
+/// The end of a path that is too long is what tells it from others.
+fn end_of(path: &str, width: u16) -> String {
+    let width = usize::from(width);
+    let count = path.chars().count();
+    if count <= width {
+        return path.to_owned();
+    }
+    let rest: String = path.chars().skip(count + 1 - width.max(1)).collect();
+    format!("\u{2026}{rest}")
+}
+
+fn work(rates: &Rates) -> [String; 7] {
+    [
+        rates.state.to_owned(),
+        count(rates.iops),
+        bandwidth(rates.read),
+        bandwidth(rates.written),
+        or_none(rates.p50.map(time)),
+        or_none(rates.p99.map(time)),
+        rates.errors.to_string(),
+    ]
+}
+
+fn work_of_namespace(rates: &NamespaceRates) -> [String; 7] {
+    [
+        String::new(),
+        count(rates.iops),
+        bandwidth(rates.read),
+        bandwidth(rates.written),
+        or_none(rates.p50.map(time)),
+        or_none(rates.p99.map(time)),
+        rates.errors.to_string(),
+    ]
+}
+
+fn doorbells(rates: &Rates) -> [String; 7] {
+    let workers: Vec<_> = rates.workers.iter().map(ToString::to_string).collect();
+    [
+        rates.state.to_owned(),
+        or_none((!workers.is_empty()).then(|| workers.join(","))),
+        rates.queues.to_string(),
+        count(rates.iops),
+        or_none(rates.rings.map(per_io)),
+        or_none(rates.saved.map(percent)),
+        or_none(rates.interrupts.map(per_io)),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::live_stats::{NamespaceRow, Row as Counters};
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+
+    fn rates(socket: &str, namespaces: u32) -> Rates {
+        let namespace = |nsid| NamespaceRow {
+            nsid,
+            disk: format!("/var/lib/libvirt/images/a-machine-with-a-long-name/disk{nsid}.img"),
+            ..NamespaceRow::default()
+        };
+        let before = Counters {
+            socket: socket.into(),
+            namespaces: (1..=namespaces).map(namespace).collect(),
+            ..Counters::default()
+        };
+        let mut now = before.clone();
+        (now.commands, now.bytes_read, now.bytes_written) = (1_234_567, 5 << 30, 999 << 20);
+        (now.updates, now.rings, now.interrupts, now.queues) = (1_000_000, 3, 40_000, 8);
+        now.workers = vec![0, 1];
+        for namespace in &mut now.namespaces {
+            namespace.commands = 600_000;
+            namespace.bytes_read = 2 << 30;
+            let mut latency = vec![0; 192];
+            (latency[10], latency[100]) = (590_000, 10_000);
+            namespace.latency = latency;
+        }
+        Rates::between(&before, &now, 1.0)
+    }
+
+    /// The lines of a screen of this size.
+    fn lines(screen: &mut Screen, width: u16, height: u16) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        terminal.draw(|frame| screen.draw(frame)).unwrap();
+        let buffer = terminal.backend().buffer();
+        let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
+        (0..height).map(|y| line(y).trim_end().to_owned()).collect()
+    }
+
+    fn press(screen: &mut Screen, code: KeyCode) -> Asked {
+        screen.key(KeyEvent::new(code, KeyModifiers::NONE))
+    }
+
+    #[test]
+    fn all_of_it_fits_into_eighty_columns() {
+        let mut screen = Screen::default();
+        screen
+            .set(vec![rates("/run/shadowbell/vm0.sock", 2), rates("/run/a/long/path/vm1.sock", 0)]);
+        let shown = lines(&mut screen, 80, 24);
+        assert_eq!(
+            shown[0],
+            "Controller         State     IOPS       Read    Written      p50      p99 Errors"
+        );
+        assert_eq!(
+            shown[1],
+            "\u{2026}adowbell/vm0.sock busy    1.23 M 5.00 GiB/s  999 MiB/s  2.82 us  6.82 ms      0"
+        );
+        assert!(
+            shown[2].starts_with("  1 \u{2026}") && shown[2].contains("/disk1.img "),
+            "{shown:#?}"
+        );
+        assert!(shown[2].ends_with("2.82 us  6.82 ms      0"), "{shown:#?}");
+        assert!(shown[4].contains("vm1.sock busy") && shown[4].contains(" - "), "{shown:#?}");
+        assert!(shown[23].starts_with("q end"), "{shown:#?}");
+        assert_eq!(press(&mut screen, KeyCode::Char('d')), Asked::Nothing);
+        let shown = lines(&mut screen, 80, 24);
+        assert!(shown[0].ends_with("IOPS Rings/IO   Saved  Intr/IO"), "{shown:#?}");
+        assert!(shown[1].ends_with("1.23 M  <0.0001 100.0 %     0.03"), "{shown:#?}");
+        // A very small one is no reason to end.
+        lines(&mut screen, 10, 2);
+    }
+
+    #[test]
+    fn arrows_move_and_q_ends() {
+        let mut screen = Screen::default();
+        assert_eq!(press(&mut screen, KeyCode::Down), Asked::Nothing);
+        screen.set((0..40).map(|n| rates(&format!("/run/vm{n}.sock"), 1)).collect());
+        assert!(lines(&mut screen, 80, 10)[1].starts_with("/run/vm0.sock"));
+        for _ in 0..20 {
+            press(&mut screen, KeyCode::Down);
+        }
+        let shown = lines(&mut screen, 80, 10);
+        assert!(shown[8].starts_with("/run/vm10.sock"), "{shown:#?}");
+        press(&mut screen, KeyCode::End);
+        assert!(lines(&mut screen, 80, 10)[8].contains("/disk1.img"));
+        // Fewer than were there: the last one is selected.
+        screen.set(vec![rates("/run/vm0.sock", 0)]);
+        assert!(lines(&mut screen, 80, 10)[1].starts_with("/run/vm0.sock"));
+        press(&mut screen, KeyCode::Up);
+        screen.set(Vec::new());
+        lines(&mut screen, 80, 10);
+        for code in [KeyCode::Char('q'), KeyCode::Esc] {
+            assert_eq!(press(&mut screen, code), Asked::End);
+        }
+        let end = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
+        assert_eq!(screen.key(end), Asked::End);
+        assert_eq!(press(&mut screen, KeyCode::Char('c')), Asked::Nothing);
+    }
+}
