@@ -110,6 +110,22 @@ pub enum OpenError {
         /// The logical block size in bytes.
         block_size: u32,
     },
+    /// The same, of a file that is an image of a format and was asked for as raw.
+    #[error(
+        "{path}: it is a {format} image of {size} bytes, which are no multiple of the block size of \
+         {block_size} bytes, so they can not be served as they are; make a raw image of it with \
+         `qemu-img convert -O raw {path} {path}.raw`"
+    )]
+    OddFormat {
+        /// The file.
+        path: String,
+        /// Its size in bytes.
+        size: u64,
+        /// The logical block size in bytes.
+        block_size: u32,
+        /// What it is an image of.
+        format: ImageFormat,
+    },
     /// Another process uses the file.
     #[error(
         "{path}: {what}; stop what uses it{}",

@@ -122,6 +122,13 @@ fn files_that_are_no_disks_are_refused_with_a_sentence() {
 
     let odd = image(directory.path(), MIB + 100);
     says(&refused(&odd, ""), &odd, &["1048676 bytes", "512", "truncate -s %512"]);
+    // One of a format, whose bytes were asked for: longer it would be another one.
+    let mut vmdk = std::fs::read(&odd).unwrap();
+    vmdk[..4].copy_from_slice(b"KDMV");
+    std::fs::write(&odd, vmdk).unwrap();
+    let error = refused(&odd, "?format=raw");
+    says(&error, &odd, &["a VMDK image", "1048676 bytes", "qemu-img convert -O raw"]);
+    assert!(!error.to_string().contains("truncate"), "{error}");
     let half = image(directory.path(), MIB + 512);
     let error = refused(&half, "?block-size=4096");
     assert!(matches!(error, OpenError::NotBlockMultiple { size: 1_049_088, .. }));

@@ -42,6 +42,7 @@ impl MigratedController {
             sq: SqStats::default(),
             cq: CqStats::default(),
             eventfd_doorbells: 0,
+            recoveries: 0,
         };
         Features::leave_clock(&mut controller.control.features);
         Self { controller, doorbells: Bytes(doorbells) }

@@ -151,6 +151,7 @@ impl ControllerInner {
         let mut journal = RecoveredJournal::read(&file, records, control.generation, death)?;
         let eventfds = take_eventfds(&parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
+        cx.shared.count_recovery();
         if saved.isolated {
             self.relocate(|control, cx| control.isolate(cx))?;
         }

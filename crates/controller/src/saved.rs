@@ -299,6 +299,9 @@ pub(crate) struct SavedCounters {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
+    /// Processes that have died with it.
+    #[serde(default)]
+    pub(crate) recoveries: u64,
 }
 
 /// What is recorded of a control plane at work.

@@ -32,6 +32,8 @@ struct Counted {
     retired_io: IoStats,
     /// Doorbells rung by a descriptor, of those that are gone.
     retired_events: u64,
+    /// Processes that have died with the controller.
+    recoveries: u64,
     /// What is counted now, by one worker each.
     parts: Vec<Arc<PartCounters>>,
     /// What is measured, or was, by namespace; each by one thread.
@@ -326,6 +328,7 @@ impl ControllerShared {
             doorbell_events,
             io: counted.io(),
             measured: counted.measured(),
+            recoveries: counted.recoveries,
             workers,
         }
     }
@@ -343,6 +346,7 @@ impl ControllerShared {
             sq: counted.retired_sq.clone(),
             cq: counted.retired_cq.clone(),
             eventfd_doorbells: counted.retired_events,
+            recoveries: counted.recoveries,
         }
     }
 
@@ -352,6 +356,12 @@ impl ControllerShared {
         counted.retired_io = saved.io;
         (counted.retired_sq, counted.retired_cq) = (saved.sq.clone(), saved.cq.clone());
         counted.retired_events = saved.eventfd_doorbells;
+        counted.recoveries = saved.recoveries;
+    }
+
+    /// It goes on after the death of another process.
+    pub(crate) fn count_recovery(&self) {
+        self.counted.lock().recoveries += 1;
     }
 }
 

@@ -391,6 +391,8 @@ pub struct Stats {
     /// [`Pool::measure`](crate::Pool::measure) was on. Nothing if it never was.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub measured: Vec<MeasuredNamespace>,
+    /// Times that it went on after the death of the process that had served it.
+    pub recoveries: u64,
     /// The workers that serve this controller (each may serve others too).
     pub workers: Vec<SleepStats>,
 }

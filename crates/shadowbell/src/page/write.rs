@@ -47,6 +47,11 @@ pub(crate) fn write(path: &Path, title: &str, lead: &str, body: &str) -> anyhow:
 /// With exit status `exit::BAD_INPUT`, if it can not be.
 pub(crate) fn check(path: Option<&Path>) -> anyhow::Result<()> {
     let Some(path) = path else { return Ok(()) };
+    if path == Path::new("-") {
+        return Err(crate::exit::bad_input(anyhow::anyhow!(
+            "--report -: standard output has the figures; a file of that name is `./-`"
+        )));
+    }
     // Not truncated: if the measurement fails, an older report stays.
     let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
     let name = path.display();

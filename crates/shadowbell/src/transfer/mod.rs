@@ -35,7 +35,7 @@ pub(crate) struct ReadArgs {
     /// How many bytes [default: all up to the end]
     #[arg(long, value_parser = parse::offset, value_name = "BYTES")]
     pub length: Option<u64>,
-    /// Where to put them [default: standard output]
+    /// Where to put them; `-` is standard output [default: standard output]
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 }
@@ -53,7 +53,7 @@ pub(crate) struct WriteArgs {
     /// How many bytes, at most [default: all that there are]
     #[arg(long, value_parser = parse::offset, value_name = "BYTES")]
     pub length: Option<u64>,
-    /// Where they come from [default: standard input]
+    /// Where they come from; `-` is standard input [default: standard input]
     #[arg(short, long, value_name = "FILE")]
     pub input: Option<PathBuf>,
     #[command(flatten)]
@@ -81,7 +81,8 @@ pub(crate) struct CopyArgs {
 /// The driver's, those of the output, and with exit status [`exit::BAD_INPUT`] a range that is not
 /// there.
 pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
-    if args.output.is_none() && io::stdout().is_terminal() {
+    let output = args.output.as_deref().filter(|path| !is_standard(path));
+    if output.is_none() && io::stdout().is_terminal() {
         let error =
             anyhow!("the bytes of a disk are not for a terminal: use `> FILE` or `-o FILE`");
         return Err(exit::bad_input(error));
@@ -98,7 +99,7 @@ pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
         )));
     }
     let mut reader = DiskReader::open(&mut session, namespace, args.offset, length)?;
-    let (mut out, name): (Box<dyn Write>, String) = match &args.output {
+    let (mut out, name): (Box<dyn Write>, String) = match output {
         Some(path) => (Box::new(create(path)?), path.display().to_string()),
         None => (Box::new(io::stdout().lock()), "standard output".to_owned()),
     };
@@ -114,6 +115,11 @@ pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     session.detach()?;
     tracing::info!("read {length} bytes of {}", args.target);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether it stands for standard input or output. A file of that name is `./-`.
+fn is_standard(path: &Path) -> bool {
+    path == Path::new("-")
 }
 
 /// An empty file, or what it was if that is no file: a pipe, a device. Not a disk that somebody
@@ -139,20 +145,22 @@ fn create(path: &Path) -> anyhow::Result<File> {
 /// # Errors
 /// The driver's, those of the input, and with exit status [`exit::BAD_INPUT`] what does not fit.
 pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
-    let (mut input, name, length): (Box<dyn Read>, String, Option<u64>) = match &args.input {
-        Some(path) => {
-            let name = path.display().to_string();
-            let file = File::open(path).map_err(exit::bad_input).with_context(|| name.clone())?;
-            let about = file.metadata()?;
-            if about.is_dir() {
-                return Err(exit::bad_input(anyhow!("{name} is a directory")));
+    let (mut input, name, length): (Box<dyn Read>, String, Option<u64>) =
+        match args.input.as_deref().filter(|path| !is_standard(path)) {
+            Some(path) => {
+                let name = path.display().to_string();
+                let file =
+                    File::open(path).map_err(exit::bad_input).with_context(|| name.clone())?;
+                let about = file.metadata()?;
+                if about.is_dir() {
+                    return Err(exit::bad_input(anyhow!("{name} is a directory")));
+                }
+                // Of a pipe or a device nobody knows.
+                let length = about.is_file().then_some(about.len());
+                (Box::new(file), name, length)
             }
-            // Of a pipe or a device nobody knows.
-            let length = about.is_file().then_some(about.len());
-            (Box::new(file), name, length)
-        }
-        None => (Box::new(io::stdin().lock()), "standard input".to_owned(), None),
-    };
+            None => (Box::new(io::stdin().lock()), "standard input".to_owned(), None),
+        };
     let length = match (length, args.length) {
         (Some(there), Some(wanted)) => Some(there.min(wanted)),
         (there, _) => there,

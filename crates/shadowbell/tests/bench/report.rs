@@ -226,5 +226,7 @@ fn a_page_that_can_not_be_written_is_refused_before_the_measurement() {
     for verb in ["bench null:1GiB --runtime 100", "demo --runtime 60000"] {
         let said = complaint(&mut line(&format!("{verb} --report no/such/page.html")), 2);
         assert!(said.contains("can not be written to no/such/page.html"), "{said}");
+        let said = complaint(&mut line(&format!("{verb} --report -")), 2);
+        assert!(said.contains("standard output has the figures"), "{said}");
     }
 }

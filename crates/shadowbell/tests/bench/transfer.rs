@@ -16,6 +16,11 @@ fn what_was_written_is_read() {
         let read =
             line(&format!("read {target} --offset 12345 --length 3000001")).assert().success();
         assert!(read.get_output().stdout == content, "namespace {nsid}");
+        // `-` is standard output, and no file.
+        let mut dash = line(&format!("read {target} --offset 12345 --length 100 -o -"));
+        let dash = dash.current_dir(directory).assert().success();
+        assert_eq!(dash.get_output().stdout, &content[..100]);
+        assert!(!directory.join("-").exists());
         let output = directory.join("out");
         line(&format!("read {target} -o {}", output.display())).assert().success();
         let all = fs::read(output).unwrap();
@@ -31,7 +36,7 @@ fn what_was_written_is_read() {
 fn a_few_bytes_in_a_block_leave_the_rest_alone() {
     let directory = tempfile::tempdir().unwrap();
     let image = file(directory.path(), "disk.img", &[b'.'; 4096]);
-    let mut write = line(&format!("write {image} --offset 1000"));
+    let mut write = line(&format!("write {image} --offset 1000 --input -"));
     write.write_stdin("a few bytes").assert().success();
     let mut expected = [b'.'; 4096];
     expected[1000..1011].copy_from_slice(b"a few bytes");

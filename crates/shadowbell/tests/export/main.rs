@@ -207,6 +207,20 @@ fn a_read_only_export_refuses_writes() {
     export.stop();
 }
 
+/// Whoever can reach it can read it, and so it is said.
+#[test]
+fn a_disk_for_the_whole_network_is_worth_a_warning() {
+    for (address, is_open) in
+        [("tcp:0.0.0.0:0", true), ("tcp:[::]:0", true), ("tcp:127.0.0.1:0", false)]
+    {
+        let export = Export::start(&["mem:1MiB", "--nbd", address]);
+        let said = export.stderr();
+        let warned = said.contains("can read the disk, and write it: NBD asks nobody who he is");
+        assert_eq!(warned, is_open, "{address}: {said}");
+        export.stop();
+    }
+}
+
 #[test]
 fn what_can_not_be_exported_is_refused_with_the_reason() {
     let refused = |arguments: &[&str], words: &str| {

@@ -264,6 +264,25 @@ fn namespaces_are_measured_if_that_was_asked_for() {
 }
 
 #[test]
+fn a_death_is_counted_and_an_upgrade_is_none() {
+    let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let mut guest = crate::upgrade::Client::attach(&server.socket());
+    let recoveries = || scrape(&server).get("shadowbell_recoveries_total", &[]);
+    assert_eq!(recoveries(), 0.0);
+    for deaths in 1..3_u8 {
+        crate::recover::kill(&server, rustix::process::Signal::KILL);
+        guest.write(1, 0, deaths);
+        until("the control socket", || ctl(&server, &["status"]).0 == Some(0));
+        assert_eq!(recoveries(), f64::from(deaths));
+    }
+    let (status, _, errors) = ctl(&server, &["upgrade"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert_eq!((guest.read(1, 0), recoveries()), (2, 2.0));
+    drop(guest);
+    assert!(server.stop().success());
+}
+
+#[test]
 fn by_tcp_there_are_metrics_and_nothing_else() {
     let mut server = Server::start(&["mem:4MiB"], &["--metrics", "127.0.0.1:0"]);
     let log = server.stderr();

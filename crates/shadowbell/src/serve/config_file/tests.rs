@@ -187,6 +187,10 @@ fn what_is_written_is_read_as_the_same() {
     assert_eq!(again.control.name.as_deref(), Some("vms"));
     let once_more: Vec<_> = again.controllers.iter().cloned().map(std::sync::Arc::new).collect();
     assert_eq!(write(&Settings::of(&again), "vms", &once_more), written);
+    // What was changed since then.
+    assert!(!again.measure);
+    let measured = write(&Settings::of(&again).with_measure(true), "vms", &once_more);
+    assert!(parse(&measured, "measured.toml").unwrap().measure, "{measured}");
 }
 
 #[test]

@@ -20,6 +20,7 @@ use std::time::Duration;
 pub(in crate::serve) struct Settings {
     pool: PoolOptions,
     trace: Option<(PathBuf, u32)>,
+    measure: bool,
     stats_json: Option<PathBuf>,
     stats_socket: Option<PathBuf>,
     control_socket: Option<PathBuf>,
@@ -32,12 +33,18 @@ impl Settings {
         Self {
             pool: config.pool.clone(),
             trace: config.trace.clone(),
+            measure: config.measure,
             stats_json: config.stats_json.clone(),
             stats_socket: config.stats_socket.clone(),
             control_socket: config.control.path.clone(),
             metrics: config.metrics,
             access: config.socket_access.clone(),
         }
+    }
+
+    /// The same, with commands measured or not.
+    pub(in crate::serve) fn with_measure(&self, measure: bool) -> Self {
+        Self { measure, ..self.clone() }
     }
 }
 
@@ -53,6 +60,7 @@ struct File {
     stats_socket: Option<PathBuf>,
     trace: Option<PathBuf>,
     trace_records: Option<u32>,
+    measure: Option<bool>,
     workers: Option<usize>,
     pin: Vec<usize>,
     poll: Option<&'static str>,
@@ -103,8 +111,8 @@ pub(in crate::serve) fn write(
     name: &str,
     controllers: &[Arc<SocketConfig>],
 ) -> String {
-    let Settings { pool, trace, stats_json, stats_socket, control_socket, metrics, access } =
-        settings;
+    let Settings { pool, trace, stats_json, stats_socket, control_socket, .. } = settings;
+    let Settings { measure, metrics, access, .. } = settings;
     let (poll, poll_max_us) = match pool.polling {
         Polling::Always => (Some("always"), None),
         Polling::Never => (Some("never"), None),
@@ -121,6 +129,7 @@ pub(in crate::serve) fn write(
         stats_socket: stats_socket.as_deref().map(absolute),
         trace: trace.as_ref().map(|(path, _)| absolute(path)),
         trace_records: trace.as_ref().map(|(_, records)| *records),
+        measure: measure.then_some(true),
         workers: (pool.workers != 0).then_some(pool.workers),
         pin: pool.pin.clone(),
         poll,

@@ -411,7 +411,8 @@ fn namespace(view: &View, id: &str, nsid: u32) -> Result<Namespace, Problem> {
     responses((status = 200, description = "The file", body = Configuration)))]
 fn configuration(view: &View) -> Configuration {
     let controllers: Vec<_> = view.controllers.all().iter().map(|one| one.asked()).collect();
-    Configuration { toml: config_file::write(&view.settings, &view.name, &controllers) }
+    let settings = view.settings.with_measure(view.tracer.measures());
+    Configuration { toml: config_file::write(&settings, &view.name, &controllers) }
 }
 
 /// All groups of disks that share limits

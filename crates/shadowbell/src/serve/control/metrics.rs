@@ -286,6 +286,11 @@ fn controllers(text: &mut Text, all: &[Counted]) {
         s.io.media_errors
     });
     counter(
+        "shadowbell_recoveries",
+        "Times that the controller went on after the death of the process that had served it.",
+        |s| s.recoveries,
+    );
+    counter(
         "shadowbell_doorbell_events",
         "Doorbells rung by a descriptor instead of a register write.",
         |s| s.doorbell_events,
