@@ -26,6 +26,7 @@ mod limit;
 mod lists;
 mod mem;
 mod null;
+mod regions;
 mod request;
 mod resize;
 mod size;

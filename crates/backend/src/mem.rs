@@ -7,6 +7,7 @@ use crate::error::OpenError;
 use crate::extent::{Extent, Tell, tell_of_file};
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
+use crate::regions::Regions;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
 use crate::size::format_size;
@@ -23,12 +24,13 @@ use std::sync::Arc;
 /// `always`), it is made of them: the first write to any of 2 MiB takes all of it, and in exchange
 /// a random access costs one miss less.
 ///
-/// Every operation completes inline. Two threads that access the same blocks at once get what
-/// they would get from a real disk: a mix of both.
+/// Every operation completes inline. Two threads that access the same blocks at once find, and
+/// leave, each block as one of them has written it, and never a part of each.
 #[derive(Clone, Debug)]
 pub struct MemDisk {
     info: DiskInfo,
     bytes: SharedBytes,
+    regions: Arc<Regions>,
 }
 
 /// What another process needs to go on with it.
@@ -53,7 +55,7 @@ impl MemDisk {
         let info = Self::info_of(blocks, block_size);
         let mapping = Mapping::anonymous(info.bytes())
             .map_err(|source| OpenError::Memory { bytes: info.bytes(), source })?;
-        Ok(Self::of(mapping, info))
+        Ok(Self::of(mapping, info, Arc::new(Regions::new())))
     }
 
     /// A disk as [`new`](Self::new) makes it, in memory that can be handed over to another process:
@@ -67,7 +69,7 @@ impl MemDisk {
         let mapping = Mapping::shared("shadowbell-disk", info.bytes());
         let mapping =
             mapping.map_err(|source| OpenError::Memory { bytes: info.bytes(), source })?;
-        Ok(Self::of(mapping, info))
+        Ok(Self::of(mapping, info, Arc::new(Regions::new())))
     }
 
     /// The disk that another process [has handed over](Disk::hand_over).
@@ -88,7 +90,7 @@ impl MemDisk {
         if mapping.len() as u64 / u64::from(block_size) < blocks {
             return Err("its memory is too short".to_owned());
         }
-        Ok(Self::of(mapping, info))
+        Ok(Self::of(mapping, info, Arc::new(Regions::new())))
     }
 
     fn info_of(blocks: u64, block_size: u32) -> DiskInfo {
@@ -102,12 +104,12 @@ impl MemDisk {
         }
     }
 
-    fn of(mapping: Arc<Mapping>, info: DiskInfo) -> Self {
+    fn of(mapping: Arc<Mapping>, info: DiskInfo, regions: Arc<Regions>) -> Self {
         mapping.prefer_huge_pages();
         // The mapping is rounded up to whole pages; the disk is not.
         let len = usize::try_from(info.bytes()).unwrap_or(usize::MAX).min(mapping.len());
         let bytes = mapping.bytes().slice(0, len).unwrap_or_else(|| mapping.bytes());
-        Self { info, bytes }
+        Self { info, bytes, regions }
     }
 
     /// Whether writes are refused.
@@ -130,7 +132,7 @@ impl Disk for MemDisk {
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        Ok(Box::new(MemQueue::new(self.info.bounds(), self.bytes.clone())))
+        Ok(Box::new(MemQueue::new(self)))
     }
 
     fn name(&self) -> String {
@@ -177,7 +179,8 @@ impl Disk for MemDisk {
         let info = self.info.with_bytes(bytes).ok_or_else(size)?;
         let mapping = self.bytes.mapping();
         if bytes <= mapping.len() as u64 {
-            return Ok(Arc::new(Self::of(Arc::clone(mapping), info)));
+            let regions = Arc::clone(&self.regions);
+            return Ok(Arc::new(Self::of(Arc::clone(mapping), info, regions)));
         }
         let fd = mapping.fd().ok_or_else(|| ResizeError::Private { disk: disk() })?;
         let system = |source| ResizeError::System { disk: disk(), source };
@@ -192,7 +195,7 @@ impl Disk for MemDisk {
         let own = fd.try_clone_to_owned().map_err(system)?;
         let mapping = Mapping::from_own_fd(own, 0, len, Protection::ReadWrite);
         let mapping = mapping.map_err(|error| system(io::Error::other(error)))?;
-        Ok(Arc::new(Self::of(mapping, info)))
+        Ok(Arc::new(Self::of(mapping, info, Arc::clone(&self.regions))))
     }
 
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
@@ -210,11 +213,14 @@ struct MemQueue {
     bounds: Bounds,
     is_large: bool,
     bytes: SharedBytes,
+    regions: Arc<Regions>,
 }
 
 impl MemQueue {
-    fn new(bounds: Bounds, bytes: SharedBytes) -> Self {
-        Self { bounds, is_large: bytes.len() >= LARGE, bytes }
+    fn new(disk: &MemDisk) -> Self {
+        let MemDisk { info, bytes, regions } = disk;
+        let (is_large, regions) = (bytes.len() >= LARGE, Arc::clone(regions));
+        Self { bounds: info.bounds(), is_large, bytes: bytes.clone(), regions }
     }
 
     #[inline]
@@ -222,23 +228,41 @@ impl MemQueue {
         request.check(&self.bounds, data)?;
         // The range was checked against the disk, which fits the address space.
         let (at, len) = (request.offset as usize, request.len as usize);
+        let (disk, regions, is_large) = (&self.bytes, &*self.regions, self.is_large);
+        let missing = DiskError::BadBuffer;
         match request.op {
-            Op::Read if self.is_large => {
-                data.copy_from_large(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer)
-            }
-            Op::Read => data.copy_from(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
-            Op::Write { .. } if self.is_large => {
-                data.copy_to_large(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer)
-            }
-            Op::Write { .. } => data.copy_to(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
+            Op::Read if is_large => regions.read(at, len, |done, at, len| {
+                data.copy_from_large(done, disk, at, len).ok_or(missing)
+            }),
+            Op::Read => regions
+                .read(at, len, |done, at, len| data.copy_from(done, disk, at, len).ok_or(missing)),
+            Op::Write { .. } if is_large => regions.write(at, len, |done, at, len| {
+                data.copy_to_large(done, disk, at, len).ok_or(missing)
+            }),
+            Op::Write { .. } => regions
+                .write(at, len, |done, at, len| data.copy_to(done, disk, at, len).ok_or(missing)),
             Op::Flush | Op::Verify => Ok(()),
             Op::WriteZeroes { .. } | Op::Discard => self.zero(at, len),
-            Op::Compare => compare(data, 0, &self.bytes, at, len),
+            Op::Compare => {
+                regions.read(at, len, |done, at, len| compare(data, done, disk, at, len))
+            }
         }
     }
 
-    /// Gives back the whole pages of the range and zeroes what is left of it.
+    /// Zeroes the range, some of it at a time.
     fn zero(&self, at: usize, len: usize) -> Result<(), DiskError> {
+        let mut done = 0;
+        while done < len {
+            let at = at + done;
+            let part = (len - done).min(STRIDE as usize);
+            self.regions.change(at, part, || self.zero_part(at, part))?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Gives back the whole pages of the range and zeroes what is left of it.
+    fn zero_part(&self, at: usize, len: usize) -> Result<(), DiskError> {
         let end = at + len;
         let first = at.next_multiple_of(PAGE);
         let last = end / PAGE * PAGE;
@@ -321,7 +345,7 @@ mod tests {
             rss.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() / 4
         };
         let before = resident();
-        MemQueue::new(disk.info.bounds(), disk.bytes.clone()).zero(512, 62 * PAGE).unwrap();
+        MemQueue::new(&disk).zero(512, 62 * PAGE).unwrap();
         assert_eq!(before - resident(), 61, "the whole pages inside");
         let mut all = vec![9; 64 * PAGE];
         disk.bytes().read_into(0, &mut all).unwrap();

@@ -74,7 +74,8 @@ impl Asker {
         into.append(&mut self.answers.lock());
     }
 
-    fn answer(&self, key: Key, result: i32) {
+    /// Gives it an answer.
+    pub(super) fn answer(&self, key: Key, result: i32) {
         self.answers.lock().push((key, result));
         self.waker.wake();
     }

@@ -34,6 +34,11 @@
 //! durable by itself is a write and a sync there, and fails like one. With direct I/O nothing is
 //! forgotten, and a sync that is repeated may succeed.
 //!
+//! # Blocks stay whole
+//!
+//! What the page cache does not do, and a device not for blocks of several of its sectors, is done
+//! here: requests that overlap are one after the other, of all queues ([`ranges`]).
+//!
 //! # What it does not do
 //!
 //! Verify reads through the page cache if the disk uses it; only direct I/O reaches the storage.
@@ -46,6 +51,7 @@ mod open;
 mod opener;
 mod options;
 mod queue;
+mod ranges;
 mod saved;
 #[cfg(feature = "scripted")]
 mod script;

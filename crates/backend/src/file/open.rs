@@ -3,7 +3,7 @@
 use super::flusher::Flusher;
 use super::image::{ImageFile, attribute};
 use super::options::{Aio, FileOptions, Format};
-use super::shared::{FileShared, Hold};
+use super::shared::{FileShared, Hold, ranges};
 use crate::error::OpenError;
 use crate::format::ImageFormat;
 use crate::info::DiskInfo;
@@ -76,6 +76,7 @@ pub(super) fn take(
             discard,
             granularity: cluster / block_size,
         },
+        ranges: ranges(direct, block_size),
         direct,
         engine,
         no_uring,

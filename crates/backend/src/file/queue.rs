@@ -1,6 +1,7 @@
 //! One thread's queue on a file.
 
 use super::flusher::Asker;
+use super::ranges::Entered;
 use super::shared::FileShared;
 use super::task::{BOUNCE, Stage, Step, Task};
 use crate::bounds::Bounds;
@@ -23,6 +24,8 @@ const WAITING: u32 = 0;
 
 pub(super) struct FileQueue {
     ring: Ring<Task>,
+    /// Behind the ring: when it is gone, so is what was under way.
+    entered: Entered,
     shared: Arc<FileShared>,
     by_tag: TagIndex<Key>,
     /// The slots of requests that wait for room in the ring or for a bounce buffer, in order.
@@ -35,8 +38,9 @@ pub(super) struct FileQueue {
     /// Completions on their way, kept for its room.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
-    /// Syncs that the flusher was asked for, and has not answered or only just.
-    syncs: usize,
+    /// Syncs that the flusher was asked for, and turns that are waited for, which have no answer
+    /// yet or only just.
+    asked: usize,
     asker: Arc<Asker>,
 }
 
@@ -52,10 +56,12 @@ impl FileQueue {
             Some(script) => script.adopt(ring),
             None => ring,
         };
+        let asker = Asker::new(ring.waker());
         Ok(Self {
-            asker: Asker::new(ring.waker()),
+            entered: Entered::new(shared.ranges.clone(), &asker),
+            asker,
             ring,
-            syncs: 0,
+            asked: 0,
             bounds: shared.info.bounds(),
             shared,
             by_tag: TagIndex::new(),
@@ -79,7 +85,7 @@ impl FileQueue {
             return true;
         };
         let Some(next) = task.call() else {
-            self.syncs += 1;
+            self.asked += 1;
             self.shared.flusher.ask(&self.asker, key);
             return true;
         };
@@ -152,10 +158,23 @@ impl FileQueue {
         }
     }
 
+    /// Begins with a task whose turn it is.
+    fn begin(&mut self, key: Key) {
+        if !self.waiting.is_empty(WAITING) || !self.start(key) {
+            self.waiting.push_back(WAITING, key.index());
+        } else {
+            self.ring.submit_in_time();
+        }
+    }
+
     /// Goes on with a task whose call has ended. The result, if the request has ended with it.
     fn advance(&mut self, key: Key, result: i32) -> Option<Result<(), DiskError>> {
         let shared = Arc::clone(&self.shared);
         let (task, data, own) = self.ring.get(key)?;
+        if std::mem::take(&mut task.held) {
+            self.begin(key);
+            return None;
+        }
         let mut step = task.outcome(result, &shared);
         if step == Step::Piece {
             let (at, len) = task.piece();
@@ -196,6 +215,9 @@ impl FileQueue {
         done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments),
     ) {
         if let Some(taken) = self.ring.remove(key) {
+            if self.entered.leave(taken.task.request(), key) {
+                self.asked -= 1;
+            }
             if let (Some(own), true) = (taken.own, taken.task.may_bounce()) {
                 self.bounces.push(own);
             }
@@ -215,10 +237,11 @@ impl Queue for FileQueue {
         };
         let key = self.ring.insert(task, data.take());
         self.by_tag.set(tag, key);
-        if !self.waiting.is_empty(WAITING) || !self.start(key) {
-            self.waiting.push_back(WAITING, key.index());
-        } else {
-            self.ring.submit_in_time();
+        if self.entered.enter(request, key) {
+            self.begin(key);
+        } else if let Some((task, ..)) = self.ring.get(key) {
+            task.held = true;
+            self.asked += 1;
         }
         Submitted::Pending
     }
@@ -230,15 +253,15 @@ impl Queue for FileQueue {
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         let mut completions = std::mem::take(&mut self.completions);
-        if self.syncs != 0 {
+        if self.asked != 0 {
             self.ring.quieten();
         }
         self.ring.collect(&mut completions);
         // Only now: what is answered from here on makes the descriptor readable again.
-        if self.syncs != 0 {
+        if self.asked != 0 {
             let before = completions.len();
             self.asker.take(&mut completions);
-            self.syncs -= completions.len() - before;
+            self.asked -= completions.len() - before;
         }
         for (key, result) in completions.drain(..) {
             if let Some(result) = self.advance(key, result) {

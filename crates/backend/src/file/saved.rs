@@ -7,7 +7,7 @@
 use super::flusher::Flusher;
 use super::open::{engine, zeroes};
 use super::options::FileOptions;
-use super::shared::{Alignment, FileShared, Hold};
+use super::shared::{Alignment, FileShared, Hold, ranges};
 use crate::info::DiskInfo;
 use crate::sys;
 use serde::{Deserialize, Serialize};
@@ -62,7 +62,8 @@ pub(super) fn adopt(
         hold: Hold::new(&file, &flusher, true),
         flusher,
         file,
-        info: saved.info,
+        info: saved.info.clone(),
+        ranges: ranges(saved.direct, saved.info.block_size),
         direct: saved.direct,
         engine,
         no_uring,

@@ -1,6 +1,7 @@
 //! What all queues of a file disk share.
 
 use super::flusher::Flusher;
+use super::ranges::Ranges;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request};
 use crate::sys::EngineKind;
@@ -36,6 +37,8 @@ pub(super) struct FileShared {
     /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it
     /// has been taken since.
     pub(super) full: AtomicU64,
+    /// What is read and written now, if blocks do not stay whole by themselves.
+    pub(super) ranges: Option<Arc<Ranges>>,
     /// What it has together with the same disk in another size.
     pub(super) hold: Arc<Hold>,
     /// Zeroes to write where nothing better works. Never written, so they take no memory.
@@ -62,6 +65,13 @@ pub(super) struct Hold {
     flusher: Arc<Flusher>,
     /// Another process has the same open file, and so the same lock.
     pub(super) lock_is_shared: AtomicBool,
+}
+
+/// What keeps blocks of so many bytes whole, if it is needed: with direct I/O the device does, if
+/// they are its own.
+pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<Ranges>> {
+    let is_whole = direct.is_some_and(|align| align.offset >= block_size as usize);
+    (!is_whole).then(Arc::default)
 }
 
 impl Hold {
@@ -104,6 +114,7 @@ impl FileShared {
             no_zero_range: copy(&self.no_zero_range),
             no_punch: copy(&self.no_punch),
             full: AtomicU64::new(self.full.load(Ordering::Relaxed)),
+            ranges: self.ranges.clone(),
             hold: Arc::clone(&self.hold),
             zeroes: self.zeroes.clone(),
             #[cfg(feature = "scripted")]

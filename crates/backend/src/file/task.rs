@@ -46,6 +46,8 @@ pub(super) struct Task {
     pub(super) stage: Stage,
     /// The host wants it ended.
     pub(super) cancelled: bool,
+    /// Others have their turn at its blocks first.
+    pub(super) held: bool,
     request: Request,
     /// Bytes of the range that are done.
     done: u64,
@@ -100,6 +102,7 @@ impl Task {
             tag,
             stage,
             cancelled: false,
+            held: false,
             request: *request,
             done: 0,
             retries: 0,

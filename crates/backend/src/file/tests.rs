@@ -30,6 +30,7 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
     let file = Arc::new(file.into());
     let flusher = Flusher::new(Arc::clone(&file), true);
     FileShared {
+        ranges: None,
         hold: Hold::new(&file, &flusher, false),
         flusher,
         file,

@@ -56,6 +56,12 @@ pub(crate) struct Key {
 }
 
 impl Key {
+    /// One of no ring.
+    #[cfg(test)]
+    pub(crate) fn of(index: u32, generation: u32) -> Self {
+        Self { index, generation }
+    }
+
     /// The slot's number, which is small.
     pub(crate) fn index(self) -> u32 {
         self.index

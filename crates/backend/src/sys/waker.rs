@@ -14,13 +14,23 @@ use std::time::Duration;
 pub(crate) enum Waker {
     Alarm(Arc<Alarm>),
     Threads(Arc<ThreadsShared>),
+    #[cfg(test)]
+    None,
 }
 
 impl Waker {
+    /// Of nobody.
+    #[cfg(test)]
+    pub(crate) fn none() -> Self {
+        Self::None
+    }
+
     pub(crate) fn wake(&self) {
         match self {
             Self::Alarm(alarm) => alarm.ring_in(Duration::ZERO),
             Self::Threads(shared) => shared.wake(),
+            #[cfg(test)]
+            Self::None => {}
         }
     }
 }

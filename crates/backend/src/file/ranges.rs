@@ -1,0 +1,334 @@
+//! Who reads and writes which bytes of a file, so that blocks stay whole.
+//!
+//! A controller promises that a logical block is written and read as one (NVM Command Set 1.1,
+//! 2.1.4.2: AWUN is at least one block). A storage device does that for its own blocks. The page
+//! cache does not: ext4 and most others read a page without any lock while it is written (XFS has
+//! one), and a transfer that ends short is continued after others. And a block of several sectors
+//! of the device is several to it.
+//!
+//! So each request that reads or writes enters its range, and one that overlaps with an earlier one
+//! waits until that has left, unless both read. They have their turns in the order in which they
+//! came, whatever queues they are of. Where no request meets another, all that is spent is a place
+//! in a short list.
+//!
+//! The lists are by place in the file. A range that lies in several of them is entered in all, and
+//! only one at a time of such ranges; the order in one list is then never against that in another,
+//! and so nobody waits in a circle. Of two that overlap, the later waits in the list of the first
+//! byte that they share.
+
+use super::flusher::Asker;
+use crate::request::{Op, Request};
+use crate::sys::Key;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::AcqRel;
+
+/// Bytes of the file from one list to the next: long requests are in few of them.
+const UNIT: u64 = 64 << 10;
+/// How many lists there are; what is farther apart shares them.
+const LISTS: u64 = 64;
+/// Who waits has gone.
+const GONE: usize = 1 << (usize::BITS - 1);
+
+/// The ranges of a file that are read and written.
+pub(super) struct Ranges {
+    lists: [List; LISTS as usize],
+    /// Locked while a range is entered in several lists.
+    wide: Mutex<()>,
+}
+
+impl Default for Ranges {
+    fn default() -> Self {
+        Self { lists: std::array::from_fn(|_| List::default()), wide: Mutex::default() }
+    }
+}
+
+/// Those with a part in the same place, the earliest first. Alone in its line.
+#[derive(Default)]
+#[repr(align(64))]
+struct List(Mutex<Vec<Entry>>);
+
+#[derive(Clone)]
+struct Entry {
+    start: u64,
+    end: u64,
+    writes: bool,
+    key: Key,
+    of: Arc<Asker>,
+    /// There were others before it.
+    waiting: Option<Arc<Waiting>>,
+}
+
+/// Someone who waits.
+struct Waiting {
+    /// How many it waits for; and one, until it is entered everywhere.
+    before: AtomicUsize,
+}
+
+impl Waiting {
+    /// One that it has waited for has left. Whether it was the last.
+    fn one_less(&self) -> bool {
+        self.before.fetch_sub(1, AcqRel) == 1
+    }
+
+    /// It does not wait any longer. Whether it did.
+    fn give_up(&self) -> bool {
+        self.before.fetch_or(GONE, AcqRel) & !GONE != 0
+    }
+}
+
+impl Entry {
+    fn new(request: &Request, key: Key, of: &Arc<Asker>) -> Option<Self> {
+        let writes = match request.op {
+            Op::Read | Op::Compare => false,
+            Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard => true,
+            // What is there does not matter to them.
+            Op::Flush | Op::Verify => return None,
+        };
+        let (start, end) = (request.offset, request.offset.checked_add(request.len)?);
+        (start < end).then(|| Self { start, end, writes, key, of: Arc::clone(of), waiting: None })
+    }
+
+    /// Whether the later of the two waits for the other in this list.
+    fn meets(&self, other: &Self, list: u64) -> bool {
+        let first = self.start.max(other.start);
+        first < self.end.min(other.end)
+            && (self.writes || other.writes)
+            && first / UNIT % LISTS == list
+    }
+
+    /// The first of the units that it is in, and how many of them have a list of their own.
+    fn units(&self) -> (u64, u64) {
+        let first = self.start / UNIT;
+        (first, ((self.end - 1) / UNIT - first + 1).min(LISTS))
+    }
+
+    fn is(&self, key: Key, of: &Arc<Asker>) -> bool {
+        self.key == key && Arc::ptr_eq(&self.of, of)
+    }
+}
+
+impl Ranges {
+    fn list(&self, list: u64) -> &Mutex<Vec<Entry>> {
+        &self.lists[(list % LISTS) as usize].0
+    }
+
+    /// Enters a request. False: it has to wait, and `of` gets an answer when it need not any more.
+    pub(super) fn enter(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
+        let Some(mut entry) = Entry::new(request, key, of) else { return true };
+        let (first, count) = entry.units();
+        if count == 1 {
+            self.enter_list(first % LISTS, &mut entry);
+        } else {
+            let _one_at_a_time = self.wide.lock();
+            (first..first + count).for_each(|unit| self.enter_list(unit % LISTS, &mut entry));
+        }
+        entry.waiting.is_none_or(|waiting| waiting.one_less())
+    }
+
+    fn enter_list(&self, list: u64, entry: &mut Entry) {
+        let mut entries = self.list(list).lock();
+        let before = entries.iter().filter(|other| entry.meets(other, list)).count();
+        if before != 0 {
+            let new = || Arc::new(Waiting { before: AtomicUsize::new(1) });
+            entry.waiting.get_or_insert_with(new).before.fetch_add(before, AcqRel);
+        }
+        entries.push(entry.clone());
+    }
+
+    /// The request has ended. Whether it has waited until now, and so gets no answer.
+    pub(super) fn leave(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
+        let Some(entry) = Entry::new(request, key, of) else { return false };
+        let (first, count) = entry.units();
+        let left = (first..first + count).map(|unit| self.leave_list(unit % LISTS, key, of));
+        // In each of the lists.
+        left.fold(false, |has_waited, waited| has_waited | waited)
+    }
+
+    fn leave_list(&self, list: u64, key: Key, of: &Arc<Asker>) -> bool {
+        let mut entries = self.list(list).lock();
+        let Some(at) = entries.iter().position(|entry| entry.is(key, of)) else { return false };
+        let gone = entries.remove(at);
+        // Those before it have not waited for it, though it may have for them.
+        for later in entries.iter().skip(at).filter(|later| later.meets(&gone, list)) {
+            if later.waiting.as_ref().is_some_and(|waiting| waiting.one_less()) {
+                later.of.answer(later.key, 0);
+            }
+        }
+        gone.waiting.is_some_and(|waiting| waiting.give_up())
+    }
+
+    /// All requests of a queue that is gone have ended.
+    fn leave_all(&self, of: &Arc<Asker>) {
+        for list in 0..LISTS {
+            let theirs: Vec<_> = {
+                let entries = self.list(list).lock();
+                let theirs = entries.iter().filter(|entry| Arc::ptr_eq(&entry.of, of));
+                theirs.map(|entry| entry.key).collect()
+            };
+            for key in theirs {
+                self.leave_list(list, key, of);
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Ranges {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Ranges")
+    }
+}
+
+/// What a queue has entered, which leaves with it.
+pub(super) struct Entered {
+    ranges: Option<Arc<Ranges>>,
+    of: Arc<Asker>,
+}
+
+impl Entered {
+    /// Of a file whose blocks stay whole by themselves, without ranges.
+    pub(super) fn new(ranges: Option<Arc<Ranges>>, of: &Arc<Asker>) -> Self {
+        Self { ranges, of: Arc::clone(of) }
+    }
+
+    /// As [`Ranges::enter`].
+    pub(super) fn enter(&self, request: &Request, key: Key) -> bool {
+        self.ranges.as_ref().is_none_or(|ranges| ranges.enter(request, key, &self.of))
+    }
+
+    /// As [`Ranges::leave`].
+    pub(super) fn leave(&self, request: &Request, key: Key) -> bool {
+        self.ranges.as_ref().is_some_and(|ranges| ranges.leave(request, key, &self.of))
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(ranges) = &self.ranges {
+            ranges.leave_all(&self.of);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A queue, as far as ranges have to do with one.
+    struct Queue(Arc<Asker>);
+
+    impl Queue {
+        fn new() -> Self {
+            Self(Asker::new(crate::sys::Waker::none()))
+        }
+
+        /// The keys of those whose turn has come since this was last asked.
+        fn answers(&self) -> Vec<Key> {
+            let mut answers = Vec::new();
+            self.0.take(&mut answers);
+            answers.into_iter().map(|(key, _)| key).collect()
+        }
+    }
+
+    const READ: Op = Op::Read;
+    const WRITE: Op = Op::Write { fua: false };
+
+    fn request(op: Op, offset: u64, len: u64) -> Request {
+        Request { op, offset, len }
+    }
+
+    #[test]
+    fn who_overlaps_waits_its_turn_unless_both_read() {
+        let (ranges, a, b) = (Ranges::default(), Queue::new(), Queue::new());
+        let keys: Vec<_> = (0..6).map(|index| Key::of(index, 0)).collect();
+        let whole = request(READ, 0, 4096);
+        assert!(ranges.enter(&whole, keys[0], &a.0));
+        assert!(ranges.enter(&request(READ, 512, 512), keys[1], &b.0), "both read");
+        assert!(ranges.enter(&request(WRITE, 4096, 512), keys[2], &b.0), "behind it");
+        let write = request(WRITE, 512, 1024);
+        assert!(!ranges.enter(&write, keys[3], &b.0));
+        assert!(!ranges.enter(&request(READ, 1024, 512), keys[4], &a.0), "not before the write");
+        assert!(ranges.enter(&request(READ, 1536, 512), keys[5], &a.0));
+        assert!(!ranges.leave(&whole, keys[0], &a.0));
+        assert_eq!(b.answers(), [], "there is another one");
+        assert!(!ranges.leave(&request(READ, 512, 512), keys[1], &b.0));
+        assert_eq!((b.answers(), a.answers()), (vec![keys[3]], vec![]));
+        assert!(!ranges.leave(&write, keys[3], &b.0));
+        assert_eq!((b.answers(), a.answers()), (vec![], vec![keys[4]]));
+    }
+
+    #[test]
+    fn who_gives_up_gets_no_answer_and_lets_the_others_go_on() {
+        let (ranges, a) = (Ranges::default(), Queue::new());
+        let keys: Vec<_> = (0..3).map(|index| Key::of(index, 0)).collect();
+        let long = request(WRITE, 0, 4 * UNIT);
+        assert!(ranges.enter(&request(READ, UNIT, 512), keys[0], &a.0));
+        assert!(!ranges.enter(&long, keys[1], &a.0));
+        assert!(!ranges.enter(&request(READ, 3 * UNIT, 512), keys[2], &a.0));
+        assert!(ranges.leave(&long, keys[1], &a.0), "it has waited");
+        assert_eq!(a.answers(), [keys[2]]);
+        assert!(!ranges.leave(&request(READ, UNIT, 512), keys[0], &a.0));
+        assert_eq!(a.answers(), []);
+    }
+
+    #[test]
+    fn a_queue_that_goes_leaves_nothing_behind() {
+        let (ranges, a, b) = (Arc::new(Ranges::default()), Queue::new(), Queue::new());
+        let keys: Vec<_> = (0..2).map(|index| Key::of(index, 0)).collect();
+        let entered = Entered::new(Some(Arc::clone(&ranges)), &a.0);
+        assert!(entered.enter(&request(WRITE, 0, 100 * UNIT), keys[0]));
+        assert!(!ranges.enter(&request(READ, 99 * UNIT, 512), keys[1], &b.0));
+        drop(entered);
+        assert_eq!(b.answers(), [keys[1]]);
+        ranges.leave(&request(READ, 99 * UNIT, 512), keys[1], &b.0);
+        assert!(ranges.lists.iter().all(|list| list.0.lock().is_empty()));
+    }
+
+    proptest! {
+        /// Whatever comes and goes: those that have their turn do not overlap, unless both read;
+        /// and when those have gone that have, somebody else has a turn.
+        #[test]
+        fn nobody_meets_and_nobody_waits_for_ever(
+            steps in prop::collection::vec(
+                (any::<bool>(), 0..80u64, 1..80u64, 0..16usize, any::<bool>()), 1..200),
+        ) {
+            let (ranges, queue) = (Ranges::default(), Queue::new());
+            // Key, request, and whether it has its turn; in the order in which they came.
+            let mut there: Vec<(Key, Request, bool)> = Vec::new();
+            let overlap = |a: &Request, b: &Request| {
+                (a.op == WRITE || b.op == WRITE)
+                    && a.offset.max(b.offset) < (a.offset + a.len).min(b.offset + b.len)
+            };
+            let mut next = 0;
+            for (writes, start, len, which, comes) in steps {
+                if comes || there.is_empty() {
+                    let op = if writes { WRITE } else { READ };
+                    // Most of them in one or two lists, and some in all.
+                    let request = request(op, start * UNIT / 4, len * UNIT / 4);
+                    let key = Key::of(next, 0);
+                    next += 1;
+                    let is_free = there.iter().all(|(_, other, _)| !overlap(other, &request));
+                    prop_assert_eq!(ranges.enter(&request, key, &queue.0), is_free);
+                    there.push((key, request, is_free));
+                } else {
+                    let (key, request, has_turn) = there.remove(which % there.len());
+                    prop_assert_eq!(ranges.leave(&request, key, &queue.0), !has_turn);
+                }
+                let mut answers = queue.answers();
+                for at in 0..there.len() {
+                    let (key, request, has_turn) = there[at];
+                    let is_free = there[..at].iter().all(|(_, other, _)| !overlap(other, &request));
+                    if is_free && !has_turn {
+                        let answer = answers.iter().position(|answer| *answer == key);
+                        prop_assert!(answer.is_some(), "it waits, and nobody is before it");
+                        answers.remove(answer.unwrap_or_default());
+                        there[at].2 = true;
+                    }
+                }
+                prop_assert!(answers.is_empty());
+            }
+        }
+    }
+}
