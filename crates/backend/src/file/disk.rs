@@ -1,5 +1,6 @@
 //! A file as a disk.
 
+use super::atom::Atom;
 use super::image::Wait;
 use super::kept;
 use super::open::open;
@@ -167,12 +168,28 @@ impl Disk for FileDisk {
     }
 
     fn remark(&self) -> Option<String> {
-        let why = self.shared.no_uring.as_ref()?;
-        Some(format!(
+        let path = self.path.display();
+        let torn = (self.shared.atom == Atom::Nothing && !self.shared.info.read_only).then(|| {
+            format!(
+                "{path}: a loss of power may leave a part of a block of {} bytes written: the \
+                 storage promises less, and the host is told otherwise, because NVMe has no way \
+                 to say so; without `block-size`, blocks are no longer than what is promised",
+                self.shared.info.block_size
+            )
+        });
+        let slow = self.shared.no_uring.as_ref().map(|why| self.by_threads(why));
+        let remarks: Vec<_> = slow.into_iter().chain(torn).collect();
+        (!remarks.is_empty()).then(|| remarks.join(". "))
+    }
+}
+
+impl FileDisk {
+    fn by_threads(&self, why: &str) -> String {
+        format!(
             "{}: read and written by threads, which takes more processor time: the system refuses \
              io_uring ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, \
              and no container profile that forbids it. With `aio=threads` nothing is said",
             self.path.display()
-        ))
+        )
     }
 }

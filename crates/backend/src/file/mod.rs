@@ -39,10 +39,16 @@
 //! What the page cache does not do, and a device not for blocks of several of its sectors, is done
 //! here: requests that overlap are one after the other, of all queues ([`ranges`]).
 //!
+//! # When the power goes
+//!
+//! A block is there as it was or as it was written: the storage sees to that, or the write asks for
+//! it ([`atom`]). If neither is to be had, the disk says so as it is opened.
+//!
 //! # What it does not do
 //!
 //! Verify reads through the page cache if the disk uses it; only direct I/O reaches the storage.
 
+mod atom;
 mod disk;
 mod flusher;
 mod image;

@@ -1,5 +1,6 @@
 //! Finding out what a file is, and what its file system can do.
 
+use super::atom::Atom;
 use super::flusher::Flusher;
 use super::image::{ImageFile, attribute};
 use super::options::{Aio, FileOptions, Format};
@@ -76,6 +77,7 @@ pub(super) fn take(
             discard,
             granularity: cluster / block_size,
         },
+        atom: Atom::of_file(&file, &metadata, is_block, direct, block_size),
         ranges: ranges(direct, block_size),
         direct,
         engine,

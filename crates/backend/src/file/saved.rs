@@ -4,6 +4,7 @@
 //! it. Nothing is found out anew, so it takes no time; and what was noticed under load (that data
 //! are lost, that the file shrank) stays noticed.
 
+use super::atom::Atom;
 use super::flusher::Flusher;
 use super::open::{engine, zeroes};
 use super::options::FileOptions;
@@ -57,12 +58,16 @@ pub(super) fn adopt(
     let (engine, no_uring) = engine(options.aio, sys::available).map_err(|why| why.to_string())?;
     let file = Arc::new(File::from(file));
     let flusher = Flusher::after(Arc::clone(&file), saved.direct.is_none(), saved.lost);
+    let metadata = file.metadata().map_err(|error| error.to_string())?;
+    let size = saved.info.block_size;
+    let atom = Atom::of_file(&file, &metadata, !saved.regular, saved.direct, size);
     Ok(FileShared {
         // The lock is shared until the one that had it is gone.
         hold: Hold::new(&file, &flusher, true),
         flusher,
         file,
         info: saved.info.clone(),
+        atom,
         ranges: ranges(saved.direct, saved.info.block_size),
         direct: saved.direct,
         engine,

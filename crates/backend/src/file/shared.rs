@@ -1,5 +1,6 @@
 //! What all queues of a file disk share.
 
+use super::atom::Atom;
 use super::flusher::Flusher;
 use super::ranges::Ranges;
 use crate::info::DiskInfo;
@@ -37,6 +38,8 @@ pub(super) struct FileShared {
     /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it
     /// has been taken since.
     pub(super) full: AtomicU64,
+    /// What keeps a block whole when the power goes.
+    pub(super) atom: Atom,
     /// What is read and written now, if blocks do not stay whole by themselves.
     pub(super) ranges: Option<Arc<Ranges>>,
     /// What it has together with the same disk in another size.
@@ -114,6 +117,7 @@ impl FileShared {
             no_zero_range: copy(&self.no_zero_range),
             no_punch: copy(&self.no_punch),
             full: AtomicU64::new(self.full.load(Ordering::Relaxed)),
+            atom: self.atom,
             ranges: self.ranges.clone(),
             hold: Arc::clone(&self.hold),
             zeroes: self.zeroes.clone(),

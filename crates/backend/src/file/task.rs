@@ -1,5 +1,6 @@
 //! A request on its way through the kernel: which call is next, and what its result means.
 
+use super::atom::Atom;
 use super::shared::FileShared;
 use crate::request::{DiskError, Op, Request};
 use crate::sys::{Call, Memory};
@@ -52,6 +53,8 @@ pub(super) struct Task {
     /// Bytes of the range that are done.
     done: u64,
     retries: u8,
+    /// The write asks for being there as a whole, or not at all, when the power goes.
+    whole: bool,
     /// A write that is to be durable is followed by a sync. Without, the call does both.
     syncs_after: bool,
 }
@@ -106,6 +109,7 @@ impl Task {
             request: *request,
             done: 0,
             retries: 0,
+            whole: shared.atom == Atom::Asked && request.len == u64::from(shared.info.block_size),
             syncs_after,
         };
         if matches!(stage, Stage::Bounced { .. }) {
@@ -149,7 +153,10 @@ impl Task {
         let offset = self.request.offset + self.done;
         let rest = |call| NextCall { call, skip: 0, offset, len: self.left() };
         let transfer = |memory| match self.request.op {
-            Op::Write { fua } => Call::Write { from: memory, dsync: fua && !self.syncs_after },
+            Op::Write { fua } => {
+                let dsync = fua && !self.syncs_after;
+                Call::Write { from: memory, dsync, whole: self.whole }
+            }
             _ => Call::Read(memory),
         };
         Some(match self.stage {
@@ -165,7 +172,7 @@ impl Task {
             },
             Stage::Punch => rest(Call::Punch),
             Stage::ZeroRange => rest(Call::ZeroRange),
-            Stage::Zeroes => rest(Call::Write { from: Memory::Own, dsync: false }),
+            Stage::Zeroes => rest(Call::Write { from: Memory::Own, dsync: false, whole: false }),
             Stage::Sync => return None,
         })
     }

@@ -1,6 +1,7 @@
 //! The queue on files that behave in ways that an image on a good day does not: pipes (slow,
 //! short), devices that are full or broken, file systems that lack calls.
 
+use super::atom::Atom;
 use super::flusher::Flusher;
 use super::options::Aio;
 use super::shared::{Alignment, FileShared, Hold};
@@ -9,7 +10,7 @@ use super::{FileDisk, open};
 use crate::disk::{Disk, Queue};
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request, Submitted};
-use crate::sys::EngineKind;
+use crate::sys::{Call, EngineKind};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use shadowbell_memory::{DmaSpace, Mapping, Segments, SharedBytes, View};
 use std::cell::Cell;
@@ -30,6 +31,7 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
     let file = Arc::new(file.into());
     let flusher = Flusher::new(Arc::clone(&file), true);
     FileShared {
+        atom: Atom::Storage,
         ranges: None,
         hold: Hold::new(&file, &flusher, false),
         flusher,
@@ -54,6 +56,36 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
         zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
         #[cfg(feature = "scripted")]
         script: None,
+    }
+}
+
+#[test]
+fn who_can_lose_a_part_of_a_block_is_told() {
+    let mut shared = shared(memfd(8192), 8192);
+    assert_eq!(disk(shared.resized(shared.info.clone(), 8192)).remark(), None);
+    shared.atom = Atom::Nothing;
+    let remark = disk(shared).remark().unwrap();
+    assert!(remark.starts_with("test: a loss of power may leave a part of a block"), "{remark}");
+}
+
+#[test]
+fn a_write_of_one_block_asks_for_all_of_it_where_it_has_to() {
+    let mut shared = shared(memfd(8192), 8192);
+    (shared.info.block_size, shared.info.blocks) = (4096, 2);
+    for (atom, op, len, expected) in [
+        (Atom::Asked, Op::Write { fua: false }, 4096, true),
+        (Atom::Asked, Op::Write { fua: true }, 4096, true),
+        (Atom::Asked, Op::Write { fua: false }, 8192, false),
+        (Atom::Storage, Op::Write { fua: false }, 4096, false),
+    ] {
+        shared.atom = atom;
+        let (_, data) = buffer(len);
+        let task = Task::new(1, &Request { op, offset: 0, len }, &data, &shared).unwrap();
+        let call = task.call().unwrap().call;
+        assert!(
+            matches!(call, Call::Write { whole, .. } if whole == expected),
+            "{atom:?} {call:?}"
+        );
     }
 }
 
@@ -582,7 +614,7 @@ fn force_unit_access_reaches_the_call() {
         let mut task = Task::new(0, &request, &data, &shared).unwrap();
         let from = crate::sys::Memory::Data;
         let call = task.call().unwrap().call;
-        assert_eq!(call, crate::sys::Call::Write { from, dsync: fua && direct });
+        assert_eq!(call, Call::Write { from, dsync: fua && direct, whole: false });
         let next = task.outcome(512, &shared);
         assert_eq!(next == Step::Call && task.call().is_none(), fua && !direct);
         let request = Request { op: Op::WriteZeroes { deallocate: true, fua }, ..request };

@@ -31,8 +31,9 @@ const MAX_BYTES: u64 = 1 << 30;
 pub(crate) enum Call {
     /// File to memory.
     Read(Memory),
-    /// Memory to file; with `dsync`, onto stable storage.
-    Write { from: Memory, dsync: bool },
+    /// Memory to file; with `dsync`, onto stable storage; with `whole`, all or nothing of it,
+    /// should the power go.
+    Write { from: Memory, dsync: bool, whole: bool },
     /// Takes the range's blocks out of the file.
     Punch,
     /// Makes the range zeroes and keeps its blocks.
@@ -465,9 +466,11 @@ impl<T> Slot<T> {
                 self.gather(memory, skip, len, true);
                 return Kind::Read;
             }
-            Call::Write { from, dsync } => {
+            Call::Write { from, dsync, whole } => {
                 self.gather(from, skip, len, false);
-                return Kind::Write { flags: if dsync { libc::RWF_DSYNC } else { 0 } };
+                let dsync = if dsync { libc::RWF_DSYNC } else { 0 };
+                let whole = if whole { libc::RWF_ATOMIC } else { 0 };
+                return Kind::Write { flags: dsync | whole };
             }
             _ => self.iovecs.clear(),
         }

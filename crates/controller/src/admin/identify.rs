@@ -215,6 +215,10 @@ fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     let info = namespace.info();
     let blocks = namespace.blocks();
     let mut identify = IdentifyNamespace {
+        // Of blocks one by one: NAWUN, NAWUPF and NACWU are 0's based, and there are no boundaries
+        // (NABSN, NABO, NABSPF). What a disk's storage writes as a whole beyond that depends on
+        // where the host's memory lies, and on what else is under way.
+        nsfeat: Nsfeat::new().with_nsabp(true),
         nsze: blocks,
         ncap: blocks,
         nuse: blocks,
@@ -231,7 +235,7 @@ fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     };
     let granularity0 = info.granularity.saturating_sub(1);
     if let Some(granularity0) = u16::try_from(granularity0).ok().filter(|g| *g != 0) {
-        identify.nsfeat = Nsfeat::new().with_optperf(0b01);
+        identify.nsfeat.set_optperf(0b01);
         identify.npwg = granularity0;
         identify.npwa = granularity0;
         identify.npdg = granularity0;

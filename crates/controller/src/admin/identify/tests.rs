@@ -114,9 +114,12 @@ fn namespace_structure() {
     assert_eq!(first.nvmcap.get(), 4_096_000);
     assert_eq!(first.format().and_then(|format| format.block_size()), Some(4096));
     assert_eq!(second.format().and_then(|format| format.block_size()), Some(512));
-    assert_eq!((first.nlbaf, first.flbas.into_bits(), first.nsfeat.into_bits()), (0, 0, 0));
+    assert_eq!((first.nlbaf, first.flbas.into_bits(), first.nsfeat.into_bits()), (0, 0, 1 << 1));
     assert_eq!(first.dlfeat.into_bits(), 0b1001);
-    assert_eq!(second.nsfeat.into_bits(), 1 << 4);
+    assert_eq!(second.nsfeat.into_bits(), 1 << 4 | 1 << 1);
+    // One block at a time is whole, wherever it is.
+    let atoms = [first.nawun, first.nawupf, first.nacwu, first.nabsn, first.nabo, first.nabspf];
+    assert_eq!(atoms, [0; 6]);
     let optimal = [second.npwg, second.npwa, second.npdg, second.npda, second.nows];
     assert_eq!(optimal, [7; 5]);
     assert_eq!([first.nsattr, second.nsattr, third.nsattr], [0, 0, 1]);
