@@ -404,10 +404,20 @@ impl TakesTurns for ControllerInner {
         let turn = self.serve_admin(&mut admin, &mut deferred);
         let is_quiet = admin.server.is_quiet();
         drop(admin);
-        self.control.lock().advance_rest(&self.context, is_quiet, &mut deferred);
+        let now = Instant::now();
+        let mut control = self.control.lock();
+        control.advance_rest(&self.context, is_quiet, &mut deferred);
+        if control.watch_host(&self.context, now, &mut deferred) {
+            self.note_change();
+        }
+        // Another turn follows in any case, but for an idle one. Where there are no threads, there
+        // is no clock either: a host is looked for when there is something else to do.
+        let is_last = turn == Turn::Idle && !self.context.pool.control().is_inline();
+        let watch = if is_last { control.next_watch(now) } else { None };
+        drop(control);
         self.record();
         self.run(deferred);
-        turn
+        watch.map_or(turn, Turn::At)
     }
 }
 

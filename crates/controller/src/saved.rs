@@ -202,6 +202,9 @@ pub(crate) struct SavedFeatures {
     pub(crate) clock: (u64, u64, bool),
     #[serde(default)]
     pub(crate) knows_interrupted: bool,
+    /// Keep Alive Timeout in milliseconds.
+    #[serde(default)]
+    pub(crate) keep_alive: u32,
 }
 
 impl SavedFeatures {

@@ -1,5 +1,6 @@
 //! Get Features and Set Features. Base 2.1, 5.1.11 and 5.1.25.
 
+use super::keep_alive;
 use super::limits::WARNING_TEMPERATURE;
 use crate::saved::SavedFeatures;
 use shadowbell_spec::admin::{GetFeatures, SetFeatures};
@@ -71,6 +72,8 @@ pub(crate) enum Effect {
     VolatileWriteCache(bool),
     /// Which events the host wants; for [`AsyncEvents::configure`](super::events::AsyncEvents).
     AsyncEventConfig(AsyncEventConfig),
+    /// The host is there for so many milliseconds without another sign of it; for ever if 0.
+    KeepAlive(u32),
     /// A threshold moved: look whether the temperature crosses it now.
     TemperatureThreshold,
 }
@@ -113,6 +116,7 @@ const FEATURES: &[(u8, Scope)] = &[
     (fid::WRITE_ATOMICITY, Scope::Controller),
     (fid::ASYNC_EVENT_CONFIGURATION, Scope::Controller),
     (fid::TIMESTAMP, Scope::Controller),
+    (fid::KEEP_ALIVE_TIMER, Scope::Controller),
     (fid::HOST_BEHAVIOR_SUPPORT, Scope::Controller),
     (fid::IO_COMMAND_SET_PROFILE, Scope::Controller),
 ];
@@ -171,6 +175,8 @@ pub(crate) struct Features {
     write_atomicity: WriteAtomicity,
     events: AsyncEventConfig,
     clock: Clock,
+    /// Keep Alive Timeout in milliseconds; 0 for none.
+    keep_alive: u32,
     /// Advanced Command Retry: the host knows the status Command Interrupted.
     knows_interrupted: bool,
 }
@@ -206,6 +212,7 @@ impl Features {
             write_atomicity: WriteAtomicity::new(),
             events: AsyncEventConfig::new(),
             clock: Clock { millis: 0, at: now_ms, set: false },
+            keep_alive: 0,
             knows_interrupted: false,
         }
     }
@@ -253,6 +260,7 @@ impl Features {
             write_atomicity: self.write_atomicity.into_bits(),
             events: self.events.into_bits(),
             clock: (self.clock.millis, self.clock.at, self.clock.set),
+            keep_alive: self.keep_alive,
             knows_interrupted: self.knows_interrupted,
         }
     }
@@ -285,6 +293,7 @@ impl Features {
             write_atomicity: WriteAtomicity::from_bits(saved.write_atomicity),
             events: AsyncEventConfig::from_bits(saved.events),
             clock: Clock { millis, at, set },
+            keep_alive: saved.keep_alive,
             knows_interrupted: saved.knows_interrupted,
         }
     }
@@ -387,6 +396,12 @@ impl Features {
                     Timestamp::read_from_prefix(data).map_err(|_| invalid_field())?;
                 self.clock = Clock { millis: timestamp.millis(), at: now_ms, set: true };
             }
+            fid::KEEP_ALIVE_TIMER => {
+                // Base 2.1, "Keep Alive Timer": in units that KAS says, rounded up.
+                let rounded = value.checked_next_multiple_of(keep_alive::GRANULARITY_MS);
+                self.keep_alive = rounded.ok_or(Status::KEEP_ALIVE_TIMEOUT_INVALID.with_dnr())?;
+                effect = Effect::KeepAlive(self.keep_alive);
+            }
             fid::HOST_BEHAVIOR_SUPPORT => {
                 let data = data.ok_or(invalid_field())?;
                 let (wanted, _) =
@@ -466,6 +481,7 @@ impl Features {
             }
             fid::WRITE_ATOMICITY => values.write_atomicity.into_bits(),
             fid::ASYNC_EVENT_CONFIGURATION => values.events.into_bits(),
+            fid::KEEP_ALIVE_TIMER => values.keep_alive,
             fid::TIMESTAMP => {
                 let data = values.clock.read(now_ms).as_bytes().to_vec();
                 return Ok(Get { dw0: 0, data: Some(data) });

@@ -1,5 +1,6 @@
 //! Identify: what the controller and its namespaces are. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
 
+use super::keep_alive;
 use super::limits::{
     ABORT_LIMIT, CRITICAL_TEMPERATURE, ERROR_LOG_ENTRIES, FIRMWARE_REVISION, MAX_EVENT_REQUESTS,
     WARNING_TEMPERATURE,
@@ -176,6 +177,7 @@ fn controller(config: &Config) -> IdentifyController {
         elpe: (ERROR_LOG_ENTRIES - 1) as u8,
         wctemp: WARNING_TEMPERATURE,
         cctemp: CRITICAL_TEMPERATURE,
+        kas: (keep_alive::GRANULARITY_MS / 100) as u16,
         sqes: EntrySizes::new().with_min(6).with_max(6),
         cqes: EntrySizes::new().with_min(4).with_max(4),
         maxcmd: u16::try_from(config.max_queue_entries).unwrap_or(u16::MAX),

@@ -318,6 +318,7 @@ const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::SetFeatures,
     AdminOpcode::GetFeatures,
     AdminOpcode::AsyncEventRequest,
+    AdminOpcode::KeepAlive,
     AdminOpcode::GetLbaStatus,
 ];
 

@@ -4,6 +4,7 @@ pub(crate) mod budget;
 pub(crate) mod events;
 pub(crate) mod features;
 pub(crate) mod identify;
+pub(crate) mod keep_alive;
 pub(crate) mod limits;
 pub(crate) mod logs;
 pub(crate) mod rate_limit;

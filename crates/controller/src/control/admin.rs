@@ -225,8 +225,13 @@ impl AdminPort {
         } else {
             Status::INVALID_FIELD
         };
-        self.log_error(NO_COMMAND, NO_COMMAND, status, 0, 0);
+        self.no_command_failed(status);
         self.raise(event);
+    }
+
+    /// An error that no command is to blame for.
+    pub(super) fn no_command_failed(&mut self, status: Status) {
+        self.log_error(NO_COMMAND, NO_COMMAND, status, 0, 0);
     }
 
     pub(super) fn log_error(&mut self, sqid: u16, cid: u16, status: Status, nsid: u32, lba: u64) {

@@ -9,6 +9,7 @@ use super::registers::Registers;
 use super::reset::Lifecycle;
 use crate::admin::features::{self, Effect, Features, Limits};
 use crate::admin::identify::Identity;
+use crate::admin::keep_alive::KeepAlive;
 use crate::admin::limits::{ABORT_LIMIT, TEMPERATURE};
 use crate::admin::logs::{self, ChangedList, Health, LogContext};
 use crate::admin::rate_limit::RateLimit;
@@ -54,6 +55,7 @@ pub(super) struct AdminCommands {
     aborts: u32,
     /// A Doorbell Buffer Config is under way: each worker has one message of it, and no more.
     configures_shadow: bool,
+    keep_alive: KeepAlive,
     /// How often there is an event of full storage.
     full: RateLimit,
     /// How often there is an event of lost data.
@@ -68,6 +70,7 @@ impl AdminCommands {
             changed: ChangedList::default(),
             aborts: 0,
             configures_shadow: false,
+            keep_alive: KeepAlive::default(),
             full: RateLimit::default(),
             losses: RateLimit::default(),
         }
@@ -85,6 +88,8 @@ impl AdminCommands {
 
     pub(super) fn restore(&mut self, features: &SavedFeatures, changed: &[u32]) {
         self.features = Features::restore(features);
+        // Nobody has listened for a while.
+        self.keep_alive.set(features.keep_alive, Instant::now());
         self.changed = ChangedList::restore(changed);
     }
 
@@ -98,9 +103,15 @@ impl AdminCommands {
         self.changed.insert(nsid);
     }
 
+    /// When the host is taken for dead, if it says nothing.
+    pub(super) fn keep_alive(&mut self) -> &mut KeepAlive {
+        &mut self.keep_alive
+    }
+
     /// A reset is over.
     pub(super) fn reset(&mut self) {
         self.features.reset();
+        self.keep_alive.set(0, Instant::now());
         self.changed.clear();
         self.configures_shadow = false;
         self.aborts = 0;
@@ -157,6 +168,10 @@ impl AdminCommands {
                 let completion = env.port.events.request(sqe.cid)?;
                 env.port.complete_event(completion);
                 Ok(Outcome::Unplaced)
+            }
+            AdminOpcode::KeepAlive => {
+                self.keep_alive.restart(Instant::now());
+                Ok(Outcome::Done(0))
             }
             AdminOpcode::GetLbaStatus => get_lba_status(env, sqe),
             AdminOpcode::DoorbellBufferConfig if cx.config.shadow_doorbells => {
@@ -233,6 +248,7 @@ impl AdminCommands {
                 env.queues.grant(submission, completion);
             }
             Effect::TemperatureThreshold => self.check_temperature(env.port),
+            Effect::KeepAlive(milliseconds) => self.keep_alive.set(milliseconds, Instant::now()),
         }
         Ok(Outcome::Done(set.dw0))
     }

@@ -13,6 +13,7 @@ pub(crate) mod control_override;
 mod deferred;
 mod dirty;
 mod io_queues;
+mod keep_alive;
 mod memory;
 mod namespace_changes;
 mod namespaces;

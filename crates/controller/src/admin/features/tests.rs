@@ -45,7 +45,12 @@ const VALUES: &[(u8, u32, u32)] = &[
 #[test]
 fn values_are_kept_and_reset_brings_the_defaults_back() {
     let mut features = Features::at_reset(0);
-    let rest = [fid::TIMESTAMP, fid::HOST_BEHAVIOR_SUPPORT, fid::IO_COMMAND_SET_PROFILE];
+    let rest = [
+        fid::TIMESTAMP,
+        fid::KEEP_ALIVE_TIMER,
+        fid::HOST_BEHAVIOR_SUPPORT,
+        fid::IO_COMMAND_SET_PROFILE,
+    ];
     let listed = VALUES.iter().map(|(fid, ..)| *fid).chain(rest);
     assert!(listed.eq(FEATURES.iter().map(|(fid, _)| *fid)), "each feature is in the table");
     for (fid, value, read) in VALUES {
@@ -59,6 +64,23 @@ fn values_are_kept_and_reset_brings_the_defaults_back() {
     }
     features.reset();
     assert_eq!(Features { clock: Features::at_reset(0).clock, ..features }, Features::at_reset(0));
+}
+
+#[test]
+fn a_host_that_may_be_silent_for_so_long() {
+    let mut features = Features::at_reset(0);
+    let fid = fid::KEEP_ALIVE_TIMER;
+    assert_eq!(get(&features, fid), 0, "it is off");
+    for (wanted, granted) in [(1, 1000), (1000, 1000), (119_001, 120_000), (0, 0)] {
+        let set = set(&mut features, fid, wanted).unwrap();
+        assert_eq!(set, Set { dw0: 0, effect: Effect::KeepAlive(granted) });
+        assert_eq!(get(&features, fid), granted);
+    }
+    set(&mut features, fid, 5000).unwrap();
+    let invalid = Err(Status::KEEP_ALIVE_TIMEOUT_INVALID.with_dnr());
+    assert_eq!(set(&mut features, fid, u32::MAX), invalid);
+    assert_eq!(Features::restore(&features.save()), features);
+    assert_eq!(get_with(&features, fid, Select::Default, 0), Ok(0));
 }
 
 #[test]

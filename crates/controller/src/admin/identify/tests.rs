@@ -82,7 +82,7 @@ fn controller_structure() {
     assert_eq!(id.frmw.into_bits(), 0b011);
     assert_eq!(id.lpa.into_bits(), 0b10_0110);
     assert_eq!(id.oaes.into_bits(), 1 << 8);
-    assert_eq!((id.kas, id.fna.into_bits(), id.cmic.into_bits()), (0, 0, 0));
+    assert_eq!((id.kas, id.fna.into_bits(), id.cmic.into_bits()), (10, 0, 0));
     assert_eq!(id.rtd3e / 1_000_000, 5, "what Linux takes without a word");
     assert!(0 < id.wctemp && id.wctemp < id.cctemp);
     assert_eq!(id.ieee, [0x42, 0x53, 0x02]);

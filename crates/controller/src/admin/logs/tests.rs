@@ -135,7 +135,7 @@ fn commands() {
     let supported = |effects: &[CommandEffects]| -> Vec<usize> {
         (0..256).filter(|opcode| effects[*opcode].csupp()).collect()
     };
-    assert_eq!(supported(&page.admin), [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 0x7c, 0x86]);
+    assert_eq!(supported(&page.admin), [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 0x18, 0x7c, 0x86]);
     assert_eq!(supported(&page.io), [0, 1, 2, 5, 8, 9, 12, 25]);
     let changing: Vec<_> = (0..256).filter(|opcode| page.io[*opcode].lbcc()).collect();
     assert_eq!(changing, [1, 8, 9, 25]);
@@ -156,8 +156,9 @@ fn features_and_log_pages() {
     let mut source = Source::default();
     let page: FeaturesSupportedEffects = source.whole(lid::FEATURES_SUPPORTED_EFFECTS);
     let supported: Vec<_> = (0..256).filter(|fid| page.fids[*fid].fsupp()).collect();
-    // 01h to 0Bh but LBA Range Type, Timestamp, Host Behavior Support, and I/O Command Set Profile.
-    assert_eq!(supported, [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 14, 0x16, 0x19]);
+    // 01h to 0Bh but LBA Range Type, Timestamp, Keep Alive Timer, Host Behavior Support, and I/O
+    // Command Set Profile.
+    assert_eq!(supported, [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 14, 15, 0x16, 0x19]);
     assert_eq!(page.fids[5].fsp(), CommandEffects::SCOPE_NAMESPACE);
     assert_eq!(page.fids[6].fsp(), CommandEffects::SCOPE_CONTROLLER);
     let page: SupportedLogPages = source.whole(lid::SUPPORTED_LOG_PAGES);
