@@ -202,6 +202,9 @@ pub(crate) struct SavedFeatures {
     pub(crate) clock: (u64, u64, bool),
     #[serde(default)]
     pub(crate) knows_interrupted: bool,
+    /// Copy Descriptor Formats Enable.
+    #[serde(default)]
+    pub(crate) copy_formats: u16,
     /// Keep Alive Timeout in milliseconds.
     #[serde(default)]
     pub(crate) keep_alive: u32,

@@ -13,7 +13,7 @@ use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 /// Doorbell stride (CAP.DSTRD): doorbells are 4 bytes apart, as on every PCIe controller.
@@ -65,6 +65,8 @@ pub(crate) struct ControllerShared {
     /// The volatile write cache is switched off (feature 06h): every write is forced to the
     /// medium.
     write_through: AtomicBool,
+    /// The descriptor formats of Copy that the host has enabled (feature 16h): bit n for format n.
+    copy_formats: Arc<AtomicU16>,
     /// Whether the host writes the doorbell page itself: nothing traps, so somebody has to look.
     pub(crate) mapped: bool,
     pub(crate) irqs: Arc<IrqTable>,
@@ -110,6 +112,7 @@ impl ControllerShared {
             park_states: (0..workers).map(|_| Arc::default()).collect(),
             head_wanted: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
             write_through: AtomicBool::new(false),
+            copy_formats: Arc::default(),
             mapped,
             irqs: Arc::new(IrqTable::new(MAX_QUEUES)),
             coalescing: Coalescing::default(),
@@ -225,6 +228,15 @@ impl ControllerShared {
 
     pub(crate) fn set_write_through(&self, on: bool) {
         self.write_through.store(on, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_copy_formats(&self, formats: u16) {
+        self.copy_formats.store(formats, Ordering::Relaxed);
+    }
+
+    /// The descriptor formats of Copy that the host has enabled.
+    pub(crate) fn copy_formats(&self) -> &Arc<AtomicU16> {
+        &self.copy_formats
     }
 
     #[inline]

@@ -12,9 +12,10 @@ use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submit
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
 use shadowbell_memory::Segments;
 use shadowbell_spec::admin::GetLogPage;
+use shadowbell_spec::feature::HostBehaviorSupport;
 use shadowbell_spec::identify::{IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, cns};
 use shadowbell_spec::log::{SmartHealth, lid};
-use shadowbell_spec::nvm::{CopyFields, CopyRange};
+use shadowbell_spec::nvm::{CopyFields, CopyRange, LongCopyRange};
 use shadowbell_spec::regs::{self, Cc};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::{Sqe, Status};
@@ -76,7 +77,7 @@ fn the_controller_says_what_it_can() {
     let page = host.page(identify(cns::CONTROLLER, 0)).unwrap();
     let controller = IdentifyController::read_from_bytes(&page[..IDENTIFY_SIZE]).unwrap();
     assert!(controller.oncs.copy() && !controller.oncs.copy_atomicity());
-    assert_eq!(controller.ocfs, 1);
+    assert_eq!(controller.ocfs, 0b1111);
     for (nsid, most) in [(1, 2048), (2, 256)] {
         let page = host.page(identify(cns::NAMESPACE, nsid)).unwrap();
         let namespace = IdentifyNamespace::read_from_bytes(&page[..IDENTIFY_SIZE]).unwrap();
@@ -206,8 +207,9 @@ fn every_bad_copy_ends_in_its_status() {
     let good = command(&mut host, 1, 100, &[(0, 1)]);
     let format = |desfmt| CopyFields { desfmt, ..CopyFields::decode(&good) }.encode(good);
     for (sqe, expected) in [
-        (format(1), Status::INVALID_FIELD),
         (format(2), Status::INVALID_FIELD),
+        (format(3), Status::INVALID_FIELD),
+        (format(4), Status::INVALID_FIELD),
         (format(15), Status::INVALID_FIELD),
         (Sqe { flags: 1, ..good }, Status::INVALID_FIELD),
         (Sqe { flags: 0xc0, ..good }, Status::INVALID_FIELD),
@@ -574,4 +576,129 @@ fn a_deleted_queue_takes_its_copies_along() {
     for cid in 0..8 {
         assert_eq!(held.marks(3000 + cid * 32, 16), (0..16).collect::<Vec<_>>());
     }
+}
+
+/// Set Features, Host Behavior Support, with these copy descriptor formats enabled.
+fn enable_formats(host: &mut Host, cdfe: u16) {
+    let at = host.alloc(4096);
+    host.poke(at, HostBehaviorSupport { cdfe, ..HostBehaviorSupport::default() }.as_bytes());
+    host.must(Sqe { cdw10: 0x16, ..Sqe::new(0x09, 0, 0).with_prps(at, 0) });
+}
+
+/// A copy to namespace 1, of these ranges (namespace, first block, number of blocks).
+fn copy_between(host: &mut Host, format: u8, to: u64, ranges: &[(u32, u64, u64)]) -> Sqe {
+    let at = host.alloc(8192);
+    let short = |(snsid, slba, blocks): (u32, u64, u64)| {
+        let nlb0 = (blocks - 1) as u16;
+        // Whoever wants a fast copy has one.
+        CopyRange { snsid, slba, nlb0, sopt: 1 << 15, ..zero() }
+    };
+    let long = |(snsid, slba, blocks): (u32, u64, u64)| {
+        let nlb0 = (blocks - 1) as u16;
+        LongCopyRange { snsid, slba, nlb0, elbt: [0xa5; 10], ..LongCopyRange::default() }
+    };
+    let entries = match format {
+        0 | 2 => ranges.iter().copied().map(short).collect::<Vec<_>>().as_bytes().to_vec(),
+        _ => ranges.iter().copied().map(long).collect::<Vec<_>>().as_bytes().to_vec(),
+    };
+    host.poke(at, &entries);
+    let nr0 = (ranges.len() - 1) as u8;
+    let fields = CopyFields { sdlba: to, nr0, desfmt: format, ..CopyFields::default() };
+    Sqe::copy(1, fields, 0).with_prps(at, at + 4096)
+}
+
+/// Writes `blocks` blocks of a namespace, each with its number and that of the namespace.
+fn mark(host: &mut Host, queue: &mut Queue, nsid: u32, blocks: u64) {
+    let page = host.alloc(4096);
+    for block in 0..blocks {
+        host.poke(page, &[[nsid as u8, block as u8]; 256].concat());
+        let write = Sqe::write(nsid, block, 0, 0).with_prps(page, 0);
+        assert!(host.run(queue, write).0.is_success());
+    }
+}
+
+#[test]
+fn blocks_come_from_other_namespaces() {
+    let mut host = Host::new(&["mem:8MiB", "mem:4MiB", "mem:4MiB"], ADAPTIVE);
+    let mut queue = host.create(1, 64, false);
+    (1..=3).for_each(|nsid| mark(&mut host, &mut queue, nsid, 100));
+    let ranges = [(2, 90, 3), (1, 7, 2), (3, 0, 1), (2, 90, 1)];
+    let expected = [(2, 90), (2, 91), (2, 92), (1, 7), (1, 8), (3, 0), (2, 90)];
+    enable_formats(&mut host, 1 << 2 | 1 << 3);
+    for (format, to) in [(2, 1000), (3, 2000)] {
+        let sqe = copy_between(&mut host, format, to, &ranges);
+        assert_eq!(host.run(&mut queue, sqe), (Status::SUCCESS, 0));
+        let page = host.alloc(4096);
+        for (at, (nsid, block)) in (to..).zip(expected) {
+            let read = Sqe::read(1, at, 0, 0).with_prps(page, 0);
+            assert!(host.run(&mut queue, read).0.is_success());
+            assert_eq!(host.peek(page, 512), [[nsid, block]; 256].concat(), "{format} {at}");
+        }
+    }
+    // Format 1h, like 0h, is of the destination's namespace, whatever it says.
+    let sqe = copy_between(&mut host, 1, 3000, &[(2, 5, 1)]);
+    assert_eq!(host.run(&mut queue, sqe), (Status::SUCCESS, 0));
+    let page = host.alloc(4096);
+    assert!(host.run(&mut queue, Sqe::read(1, 3000, 0, 0).with_prps(page, 0)).0.is_success());
+    assert_eq!(host.peek(page, 2), [1, 5]);
+}
+
+#[test]
+fn a_bad_source_namespace_has_its_status() {
+    let disks = ["mem:8MiB", "mem:4MiB", "mem:4MiB?block-size=4096", "mem:1MiB"];
+    let mut host = Host::new(&disks, ADAPTIVE);
+    let mut queue = host.create(1, 64, false);
+    let sqe = copy_between(&mut host, 2, 100, &[(2, 0, 1)]);
+    assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD, "nobody enabled it");
+    enable_formats(&mut host, 1 << 2);
+    let sqe = copy_between(&mut host, 3, 100, &[(2, 0, 1)]);
+    assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD, "nor this one");
+    host.controller.remove_namespace(4, |_| {}).unwrap();
+    host.until("no namespace 4", || host.controller.namespaces().len() == 3);
+    for (ranges, expected) in [
+        (vec![(2, 0, 1), (0, 0, 1)], Status::INVALID_NAMESPACE_OR_FORMAT),
+        (vec![(5, 0, 1)], Status::INVALID_NAMESPACE_OR_FORMAT),
+        (vec![(NSID_ALL, 0, 1)], Status::INVALID_NAMESPACE_OR_FORMAT),
+        (vec![(4, 0, 1)], Status::INVALID_FIELD),
+        (vec![(3, 0, 1)], Status::INCOMPATIBLE_NAMESPACE_OR_FORMAT),
+        (vec![(2, 8191, 2)], Status::LBA_OUT_OF_RANGE),
+        (vec![(2, 0, 1), (1, 100, 1)], Status::OVERLAPPING_IO_RANGE),
+        (vec![(2, 0, 1), (1, 98, 3)], Status::OVERLAPPING_IO_RANGE),
+        (vec![(2, 0, 1), (1, 102, 1)], Status::SUCCESS),
+        (vec![(2, 100, 1)], Status::SUCCESS),
+    ] {
+        let sqe = copy_between(&mut host, 2, 100, &ranges);
+        assert_eq!(host.run(&mut queue, sqe).0.code(), expected, "{ranges:?}");
+    }
+    // A reset takes back what was enabled.
+    host.disable();
+    host.enable();
+    let mut queue = host.create(1, 64, false);
+    let sqe = copy_between(&mut host, 2, 100, &[(2, 0, 1)]);
+    assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD);
+}
+
+/// A source namespace goes while it is read.
+#[test]
+fn a_copy_ends_with_its_source_namespace() {
+    let held = Held::new(1024);
+    held.mark();
+    let source: Arc<dyn Disk> = Arc::new(held.clone());
+    let to = shadowbell_backend::open("mem:1MiB").unwrap();
+    let namespaces = vec![
+        NamespaceConfig { disk: to, uuid: [1; 16] },
+        NamespaceConfig { disk: source, uuid: [2; 16] },
+    ];
+    let mut host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
+    let mut queue = host.create(1, 64, false);
+    enable_formats(&mut host, 1 << 2);
+    let sqe = copy_between(&mut host, 2, 100, &[(2, 0, 1), (2, 5, 1)]);
+    held.order(|orders| orders.hold = true);
+    host.submit(&mut queue, &sqe);
+    host.until("the reads", || held.seen().len() == 2);
+    host.controller.remove_namespace(2, |_| {}).unwrap();
+    host.until("the end of them", || held.cancelled() > 0);
+    held.order(|orders| orders.hold = false);
+    let (_, status, _) = host.wait(&mut queue);
+    assert_eq!(status.code(), Status::INVALID_FIELD, "the namespace is inactive");
 }

@@ -164,7 +164,7 @@ pub struct CopyFields {
     pub sdlba: u64,
     /// Number of Ranges, 0's based, CDW12 7:0.
     pub nr0: u8,
-    /// Descriptor Format, CDW12 11:8: 0 is [`CopyRange`].
+    /// Descriptor Format, CDW12 11:8: 0 and 2 are [`CopyRange`]s, 1 and 3 [`LongCopyRange`]s.
     pub desfmt: u8,
     /// Protection Information for the reads, CDW12 15:12.
     pub prinfor: u8,
@@ -238,23 +238,54 @@ impl CopyFields {
     }
 }
 
-/// A source range of a Copy command, descriptor format 0h: 32 bytes. NVM 1.1, "Copy - Source Range
-/// Entries Copy Descriptor Format 0h".
+/// A source range of a Copy command, descriptor formats 1h and 3h: 40 bytes. NVM 1.1, "Copy - Source
+/// Range Entries Copy Descriptor Format 1h and Format 3h".
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
-pub struct CopyRange {
+pub struct LongCopyRange {
+    /// Source Namespace Identifier, in format 3h; reserved in 1h.
+    pub snsid: u32,
     /// Reserved.
-    pub reserved0: u64,
+    pub reserved4: u32,
     /// Starting LBA.
     pub slba: u64,
     /// Number of Logical Blocks, 0's based.
     pub nlb0: u16,
     /// Reserved.
-    pub reserved18: u16,
+    pub reserved18: [u8; 4],
+    /// Source Options, in format 3h: bit 15 Fast Copy Only; reserved in 1h.
+    pub sopt: u16,
     /// Reserved.
-    pub reserved20: u32,
+    pub reserved24: [u8; 2],
+    /// Expected Logical Block Tags, big-endian.
+    pub elbt: [u8; 10],
+    /// Expected Logical Block Application Tag.
+    pub apptag: u16,
+    /// Its mask.
+    pub apptag_mask: u16,
+}
+
+/// A source range of a Copy command, descriptor formats 0h and 2h: 32 bytes. NVM 1.1, "Copy - Source
+/// Range Entries Copy Descriptor Format 0h and Format 2h".
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct CopyRange {
+    /// Source Namespace Identifier, in format 2h; reserved in 0h.
+    pub snsid: u32,
+    /// Reserved.
+    pub reserved4: u32,
+    /// Starting LBA.
+    pub slba: u64,
+    /// Number of Logical Blocks, 0's based.
+    pub nlb0: u16,
+    /// Reserved.
+    pub reserved18: [u8; 4],
+    /// Source Options, in format 2h: bit 15 Fast Copy Only; reserved in 0h.
+    pub sopt: u16,
     /// Expected Initial Logical Block Reference Tag.
     pub reftag: u32,
     /// Expected Logical Block Application Tag.
@@ -276,6 +307,12 @@ mod tests {
         assert_eq!(offset_of!(DsmRange, blocks), 4);
         assert_eq!(offset_of!(DsmRange, slba), 8);
         assert_eq!(size_of::<CopyRange>(), 32);
+        assert_eq!(offset_of!(CopyRange, sopt), 22);
+        assert_eq!(size_of::<LongCopyRange>(), 40);
+        assert_eq!(offset_of!(LongCopyRange, nlb0), 16);
+        assert_eq!(offset_of!(LongCopyRange, sopt), 22);
+        assert_eq!(offset_of!(LongCopyRange, elbt), 26);
+        assert_eq!(offset_of!(LongCopyRange, apptag), 36);
         assert_eq!(offset_of!(CopyRange, slba), 8);
         assert_eq!(offset_of!(CopyRange, nlb0), 16);
         assert_eq!(offset_of!(CopyRange, reftag), 24);

@@ -22,6 +22,9 @@ const EVENTS: AsyncEventConfig = AsyncEventConfig::new().with_smart(0xff).with_n
 /// Any number of commands at a time: what the controller starts with.
 const NO_BURST_LIMIT: Arbitration = Arbitration::new().with_ab(7);
 
+/// Copy Descriptor Formats Enable: those that name a source namespace, and that the controller has.
+const COPY_FORMATS: u16 = 1 << 2 | 1 << 3;
+
 /// The reserved bits of the Arbitration feature.
 const RESERVED_BURST: u32 = 0xf8;
 
@@ -72,6 +75,8 @@ pub(crate) enum Effect {
     VolatileWriteCache(bool),
     /// Which events the host wants; for [`AsyncEvents::configure`](super::events::AsyncEvents).
     AsyncEventConfig(AsyncEventConfig),
+    /// The host uses these descriptor formats of Copy: bit n for format n.
+    CopyFormats(u16),
     /// The host is there for so many milliseconds without another sign of it; for ever if 0.
     KeepAlive(u32),
     /// A threshold moved: look whether the temperature crosses it now.
@@ -179,6 +184,8 @@ pub(crate) struct Features {
     keep_alive: u32,
     /// Advanced Command Retry: the host knows the status Command Interrupted.
     knows_interrupted: bool,
+    /// Copy Descriptor Formats Enable: bit n for format n, which names a source namespace.
+    copy_formats: u16,
 }
 
 /// The Timestamp feature: a clock that the host sets.
@@ -214,6 +221,7 @@ impl Features {
             clock: Clock { millis: 0, at: now_ms, set: false },
             keep_alive: 0,
             knows_interrupted: false,
+            copy_formats: 0,
         }
     }
 }
@@ -262,6 +270,7 @@ impl Features {
             clock: (self.clock.millis, self.clock.at, self.clock.set),
             keep_alive: self.keep_alive,
             knows_interrupted: self.knows_interrupted,
+            copy_formats: self.copy_formats,
         }
     }
 
@@ -295,6 +304,7 @@ impl Features {
             clock: Clock { millis, at, set },
             keep_alive: saved.keep_alive,
             knows_interrupted: saved.knows_interrupted,
+            copy_formats: saved.copy_formats,
         }
     }
 
@@ -406,7 +416,8 @@ impl Features {
                 let data = data.ok_or(invalid_field())?;
                 let (wanted, _) =
                     HostBehaviorSupport::read_from_prefix(data).map_err(|_| invalid_field())?;
-                self.knows_interrupted = host_behavior(&wanted)?;
+                (self.knows_interrupted, self.copy_formats) = host_behavior(&wanted)?;
+                effect = Effect::CopyFormats(self.copy_formats);
             }
             // There is one combination of I/O command sets: that of index 0, NVM alone.
             fid::IO_COMMAND_SET_PROFILE if IoCommandSetProfile::from_bits(value).iocsci() != 0 => {
@@ -487,8 +498,8 @@ impl Features {
                 return Ok(Get { dw0: 0, data: Some(data) });
             }
             fid::HOST_BEHAVIOR_SUPPORT => {
-                let acre = values.knows_interrupted.into();
-                let behavior = HostBehaviorSupport { acre, ..HostBehaviorSupport::default() };
+                let (acre, cdfe) = (values.knows_interrupted.into(), values.copy_formats);
+                let behavior = HostBehaviorSupport { acre, cdfe, ..HostBehaviorSupport::default() };
                 return Ok(Get { dw0: 0, data: Some(behavior.as_bytes().to_vec()) });
             }
             fid::IO_COMMAND_SET_PROFILE => IoCommandSetProfile::new().into_bits(),
@@ -519,15 +530,16 @@ impl Features {
     }
 }
 
-/// What a host says of itself: whether it knows Advanced Command Retry. The rest would enable what
-/// the controller has none of (formats of index 16 and above, dispersed namespaces, Copy with
-/// descriptors of format 2 and above, telemetry), and is refused.
-fn host_behavior(wanted: &HostBehaviorSupport) -> Result<bool, Status> {
+/// What a host says of itself: whether it knows Advanced Command Retry, and which descriptors of
+/// Copy that name a source namespace it uses. The rest would enable what the controller has none of
+/// (formats of index 16 and above, dispersed namespaces, Copy of format 4, telemetry), and is
+/// refused.
+fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
     let HostBehaviorSupport { acre, etdas, lbafee, hdisns, cdfe, .. } = *wanted;
-    if acre > 1 || (etdas, lbafee, hdisns, cdfe) != (0, 0, 0, 0) {
+    if acre > 1 || (etdas, lbafee, hdisns, cdfe & !COPY_FORMATS) != (0, 0, 0, 0) {
         return Err(invalid_field());
     }
-    Ok(acre == 1)
+    Ok((acre == 1, cdfe))
 }
 
 /// There is one power state.

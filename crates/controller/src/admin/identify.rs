@@ -189,8 +189,8 @@ fn controller(config: &Config) -> IdentifyController {
             .with_timestamp(true)
             .with_verify(true)
             .with_copy(true),
-        // Source range entries of format 0h.
-        ocfs: 1,
+        // Source range entries of formats 0h to 3h; a host has to enable 2h and 3h.
+        ocfs: 0b1111,
         // A Flush of all namespaces (FFFFFFFFh) is supported, with a cache or without.
         vwc: Vwc::new().with_fb(0b11),
         sgls: Sgls::new().with_support(0b01).with_longer_than_data(true),

@@ -248,6 +248,7 @@ impl AdminCommands {
                 env.queues.grant(submission, completion);
             }
             Effect::TemperatureThreshold => self.check_temperature(env.port),
+            Effect::CopyFormats(formats) => shared.set_copy_formats(formats),
             Effect::KeepAlive(milliseconds) => self.keep_alive.set(milliseconds, Instant::now()),
         }
         Ok(Outcome::Done(set.dw0))

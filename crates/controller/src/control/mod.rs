@@ -424,6 +424,7 @@ impl Control {
         cx.shared.irqs.forget_pending();
         cx.shared.coalescing.reset();
         cx.shared.set_write_through(false);
+        cx.shared.set_copy_formats(0);
         self.commands.reset();
         deferred.latches.extend(cx.lba_status.forget());
         self.port.events.clear();

@@ -150,6 +150,7 @@ impl Control {
             cx.shared.coalescing.disable(*vector, true);
         }
         cx.shared.set_write_through(!control.features.write_cache);
+        cx.shared.set_copy_formats(control.features.copy_formats);
         Ok(())
     }
 

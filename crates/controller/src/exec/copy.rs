@@ -1,4 +1,4 @@
-//! Copy: blocks of a namespace to another place in it. NVM 1.1, "Copy command".
+//! Copy: blocks of a namespace to another place in it, or from others. NVM 1.1, "Copy command".
 //!
 //! A copy is carried out in two strides: all of its sources are read into a buffer, then all of the
 //! destination is written. So the destination gets what the sources held before, however they
@@ -19,7 +19,7 @@ use super::status::status_of;
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
 use shadowbell_backend::{Op, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
-use shadowbell_spec::nvm::{CopyFields, CopyRange};
+use shadowbell_spec::nvm::{CopyFields, CopyRange, LongCopyRange};
 use shadowbell_spec::sqe::Sqe;
 use shadowbell_spec::status::Status;
 use zerocopy::FromBytes;
@@ -27,9 +27,14 @@ use zerocopy::FromBytes;
 /// Buffers that a worker has for one controller, at most: copies that are under way at once.
 const BUFFERS: usize = 4;
 
+/// The descriptor formats that need not be enabled: bit n for format n. They name no namespace.
+pub(super) const ALWAYS_ENABLED: u16 = 1 << 0 | 1 << 1;
+
 /// A source range, in bytes of the disk.
 #[derive(Clone, Copy, Debug)]
 struct Source {
+    /// Index of the namespace.
+    namespace: usize,
     offset: u64,
     len: u64,
 }
@@ -70,6 +75,11 @@ pub(super) struct Copy {
 }
 
 impl Copy {
+    /// Whether it reads from the namespace with this index, or writes to it.
+    pub(super) fn uses(&self, index: usize) -> bool {
+        self.namespace == index || self.sources.iter().any(|source| source.namespace == index)
+    }
+
     fn fail(&mut self, range: u32, status: Status) {
         if self.failed.is_none_or(|(lowest, _)| range < lowest) {
             self.failed = Some((range, status));
@@ -173,27 +183,33 @@ impl Copies {
     }
 }
 
-/// Decodes and checks a Copy command; reads its list of source ranges.
+/// Decodes and checks a Copy command, of which there are these `formats`; reads its list of source
+/// ranges.
 ///
 /// # Errors
 /// It has ended, with this status, and nothing was copied.
 pub(super) fn parse_copy(
     sqe: &Sqe,
     namespaces: &[NamespaceQueue],
+    formats: u16,
     (view, page_size): (&View, usize),
     scratch: &mut Segments,
 ) -> Result<(ParsedCopy, Kind), Status> {
     let index = index_of(namespaces, sqe.nsid)?;
     let fields = CopyFields::decode(sqe);
-    if fields.desfmt != 0 {
+    if formats & 1 << fields.desfmt == 0 {
         return Err(Status::INVALID_FIELD.with_dnr());
     }
     let count = fields.ranges();
     if count > COPY_RANGES {
         return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
     }
-    let mut raw = [0; COPY_RANGES * size_of::<CopyRange>()];
-    let raw = raw.get_mut(..count * size_of::<CopyRange>()).ok_or(Status::INTERNAL)?;
+    let entry = match fields.desfmt {
+        0 | 2 => size_of::<CopyRange>(),
+        _ => size_of::<LongCopyRange>(),
+    };
+    let mut raw = [0; COPY_RANGES * size_of::<LongCopyRange>()];
+    let raw = raw.get_mut(..count * entry).ok_or(Status::INTERNAL)?;
     read_list(view, sqe, page_size, scratch, raw)?;
 
     let namespace = &namespaces[index];
@@ -201,8 +217,18 @@ pub(super) fn parse_copy(
     let most = (COPY_BYTES >> shift) as u64;
     let (mut total, mut outside) = (0, false);
     let mut sources = Vec::with_capacity(count);
-    for entry in raw.chunks_exact(size_of::<CopyRange>()) {
-        let range = CopyRange::read_from_bytes(entry).map_err(|_| Status::INTERNAL)?;
+    for entry in raw.chunks_exact(entry) {
+        // Both kinds begin alike, and what follows is about protection information. Data never
+        // leave the controller: each copy is a fast one, if the host wants no other (SOPT).
+        let (range, _) = CopyRange::read_from_prefix(entry).map_err(|_| Status::INTERNAL)?;
+        let from = match fields.desfmt {
+            0 | 1 => index,
+            _ => index_of(namespaces, range.snsid)?,
+        };
+        let source = &namespaces[from];
+        if source.block_shift != shift {
+            return Err(Status::INCOMPATIBLE_NAMESPACE_OR_FORMAT.with_dnr());
+        }
         let blocks = u64::from(range.nlb0) + 1;
         total += blocks;
         // MSSRL and MCL are the same, so this is about both.
@@ -210,26 +236,31 @@ pub(super) fn parse_copy(
             return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
         }
         let end = range.slba.checked_add(blocks);
-        if end.is_none_or(|end| end > namespace.blocks) {
+        if end.is_none_or(|end| end > source.blocks) {
             outside = true;
             continue;
         }
-        sources.push(Source { offset: range.slba << shift, len: blocks << shift });
+        let (offset, len) = (range.slba << shift, blocks << shift);
+        sources.push(Source { namespace: from, offset, len });
     }
     let end = fields.sdlba.checked_add(total);
     if outside || end.is_none_or(|end| end > namespace.blocks) {
         return Err(Status::LBA_OUT_OF_RANGE.with_dnr());
     }
+    let (to, total) = (fields.sdlba << shift, total << shift);
+    // Formats 0h and 1h are free to do so.
+    let overlaps = |source: &Source| {
+        source.namespace == index
+            && source.offset.max(to) < (source.offset + source.len).min(to + total)
+    };
+    if fields.desfmt >= 2 && sources.iter().any(overlaps) {
+        return Err(Status::OVERLAPPING_IO_RANGE.with_dnr());
+    }
     if namespace.read_only {
         return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
     }
-    let copy = ParsedCopy {
-        namespace: index,
-        sources: sources.into(),
-        to: fields.sdlba << shift,
-        fua: fields.fua,
-    };
-    Ok((copy, Kind::Copy(total << shift)))
+    let copy = ParsedCopy { namespace: index, sources: sources.into(), to, fua: fields.fua };
+    Ok((copy, Kind::Copy(total)))
 }
 
 impl Copies {
@@ -280,7 +311,7 @@ impl Copies {
                 if copy.buffer.is_none() {
                     copy.buffer = self.buffer();
                 }
-                copy.advance(&mut namespaces[copy.namespace], in_flight, budget, &mut room);
+                copy.advance(namespaces, in_flight, budget, &mut room);
             }
             if copy.left != 0 || !copy.is_over() {
                 return true;
@@ -299,7 +330,7 @@ impl Copy {
     /// Submits requests of this stride, or, if it has come to its end, of the next one.
     fn advance(
         &mut self,
-        namespace: &mut NamespaceQueue,
+        namespaces: &mut [NamespaceQueue],
         in_flight: &mut InFlightTable,
         budget: &mut i64,
         room: &mut u32,
@@ -317,12 +348,13 @@ impl Copy {
         let reading = self.stride == Stride::Reading;
         while *budget > 0 && *room > 0 && self.has_more() {
             let range = self.next as u32;
-            let Source { offset, len } = self.sources[self.next];
-            let (request, kind) = if reading {
-                (Request { op: Op::Read, offset, len }, Kind::Read(len))
+            let Source { namespace: from, offset, len } = self.sources[self.next];
+            let (index, request, kind) = if reading {
+                (from, Request { op: Op::Read, offset, len }, Kind::Read(len))
             } else {
                 let op = Op::Write { fua: self.fua };
-                (Request { op, offset: self.to + self.at, len }, Kind::Write(len))
+                let request = Request { op, offset: self.to + self.at, len };
+                (self.namespace, request, Kind::Write(len))
             };
             // The sum of all ranges was checked against the size of the buffer.
             let place = buffer.slice(self.at as usize, len as usize);
@@ -333,7 +365,7 @@ impl Copy {
             };
             let mut data = Segments::from_bytes(&place);
             let tag = in_flight.next_tag();
-            match namespace.queue.submit(tag, &request, &mut data) {
+            match namespaces[index].queue.submit(tag, &request, &mut data) {
                 Submitted::Done(Ok(())) => *budget -= cost::of_command(len),
                 Submitted::Done(Err(error)) => {
                     *budget -= cost::of_command(0);
@@ -344,7 +376,7 @@ impl Copy {
                     *room -= 1;
                     self.left += 1;
                     let owner = Owner::Range { copy: self.parent, range };
-                    in_flight.insert(tag, InFlight::new(owner, self.namespace, kind));
+                    in_flight.insert(tag, InFlight::new(owner, index, kind));
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! Everything that executing I/O commands for one controller takes, on one worker.
 
-use super::copy::{Copies, CopyEnd, parse_copy};
+use super::copy::{ALWAYS_ENABLED, Copies, CopyEnd, parse_copy};
 use super::forced::{ForcedRead, ForcedReads};
 use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
 use super::long::{LongCommand, LongCommands, Part, piece};
@@ -21,6 +21,7 @@ use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::sqe::{Fuse, NSID_ALL};
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
 
 /// Why nothing more is started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +93,8 @@ pub(crate) struct Engine {
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
     copies: Copies,
+    /// The descriptor formats of Copy that the host has enabled: bit n for format n.
+    copy_formats: Arc<AtomicU16>,
     long: LongCommands,
     forced: ForcedReads,
     /// What was done, for others to read.
@@ -172,6 +175,7 @@ impl Engine {
             scratch: Segments::new(),
             spare: Vec::new(),
             copies: Copies::default(),
+            copy_formats: Arc::default(),
             long: LongCommands::default(),
             forced: ForcedReads::default(),
             transfers: counters.io.transfers(),
@@ -179,6 +183,11 @@ impl Engine {
         };
         engine.measure_memory();
         engine
+    }
+
+    /// Where the descriptor formats of Copy are that the host has enabled.
+    pub(crate) fn set_copy_formats(&mut self, formats: &Arc<AtomicU16>) {
+        self.copy_formats = Arc::clone(formats);
     }
 
     /// What is known of the host's memory has changed: whether touches of it are counted.
@@ -247,7 +256,7 @@ impl Engine {
         let is_of_all = |nsid: Option<u32>| nsid == Some(NSID_ALL);
         let mut over = long.remove_namespace(index, |parent| is_of_all(in_flight.nsid(parent)));
         copies.cancel(|copy| {
-            let is_there = copy.namespace == index;
+            let is_there = copy.uses(index);
             over.extend(is_there.then_some(copy.parent));
             is_there
         });
@@ -722,8 +731,9 @@ impl Engine {
 
     /// Takes a Copy command on: it is carried out between two passes over the queues.
     fn copy(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
-        let Self { view, limits, scratch, namespaces, .. } = self;
-        let parsed = parse_copy(sqe, namespaces, (view, limits.page_size), scratch);
+        let Self { view, limits, scratch, namespaces, copy_formats, .. } = self;
+        let formats = ALWAYS_ENABLED | copy_formats.load(Ordering::Relaxed);
+        let parsed = parse_copy(sqe, namespaces, formats, (view, limits.page_size), scratch);
         let (copy, kind) = match parsed {
             Ok(parsed) => parsed,
             Err(status) => return Started::Failed(permit, status),

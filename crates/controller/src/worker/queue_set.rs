@@ -47,9 +47,10 @@ impl QueueSet {
     pub(crate) fn new(
         shared: Arc<ControllerShared>,
         control: ControlHandle,
-        engine: Engine,
+        mut engine: Engine,
         journal: Option<JournalPart>,
     ) -> Self {
+        engine.set_copy_formats(shared.copy_formats());
         Self { shared, control, engine, sqs: Vec::new(), cqs: Vec::new(), journal }
     }
 

@@ -204,20 +204,25 @@ fn a_host_says_what_it_knows() {
     };
     let plain = HostBehaviorSupport::default();
     let knows = HostBehaviorSupport { acre: 1, ..plain };
-    assert_eq!(set(&mut features, knows), Ok(Effect::None));
+    assert_eq!(set(&mut features, knows), Ok(Effect::CopyFormats(0)));
     assert_eq!(acre(&features), 1);
     assert_eq!(acre(&Features::restore(&features.save())), 1);
     // What the controller has none of, and what is no value.
     for odd in [
         HostBehaviorSupport { acre: 2, ..plain },
         HostBehaviorSupport { lbafee: 1, ..plain },
-        HostBehaviorSupport { cdfe: 1 << 2, ..plain },
+        HostBehaviorSupport { cdfe: 1 << 4, ..plain },
+        HostBehaviorSupport { cdfe: 1, ..plain },
     ] {
         assert_eq!(set(&mut features, odd), Err(INVALID_FIELD));
     }
     assert_eq!(acre(&features), 1);
+    let copies = HostBehaviorSupport { cdfe: 0b1100, ..knows };
+    assert_eq!(set(&mut features, copies), Ok(Effect::CopyFormats(0b1100)));
+    assert_eq!(Features::restore(&features.save()), features);
     features.reset();
     assert_eq!(acre(&features), 0);
+    assert_eq!(features.save().copy_formats, 0);
 }
 
 #[test]

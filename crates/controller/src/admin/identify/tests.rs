@@ -76,7 +76,7 @@ fn controller_structure() {
     assert_eq!((id.sqes.into_bits(), id.cqes.into_bits()), (0x66, 0x44));
     assert_eq!(id.oacs.into_bits(), 1 << 8 | 1 << 9);
     assert_eq!(id.oncs.into_bits(), 0b1_1101_1101);
-    assert_eq!(id.ocfs, 1);
+    assert_eq!(id.ocfs, 0b1111);
     assert_eq!(id.vwc.into_bits(), 0b111);
     assert_eq!(id.sgls.into_bits() & 0b11, 0b01);
     assert_eq!(id.frmw.into_bits(), 0b011);
