@@ -295,3 +295,38 @@ fn interrupts_come_once_a_batch_and_never_get_lost() {
     }
     assert_eq!(regs::DOORBELLS, 0x1000);
 }
+
+#[test]
+fn what_a_host_does_not_want_goes_into_a_bit_bucket() {
+    use shadowbell_spec::sgl::SglDescriptor;
+    let (mut host, mut queue) = host();
+    let (page, list) = (host.alloc(4096), host.alloc(4096));
+    let blocks: Vec<u8> = (0..8u8).flat_map(|block| [block + 1; 512]).collect();
+    host.poke(page, &blocks);
+    assert!(host.run(&mut queue, Sqe::write(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
+    // Of eight blocks, the third and the last.
+    let parts = [
+        SglDescriptor::bit_bucket(1024),
+        SglDescriptor::data_block(page, 512),
+        SglDescriptor::bit_bucket(2048),
+        SglDescriptor::data_block(page + 512, 512),
+    ];
+    let bytes: Vec<u8> = parts.iter().flat_map(|part| part.to_dptr()).collect();
+    host.poke(list, &bytes);
+    host.poke(page, &[0xee; 4096]);
+    let with_list = |sqe: Sqe, parts: u32| {
+        let dptr = SglDescriptor::last_segment(list, parts * 16).to_dptr();
+        Sqe { flags: 0x40, dptr, ..sqe }
+    };
+    let read = with_list(Sqe::read(1, 0, 7, 0), 4);
+    assert!(host.run(&mut queue, read).0.is_success());
+    let expected = [[3; 512], [8; 512], [0xee; 512]].concat();
+    assert_eq!(host.peek(page, 1536), expected);
+    // What is written comes from the data blocks alone.
+    let write = with_list(Sqe::write(1, 20, 1, 0), 4);
+    assert!(host.run(&mut queue, write).0.is_success());
+    assert!(host.run(&mut queue, Sqe::read(1, 20, 1, 0).with_prps(page + 2048, 0)).0.is_success());
+    assert_eq!(host.peek(page + 2048, 1024), [[3; 512], [8; 512]].concat());
+    let (status, _) = host.run(&mut queue, with_list(Sqe::write(1, 20, 7, 0), 4));
+    assert_eq!(status.code(), Status::SGL_DATA_LENGTH_INVALID);
+}

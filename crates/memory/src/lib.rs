@@ -30,6 +30,7 @@
 mod readme {}
 
 mod abort;
+mod bucket;
 mod copy;
 mod dirty;
 mod dma;

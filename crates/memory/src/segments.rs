@@ -189,6 +189,19 @@ impl Segments {
         Ok(())
     }
 
+    /// Adds `len` bytes, which are those of `bytes` again and again: memory that is there as long as
+    /// the process, and whose content nobody looks at.
+    pub(crate) fn push_again(&mut self, bytes: &'static SharedBytes, len: usize) {
+        let Some(ptr) = NonNull::new(bytes.as_ptr()).filter(|_| !bytes.is_empty()) else { return };
+        let mut done = 0;
+        while done < len {
+            let n = (len - done).min(bytes.len());
+            self.list.push(Segment { ptr, len: n });
+            done += n;
+        }
+        self.total += len;
+    }
+
     #[inline]
     fn add(&mut self, ptr: NonNull<u8>, len: usize) {
         if let Some(last) = self.list.last_mut()

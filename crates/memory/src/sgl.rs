@@ -1,5 +1,6 @@
 //! Scatter Gather Lists (Base 2.1, "Scatter Gather List (SGL)").
 
+use crate::bucket::bucket;
 use crate::dma::View;
 use crate::error::{DataPointerError, Fault};
 use crate::segments::Segments;
@@ -13,6 +14,7 @@ const DESCRIPTOR: usize = 16;
 const CHUNK: usize = 32;
 
 const DATA_BLOCK: u8 = 0x0;
+const BIT_BUCKET: u8 = 0x1;
 const SEGMENT: u8 = 0x2;
 const LAST_SEGMENT: u8 = 0x3;
 
@@ -45,7 +47,8 @@ impl Descriptor {
 
 impl View {
     /// Resolves `len` bytes of data that the SGL descriptor in a command's data pointer describes:
-    /// a data block, or a segment or last segment that holds further descriptors.
+    /// a data block, or a segment or last segment that holds further descriptors. What the device
+    /// writes to a bit bucket goes nowhere; where it reads, a bit bucket has no data.
     ///
     /// More data than `len` in the list is allowed and not touched; less is an error. `write` says
     /// that the device will write the data.
@@ -80,6 +83,10 @@ impl View {
                 self.data_block(first, &mut left, into)?;
                 return enough(left);
             }
+            BIT_BUCKET => {
+                bit_bucket(first, &mut left, into)?;
+                return enough(left);
+            }
             SEGMENT | LAST_SEGMENT => first,
             _ => return Err(DataPointerError::SglType(first.identifier)),
         };
@@ -110,6 +117,7 @@ impl View {
                     let is_final = done + index + 1 == count;
                     match descriptor.kind()? {
                         DATA_BLOCK => self.data_block(descriptor, &mut left, into)?,
+                        BIT_BUCKET => bit_bucket(descriptor, &mut left, into)?,
                         // A segment ends in the descriptor of the next one; a last segment in none.
                         SEGMENT | LAST_SEGMENT if is_final && !last => next = Some(descriptor),
                         // Base 2.1, "Invalid Number of SGL Descriptors": in a place that is not
@@ -143,6 +151,23 @@ impl View {
         }
         Ok(())
     }
+}
+
+/// Base 2.1, 4.3.2, "SGL Bit Bucket descriptor": of data that the device writes, so many bytes are
+/// thrown away. Of data that it reads, the descriptor has no bytes.
+fn bit_bucket(
+    descriptor: Descriptor,
+    left: &mut usize,
+    into: &mut Segments,
+) -> Result<(), DataPointerError> {
+    let take = if into.is_writable() { descriptor.len.min(*left) } else { 0 };
+    if take > 0 {
+        // Without memory there is no descriptor of this kind.
+        let bucket = bucket().ok_or(DataPointerError::SglType(descriptor.identifier))?;
+        into.push_again(bucket, take);
+        *left -= take;
+    }
+    Ok(())
 }
 
 fn enough(left: usize) -> Result<(), DataPointerError> {

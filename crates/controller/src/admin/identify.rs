@@ -193,7 +193,7 @@ fn controller(config: &Config) -> IdentifyController {
         ocfs: 0b1111,
         // A Flush of all namespaces (FFFFFFFFh) is supported, with a cache or without.
         vwc: Vwc::new().with_fb(0b11),
-        sgls: Sgls::new().with_support(0b01).with_longer_than_data(true),
+        sgls: Sgls::new().with_support(0b01).with_bit_bucket(true).with_longer_than_data(true),
         ..IdentifyController::default()
     };
     if let Some(name) = nqn_field(&qualified_name(&config.serial)) {

@@ -120,10 +120,10 @@ impl Pointer {
         match flaw {
             // Too short by a byte.
             1 => list.last_mut().expect("a piece").1 -= 1,
-            // Of a type that is not supported here: bit bucket, keyed, offset, vendor.
+            // Of a type that is not supported here: transport, keyed, offset, vendor.
             2 => {
                 let at = source.below(list.len());
-                list[at].2 = source.of(&[0x10, 0x40, 0x01, 0xf0]);
+                list[at].2 = source.of(&[0x50, 0x40, 0x01, 0xf0]);
             }
             3 => {
                 let at = source.below(list.len());
@@ -135,6 +135,12 @@ impl Pointer {
         if flaw == 0 && source.rarely(4) {
             // More than there are data: not touched.
             list.push((data + DATA_PAGES * PAGE - 64, 64, 0x00));
+        }
+        if flaw == 0 && source.rarely(4) {
+            // A bit bucket: nothing comes out of it, and behind the data nothing goes in.
+            let reads = sqe.opcode == 0x02;
+            let at = if reads { list.len() } else { source.below(list.len() + 1) };
+            list.insert(at, (u64::MAX, usize::from(source.u16()), 0x10));
         }
         let bytes = |list: &[(u64, usize, u8)]| -> Vec<u8> {
             let all = list.iter();

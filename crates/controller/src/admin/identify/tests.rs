@@ -78,7 +78,7 @@ fn controller_structure() {
     assert_eq!(id.oncs.into_bits(), 0b1_1101_1101);
     assert_eq!(id.ocfs, 0b1111);
     assert_eq!(id.vwc.into_bits(), 0b111);
-    assert_eq!(id.sgls.into_bits() & 0b11, 0b01);
+    assert_eq!(id.sgls.into_bits(), 1 | 1 << 16 | 1 << 18);
     assert_eq!(id.frmw.into_bits(), 0b011);
     assert_eq!(id.lpa.into_bits(), 0b10_0110);
     assert_eq!(id.oaes.into_bits(), 1 << 8);
