@@ -135,9 +135,10 @@ fn admin_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
         }
         0x08 => sqe.cdw10 = u32::from(qid) | u32::from(source.u8()) << 16,
         0x09 | 0x0a => {
-            sqe.cdw10 = u32::from(source.of(&[7u8, 8, 9, 11, 6, 4, 1, 2, 5, 10, 14, 15, 0x80]))
-                | u32::from(source.below(8) as u8) << 8
-                | u32::from(source.rarely(8)) << 31;
+            sqe.cdw10 =
+                u32::from(source.of(&[7u8, 8, 9, 11, 6, 4, 1, 2, 5, 10, 14, 15, 0x16, 0x80]))
+                    | u32::from(source.below(8) as u8) << 8
+                    | u32::from(source.rarely(8)) << 31;
             sqe.cdw11 = source.near(&[0, 1, 0x3_0003, 0x0101, 0xffff_ffff]) as u32;
         }
         0x86 => {
@@ -163,7 +164,7 @@ fn io_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
             sqe.cdw10 = source.of(&[0, 1, 3, 255]);
             sqe.cdw11 = source.of(&[4, 4, 0, 7]);
         }
-        0x19 => sqe.cdw12 = source.of(&[0u32, 0, 1, 3, 127, 255, 0x100, 0xf00]),
+        0x19 => sqe.cdw12 = source.of(&[0u32, 0, 1, 3, 127, 255, 0x100, 0x201, 0x302, 0xf00]),
         _ => {
             let blocks = source.of(&[0u32, 1, 7, 8, 15, 23, 63, 127, 0xffff]);
             sqe.cdw12 =
@@ -192,11 +193,12 @@ pub(crate) fn list(source: &mut Source<'_>) -> Vec<u8> {
             }
             _ => {
                 let range = shadowbell_spec::nvm::CopyRange {
-                    reserved0: 0,
+                    snsid: source.of(&[1u32, 2, 0, 3, u32::MAX]),
+                    reserved4: 0,
                     slba: source.near(&[0, 1, 64, 127]),
                     nlb0: source.near(&[0, 7, 63, 0xffff]) as u16,
-                    reserved18: 0,
-                    reserved20: 0,
+                    reserved18: [0; 4],
+                    sopt: 0,
                     reftag: 0,
                     apptag: 0,
                     apptag_mask: 0,

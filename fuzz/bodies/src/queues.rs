@@ -225,11 +225,12 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
 
 fn zero_range() -> CopyRange {
     CopyRange {
-        reserved0: 0,
+        snsid: 0,
+        reserved4: 0,
         slba: 0,
         nlb0: 0,
-        reserved18: 0,
-        reserved20: 0,
+        reserved18: [0; 4],
+        sopt: 0,
         reftag: 0,
         apptag: 0,
         apptag_mask: 0,

@@ -165,11 +165,12 @@ impl Guest {
         guest.poke(page(DSM_RANGES), &dsm.collect::<Vec<u8>>());
         let copies = (0..128u64).flat_map(|n| {
             let range = CopyRange {
-                reserved0: 0,
+                snsid: 0,
+                reserved4: 0,
                 slba: n % (BLOCKS - 8),
                 nlb0: (n % 8) as u16,
-                reserved18: 0,
-                reserved20: 0,
+                reserved18: [0; 4],
+                sopt: 0,
                 reftag: 0,
                 apptag: 0,
                 apptag_mask: 0,

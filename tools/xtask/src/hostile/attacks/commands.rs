@@ -214,11 +214,12 @@ fn verify(field: &mut Field) -> Result<()> {
 fn copy(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(QUEUES, 32)?;
     let range = |n: u64| CopyRange {
-        reserved0: 0,
+        snsid: 0,
+        reserved4: 0,
         slba: n % 64 * 64,
         nlb0: 63,
-        reserved18: 0,
-        reserved20: 0,
+        reserved18: [0; 4],
+        sopt: 0,
         reftag: 0,
         apptag: 0,
         apptag_mask: 0,
