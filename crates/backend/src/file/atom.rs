@@ -5,8 +5,7 @@
 //! one, and aligned as they are, is safe. A longer one is if the write asks for it (`RWF_ATOMIC`),
 //! where the file system and the device have that. Of several blocks nothing is promised.
 
-use super::image::{attribute_of, is_tmpfs};
-use super::shared::Alignment;
+use super::device::{attribute_of, is_tmpfs};
 use rustix::fs::{AtFlags, StatxFlags};
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
@@ -40,19 +39,19 @@ impl Atom {
         }
     }
 
-    /// For blocks of so many bytes of this file.
+    /// For blocks of so many bytes of this file; `direct` if its page cache is bypassed.
     pub(super) fn of_file(
         file: &File,
         metadata: &Metadata,
         is_block: bool,
-        direct: Option<Alignment>,
+        direct: bool,
         block_size: u32,
     ) -> Self {
         let device = if is_block { metadata.rdev() } else { metadata.dev() };
         // Nothing of it is left when the power goes.
         let physical = if !is_block && is_tmpfs(file) { Some(u32::MAX) } else { physical(device) };
         // Of what goes through the page cache nobody knows when, and in what pieces.
-        Self::of(block_size, physical, direct.and_then(|_| asked(file)))
+        Self::of(block_size, physical, if direct { asked(file) } else { None })
     }
 }
 

@@ -1,5 +1,6 @@
 //! An image that is open and locked, whatever is in it.
 
+use super::device::attribute;
 use super::opener::{self, Access, At};
 use super::options::Direct;
 use super::shared::Alignment;
@@ -12,7 +13,7 @@ use shadowbell_state::{WrongOrder, is_wrong};
 use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -348,22 +349,4 @@ fn tried_alignment(file: &File, size: u64) -> Result<Alignment, String> {
         }
     }
     Err(reason.map_or_else(String::new, |e| format!("a first direct read failed ({e})")))
-}
-
-/// Whether the file is in memory alone.
-pub(super) fn is_tmpfs(file: &File) -> bool {
-    const TMPFS_MAGIC: u64 = 0x0102_1994;
-    rustix::fs::fstatfs(file).is_ok_and(|status| u64::try_from(status.f_type) == Ok(TMPFS_MAGIC))
-}
-
-/// What the system says of a block device.
-pub(super) fn attribute(device: &Metadata, name: &str) -> Option<String> {
-    attribute_of(device.rdev(), name)
-}
-
-/// What the system says of the block device with this number.
-pub(super) fn attribute_of(device: u64, name: &str) -> Option<String> {
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let value = std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/{name}")).ok()?;
-    Some(value.trim().to_owned())
 }

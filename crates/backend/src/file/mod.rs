@@ -49,6 +49,7 @@
 //! Verify reads through the page cache if the disk uses it; only direct I/O reaches the storage.
 
 mod atom;
+mod device;
 mod disk;
 mod flusher;
 mod image;

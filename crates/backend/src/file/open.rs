@@ -1,8 +1,9 @@
 //! Finding out what a file is, and what its file system can do.
 
 use super::atom::Atom;
+use super::device::attribute;
 use super::flusher::Flusher;
-use super::image::{ImageFile, attribute};
+use super::image::ImageFile;
 use super::options::{Aio, FileOptions, Format};
 use super::shared::{FileShared, Hold, ranges};
 use crate::error::OpenError;
@@ -77,7 +78,7 @@ pub(super) fn take(
             discard,
             granularity: cluster / block_size,
         },
-        atom: Atom::of_file(&file, &metadata, is_block, direct, block_size),
+        atom: Atom::of_file(&file, &metadata, is_block, direct.is_some(), block_size),
         ranges: ranges(direct, block_size),
         direct,
         engine,

@@ -60,7 +60,8 @@ pub(super) fn adopt(
     let flusher = Flusher::after(Arc::clone(&file), saved.direct.is_none(), saved.lost);
     let metadata = file.metadata().map_err(|error| error.to_string())?;
     let size = saved.info.block_size;
-    let atom = Atom::of_file(&file, &metadata, !saved.regular, saved.direct, size);
+    let direct = saved.direct.is_some();
+    let atom = Atom::of_file(&file, &metadata, !saved.regular, direct, size);
     Ok(FileShared {
         // The lock is shared until the one that had it is gone.
         hold: Hold::new(&file, &flusher, true),

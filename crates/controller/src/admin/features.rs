@@ -1,5 +1,6 @@
 //! Get Features and Set Features. Base 2.1, 5.1.11 and 5.1.25.
 
+use super::host_behavior::host_behavior;
 use super::keep_alive;
 use super::limits::WARNING_TEMPERATURE;
 use crate::saved::SavedFeatures;
@@ -21,9 +22,6 @@ use zerocopy::{FromBytes, IntoBytes};
 const EVENTS: AsyncEventConfig = AsyncEventConfig::new().with_smart(0xff).with_nan(true);
 /// Any number of commands at a time: what the controller starts with.
 const NO_BURST_LIMIT: Arbitration = Arbitration::new().with_ab(7);
-
-/// Copy Descriptor Formats Enable: those that name a source namespace, and that the controller has.
-const COPY_FORMATS: u16 = 1 << 2 | 1 << 3;
 
 /// The reserved bits of the Arbitration feature.
 const RESERVED_BURST: u32 = 0xf8;
@@ -528,18 +526,6 @@ impl Features {
         self.error_recovery.extend((first..=last).map(|nsid| (nsid, wanted.tler())));
         Ok(())
     }
-}
-
-/// What a host says of itself: whether it knows Advanced Command Retry, and which descriptors of
-/// Copy that name a source namespace it uses. The rest would enable what the controller has none of
-/// (formats of index 16 and above, dispersed namespaces, Copy of format 4, telemetry), and is
-/// refused.
-fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
-    let HostBehaviorSupport { acre, etdas, lbafee, hdisns, cdfe, .. } = *wanted;
-    if acre > 1 || (etdas, lbafee, hdisns, cdfe & !COPY_FORMATS) != (0, 0, 0, 0) {
-        return Err(invalid_field());
-    }
-    Ok((acre == 1, cdfe))
 }
 
 /// There is one power state.
