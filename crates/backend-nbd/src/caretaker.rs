@@ -243,20 +243,15 @@ fn write_again(hub: &Hub, stream: &Stream, structured: bool) -> Result<(), Strin
             }
         }
     };
-    let mut journal = shared.journal.lock();
     match outcome {
-        Ok(count) => journal.replayed += count,
+        Ok(count) => shared.journal.lock().replayed += count,
         Err(why) => {
-            let goes_on = journal.lose();
-            drop(journal);
+            shared.lose();
             error!(
                 "{}: what was written since the last flush may be lost: {why}; flushes fail until \
                  the disk is opened again",
                 shared.name
             );
-            if goes_on {
-                shared.wake_users();
-            }
         }
     }
     Ok(())

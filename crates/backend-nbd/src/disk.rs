@@ -5,20 +5,30 @@ use crate::error::OpenError;
 use crate::export::Export;
 use crate::hub::{Handle, Hub, connect, look};
 use crate::journal::Journal;
+use crate::kept::{KEY, KeptExport, UNSETTLED, reach, refused, settle};
 use crate::link::Link;
 use crate::queue::NbdQueue;
+use crate::replay::{ReplayError, flush};
 use crate::shared::Shared;
+use crate::stream::{Patient, Stream};
 use crate::uri::NbdSpec;
 use parking_lot::Mutex;
-use shadowbell_backend::{Disk, DiskInfo, Queue, ResizeError};
+use serde::Deserialize;
+use serde_json::Value;
+use shadowbell_backend::{Disk, DiskInfo, HandOverError, Queue, ResizeError, Wait};
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::transmission;
+use shadowbell_state::Descriptors;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 /// The most data of one request, in bytes.
 const PART: u32 = 256 << 10;
+/// How long a server may take to flush what a dead process has written.
+const FLUSH: Duration = Duration::from_secs(120);
 
 /// An export of an NBD server.
 ///
@@ -35,11 +45,69 @@ impl NbdDisk {
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong and what to do.
     pub fn open(spec: &NbdSpec) -> Result<Self, OpenError> {
+        Self::connect(spec, |_, _, _| Ok(()))
+    }
+
+    /// Goes on with the disk of a process that has died, which had it [kept](Disk::keep) as `state`
+    /// and had opened it by the same specification. Returns when nothing of what that process had
+    /// under way can reach the export any more, as far as the specification says (`settle`); `wait`
+    /// is called for as long as it can, and while there is no server.
+    ///
+    /// # Errors
+    /// [`OpenError`]; it is not that disk any more, or `wait` waits no longer.
+    pub fn recover(spec: &NbdSpec, state: &Value, wait: Wait<'_>) -> Result<Self, OpenError> {
+        let kept = state.get(KEY).map(KeptExport::deserialize);
+        let kept = match kept {
+            Some(Ok(kept)) => kept,
+            Some(Err(error)) => return Err(refused(spec, error.to_string())),
+            None => return Err(refused(spec, "it was no export".to_owned())),
+        };
+        settle(spec, &kept, wait)?;
+        let is_lost = Cell::new(kept.has_lost);
+        let mut disk = reach(spec, wait, || {
+            Self::connect(spec, |stream, export, stop| {
+                if kept.read_only || !export.has(transmission::SEND_FLUSH) {
+                    return Ok(());
+                }
+                let until = Instant::now() + FLUSH;
+                match flush(&mut Patient { stream, until, stop }, export.structured) {
+                    Ok(()) => Ok(()),
+                    Err(ReplayError::Lost(source)) => {
+                        Err(OpenError::Connect { disk: spec.to_string(), source })
+                    }
+                    Err(error @ ReplayError::Refused(_)) => {
+                        tracing::error!(
+                            "{spec}: what was written since the last flush may be lost: {error}; \
+                             flushes fail until the disk is opened again"
+                        );
+                        is_lost.set(true);
+                        Ok(())
+                    }
+                }
+            })
+        })?;
+        disk.info = kept.as_it_was(&disk.info).map_err(|why| refused(spec, why.to_owned()))?;
+        disk.hub().shared.journal.lock().has_lost = is_lost.get();
+        Ok(disk)
+    }
+
+    /// Whether `state` is what the disk of a dead process was kept by, and that was an export.
+    #[must_use]
+    pub fn is_kept_by(state: &Value) -> bool {
+        state.get(KEY).is_some()
+    }
+
+    /// `first` is done on the first connection, before anything else.
+    fn connect(
+        spec: &NbdSpec,
+        first: impl Fn(&Stream, &Export, &EventFd) -> Result<(), OpenError>,
+    ) -> Result<Self, OpenError> {
         let name = spec.to_string();
         let system = |source| OpenError::System { disk: name.clone(), source };
         let stop = EventFd::new().map_err(system)?;
         let (stream, export) = connect(spec, &stop)?;
         let info = info(spec, &export, export.size)?;
+        first(&stream, &export, &stop)?;
         let journal = if export.has(transmission::SEND_FLUSH) {
             Journal::new(spec.replay)
         } else {
@@ -142,6 +210,18 @@ impl Disk for NbdDisk {
 
     fn has_lost(&self) -> bool {
         self.hub().shared.journal.lock().has_lost
+    }
+
+    fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
+        if !self.info.read_only && self.hub().spec.settle.is_none() {
+            return Err(HandOverError::Unfenced { disk: self.name(), why: UNSETTLED });
+        }
+        let kept = KeptExport::new(&self.info, self.has_lost());
+        Ok(serde_json::json!({ KEY: kept }))
+    }
+
+    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
+        *self.hub().shared.on_loss.lock() = Some(changed);
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {

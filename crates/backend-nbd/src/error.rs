@@ -58,6 +58,14 @@ pub enum OpenError {
         /// Bytes of a block.
         block_size: u32,
     },
+    /// The disk of a process that has died can not be gone on with.
+    #[error("{disk} can not be taken over: {why}")]
+    NotThatDisk {
+        /// The export.
+        disk: String,
+        /// Why not.
+        why: String,
+    },
     /// The system has no thread or descriptor.
     #[error("{disk}: there is no thread or descriptor for the connection: {source}")]
     System {

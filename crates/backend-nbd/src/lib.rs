@@ -17,6 +17,7 @@
 //! | `journal` | what was answered and is not durable yet |
 //! | `connect`, `negotiate`, `export` | a way to the server, the handshake, what it says of itself |
 //! | `stream` | bytes in and out |
+//! | `kept` | the disk of a process that has died, in the next one |
 //!
 //! The codec is `shadowbell-nbd`'s, which the server in `shadowbell-export` uses, too.
 //!
@@ -66,9 +67,9 @@
 //! # What it does not implement
 //!
 //! TLS, extended headers, and metadata contexts: nobody asks a disk which of its blocks are holes.
-//! Reads of holes arrive without their zeroes if the server says so in its replies. Going on with
-//! the disk in another process, after an upgrade or a death of the server: what was not flushed is
-//! in this process's memory.
+//! Reads of holes arrive without their zeroes if the server says so in its replies. Handing the disk
+//! over to another process at an upgrade: what was not flushed is in this process's memory. (After
+//! a death see [`NbdDisk::recover`].)
 #![forbid(unsafe_code)]
 
 mod caretaker;
@@ -79,6 +80,7 @@ mod error;
 mod export;
 mod hub;
 mod journal;
+mod kept;
 mod link;
 mod negotiate;
 mod part;

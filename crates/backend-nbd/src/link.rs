@@ -391,14 +391,14 @@ impl Link {
             if owner.is_none() {
                 journal.flush = Flush::None;
             }
-            let goes_on = match (error, owner) {
-                (0, _) => journal.flushed(flushes),
-                // Nobody else would say so.
-                (_, None) => journal.lose(),
-                _ => false,
-            };
+            let goes_on = error == 0 && journal.flushed(flushes);
+            // Nobody else would say so.
+            let is_lost = error != 0 && owner.is_none();
             shared.flush_soon(&mut journal);
             drop(journal);
+            if is_lost {
+                shared.lose();
+            }
             if goes_on {
                 shared.wake_users();
             }

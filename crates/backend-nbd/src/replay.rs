@@ -4,8 +4,9 @@ use crate::journal::Entry;
 use crate::part::{Part, Parts};
 use crate::receiver::Receiver;
 use crate::stream::Patient;
-use shadowbell_nbd::wire::NbdError;
+use shadowbell_nbd::wire::{NbdError, command};
 use std::io::{self, Read, Write};
+use std::sync::Arc;
 
 /// Requests that are under way at once: their answers fit any socket's buffer.
 const BATCH: usize = 16;
@@ -19,6 +20,12 @@ pub(crate) enum ReplayError {
     /// The server does not take it any more.
     #[error("the server refuses it with error {0}")]
     Refused(u32),
+}
+
+/// Has the server flush what was written before.
+pub(crate) fn flush(stream: &mut Patient<'_>, structured: bool) -> Result<(), ReplayError> {
+    let (command, data) = (command::FLUSH, Arc::default());
+    replay(stream, &[Entry { command, flags: 0, offset: 0, len: 0, data }], structured)
 }
 
 /// Has the server carry `entries` out in their order.

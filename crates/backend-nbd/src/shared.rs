@@ -28,6 +28,8 @@ pub(crate) struct Shared {
     pub(crate) stop: EventFd,
     /// All queues.
     pub(crate) users: Mutex<Vec<Weak<User>>>,
+    /// Who is to know that something was lost.
+    pub(crate) on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
 }
 
 impl Shared {
@@ -43,6 +45,7 @@ impl Shared {
             wake: EventFd::new()?,
             stop: EventFd::new()?,
             users: Mutex::default(),
+            on_loss: Mutex::default(),
         })
     }
 
@@ -74,6 +77,17 @@ impl Shared {
         if journal.wants_flush() {
             journal.flush = Flush::Wanted;
             self.wake.signal();
+        }
+    }
+
+    /// What was not flushed is given up. Not to be called with the journal's lock.
+    pub(crate) fn lose(&self) {
+        let goes_on = self.journal.lock().lose();
+        if let Some(changed) = &*self.on_loss.lock() {
+            changed();
+        }
+        if goes_on {
+            self.wake_users();
         }
     }
 

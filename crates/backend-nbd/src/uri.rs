@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// The kinds of address, as they stand before the first colon.
 const SCHEMES: [&str; 2] = ["nbd", "nbd+unix"];
@@ -14,6 +15,9 @@ const SCHEMES: [&str; 2] = ["nbd", "nbd+unix"];
 const MAX_CONNECTIONS: usize = 16;
 /// The most bytes of writes that may be kept.
 const MAX_REPLAY: u64 = 1 << 30;
+
+/// The longest time that a server may go on with what was sent.
+const MAX_SETTLE: Duration = Duration::from_secs(3600);
 
 /// Where a server is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +51,7 @@ impl fmt::Display for Place {
 /// | `block-size` | `512`, `4096` | `512`, if the server takes requests of so many bytes |
 /// | `connections` | 1 to 16: how many, if the server allows several | 4 |
 /// | `replay` | a size: how much of what the server has answered and not flushed is kept, to be written again to one that was restarted; or `off` | `64MiB` |
+/// | `settle` | seconds, as `5s` or `1500ms`: how long the server may go on with writes of a client that is gone, which the process waits for that goes on for one that has died | none does |
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdSpec {
     pub(crate) place: Place,
@@ -56,6 +61,9 @@ pub struct NbdSpec {
     pub(crate) connections: usize,
     /// Bytes; none are kept if it is 0.
     pub(crate) replay: u64,
+    /// For how long after a process's death the server may carry out what it has sent, if anybody
+    /// knows.
+    pub(crate) settle: Option<Duration>,
 }
 
 impl NbdSpec {
@@ -101,6 +109,7 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
         block_size: None,
         connections: 4,
         replay: 64 << 20,
+        settle: None,
     };
     let mut socket = None;
     let mut seen = Vec::new();
@@ -142,10 +151,11 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
                     return Err(format!("`replay` is at most 1GiB, not `{value}`"));
                 }
             }
+            "settle" => made.settle = Some(seconds(value)?),
             other => {
                 return Err(format!(
                     "an `nbd` disk has no option `{other}`; its options are `socket`, \
-                     `read-only`, `block-size`, `connections`, `replay`"
+                     `read-only`, `block-size`, `connections`, `replay`, `settle`"
                 ));
             }
         }
@@ -178,6 +188,19 @@ fn switch(name: &str, value: &str) -> Result<bool, String> {
         "off" | "false" | "no" => Ok(false),
         other => Err(format!("the option `{name}` is `on` or `off`, not `{other}`")),
     }
+}
+
+/// A time: `5s`, `1500ms`, or `5` for seconds.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let (digits, unit) = match text.strip_suffix("ms") {
+        Some(digits) => (digits, 1),
+        None => (text.strip_suffix('s').unwrap_or(text), 1000),
+    };
+    let time = digits.parse::<u64>().ok().and_then(|count| count.checked_mul(unit));
+    let time = time.map(Duration::from_millis).filter(|time| *time <= MAX_SETTLE);
+    time.ok_or_else(|| {
+        format!("`settle` is a time of at most an hour, as `5s` or `1500ms`, not `{text}`")
+    })
 }
 
 fn tcp(authority: &str) -> Result<Place, String> {
@@ -237,6 +260,10 @@ mod tests {
             (Some(4096), 2, 1 << 20)
         );
         assert_eq!(NbdSpec::parse("nbd://s/x?replay=off").unwrap().replay, 0);
+        for (text, millis) in [("5", 5000), ("5s", 5000), ("1500ms", 1500), ("0", 0)] {
+            let settle = NbdSpec::parse(&format!("nbd://s/x?settle={text}")).unwrap().settle;
+            assert_eq!(settle, Some(Duration::from_millis(millis)));
+        }
         assert!(NbdSpec::is_one("nbd:") && !NbdSpec::is_one("nbd") && !NbdSpec::is_one("nbdx:a"));
     }
 
@@ -261,6 +288,9 @@ mod tests {
             ("nbd://a/?replay=2GiB", "at most 1GiB"),
             ("nbd://a/?replay=some", "is a size or `off`"),
             ("nbd://a/?block-size=1024", "512 or 4096"),
+            ("nbd://a/?settle=soon", "as `5s` or `1500ms`, not `soon`"),
+            ("nbd://a/?settle=2h", "not `2h`"),
+            ("nbd://a/?settle=7200", "at most an hour"),
             ("nbd://a/?read-only=1", "`on` or `off`"),
             ("nbd://a/?read-only=on&read-only=on", "given twice"),
             ("nbd://a/?direct=on", "no option `direct`"),

@@ -2,12 +2,15 @@
 
 use crate::dma_share::DmaShares;
 use crate::hang_up::HangUpMonitor;
+use crate::kept;
 use crate::queue::{NoDevice, NvmeQueue};
 use crate::shared::NvmeDiskShared;
 use crate::transfers::DiskTransfers;
 use parking_lot::Mutex;
-use shadowbell_backend::{Disk, DiskInfo, Extent, Queue, Tell};
+use serde_json::Value;
+use shadowbell_backend::{Disk, DiskInfo, Extent, HandOverError, Queue, Tell};
 use shadowbell_driver::{AttachError, AttachOptions, Controller, Namespace, SpinPolicy, Transport};
+use shadowbell_state::Descriptors;
 use std::sync::{Arc, OnceLock};
 use std::{fmt, io};
 use thiserror::Error;
@@ -137,6 +140,20 @@ impl NvmeDisk {
         })))
     }
 
+    /// Whether `state` is what the disk of a dead process was kept by, and that was one of an SSD.
+    #[must_use]
+    pub fn is_kept_by(state: &Value) -> bool {
+        kept::is_kept_by(state)
+    }
+
+    /// Whether this disk, which was opened by the same name, is the one that another process has
+    /// [kept](Disk::keep) as `state`. The SSD was reset when it was opened, so nothing of what that
+    /// process had under way can reach the disk, or memory, any more.
+    #[must_use]
+    pub fn is_that(&self, state: &Value) -> bool {
+        kept::is_that(state, &self.0.info, &self.0.namespace)
+    }
+
     /// The namespace below.
     #[must_use]
     pub fn namespace(&self) -> &Namespace {
@@ -215,6 +232,10 @@ impl Disk for NvmeDisk {
         if at < end {
             tell(Extent::data(end - at));
         }
+    }
+
+    fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
+        Ok(kept::keep(&self.0.info, &self.0.namespace))
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {

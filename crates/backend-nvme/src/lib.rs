@@ -10,6 +10,7 @@
 //! | `task` | a request as commands, and what their statuses mean |
 //! | `shared` | what all queues of a disk share |
 //! | `dma_share` | the guest's memory, as far as the SSD reaches it itself |
+//! | `kept` | the disk of a process that has died, in the next one |
 //! | `hang_up` | detects that the SSD has gone while nothing completes |
 //! | `transfers` | how many commands moved data in place, and how many copied |
 //!
@@ -42,6 +43,7 @@
 mod disk;
 mod dma_share;
 mod hang_up;
+mod kept;
 mod queue;
 mod shared;
 mod task;

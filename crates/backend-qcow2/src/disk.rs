@@ -2,13 +2,19 @@
 
 use crate::error::OpenError;
 use crate::image::Image;
-use crate::open;
+use crate::kept::{self, Kept, KeptImage, refused};
+use crate::open::{self, ByPath, Opened};
 use crate::pool::Pool;
 use crate::queue::QcowQueue;
-use shadowbell_backend::{Disk, DiskInfo, FileOptions, Queue, Tell};
+use serde::Deserialize;
+use shadowbell_backend::{Disk, DiskInfo, FileOptions, HandOverError, Queue, Tell, Wait};
+use shadowbell_state::Descriptors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fmt, io};
+
+/// What says that a disk was kept as a qcow2 image.
+const KEY: &str = "qcow2";
 
 /// A qcow2 image.
 ///
@@ -26,8 +32,49 @@ impl Qcow2Disk {
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong with the image and what to do.
     pub fn open(path: &Path, options: &FileOptions) -> Result<Self, OpenError> {
-        let opened = open::open(path, options)?;
-        let block_size = options.block_size.unwrap_or(512);
+        Self::of(path, open::open(path, options, &mut ByPath)?, options.block_size.unwrap_or(512))
+    }
+
+    /// Goes on with the image of a process that has died, which had it
+    /// [kept](Disk::keep) as `state` and had opened it with the same options. Returns when nothing
+    /// of what that process had under way can reach the image any more; `wait` is called for as long
+    /// as it can.
+    ///
+    /// # Errors
+    /// [`OpenError`]; it is not that image any more, or `wait` waits no longer.
+    pub fn recover(
+        path: &Path,
+        options: &FileOptions,
+        state: &serde_json::Value,
+        fds: &mut Descriptors,
+        wait: Wait<'_>,
+    ) -> Result<Self, OpenError> {
+        let kept = state.get(KEY).map(KeptImage::deserialize);
+        let kept = match kept {
+            Some(Ok(kept)) => kept,
+            Some(Err(error)) => return Err(refused(path, error.to_string())),
+            None => return Err(refused(path, "it was no qcow2 image".to_owned())),
+        };
+        let opened = open::open(path, options, &mut Kept::new(&kept, fds, wait))?;
+        let disk = Self::of(path, opened, kept.block_size)?;
+        let image = disk.pool.image();
+        if image.info.read_only && !kept.read_only {
+            return Err(refused(path, "it can not be written any more".to_owned()));
+        }
+        if image.info.blocks != kept.blocks {
+            return Err(refused(path, "it has another size now".to_owned()));
+        }
+        image.set_lost(kept.lost);
+        Ok(disk)
+    }
+
+    /// Whether `state` is what the disk of a dead process was kept by, and that was a qcow2 image.
+    #[must_use]
+    pub fn is_kept_by(state: &serde_json::Value) -> bool {
+        state.get(KEY).is_some()
+    }
+
+    fn of(path: &Path, opened: Opened, block_size: u32) -> Result<Self, OpenError> {
         let size = opened.header.size;
         let name = path.display().to_string();
         if !size.is_multiple_of(u64::from(block_size)) {
@@ -88,6 +135,18 @@ impl Disk for Qcow2Disk {
 
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
         self.pool.image().extents(offset, len, tell);
+    }
+
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        let system = |source| HandOverError::System { disk: self.name(), source };
+        let image = self.pool.image();
+        image.last().map_err(|error| system(io::Error::other(error.to_string())))?;
+        let kept = kept::keep(image, fds).map_err(system)?;
+        Ok(serde_json::json!({ KEY: kept }))
+    }
+
+    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
+        self.pool.image().on_loss(changed);
     }
 
     fn is_full(&self) -> bool {

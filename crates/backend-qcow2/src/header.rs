@@ -32,6 +32,18 @@ pub(crate) struct Header {
     pub(crate) size: u64,
     /// The file of which it is the difference, and that one's format.
     pub(crate) backing: Option<(String, Option<String>)>,
+    pub(crate) l1: Table,
+    pub(crate) refcounts: Table,
+    /// Bits of a reference count, as a power of two.
+    pub(crate) refcount_order: u32,
+}
+
+/// A table of numbers of 64 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Table {
+    /// Where it begins in the file.
+    pub(crate) offset: u64,
+    pub(crate) entries: u64,
 }
 
 /// What is wrong with an image.
@@ -142,7 +154,10 @@ impl Header {
             }
             _ => return damaged("the name of its backing file is none"),
         };
-        Ok(Self { version, cluster_bits, size, backing })
+        let l1 = Table { offset: be64(start, 40), entries: be32(start, 36).into() };
+        let refcounts = Table { offset: be64(start, 48), entries: bytes / 8 };
+        let refcount_order = if version == 3 { be32(start, 96) } else { 4 };
+        Ok(Self { version, cluster_bits, size, backing, l1, refcounts, refcount_order })
     }
 }
 
@@ -267,7 +282,15 @@ mod tests {
 
     #[test]
     fn a_header_is_understood() {
-        let header = Header { version: 3, cluster_bits: 16, size: 1 << 30, backing: None };
+        let header = Header {
+            version: 3,
+            cluster_bits: 16,
+            size: 1 << 30,
+            backing: None,
+            l1: Table { offset: 3 << 16, entries: 2 },
+            refcounts: Table { offset: 1 << 16, entries: 1 << 13 },
+            refcount_order: 4,
+        };
         assert_eq!(Header::parse(&image(), LEN), Ok(header.clone()));
         let mut start = image();
         put64(&mut start, 8, 0x200);

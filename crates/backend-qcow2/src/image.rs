@@ -5,7 +5,7 @@ use crate::open::Opened;
 use crate::storage::FileStorage;
 use imago::io_buffers::IoBuffer;
 use imago::{FormatAccess, Mapping};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use shadowbell_backend::{DiskError, DiskInfo, Extent, ImageFile, Op, Request, Tell};
 use shadowbell_memory::contain_panic;
 use std::io;
@@ -39,6 +39,13 @@ pub(crate) struct Image {
     /// has been taken since.
     full: AtomicU64,
     pub(crate) name: String,
+    /// The next process goes on with the image, should this one die: what has ended is in the file.
+    lasts: AtomicBool,
+    /// There may be tables that differ from those in the file. Set before a change, and taken back
+    /// while nothing changes.
+    has_changed: AtomicBool,
+    /// Who is to know that data are lost.
+    on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
 }
 
 impl Image {
@@ -57,7 +64,44 @@ impl Image {
             longest,
             full: AtomicU64::new(0),
             name,
+            lasts: AtomicBool::new(false),
+            has_changed: AtomicBool::new(false),
+            on_loss: Mutex::default(),
         }
+    }
+
+    /// The image's own file, and those below it.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &ImageFile> {
+        [&self.file].into_iter().chain(&self.below)
+    }
+
+    /// From here on, what has ended is in the file.
+    pub(crate) fn last(&self) -> Result<(), DiskError> {
+        if self.info.read_only || self.lasts.swap(true, Ordering::SeqCst) {
+            return Ok(());
+        }
+        // Whatever has changed until now.
+        self.has_changed.store(true, Ordering::SeqCst);
+        self.write_back()
+    }
+
+    /// Whether a change that was carried out ends only when the tables are written.
+    pub(crate) fn waits_for_tables(&self) -> bool {
+        self.lasts.load(Ordering::SeqCst) && self.has_changed.load(Ordering::SeqCst)
+    }
+
+    /// The error number of the first sync that has lost data, or 0.
+    pub(crate) fn lost(&self) -> i32 {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// Data were lost before, by another process.
+    pub(crate) fn set_lost(&self, errno: i32) {
+        self.lost.store(errno, Ordering::Release);
+    }
+
+    pub(crate) fn on_loss(&self, changed: Box<dyn Fn() + Send + Sync>) {
+        *self.on_loss.lock() = Some(changed);
     }
 
     /// Carries `request` out, but for what of it is to be durable.
@@ -99,12 +143,19 @@ impl Image {
         }
     }
 
-    /// Writes the tables that are only in memory.
+    /// Writes the tables that are only in memory, while nothing changes them: a cluster that were
+    /// counted after the counts are written, and named in a table before that is, would be used and
+    /// count as free if the process is killed then.
     pub(crate) fn write_back(&self) -> Result<(), DiskError> {
         self.check()?;
-        self.contained(|| match &*self.format.read() {
-            Some(format) => format.flush().map_err(|error| error_of(&error)),
-            None => Err(DiskError::Io(libc::EIO)),
+        self.contained(|| {
+            let format = self.format.write();
+            let Some(format) = &*format else { return Err(DiskError::Io(libc::EIO)) };
+            let has_changed = self.has_changed.swap(false, Ordering::SeqCst);
+            format.flush().map_err(|error| {
+                self.has_changed.fetch_or(has_changed, Ordering::SeqCst);
+                error_of(&error)
+            })
         })
     }
 
@@ -123,6 +174,9 @@ impl Image {
                      has written may be lost",
                     self.name
                 );
+                if let Some(changed) = &*self.on_loss.lock() {
+                    changed();
+                }
             }
             return Err(error_of(&io::Error::from_raw_os_error(errno)));
         }
@@ -209,13 +263,30 @@ impl Image {
             }
             (Op::Write { .. }, Some(buffer)) => {
                 let format = self.format.read();
-                access(&format)?.write(buffer.as_ref_range(0..len as usize), offset)
+                let format = access(&format)?;
+                self.note_change(format, offset, len);
+                format.write(buffer.as_ref_range(0..len as usize), offset)
             }
             (Op::Compare, Some(expected)) => return self.compare(offset, len, Some(expected)),
             (Op::Verify, _) => return self.compare(offset, len, None),
             _ => return Err(DiskError::Unsupported),
         };
         outcome.map_err(|error| error_of(&error))
+    }
+
+    /// Notes that tables will change, unless this range is only overwritten. Whoever finds a
+    /// cluster of another request's there finds its note, too.
+    fn note_change(&self, format: &FormatAccess<FileStorage>, mut offset: u64, len: u64) {
+        if !self.lasts.load(Ordering::SeqCst) || self.has_changed.load(Ordering::SeqCst) {
+            return;
+        }
+        let end = offset + len;
+        while offset < end {
+            match format.get_mapping(offset, end - offset) {
+                Ok((Mapping::Raw { writable: true, .. }, there)) if there != 0 => offset += there,
+                _ => return self.has_changed.store(true, Ordering::SeqCst),
+            }
+        }
     }
 
     /// Reads what is there, and compares it.
@@ -252,6 +323,7 @@ impl Image {
             }
             // What has no cluster needs no entry in a table either.
             if !unallocated {
+                self.has_changed.store(true, Ordering::SeqCst);
                 format.discard_to_zero(offset, there)?;
             }
             offset += there;
@@ -278,6 +350,7 @@ impl Image {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             } else if is_zero {
             } else if has_zeroes {
+                self.has_changed.store(true, Ordering::SeqCst);
                 format.write_zeroes(offset, there)?;
             } else {
                 now = there.min(PIECE as u64);
@@ -289,6 +362,7 @@ impl Image {
                         none.insert(buffer)
                     }
                 };
+                self.note_change(format, offset, now);
                 format.write(zeroes.as_ref_range(0..now as usize), offset)?;
             }
             offset += now;

@@ -26,10 +26,37 @@ pub(crate) struct Opened {
     pub(crate) is_direct: bool,
 }
 
+/// How the files are opened: the image first, then each that it is the difference to.
+pub(crate) trait Files {
+    /// Opens the next one, which is called `path`.
+    fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError>;
+
+    /// Looks at the image before anything is read by its tables.
+    fn prepare(&mut self, path: &Path, file: &ImageFile, header: &Header) -> Result<(), OpenError>;
+}
+
+/// By their paths.
+pub(crate) struct ByPath;
+
+impl Files for ByPath {
+    fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
+        Ok(ImageFile::open(path, read_only)?)
+    }
+
+    fn prepare(&mut self, _: &Path, _: &ImageFile, _: &Header) -> Result<(), OpenError> {
+        Ok(())
+    }
+}
+
 /// Opens the image at `path` with everything below it.
-pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<Opened, OpenError> {
-    let file = ImageFile::open(path, options.read_only)?;
+pub(crate) fn open(
+    path: &Path,
+    options: &FileOptions,
+    files: &mut dyn Files,
+) -> Result<Opened, OpenError> {
+    let file = files.open(path, options.read_only)?;
     let header = read_header(path, &file)?;
+    files.prepare(path, &file, &header)?;
     let mut below = Vec::new();
     let backing = match &header.backing {
         None => None,
@@ -37,7 +64,7 @@ pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<Opened, OpenErr
             let (path, backing) = (path.display().to_string(), name.clone());
             return Err(OpenError::Backing { path, backing });
         }
-        Some(backing) => Some(open_backing(path, backing, options.direct, &mut below)?),
+        Some(backing) => Some(open_backing(path, backing, options.direct, files, &mut below)?),
     };
     let alignment = file.set_direct(options.direct, 512)?;
     let format = format(path, &file, alignment, !file.is_read_only(), backing)?;
@@ -61,6 +88,7 @@ fn open_backing(
     path: &Path,
     (name, format_name): &(String, Option<String>),
     direct: Direct,
+    files: &mut dyn Files,
     below: &mut Vec<ImageFile>,
 ) -> Result<FormatAccess<FileStorage>, OpenError> {
     let shown = || path.display().to_string();
@@ -76,7 +104,7 @@ fn open_backing(
     let at: PathBuf = path.parent().unwrap_or(Path::new("")).join(name);
     match format_name.as_deref() {
         Some("raw" | "file" | "host_device") => {
-            let file = ImageFile::open(&at, true)?;
+            let file = files.open(&at, true)?;
             let alignment = file.set_direct(direct, 512)?;
             let raw = storage(&file, alignment)
                 .and_then(|storage| Raw::builder(storage).open(DenyImplicitOpenGate::default()))
@@ -88,14 +116,14 @@ fn open_backing(
             Ok(FormatAccess::new(raw))
         }
         Some("qcow2") => {
-            let file = ImageFile::open(&at, true)?;
+            let file = files.open(&at, true)?;
             let header = read_header(&at, &file)?;
             let alignment = file.set_direct(direct, 512)?;
             let kept = below.len();
             below.push(file);
             let backing = match &header.backing {
                 None => None,
-                Some(backing) => Some(open_backing(&at, backing, direct, below)?),
+                Some(backing) => Some(open_backing(&at, backing, direct, files, below)?),
             };
             match below.get(kept) {
                 Some(file) => format(&at, file, alignment, false, backing),

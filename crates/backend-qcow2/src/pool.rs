@@ -60,6 +60,10 @@ struct Work {
     syncs: Vec<Job>,
     /// A thread is in a sync.
     is_syncing: bool,
+    /// Those that were carried out and wait for the tables.
+    tables: Vec<Job>,
+    /// A thread writes tables.
+    is_writing: bool,
     /// Since when tables may be in memory alone.
     changed: Option<Instant>,
     threads: usize,
@@ -183,6 +187,16 @@ impl PoolShared {
                 work.is_syncing = false;
                 continue;
             }
+            if !work.is_writing && !work.tables.is_empty() {
+                work.is_writing = true;
+                let jobs = std::mem::take(&mut work.tables);
+                drop(work);
+                let result = self.image.write_back();
+                jobs.into_iter().for_each(|job| job.end(result));
+                work = self.work.lock();
+                work.is_writing = false;
+                continue;
+            }
             if work.changed.is_some_and(|since| since.elapsed() >= WRITE_BACK) {
                 work.changed = None;
                 drop(work);
@@ -198,6 +212,11 @@ impl PoolShared {
                 if syncs {
                     work = self.work.lock();
                     work.syncs.push(job);
+                    continue;
+                }
+                if changes && result.is_ok() && self.image.waits_for_tables() {
+                    work = self.work.lock();
+                    work.tables.push(job);
                     continue;
                 }
                 job.end(result);

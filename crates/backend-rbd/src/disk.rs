@@ -5,7 +5,9 @@ use crate::queue::RbdQueue;
 use crate::shared::{Opened, Shared};
 use crate::sys::{Failure, Image};
 use crate::uri::RbdSpec;
-use shadowbell_backend::{Disk, DiskInfo, Queue, ResizeError};
+use serde_json::Value;
+use shadowbell_backend::{Disk, DiskInfo, HandOverError, Queue, ResizeError};
+use shadowbell_state::Descriptors;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{fmt, io};
@@ -60,6 +62,12 @@ impl Disk for RbdDisk {
 
     fn name(&self) -> String {
         self.0.opened.name.clone()
+    }
+
+    fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
+        let why = "librbd may keep what was written in this process's memory, and Ceph would have \
+                   to keep the dead client out";
+        Err(HandOverError::Unfenced { disk: self.name(), why })
     }
 
     fn is_full(&self) -> bool {

@@ -21,6 +21,14 @@ pub enum HandOverError {
         /// The disk.
         disk: String,
     },
+    /// This one can not be gone on with after the death of its process.
+    #[error("{disk}: it can not be gone on with if the server dies: {why}")]
+    Unfenced {
+        /// The disk.
+        disk: String,
+        /// Why not, and what to do about it.
+        why: &'static str,
+    },
     /// The memory of the disk belongs to this process alone.
     #[error("{disk}: its memory belongs to this process alone, and would be lost")]
     Private {

@@ -7,11 +7,12 @@ use crate::target::{Target, not_a_disk};
 use crate::uuid_text::{no_uuid, parse_uuid};
 use crate::{exit, transport};
 use anyhow::anyhow;
-use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat, Wait};
+use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat};
 use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_backend_qcow2::Qcow2Disk;
 use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
+use shadowbell_driver::Transport;
 use shadowbell_state::Descriptors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -117,23 +118,8 @@ pub(crate) fn adopt(
     Ok(limits.limit(shadowbell_backend::adopt(&spec, state, fds)?))
 }
 
-/// Goes on with the disk of a process that has died, as that had it kept; it has opened it by the
-/// same specification. `wait`s for what is still under way there.
-///
-/// # Errors
-/// [`DiskSpecError`].
-pub(crate) fn recover(
-    spec: &str,
-    state: &serde_json::Value,
-    fds: &mut Descriptors,
-    wait: Wait<'_>,
-) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    let (spec, limits) = split(spec)?;
-    Ok(limits.limit(shadowbell_backend::recover(&spec, state, fds, wait)?))
-}
-
 /// What a specification says without its limits, and these.
-fn split(spec: &str) -> Result<(String, DiskLimits), DiskSpecError> {
+pub(crate) fn split(spec: &str) -> Result<(String, DiskLimits), DiskSpecError> {
     // It says nothing of the disk itself.
     let (spec, uuid) = take_option(spec, "uuid");
     let spec = &spec[..];
@@ -155,12 +141,7 @@ pub(crate) fn check(spec: &str) -> Result<(), DiskSpecError> {
     check_name(&spec)?;
     let spec = &spec[..];
     if ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        let wrong = |why: String| {
-            DiskSpecError::Device(exit::bad_input(anyhow!("`{spec}` names no disk: {why}")))
-        };
-        let (name, options) = spec.split_once('?').map_or((spec, None), |(n, o)| (n, Some(o)));
-        let _: Target = name.parse().map_err(wrong)?;
-        return parse(options).map(drop).map_err(wrong);
+        return device(spec).map(drop);
     }
     if NbdSpec::is_one(spec) {
         NbdSpec::parse(spec)?;
@@ -356,13 +337,22 @@ fn open_unlimited(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError
         }
         return Ok(disk);
     }
+    let (target, options) = device(spec)?;
+    let transport = transport::to(&target).map_err(DiskSpecError::Device)?;
+    let disk = attach(transport, &target, spec, &options).map_err(DiskSpecError::Device)?;
+    Ok(Arc::new(disk))
+}
+
+/// The controller that `spec` names, and how its namespace is used as a disk.
+///
+/// # Errors
+/// [`DiskSpecError::Device`].
+pub(crate) fn device(spec: &str) -> Result<(Target, Options), DiskSpecError> {
     let wrong = |why: String| {
         DiskSpecError::Device(exit::bad_input(anyhow!("`{spec}` names no disk: {why}")))
     };
     let (name, options) = spec.split_once('?').map_or((spec, None), |(n, o)| (n, Some(o)));
-    let target: Target = name.parse().map_err(wrong)?;
-    let options = parse(options).map_err(wrong)?;
-    attach(&target, spec, &options).map_err(DiskSpecError::Device)
+    Ok((name.parse().map_err(wrong)?, parse(options).map_err(wrong)?))
 }
 
 /// Opens a disk that is not another controller's.
@@ -395,16 +385,23 @@ fn open_own(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
     }
 }
 
-fn attach(target: &Target, spec: &str, options: &Options) -> anyhow::Result<Arc<dyn Disk>> {
-    let transport = transport::to(target)?;
-    match NvmeDisk::open(transport, target.nsid(), spec, options) {
-        Ok(disk) => Ok(Arc::new(disk)),
-        Err(error @ (OpenError::Attach(_) | OpenError::System(_))) => {
-            Err(anyhow::Error::new(error).context(target.to_string()))
+/// The namespace that `target` names, of the controller at the other end of `transport`.
+///
+/// # Errors
+/// With exit status [`exit::BAD_INPUT`] if something else was to be named.
+pub(crate) fn attach(
+    transport: Arc<dyn Transport>,
+    target: &Target,
+    spec: &str,
+    options: &Options,
+) -> anyhow::Result<NvmeDisk> {
+    NvmeDisk::open(transport, target.nsid(), spec, options).map_err(|error| match error {
+        OpenError::Attach(_) | OpenError::System(_) => {
+            anyhow::Error::new(error).context(target.to_string())
         }
         // Something else was to be named.
-        Err(error) => Err(exit::bad_input(error).context(target.to_string())),
-    }
+        error => exit::bad_input(error).context(target.to_string()),
+    })
 }
 
 fn parse(text: Option<&str>) -> Result<Options, String> {

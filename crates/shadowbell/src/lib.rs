@@ -34,6 +34,7 @@
 //! | `controller_config` | a controller as a person asks for it, and its configuration |
 //! | `offered_doorbells` | how doorbells come to a controller |
 //! | `disk_spec` | disks as people write them |
+//! | `disk_recovery` | the disks of a process that has died, in the next one |
 //! | `transport` | the way to a controller outside of this process |
 //! | `target` | TARGETs: namespaces as people write them |
 //! | `keeper` | the process that keeps a `serve` going: `serve --keeper` |
@@ -71,6 +72,7 @@ mod ctl;
 mod ctl_trace;
 mod demo;
 mod descriptor_limit;
+mod disk_recovery;
 mod disk_spec;
 mod exit;
 mod export;

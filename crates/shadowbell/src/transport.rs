@@ -4,7 +4,8 @@ use crate::control::find;
 use crate::exit;
 use crate::target::Target;
 use anyhow::{anyhow, bail};
-use shadowbell_driver::{Transport, Vfio, VfioUser};
+use shadowbell_driver::{Transport, Vfio, VfioError, VfioUser};
+use shadowbell_vfio_user::client::ClientError;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
@@ -33,6 +34,29 @@ pub(crate) fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
             Ok(Arc::new(Vfio::open(*address).map_err(exit::bad_input)?))
         }
         Target::Local { .. } => bail!("{target} is a controller in this process"),
+    }
+}
+
+/// Whether somebody else had the controller for as long as it was tried: who tries again may get it.
+#[must_use]
+pub(crate) fn is_in_use(error: &anyhow::Error) -> bool {
+    error.chain().any(|error| {
+        matches!(error.downcast_ref(), Some(ClientError::Timeout { .. }))
+            || matches!(error.downcast_ref(), Some(VfioError::Busy { .. }))
+    })
+}
+
+/// The way to a controller that a process had which is dead, with the reason as it is
+/// ([`is_in_use`]) if it is not to be had.
+///
+/// # Errors
+/// As [`to`].
+pub(crate) fn again(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
+    match target {
+        Target::VfioUser { socket, .. } => {
+            Ok(Arc::new(VfioUser::connect(socket, CONNECT_TIMEOUT)?))
+        }
+        other => to(other),
     }
 }
 

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use shadowbell_state::{WrongOrder, is_wrong};
 use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -53,6 +53,31 @@ impl ImageFile {
         })?;
         let at = named.as_ref().map_or(At::Path(path), |named| At::Named(named.as_fd()));
         Self::open_at(path, at, read_only, LockWait::Short)
+    }
+
+    /// Opens the image of a process that has died, by the descriptor that
+    /// [names](Self::name_for_next) it. Returns when nothing of what that process had given to the
+    /// system by its open file can reach the image any more; `wait` is called for as long as it
+    /// can.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); [`OpenError::Busy`], if `wait` waits no longer.
+    pub fn recover(
+        path: &Path,
+        named: BorrowedFd<'_>,
+        read_only: bool,
+        wait: Wait<'_>,
+    ) -> Result<Self, OpenError> {
+        Self::open_at(path, At::Named(named), read_only, LockWait::AsLongAs(wait))
+    }
+
+    /// A descriptor that only names the image: what the next process opens it by, should this one
+    /// die, whatever it is called by then.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn name_for_next(&self) -> io::Result<OwnedFd> {
+        opener::name_of(&self.file)
     }
 
     /// Opens what is called `path` to a person, and is at `at`.

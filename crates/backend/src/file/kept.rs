@@ -17,16 +17,15 @@
 
 use super::image::{ImageFile, LockWait, Wait};
 use super::open::take;
-use super::opener::At;
+use super::opener::{At, name_of};
 use super::options::FileOptions;
 use super::shared::FileShared;
 use crate::error::OpenError;
 use crate::info::DiskInfo;
-use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Descriptors, FdRef};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -40,10 +39,8 @@ struct KeptFile {
 }
 
 pub(super) fn keep(shared: &FileShared, fds: &mut Descriptors) -> io::Result<serde_json::Value> {
-    let path = format!("/proc/self/fd/{}", shared.file.as_raw_fd());
-    let image = rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     let kept = KeptFile {
-        image: fds.add(image),
+        image: fds.add(name_of(&shared.file)?),
         info: shared.info.clone(),
         end: shared.end.load(Ordering::Relaxed),
         lost: shared.flusher.lost(),

@@ -1,5 +1,6 @@
 //! Who opens images: this process, or one that may open more than it.
 
+use rustix::fs::{CWD, Mode, OFlags};
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -45,6 +46,12 @@ pub fn open_images_by(opener: Box<dyn Opener>) {
 /// A descriptor that names what is at `path`; `None` if this process opens it by itself.
 pub(super) fn name(path: &Path) -> Option<io::Result<OwnedFd>> {
     OPENER.get().map(|opener| opener.name(path))
+}
+
+/// A descriptor that only names what `file` is, and does not keep it open (`O_PATH`).
+pub(super) fn name_of(file: &File) -> io::Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Ok(rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
 }
 
 /// Where an image is.

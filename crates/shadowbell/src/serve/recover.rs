@@ -23,10 +23,10 @@ use super::server_config::ServerConfig;
 use super::transfer;
 use super::worker_link::{Told, WorkerLink};
 use crate::controller_config::ConfigureError;
-use crate::disk_spec;
 use crate::items::{COMPLETE, Items};
 use crate::keeper_link::to_keeper;
 use crate::limits;
+use crate::{disk_recovery, disk_spec};
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
@@ -168,7 +168,7 @@ fn rebuild(
         let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
             let key = disks.get(nth).map_or("", |disk| disk.key());
             let (state, mut fds) = take(items, key).map_err(disk_spec::DiskSpecError::Device)?;
-            disk_spec::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
+            disk_recovery::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
         });
         let opened = making::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
         let name = asked.socket.display().to_string();

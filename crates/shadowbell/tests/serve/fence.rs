@@ -1,10 +1,13 @@
 //! What a dead process has under way is waited for before anything is carried out again.
 
+use crate::disk_kinds::Export;
 use crate::harness::{Server, program, until};
 use crate::keeper::{has_ended, signal, worker};
 use crate::upgrade::Client;
 use rustix::process::Signal;
 use shadowbell_testing::late::{LateDevice, be_the_daemon};
+use std::io::Write;
+use std::time::Duration;
 
 #[test]
 fn late_daemon() {
@@ -21,10 +24,17 @@ struct Late {
 impl Late {
     fn start(variables: &[(&str, &str)]) -> Option<Self> {
         let device = LateDevice::new("fence::late_daemon")?;
+        let disk = raw(&device);
+        let (late, pid) = Self::start_on(device, &[&disk], variables);
+        until("its end", || has_ended(pid));
+        Some(late)
+    }
+
+    /// The same, of a server that has this disk, whose process may have to end still.
+    fn start_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> (Self, u32) {
         let directory = tempfile::tempdir().unwrap();
         let mut command = program();
-        let disk = format!("{}?direct=on&aio=io_uring", device.path().display());
-        command.args(["serve", "--keeper", &disk, "--socket", "vm.sock"]);
+        command.args(["serve", "--keeper"]).args(arguments).args(["--socket", "vm.sock"]);
         command.envs(variables.iter().copied());
         let server = Server::spawn(command, directory, &["vm.sock"]);
         let mut client = Client::attach(&server.socket());
@@ -37,21 +47,65 @@ impl Late {
         device.until_held();
         let pid = worker(&server);
         signal(pid, Signal::KILL);
-        until("its end", || has_ended(pid));
-        Some(Self { device, server, writing })
+        (Self { device, server, writing }, pid)
     }
+
+    /// The write arrives, and no newer one is overwritten by it.
+    fn release(self) -> (Server, LateDevice) {
+        self.device.release();
+        let mut client = self.writing.join().unwrap();
+        client.write(1, 0, 0xbb);
+        assert_eq!(client.read(1, 0), 0xbb);
+        drop(client);
+        (self.server, self.device)
+    }
+}
+
+fn raw(device: &LateDevice) -> String {
+    format!("{}?direct=on&aio=io_uring", device.path().display())
 }
 
 #[test]
 fn a_late_write_of_a_dead_process_does_not_overwrite_a_newer_one() {
-    let Some(Late { device, server, writing }) = Late::start(&[]) else { return };
-    server.says("waits for what the dead process has under way");
-    assert!(!writing.is_finished(), "it is carried out again too early");
-    device.release();
-    let mut client = writing.join().unwrap();
-    client.write(1, 0, 0xbb);
-    assert_eq!(client.read(1, 0), 0xbb);
-    drop(client);
+    let Some(late) = Late::start(&[]) else { return };
+    late.server.says("waits for what the dead process has under way");
+    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    late.release();
+}
+
+/// A thread ends its call before its process has gone.
+#[test]
+fn a_process_that_writes_to_a_qcow2_image_has_not_gone_before_its_write() {
+    let Some(device) = LateDevice::new("fence::late_daemon") else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.qcow2");
+    shadowbell_backend_qcow2::create(&image, 8 << 20).unwrap();
+    let bytes = std::fs::read(&image).unwrap();
+    let mut whole = std::fs::OpenOptions::new().write(true).open(device.path()).unwrap();
+    whole.write_all(&bytes).unwrap();
+    whole.sync_all().unwrap();
+    drop(whole);
+    let disk = format!("{}?direct=on&format=qcow2", device.path().display());
+    let (late, pid) = Late::start_on(device, &[&disk], &[]);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!has_ended(pid) || !late.writing.is_finished());
+    assert!(!late.server.stderr().contains("goes on for the process"), "too early");
+    let (server, _device) = late.release();
+    server.says("goes on for the process");
+}
+
+/// The other server has the late write in hand, and lets nobody in before it has ended.
+#[test]
+fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
+    let Some(device) = LateDevice::new("fence::late_daemon") else { return };
+    let below = Server::start(&[&raw(&device)], &[]);
+    let disk = format!("vfio-user:{}/1", below.socket().display());
+    let (late, pid) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
+    until("its end", || has_ended(pid));
+    late.server.says("waits for what the dead process has under way at vfio-user:");
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    late.release();
 }
 
 /// The same without the fence: the guest's newer write is lost.
@@ -67,4 +121,34 @@ fn without_a_fence_a_late_write_of_a_dead_process_overwrites_a_newer_one() {
     assert_eq!(client.read(1, 0), 0xaa, "the fence is not what this test is about");
     drop(client);
     drop(server);
+}
+
+/// The server has a write in hand whose client has gone, and takes others: only time helps.
+#[test]
+fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
+    let Some(device) = LateDevice::new("fence::late_daemon") else { return };
+    let below = Export::start(&raw(&device));
+    let disk = below.uri("&settle=2s");
+    let (late, pid) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
+    until("its end", || has_ended(pid));
+    late.server.says("waits for what the dead process has under way at nbd+unix:");
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    late.release();
+}
+
+/// The same if nobody waits: the guest's newer write is lost.
+#[test]
+fn a_late_write_at_an_nbd_server_overwrites_a_newer_one_if_it_has_not_settled() {
+    let Some(device) = LateDevice::new("fence::late_daemon") else { return };
+    let below = Export::start(&raw(&device));
+    let disk = below.uri("&settle=0");
+    let (late, _) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
+    let mut client = late.writing.join().unwrap();
+    client.write(1, 0, 0xbb);
+    assert_eq!(client.read(1, 0), 0xbb);
+    late.device.release();
+    assert_eq!(client.read(1, 0), 0xaa, "time is not what this test is about");
+    drop(client);
+    drop(late.server);
 }

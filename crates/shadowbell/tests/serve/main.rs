@@ -5,6 +5,7 @@ mod changes;
 mod clients;
 mod config;
 mod control;
+mod disk_kinds;
 mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;

@@ -1,5 +1,6 @@
 //! A server whose process is killed, and whose clients notice nothing.
 
+use crate::disk_kinds::Export;
 use crate::harness::{Server, finish, program, until};
 use crate::keeper::{children, has_ended, signal, worker};
 use crate::upgrade::{Client, Load, server, socket, upgrade};
@@ -24,7 +25,7 @@ fn said(server: &Server, words: &str) -> usize {
     server.stderr().matches(words).count()
 }
 
-fn lost_nothing(server: &Server) {
+pub(crate) fn lost_nothing(server: &Server) {
     let log = server.stderr();
     assert!(!log.contains("have lost"), "{log}");
 }
@@ -131,10 +132,9 @@ fn who_can_not_go_on_says_why_and_begins_anew() {
 
 #[test]
 fn what_nobody_can_go_on_with_is_said() {
-    let below = Server::start(&["mem:4MiB"], &[]);
-    let disk = format!("vfio-user:{}/1", below.socket().display());
-    let server = Server::start(&[&disk], &["--keeper"]);
-    server.says("can not be gone on with if the server dies");
+    let below = Export::start("mem:4MiB");
+    let server = Server::start(&[&below.uri("")], &["--keeper"]);
+    server.says("can not be gone on with if the server dies: an NBD server may carry out a write");
     signal(worker(&server), Signal::KILL);
     server.says("have lost their controllers");
 }

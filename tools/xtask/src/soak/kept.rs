@@ -1,10 +1,12 @@
 //! A server under a keeper, and the disks that it serves.
 
 use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::places::{DISK_BYTES, Keeps};
@@ -14,13 +16,21 @@ use crate::hostile::server::{LogReader, Server};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What a disk keeps its bytes in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub(crate) enum DiskKind {
     Direct,
     PageCache,
     Memory,
     Null,
+    Qcow2,
+    /// A namespace of another server, which is not killed.
+    VfioUser,
+    /// An export of a server that is not killed.
+    Nbd,
 }
+
+/// How long an NBD server may go on with what a dead process has sent.
+const SETTLE: &str = "50ms";
 
 impl DiskKind {
     pub(crate) const ALL: [Self; 4] = [Self::Direct, Self::PageCache, Self::Memory, Self::Null];
@@ -36,24 +46,62 @@ impl DiskKind {
             Self::PageCache => "file, page cache",
             Self::Memory => "mem:",
             Self::Null => "null:",
+            Self::Qcow2 => "qcow2",
+            Self::VfioUser => "vfio-user:",
+            Self::Nbd => "nbd:",
         }
     }
 
     pub(crate) fn keeps(self) -> Keeps {
         match self {
-            Self::Direct | Self::Memory => Keeps::Blocks,
+            Self::Direct | Self::Memory | Self::Qcow2 | Self::VfioUser | Self::Nbd => Keeps::Blocks,
             Self::PageCache => Keeps::Bytes,
             Self::Null => Keeps::Nothing,
         }
     }
 
+    /// Its bytes are those of a file.
     fn is_file(self) -> bool {
-        matches!(self, Self::Direct | Self::PageCache)
+        matches!(self, Self::Direct | Self::PageCache | Self::VfioUser | Self::Nbd)
     }
 
-    /// As `serve` takes it.
-    fn spec(self, image: &Path) -> String {
+    /// No sandbox allows it.
+    fn is_outside(self) -> bool {
+        matches!(self, Self::VfioUser | Self::Nbd)
+    }
+
+    /// The server that it is an export or a namespace of, at `socket`.
+    fn below(self, binary: &Path, image: &Path, socket: &Path) -> Result<Option<Child>> {
+        let mut command = Command::new(binary);
+        let disk = format!("{}?direct=on", image.display());
         match self {
+            Self::VfioUser => command.args(["serve", &disk, "--socket"]).arg(socket),
+            Self::Nbd => {
+                let at = format!("unix:{}", socket.display());
+                command.args(["export", &disk, "--nbd", &at])
+            }
+            _ => return Ok(None),
+        };
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let child = command.spawn().context("the server below")?;
+        let began = Instant::now();
+        while UnixStream::connect(socket).is_err() {
+            if began.elapsed() > PATIENCE {
+                bail!("the server below does not serve {}", socket.display());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(Some(child))
+    }
+
+    /// As `serve` takes it; `below` is the socket of the server below.
+    fn spec(self, image: &Path, below: &Path) -> String {
+        match self {
+            Self::Qcow2 => format!("{}?direct=on&format=qcow2", image.display()),
+            Self::VfioUser => format!("vfio-user:{}/1", below.display()),
+            Self::Nbd => {
+                format!("nbd+unix:///?socket={}&settle={SETTLE}", below.display())
+            }
             Self::Direct => format!("{}?direct=on", image.display()),
             Self::PageCache => format!("{}?direct=off", image.display()),
             Self::Memory => format!("mem:{DISK_BYTES}"),
@@ -67,6 +115,17 @@ impl DiskKind {
 pub(crate) struct Kept {
     pub(crate) server: Server,
     kinds: Vec<DiskKind>,
+    /// Servers of disks.
+    below: Vec<Child>,
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        for child in &mut self.below {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
 }
 
 impl Kept {
@@ -82,30 +141,51 @@ impl Kept {
     ) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets and images")?;
         let mut config = format!("workers = {workers}\n");
+        let mut below = Vec::new();
         for (n, kind) in kinds.iter().enumerate() {
             let image = image(directory.path(), n);
             if kind.is_file() {
                 File::create(&image)?.set_len(DISK_BYTES)?;
             }
             let socket = directory.path().join(format!("vm{n}.sock"));
-            let disk = kind.spec(&image);
+            if *kind == DiskKind::Qcow2 {
+                make_qcow2(&image)?;
+            }
+            let socket_below = directory.path().join(format!("below{n}"));
+            below.extend(kind.below(binary, &image, &socket_below)?);
+            let disk = kind.spec(&image, &socket_below);
             config += &format!("[[controller]]\nsocket = {socket:?}\ndisks = [{disk:?}]\n");
         }
         let file = directory.path().join("serve.toml");
         fs::write(&file, config).context("the configuration")?;
-        let arguments = [options, &["serve", "--keeper", "--config"]].concat();
+        let is_outside = kinds.iter().any(|kind| kind.is_outside());
+        let sandbox: &[&str] = if is_outside { &["--sandbox", "off"] } else { &[] };
+        let arguments = [options, &["serve", "--keeper"], sandbox, &["--config"]].concat();
         let mut arguments: Vec<_> = arguments.into_iter().map(str::to_owned).collect();
         arguments.push(file.display().to_string());
         let server = Server::start(binary, &arguments, directory, LogReader::File)?;
         for n in 0..kinds.len() {
             server.await_socket(&server.socket(n))?;
         }
-        Ok(Self { server, kinds: kinds.to_vec() })
+        Ok(Self { server, kinds: kinds.to_vec(), below })
     }
 
     /// What is behind each controller.
     pub(crate) fn kinds(&self) -> &[DiskKind] {
         &self.kinds
+    }
+
+    /// Looks at all qcow2 images, when nobody has them open: clusters that are counted and used by
+    /// nothing are all that may be wrong.
+    pub(crate) fn check_images(&self) -> Result<()> {
+        for (number, _) in self.kinds.iter().enumerate().filter(|(_, k)| **k == DiskKind::Qcow2) {
+            let mut command = Command::new("qemu-img");
+            command.args(["check", "-f", "qcow2"]).arg(image(self.server.directory(), number));
+            let output = command.output().context("`qemu-img`")?;
+            let text = String::from_utf8_lossy(&output.stdout);
+            ensure!(matches!(output.status.code(), Some(0 | 3)), "`qemu-img check`: {text}");
+        }
+        Ok(())
     }
 
     /// The image of this disk, if it is a file.
@@ -136,6 +216,14 @@ impl Kept {
             std::thread::sleep(Duration::from_micros(200));
         }
     }
+}
+
+fn make_qcow2(image: &Path) -> Result<()> {
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", "qcow2"]).arg(image).arg(DISK_BYTES.to_string());
+    let status = command.status().context("`qemu-img`, which is in Debian's qemu-utils")?;
+    ensure!(status.success(), "`qemu-img create` has failed");
+    Ok(())
 }
 
 fn image(directory: &Path, number: usize) -> PathBuf {

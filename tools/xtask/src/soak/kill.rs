@@ -56,6 +56,9 @@ pub(crate) struct Arguments {
     /// and again.
     #[arg(long, default_value_t = KINDS as u16, value_parser = clap::value_parser!(u16).range(1..=256))]
     controllers: u16,
+    /// Instead of these kinds of disks: this one, or several, and again.
+    #[arg(long, value_name = "KIND")]
+    disk: Vec<DiskKind>,
     /// One in so many commands is a flush; 0 for none. What a disk is still flushing has to end
     /// before another process can go on, so the time without a completion is that of the disk.
     #[arg(long, default_value_t = 0)]
@@ -91,6 +94,7 @@ pub(crate) fn test(report: &mut Report, binary: &Path) {
         kills: TEST_KILLS,
         seed: 1,
         controllers: KINDS as u16,
+        disk: Vec::new(),
         flush_every: 4096,
         workers: 2,
         control: false,
@@ -101,13 +105,21 @@ pub(crate) fn test(report: &mut Report, binary: &Path) {
     soak(report, binary, &Arguments { kills: 10, control: true, ..few });
 }
 
+impl Arguments {
+    /// The kinds of disks, of which each controller has the next.
+    fn kinds(&self) -> &[DiskKind] {
+        if self.disk.is_empty() { &DiskKind::ALL } else { &self.disk }
+    }
+}
+
 /// How many there are in the test command.
 const TEST_KILLS: u32 = 200;
 
 fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
     let what = if arguments.control { ", with old data put back" } else { "" };
     report.begin(&format!("soak kill{what}"));
-    let mut gaps = Gaps::default();
+    let single = vec![Times::default(); arguments.kinds().len()];
+    let mut gaps = Gaps { single, ..Gaps::default() };
     if arguments.control {
         report.check("old data are noticed", |_| match work(binary, arguments, &mut gaps) {
             Err(error) if format!("{error:#}").contains("which was acknowledged") => {
@@ -133,7 +145,7 @@ fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
 struct Gaps {
     kills: u32,
     /// Of one kill, by kind of disk.
-    single: [Times; KINDS],
+    single: Vec<Times>,
     /// Of two, of which the second was meant for the one that goes on.
     double: Times,
     /// From a kill until another process is there.
@@ -150,8 +162,9 @@ impl Gaps {
             let gap = meter.take().gap;
             if is_double {
                 self.double.push(gap);
-            } else if let Some(times) = self.single.get_mut(number % KINDS) {
-                times.push(gap);
+            } else {
+                let kinds = self.single.len();
+                self.single.iter_mut().skip(number % kinds).take(1).for_each(|t| t.push(gap));
             }
         }
     }
@@ -168,7 +181,7 @@ impl Gaps {
             "time without a completion around a kill, ms",
             &["disk", "kills", "p50", "p99", "longest"],
         );
-        let kinds = DiskKind::ALL.map(DiskKind::name).into_iter().zip(&self.single);
+        let kinds = arguments.kinds().iter().map(|kind| kind.name()).zip(&self.single);
         let all = self.all();
         let rest = [
             ("all of these", &all),
@@ -200,7 +213,8 @@ impl Gaps {
 
 /// Kills for as often as was asked for, and looks whether all is there.
 fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
-    let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
+    let kinds = arguments.kinds().iter().copied().cycle();
+    let kinds: Vec<_> = kinds.take(arguments.controllers.into()).collect();
     let options: &[&str] = if arguments.phases { &["-v"] } else { &[] };
     let mut kept = Kept::serve(binary, options, &kinds, arguments.workers)?;
     let mut totals = Totals::default();
@@ -211,6 +225,7 @@ fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
         &mut totals,
         |kept, meters| kill(kept, arguments, meters, gaps),
     );
+    let outcome = outcome.and_then(|()| kept.check_images());
     gaps.totals = totals;
     if arguments.phases {
         let log = fs::read_to_string(kept.server.directory().join("log"))?;
@@ -283,7 +298,7 @@ struct OldData {
 impl OldData {
     /// Of the first image that there is.
     fn read(kept: &Kept) -> Option<Self> {
-        let image = (0..KINDS).rev().find_map(|number| kept.image(number))?;
+        let image = (0..kept.kinds().len()).rev().find_map(|number| kept.image(number))?;
         let bytes = fs::read(&image).ok()?;
         Some(Self { image, bytes })
     }

@@ -1,0 +1,237 @@
+//! The reference counts of an image whose process was killed.
+//!
+//! A cluster is counted before anything that refers to it is written; that is how the format's
+//! order of writes leaves clusters at most that are counted and used by nothing. Two moments of
+//! `imago`'s are none of this order: the table of a part of the disk that was never written is
+//! named in the L1 table before its own count is written; and a table that is evicted from the
+//! cache may hold a cluster whose count has changed a moment ago. A cluster that is used and counts
+//! as free would be given away a second time. So before anything is written to the image of a
+//! process that has died, whatever its tables name is looked up in the counts, and what is 0 there
+//! is made 1. What is counted and not used stays so: `qemu-img check -r leaks` gives it back.
+//!
+//! The tables are the image's, which somebody else may have made: what makes no sense in them is
+//! passed over, as whoever reads it will find it out, and there are no more of them than the file
+//! has bytes.
+
+use crate::error::OpenError;
+use crate::header::{Header, Table};
+use rustix::io::{ReadWriteFlags, pwritev2, retry_on_intr};
+use shadowbell_backend::ImageFile;
+use std::collections::{BTreeMap, HashSet};
+use std::io::{self, IoSlice};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+
+/// Where a table or a cluster is, in an entry of the L1 table, of an L2 table.
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// An L2 entry of a compressed cluster, which is never written here.
+const COMPRESSED: u64 = 1 << 62;
+/// Blocks of counts that are in memory at once.
+const BLOCKS: usize = 256;
+
+/// Counts whatever is used. How many clusters were not counted.
+///
+/// # Errors
+/// [`OpenError`]: the image can not be read or written, or is damaged.
+pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<u64, OpenError> {
+    let name = || path.display().to_string();
+    let outcome = Mending::new(file, header).and_then(|mut mending| {
+        let fault = mending.count_all()?;
+        mending.write_blocks()?;
+        Ok((mending.mended, fault))
+    });
+    match outcome {
+        Ok((mended, None)) => Ok(mended),
+        Ok((_, Some(why))) => Err(OpenError::Damaged { path: name(), why }),
+        Err(source) => {
+            Err(OpenError::System { path: name(), what: "counting its clusters", source })
+        }
+    }
+}
+
+/// A block of counts.
+struct Block {
+    offset: u64,
+    bytes: Vec<u8>,
+    is_changed: bool,
+}
+
+struct Mending<'a> {
+    file: &'a ImageFile,
+    header: &'a Header,
+    refcounts: Vec<u64>,
+    /// By their place in the table of blocks.
+    blocks: BTreeMap<u64, Block>,
+    /// As many tables as this fit into what the file takes of its file system.
+    most_tables: u64,
+    mended: u64,
+}
+
+impl<'a> Mending<'a> {
+    fn new(file: &'a ImageFile, header: &'a Header) -> io::Result<Self> {
+        let taken = if file.is_block_device() {
+            u64::MAX
+        } else {
+            file.file().metadata()?.blocks().saturating_mul(512)
+        };
+        Ok(Self {
+            file,
+            header,
+            refcounts: read_table(file, header.refcounts)?,
+            blocks: BTreeMap::new(),
+            // Holes of an honest image are in its data.
+            most_tables: (taken >> header.cluster_bits).saturating_add(16),
+            mended: 0,
+        })
+    }
+
+    /// Why the image is damaged, if it is.
+    fn count_all(&mut self) -> io::Result<Option<String>> {
+        let cluster = 1_u64 << self.header.cluster_bits;
+        let mut seen = HashSet::new();
+        for entry in read_table(self.file, self.header.l1)? {
+            let at = entry & OFFSET;
+            if at == 0 || !at.is_multiple_of(cluster) || !seen.insert(at) {
+                continue;
+            }
+            if seen.len() as u64 > self.most_tables {
+                return Ok(Some("it names more tables than its file has room for".to_owned()));
+            }
+            let table = Table { offset: at, entries: cluster / 8 };
+            let clusters = read_table(self.file, table)?;
+            let clusters = clusters.into_iter().filter(|entry| entry & COMPRESSED == 0);
+            for at in [at].into_iter().chain(clusters.map(|entry| entry & OFFSET)) {
+                if at != 0 && at.is_multiple_of(cluster) && !self.count(at / cluster)? {
+                    let why = format!(
+                        "the cluster at byte {at} is used, and has no place in the \
+                                       reference counts"
+                    );
+                    return Ok(Some(why));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Has a cluster counted, if it is not. Whether it has a place for its count.
+    fn count(&mut self, cluster: u64) -> io::Result<bool> {
+        let order = self.header.refcount_order;
+        // Counts in a block.
+        let per_block_bits = self.header.cluster_bits + 3 - order;
+        let (nth, at) = (cluster >> per_block_bits, cluster & ((1 << per_block_bits) - 1));
+        let Some(block) = self.block(nth)? else { return Ok(false) };
+        let mended = set_if_zero(&mut block.bytes, at as usize, order);
+        block.is_changed |= mended;
+        self.mended += u64::from(mended);
+        Ok(true)
+    }
+
+    fn block(&mut self, nth: u64) -> io::Result<Option<&mut Block>> {
+        if !self.blocks.contains_key(&nth) {
+            let cluster = 1_u64 << self.header.cluster_bits;
+            let entry = usize::try_from(nth).ok().and_then(|nth| self.refcounts.get(nth));
+            let offset = entry.map_or(0, |entry| entry & !0x1ff);
+            if offset == 0 || !offset.is_multiple_of(cluster) {
+                return Ok(None);
+            }
+            if self.blocks.len() == BLOCKS {
+                self.write_blocks()?;
+                self.blocks.clear();
+            }
+            let bytes = read(self.file, offset, cluster as usize)?;
+            self.blocks.insert(nth, Block { offset, bytes, is_changed: false });
+        }
+        Ok(self.blocks.get_mut(&nth))
+    }
+
+    fn write_blocks(&mut self) -> io::Result<()> {
+        for block in self.blocks.values_mut().filter(|block| block.is_changed) {
+            write(self.file, &block.bytes, block.offset)?;
+            block.is_changed = false;
+        }
+        Ok(())
+    }
+}
+
+/// Makes a count 1 that is 0, of `2^order` bits; whether it was.
+fn set_if_zero(block: &mut [u8], nth: usize, order: u32) -> bool {
+    if order < 3 {
+        // Several in a byte, the first in its lowest bits.
+        let (bits, per_byte) = (1_usize << order, 8 >> order);
+        let (at, shift) = (nth / per_byte, nth % per_byte * bits);
+        let Some(byte) = block.get_mut(at) else { return false };
+        let mask = ((1_u16 << bits) - 1) as u8;
+        let is_zero = *byte >> shift & mask == 0;
+        if is_zero {
+            *byte |= 1 << shift;
+        }
+        return is_zero;
+    }
+    let len = 1_usize << (order - 3);
+    let Some(count) = block.get_mut(nth * len..(nth + 1) * len) else { return false };
+    let is_zero = count.iter().all(|byte| *byte == 0);
+    if let (true, Some(last)) = (is_zero, count.last_mut()) {
+        *last = 1;
+    }
+    is_zero
+}
+
+fn read_table(file: &ImageFile, table: Table) -> io::Result<Vec<u64>> {
+    let bytes = read(file, table.offset, (table.entries * 8) as usize)?;
+    let entries = bytes.as_chunks().0.iter().copied();
+    Ok(entries.map(u64::from_be_bytes).collect())
+}
+
+/// By the call that disks make, as the sandbox has no other.
+fn write(file: &ImageFile, mut bytes: &[u8], mut offset: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        let (piece, flags) = ([IoSlice::new(bytes)], ReadWriteFlags::empty());
+        let written = retry_on_intr(|| pwritev2(file.file(), &piece, offset, flags))?;
+        if written == 0 {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
+        bytes = bytes.get(written..).unwrap_or_default();
+        offset += written as u64;
+    }
+    Ok(())
+}
+
+/// Bytes of the file; zeroes beyond its end.
+fn read(file: &ImageFile, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; len];
+    let mut done = 0;
+    while let Some(rest @ [_, ..]) = bytes.get_mut(done..) {
+        match file.file().read_at(rest, offset + done as u64) {
+            Ok(0) => break,
+            Ok(read) => done += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_have_any_width() {
+        for order in 0..=6 {
+            let mut block = vec![0; 512];
+            let count = (512 * 8) >> order;
+            assert!(set_if_zero(&mut block, 3, order) && !set_if_zero(&mut block, 3, order));
+            assert!(set_if_zero(&mut block, count - 1, order));
+            assert!(!set_if_zero(&mut block, count, order));
+            assert_eq!(block.iter().map(|byte| byte.count_ones()).sum::<u32>(), 2, "{order}");
+            // Big-endian from 8 bits on, and from the lowest bit on below that.
+            let at = match order {
+                0 => (0, 1 << 3),
+                1 => (0, 1 << 6),
+                2 => (1, 1 << 4),
+                order => ((4 << (order - 3)) - 1, 1),
+            };
+            assert_eq!(block[at.0], at.1, "{order}");
+        }
+    }
+}

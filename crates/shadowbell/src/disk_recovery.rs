@@ -1,0 +1,100 @@
+//! The disks of a process that has died, in the next one.
+//!
+//! Each kind has its own fence: what shows that nothing of what the dead process had under way can
+//! reach the disk, or a guest's memory, any more. `docs/upgrades.md` has all of them.
+
+use crate::disk_spec::{self, DiskSpecError};
+use crate::transport;
+use anyhow::{Context, anyhow, bail};
+use serde_json::Value;
+use shadowbell_backend::{Disk, FileSpec, Wait};
+use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
+use shadowbell_backend_nvme::NvmeDisk;
+use shadowbell_backend_qcow2::Qcow2Disk;
+use shadowbell_state::Descriptors;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a device may be missing.
+const MISSING: Duration = Duration::from_secs(10);
+/// Between two attempts to attach to one.
+const AGAIN: Duration = Duration::from_millis(20);
+
+/// Goes on with the disk of a process that has died, as that had it kept; it has opened it by the
+/// same specification. `wait`s for what is still under way there.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn recover(
+    spec: &str,
+    state: &Value,
+    fds: &mut Descriptors,
+    wait: Wait<'_>,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    let (spec, limits) = disk_spec::split(spec)?;
+    Ok(limits.limit(recover_unlimited(&spec, state, fds, wait)?))
+}
+
+fn recover_unlimited(
+    spec: &str,
+    state: &Value,
+    fds: &mut Descriptors,
+    wait: Wait<'_>,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    if NvmeDisk::is_kept_by(state) {
+        let disk = attach_again(spec, wait)?;
+        if !disk.is_that(state) {
+            let why = anyhow!("{spec}: it is another disk than before, or has another size");
+            return Err(DiskSpecError::Device(why));
+        }
+        return Ok(disk);
+    }
+    if NbdDisk::is_kept_by(state) {
+        return Ok(Arc::new(NbdDisk::recover(&NbdSpec::parse(spec)?, state, wait)?));
+    }
+    if Qcow2Disk::is_kept_by(state)
+        && let Some(FileSpec { path, options, .. }) = FileSpec::parse(spec)?
+    {
+        return Ok(Arc::new(Qcow2Disk::recover(&path, &options, state, fds, wait)?));
+    }
+    Ok(shadowbell_backend::recover(spec, state, fds, wait)?)
+}
+
+/// The disk of a controller that the dead process had, when it lets us in. That resets it.
+fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecError> {
+    let mut missing: Option<Instant> = None;
+    loop {
+        let error = match attach_once(spec, wait) {
+            Ok(disk) => return Ok(Arc::new(disk)),
+            Err(error) => error,
+        };
+        if !transport::is_in_use(&error)
+            && missing.get_or_insert_with(Instant::now).elapsed() > MISSING
+        {
+            return Err(DiskSpecError::Device(error));
+        }
+        let until = Instant::now() + AGAIN;
+        while Instant::now() < until {
+            if !wait() {
+                return Err(DiskSpecError::Device(error));
+            }
+        }
+    }
+}
+
+/// One attempt, which may take its time, while it is looked whether to wait at all.
+fn attach_once(spec: &str, wait: Wait<'_>) -> anyhow::Result<NvmeDisk> {
+    let (target, options) = disk_spec::device(spec).map_err(DiskSpecError::into_error)?;
+    let named = spec.to_owned();
+    let attempt = thread::Builder::new().name("sb-attach".into()).spawn(move || {
+        let transport = transport::again(&target).with_context(|| target.to_string())?;
+        disk_spec::attach(transport, &target, &named, &options)
+    })?;
+    while !attempt.is_finished() {
+        if !wait() {
+            bail!("{spec}: it is not waited for any longer");
+        }
+    }
+    attempt.join().unwrap_or_else(|_| Err(anyhow!("{spec}: attaching to it has failed")))
+}
