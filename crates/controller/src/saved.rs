@@ -305,9 +305,14 @@ pub(crate) struct SavedCounters {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
-    /// Processes that have died with it.
-    #[serde(default)]
+    /// Processes that have died with it. A guest that moves leaves that behind, and its stream is as
+    /// that of releases before.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) recoveries: u64,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// What is recorded of a control plane at work.
