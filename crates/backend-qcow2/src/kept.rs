@@ -12,13 +12,10 @@
 //! What was answered is in the file: while an image is kept for the next process, a write is
 //! answered when the tables that name its clusters are written (`Image::last`). What was not
 //! answered is there, or in part, or not at all, and is carried out again. Counts of clusters are
-//! [looked at](crate::mend) before anything else is written.
-//!
+//! [looked at](crate::mend) before anything else is written, as in any image that is opened.
 
 use crate::error::OpenError;
-use crate::header::Header;
 use crate::image::Image;
-use crate::mend::mend;
 use crate::open::Files;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::{ImageFile, Wait};
@@ -71,21 +68,6 @@ impl Files for Kept<'_> {
         let named = named.and_then(|fd| self.fds.take(fd).map_err(|error| error.to_string()));
         let named = named.map_err(|why| refused(path, why))?;
         Ok(ImageFile::recover(path, named.as_fd(), read_only, self.wait)?)
-    }
-
-    fn prepare(&mut self, path: &Path, file: &ImageFile, header: &Header) -> Result<(), OpenError> {
-        if file.is_read_only() {
-            return Ok(());
-        }
-        let mended = mend(path, file, header)?;
-        if mended != 0 {
-            tracing::info!(
-                "{}: the dead process had not counted {mended} clusters that it uses, which was \
-                 made good",
-                path.display()
-            );
-        }
-        Ok(())
     }
 }
 

@@ -15,7 +15,7 @@
 //! | `storage`, `sys` | the image's file, as that crate reads and writes it |
 //! | `completions` | what the threads hand back to a queue |
 //! | `kept` | the image of a process that has died, in the next one |
-//! | `mend` | counts of clusters, after a death |
+//! | `mend` | counts of clusters that a death has left wrong |
 //!
 //! The format's work (looking clusters up, allocating them, copying what a write leaves of one,
 //! counting references) is the crate `imago`'s: it is by one of the authors of QEMU's block layer,
@@ -36,14 +36,15 @@
 //! nobody goes on for it. Nothing else is read or written while tables are, so that no cluster is
 //! named in them that was counted too late. The order of writes keeps the image consistent, but for
 //! clusters that are counted and used by nothing (`qemu-img check -r leaks` gives them back), and
-//! for a moment in which the first table of a part of the disk is named and not counted yet. The
-//! crate does not wait for the storage between tables that depend on each other. So after a process
-//! that was killed, and after a loss of power, a check should be made.
+//! for a moment in which the first table of a part of the disk is named and not counted yet. So
+//! whoever opens an image to write to it looks first whether what its tables name is counted, and
+//! makes it good (`mend`): that reads 1/8192 of what the disk holds. The crate does not wait for the
+//! storage between tables that depend on each other. So after a loss of power, a check should be
+//! made.
 //!
 //! An image that is [kept](shadowbell_backend::Disk::keep) for the next process loses nothing with
 //! its process: a write that has allocated clusters ends when the tables are written, which
-//! requests that end at the same time share. What overwrites clusters waits for nothing. The next
-//! process makes the counts good by itself ([`Qcow2Disk::recover`]).
+//! requests that end at the same time share. What overwrites clusters waits for nothing.
 //!
 //! What the page cache has lost stays lost, as in `shadowbell-backend`: flushes fail until the
 //! image is opened again. If the file becomes shorter under us, everything fails.

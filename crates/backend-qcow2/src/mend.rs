@@ -5,9 +5,10 @@
 //! `imago`'s are none of this order: the table of a part of the disk that was never written is
 //! named in the L1 table before its own count is written; and a table that is evicted from the
 //! cache may hold a cluster whose count has changed a moment ago. A cluster that is used and counts
-//! as free would be given away a second time. So before anything is written to the image of a
-//! process that has died, whatever its tables name is looked up in the counts, and what is 0 there
-//! is made 1. What is counted and not used stays so: `qemu-img check -r leaks` gives it back.
+//! as free would be given away a second time. So before anything is written to an image, of which
+//! nothing says whether its last user was killed, whatever its tables name is looked up in the
+//! counts, and what is 0 there is made 1. What is counted and not used stays so:
+//! `qemu-img check -r leaks` gives it back.
 //!
 //! The tables are the image's, which somebody else may have made: what makes no sense in them is
 //! passed over, as whoever reads it will find it out, and there are no more of them than the file

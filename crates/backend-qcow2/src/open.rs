@@ -2,6 +2,7 @@
 
 use crate::error::OpenError;
 use crate::header::{Header, read_start};
+use crate::mend::mend;
 use crate::storage::FileStorage;
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
@@ -30,9 +31,6 @@ pub(crate) struct Opened {
 pub(crate) trait Files {
     /// Opens the next one, which is called `path`.
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError>;
-
-    /// Looks at the image before anything is read by its tables.
-    fn prepare(&mut self, path: &Path, file: &ImageFile, header: &Header) -> Result<(), OpenError>;
 }
 
 /// By their paths.
@@ -41,10 +39,6 @@ pub(crate) struct ByPath;
 impl Files for ByPath {
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
         Ok(ImageFile::open(path, read_only)?)
-    }
-
-    fn prepare(&mut self, _: &Path, _: &ImageFile, _: &Header) -> Result<(), OpenError> {
-        Ok(())
     }
 }
 
@@ -56,7 +50,17 @@ pub(crate) fn open(
 ) -> Result<Opened, OpenError> {
     let file = files.open(path, options.read_only)?;
     let header = read_header(path, &file)?;
-    files.prepare(path, &file, &header)?;
+    if !file.is_read_only() {
+        // Nothing in it says whether its last user was killed.
+        let mended = mend(path, &file, &header)?;
+        if mended != 0 {
+            tracing::info!(
+                "{}: whoever had it last was killed, and had not counted {mended} clusters that it \
+                 uses, which was made good",
+                path.display()
+            );
+        }
+    }
     let mut below = Vec::new();
     let backing = match &header.backing {
         None => None,

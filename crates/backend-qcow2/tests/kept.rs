@@ -103,6 +103,10 @@ fn what_a_death_has_left_uncounted_is_counted() {
             drop((queue, disk));
             check(&path);
             assert!(is_corrupt(&copy), "this test is about nothing");
+            // Whether another process goes on with it, or just opens it.
+            let fresh = killed(&copy);
+            drop(open(&fresh, ""));
+            check(&fresh);
             let kept = keep(&open(&copy, "?read-only=on"));
             let (mut state, fds) = kept;
             state["qcow2"]["read_only"] = false.into();
