@@ -35,14 +35,14 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
     if let Some(format) = format {
         return Err(OpenError::Format { path: name(), format });
     }
-    // Somebody has asked for its bytes, so it is not refused. But to make it longer would damage it.
-    let known = if options.format.is_some() { image.format()? } else { None };
-    match (take(image, path, options), known) {
-        (Err(OpenError::NotBlockMultiple { path, size, block_size }), Some(format)) => {
-            Err(OpenError::OddFormat { path, size, block_size, format })
-        }
-        (outcome, _) => outcome,
+    if let Err(OpenError::NotBlockMultiple { path, size, block_size }) =
+        image.block_size(options.block_size)
+        && let Some(format) = image.format()?
+    {
+        // Somebody has asked for its bytes, but to make it longer would damage it.
+        return Err(OpenError::OddFormat { path, size, block_size, format });
     }
+    take(image, path, options)
 }
 
 /// The disk that is the bytes of the image.
