@@ -203,10 +203,10 @@ pub(crate) struct SavedFeatures {
     #[serde(default)]
     pub(crate) knows_interrupted: bool,
     /// Copy Descriptor Formats Enable.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) copy_formats: u16,
     /// Keep Alive Timeout in milliseconds.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) keep_alive: u32,
 }
 
@@ -307,12 +307,13 @@ pub(crate) struct SavedCounters {
     pub(crate) eventfd_doorbells: u64,
     /// Processes that have died with it. A guest that moves leaves that behind, and its stream is as
     /// that of releases before.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) recoveries: u64,
 }
 
-fn is_zero(count: &u64) -> bool {
-    *count == 0
+/// Whether it may be left out, as releases before have nothing of it.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// What is recorded of a control plane at work.

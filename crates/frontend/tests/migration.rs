@@ -264,6 +264,26 @@ fn share(client: &Client, memory: &Mapping) {
 /// A stream of the first release that had any. One of this release comes out of it, and the same
 /// guest goes on. (A stream is captured by `SHADOWBELL_CAPTURE=PATH`; add it, and keep those of
 /// releases that have to be read.)
+/// The places at which two states differ, which are long.
+fn differences(at: &str, a: &serde_json::Value, b: &serde_json::Value) -> Vec<String> {
+    use serde_json::Value::{Array, Null, Object};
+    match (a, b) {
+        _ if a == b => Vec::new(),
+        (Object(a), Object(b)) => {
+            let keys: std::collections::BTreeSet<_> = a.keys().chain(b.keys()).collect();
+            let of = |map: &serde_json::Map<_, _>, key: &str| map.get(key).cloned().unwrap_or(Null);
+            let places =
+                keys.into_iter().map(|key| (format!("{at}/{key}"), of(a, key), of(b, key)));
+            places.flat_map(|(at, a, b)| differences(&at, &a, &b)).collect()
+        }
+        (Array(a), Array(b)) if a.len() == b.len() => {
+            let pairs = a.iter().zip(b).enumerate();
+            pairs.flat_map(|(n, (a, b))| differences(&format!("{at}/{n}"), a, b)).collect()
+        }
+        _ => vec![at.to_owned()],
+    }
+}
+
 #[test]
 fn a_stream_that_another_release_has_sent_is_read() {
     const STREAMS: [&[u8]; 1] = [include_bytes!("streams/version-1.bin")];
@@ -299,7 +319,7 @@ fn a_stream_that_another_release_has_sent_is_read() {
             state
         };
         let (before, after) = (state(stream), state(&again));
-        assert_eq!(before, after);
+        assert!(before == after, "{:?}", differences("", &before, &after));
         let admin = &after[0]["body"]["controller"]["admin"];
         let number = |at: &serde_json::Value| at.as_u64().unwrap() as usize;
         let (head, tail) = (number(&admin["sq"]["head"]), number(&admin["cq"]["tail"]));
