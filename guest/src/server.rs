@@ -54,7 +54,8 @@ pub struct Small<'a> {
 }
 
 impl Server {
-    /// Starts `shadowbell serve` and waits for its socket.
+    /// Starts `shadowbell serve`, and waits for its socket and, as a keeper makes that before there is
+    /// anybody who serves, until the server answers.
     pub fn start(run: &RunDir, serve: &Serve<'_>) -> Result<Self> {
         let name = serve.name;
         let socket = run.socket(name);
@@ -82,10 +83,17 @@ impl Server {
         let process = Process::spawn("shadowbell serve", &mut command)?;
         let mut server = Self { process, log, stats };
         let deadline = Instant::now() + Duration::from_secs(20);
-        while !socket.exists() {
+        let has_keeper = serve.options.contains(&"--keeper");
+        let answers = || {
+            let mut ctl = Command::new(serve.binary);
+            ctl.arg("ctl").arg("-s").arg(&socket).arg("status");
+            ctl.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            ctl.status().is_ok_and(|status| status.success())
+        };
+        while !socket.exists() || has_keeper && !answers() {
             server.check()?;
             if Instant::now() > deadline {
-                bail!("shadowbell serve made no socket: {}", server.log_tail());
+                bail!("shadowbell serve does not serve: {}", server.log_tail());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
