@@ -188,7 +188,15 @@ impl Control {
         let Registers { aqa, asq, acq, .. } = self.registers;
         let (table, generation) = (Arc::clone(self.memory.table()), self.lifecycle.generation);
         match AdminQueue::new(&cx.shared, &table, aqa, asq, acq) {
-            Ok(queue) => self.port.open(Attach { queue, table, generation, shadow: None }),
+            Ok(queue) => {
+                // Before it is recorded that there is one: what is written down is that of the
+                // queue before the reset, whose doorbells may have been elsewhere.
+                let journal = cx.shared.journal_part(0, generation).unwrap_or_default();
+                if let Some(journal) = &journal {
+                    queue.write_down(journal);
+                }
+                self.port.open(Attach { queue, table, generation, shadow: None });
+            }
             Err(fault) => {
                 tracing::warn!(%fault, "the admin queue's memory can not be reached");
                 return self

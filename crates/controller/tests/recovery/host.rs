@@ -240,6 +240,21 @@ impl Host {
         }
     }
 
+    /// Has the process reset the controller and die, and another one go on.
+    pub(crate) fn reset_and_kill(&mut self) {
+        self.poke(ADMIN_CQ, &[0; 16 * 16]);
+        self.admin = queue(0, 16, ADMIN_SQ, ADMIN_CQ);
+        (self.shadow, self.rung) = (false, BTreeMap::new());
+        self.queues.clear();
+        let mut parcel = Parcel::new();
+        parcel.add("reset", true, &()).unwrap();
+        parcel.send(&self.process.as_ref().unwrap().host).unwrap();
+        while !self.has_died() {
+            std::thread::yield_now();
+        }
+        self.kill();
+    }
+
     /// Enables shadow doorbells, if that is possible, and creates two queue pairs.
     pub(crate) fn begin(&mut self) {
         let mut never = || false;

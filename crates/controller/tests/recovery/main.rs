@@ -308,6 +308,22 @@ fn steps_in_a_wrong_order_do_not_survive() {
     }
 }
 
+/// The doorbells of the admin queue are where they are after the reset, and not where they were.
+#[test]
+fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut host = Host::new(memory(), false, false);
+    host.patience = Duration::from_secs(10);
+    for _ in 0..kills(5) {
+        host.until_taken();
+        host.begin();
+        host.reset_and_kill();
+        host.until_taken();
+        let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(6, 0, 0));
+        host.admin(identify.with_prps(BASE + ADMIN_DATA, 0), &mut || false);
+    }
+}
+
 /// A process finds what the one before it had posted. The one after it knows of that, too.
 #[test]
 fn what_was_posted_before_a_death_is_not_posted_again_after_another() {

@@ -167,10 +167,29 @@ fn worker() {
     }
     // Until it is killed, or the host is gone.
     while let Ok(mut parcel) = Parcel::receive(&host) {
+        if parcel.take::<()>("reset").unwrap().is_some() {
+            reset_and_die(&controller);
+        }
         let (offset, value) = parcel.take::<(u64, u32)>("ring").unwrap().unwrap();
         controller.write_doorbell(offset, value);
     }
     std::process::exit(0);
+}
+
+/// Resets the controller, and is killed as soon as that is ready again.
+fn reset_and_die(controller: &Controller) {
+    let cc = |en| Cc::new().with_en(en).with_iosqes(6).with_iocqes(4).into_bits().to_le_bytes();
+    controller.write(regs::CC, &cc(false));
+    let mut csts = [0; 4];
+    while {
+        controller.read(regs::CSTS, &mut csts);
+        Csts::from_bits(u32::from_le_bytes(csts)).rdy()
+    } {
+        std::thread::yield_now();
+    }
+    controller.write(regs::CC, &cc(true));
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .unwrap();
 }
 
 /// What a process has recorded.
