@@ -12,6 +12,7 @@ use shadowbell_state::Descriptors;
 use std::io::{BufRead, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -30,8 +31,12 @@ fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
     (state, fds)
 }
 
+/// The process of another test, begun just now, may have the lock until it is another program.
 fn recover(path: &Path, (state, mut fds): (serde_json::Value, Descriptors)) -> Qcow2Disk {
-    try_recover(path, &state, &mut fds).unwrap()
+    let begin = Instant::now();
+    let wait = || begin.elapsed() < Duration::from_secs(20);
+    let options = file_options("?allow-backing=on");
+    Qcow2Disk::recover(path, &options, &state, &mut fds, &wait).unwrap()
 }
 
 fn try_recover(

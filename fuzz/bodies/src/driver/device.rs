@@ -405,9 +405,17 @@ impl Transport for Device {
     }
 
     fn read32(&self, offset: u64) -> Result<u32, TransportError> {
-        let state = self.state();
+        let mut state = self.state();
         Ok(match offset {
             _ if state.removed => u32::MAX,
+            // Whatever it did when it was disabled: one that says so has let go of all memory, and
+            // nothing that the driver could do helps against one that lies.
+            regs::CSTS if !state.cc.en() && !state.csts.rdy() => {
+                let csts = state.csts;
+                state.reset();
+                state.csts = csts;
+                csts.into_bits()
+            }
             regs::VS => regs::Vs::V1_4.into_bits(),
             regs::CC => state.cc.into_bits(),
             regs::CSTS => state.csts.into_bits(),
