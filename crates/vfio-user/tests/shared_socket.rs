@@ -197,7 +197,26 @@ fn a_poller_that_sleeps_is_woken_and_the_reactor_is_not() {
     let bytes = doorbell(&mut raw, 50, 0);
     raw.send(&bytes);
     assert_eq!(raw.reply().ok(), access(0, DOORBELL, 1).as_bytes());
-    assert_eq!(doorbell_writes(&shared).last(), Some(&(50, false)));
+    // And by the reactor, which takes it out of the socket together with that.
+    assert_eq!(doorbell_writes(&shared).last(), Some(&(50, is_recorded())));
+}
+
+/// All of these once more, with servers that record what they do.
+#[test]
+fn and_so_it_is_if_everything_is_recorded() {
+    if is_recorded() {
+        return;
+    }
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .env("SHADOWBELL_TEST_RECORDED", "1")
+        .status()
+        .unwrap();
+    assert!(status.success());
+}
+
+/// A doorbell write that whoever polls the socket may take.
+fn takable(raw: &mut Raw, value: u8) -> Vec<u8> {
+    doorbell(raw, value, if is_recorded() { header_flags::NO_REPLY } else { 0 })
 }
 
 #[test]
@@ -217,14 +236,14 @@ fn a_poller_that_is_awake_leaves_it_to_the_reactor() {
 #[test]
 fn what_is_no_doorbell_write_is_the_reactors_and_so_is_all_that_follows() {
     let (_server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
-    let mut stream = doorbell(&mut raw, 1, 0);
-    stream.extend(doorbell(&mut raw, 2, 0));
+    let mut stream = takable(&mut raw, 1);
+    stream.extend(takable(&mut raw, 2));
     let access = access(0, 16, 1);
     stream.extend(raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[77]]));
     stream.extend(doorbell(&mut raw, 3, 0));
     raw.send(&stream);
     let mut last = raw.reply().header.id;
-    for _ in 0..3 {
+    for _ in 0..if is_recorded() { 1 } else { 3 } {
         let id = raw.reply().header.id;
         assert_eq!(id, last + 1);
         last = id;
@@ -266,9 +285,10 @@ fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
     is_busy.recv().unwrap();
     // A reply can not be sent from here on.
     raw.stream.shutdown(std::net::Shutdown::Read).unwrap();
-    let (first, second) = (doorbell(&mut raw, 1, 0), doorbell(&mut raw, 2, 0));
+    let (first, second) = (takable(&mut raw, 1), doorbell(&mut raw, 2, 0));
     raw.send(&first);
-    assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 1, all: false });
+    let taken = PolledWrites { writes: 1, all: is_recorded() };
+    assert_eq!(poll_writes(&socket, &shared), taken);
     raw.send_with_fds(&second, &[file.as_fd()]);
     assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 0, all: false });
     go_on.send(()).unwrap();
@@ -279,7 +299,8 @@ fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
         raw.negotiate();
         raw.write(3, &[42]).ok();
     }
-    assert_eq!(doorbell_writes(&shared), [(1, false)]);
+    assert_eq!(doorbell_writes(&shared)[0], (1, false));
+    assert!(is_recorded() || doorbell_writes(&shared).len() == 1);
 }
 
 /// The other thread may lose its processor in the middle of a client's messages. That client waits

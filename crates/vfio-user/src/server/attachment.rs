@@ -30,6 +30,12 @@
 //! nothing, and waits for nobody: where the lock is taken or the slot empty, the reactor is at work
 //! on it.
 //!
+//! If the session is recorded, for a process that goes on should this one die, messages leave the
+//! socket only when what they have brought about outlives this process. Doorbells do by
+//! themselves: they are written to memory that the next process has as well. So that is so for the
+//! other thread, too. But a reply has to be sent in one step with that, by the reactor; so the other
+//! thread takes posted writes only, which have none.
+//!
 //! # Why no message is lost
 //!
 //! A message that arrives wakes one who sleeps, and is reported by the next wait of each who is

@@ -410,7 +410,7 @@ impl Reactor {
 
     /// Has `recorder` keep what a port is, from now on, in case that this process dies. To be
     /// called before the reactor [runs](Self::run). Messages of a client stay in its socket then
-    /// until what they have brought about is recorded, and no other thread polls it.
+    /// until what they have brought about is recorded. Another thread takes posted writes only.
     pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
         if let Some(port) = self.ports.get_mut(&port) {
             port.recorder = Some(recorder);

@@ -303,6 +303,7 @@ impl Session {
             self.commit(device, record, context.exchange.as_deref_mut())?;
         }
         // What another thread has received and nobody has looked at is not to be handed on.
+        self.look_again()?;
         match self.arrival.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
             Some(Received::Closed) => return Err(EndReason::Left),
             Some(Received::FdsLost) => return Err(EndReason::FdsLost),
@@ -381,6 +382,7 @@ impl Session {
     ) -> Result<Turn, EndReason> {
         let mut left = TURN;
         self.catch_up(context.exchange.as_deref_mut())?;
+        self.look_again()?;
         loop {
             // One after the other, if each is recorded, and not before the last was answered.
             let is_recorded = self.is_recorded();
@@ -447,8 +449,9 @@ impl Session {
 
     /// Nothing is half received, half sent or awaited.
     pub(super) fn is_idle(&self) -> bool {
-        // Nobody else polls it: what it receives is recorded here.
-        if self.is_recorded() {
+        if self.intake.as_ref().is_some_and(|intake| {
+            intake.pending.is_some() || intake.consumed != self.decoder.position()
+        }) {
             return false;
         }
         let moving = self.readable || self.hung_up || self.full || self.arrival.is_some();
@@ -457,6 +460,11 @@ impl Session {
 
     /// Takes what comes in as far as it is nothing but writes that `write` takes, on a thread that
     /// is not the reactor's. What else there is stays, for a [turn](Self::turn).
+    ///
+    /// If the session is recorded, there is nothing to record of such writes: what they bring about
+    /// outlives the process by itself, and it may be brought about twice. So they leave the socket
+    /// when `write` has taken them. A reply has to be sent together with that, which is the
+    /// reactor's: so it is posted writes only.
     pub(super) fn poll_writes(
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
@@ -465,10 +473,13 @@ impl Session {
             // What an earlier call has left to the reactor comes first.
             return PolledWrites { writes: 0, all: false };
         }
+        let is_recorded = self.is_recorded();
         let (mut writes, mut drained) = (0, false);
         for _ in 0..POLL {
             if let Some((header, payload)) = self.decoder.peek() {
-                if !self.link.handle_write(&header, payload, write) {
+                if is_recorded && !header.no_reply()
+                    || !self.link.handle_write(&header, payload, write)
+                {
                     break;
                 }
                 writes += 1;
@@ -478,7 +489,8 @@ impl Session {
                 break;
             } else {
                 let closer = self.inspector.closer();
-                match receive_some(self.socket.as_fd(), self.decoder.space(), closer) {
+                let receive = if is_recorded { peek_some } else { receive_some };
+                match receive(self.socket.as_fd(), self.decoder.space(), closer) {
                     Ok(arrival) if arrival.is_plain() => {
                         drained = arrival.is_short;
                         self.decoder.advance(arrival.bytes, Vec::new());
@@ -494,10 +506,37 @@ impl Session {
                 }
             }
         }
-        // Whatever this comes to, it comes to it again in a turn.
+        // Whatever these come to, they come to it again in a turn.
+        let taken = self.take_writes().is_ok();
         let sent = self.flush().is_ok() && self.link.out.is_empty();
-        let all = drained && sent && self.arrival.is_none() && !self.decoder.is_partial();
+        let all = drained && taken && sent && self.arrival.is_none() && !self.decoder.is_partial();
         PolledWrites { writes, all }
+    }
+
+    /// What another thread has only looked at is there still, and the reactor looks at it in its
+    /// own way: at descriptors together with all that they came with.
+    fn look_again(&mut self) -> Result<(), Errno> {
+        if self.is_recorded()
+            && let Some(arrival) = self.arrival.take()
+        {
+            drop(self.inspector.inspect(arrival.fds));
+            peek_from(self.socket.as_fd(), self.decoder.held())?;
+        }
+        Ok(())
+    }
+
+    /// Takes the writes out of the socket that [were carried out](Self::poll_writes).
+    fn take_writes(&mut self) -> Result<(), Errno> {
+        let Some(intake) = &mut self.intake else { return Ok(()) };
+        let len = (self.decoder.position() - intake.consumed) as usize;
+        if len == 0 {
+            return Ok(());
+        }
+        abort_point(AbortPoint::MessageHandled);
+        intake.consumed += len as u64;
+        discard(self.socket.as_fd(), len, &self.inspector)?;
+        abort_point(AbortPoint::MessageAnswered);
+        Ok(())
     }
 
     /// Handles messages; true if no whole one is left.
