@@ -54,8 +54,8 @@ pub struct Small<'a> {
 }
 
 impl Server {
-    /// Starts `shadowbell serve`, and waits for its socket and, as a keeper makes that before there is
-    /// anybody who serves, until the server answers.
+    /// Starts `shadowbell serve`, and waits for its socket and, as a keeper makes that before there
+    /// is anybody who serves, until the server answers.
     pub fn start(run: &RunDir, serve: &Serve<'_>) -> Result<Self> {
         let name = serve.name;
         let socket = run.socket(name);
@@ -83,7 +83,7 @@ impl Server {
         let process = Process::spawn("shadowbell serve", &mut command)?;
         let mut server = Self { process, log, stats };
         let deadline = Instant::now() + Duration::from_secs(20);
-        let has_keeper = serve.options.contains(&"--keeper");
+        let has_keeper = !serve.options.contains(&"--no-keeper");
         let answers = || {
             let mut ctl = Command::new(serve.binary);
             ctl.arg("ctl").arg("-s").arg(&socket).arg("status");

@@ -66,8 +66,11 @@ impl Keeper {
             }
         }
         let hint = match others {
-            0 => "start it with `shadowbell serve --keeper`",
-            _ => "start it with `shadowbell serve --keeper`, or ask as its own user or as root",
+            0 => "start it with `shadowbell serve`, and without `--no-keeper`",
+            _ => {
+                "start it with `shadowbell serve` and without `--no-keeper`, or ask as its own user \
+                 or as root"
+            }
         };
         Err(bad_input(anyhow!("{}: no server with a keeper is there; {hint}", server.display())))
     }

@@ -17,7 +17,7 @@
 //! | `transfer` | `read`, `write`, `copy` |
 //! | `export` | a disk for everyone who can not use the driver |
 //! | `bind` | `bind`, `unbind`: who has a PCI device |
-//! | `upgrade` | a running `serve --keeper` goes on in a new process |
+//! | `upgrade` | a running `serve` goes on in a new process |
 //! | `ctl` | look at a running `serve`, and change it |
 //! | `top` | what the controllers of a running `serve` do |
 //! | `trace` | what `serve --trace` recorded, for a person |
@@ -37,7 +37,7 @@
 //! | `disk_recovery` | the disks of a process that has died, in the next one |
 //! | `transport` | the way to a controller outside of this process |
 //! | `target` | TARGETs: namespaces as people write them |
-//! | `keeper` | the process that keeps a `serve` going: `serve --keeper` |
+//! | `keeper` | the process that keeps a `serve` going, unless `--no-keeper` |
 //! | `items` | what a keeper holds for its worker, and how it travels |
 //! | `saved_items` | the same, written down for a keeper that goes on |
 //! | `keeper_link` | what keepers, workers and `upgrade` say to each other |

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 /// Have a running server go on in a new process, by another program if that was replaced
 ///
-/// The server has to run under a keeper (`shadowbell serve --keeper`). The new process is started
+/// The server has to run under a keeper, as it does without `--no-keeper`. The new process is started
 /// and prepared, the old one comes to rest and hands over its clients, disks and state, and ends.
 /// No socket closes; a guest sees a pause of some milliseconds. If anything fails on the way, the
 /// old process goes on, and this says why. Then the keeper becomes that program, too, as the same

@@ -25,7 +25,8 @@ impl Server {
     pub(crate) fn start(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets")?;
         let mut command = child(binary);
-        command.arg("serve").args(disks).args(options);
+        // One process, whose time and memory are the server's.
+        command.args(["serve", "--no-keeper"]).args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("vm0.sock"));
         Self::spawn(command, directory)
     }
@@ -45,7 +46,7 @@ impl Server {
         let file = directory.path().join("bench.toml");
         fs::write(&file, config).context("the configuration")?;
         let mut command = child(binary);
-        command.args(["serve", "--config"]).arg(file);
+        command.args(["serve", "--no-keeper", "--config"]).arg(file);
         Self::spawn(command, directory)
     }
 

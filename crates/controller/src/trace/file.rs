@@ -62,6 +62,14 @@ impl TraceFile {
         outcome
     }
 
+    /// Whether a trace may be made at `path`, as far as that is known before.
+    ///
+    /// # Errors
+    /// The system's; `AlreadyExists` if something that is not a trace is there.
+    pub fn check(path: &Path) -> io::Result<()> {
+        is_there(path).map(drop)
+    }
+
     /// A new file for a trace at `path`, with nothing in it. An older trace is replaced.
     ///
     /// # Errors
@@ -240,9 +248,14 @@ fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
 /// Takes an older trace out of the way. It is unlinked, not overwritten: whoever still writes or
 /// reads it does so undisturbed.
 fn replace(path: &Path) -> io::Result<()> {
+    if is_there(path)? { std::fs::remove_file(path) } else { Ok(()) }
+}
+
+/// Whether there is an older trace.
+fn is_there(path: &Path) -> io::Result<bool> {
     // Not following a symbolic link, and not waiting for the other end of a FIFO.
     let metadata = match std::fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         other => other?,
     };
     let not_a_trace = || {
@@ -259,7 +272,7 @@ fn replace(path: &Path) -> io::Result<()> {
     if !ours && metadata.size() != 0 {
         return Err(not_a_trace());
     }
-    std::fs::remove_file(path)
+    Ok(true)
 }
 
 fn outside() -> io::Error {

@@ -88,7 +88,8 @@ pub struct Args {
     /// Take the latency of one I/O in so many [default: as many as about 20000 a second and thread]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub latency_sample: Option<u32>,
-    /// Account for the processor time of this process too: the one that serves the TARGET
+    /// Account for the processor time of this process and its children, too: the `serve` that has
+    /// the TARGET
     #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pub server_pid: Option<u32>,
     /// Seed of everything that is random

@@ -35,7 +35,8 @@ impl Server {
             .context("no temporary directory for the socket")?;
         let log = File::create(directory.path().join("log"))?;
         let mut command = Command::new(program);
-        command.arg("serve").args(disks).args(options);
+        // What it costs is to be seen at one process.
+        command.args(["serve", "--no-keeper"]).args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("socket"));
         command.arg("--stats-json").arg(directory.path().join("stats.json"));
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);

@@ -6,18 +6,19 @@ use std::os::fd::RawFd;
 
 /// The option by which a keeper knows that it was one before, and where it finds what it was.
 pub(super) const AS_KEEPER: &str = "--as-keeper";
-/// Whether this command line asks for a keeper. The worker's does not, though it has the option.
+/// Whether this command line is one with a keeper: it serves, and says nothing else. The worker's
+/// is not.
 pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
     let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
     if !words.next().is_some_and(|word| is_verb(word)) {
         return false;
     }
     let mut options = words.take_while(|word| *word != "--");
-    let mut asks = false;
-    options.all(|word| {
-        asks |= word == "--keeper";
-        word != keeper_link::AS_WORKER
-    }) && asks
+    let without = ["--no-keeper", keeper_link::AS_WORKER, "--check", "--help", "-h"];
+    !options.any(|word| {
+        without.iter().any(|option| word == option)
+            || word.as_encoded_bytes().starts_with(b"--check=")
+    })
 }
 
 /// Whether this command line of a keeper names a configuration file.
@@ -61,23 +62,27 @@ mod tests {
     #[test]
     fn a_file_is_there_to_be_read_again_or_not() {
         let has = |line: &str| has_file(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert!(has("shadowbell serve --keeper --config a.toml"));
-        assert!(has("shadowbell serve --config=a.toml --keeper"));
-        assert!(!has("shadowbell serve --keeper mem:1MiB --socket a -- --config"));
+        assert!(has("shadowbell serve --config a.toml"));
+        assert!(has("shadowbell -v serve --config=a.toml"));
+        assert!(!has("shadowbell serve mem:1MiB --socket a -- --config"));
     }
 
     #[test]
     fn the_keeper_s_command_line_is_told_from_others() {
         let asks =
             |line: &str| is_asked_for(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert!(asks("shadowbell serve --keeper mem:1MiB --socket a"));
+        assert!(asks("shadowbell serve mem:1MiB --socket a"));
         assert!(asks("shadowbell -v serve mem:1MiB --socket a --keeper"));
+        assert!(asks("shadowbell serve --socket a -- --no-keeper"));
         for other in [
             "shadowbell",
-            "shadowbell serve mem:1MiB --socket a",
-            "shadowbell serve --as-worker start --keeper mem:1MiB --socket a",
-            "shadowbell serve --socket a -- --keeper",
-            "shadowbell bench serve --keeper",
+            "shadowbell serve mem:1MiB --socket a --no-keeper",
+            "shadowbell serve --as-worker start mem:1MiB --socket a",
+            "shadowbell serve --help",
+            "shadowbell serve -h",
+            "shadowbell serve --check a.toml",
+            "shadowbell serve --check=a.toml",
+            "shadowbell bench serve",
         ] {
             assert!(!asks(other), "{other}");
         }
@@ -89,7 +94,7 @@ mod tests {
 
     #[test]
     fn a_command_line_comes_back() {
-        for line in ["sb serve --keeper mem:1MiB --socket a", "sb -v serve a --keeper -- serve"] {
+        for line in ["sb serve mem:1MiB --socket a", "sb -v serve a --keeper -- serve"] {
             let line = words(line);
             let mut with = with_left(&line, 77);
             assert!(is_asked_for(&with));

@@ -1,4 +1,4 @@
-//! The keeper (`serve --keeper`): a process that starts the one that serves, its worker, and starts
+//! The keeper (`serve`, unless `--no-keeper`): a process that starts the one that serves, its worker, and starts
 //! another when that dies or is to be replaced.
 //!
 //! It does no I/O, has one thread, and reads nothing that guests or their VMMs have written. The

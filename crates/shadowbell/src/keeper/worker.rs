@@ -78,6 +78,10 @@ impl Worker {
             command.arg(word);
             if !is_verb_there && is_verb(word) {
                 command.args([AS_WORKER, how]);
+                // Releases before take the first for the keeper's own only with the second.
+                if !arguments.iter().any(|word| word == "--keeper") {
+                    command.arg("--keeper");
+                }
                 is_verb_there = true;
             }
         }

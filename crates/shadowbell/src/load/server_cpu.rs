@@ -8,32 +8,31 @@ use std::time::{Duration, Instant};
 /// Measures how much of a processor another process uses during a run.
 #[derive(Debug)]
 pub(super) struct ServerCpu {
-    tasks: PathBuf,
+    pid: u32,
     begin: Option<(Instant, Duration)>,
     share: Option<f64>,
 }
 
 impl ServerCpu {
-    /// Of the process `pid`.
+    /// Of the process `pid` and its children: a keeper, and the process that serves.
     ///
     /// # Errors
     /// There is no such process, or its times are not to be had.
     pub(super) fn new(pid: u32) -> anyhow::Result<Self> {
-        let tasks = PathBuf::from(format!("/proc/{pid}/task"));
-        used(&tasks).with_context(|| format!("the processor time of process {pid}"))?;
-        Ok(Self { tasks, begin: None, share: None })
+        used(pid).with_context(|| format!("the processor time of process {pid}"))?;
+        Ok(Self { pid, begin: None, share: None })
     }
 
     /// What is used from now on counts.
     pub(super) fn begin(&mut self) {
-        self.begin = used(&self.tasks).ok().map(|time| (Instant::now(), time));
+        self.begin = used(self.pid).ok().map(|time| (Instant::now(), time));
     }
 
     /// What was used until now counts.
     pub(super) fn end(&mut self) {
         let Some((since, before)) = self.begin.take() else { return };
         let elapsed = since.elapsed().as_secs_f64();
-        if let Ok(now) = used(&self.tasks)
+        if let Ok(now) = used(self.pid)
             && elapsed > 0.0
         {
             self.share = Some(now.saturating_sub(before).as_secs_f64() / elapsed);
@@ -46,9 +45,22 @@ impl ServerCpu {
     }
 }
 
+/// What a process and its children have used.
+fn used(pid: u32) -> anyhow::Result<Duration> {
+    let tasks = |pid: &str| PathBuf::from(format!("/proc/{pid}/task"));
+    let own = tasks(&pid.to_string());
+    let mut sum = used_by(&own)?;
+    // Not every system has the list; and a child may end while we look.
+    let children = fs::read_to_string(own.join(format!("{pid}/children"))).unwrap_or_default();
+    for child in children.split_whitespace() {
+        sum += used_by(&tasks(child)).unwrap_or_default();
+    }
+    Ok(sum)
+}
+
 /// What all threads of a process have used. The first field of `schedstat` is in nanoseconds, where
 /// `stat` counts in hundredths of a second.
-fn used(tasks: &Path) -> anyhow::Result<Duration> {
+fn used_by(tasks: &Path) -> anyhow::Result<Duration> {
     let mut sum = 0u64;
     for task in fs::read_dir(tasks)? {
         // A thread may end while we look.
@@ -65,8 +77,7 @@ mod tests {
 
     #[test]
     fn a_busy_process_is_told_from_an_idle_one() {
-        let share = |busy: bool| {
-            let script = if busy { "while :; do :; done" } else { "exec sleep 100" };
+        let share = |script: &str| {
             let mut child = std::process::Command::new("sh").args(["-c", script]).spawn().unwrap();
             std::thread::sleep(Duration::from_millis(100));
             let mut meter = ServerCpu::new(child.id()).unwrap();
@@ -78,8 +89,11 @@ mod tests {
             meter.share().unwrap()
         };
         // Whatever else the machine does, a loop gets some of it, and a sleeper needs none.
-        let (busy, idle) = (share(true), share(false));
+        let busy = share("while :; do :; done");
         assert!(busy > 0.01 && busy < 1.2, "{busy}");
+        let (busy, idle) =
+            (share("exec timeout 2 sh -c 'while :; do :; done'"), share("exec sleep 100"));
+        assert!(busy > 0.01 && busy < 1.2, "{busy} of a child");
         assert!(idle < 0.001, "{idle}");
     }
 

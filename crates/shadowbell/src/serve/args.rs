@@ -13,6 +13,7 @@ use crate::exit::bad_input;
 use crate::parse;
 use anyhow::{Context, anyhow};
 use shadowbell_controller::PoolOptions;
+use shadowbell_controller::trace::TraceFile;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -37,7 +38,7 @@ pub(crate) struct Args {
 
     /// Check such a file, as far as that is possible without opening what it names, and serve
     /// nothing
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "config", "controller", "pool", "keeper"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "config", "controller", "pool"])]
     pub(super) check: Option<PathBuf>,
 
     #[command(flatten)]
@@ -88,14 +89,18 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
 
-    /// Start a keeper, which starts the process that serves: it can be replaced while it serves
-    /// (`shadowbell upgrade`), and another one goes on with its guests if it dies
-    #[arg(long)]
+    /// Serve in the process that is started, without a keeper: it can not be replaced while it
+    /// serves (`shadowbell upgrade`), and its death ends the disks of its guests
+    #[arg(long, conflicts_with = "keeper")]
+    no_keeper: bool,
+
+    /// Have a keeper: as it is anyway
+    #[arg(long, hide = true)]
     keeper: bool,
 
     /// Give up what the process that serves does not need, before it reads anything of a guest's:
     /// system calls, files other than those it is handed, new privileges. With auto as far as the
-    /// system and the disks let it; with a keeper for files, too
+    /// system and the disks let it; without a keeper not files
     #[arg(long, value_enum, value_name = "WHEN", default_value_t)]
     sandbox: sandbox::Mode,
 
@@ -109,7 +114,7 @@ pub(crate) struct Args {
     allow: Vec<PathBuf>,
 
     /// How a keeper starts it
-    #[arg(long, value_enum, hide = true, requires = "keeper")]
+    #[arg(long, value_enum, hide = true, conflicts_with = "no_keeper")]
     pub(super) as_worker: Option<Role>,
 
     #[cfg(feature = "faults")]
@@ -125,15 +130,16 @@ One of them that whoever starts it has set to be ignored stays so, as SIGINT is 
 `shadowbell serve ... &`, and SIGHUP under nohup: SIGTERM is what ends it then. \
 SIGUSR1 writes the counters.
 
-With --keeper these are signals to the keeper, the process that was started. `shadowbell upgrade` or \
-SIGUSR2 to it replace the process that serves, and then the keeper, by the program that is now at \
-its path; guests keep their controllers. A disk `mem:` is shared memory then. Under systemd: \
-Type=notify, ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 has a process that hangs give way to \
+The process that was started is a keeper, which starts the one that serves. These are signals to \
+the keeper. `shadowbell upgrade` or SIGUSR2 to it replace the process that serves, and then the \
+keeper, by the program that is now at its path; guests keep their controllers. If the process that \
+serves dies, another one goes on with its guests. A disk `mem:` is shared memory. With --no-keeper \
+all of that is not so, and one process does everything. Under systemd: Type=notify, ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 has a process that hangs give way to \
 another. With Restart=on-failure, FileDescriptorStoreMax=16 and Environment=FDSTORE=16 guests keep \
 their controllers when the keeper is killed.
 
-The process that serves is in a sandbox, and the log says at the start what that holds for; with \
---keeper also for files: images are opened by the keeper. Disks nbd:, rbd:, nvme:// and vfio-user: \
+The process that serves is in a sandbox, and the log says at the start what that holds for; unless \
+there is no keeper also for files: images are opened by the keeper. Disks nbd:, rbd:, nvme:// and vfio-user: \
 have none.
 
 Options of a disk, as in `disk.img?direct=on&iops=1000`:
@@ -325,7 +331,8 @@ impl Args {
             checked.context("--stats-json").map_err(bad_input)?;
         }
         if let Some((path, _)) = &config.trace {
-            check_output(path).context("--trace").map_err(bad_input)?;
+            let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
+            checked.context("--trace").map_err(bad_input)?;
         }
         Ok(config)
     }

@@ -1,7 +1,8 @@
 //! What can not be served is refused with a sentence, and an exit status that says whose fault it
 //! is.
 
-use crate::harness::{Server, finish, image, program};
+use crate::harness::{Server, finish, image, program, until};
+use crate::keeper::has_ended;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -157,8 +158,11 @@ fn a_socket_of_a_live_server_is_left_alone_and_a_stale_one_replaced() {
     drop(controller);
     drop(server.attach());
     // Killed, it leaves its file behind.
+    let worker = crate::keeper::worker(&server);
     server.signal(rustix::process::Signal::KILL);
     server.wait();
+    // It ends by itself, and can not remove anything without its keeper.
+    until("the end of the process that served", || has_ended(worker));
     assert!(socket.exists());
     let mut command = program();
     command.args(["serve", "mem:1MiB", "--socket"]).arg(&socket);

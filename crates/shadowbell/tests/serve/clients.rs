@@ -1,6 +1,7 @@
 //! Clients that die, that talk nonsense, and those that come after them.
 
 use crate::harness::{Server, TIMEOUT, attach, image, run};
+use crate::keeper::worker;
 use rustix::process::Signal;
 use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_spec::Status;
@@ -201,7 +202,7 @@ fn one_client_after_the_other() {
         let left = || server.stderr().matches("has left").count();
         crate::harness::until("the last one to leave", || left() == total);
     };
-    let list = |what: &str| std::fs::read_dir(format!("/proc/{}/{what}", server.pid())).unwrap();
+    let list = |what: &str| std::fs::read_dir(format!("/proc/{}/{what}", worker(&server))).unwrap();
     let threads = || list("task").count();
     let descriptors = || {
         let links = list("fd").filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());

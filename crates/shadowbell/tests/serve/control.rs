@@ -58,7 +58,8 @@ fn a_server_says_what_it_serves_and_ends_when_it_is_told() {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 8 << 20);
     let disk = disk.to_str().unwrap().to_owned();
-    let mut server = Server::start_in(directory, &[&disk, "mem:4MiB?read-only=on"], &[]);
+    let options = ["--no-keeper"];
+    let mut server = Server::start_in(directory, &[&disk, "mem:4MiB?read-only=on"], &options);
     let status = ctl_json(&server, &["status"]);
     assert_eq!((&status["name"], &status["pid"]), (&json!("vm"), &json!(server.pid())));
     assert_eq!((&status["controllers"], &status["clients"]), (&json!(1), &json!(0)));
@@ -108,7 +109,7 @@ fn a_server_says_what_it_serves_and_ends_when_it_is_told() {
 
 #[test]
 fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
-    let mut server = Server::start(&["mem:4MiB"], &[]);
+    let mut server = Server::start(&["mem:4MiB"], &["--no-keeper"]);
     for (arguments, status, words) in [
         (&["status", "-s", "vm1"][..], 3, "there is no server `vm1`"),
         (&["status", "-s", "/nonexistent/x.sock"], 3, "no such control socket"),
@@ -136,7 +137,7 @@ fn a_name_that_is_taken_is_made_another_unless_it_was_asked_for() {
     let mut first = Server::start(&["mem:4MiB"], &[]);
     let other = |options: &[&str]| {
         let mut command = program();
-        command.args(["serve", "mem:4MiB", "--socket"]).args(options);
+        command.args(["serve", "--no-keeper", "mem:4MiB", "--socket"]).args(options);
         command.current_dir(first.directory());
         command.env("SHADOWBELL_RUN_DIR", first.directory().join("run"));
         command

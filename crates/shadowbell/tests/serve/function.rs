@@ -2,6 +2,7 @@
 
 use crate::harness::{Server, TIMEOUT, until};
 use crate::idle::{sleeps_of, status_of};
+use crate::keeper::worker;
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::{Cqe, Sqe, Status, regs};
@@ -351,11 +352,11 @@ fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
         guest.submit(sqe);
         assert_eq!(guest.completion(TIMEOUT), Some(Status::SUCCESS));
     }
-    let sleeps = || ["sb-reactor", "sb-worker0"].map(|name| sleeps_of(server.pid(), name));
+    let sleeps = || ["sb-reactor", "sb-worker0"].map(|name| sleeps_of(worker(&server), name));
     let mut before = sleeps();
     for n in 0..COMMANDS {
         until("the worker sleeps", || {
-            status_of(server.pid(), "sb-worker0", "State").starts_with('S')
+            status_of(worker(&server), "sb-worker0", "State").starts_with('S')
         });
         // Until then the server learns who sleeps.
         if n == 20 {
@@ -497,7 +498,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     for n in 0..PAGES {
         guest.client.dma_map(&page(n)).unwrap();
     }
-    let maps = std::fs::read_to_string(format!("/proc/{}/maps", server.pid())).unwrap();
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
     let mapped = maps.lines().filter(|line| line.contains("guest-pages")).count();
     assert!((1..=257).contains(&mapped), "{mapped} mappings");
     // The data goes to the last page, and nowhere else.

@@ -129,7 +129,7 @@ fn a_disk_is_found_again_after_a_restart() {
 
 #[test]
 fn who_sleeps_hears_of_a_server_that_is_gone() {
-    let mut server = Server::start(&["mem:4MiB"], &[]);
+    let mut server = Server::start(&["mem:4MiB"], &["--no-keeper"]);
     let options = AttachOptions { spin: SpinPolicy::SLEEP, ..AttachOptions::default() };
     let mut controller = server.attach_with(&options);
     let mut queue = controller.take_queue_pair().unwrap();

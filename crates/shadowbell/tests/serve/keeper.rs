@@ -76,12 +76,12 @@ fn what_is_wrong_with_the_command_line_is_the_worker_s_to_say() {
     assert_eq!(status, Some(2), "{errors}");
     assert_eq!(errors.matches("there is no such file").count(), 1, "{errors}");
     let mut command = program();
-    command.args(["serve", "--keeper", "--help"]);
+    command.args(["serve", "--help"]);
     let (status, output, _) = finish(command);
-    assert!(status == Some(0) && output.contains("--keeper"), "{output}");
+    assert!(status == Some(0) && output.contains("--no-keeper"), "{output}");
     assert!(!output.contains("as-worker"), "{output}");
     let mut command = program();
-    command.args(["serve", "--keeper", "--as-worker", "start", "mem:1MiB", "--socket", "x"]);
+    command.args(["serve", "--as-worker", "start", "mem:1MiB", "--socket", "x"]);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("leave it out"), "{errors}");
@@ -187,7 +187,7 @@ fn a_keeper_is_small_and_does_nothing() {
 
 #[test]
 fn who_asks_for_an_upgrade_of_nothing_is_told() {
-    let server = Server::start(&["mem:1MiB"], &[]);
+    let server = Server::start(&["mem:1MiB"], &["--no-keeper"]);
     for target in [server.pid().to_string(), server.socket().display().to_string()] {
         let mut command = program();
         command.arg("upgrade").arg(&target);

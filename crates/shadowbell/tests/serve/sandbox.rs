@@ -24,7 +24,8 @@ fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
         ["execve", "execveat", "fork", "clone", "ptrace", "socket", "process_vm_writev", "bpf"];
     for call in calls.into_iter().filter(|call| cfg!(target_arch = "x86_64") || *call != "fork") {
         let mut command = program();
-        command.args(["serve", "null:1MiB", "--socket"]).arg(directory.path().join("vm.sock"));
+        command.args(["serve", "--no-keeper", "null:1MiB", "--socket"]);
+        command.arg(directory.path().join("vm.sock"));
         command.args(["--attempt", call]).env("SHADOWBELL_RUN_DIR", directory.path());
         let (status, _, errors) = finish(command);
         assert_eq!(status, None, "{call}: it is ended by a signal: {errors}");
@@ -34,11 +35,12 @@ fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
     }
     // The keeper says so, too; and without a sandbox nothing is in the way.
     let mut command = program();
-    command.args(["serve", "--keeper", "null:1MiB", "--socket"]);
+    command.args(["serve", "null:1MiB", "--socket"]);
     command.arg(directory.path().join("vm.sock")).args(["--attempt", "socket"]);
     let (_, _, errors) = finish(command);
     assert!(errors.contains("for a system call that its sandbox forbids"), "{errors}");
-    let server = Server::start(&["null:1MiB"], &["--sandbox", "off", "--attempt", "getpid"]);
+    let server =
+        Server::start(&["null:1MiB"], &["--no-keeper", "--sandbox", "off", "--attempt", "getpid"]);
     server.says("attempt getpid: nothing was in the way");
     assert_eq!(status_of(server.pid(), "Seccomp"), "0");
 }
@@ -381,11 +383,11 @@ fn what_can_not_live_in_it_is_said() {
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("connects to a server by itself") && errors.contains("--sandbox off"));
     let mut command = program();
-    command.args(["serve", "--sandbox", "on", "mem:1MiB", "--socket"]).arg(&socket);
+    command.args(["serve", "--no-keeper", "--sandbox", "on", "mem:1MiB", "--socket"]).arg(&socket);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("there is no keeper"), "{errors}");
-    let server = Server::start(&["mem:1MiB"], &[]);
+    let server = Server::start(&["mem:1MiB"], &["--no-keeper"]);
     server.says("the sandbox does not hold for files: there is no keeper");
     assert_eq!(status_of(server.pid(), "Seccomp"), "2");
     let mut command = program();

@@ -58,7 +58,9 @@ impl Server {
         }
         let file = directory.path().join("serve.toml");
         fs::write(&file, config).context("the configuration")?;
-        let arguments = ["serve".to_owned(), "--config".to_owned(), file.display().to_string()];
+        // Without a keeper, which would make good for a death.
+        let arguments = ["serve", "--no-keeper", "--config"].map(str::to_owned);
+        let arguments = [&arguments[..], &[file.display().to_string()]].concat();
         let server = Self::start(binary, &arguments, directory, reader)?;
         for n in 0..disks.len() {
             server.await_socket(&server.socket(n))?;

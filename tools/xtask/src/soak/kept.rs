@@ -75,7 +75,7 @@ impl DiskKind {
         let mut command = Command::new(binary);
         let disk = format!("{}?direct=on", image.display());
         match self {
-            Self::VfioUser => command.args(["serve", &disk, "--socket"]).arg(socket),
+            Self::VfioUser => command.args(["serve", "--no-keeper", &disk, "--socket"]).arg(socket),
             Self::Nbd => {
                 let at = format!("unix:{}", socket.display());
                 command.args(["export", &disk, "--nbd", &at])
@@ -160,7 +160,7 @@ impl Kept {
         fs::write(&file, config).context("the configuration")?;
         let is_outside = kinds.iter().any(|kind| kind.is_outside());
         let sandbox: &[&str] = if is_outside { &["--sandbox", "off"] } else { &[] };
-        let arguments = [options, &["serve", "--keeper"], sandbox, &["--config"]].concat();
+        let arguments = [options, &["serve"], sandbox, &["--config"]].concat();
         let mut arguments: Vec<_> = arguments.into_iter().map(str::to_owned).collect();
         arguments.push(file.display().to_string());
         let server = Server::start(binary, &arguments, directory, LogReader::File)?;

@@ -140,7 +140,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
     guest.sh(
         "[ -e /tmp/keeper ] && kill -9 $(cat /tmp/keeper); sleep 1; \
          rm -f /tmp/*.log /tmp/ch.sock /tmp/stop /tmp/events; truncate -s 256M /tmp/disk.img; \
-         setsid shadowbell serve --keeper -v --socket /tmp/ch.sock /tmp/disk.img \
+         setsid shadowbell serve -v --socket /tmp/ch.sock /tmp/disk.img \
              >/tmp/serve.log 2>&1 & \
          echo $! >/tmp/keeper; \
          for try in $(seq 300); do [ -S /tmp/ch.sock ] && exit 0; sleep 0.1; done; \

@@ -27,17 +27,16 @@ const KERNELS_OWN: &str = "iou-wrk-";
 /// io_uring's slow operations (a flush, a punched hole) leaves after five idle seconds.
 const SETTLE: Duration = Duration::from_secs(7);
 
-/// An error unless the process goes three seconds without using any time, once it has settled.
+/// An error unless the process and its children go three seconds without using any time, once it has settled.
 pub(crate) fn check(process: u32) -> Result<()> {
     sleep(SETTLE);
     idle_now(process)
 }
 
 fn idle_now(process: u32) -> Result<()> {
-    let tasks = format!("/proc/{process}/task");
-    let before = used(Path::new(&tasks))?;
+    let before = all_used(process)?;
     sleep(Duration::from_secs(3));
-    let after = used(Path::new(&tasks))?;
+    let after = all_used(process)?;
     let busy: Vec<String> = after
         .iter()
         .filter_map(|(id, now)| now.since(&before.get(id).cloned().unwrap_or_default()))
@@ -55,6 +54,17 @@ impl Used {
         (switches > allowed || ticks > 0)
             .then(|| format!("{}: {switches} context switches, {ticks} clock ticks", self.name))
     }
+}
+
+/// Of a process and its children.
+fn all_used(process: u32) -> Result<BTreeMap<OsString, Used>> {
+    let tasks = format!("/proc/{process}/task");
+    let mut all = used(Path::new(&tasks))?;
+    let children = fs::read_to_string(format!("{tasks}/{process}/children"))?;
+    for child in children.split_whitespace() {
+        all.append(&mut used(Path::new(&format!("/proc/{child}/task")))?);
+    }
+    Ok(all)
 }
 
 /// By thread id.

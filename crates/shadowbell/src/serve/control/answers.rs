@@ -639,7 +639,7 @@ fn set_log_level(wanted: &LogLevel) -> Result<LogLevel, Problem> {
 fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
     let pid = view.keeper_pid.ok_or_else(|| {
         let why = "the server has no keeper, which could replace it: start it with \
-                   `shadowbell serve --keeper`";
+                   `shadowbell serve` without `--no-keeper`";
         Problem::new(Code::Conflict, why)
     })?;
     let failed = |error: anyhow::Error| Problem::new(Code::Failed, exit::line(&error));

@@ -62,7 +62,7 @@ pub(super) fn prepare(
     link: Option<&WorkerLink>,
 ) -> Result<Files, String> {
     let Some(link) = link else {
-        return Err("there is no keeper, which would open them (`--keeper`)".to_owned());
+        return Err("there is no keeper, which would open them (`--no-keeper`)".to_owned());
     };
     let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
     // Whether there is any, before the keeper is asked for anything.

@@ -135,8 +135,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     for image in &images {
         fill(image)?;
     }
-    let shadowbell =
-        setup.serve(run, "file", &[format!("{}?direct=on", images[0].display())], &[], None)?;
+    let disks = [format!("{}?direct=on", images[0].display())];
+    let shadowbell = setup.serve(run, "file", &disks, &["--no-keeper"], None)?;
     let qemu = Device::QemuNvme { drive: Drive::Direct("qemu.img".into()), dbcs: true };
     let devices = vec![shadowbell.device, qemu];
     let mut guest = setup.boot(run, kernel, devices, |config| config.cpus = 1)?;

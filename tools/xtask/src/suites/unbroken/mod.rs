@@ -101,7 +101,7 @@ pub(crate) fn run(
     };
     let image = run.image("disk.img", SIZE)?;
     let disks = [image.display().to_string()];
-    let mut disk = setup.serve(run, "dut", &disks, &["--keeper"], None)?;
+    let mut disk = setup.serve(run, "dut", &disks, &[], None)?;
     let server = disk.server.as_ref().context("no server")?.id();
     let subject = Subject { event, program, server };
     let mut writer = Writer::new(run, &image);
