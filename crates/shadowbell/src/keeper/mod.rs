@@ -53,6 +53,7 @@ mod record;
 mod renewal;
 mod renewing;
 mod replacing;
+mod rest;
 mod resuming;
 mod saved;
 mod say;
@@ -70,6 +71,7 @@ use control::Control;
 use deaths::Deaths;
 use journal::Journal;
 use renewal::Renewal;
+use rest::Rest;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use say::say;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
@@ -132,6 +134,7 @@ impl Keeper {
             restart: None,
             sockets: Vec::new(),
             is_ready: false,
+            rest: Rest::default(),
             reading: None,
             watchdog: Watchdog::wanted(),
             ended: 0,
@@ -190,6 +193,7 @@ impl Keeper {
                 }
                 return status;
             }
+            self.rest.look(Instant::now());
             self.wait();
         }
     }
@@ -201,6 +205,7 @@ impl Keeper {
         let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
         let deadlines = deadlines.chain(self.renewal.as_ref().map(Renewal::deadline));
         let deadlines = deadlines.chain(self.journal.as_ref().and_then(Journal::deadline));
+        let deadlines = deadlines.chain(self.rest.deadline());
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
             // Not a moment before it.

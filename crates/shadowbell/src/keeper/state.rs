@@ -4,6 +4,7 @@ use super::control::Control;
 use super::deaths::Deaths;
 use super::journal::Journal;
 use super::renewal::Renewal;
+use super::rest::Rest;
 use super::upgrade::Upgrade;
 use super::watchdog::Watchdog;
 use super::worker::{Left, Worker};
@@ -64,6 +65,8 @@ pub(super) struct Keeper {
     pub(super) is_ready: bool,
     /// The configuration is to be read again.
     pub(super) reading: Option<Reading>,
+    /// Makes it small when there is nothing to do.
+    pub(super) rest: Rest,
     /// The service manager wants to know whether all this is alive.
     pub(super) watchdog: Option<Watchdog>,
     /// Signals that are to end all this.
