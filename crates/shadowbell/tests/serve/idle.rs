@@ -37,7 +37,6 @@ fn is_idle(server: &Server) {
         let before = all_switches(server);
         std::thread::sleep(Duration::from_secs(2));
         let after = all_switches(server);
-        if before != after {}
         if before == after {
             return;
         }

@@ -46,7 +46,9 @@ impl Frames {
                 return;
             }
             self.out.drain(..size);
-            self.fds = 0;
+            // Those that came together with the end of one message and a part of the next are the
+            // next one's.
+            self.fds = if self.out.is_empty() { 0 } else { fds };
             if !std::mem::replace(&mut self.introduced, true) {
                 // Whether the version can be agreed to, the answer says.
                 self.unsure = header.command == command::VERSION && !header.no_reply();
