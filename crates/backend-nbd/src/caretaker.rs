@@ -1,7 +1,7 @@
 //! The thread that makes connections in place of those that were lost, and waits where that takes
 //! long.
 
-use crate::hub::{Hub, connect};
+use crate::hub::Hub;
 use crate::journal::Flush;
 use crate::link::Loss;
 use crate::replay::{ReplayError, replay};
@@ -158,7 +158,9 @@ fn reconnect(hub: &Hub) -> Result<(), Failure> {
         drain(hub);
     }
     let losses = shared.losses.load(Ordering::SeqCst);
-    let (stream, export) = connect(&hub.spec, &shared.stop)
+    let (stream, export) = hub
+        .way
+        .connect(&shared.stop)
         .map_err(|error| Failure { why: error.to_string(), most: LONGEST })?;
     if let Some(what) = export.lacks(&hub.first, hub.part, hub.links.len()) {
         let why = format!(

@@ -3,7 +3,8 @@
 use crate::caretaker;
 use crate::error::OpenError;
 use crate::export::Export;
-use crate::hub::{Handle, Hub, connect, look};
+use crate::holes::tell_extents;
+use crate::hub::{Handle, Hub, Way};
 use crate::journal::Journal;
 use crate::kept::{KEY, KeptExport, UNSETTLED, reach, refused, settle};
 use crate::link::Link;
@@ -15,7 +16,7 @@ use crate::uri::NbdSpec;
 use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::Value;
-use shadowbell_backend::{Disk, DiskInfo, HandOverError, Queue, ResizeError, Wait};
+use shadowbell_backend::{Disk, DiskInfo, HandOverError, Queue, ResizeError, Tell, Wait};
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::transmission;
 use shadowbell_state::Descriptors;
@@ -105,7 +106,8 @@ impl NbdDisk {
         let name = spec.to_string();
         let system = |source| OpenError::System { disk: name.clone(), source };
         let stop = EventFd::new().map_err(system)?;
-        let (stream, export) = connect(spec, &stop)?;
+        let way = Way::new(spec)?;
+        let (stream, export) = way.connect(&stop)?;
         let info = info(spec, &export, export.size)?;
         first(&stream, &export, &stop)?;
         let journal = if export.has(transmission::SEND_FLUSH) {
@@ -118,7 +120,7 @@ impl NbdDisk {
         if export.has(transmission::CAN_MULTI_CONN) {
             while streams.len() < spec.connections {
                 // A server may have a limit of its own.
-                match connect(spec, &stop) {
+                match way.connect(&stop) {
                     Ok((stream, _)) => streams.push(stream),
                     Err(error) => {
                         tracing::info!("{error}; there are {} connections", streams.len());
@@ -134,7 +136,7 @@ impl NbdDisk {
             links.push(Mutex::new(link));
         }
         let hub = Arc::new(Hub {
-            spec: spec.clone(),
+            way,
             shared: Arc::new(shared),
             links: links.into(),
             part: PART.min(export.most) / info.block_size * info.block_size,
@@ -164,9 +166,10 @@ impl NbdDisk {
             (transmission::SEND_WRITE_ZEROES, "write zeroes"),
         ];
         let can = can.iter().filter(|(flag, _)| export.has(*flag)).map(|(_, what)| *what);
+        let tls = if self.hub().way.spec.secure.is_some() { " by TLS" } else { "" };
         let mut words = vec![match self.hub().links.len() {
-            1 => "NBD with one connection".to_owned(),
-            many => format!("NBD with {many} connections"),
+            1 => format!("NBD{tls} with one connection"),
+            many => format!("NBD{tls} with {many} connections"),
         }];
         words.extend(can.map(str::to_owned));
         words.join(", ")
@@ -204,6 +207,10 @@ impl Disk for NbdDisk {
         self.hub().shared.name.clone()
     }
 
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        tell_extents(self.hub(), offset, len, tell);
+    }
+
     fn is_full(&self) -> bool {
         self.hub().shared.is_full.load(Ordering::Relaxed)
     }
@@ -213,7 +220,7 @@ impl Disk for NbdDisk {
     }
 
     fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
-        if !self.info.read_only && self.hub().spec.settle.is_none() {
+        if !self.info.read_only && self.hub().way.spec.settle.is_none() {
             return Err(HandOverError::Unfenced { disk: self.name(), why: UNSETTLED });
         }
         let kept = KeptExport::new(&self.info, self.has_lost());
@@ -240,7 +247,7 @@ impl Disk for NbdDisk {
         let mut there = self.export().size;
         // What a server says of an export that was resized while we are connected needs asking.
         if there == self.info.bytes() || bytes.is_some_and(|bytes| bytes > there) {
-            match look(&hub.spec, &hub.shared.stop) {
+            match hub.way.look(&hub.shared.stop) {
                 Ok(export) => there = export.size,
                 Err(error) => {
                     return Err(ResizeError::System { disk, source: io::Error::other(error) });

@@ -31,6 +31,14 @@ pub enum OpenError {
         /// What went wrong.
         why: NegotiationError,
     },
+    /// There are no certificates that can be used.
+    #[error("{disk}: {why}")]
+    Certificates {
+        /// The export.
+        disk: String,
+        /// What is wrong with them.
+        why: shadowbell_tls::CertificateError,
+    },
     /// The export's size is none that a disk can have.
     #[error(
         "{disk}: the {size} bytes of the export are no size of a disk with blocks of {block_size} \

@@ -16,13 +16,23 @@ pub(crate) struct Export {
     pub(crate) most: u32,
     /// Reads are answered by structured replies.
     pub(crate) structured: bool,
+    /// By which number replies speak of what is allocated, if the server says that.
+    pub(crate) allocation: Option<u32>,
 }
 
 impl Export {
     /// An export of which the server says no more than this.
     pub(crate) fn new(size: u64, flags: u16) -> Self {
         // What the protocol has clients assume.
-        Self { size, flags, least: 1, preferred: 4096, most: MAX_PAYLOAD, structured: false }
+        Self {
+            size,
+            flags,
+            least: 1,
+            preferred: 4096,
+            most: MAX_PAYLOAD,
+            structured: false,
+            allocation: None,
+        }
     }
 
     pub(crate) fn has(&self, flag: u16) -> bool {

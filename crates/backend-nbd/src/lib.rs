@@ -11,12 +11,14 @@
 //! | `replay` | writing again what a server may have lost |
 //! | `queue`, `task` | a worker's queue, and its requests as requests to the server |
 //! | `link` | a connection and what is on its way by it |
+//! | `holes` | what is allocated |
 //! | `user` | what a queue and a connection share |
 //! | `receiver`, `coverage` | what the server says, understood and checked |
 //! | `part` | requests to the server, and their cookies |
 //! | `journal` | what was answered and is not durable yet |
 //! | `connect`, `negotiate`, `export` | a way to the server, the handshake, what it says of itself |
 //! | `stream` | bytes in and out |
+//! | `secured`, `relay` | the same by TLS, in the handshakes and afterwards |
 //! | `kept` | the disk of a process that has died, in the next one |
 //!
 //! The codec is `shadowbell-nbd`'s, which the server in `shadowbell-export` uses, too.
@@ -58,6 +60,12 @@
 //! is read afterwards is anything, and a disk's blocks do not change by themselves. On a server
 //! without Write Zeroes, discards do nothing.
 //!
+//! # TLS
+//!
+//! `nbds:` asks for it before anything else. Its certificates are read when the disk is opened, and
+//! count for later connections as well. A connection has a thread that does its cryptography, and
+//! a socket between that and the workers: so these never do more than copy.
+//!
 //! # Trust
 //!
 //! A server may say anything. Replies that do not fit their requests end the connection, and a
@@ -66,8 +74,7 @@
 //!
 //! # What it does not implement
 //!
-//! TLS, extended headers, and metadata contexts: nobody asks a disk which of its blocks are holes.
-//! Reads of holes arrive without their zeroes if the server says so in its replies. Handing the disk
+//! Extended headers. Handing the disk
 //! over to another process at an upgrade: what was not flushed is in this process's memory. (After
 //! a death see [`NbdDisk::recover`].)
 #![forbid(unsafe_code)]
@@ -78,6 +85,7 @@ mod coverage;
 mod disk;
 mod error;
 mod export;
+mod holes;
 mod hub;
 mod journal;
 mod kept;
@@ -86,7 +94,9 @@ mod negotiate;
 mod part;
 mod queue;
 mod receiver;
+mod relay;
 mod replay;
+mod secured;
 mod shared;
 mod stream;
 mod task;

@@ -194,7 +194,7 @@ impl Link {
         }
         self.connection = Some(Connection {
             stream,
-            receiver: Receiver::new(export.structured),
+            receiver: Receiver::new(export.structured, export.allocation),
             sending: VecDeque::new(),
             sent: 0,
             is_blocked: false,
@@ -363,9 +363,7 @@ impl Link {
         if part.owner.is_none() && !part.changes() {
             return self.give_back(part.data);
         }
-        part.is_sent = false;
-        part.error = None;
-        part.covered.clear();
+        part.begin_again();
         let number = part.number;
         let slot = self.parts.insert(part);
         if let Some(part) = self.parts.get_mut(slot) {
@@ -412,7 +410,8 @@ impl Link {
                 shared.is_full.store(true, Ordering::Relaxed);
             }
             let Owner { user, task, at } = owner;
-            let data = if reads { std::mem::take(&mut data) } else { Vec::new() };
+            let gives = reads || command == command::BLOCK_STATUS;
+            let data = if gives { std::mem::take(&mut data) } else { Vec::new() };
             let ended = Ended { task, at, len, result, data };
             match own {
                 Some((number, into)) if *number == user => into.push(ended),
@@ -456,9 +455,7 @@ impl Link {
                     self.finish(part, error, shared, &mut own);
                 }
             } else {
-                part.is_sent = false;
-                part.error = None;
-                part.covered.clear();
+                part.begin_again();
                 self.waiting.push_front(WAITING, slot);
             }
         }

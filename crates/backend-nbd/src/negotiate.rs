@@ -2,9 +2,10 @@
 
 use crate::export::Export;
 use shadowbell_nbd::wire::{
-    MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, Reader, answer, handshake, info, option, put_option,
-    put_string,
+    BASE_ALLOCATION, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, Reader, answer, handshake, info,
+    option, put_option, put_string,
 };
+use shadowbell_tls::{Session, SessionError};
 use std::io::{self, Read, Write};
 
 /// The longest reply to an option. Names and texts have 4096 bytes at most.
@@ -13,9 +14,6 @@ const MAX_ANSWER: u32 = 16 << 10;
 const MAX_ANSWERS: usize = 64;
 /// What an oldstyle server goes on with after its greeting.
 const OLDSTYLE: u64 = 0x0000_4202_8186_1253;
-const ERR_POLICY: u32 = answer::ERROR | 2;
-const ERR_TLS_REQD: u32 = answer::ERROR | 5;
-const ERR_BLOCK_SIZE_REQD: u32 = answer::ERROR | 8;
 
 /// Why there is no agreement with a server.
 #[derive(Debug, thiserror::Error)]
@@ -23,7 +21,7 @@ const ERR_BLOCK_SIZE_REQD: u32 = answer::ERROR | 8;
 pub enum NegotiationError {
     /// The connection ended.
     #[error("the connection broke in the handshake: {0}")]
-    Io(#[from] io::Error),
+    Io(#[source] io::Error),
     /// What answers is no NBD server.
     #[error("what answers there is no NBD server; correct the address")]
     NoServer,
@@ -34,8 +32,17 @@ pub enum NegotiationError {
     #[error("the server has no such export{}; `nbdinfo --list` shows those that it has", told(.0))]
     Unknown(String),
     /// The server wants TLS.
-    #[error("the server takes no clients without TLS{}; have it allow them", told(.0))]
+    #[error(
+        "the server takes no clients without TLS{}; write `nbds:` and `tls-certificates=DIR`",
+        told(.0)
+    )]
     TlsRequired(String),
+    /// The server has no TLS.
+    #[error("the server has no TLS{}; have it use its certificates, or write `nbd:`", told(.0))]
+    NoTls(String),
+    /// The two do not agree on TLS.
+    #[error("there is no TLS with the server: {0}")]
+    Tls(SessionError),
     /// The server refuses.
     #[error("the server refuses the export{}", told(.0))]
     Refused(String),
@@ -44,26 +51,60 @@ pub enum NegotiationError {
     Protocol(&'static str),
 }
 
+impl From<io::Error> for NegotiationError {
+    fn from(error: io::Error) -> Self {
+        match Session::fault(&error) {
+            Some(fault) => Self::Tls(fault.clone()),
+            None => Self::Io(error),
+        }
+    }
+}
+
 /// What the server says itself, as the end of a sentence.
 fn told(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(" (it says: {text})") }
 }
 
-/// Agrees with the server at the other end of `stream` on the export of this name.
+/// What was agreed on before there is an export: that there are no zeroes after the answer to
+/// `EXPORT_NAME`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Greeted {
+    no_zeroes: bool,
+}
+
+/// Has the server begin with TLS: what follows its answer goes through that.
+///
+/// # Errors
+/// [`NegotiationError`].
+pub(crate) fn ask_for_tls(stream: &mut (impl Read + Write)) -> Result<(), NegotiationError> {
+    send_option(stream, option::STARTTLS, &[])?;
+    match receive(stream, option::STARTTLS)? {
+        (answer::ACK, data) if data.is_empty() => Ok(()),
+        (kind, data) if kind & answer::ERROR != 0 => Err(NegotiationError::NoTls(readable(&data))),
+        _ => Err(NegotiationError::Protocol("an answer to an option fits no option")),
+    }
+}
+
+/// Agrees with the server at the other end of `stream`, which was greeted, on the export of this
+/// name.
 ///
 /// # Errors
 /// [`NegotiationError`].
 pub(crate) fn negotiate(
     stream: &mut (impl Read + Write),
     name: &str,
+    greeted: Greeted,
 ) -> Result<Export, NegotiationError> {
-    let no_zeroes = greet(stream)?;
     send_option(stream, option::STRUCTURED_REPLY, &[])?;
     let structured = match receive(stream, option::STRUCTURED_REPLY)? {
         (answer::ACK, _) => true,
+        (answer::ERR_TLS_REQD, text) => {
+            return Err(NegotiationError::TlsRequired(readable(&text)));
+        }
         (kind, _) if kind & answer::ERROR != 0 => false,
         _ => return Err(NegotiationError::Protocol("an answer to an option fits no option")),
     };
+    let allocation = if structured { ask_for_allocation(stream, name)? } else { None };
     let mut go = Vec::new();
     put_string(&mut go, name);
     go.extend(1_u16.to_be_bytes());
@@ -71,10 +112,40 @@ pub(crate) fn negotiate(
     send_option(stream, option::GO, &go)?;
     let mut export = match described(stream, option::GO)? {
         Some(export) => export,
-        None => export_name(stream, name, no_zeroes)?,
+        None => export_name(stream, name, greeted.no_zeroes)?,
     };
     export.structured = structured;
+    export.allocation = allocation;
     Ok(export)
+}
+
+/// Has the server say what is allocated, if it knows; the number by which it does.
+fn ask_for_allocation(
+    stream: &mut (impl Read + Write),
+    name: &str,
+) -> Result<Option<u32>, NegotiationError> {
+    let mut wanted = Vec::new();
+    put_string(&mut wanted, name);
+    wanted.extend(1_u32.to_be_bytes());
+    put_string(&mut wanted, BASE_ALLOCATION);
+    send_option(stream, option::SET_META_CONTEXT, &wanted)?;
+    let mut found = None;
+    for _ in 0..MAX_ANSWERS {
+        match receive(stream, option::SET_META_CONTEXT)? {
+            (answer::META_CONTEXT, data) => {
+                let mut reader = Reader(&data);
+                let number = reader.u32();
+                if reader.0 == BASE_ALLOCATION.as_bytes() {
+                    found = number;
+                }
+            }
+            (answer::ACK, _) => return Ok(found),
+            // It knows of none, or of no such export, which it says again when it is asked for that.
+            (kind, _) if kind & answer::ERROR != 0 => return Ok(None),
+            _ => break,
+        }
+    }
+    Err(NegotiationError::Protocol("its answers do not end"))
 }
 
 /// Asks for what the server says of the export now, and takes leave.
@@ -85,7 +156,6 @@ pub(crate) fn ask(
     stream: &mut (impl Read + Write),
     name: &str,
 ) -> Result<Export, NegotiationError> {
-    greet(stream)?;
     let mut wanted = Vec::new();
     put_string(&mut wanted, name);
     wanted.extend(0_u16.to_be_bytes());
@@ -95,8 +165,11 @@ pub(crate) fn ask(
     export.ok_or(NegotiationError::Protocol("it does not say what its export is"))
 }
 
-/// The greetings; whether there are no zeroes after the answer to `EXPORT_NAME`.
-fn greet(stream: &mut (impl Read + Write)) -> Result<bool, NegotiationError> {
+/// The greetings.
+///
+/// # Errors
+/// [`NegotiationError`].
+pub(crate) fn greet(stream: &mut (impl Read + Write)) -> Result<Greeted, NegotiationError> {
     let mut greeting = [0; 16];
     stream.read_exact(&mut greeting)?;
     let mut reader = Reader(&greeting);
@@ -113,7 +186,7 @@ fn greet(stream: &mut (impl Read + Write)) -> Result<bool, NegotiationError> {
     }
     let ours = flags & (handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
     stream.write_all(&u32::from(ours).to_be_bytes())?;
-    Ok(ours & handshake::NO_ZEROES != 0)
+    Ok(Greeted { no_zeroes: ours & handshake::NO_ZEROES != 0 })
 }
 
 fn send_option(stream: &mut impl Write, kind: u32, data: &[u8]) -> io::Result<()> {
@@ -179,8 +252,7 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
                 return Err(match kind {
                     answer::ERR_UNSUP => return Ok(None),
                     answer::ERR_UNKNOWN => NegotiationError::Unknown(text),
-                    ERR_TLS_REQD => NegotiationError::TlsRequired(text),
-                    ERR_POLICY | ERR_BLOCK_SIZE_REQD => NegotiationError::Refused(text),
+                    answer::ERR_TLS_REQD => NegotiationError::TlsRequired(text),
                     _ => NegotiationError::Refused(text),
                 });
             }
@@ -256,7 +328,9 @@ mod tests {
     }
 
     fn with(says: Vec<u8>) -> Result<Export, NegotiationError> {
-        negotiate(&mut Script { says: io::Cursor::new(says), heard: Vec::new() }, "disk")
+        let mut script = Script { says: io::Cursor::new(says), heard: Vec::new() };
+        let greeted = greet(&mut script)?;
+        negotiate(&mut script, "disk", greeted)
     }
 
     fn export_info(size: u64, flags: u16) -> Vec<u8> {
@@ -270,6 +344,9 @@ mod tests {
     fn an_export_is_agreed_on() {
         let mut says = greeting(3);
         put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
+        let context = [&[0, 0, 0, 7], BASE_ALLOCATION.as_bytes()].concat();
+        put_answer(&mut says, option::SET_META_CONTEXT, answer::META_CONTEXT, &context);
+        put_answer(&mut says, option::SET_META_CONTEXT, answer::ACK, &[]);
         let flags = transmission::HAS_FLAGS | transmission::SEND_FLUSH;
         put_answer(&mut says, option::GO, answer::INFO, &[0, 2, b'a']);
         put_answer(&mut says, option::GO, answer::INFO, &export_info(1 << 30, flags));
@@ -281,6 +358,7 @@ mod tests {
         put_answer(&mut says, option::GO, answer::ACK, &[]);
         let export = with(says).unwrap();
         assert_eq!((export.size, export.structured), (1 << 30, true));
+        assert_eq!(export.allocation, Some(7));
         assert_eq!((export.least, export.preferred, export.most), (512, 65536, 1 << 20));
         assert!(export.has(transmission::SEND_FLUSH) && !export.has(transmission::SEND_FUA));
     }
@@ -318,13 +396,14 @@ mod tests {
         let refused = |kind: u32, text: &[u8]| {
             let mut says = greeting(3);
             put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
+            put_answer(&mut says, option::SET_META_CONTEXT, answer::ERR_UNSUP, &[]);
             put_answer(&mut says, option::GO, kind, text);
             with(says).unwrap_err().to_string()
         };
         let error = refused(answer::ERR_UNKNOWN, b"no\nsuch\x1bthing");
         assert!(error.contains("no such export (it says: no such thing)"), "{error}");
-        assert!(refused(ERR_TLS_REQD, b"").contains("without TLS"));
-        assert!(refused(ERR_POLICY, b"go away").contains("it says: go away"));
+        assert!(refused(answer::ERR_TLS_REQD, b"").contains("without TLS"));
+        assert!(refused(answer::ERR_POLICY, b"go away").contains("it says: go away"));
     }
 
     #[test]
@@ -332,6 +411,7 @@ mod tests {
         let broken = |parts: &[(u32, u32, Vec<u8>)]| {
             let mut says = greeting(3);
             put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
+            put_answer(&mut says, option::SET_META_CONTEXT, answer::ERR_UNSUP, &[]);
             parts.iter().for_each(|(to, kind, data)| put_answer(&mut says, *to, *kind, data));
             with(says).unwrap_err().to_string()
         };

@@ -63,6 +63,21 @@ impl Part {
         self.command == command::READ
     }
 
+    /// Whether it asks what is allocated: its data are the extents, as they come.
+    pub(crate) fn is_question(&self) -> bool {
+        self.command == command::BLOCK_STATUS
+    }
+
+    /// Forgets what of a reply has come.
+    pub(crate) fn begin_again(&mut self) {
+        self.is_sent = false;
+        self.error = None;
+        self.covered.clear();
+        if self.is_question() {
+            self.data.clear();
+        }
+    }
+
     /// Whether it changes the export.
     pub(crate) fn changes(&self) -> bool {
         matches!(self.command, command::WRITE | command::WRITE_ZEROES | command::TRIM)
@@ -70,7 +85,8 @@ impl Part {
 
     /// Bytes that it holds.
     pub(crate) fn cost(&self) -> usize {
-        self.data.len()
+        // What extents take has a bound of its own.
+        if self.is_question() { 0 } else { self.data.len() }
     }
 }
 

@@ -7,6 +7,10 @@ use shadowbell_nbd::wire::{Reader, chunk};
 
 /// Bytes that are received at once, apart from the data of long reads.
 const INPUT: usize = 128 << 10;
+/// Bytes of the extents that are kept of a reply, of eight bytes each. What follows is asked again.
+const EXTENTS: usize = 64 << 10;
+/// The longest payload of a chunk of extents: nbdkit sends a million at most, QEMU 128 K.
+const MAX_EXTENTS: u32 = 4 + (8 << 20);
 /// The longest payload of a chunk that says what went wrong: a text of 4096 bytes at most.
 const MAX_ERROR: u32 = 4096 + 64;
 
@@ -25,7 +29,7 @@ pub(crate) enum Violation {
     Form,
     #[error("it sends data that were not asked for, or twice")]
     Range,
-    #[error("it leaves out some of the data of a read")]
+    #[error("it leaves out some of the data of a read, or what it was asked")]
     Gap,
 }
 
@@ -38,6 +42,8 @@ enum State {
     Payload { slot: u32, chunk: Chunk },
     /// Data of a read, from this byte on, and so many more.
     Data { slot: u32, at: usize, left: usize, is_last: bool },
+    /// Extents of block status, so many bytes more.
+    Extents { slot: u32, left: usize, is_last: bool },
     /// The rest of an error's text.
     Text { slot: u32, left: usize, is_last: bool },
 }
@@ -49,11 +55,14 @@ pub(crate) struct Receiver {
     to: usize,
     state: State,
     structured: bool,
+    /// The number of the context of which block status is told.
+    allocation: Option<u32>,
 }
 
 impl Receiver {
-    pub(crate) fn new(structured: bool) -> Self {
-        Self { input: vec![0; INPUT].into(), from: 0, to: 0, state: State::Head, structured }
+    pub(crate) fn new(structured: bool, allocation: Option<u32>) -> Self {
+        let (input, state) = (vec![0; INPUT].into(), State::Head);
+        Self { input, from: 0, to: 0, state, structured, allocation }
     }
 
     /// Where the next bytes go: what of a part's data is awaited, and then the input.
@@ -105,10 +114,11 @@ impl Receiver {
                         chunk::NONE => 0,
                         chunk::OFFSET_DATA => 8,
                         chunk::OFFSET_HOLE => 12,
+                        chunk::BLOCK_STATUS => 4,
                         _ => 6,
                     };
                     let Some(head) = rest.get(..needs) else { return Ok(()) };
-                    let next = payload(slot, chunk, head, parts)?;
+                    let next = payload(slot, chunk, head, self.allocation, parts)?;
                     self.from += needs;
                     next
                 }
@@ -125,6 +135,19 @@ impl Receiver {
                     self.from += count;
                     State::Data { slot, at: at + count, left: left - count, is_last }
                 }
+                State::Extents { slot, left, is_last } if left > 0 => {
+                    let count = left.min(rest.len());
+                    if count == 0 {
+                        return Ok(());
+                    }
+                    if let Some(part) = parts.get_mut(slot) {
+                        let room = EXTENTS.saturating_sub(part.data.len());
+                        part.data
+                            .extend_from_slice(rest.get(..count.min(room)).unwrap_or_default());
+                    }
+                    self.from += count;
+                    State::Extents { slot, left: left - count, is_last }
+                }
                 State::Text { slot, left, is_last } if left > 0 => {
                     let count = left.min(rest.len());
                     if count == 0 {
@@ -133,7 +156,9 @@ impl Receiver {
                     self.from += count;
                     State::Text { slot, left: left - count, is_last }
                 }
-                State::Data { slot, is_last, .. } | State::Text { slot, is_last, .. } => {
+                State::Data { slot, is_last, .. }
+                | State::Extents { slot, is_last, .. }
+                | State::Text { slot, is_last, .. } => {
                     if is_last {
                         end(slot, parts, &mut done)?;
                     }
@@ -157,6 +182,10 @@ impl Receiver {
                     // Eight bytes of an offset, and at least one of data.
                     chunk::OFFSET_DATA => part.is_read() && len > 8 && len - 8 <= part.len,
                     chunk::OFFSET_HOLE => part.is_read() && len == 12,
+                    // The number of the context, and at least one extent.
+                    chunk::BLOCK_STATUS => {
+                        part.is_question() && len % 8 == 4 && (12..=MAX_EXTENTS).contains(&len)
+                    }
                     kind if kind & chunk::ERROR_BIT != 0 => (6..=MAX_ERROR).contains(&len),
                     _ => false,
                 };
@@ -166,6 +195,7 @@ impl Receiver {
                 Ok(State::Payload { slot, chunk })
             }
             Incoming::Simple { .. } if self.structured && part.is_read() => Err(Violation::Form),
+            Incoming::Simple { error: 0, .. } if part.is_question() => Err(Violation::Form),
             Incoming::Simple { error: 0, .. } if part.is_read() => {
                 if !part.covered.add(0, part.len) {
                     return Err(Violation::Range);
@@ -182,7 +212,13 @@ impl Receiver {
 }
 
 /// The beginning of a chunk's payload.
-fn payload(slot: u32, chunk: Chunk, head: &[u8], parts: &mut Parts) -> Result<State, Violation> {
+fn payload(
+    slot: u32,
+    chunk: Chunk,
+    head: &[u8],
+    allocation: Option<u32>,
+    parts: &mut Parts,
+) -> Result<State, Violation> {
     let wrong = Violation::Chunk { kind: chunk.kind, len: chunk.len };
     let is_last = chunk.flags & chunk::FLAG_DONE != 0;
     let part = parts.get_mut(slot).ok_or(wrong)?;
@@ -207,6 +243,12 @@ fn payload(slot: u32, chunk: Chunk, head: &[u8], parts: &mut Parts) -> Result<St
             hole.fill(0);
             Ok(State::Text { slot, left: 0, is_last })
         }
+        chunk::BLOCK_STATUS => {
+            // Nothing else was asked for, and that once.
+            let is_it = part.data.is_empty() && reader.u32() == allocation;
+            let left = chunk.len.saturating_sub(4) as usize;
+            if is_it { Ok(State::Extents { slot, left, is_last }) } else { Err(wrong) }
+        }
         _ => {
             let error = reader.u32().filter(|error| *error != 0).ok_or(wrong)?;
             part.error.get_or_insert(error);
@@ -218,7 +260,11 @@ fn payload(slot: u32, chunk: Chunk, head: &[u8], parts: &mut Parts) -> Result<St
 fn end(slot: u32, parts: &mut Parts, done: &mut impl FnMut(Part, u32)) -> Result<(), Violation> {
     let part = parts.get(slot).ok_or(Violation::Gap)?;
     let error = part.error.unwrap_or(0);
-    if part.is_read() && error == 0 && !part.covered.is_whole(part.len) {
+    let is_whole = match part.is_question() {
+        true => !part.data.is_empty(),
+        false => !part.is_read() || part.covered.is_whole(part.len),
+    };
+    if error == 0 && !is_whole {
         return Err(Violation::Gap);
     }
     if let Some(part) = parts.remove(slot) {
@@ -273,7 +319,7 @@ mod tests {
             let mut bytes = Head::simple(cookie, Ok(())).bytes().to_vec();
             let data: Vec<u8> = (0..3000_u32).map(|at| at as u8).collect();
             bytes.extend(&data);
-            let ended = feed(&mut Receiver::new(false), &mut simple, &bytes, piece).unwrap();
+            let ended = feed(&mut Receiver::new(false, None), &mut simple, &bytes, piece).unwrap();
             assert_eq!((&ended[0].0.data, ended[0].1), (&data, 0));
 
             let (mut structured, cookie) = parts(command::READ, 3000);
@@ -292,7 +338,8 @@ mod tests {
             bytes.extend(Head::data(cookie, 1000, 500, false).bytes());
             bytes.extend(&data[..500]);
             bytes.extend(Head::done(cookie).bytes());
-            let ended = feed(&mut Receiver::new(true), &mut structured, &bytes, piece).unwrap();
+            let ended =
+                feed(&mut Receiver::new(true, Some(1)), &mut structured, &bytes, piece).unwrap();
             let mut expected = data.clone();
             expected[500..2000].fill(0);
             assert!(ended[0].0.data == expected && ended[0].1 == 0);
@@ -303,11 +350,37 @@ mod tests {
     fn errors_end_a_request_and_not_the_connection() {
         let (mut table, cookie) = parts(command::WRITE, 512);
         let head = Head::simple(cookie, Err(NbdError::NoSpc));
-        let ended = feed(&mut Receiver::new(true), &mut table, head.bytes(), 3).unwrap();
+        let ended = feed(&mut Receiver::new(true, Some(1)), &mut table, head.bytes(), 3).unwrap();
         assert_eq!(ended[0].1, 28);
         let (mut table, cookie) = parts(command::READ, 512);
         let head = Head::error(cookie, NbdError::Io, "a bad sector");
-        let ended = feed(&mut Receiver::new(true), &mut table, head.bytes(), 5).unwrap();
+        let ended = feed(&mut Receiver::new(true, Some(1)), &mut table, head.bytes(), 5).unwrap();
+        assert_eq!(ended[0].1, 5);
+    }
+
+    #[test]
+    fn extents_are_kept_as_far_as_there_is_room() {
+        for (count, piece) in [(1, 3), (3, 1000), (EXTENTS / 8 + 100, 999)] {
+            let (mut table, cookie) = parts(command::BLOCK_STATUS, 512);
+            let mut bytes = Head::extents(cookie, 1, count as u32).bytes().to_vec();
+            let extents: Vec<u8> = (0..count as u64).flat_map(u64::to_be_bytes).collect();
+            bytes.extend(&extents);
+            let ended = feed(&mut Receiver::new(true, Some(1)), &mut table, &bytes, piece).unwrap();
+            assert!(ended[0].0.data == extents[..extents.len().min(EXTENTS)] && ended[0].1 == 0);
+        }
+        let refused = |bytes: &dyn Fn(u64) -> Vec<u8>| {
+            let (mut table, cookie) = parts(command::BLOCK_STATUS, 512);
+            feed(&mut Receiver::new(true, Some(1)), &mut table, &bytes(cookie), 7)
+                .map(|ended| ended.len())
+                .unwrap_err()
+        };
+        let extent = |c, context| [Head::extents(c, context, 1).bytes(), &[0; 8]].concat();
+        assert!(matches!(refused(&|c| extent(c, 2)), Violation::Chunk { .. }));
+        assert_eq!(refused(&|c| Head::done(c).bytes().to_vec()), Violation::Gap);
+        assert_eq!(refused(&|c| Head::simple(c, Ok(())).bytes().to_vec()), Violation::Form);
+        let (mut table, cookie) = parts(command::BLOCK_STATUS, 512);
+        let error = Head::simple(cookie, Err(NbdError::Io));
+        let ended = feed(&mut Receiver::new(true, Some(1)), &mut table, error.bytes(), 9).unwrap();
         assert_eq!(ended[0].1, 5);
     }
 
@@ -315,7 +388,7 @@ mod tests {
     fn what_the_protocol_does_not_allow_is_seen() {
         let read = |structured, bytes: &dyn Fn(u64) -> Vec<u8>| {
             let (mut table, cookie) = parts(command::READ, 512);
-            feed(&mut Receiver::new(structured), &mut table, &bytes(cookie), 1 << 20)
+            feed(&mut Receiver::new(structured, Some(1)), &mut table, &bytes(cookie), 1 << 20)
                 .map(|ended| ended.len())
                 .unwrap_err()
         };
@@ -341,7 +414,8 @@ mod tests {
         assert!(matches!(read(true, &extent), Violation::Chunk { .. }));
         // Data for a write.
         let (mut table, c) = parts(command::WRITE, 512);
-        let outcome = feed(&mut Receiver::new(true), &mut table, &data(c, 1000, 512, true), 9);
+        let outcome =
+            feed(&mut Receiver::new(true, Some(1)), &mut table, &data(c, 1000, 512, true), 9);
         assert!(matches!(outcome, Err(Violation::Chunk { .. })));
     }
 
@@ -372,7 +446,7 @@ mod tests {
                     }
                 }
             }
-            let mut receiver = Receiver::new(structured);
+            let mut receiver = Receiver::new(structured, Some(1));
             if let Ok(ended) = feed(&mut receiver, &mut table, &bytes, piece) {
                 prop_assert!(ended.len() <= 3);
             }

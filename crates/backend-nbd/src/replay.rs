@@ -35,7 +35,7 @@ pub(crate) fn replay(
     structured: bool,
 ) -> Result<(), ReplayError> {
     let mut rest = entries;
-    let mut receiver = Receiver::new(structured);
+    let mut receiver = Receiver::new(structured, None);
     let mut parts = Parts::default();
     while !rest.is_empty() {
         // A server carries out in any order what it has at the same time.

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// The kinds of address, as they stand before the first colon.
-const SCHEMES: [&str; 2] = ["nbd", "nbd+unix"];
+const SCHEMES: [&str; 4] = ["nbd", "nbd+unix", "nbds", "nbds+unix"];
 /// The most connections that may be asked for.
 const MAX_CONNECTIONS: usize = 16;
 /// The most bytes of writes that may be kept.
@@ -38,12 +38,22 @@ impl fmt::Display for Place {
     }
 }
 
+/// How a server is known, and we are to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Secure {
+    /// Where the certificates are.
+    pub(crate) directory: PathBuf,
+    /// What the server's certificate has to be for, if not for the host of the address.
+    pub(crate) hostname: Option<String>,
+}
+
 /// An export of an NBD server, and how it is used.
 ///
 /// | specification | the server |
 /// |---|---|
 /// | `nbd://host/export`, `nbd://host:10810/export`, `nbd://[::1]/export` | at a TCP port |
 /// | `nbd+unix:///export?socket=/run/disk.sock` | behind a UNIX socket |
+/// | `nbds://host/export?tls-certificates=DIR`, `nbds+unix:` | the same by TLS |
 ///
 /// | option | value | default |
 /// |---|---|---|
@@ -51,6 +61,8 @@ impl fmt::Display for Place {
 /// | `block-size` | `512`, `4096` | `512`, if the server takes requests of so many bytes |
 /// | `connections` | 1 to 16: how many, if the server allows several | 4 |
 /// | `replay` | a size: how much of what the server has answered and not flushed is kept, to be written again to one that was restarted; or `off` | `64MiB` |
+/// | `tls-certificates` | a directory with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` if the server wants to know its clients; `nbds:` needs it | |
+/// | `tls-hostname` | what the server's certificate has to be for | the host; `localhost` behind a UNIX socket |
 /// | `settle` | seconds, as `5s` or `1500ms`: how long the server may go on with writes of a client that is gone, which the process waits for that goes on for one that has died | none does |
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdSpec {
@@ -64,6 +76,8 @@ pub struct NbdSpec {
     /// For how long after a process's death the server may carry out what it has sent, if anybody
     /// knows.
     pub(crate) settle: Option<Duration>,
+    /// With TLS, and how.
+    pub(crate) secure: Option<Secure>,
 }
 
 impl NbdSpec {
@@ -84,9 +98,10 @@ impl NbdSpec {
 
 impl fmt::Display for NbdSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let nbd = if self.secure.is_some() { "nbds" } else { "nbd" };
         match &self.place {
-            place @ Place::Tcp { .. } => write!(f, "nbd://{place}/{}", self.export),
-            place @ Place::Unix(_) => write!(f, "nbd+unix:///{}?socket={place}", self.export),
+            place @ Place::Tcp { .. } => write!(f, "{nbd}://{place}/{}", self.export),
+            place @ Place::Unix(_) => write!(f, "{nbd}+unix:///{}?socket={place}", self.export),
         }
     }
 }
@@ -110,8 +125,10 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
         connections: 4,
         replay: 64 << 20,
         settle: None,
+        secure: None,
     };
     let mut socket = None;
+    let (mut certificates, mut hostname) = (None, None);
     let mut seen = Vec::new();
     for option in options.into_iter().flat_map(|text| text.split('&')) {
         let (name, value) = option.split_once('=').ok_or_else(|| {
@@ -152,26 +169,36 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
                 }
             }
             "settle" => made.settle = Some(seconds(value)?),
+            "tls-certificates" => certificates = Some(path(name, value)?),
+            "tls-hostname" => hostname = Some(value.to_owned()),
             other => {
                 return Err(format!(
                     "an `nbd` disk has no option `{other}`; its options are `socket`, \
-                     `read-only`, `block-size`, `connections`, `replay`, `settle`"
+                     `read-only`, `block-size`, `connections`, `replay`, `settle`, \
+                     `tls-certificates`, `tls-hostname`"
                 ));
             }
         }
     }
+    let (scheme, is_secure) = match scheme {
+        "nbds" => ("nbd", true),
+        "nbds+unix" => ("nbd+unix", true),
+        other => (other, false),
+    };
+    made.secure = match (is_secure, certificates) {
+        (true, Some(directory)) => Some(Secure { directory, hostname }),
+        (true, None) => {
+            return Err("it lacks certificates; add `?tls-certificates=DIR`".to_owned());
+        }
+        (false, None) if hostname.is_none() => None,
+        (false, _) => return Err("TLS is for `nbds:`, and this is `nbd:`".to_owned()),
+    };
     made.place = match (scheme, socket) {
         ("nbd+unix", Some("")) => return Err("its `socket` is empty; give the path of one".into()),
         ("nbd+unix", Some(_)) if !authority.is_empty() => {
             return Err(format!("it names the host `{authority}` and a socket; {form}"));
         }
-        ("nbd+unix", Some(path)) => {
-            let bytes: Vec<u8> = percent_decode_str(path).collect();
-            if bytes.contains(&0) {
-                return Err("the path of its socket contains a zero byte".to_owned());
-            }
-            Place::Unix(OsString::from_vec(bytes).into())
-        }
+        ("nbd+unix", Some(path)) => Place::Unix(self::path("socket", path)?),
         ("nbd+unix", None) => return Err(format!("it lacks a socket; {form}")),
         ("nbd", None) => tcp(authority)?,
         ("nbd", Some(_)) => {
@@ -180,6 +207,17 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
         _ => return Err(form.to_owned()),
     };
     Ok(made)
+}
+
+fn path(name: &str, value: &str) -> Result<PathBuf, String> {
+    let bytes: Vec<u8> = percent_decode_str(value).collect();
+    if bytes.contains(&0) {
+        return Err(format!("the path of `{name}` contains a zero byte"));
+    }
+    if bytes.is_empty() {
+        return Err(format!("its `{name}` is empty; give a path"));
+    }
+    Ok(OsString::from_vec(bytes).into())
 }
 
 fn switch(name: &str, value: &str) -> Result<bool, String> {
@@ -264,7 +302,16 @@ mod tests {
             let settle = NbdSpec::parse(&format!("nbd://s/x?settle={text}")).unwrap().settle;
             assert_eq!(settle, Some(Duration::from_millis(millis)));
         }
-        assert!(NbdSpec::is_one("nbd:") && !NbdSpec::is_one("nbd") && !NbdSpec::is_one("nbdx:a"));
+        let parsed = NbdSpec::parse("nbds://s/x?tls-certificates=/etc/pki/a%20b").unwrap();
+        let secure = parsed.secure.clone().unwrap();
+        assert_eq!((secure.directory, secure.hostname), ("/etc/pki/a b".into(), None));
+        assert_eq!(parsed.to_string(), "nbds://s:10809/x");
+        let spec = "nbds+unix:///?socket=/a&tls-certificates=c&tls-hostname=s.example";
+        let parsed = NbdSpec::parse(spec).unwrap();
+        assert_eq!(parsed.place, Place::Unix("/a".into()));
+        assert_eq!(parsed.secure.unwrap().hostname.as_deref(), Some("s.example"));
+        assert!(NbdSpec::is_one("nbds://a") && NbdSpec::is_one("nbd:") && !NbdSpec::is_one("nbd"));
+        assert!(!NbdSpec::is_one("nbdx:a"));
     }
 
     #[test]
@@ -293,6 +340,10 @@ mod tests {
             ("nbd://a/?settle=7200", "at most an hour"),
             ("nbd://a/?read-only=1", "`on` or `off`"),
             ("nbd://a/?read-only=on&read-only=on", "given twice"),
+            ("nbds://a/", "lacks certificates; add `?tls-certificates=DIR`"),
+            ("nbds://a/?tls-certificates=", "is empty"),
+            ("nbd://a/?tls-certificates=x", "TLS is for `nbds:`"),
+            ("nbd://a/?tls-hostname=x", "TLS is for `nbds:`"),
             ("nbd://a/?direct=on", "no option `direct`"),
             ("nbd://a/?x", "no option; options"),
         ] {

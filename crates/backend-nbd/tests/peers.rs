@@ -4,6 +4,7 @@
 use shadowbell_backend::{Disk, DiskError, Op, Request};
 use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
 use shadowbell_memory::Segments;
+use shadowbell_testing::certificates::{Authority, End, Wish};
 use shadowbell_testing::disks::{
     Random, batch, content, flush, memory, read, run, run_one, segments, write,
 };
@@ -248,4 +249,96 @@ fn tcp() {
     model(&disk, 8, 10);
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+struct Certificates {
+    authority: Authority,
+    directory: TempDir,
+}
+
+impl Certificates {
+    fn new() -> Self {
+        let made = Self { authority: Authority::new(), directory: tempfile::tempdir().unwrap() };
+        made.authority.put_all(made.directory.path());
+        made
+    }
+
+    /// nbdkit with memory, which wants to know its clients.
+    fn nbdkit(&self, more: &[&str]) -> Option<Peer> {
+        let directory = format!("--tls-certificates={}", self.directory.path().display());
+        let tls = [&directory[..], "--tls=require", "--tls-verify-peer"];
+        Peer::start("nbdkit", &[&tls[..], more, &["memory", "2M"]].concat())
+    }
+}
+
+fn try_open(peer: &Peer, certificates: &Path, more: &str) -> Result<NbdDisk, String> {
+    let socket = peer.directory.path().join("nbd");
+    let (socket, certificates) = (socket.display(), certificates.display());
+    let spec = format!("nbds+unix:///?socket={socket}&tls-certificates={certificates}{more}");
+    NbdDisk::open(&NbdSpec::parse(&spec).unwrap()).map_err(|error| error.to_string())
+}
+
+#[test]
+fn nbdkit_by_tls() {
+    let certificates = Certificates::new();
+    let Some(peer) = certificates.nbdkit(&[]) else { return };
+    let disk = try_open(&peer, certificates.directory.path(), "").unwrap();
+    let about = disk.describe();
+    assert!(about.starts_with("NBD by TLS with 4 connections"), "{about}");
+    model(&disk, 12, 20);
+}
+
+/// Requests wait while there is no server, and the next one is agreed with by TLS as well.
+#[test]
+fn nbdkit_by_tls_is_killed_and_started() {
+    let certificates = Certificates::new();
+    let Some(mut peer) = certificates.nbdkit(&[]) else { return };
+    let options = "&replay=4MiB&connections=2";
+    let disk = try_open(&peer, certificates.directory.path(), options).unwrap();
+    let mut queue = disk.queue().unwrap();
+    let data = Random(9).bytes(MIB);
+    write(&mut *queue, 0, &data).unwrap();
+    peer.child.kill().unwrap();
+    peer.child.wait().unwrap();
+    let socket = peer.directory.path().join("nbd");
+    let directory = format!("--tls-certificates={}", certificates.directory.path().display());
+    let arguments = [&directory[..], "--tls=require", "--tls-verify-peer", "memory", "2M"];
+    peer.child = start("nbdkit", &arguments, &socket).unwrap();
+    // Its memory was lost with it, and what was not flushed is written again.
+    assert!(read(&mut *queue, 0, MIB).unwrap() == data);
+    assert_eq!(flush(&mut *queue), Ok(()));
+    assert!(disk.counters()[1].1 > 0);
+}
+
+#[test]
+fn each_mistake_with_tls_has_its_sentence() {
+    let certificates = Certificates::new();
+    let own = certificates.directory.path();
+    let Some(peer) = certificates.nbdkit(&[]) else { return };
+    let refused = |directory: &Path, more: &str| try_open(&peer, directory, more).unwrap_err();
+    let text = refused(own, "&tls-hostname=other.example");
+    assert!(text.contains("not for this host but for localhost, 127.0.0.1, "), "{text}");
+    let stranger = tempfile::tempdir().unwrap();
+    Authority::new().put_all(stranger.path());
+    let text = refused(stranger.path(), "");
+    assert!(text.contains("not signed by the CA in ca-cert.pem"), "{text}");
+    // gnutls hangs up on a client that shows none, or one of another CA.
+    let nobody = tempfile::tempdir().unwrap();
+    certificates.authority.put_ca(nobody.path());
+    let text = refused(nobody.path(), "");
+    assert!(text.contains("there is no TLS") || text.contains("connection broke"), "{text}");
+    Authority::new().put(nobody.path(), End::Client, &Wish::default());
+    let text = refused(nobody.path(), "");
+    assert!(text.contains("there is no TLS") || text.contains("connection broke"), "{text}");
+    let empty = tempfile::tempdir().unwrap();
+    let text = refused(empty.path(), "");
+    assert!(text.contains("ca-cert.pem can not be read"), "{text}");
+    // A server that wants TLS, and one that has none.
+    let socket = peer.directory.path().join("nbd");
+    let spec = NbdSpec::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();
+    let text = NbdDisk::open(&spec).err().unwrap().to_string();
+    assert!(text.contains("no clients without TLS"), "{text}");
+    let Some(plain) = Peer::start("nbdkit", &["--tls=off", "memory", "2M"]) else { return };
+    let text = try_open(&plain, own, "").unwrap_err();
+    assert!(text.contains("the server has no TLS"), "{text}");
 }

@@ -67,12 +67,18 @@ pub mod answer {
     pub const ERROR: u32 = 1 << 31;
     /// The server does not know the option.
     pub const ERR_UNSUP: u32 = ERROR | 1;
+    /// The server does not want to.
+    pub const ERR_POLICY: u32 = ERROR | 2;
     /// The option makes no sense like that.
     pub const ERR_INVALID: u32 = ERROR | 3;
+    /// TLS comes first.
+    pub const ERR_TLS_REQD: u32 = ERROR | 5;
     /// There is no such export.
     pub const ERR_UNKNOWN: u32 = ERROR | 6;
     /// The server is about to end.
     pub const ERR_SHUTDOWN: u32 = ERROR | 7;
+    /// The client has to keep to sizes that it did not ask for.
+    pub const ERR_BLOCK_SIZE_REQD: u32 = ERROR | 8;
     /// The option is too long.
     pub const ERR_TOO_BIG: u32 = ERROR | 9;
 }

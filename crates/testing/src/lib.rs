@@ -4,6 +4,7 @@
 //! | module | feature | what it is |
 //! |---|---|---|
 //! | `block_device` | `block-device` | a driver on an emulated controller, over a disk that does as it is ordered |
+//! | `certificates` | `certificates` | directories of certificates, right ones and wrong ones |
 //! | `disks` | `disks` | a host of a disk: requests in batches, and a model |
 //! | `guest` | `guest` | a guest over a vfio-user socket, that can be moved to another |
 //! | `late` | `late` | a block device one of whose writes arrives late |
@@ -12,6 +13,8 @@
 
 #[cfg(feature = "block-device")]
 pub mod block_device;
+#[cfg(feature = "certificates")]
+pub mod certificates;
 #[cfg(feature = "disks")]
 pub mod disks;
 #[cfg(feature = "guest")]

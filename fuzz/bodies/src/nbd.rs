@@ -9,7 +9,7 @@ use crate::limits::Limits;
 use crate::source::Source;
 use rustix::net::SendFlags;
 use shadowbell_block::{BlockDevice, BlockOptions};
-use shadowbell_export::nbd::handshake::{Export, Handshake, Step};
+use shadowbell_export::nbd::handshake::{Export, Handshake, Security, Step};
 use shadowbell_export::nbd::reply::Incoming;
 use shadowbell_export::nbd::wire::{self, Request};
 use shadowbell_export::nbd::{Address, Options, Server};
@@ -71,7 +71,11 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
         preferred: 4096,
         flags: 0x6d,
     };
-    let mut handshake = Handshake::new(Arc::new(export));
+    // A server that wants TLS, for half of the inputs; what follows is as if it came through that.
+    let first = parts.iter().find_map(|part| part.first());
+    let wants_tls = first.is_some_and(|byte| byte & 1 != 0);
+    let security = if wants_tls { Security::Required } else { Security::None };
+    let mut handshake = Handshake::new(Arc::new(export), security);
     let (mut input, mut out, mut taken) = (Vec::new(), Vec::new(), 0);
     for part in parts {
         input.extend_from_slice(part);
@@ -80,7 +84,7 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
             assert!(used <= input.len());
             input.drain(..used);
             taken += used;
-            if step != Step::More {
+            if !matches!(step, Step::More | Step::BeginTls) {
                 return (step, out, taken);
             }
             if used == 0 {

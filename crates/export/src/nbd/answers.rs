@@ -1,11 +1,10 @@
 //! Answers that are to be sent, many of them with one call.
 
+use super::socket::ClientSocket;
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use shadowbell_nbd::reply::Head;
 use std::collections::VecDeque;
 use std::io::IoSlice;
-use std::os::fd::AsFd;
 
 /// Answers that are sent at once.
 const BATCH: usize = 64;
@@ -61,7 +60,7 @@ impl Answers {
     /// take any more, to `done`, which is told whether it was sent.
     pub(super) fn send(
         &mut self,
-        socket: impl AsFd,
+        socket: &mut ClientSocket,
         mut done: impl FnMut(Answer, bool),
     ) -> Result<Sent, Errno> {
         while !self.queue.is_empty() {
@@ -82,9 +81,7 @@ impl Answers {
                 }
             }
             let parts = parts.get(..used).unwrap_or_default();
-            // Not every program ignores SIGPIPE.
-            let flags = SendFlags::NOSIGNAL;
-            match sendmsg(&socket, parts, &mut SendAncillaryBuffer::default(), flags) {
+            match socket.send(parts) {
                 Ok(count) => self.sent += count,
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => return Ok(Sent::Blocked),
@@ -103,6 +100,11 @@ impl Answers {
                 done(answer, true);
             }
         }
-        Ok(Sent::All)
+        match socket.flush() {
+            Ok(true) => Ok(Sent::All),
+            Ok(false) => Ok(Sent::Blocked),
+            Err(Errno::PIPE | Errno::CONNRESET) => Ok(Sent::Gone),
+            Err(errno) => Err(errno),
+        }
     }
 }

@@ -141,7 +141,9 @@ pub(super) fn serve(
         last: false,
         hung_up: false,
     };
-    connection.run(carry_out)
+    let outcome = connection.run(carry_out);
+    connection.socket.close();
+    outcome
 }
 
 impl<F: Future<Output = Completed>> Connection<F> {
@@ -151,7 +153,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             self.take_requests(&make)?;
             let busy = self.collect();
             let freed = self.send(&make)?;
-            if self.broken && self.answers.is_empty() {
+            let is_sent = self.answers.is_empty() && !self.socket.has_pending();
+            if self.broken && is_sent {
                 return Err(ConnectionError::Broken);
             }
             if self.shared.is_ending() && !self.last {
@@ -164,7 +167,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if self.last || self.hung_up {
                 // What a client has sent in part only, it never asked for.
                 let arriving = usize::from(self.arriving.is_some());
-                if in_flight <= arriving && self.answers.is_empty() {
+                if in_flight <= arriving && (is_sent || self.hung_up && self.answers.is_empty()) {
                     return Ok(());
                 }
             }
@@ -206,7 +209,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 }
                 self.socket.input.to += count - data;
                 // Less than there was room for is all that there is, until we are woken for more.
-                self.socket.readable = count == wanted + space || self.socket.closing;
+                self.socket.readable =
+                    count == wanted + space || self.socket.closing || self.socket.has_more();
             }
             Err(Errno::AGAIN) => {
                 self.socket.readable = false;
@@ -214,7 +218,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             Err(Errno::INTR) => {}
             Err(Errno::CONNRESET | Errno::PIPE) => self.hung_up = true,
-            Err(errno) => return Err(ConnectionError::Socket(errno)),
+            Err(errno) => return Err(self.socket.error(errno)),
         }
         Ok(true)
     }
@@ -365,7 +369,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         }
         let Self { socket, io, answers, pending, held, spare, kept, alone, disk, .. } = self;
         let mut freed = false;
-        let sent = answers.send(&*socket, |answer, is_sent| {
+        let sent = answers.send(socket, |answer, is_sent| {
             if answer.more
                 && is_sent
                 && let Some(pending) = pending.get_mut(answer.slot)
@@ -388,7 +392,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             freed = true;
         });
-        match sent.map_err(ConnectionError::Socket)? {
+        match sent.map_err(|errno| socket.error(errno))? {
             Sent::All => {}
             Sent::Blocked => socket.block(io)?,
             // What is in flight comes to its end.

@@ -39,11 +39,25 @@ pub struct Agreed {
     pub allocation: bool,
 }
 
+/// What a server thinks of TLS.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Security {
+    /// It has none.
+    #[default]
+    None,
+    /// It takes no client without, and this one has not begun.
+    Required,
+    /// It has begun.
+    Begun,
+}
+
 /// What a handshake came to, so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// More bytes are needed.
     More,
+    /// TLS begins, once the answer is sent, and the handshake goes on in it.
+    BeginTls,
     /// Requests follow.
     Transmission(Agreed),
     /// It is over, once the answers are sent; with the reason, if that is no good one.
@@ -61,6 +75,7 @@ pub struct Handshake {
     state: State,
     no_zeroes: bool,
     agreed: Agreed,
+    security: Security,
     options: u32,
     /// Bytes of an option that is not looked at.
     skip: u64,
@@ -69,12 +84,13 @@ pub struct Handshake {
 impl Handshake {
     /// A handshake about this one export.
     #[must_use]
-    pub fn new(export: Arc<Export>) -> Self {
+    pub fn new(export: Arc<Export>, security: Security) -> Self {
         Self {
             export,
             state: State::ClientFlags,
             no_zeroes: false,
             agreed: Agreed::default(),
+            security,
             options: 0,
             skip: 0,
         }
@@ -148,7 +164,21 @@ impl Handshake {
     }
 
     fn carry_out(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
+        if self.security == Security::Required {
+            match option {
+                option::STARTTLS | option::ABORT => {}
+                // There is no way to refuse but to hang up.
+                option::EXPORT_NAME => {
+                    return Step::Over(Some("the client wants to do without TLS".into()));
+                }
+                _ => {
+                    put_answer(out, option, answer::ERR_TLS_REQD, b"this server wants TLS first");
+                    return Step::More;
+                }
+            }
+        }
         match option {
+            option::STARTTLS => return self.start_tls(data, out),
             option::EXPORT_NAME => return self.export_name(data, out),
             option::ABORT => {
                 put_answer(out, option, answer::ACK, b"");
@@ -187,6 +217,23 @@ impl Handshake {
             }
             _ => put_answer(out, option, answer::ERR_UNSUP, b"the option is not known here"),
         }
+        Step::More
+    }
+
+    fn start_tls(&mut self, data: &[u8], out: &mut Vec<u8>) -> Step {
+        let refusal: (u32, &[u8]) = match self.security {
+            _ if !data.is_empty() => (answer::ERR_INVALID, b"the option takes no data"),
+            Security::None => (answer::ERR_POLICY, b"this server has no TLS"),
+            Security::Begun => (answer::ERR_INVALID, b"TLS has begun already"),
+            Security::Required => {
+                self.security = Security::Begun;
+                // What somebody else may have said before does not count.
+                self.agreed = Agreed::default();
+                put_answer(out, option::STARTTLS, answer::ACK, b"");
+                return Step::BeginTls;
+            }
+        };
+        put_answer(out, option::STARTTLS, refusal.0, refusal.1);
         Step::More
     }
 

@@ -17,15 +17,18 @@
 //!
 //! # What it implements
 //!
-//! The fixed newstyle handshake with `EXPORT_NAME`, `GO`, `INFO`, `LIST`, `ABORT`,
+//! The fixed newstyle handshake with `EXPORT_NAME`, `GO`, `INFO`, `LIST`, `ABORT`, `STARTTLS`,
 //! `STRUCTURED_REPLY` and metadata contexts (`base:allocation`); simple and structured replies; all
 //! requests but resizing. Block status is what the controller says of its blocks (Get LBA Status),
 //! in several extents, or all data where it does not say. A flush covers what was answered on every connection
 //! (`CAN_MULTI_CONN`): the disk has one write cache, if it has any.
 //!
+//! TLS, for all clients or for none: one that may do without could be talked out of it by whoever is
+//! in between. Each client's thread does its cryptography.
+//!
 //! # What it does not implement
 //!
-//! TLS, and extended headers.
+//! Extended headers.
 
 mod address;
 mod answers;

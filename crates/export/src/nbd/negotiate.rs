@@ -1,13 +1,13 @@
 //! The handshake with a client, over its socket.
 
 use super::clients::{Peer, Place};
-use super::handshake::{Agreed, Handshake, Step};
+use super::handshake::{Agreed, Handshake, Security, Step};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, NEGOTIATION_TIMEOUT};
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
-use rustix::net::SendFlags;
 use std::future::Future;
+use std::io::IoSlice;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -19,26 +19,40 @@ pub(super) fn negotiate<F: Future>(
     peer: Peer,
 ) -> Result<Option<(Agreed, Place)>, ConnectionError> {
     let deadline = Instant::now() + NEGOTIATION_TIMEOUT;
-    let mut handshake = Handshake::new(Arc::clone(&shared.export));
+    let security = if shared.tls.is_some() { Security::Required } else { Security::None };
+    let mut handshake = Handshake::new(Arc::clone(&shared.export), security);
     let mut out = Handshake::greeting();
     let mut over: Option<Step> = None;
     let mut place = None;
     loop {
         if !out.is_empty() && !socket.blocked {
-            match rustix::net::send(&*socket, &out, SendFlags::NOSIGNAL) {
+            match socket.send(&[IoSlice::new(&out)]) {
                 Ok(sent) => drop(out.drain(..sent.min(out.len()))),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => socket.block(io)?,
                 // A client that only looks whether there is a server does not wait for the answer.
                 Err(Errno::PIPE | Errno::CONNRESET) => return Ok(None),
-                Err(errno) => return Err(ConnectionError::Socket(errno)),
+                Err(errno) => return Err(socket.error(errno)),
             }
             continue;
         }
+        // What TLS has to say by itself.
+        if !socket.blocked && socket.has_pending() {
+            match socket.flush() {
+                Ok(true) => {}
+                Ok(false) => socket.block(io)?,
+                Err(Errno::PIPE | Errno::CONNRESET) => return Ok(None),
+                Err(errno) => return Err(socket.error(errno)),
+            }
+        }
         if out.is_empty() {
-            match over {
+            match over.take() {
+                Some(Step::BeginTls) => begin_tls(socket, shared)?,
                 Some(Step::Transmission(agreed)) => return Ok(place.map(|place| (agreed, place))),
-                Some(Step::Over(None)) => return Ok(None),
+                Some(Step::Over(None)) => {
+                    socket.close();
+                    return Ok(None);
+                }
                 Some(Step::Over(Some(why))) => return Err(ConnectionError::Protocol(why)),
                 _ => {}
             }
@@ -70,7 +84,7 @@ pub(super) fn negotiate<F: Future>(
                 Err(Errno::AGAIN) => socket.readable = false,
                 Err(Errno::INTR) => {}
                 Err(Errno::CONNRESET) => return Ok(None),
-                Err(errno) => return Err(ConnectionError::Socket(errno)),
+                Err(errno) => return Err(socket.error(errno)),
             }
             continue;
         }
@@ -78,4 +92,16 @@ pub(super) fn negotiate<F: Future>(
             socket.wait(io, Some(deadline))?;
         }
     }
+}
+
+fn begin_tls(socket: &mut ClientSocket, shared: &ServerShared) -> Result<(), ConnectionError> {
+    // Whoever is in between could have put it there, to be taken for the client's in TLS.
+    if !socket.input.rest().is_empty() {
+        let why = "the client, or somebody in between, sent something before TLS began";
+        return Err(ConnectionError::Protocol(why.into()));
+    }
+    if let Some(tls) = &shared.tls {
+        socket.begin_tls(tls.session().map_err(ConnectionError::Tls)?);
+    }
+    Ok(())
 }

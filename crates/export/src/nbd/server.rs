@@ -11,6 +11,7 @@ use rustix::net::{SocketFlags, accept_with};
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::{MAX_STRING, transmission};
+use shadowbell_tls::ServerTls;
 use shadowbell_vfio_user::server::BindError;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -34,12 +35,14 @@ pub struct Options {
     /// three quarters at most. Further ones are sent away. One that has not agreed with the server
     /// on anything is not counted, and has to make room for the next.
     pub max_clients: usize,
+    /// Clients have to begin with TLS. Those that do not are refused.
+    pub tls: Option<ServerTls>,
 }
 
 impl Default for Options {
-    /// No name, and 64 clients.
+    /// No name, 64 clients, and no TLS.
     fn default() -> Self {
-        Self { name: String::new(), description: String::new(), max_clients: 64 }
+        Self { name: String::new(), description: String::new(), max_clients: 64, tls: None }
     }
 }
 
@@ -127,7 +130,7 @@ impl Server {
             preferred: geometry.block_size.max(4096),
             flags,
         };
-        let shared = Arc::new(ServerShared::new(export, options.max_clients));
+        let shared = Arc::new(ServerShared::new(export, options.tls.clone(), options.max_clients));
         let event = EventFd::new().map_err(StartError::System)?;
         let waker = event.try_clone().map_err(StartError::System)?;
         let registered = shared.register(waker);

@@ -6,6 +6,7 @@ use crate::failures::FailureCount;
 use parking_lot::Mutex;
 use shadowbell_block::BlockError;
 use shadowbell_memory::EventFd;
+use shadowbell_tls::ServerTls;
 use shadowbell_vfio_user::LogLimit;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,6 +14,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub(super) struct ServerShared {
     pub(super) export: Arc<Export>,
+    /// Clients need TLS.
+    pub(super) tls: Option<ServerTls>,
     ending: AtomicBool,
     /// What ends the sleep of each thread.
     wakers: Mutex<BTreeMap<u64, EventFd>>,
@@ -37,9 +40,10 @@ impl Drop for Registered {
 
 impl ServerShared {
     /// For at most so many clients at a time.
-    pub(super) fn new(export: Export, most: usize) -> Self {
+    pub(super) fn new(export: Export, tls: Option<ServerTls>, most: usize) -> Self {
         Self {
             export: Arc::new(export),
+            tls,
             ending: AtomicBool::new(false),
             wakers: Mutex::default(),
             next: AtomicU64::new(0),

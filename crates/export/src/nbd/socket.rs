@@ -3,8 +3,10 @@
 use crate::io_thread::{FIRST, IoThread};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use shadowbell_tls::{Session, SessionError};
 use std::future::Future;
-use std::io::IoSliceMut;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -27,6 +29,8 @@ pub(super) enum ConnectionError {
     Protocol(String),
     #[error("the connection broke: {0}")]
     Socket(Errno),
+    #[error("no TLS with the client: {0}")]
+    Tls(SessionError),
     #[error("the client did not say what it wants within {} s", NEGOTIATION_TIMEOUT.as_secs())]
     Slow,
     #[error("as many clients are here as may be")]
@@ -70,6 +74,9 @@ impl Input {
 
 pub(super) struct ClientSocket {
     fd: OwnedFd,
+    tls: Option<Box<Session>>,
+    /// What is wrong with it.
+    fault: Option<SessionError>,
     pub(super) input: Input,
     /// There may be something to receive.
     pub(super) readable: bool,
@@ -84,7 +91,14 @@ impl ClientSocket {
     pub(super) fn new<F: Future>(fd: OwnedFd, io: &IoThread<F>) -> Result<Self, ConnectionError> {
         io.add_fd(fd.as_fd(), SOCKET, RECEIVE).map_err(ConnectionError::Event)?;
         let input = Input { bytes: vec![0; INPUT].into(), from: 0, to: 0 };
-        Ok(Self { fd, input, readable: true, closing: false, blocked: false })
+        let (tls, fault) = (None, None);
+        Ok(Self { fd, tls, fault, input, readable: true, closing: false, blocked: false })
+    }
+
+    /// What is sent and received from now on goes through TLS.
+    pub(super) fn begin_tls(&mut self, session: Session) {
+        self.tls = Some(Box::new(session));
+        self.readable = true;
     }
 
     /// Waits until there is something to do.
@@ -109,7 +123,11 @@ impl ClientSocket {
     /// Receives what there is room for, without waiting. How much it was; the caller counts it as
     /// input.
     pub(super) fn receive(&mut self) -> Result<usize, Errno> {
-        rustix::io::read(&self.fd, self.input.room())
+        let Self { fd, tls, fault, input, .. } = self;
+        match tls {
+            None => rustix::io::read(fd, input.room()),
+            Some(session) => receive_tls(fd, session, fault, input.room()),
+        }
     }
 
     /// Receives `data` first, and into the input what follows. How much it was, and how much there
@@ -118,14 +136,69 @@ impl ClientSocket {
         &mut self,
         data: &mut [u8],
     ) -> (Result<usize, Errno>, usize, usize) {
-        let room = self.input.room();
+        let Self { fd, tls, fault, input, .. } = self;
+        let room = input.room();
         let (wanted, space) = (data.len(), room.len());
-        let outcome = if data.is_empty() {
-            rustix::io::read(&self.fd, room)
-        } else {
-            rustix::io::readv(&self.fd, &mut [IoSliceMut::new(data), IoSliceMut::new(room)])
+        let outcome = match tls {
+            None if data.is_empty() => rustix::io::read(fd, room),
+            None => rustix::io::readv(fd, &mut [IoSliceMut::new(data), IoSliceMut::new(room)]),
+            Some(session) if data.is_empty() => receive_tls(fd, session, fault, room),
+            Some(session) => match receive_tls(fd, session, fault, data) {
+                Ok(count) if count == wanted => {
+                    Ok(count + receive_tls(fd, session, fault, room).unwrap_or(0))
+                }
+                outcome => outcome,
+            },
         };
         (outcome, wanted, space)
+    }
+
+    /// Whether there is something to receive of which the socket will not say so again.
+    pub(super) fn has_more(&self) -> bool {
+        self.tls.as_ref().is_some_and(|session| session.has_ended())
+    }
+
+    /// Sends as much as can be sent without waiting.
+    pub(super) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, Errno> {
+        let Self { fd, tls: Some(session), .. } = self else {
+            // Not every program ignores SIGPIPE.
+            let flags = SendFlags::NOSIGNAL;
+            return sendmsg(&self.fd, parts, &mut SendAncillaryBuffer::default(), flags);
+        };
+        if !session.flush(&mut Raw(fd)).map_err(errno)? {
+            return Err(Errno::AGAIN);
+        }
+        let count = session.put(parts).map_err(errno)?;
+        session.flush(&mut Raw(fd)).map_err(errno)?;
+        Ok(count)
+    }
+
+    /// Whether something that was sent has not gone out.
+    pub(super) fn has_pending(&self) -> bool {
+        self.tls.as_ref().is_some_and(|session| session.is_pending())
+    }
+
+    /// Has go out what can go out. Whether that is all.
+    pub(super) fn flush(&mut self) -> Result<bool, Errno> {
+        let Self { fd, tls: Some(session), .. } = self else { return Ok(true) };
+        session.flush(&mut Raw(fd)).map_err(errno)
+    }
+
+    /// Takes leave.
+    pub(super) fn close(&mut self) {
+        if let Some(session) = &mut self.tls {
+            session.close();
+            // Who does not take it sees the end of the connection.
+            let _ = session.flush(&mut Raw(&self.fd));
+        }
+    }
+
+    /// What the error of a call means.
+    pub(super) fn error(&self, errno: Errno) -> ConnectionError {
+        match &self.fault {
+            Some(fault) => ConnectionError::Tls(fault.clone()),
+            None => ConnectionError::Socket(errno),
+        }
     }
 
     /// The socket takes no more: waits for it to do so again.
@@ -134,6 +207,50 @@ impl ClientSocket {
         let flags = RECEIVE | EventFlags::OUT;
         io.modify_fd(self.fd.as_fd(), SOCKET, flags).map_err(ConnectionError::Event)
     }
+}
+
+/// A socket as TLS uses it.
+struct Raw<'a>(&'a OwnedFd);
+
+impl Read for Raw<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        Ok(rustix::io::read(self.0, into)?)
+    }
+}
+
+impl Write for Raw<'_> {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(from)])
+    }
+
+    fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let flags = SendFlags::NOSIGNAL;
+        Ok(sendmsg(self.0, parts, &mut SendAncillaryBuffer::default(), flags)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn receive_tls(
+    fd: &OwnedFd,
+    session: &mut Session,
+    fault: &mut Option<SessionError>,
+    into: &mut [u8],
+) -> Result<usize, Errno> {
+    session.receive(&mut Raw(fd), into).map_err(|error| {
+        if let Some(why) = Session::fault(&error) {
+            *fault = Some(why.clone());
+            // The client is told, if it takes it.
+            let _ = session.flush(&mut Raw(fd));
+        }
+        errno(error)
+    })
+}
+
+fn errno(error: io::Error) -> Errno {
+    Errno::from_io_error(&error).unwrap_or(Errno::PROTO)
 }
 
 impl AsFd for ClientSocket {

@@ -4,6 +4,7 @@ mod client;
 mod fuse;
 mod holes;
 mod nbd;
+mod tls;
 mod tools;
 mod vhost;
 mod vhost_hostile;

@@ -30,7 +30,11 @@ impl Rig {
         Self::with(blocks, options, &Options::default())
     }
 
-    fn with(blocks: u64, options: &shadowbell_block::BlockOptions, served: &Options) -> Self {
+    pub(crate) fn with(
+        blocks: u64,
+        options: &shadowbell_block::BlockOptions,
+        served: &Options,
+    ) -> Self {
         Self::over(TestDisk::new(blocks, 512), options, served, "").0
     }
 

@@ -18,6 +18,15 @@ pub(crate) struct Args {
     /// Serve it by NBD: unix:/run/disk.sock, tcp:127.0.0.1:10809; can be given more than once
     #[arg(long, value_name = "unix:PATH|tcp:ADDRESS", group = "way")]
     pub nbd: Vec<nbd::Address>,
+    /// With --nbd: take no client without TLS, with the certificates in DIR
+    ///
+    /// DIR holds ca-cert.pem, server-cert.pem and server-key.pem, as nbdkit and QEMU have it. Clients
+    /// have to show a certificate that this CA has signed.
+    #[arg(long, value_name = "DIR", requires = "nbd")]
+    pub tls_certificates: Option<PathBuf>,
+    /// With --tls-certificates: take clients that show no certificate, too
+    #[arg(long, requires = "tls_certificates")]
+    pub tls_any_client: bool,
     /// Mount it over FILE as a file, which is made for that if it is not there; for a loop device
     #[arg(long, value_name = "FILE", group = "way")]
     pub fuse: Option<PathBuf>,
@@ -76,7 +85,9 @@ Examples:
   shadowbell export vfio-user:/run/vm0.sock --fuse /run/disk
       the same without ublk: `losetup --find --show /run/disk`
   shadowbell export nvme://0000:01:00.0 --nbd unix:/run/disk.sock --read-only
-      for qemu-img, nbdcopy, fio; several ways to one disk can be given at once",
+      for qemu-img, nbdcopy, fio; several ways to one disk can be given at once
+  shadowbell export disk.img --nbd tcp:0.0.0.0:10809 --tls-certificates /etc/pki/shadowbell
+      by a network, to clients with a certificate",
         target::HELP
     )
 });

@@ -11,6 +11,7 @@ use shadowbell_export::fuse::Mounted;
 use shadowbell_export::nbd::{self, Server};
 use shadowbell_export::ublk::{self, Ublk};
 use shadowbell_export::vhost::VhostUserBlk;
+use shadowbell_tls::ServerTls;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -37,6 +38,7 @@ pub(super) struct ExportedDisk {
     vhost: Option<VhostUserBlk>,
     ublk: Option<Ublk>,
     name: String,
+    has_tls: bool,
 }
 
 impl ExportedDisk {
@@ -77,6 +79,7 @@ impl ExportedDisk {
             vhost: None,
             ublk: None,
             name,
+            has_tls: args.tls_certificates.is_some(),
         };
         exported.serve(args, unused)?;
         let geometry = exported.disk.geometry();
@@ -97,9 +100,15 @@ impl ExportedDisk {
         let mut options = nbd::Options::default();
         options.name.clone_from(&args.name);
         options.description = args.target.to_string();
+        if let Some(directory) = &args.tls_certificates {
+            let tls = ServerTls::load(directory, args.tls_any_client);
+            options.tls = Some(tls.map_err(exit::bad_input)?);
+        }
+        let clients_are_known = args.tls_certificates.is_some() && !args.tls_any_client;
         for address in &args.nbd {
             if let nbd::Address::Tcp(tcp) = address
                 && !tcp.ip().is_loopback()
+                && !clients_are_known
             {
                 tracing::warn!(
                     "whoever can reach {tcp} can read the disk{}: NBD asks nobody who he is; \
@@ -153,6 +162,11 @@ impl ExportedDisk {
             self.fuse = Some(mounted.map_err(exit::bad_input)?);
         }
         Ok(())
+    }
+
+    /// Whether NBD clients need TLS.
+    pub(super) fn has_tls(&self) -> bool {
+        self.has_tls
     }
 
     /// Where NBD clients find it.

@@ -11,7 +11,10 @@ pub(super) fn show(disk: &ExportedDisk) {
     if !logging::is_talkative() {
         return;
     }
-    let nbd = disk.nbd().map(|address| nbd(address, disk.name()));
+    let nbd = disk.nbd().map(|address| match disk.has_tls() {
+        true => nbd_by_tls(address, disk.name()),
+        false => nbd(address, disk.name()),
+    });
     let ublk = disk.ublk().map(|(path, id)| ublk(path, id, &disk.target().to_string()));
     let text: String =
         nbd.chain(disk.vhost().map(vhost)).chain(ublk).chain(disk.fuse().map(fuse)).collect();
@@ -36,6 +39,31 @@ fn nbd(address: &Address, name: &str) -> String {
          nbdcopy {uri} disk.img\n\n\
          As a block device of this machine:\n\n  \
          nbd-client {client}{name} /dev/nbd0\n\n"
+    )
+}
+
+fn nbd_by_tls(address: &Address, name: &str) -> String {
+    let uri = address.uri(name).replacen("nbd", "nbds", 1);
+    let separator = if uri.contains('?') { '&' } else { '?' };
+    // The shell is to fill in the directory of the client's certificates.
+    let uri = quoted(&format!("{uri}{separator}tls-certificates=DIR"));
+    let server = match address {
+        Address::Unix(path) => {
+            format!("server.type=unix,server.path={},tls-hostname=localhost", path.display())
+        }
+        Address::Tcp(address) => {
+            let is_any = address.ip().is_unspecified();
+            let host = if is_any { "HOST".to_owned() } else { address.ip().to_string() };
+            format!("server.type=inet,server.host={host},server.port={}", address.port())
+        }
+    };
+    let export = if name.is_empty() { String::new() } else { format!(",export={name}") };
+    let image = quoted(&format!("driver=nbd,{server}{export},tls-creds=tls"));
+    format!(
+        "For libnbd's tools, fio and a disk of Shadowbell, with the client's certificates in DIR:\n\n  \
+         nbdcopy {uri} disk.img\n\n\
+         For QEMU and its tools:\n\n  \
+         qemu-img info --object tls-creds-x509,id=tls,endpoint=client,dir=DIR --image-opts {image}\n\n"
     )
 }
 
@@ -88,6 +116,14 @@ mod tests {
              As a block device of this machine:\n\n  \
              nbd-client -unix /run/disk.sock /dev/nbd0\n\n"
         );
+        let text = nbd_by_tls(&"tcp:10.0.0.1:4000".parse().unwrap(), "a");
+        assert!(
+            text.contains("nbdcopy 'nbds://10.0.0.1:4000/a?tls-certificates=DIR' disk"),
+            "{text}"
+        );
+        assert!(text.contains("server.host=10.0.0.1,server.port=4000,export=a,tls-creds=tls"));
+        let text = nbd_by_tls(&"unix:/run/d".parse().unwrap(), "");
+        assert!(text.contains("nbds+unix:///?socket=/run/d&tls-certificates=DIR"), "{text}");
         let text = nbd(&"tcp::4000".parse().unwrap(), "a disk");
         assert!(text.contains("nbd-client localhost 4000 -N 'a disk' /dev/nbd0"), "{text}");
         assert!(text.contains("nbd://localhost:4000/a%20disk"), "{text}");

@@ -155,6 +155,9 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
   connections=N           of nbd: how many, if the server allows several [default: 4]
   replay=SIZE|off         of nbd: how much is kept until it is flushed, to be written again to a
                           server that was restarted [default: 64MiB]
+  tls-certificates=DIR    of nbds://HOST/EXPORT, nbds+unix: an NBD server by TLS: ca-cert.pem, and
+                          client-cert.pem with client-key.pem if it wants to know its clients
+  tls-hostname=NAME       of nbds: what the server's certificate is for [default: HOST, localhost]
   settle=SECONDS          of nbd: how long its server may go on with writes of a process that has
                           died; the next one, under a keeper, waits for that
   conf=FILE, id=USER,     of rbd:POOL/IMAGE[@SNAPSHOT]: the cluster's configuration, the user

@@ -9,11 +9,12 @@ use super::modules::Target;
 
 /// The directories below `crates/`, bottom up: a crate builds only on what stands before it here.
 /// What is elsewhere in the workspace (tests, tools) builds on anything, and none of these on it.
-pub(super) const LAYERS: [&str; 19] = [
+pub(super) const LAYERS: [&str; 20] = [
     "spec",
     "doorbell",
     "state",
     "nbd",
+    "tls",
     "signature",
     "memory",
     "vfio-user",

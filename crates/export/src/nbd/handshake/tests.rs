@@ -21,7 +21,11 @@ type Answer = (u32, u32, Vec<u8>);
 
 impl Client {
     fn new() -> Self {
-        let mut client = Self { handshake: Handshake::new(export()), out: Vec::new() };
+        Self::with(Security::None)
+    }
+
+    fn with(security: Security) -> Self {
+        let mut client = Self { handshake: Handshake::new(export(), security), out: Vec::new() };
         assert_eq!(client.send(&3u32.to_be_bytes()), Step::More);
         client
     }
@@ -103,7 +107,7 @@ fn a_client_that_goes_gets_size_and_flags() {
 #[test]
 fn an_old_client_gets_zeroes_if_it_wants_them() {
     for (flags, zeroes) in [(0u32, 124), (1, 124), (2, 0), (3, 0)] {
-        let mut handshake = Handshake::new(export());
+        let mut handshake = Handshake::new(export(), Security::None);
         let mut out = Vec::new();
         assert_eq!(handshake.advance(&flags.to_be_bytes(), &mut out), (4, Step::More));
         let mut option = Vec::new();
@@ -162,7 +166,7 @@ fn what_makes_no_sense_is_refused_and_the_session_goes_on() {
     let strange = contexts("disk", &["x"]);
     client.kinds(option::STRUCTURED_REPLY, b"");
     for (option, data, expected) in [
-        (option::STARTTLS, vec![], answer::ERR_UNSUP),
+        (option::STARTTLS, vec![], answer::ERR_POLICY),
         (4711, vec![0; 100], answer::ERR_UNSUP),
         (option::GO, go("other", &[]), answer::ERR_UNKNOWN),
         (option::INFO, go("other", &[]), answer::ERR_UNKNOWN),
@@ -191,7 +195,7 @@ fn a_client_that_aborts_is_answered() {
 #[test]
 fn what_is_no_client_is_sent_away() {
     for bytes in [b"\xff\xff\xff\xff".to_vec(), b"GET / HTTP/1.1\r\nHost: disk\r\n".to_vec()] {
-        let mut handshake = Handshake::new(export());
+        let mut handshake = Handshake::new(export(), Security::None);
         let step = handshake.advance(&bytes, &mut Vec::new()).1;
         assert!(matches!(step, Step::Over(Some(_))));
     }
@@ -220,7 +224,7 @@ proptest! {
             put_option(&mut bytes, *option, data);
         }
         bytes.extend(&garbage);
-        let mut handshake = Handshake::new(export());
+        let mut handshake = Handshake::new(export(), Security::None);
         let mut out = Vec::new();
         handshake.advance(&3u32.to_be_bytes(), &mut out);
         let mut at = 0;
@@ -233,4 +237,26 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn a_server_that_wants_tls_says_nothing_before() {
+    let mut client = Client::with(Security::Required);
+    for option in [option::LIST, option::GO, option::STRUCTURED_REPLY, option::SET_META_CONTEXT, 99]
+    {
+        let (step, answers) = client.option(option, b"");
+        assert_eq!((step, answers[0].1), (Step::More, answer::ERR_TLS_REQD), "{option}");
+        assert_eq!(answers.len(), 1);
+    }
+    assert!(matches!(client.option(option::EXPORT_NAME, b"").0, Step::Over(Some(_))));
+    let mut client = Client::with(Security::Required);
+    assert_eq!(client.option(option::STARTTLS, b"x").1[0].1, answer::ERR_INVALID);
+    let (step, answers) = client.option(option::STARTTLS, b"");
+    assert_eq!((step, answers), (Step::BeginTls, vec![(option::STARTTLS, answer::ACK, vec![])]));
+    assert_eq!(client.option(option::STARTTLS, b"").1[0].1, answer::ERR_INVALID);
+    assert_eq!(client.option(option::LIST, b"").1.last().unwrap().1, answer::ACK);
+    // Who has none says so.
+    let mut client = Client::new();
+    let (step, answers) = client.option(option::STARTTLS, b"");
+    assert_eq!((step, answers[0].1), (Step::More, answer::ERR_POLICY));
 }

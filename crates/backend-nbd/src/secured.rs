@@ -1,0 +1,60 @@
+//! TLS with the server for a thread that has time: the handshakes, before a relay takes over.
+
+use crate::stream::Patient;
+use shadowbell_tls::Session;
+use std::io::{self, IoSlice, Read, Write};
+
+/// A connection through TLS, until a time or until somebody calls it back.
+pub(crate) struct Secured<'a> {
+    patient: Patient<'a>,
+    session: Session,
+}
+
+impl<'a> Secured<'a> {
+    /// Has both ends agree.
+    ///
+    /// # Errors
+    /// The system's, and what [`Session::fault`] knows.
+    pub(crate) fn agree(patient: Patient<'a>, session: Session) -> io::Result<Self> {
+        let mut made = Self { patient, session };
+        while made.session.is_handshaking() {
+            made.flush()?;
+            made.session.handshake(&mut made.patient).map_err(|error| made.farewell(error))?;
+        }
+        made.flush()?;
+        Ok(made)
+    }
+
+    pub(crate) fn into_session(self) -> Session {
+        self.session
+    }
+
+    /// Tells the server what is wrong, if it takes it.
+    fn farewell(&mut self, error: io::Error) -> io::Error {
+        let _ = self.session.flush(&mut self.patient);
+        error
+    }
+}
+
+impl Read for Secured<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        // All that is read is read as a whole, so it may wait for all of it.
+        match self.session.receive(&mut self.patient, into) {
+            Err(error) => Err(self.farewell(error)),
+            count => count,
+        }
+    }
+}
+
+impl Write for Secured<'_> {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.flush()?;
+        let count = self.session.put(&[IoSlice::new(from)])?;
+        self.flush()?;
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.session.flush(&mut self.patient).map(drop)
+    }
+}

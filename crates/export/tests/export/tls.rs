@@ -1,0 +1,159 @@
+//! NBD by TLS: libnbd's tools, and clients that do it wrong.
+
+use crate::client::Client;
+use crate::nbd::Rig;
+use crate::tools::{can_run, noise, run};
+use shadowbell_block::BlockOptions;
+use shadowbell_export::nbd::Options;
+use shadowbell_export::nbd::wire::{answer, option, put_option};
+use shadowbell_testing::certificates::{Authority, End, Wish};
+use shadowbell_tls::ServerTls;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::Command;
+use tempfile::TempDir;
+
+struct Certificates {
+    authority: Authority,
+    directory: TempDir,
+}
+
+impl Certificates {
+    fn new() -> Self {
+        let made = Self { authority: Authority::new(), directory: tempfile::tempdir().unwrap() };
+        made.authority.put_all(made.directory.path());
+        made
+    }
+
+    fn rig(&self, mebibytes: u64, any_client: bool) -> Rig {
+        let mut served = Options::default();
+        served.tls = Some(ServerTls::load(self.directory.path(), any_client).unwrap());
+        Rig::with(mebibytes << 11, &BlockOptions::default(), &served)
+    }
+}
+
+fn uri(rig: &Rig, certificates: &Path) -> String {
+    format!(
+        "nbds+unix:///?socket={}&tls-certificates={}",
+        rig.socket().display(),
+        certificates.display()
+    )
+}
+
+/// What a tool says when it fails.
+fn failure(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    assert!(!output.status.success(), "{program} {arguments:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn libnbds_tools_copy_by_tls() {
+    if !can_run("nbdinfo") || !can_run("nbdcopy") {
+        return;
+    }
+    let certificates = Certificates::new();
+    let rig = certificates.rig(16, false);
+    let uri = uri(&rig, certificates.directory.path());
+    let about = run("nbdinfo", &[&uri]);
+    for words in ["with TLS", "using structured packets", "base:allocation", "can_multi_conn: true"]
+    {
+        assert!(about.contains(words), "{words}: {about}");
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let (source, back) = (directory.path().join("source"), directory.path().join("back"));
+    let data = noise(16 << 20);
+    std::fs::write(&source, &data).unwrap();
+    std::fs::write(&back, []).unwrap();
+    let (source, back) = (source.to_str().unwrap(), back.to_str().unwrap());
+    let many = ["--connections=4", "--requests=64", "--flush"];
+    run("nbdcopy", &[&many[..], &[source, &uri]].concat());
+    run("nbdcopy", &[&many[..], &[&uri, back]].concat());
+    assert!(std::fs::read(back).unwrap() == data);
+    rig.end();
+}
+
+/// QEMU has TLS only over TCP or with a name for the certificate: it says `localhost` by itself.
+#[test]
+fn qemu_reads_and_writes_by_tls() {
+    if !can_run("qemu-io") {
+        return;
+    }
+    let certificates = Certificates::new();
+    let rig = certificates.rig(8, false);
+    let object = format!(
+        "tls-creds-x509,id=tls,endpoint=client,dir={}",
+        certificates.directory.path().display()
+    );
+    let image = format!(
+        "driver=nbd,server.type=unix,server.path={},tls-creds=tls,tls-hostname=localhost",
+        rig.socket().display()
+    );
+    let steps = ["-c", "write -P 7 1000 123456", "-c", "read -P 7 1000 123456", "-c", "flush"];
+    let said =
+        run("qemu-io", &[&["--object", &object, "--image-opts", &image], &steps[..]].concat());
+    assert!(!said.contains("mismatch") && !said.contains("failed"), "{said}");
+    rig.end();
+}
+
+#[test]
+fn clients_without_the_right_certificate_are_sent_away() {
+    if !can_run("nbdinfo") {
+        return;
+    }
+    let certificates = Certificates::new();
+    let rig = certificates.rig(8, false);
+    let (nobody, stranger) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    certificates.authority.put_ca(nobody.path());
+    certificates.authority.put_ca(stranger.path());
+    Authority::new().put(stranger.path(), End::Client, &Wish::default());
+    for directory in [&nobody, &stranger] {
+        failure("nbdinfo", &[&uri(&rig, directory.path())]);
+    }
+    // The next one is not held up.
+    run("nbdinfo", &["--size", &uri(&rig, certificates.directory.path())]);
+    rig.end();
+    let rig = certificates.rig(8, true);
+    assert_eq!(run("nbdinfo", &["--size", &uri(&rig, nobody.path())]).trim(), "8388608");
+    rig.end();
+}
+
+#[test]
+fn nobody_is_served_without_tls() {
+    let certificates = Certificates::new();
+    let rig = certificates.rig(8, false);
+    let mut client = Client::greeted(&rig.socket());
+    for option in [option::LIST, option::GO, option::STRUCTURED_REPLY] {
+        assert_eq!(client.option(option, b"")[0].0, answer::ERR_TLS_REQD);
+    }
+    // By the old way there is no answer.
+    let mut bytes = Vec::new();
+    put_option(&mut bytes, option::EXPORT_NAME, b"");
+    client.socket.write_all(&bytes).unwrap();
+    assert_eq!(client.socket.read(&mut [0; 100]).unwrap(), 0);
+    rig.end();
+}
+
+/// Somebody in between adds to what the client says before TLS.
+#[test]
+fn what_came_before_tls_is_not_taken_for_what_comes_in_it() {
+    let certificates = Certificates::new();
+    let rig = certificates.rig(8, true);
+    let mut client = Client::greeted(&rig.socket());
+    let mut bytes = Vec::new();
+    put_option(&mut bytes, option::STARTTLS, b"");
+    put_option(&mut bytes, option::LIST, b"");
+    client.socket.write_all(&bytes).unwrap();
+    let mut said = Vec::new();
+    // Its answer to STARTTLS may be there, and nothing follows.
+    let _ = client.socket.read_to_end(&mut said);
+    assert!(said.len() <= 20, "{said:?}");
+    // And one that says nothing sensible in TLS's place.
+    let mut client = Client::greeted(&rig.socket());
+    assert_eq!(client.option(option::STARTTLS, b""), [(answer::ACK, vec![])]);
+    client.socket.write_all(&[7; 4000]).unwrap();
+    let mut said = Vec::new();
+    let _ = client.socket.read_to_end(&mut said);
+    assert!(said.len() < 100, "{said:?}");
+    rig.end();
+}

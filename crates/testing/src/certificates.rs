@@ -1,0 +1,105 @@
+//! Directories of certificates, as libnbd and QEMU have them, right ones and wrong ones.
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, date_time_ymd,
+};
+use std::fs;
+use std::path::Path;
+
+/// An authority that signs certificates.
+pub struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    pem: String,
+}
+
+/// What a certificate is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// A server.
+    Server,
+    /// A client.
+    Client,
+}
+
+/// A certificate, or what is wrong with it.
+#[derive(Clone, Debug, Default)]
+pub struct Wish<'a> {
+    /// The names and addresses that it is for.
+    pub names: &'a [&'a str],
+    /// Its time is over.
+    pub has_expired: bool,
+}
+
+impl Default for Authority {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Authority {
+    /// A new one, whose certificates nobody else has signed.
+    ///
+    /// # Panics
+    /// The library can not make one.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        params.distinguished_name.push(DnType::CommonName, "an authority for tests");
+        let key = KeyPair::generate().expect("a key");
+        let pem = params.self_signed(&key).expect("a certificate").pem();
+        Self { issuer: Issuer::new(params, key), pem }
+    }
+
+    /// Puts the authority's certificate into `directory`.
+    ///
+    /// # Panics
+    /// It can not be written.
+    pub fn put_ca(&self, directory: &Path) {
+        fs::write(directory.join("ca-cert.pem"), &self.pem).expect("a directory for certificates");
+    }
+
+    /// Puts a certificate and its key into `directory`.
+    ///
+    /// # Panics
+    /// It can not be made or written.
+    pub fn put(&self, directory: &Path, end: End, wish: &Wish<'_>) {
+        let names: Vec<String> = wish.names.iter().map(|name| (*name).to_owned()).collect();
+        let mut params = CertificateParams::new(names).expect("names");
+        params.distinguished_name.push(DnType::CommonName, "a test");
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![match end {
+            End::Server => ExtendedKeyUsagePurpose::ServerAuth,
+            End::Client => ExtendedKeyUsagePurpose::ClientAuth,
+        }];
+        if wish.has_expired {
+            params.not_before = date_time_ymd(2001, 1, 1);
+            params.not_after = date_time_ymd(2002, 1, 1);
+        }
+        let key = KeyPair::generate().expect("a key");
+        let certificate = params.signed_by(&key, &self.issuer).expect("a certificate");
+        let name = match end {
+            End::Server => "server",
+            End::Client => "client",
+        };
+        let write = |what: &str, text: String| {
+            let path = directory.join(format!("{name}-{what}.pem"));
+            fs::write(path, text).expect("a directory for certificates");
+        };
+        write("cert", certificate.pem());
+        write("key", key.serialize_pem());
+    }
+
+    /// Everything that both ends need, for the host `localhost` and its addresses.
+    ///
+    /// # Panics
+    /// As [`put`](Self::put).
+    pub fn put_all(&self, directory: &Path) {
+        self.put_ca(directory);
+        let names = &["localhost", "127.0.0.1", "::1"];
+        self.put(directory, End::Server, &Wish { names, ..Wish::default() });
+        self.put(directory, End::Client, &Wish::default());
+    }
+}

@@ -1,0 +1,110 @@
+//! What goes wrong between two ends, in sentences for whoever has made the certificates.
+
+use rustls::{AlertDescription as Alert, CertificateError, Error};
+
+/// Why a connection has no TLS, or no more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SessionError {
+    /// No certificate can be for this.
+    #[error("`{0}` is neither the name of a host nor an address, so no certificate can be for it")]
+    Name(String),
+    /// Another CA has signed the other end's certificate.
+    #[error(
+        "the other end's certificate is not signed by the CA in ca-cert.pem; give both ends \
+         certificates of one CA"
+    )]
+    Issuer,
+    /// The certificate is another host's.
+    #[error("the certificate of the other end is not for this host but for {0}")]
+    OtherName(String),
+    /// The certificate's time is over.
+    #[error("the certificate of the other end has expired")]
+    Expired,
+    /// The certificate's time has not come.
+    #[error("the certificate of the other end is not valid yet: one of the two clocks is wrong")]
+    NotYet,
+    /// The CA has called the certificate back.
+    #[error("the certificate of the other end was revoked")]
+    Revoked,
+    /// The certificate is for something else.
+    #[error("the certificate of the other end is not one for this purpose (client or server)")]
+    Purpose,
+    /// The certificate can not be used for another reason.
+    #[error("the certificate of the other end can not be used: {0}")]
+    Certificate(String),
+    /// The other end has shown no certificate, and has to.
+    #[error("the other end has shown no certificate")]
+    None,
+    /// The other end wants a certificate.
+    #[error("the other end wants a certificate, and was shown none")]
+    Wanted,
+    /// The other end does not like our certificate.
+    #[error("the other end refuses the certificate that it was shown: {0}")]
+    Refused(&'static str),
+    /// The other end has ended it, and says why in the protocol's words.
+    #[error("the other end has ended it: {0}")]
+    Alert(String),
+    /// What comes is no TLS.
+    #[error("what the other end sends is no TLS")]
+    NoTls,
+    /// Another fault.
+    #[error("{0}")]
+    Other(String),
+}
+
+impl SessionError {
+    pub(crate) fn new(error: &Error) -> Self {
+        match error {
+            Error::InvalidCertificate(certificate) => Self::certificate(certificate),
+            Error::NoCertificatesPresented => Self::None,
+            Error::AlertReceived(alert) => Self::alert(*alert),
+            Error::InvalidMessage(_) => Self::NoTls,
+            other => Self::Other(other.to_string()),
+        }
+    }
+
+    fn certificate(error: &CertificateError) -> Self {
+        match error {
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => Self::Issuer,
+            CertificateError::NotValidForName => Self::OtherName("others".to_owned()),
+            CertificateError::NotValidForNameContext { presented, .. } => {
+                // As webpki writes them: `DnsName("host")`, `IpAddress(127.0.0.1)`.
+                let bare = |name: &String| {
+                    let inner = name.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
+                    inner.unwrap_or(name).trim_matches('"').to_owned()
+                };
+                let names: Vec<String> = presented.iter().map(bare).collect();
+                let none = "none: it has no subjectAltName".to_owned();
+                Self::OtherName(if names.is_empty() { none } else { names.join(", ") })
+            }
+            CertificateError::Expired | CertificateError::ExpiredContext { .. } => Self::Expired,
+            CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                Self::NotYet
+            }
+            CertificateError::Revoked => Self::Revoked,
+            CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+                Self::Purpose
+            }
+            other => Self::Certificate(other.to_string()),
+        }
+    }
+
+    fn alert(alert: Alert) -> Self {
+        match alert {
+            Alert::CertificateRequired => Self::Wanted,
+            Alert::UnknownCA => Self::Refused("it does not know the CA that has signed it"),
+            Alert::CertificateExpired => Self::Refused("it has expired"),
+            Alert::CertificateRevoked => Self::Refused("it was revoked"),
+            Alert::BadCertificate
+            | Alert::UnsupportedCertificate
+            | Alert::CertificateUnknown
+            | Alert::AccessDenied => Self::Refused("it can not be used there"),
+            // What a TLS 1.2 server says to a client that shows none.
+            Alert::HandshakeFailure => {
+                Self::Alert("there is no agreement; it may want a certificate".to_owned())
+            }
+            other => Self::Alert(format!("{other:?}")),
+        }
+    }
+}
