@@ -1,28 +1,76 @@
 //! fio on the host: the yardstick of files.
 
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use crate::peers::NbdServer;
 use crate::server::{child, output};
 use crate::settings::Settings;
 
-/// What fio is to do to a file.
+/// What fio is to do it to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Source<'a> {
+    /// A file, with io_uring past the page cache.
+    File(&'a Path),
+    /// An NBD server's export.
+    Nbd(&'a NbdServer),
+}
+
+impl Source<'_> {
+    fn engine(self) -> &'static str {
+        match self {
+            Self::File(_) => "io_uring",
+            Self::Nbd(_) => "nbd",
+        }
+    }
+
+    fn options(self) -> Vec<String> {
+        match self {
+            Self::File(path) => vec![format!("--filename={}", path.display()), "--direct=1".into()],
+            Self::Nbd(server) => {
+                vec![format!("--uri={}", server.uri()), "--verify_state_save=0".into()]
+            }
+        }
+    }
+}
+
+/// What fio is to do.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Job<'a> {
-    pub(crate) file: &'a Path,
+    pub(crate) source: Source<'a>,
     pub(crate) rw: &'a str,
     pub(crate) bs: u32,
     pub(crate) depth: u32,
 }
 
-/// Runs it with io_uring, past the page cache, on the driver's processor; a row with the names of
+/// fio. libnbd takes root's certificates from /etc, and those of others from their home: so with
+/// TLS it is in a namespace in which it is nobody, with a home of its own.
+fn program(source: Source<'_>) -> Command {
+    let Source::Nbd(server) = source else { return child(Path::new("fio")) };
+    let Some(home) = server.home() else { return child(Path::new("fio")) };
+    let mut command = child(Path::new("unshare"));
+    command.args(["--user", "fio"]).env("HOME", home);
+    command
+}
+
+/// Writes all of an export once.
+pub(crate) fn run_once(settings: &Settings, server: &NbdServer) -> Result<()> {
+    let mut command = program(Source::Nbd(server));
+    command.args(["--name=fill", "--ioengine=nbd", "--rw=write", "--bs=1m", "--iodepth=4"]);
+    command.args(Source::Nbd(server).options());
+    output("fio", command, settings.time + Duration::from_secs(120)).map(drop)
+}
+
+/// Runs it on the driver's processor; a row with the names of
 /// `shadowbell bench`.
 pub(crate) fn run(settings: &Settings, job: &Job<'_>) -> Result<Value> {
-    let mut command = child(Path::new("fio"));
-    command.arg("--name=bench").arg(format!("--filename={}", job.file.display()));
+    let mut command = program(job.source);
+    command.arg("--name=bench").args(job.source.options());
+    command.arg(format!("--ioengine={}", job.source.engine()));
     command.args([
         format!("--rw={}", job.rw),
         format!("--bs={}", job.bs),
@@ -32,8 +80,6 @@ pub(crate) fn run(settings: &Settings, job: &Job<'_>) -> Result<Value> {
         format!("--cpus_allowed={}", settings.cpus[1]),
     ]);
     command.args([
-        "--ioengine=io_uring",
-        "--direct=1",
         "--numjobs=1",
         "--thread",
         "--norandommap",
@@ -60,7 +106,7 @@ fn parse(text: &str, job: &Job<'_>) -> Result<Value> {
     // Percent of a processor, the kernel's part included, for as long as the job ran.
     let percent = of_job("usr_cpu")? + of_job("sys_cpu")?;
     Ok(json!({
-        "device": "io_uring", "rw": job.rw, "bs": job.bs, "iodepth": job.depth, "numjobs": 1,
+        "device": job.source.engine(), "rw": job.rw, "bs": job.bs, "iodepth": job.depth, "numjobs": 1,
         "iops": iops, "bandwidth_bytes": of_side("bw_bytes")?,
         "latency_ns": {
             "mean": of_side("clat_ns/mean")?,
@@ -84,7 +130,7 @@ mod tests {
             {"jobs": [{"usr_cpu": 10.0, "sys_cpu": 30.0, "write": {"iops": 400.0,
              "bw_bytes": 1638400, "total_ios": 800, "runtime": 2000, "clat_ns": {"mean": 1.5,
              "percentile": {"50.000000": 2, "99.000000": 3, "99.900000": 4}}}}]}"#;
-        let job = Job { file: Path::new("x"), rw: "randwrite", bs: 4096, depth: 8 };
+        let job = Job { source: Source::File(Path::new("x")), rw: "randwrite", bs: 4096, depth: 8 };
         let row = parse(text, &job).unwrap();
         assert_eq!(row["iops"], 400.0);
         assert_eq!(row["latency_ns"]["p999"], 4.0);

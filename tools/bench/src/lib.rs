@@ -23,12 +23,14 @@
 //! is the median of the rounds, and a ratio is the median of the ratios within a round.
 #![forbid(unsafe_code)]
 
+mod certificates;
 pub mod figures;
 mod fio;
 mod held;
 mod load;
 mod machine;
 mod memcpy;
+mod peers;
 mod process;
 mod run;
 mod samples;

@@ -8,7 +8,9 @@ use clap::ValueEnum;
 
 use crate::settings::Settings;
 use crate::suites::instructions::Recorded;
-use crate::suites::{file, growth, instructions, mem, null, readers, scrape, sleep, spdk, wire};
+use crate::suites::{
+    disks, exports, file, growth, instructions, mem, null, readers, scrape, sleep, spdk, wire,
+};
 use crate::table::json_line;
 use crate::{machine, workspace};
 
@@ -73,6 +75,10 @@ enum Suite {
     Mem,
     /// A file, next to fio with io_uring.
     File,
+    /// NBD exports of memory: ours, nbdkit's and qemu-nbd's, with fio, plain and by TLS.
+    Exports,
+    /// An NBD server's export as a disk next to fio, and qcow2 next to raw and to QEMU's export.
+    Disks,
     /// Sequential readers of a disk and of files on it, through FUSE and a loop device (S4).
     Readers,
     /// Sleeping sides, and a paced load: polling, adaptive and sleeping.
@@ -147,6 +153,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
             Suite::Null => null::run(&settings),
             Suite::Mem => mem::run(&settings),
             Suite::File => file::run(&settings),
+            Suite::Exports => exports::run(&settings),
+            Suite::Disks => disks::run(&settings),
             Suite::Readers => readers::run(&settings),
             Suite::Sleep => sleep::run(&settings),
             Suite::Growth => growth::run(&settings),

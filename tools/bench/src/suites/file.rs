@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use crate::figures::{count, percent, time};
-use crate::fio::{self, Job};
+use crate::fio::{self, Job, Source};
 use crate::load::{Load, Waiting};
 use crate::machine;
 use crate::samples::{Rounds, Samples};
@@ -44,7 +44,12 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
         for case in &mut cases {
             let mut fio_iops = None;
             if fio.is_ok() {
-                let job = Job { file: &image.0, rw: case.rw, bs: 4096, depth: case.depth };
+                let job = Job {
+                    source: Source::File(&image.0),
+                    rw: case.rw,
+                    bs: 4096,
+                    depth: case.depth,
+                };
                 let row = fio::run(settings, &job)?;
                 fio_iops = row.get("iops").and_then(Value::as_f64).filter(|iops| *iops > 0.0);
                 case.fio.push(row);

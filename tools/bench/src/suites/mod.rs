@@ -1,5 +1,7 @@
 //! The suites, a file each.
 
+pub(crate) mod disks;
+pub(crate) mod exports;
 pub(crate) mod file;
 pub(crate) mod growth;
 pub(crate) mod instructions;
