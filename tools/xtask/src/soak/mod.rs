@@ -10,6 +10,7 @@ mod neighbours;
 mod pattern;
 mod phases;
 mod places;
+mod qcow2;
 mod random;
 mod tally;
 mod times;
@@ -25,6 +26,7 @@ Examples:
   cargo xtask soak neighbours --minutes 0.5 --controllers 40
   cargo xtask soak kill                         10,000 kills
   cargo xtask soak kill --kills 200 --seed 7
+  cargo xtask soak qcow2 --operations 1000000
   cargo xtask soak upgrade --previous /usr/bin/shadowbell";
 
 #[derive(clap::Args)]
@@ -49,6 +51,12 @@ enum What {
     /// fails or has no completion within 30 s, or if an interrupt is lost. How long nothing
     /// completed is printed, and not judged.
     Kill(kill::Arguments),
+    /// A process that does random operations on a qcow2 image is killed at random moments.
+    ///
+    /// Fails if what was flushed is not there (or what was answered, where the disk is kept for the
+    /// next process), if `qemu-img check` finds a corruption once the image was opened again, or if
+    /// `qemu-img compare` finds a difference.
+    Qcow2(qcow2::Arguments),
     /// The process that serves is replaced again and again by another one, while clients with 32
     /// commands under way each verify what they wrote.
     ///
@@ -61,6 +69,7 @@ pub(crate) fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
     match arguments.what {
         What::Neighbours(arguments) => neighbours::run(report, &arguments),
         What::Kill(arguments) => kill::run(report, &arguments),
+        What::Qcow2(arguments) => qcow2::run(report, &arguments),
         What::Upgrade(arguments) => upgrade::run(report, &arguments),
     }
 }

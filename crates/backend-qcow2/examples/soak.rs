@@ -1,0 +1,418 @@
+//! Random operations on a qcow2 image by a process that is killed at random moments, and a look at
+//! what is in the image afterwards: `cargo xtask soak qcow2` builds this and runs it.
+//!
+//! The one that works does what a seed says, in batches, and notes in a file which batch it has
+//! begun, which was answered, and which was flushed. The one that watches kills it, opens the image
+//! as whoever comes next would, and looks:
+//!
+//! * each unit of the disk holds what was flushed, or something that was begun later. If the disk
+//!   was kept for the next process, it holds what was answered, or what was begun after that;
+//! * `qemu-img check` finds no corruption, and repairs what leaks;
+//! * `qemu-img compare` finds no difference from a raw image of what was read.
+
+use shadowbell_backend::{Disk, FileOptions, Op, Request};
+use shadowbell_backend_qcow2::Qcow2Disk;
+use shadowbell_memory::{Segments, SharedBytes};
+use shadowbell_state::Descriptors;
+use shadowbell_testing::disks::{Random, memory, run, segments};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+/// Bytes that are written as one.
+const UNIT: usize = 4096;
+/// Units of the disk.
+const UNITS: usize = 8192;
+/// Operations that are under way at the same time, each in its own part of the disk.
+const LANES: usize = 32;
+const LANE: usize = UNITS / LANES;
+/// Sizes of clusters, one of which each image has.
+const CLUSTERS: [&str; 4] = ["64k", "4k", "16k", "512k"];
+/// An image is worked on by so many processes, one after the other.
+const PROCESSES: u64 = 40;
+/// One process in so many is killed in its first moments.
+const SOON_EVERY: u64 = 8;
+/// How long a process works, at the most.
+const LONGEST: Duration = Duration::from_millis(600);
+
+/// One operation of a batch.
+#[derive(Clone, Copy)]
+struct Step {
+    op: Op,
+    first: usize,
+    count: usize,
+    /// What its units hold afterwards, if it changes them.
+    stamp: u64,
+}
+
+/// The steps of a batch; or nothing, where everything is flushed.
+fn batch(seed: u64, number: u64) -> Option<Vec<Step>> {
+    let mut random = Random((seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
+    for _ in 0..4 {
+        random.any();
+    }
+    if random.below(24) == 0 {
+        return None;
+    }
+    let step = |lane: usize| {
+        let first = random.below(LANE as u64) as usize;
+        let most = if random.below(16) == 0 { LANE } else { 8 };
+        let count = 1 + random.below((LANE - first).min(most) as u64) as usize;
+        let (op, stamp) = match random.below(16) {
+            0 => (Op::Discard, 0),
+            1 => (Op::WriteZeroes { deallocate: random.below(2) == 0, fua: false }, 0),
+            2..6 => (Op::Read, 0),
+            // Never 0, and of no other operation.
+            _ => (Op::Write { fua: false }, seed << 40 | number << 8 | lane as u64 + 1),
+        };
+        Step { op, first: lane * LANE + first, count, stamp }
+    };
+    Some((0..LANES).map(step).collect())
+}
+
+/// What a unit holds with this stamp.
+fn content(stamp: u64, unit: usize) -> impl Iterator<Item = u64> {
+    let mix = (stamp ^ (unit as u64) << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (0..UNIT as u64 / 8).map(move |at| match (stamp, at) {
+        (0, _) => 0,
+        (_, 0) => stamp,
+        (_, 1) => unit as u64,
+        _ => mix.wrapping_add(at),
+    })
+}
+
+fn fill(bytes: &mut Vec<u8>, stamp: u64, unit: usize) {
+    bytes.clear();
+    content(stamp, unit).for_each(|word| bytes.extend(word.to_le_bytes()));
+}
+
+/// The stamp of what a unit holds, or what is wrong with it.
+fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
+    let words = || bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
+    let stamp = words().next().unwrap_or(0);
+    if words().eq(content(stamp, unit)) {
+        return Ok(stamp);
+    }
+    let odd = words().zip(content(stamp, unit)).position(|(is, was)| is != was).unwrap_or(0);
+    Err(format!("unit {unit} begins with {stamp:#x} and is another one from byte {} on", odd * 8))
+}
+
+/// How far a process has come: what it has begun, what was answered, and what was flushed.
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    begun: u64,
+    answered: u64,
+    flushed: u64,
+}
+
+impl Progress {
+    fn note(self, file: &File) {
+        let bytes = [self.begun, self.answered, self.flushed].map(u64::to_le_bytes).concat();
+        file.write_all_at(&bytes, 0).unwrap();
+    }
+
+    fn read(path: &Path) -> Self {
+        let bytes = std::fs::read(path).unwrap_or_default();
+        let word = |at: usize| {
+            let word = bytes.get(8 * at..8 * at + 8);
+            word.map_or(0, |word| u64::from_le_bytes(word.try_into().unwrap()))
+        };
+        Self { begun: word(0), answered: word(1), flushed: word(2) }
+    }
+}
+
+fn open(image: &Path) -> Result<Qcow2Disk, String> {
+    Qcow2Disk::open(image, &FileOptions::default()).map_err(|error| error.to_string())
+}
+
+/// The process that is killed.
+fn work(image: &Path, progress: &Path, seed: u64, keeps: bool) -> Result<(), String> {
+    let disk = open(image)?;
+    if keeps {
+        disk.keep(&mut Descriptors::default()).map_err(|error| error.to_string())?;
+    }
+    let mut model = read_all(&disk)?;
+    let file = File::options().write(true).create(true).truncate(true).open(progress);
+    let file = file.map_err(|error| error.to_string())?;
+    let mut queue = disk.queue().map_err(|error| error.to_string())?;
+    let bytes = memory(UNITS * UNIT);
+    let mut progress = Progress::default();
+    let mut unit = Vec::new();
+    for number in 1.. {
+        progress.begun = number;
+        progress.note(&file);
+        let Some(steps) = batch(seed, number) else {
+            let flush = Request { op: Op::Flush, offset: 0, len: 0 };
+            run(&mut *queue, vec![(flush, Segments::new())])[0].map_err(|e| e.to_string())?;
+            (progress.answered, progress.flushed) = (number, number);
+            progress.note(&file);
+            continue;
+        };
+        let mut requests = Vec::new();
+        for step in &steps {
+            let (offset, len) = (step.first * UNIT, step.count * UNIT);
+            let request = Request { op: step.op, offset: offset as u64, len: len as u64 };
+            let moves = matches!(step.op, Op::Read | Op::Write { .. });
+            if matches!(step.op, Op::Write { .. }) {
+                for at in step.first..step.first + step.count {
+                    fill(&mut unit, step.stamp, at);
+                    bytes.write_from(at * UNIT, &unit).unwrap();
+                }
+            }
+            let data = if moves { segments(&bytes, offset, len) } else { Segments::new() };
+            requests.push((request, data));
+        }
+        for (step, result) in steps.iter().zip(run(&mut *queue, requests)) {
+            result.map_err(|error| format!("{:?}: {error}", step.op))?;
+            for at in step.first..step.first + step.count {
+                if step.op == Op::Read {
+                    same(&bytes, at, &[model[at]], &mut unit)?;
+                } else {
+                    model[at] = step.stamp;
+                }
+            }
+        }
+        progress.answered = number;
+        progress.note(&file);
+    }
+    Ok(())
+}
+
+/// The stamp of the unit in `bytes`, which has to be one of these.
+fn same(bytes: &SharedBytes, at: usize, may: &[u64], unit: &mut Vec<u8>) -> Result<u64, String> {
+    unit.resize(UNIT, 0);
+    bytes.read_into(at * UNIT, unit).unwrap();
+    let stamp = stamp_of(unit, at)?;
+    if may.contains(&stamp) {
+        return Ok(stamp);
+    }
+    Err(format!("unit {at} holds {stamp:#x}, and may hold {may:x?}"))
+}
+
+fn read_into(disk: &Qcow2Disk, bytes: &SharedBytes) -> Result<(), String> {
+    let mut queue = disk.queue().map_err(|error| error.to_string())?;
+    let piece = UNITS * UNIT / LANES;
+    let read = |lane: usize| {
+        let request = Request { op: Op::Read, offset: (lane * piece) as u64, len: piece as u64 };
+        (request, segments(bytes, lane * piece, piece))
+    };
+    let results = run(&mut *queue, (0..LANES).map(read).collect());
+    results.into_iter().try_for_each(|result| result.map_err(|error| error.to_string()))
+}
+
+/// The stamps of everything.
+fn read_all(disk: &Qcow2Disk) -> Result<Vec<u64>, String> {
+    let bytes = memory(UNITS * UNIT);
+    read_into(disk, &bytes)?;
+    let mut unit = vec![0; UNIT];
+    let stamp = |at: usize| {
+        bytes.read_into(at * UNIT, &mut unit).unwrap();
+        stamp_of(&unit, at)
+    };
+    (0..UNITS).map(stamp).collect()
+}
+
+/// What was seen so far.
+#[derive(Default)]
+struct Tally {
+    operations: u64,
+    kills: u64,
+    leaked: u64,
+    mended: u64,
+    compared: u64,
+}
+
+struct Watch {
+    directory: PathBuf,
+    seed: u64,
+    tally: Tally,
+}
+
+impl Watch {
+    fn image(&self) -> PathBuf {
+        self.directory.join("soak.qcow2")
+    }
+
+    fn qemu_img(&self, arguments: &[&str], more: &[&Path]) -> Result<(i32, String), String> {
+        let output = Command::new("qemu-img").args(arguments).args(more).output();
+        let output = output.map_err(|error| format!("qemu-img: {error}"))?;
+        let text = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8_lossy(&text).into_owned();
+        Ok((output.status.code().unwrap_or(-1), text))
+    }
+
+    fn create(&self, clusters: &str) -> Result<(), String> {
+        let _ = std::fs::remove_file(self.image());
+        let options = format!("cluster_size={clusters}");
+        let size = (UNITS * UNIT).to_string();
+        let name = self.image();
+        let name = name.to_str().ok_or("the directory's name is no UTF-8")?;
+        let made =
+            self.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, name, &size], &[])?;
+        if made.0 == 0 { Ok(()) } else { Err(made.1) }
+    }
+
+    /// A process works, and is killed.
+    fn kill_one(&self, seed: u64, keeps: bool, random: &mut Random) -> Result<Progress, String> {
+        let progress = self.directory.join("soak.progress");
+        let _ = std::fs::remove_file(&progress);
+        let mut command = Command::new(std::env::current_exe().map_err(|e| e.to_string())?);
+        command.arg("work").arg(self.image()).arg(&progress);
+        command.args([seed.to_string(), keeps.to_string()]);
+        let mut child = command.spawn().map_err(|error| error.to_string())?;
+        let soon = random.below(SOON_EVERY) == 0;
+        let most = if soon { LONGEST / 20 } else { LONGEST };
+        let time = most.mul_f64(random.below(1000) as f64 / 1000.0);
+        // Its time begins when it works: before that it has read the whole image.
+        let until = Instant::now() + Duration::from_secs(60);
+        while Progress::read(&progress).begun == 0 && Instant::now() < until {
+            if let Ok(Some(status)) = child.try_wait() {
+                return Err(format!("the process ended by itself: {status}"));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(time);
+        if let Ok(Some(status)) = child.try_wait() {
+            return Err(format!("the process ended by itself: {status}"));
+        }
+        child.kill().map_err(|error| error.to_string())?;
+        child.wait().map_err(|error| error.to_string())?;
+        Ok(Progress::read(&progress))
+    }
+
+    /// What each unit may hold after a process has come so far.
+    fn allowed(model: &[u64], seed: u64, progress: Progress, keeps: bool) -> (Vec<Vec<u64>>, u64) {
+        let mut may: Vec<Vec<u64>> = model.iter().map(|stamp| vec![*stamp]).collect();
+        let certain = if keeps { progress.answered } else { progress.flushed };
+        let mut operations = 0;
+        for number in 1..=progress.begun {
+            let Some(steps) = batch(seed, number) else {
+                operations += 1;
+                continue;
+            };
+            for step in steps {
+                operations += 1;
+                if step.op == Op::Read {
+                    continue;
+                }
+                for unit in &mut may[step.first..step.first + step.count] {
+                    if number <= certain {
+                        unit.clear();
+                    }
+                    unit.push(step.stamp);
+                }
+            }
+        }
+        (may, operations)
+    }
+
+    fn round(&mut self, model: &mut Vec<u64>, random: &mut Random) -> Result<(), String> {
+        let seed = random.below(1 << 20) + 1;
+        let keeps = random.below(2) == 0;
+        let progress = self.kill_one(seed, keeps, random)?;
+        let (may, operations) = Self::allowed(model, seed, progress, keeps);
+        self.tally.kills += 1;
+        self.tally.operations += operations;
+        let image = self.image();
+        // As it was left: what is wrong now is made good by whoever opens it.
+        let (code, _) = self.qemu_img(&["check", "-q"], &[&image])?;
+        self.tally.mended += u64::from(code == 2);
+        let disk = open(&image)?;
+        let bytes = memory(UNITS * UNIT);
+        read_into(&disk, &bytes)?;
+        drop(disk);
+        let mut unit = Vec::new();
+        for (at, may) in may.iter().enumerate() {
+            let outcome = same(&bytes, at, may, &mut unit);
+            model[at] = outcome
+                .map_err(|why| format!("{why} (seed {seed}, kept: {keeps}, {progress:?})"))?;
+        }
+        let (code, text) = self.qemu_img(&["check"], &[&image])?;
+        match code {
+            0 => {}
+            3 => {
+                self.tally.leaked += 1;
+                let (code, text) = self.qemu_img(&["check", "-r", "leaks"], &[&image])?;
+                if code != 0 {
+                    return Err(format!("leaks can not be repaired: {text}"));
+                }
+            }
+            _ => return Err(format!("qemu-img check (seed {seed}): {text}")),
+        }
+        if self.tally.kills % 4 == 0 {
+            let raw = self.directory.join("soak.raw");
+            let mut all = vec![0; UNITS * UNIT];
+            bytes.read_into(0, &mut all).unwrap();
+            std::fs::write(&raw, &all).map_err(|error| error.to_string())?;
+            let formats = ["compare", "-q", "-f", "raw", "-F", "qcow2"];
+            let (code, text) = self.qemu_img(&formats, &[&raw, &image])?;
+            if code != 0 {
+                return Err(format!("qemu-img compare (seed {seed}): {text}"));
+            }
+            self.tally.compared += 1;
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, operations: u64) -> Result<(), String> {
+        let mut random = Random(self.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) | 1);
+        let (began, mut said) = (Instant::now(), Instant::now());
+        let mut images = 0;
+        while self.tally.operations < operations {
+            let clusters = CLUSTERS[images % CLUSTERS.len()];
+            images += 1;
+            self.create(clusters)?;
+            let mut model = vec![0; UNITS];
+            for _ in 0..PROCESSES {
+                let outcome = self.round(&mut model, &mut random);
+                outcome.map_err(|why| format!("clusters of {clusters}: {why}"))?;
+                if said.elapsed() > Duration::from_secs(10) {
+                    said = Instant::now();
+                    self.say(began);
+                }
+                if self.tally.operations >= operations {
+                    break;
+                }
+            }
+        }
+        self.say(began);
+        Ok(())
+    }
+
+    fn say(&self, began: Instant) {
+        let Tally { operations, kills, leaked, mended, compared } = &self.tally;
+        let seconds = began.elapsed().as_secs_f64();
+        println!(
+            "{operations} operations in {seconds:.0} s ({:.0} a second), {kills} kills; checked \
+             each time: no corruption ({mended} were made good at the next opening), {leaked} with \
+             leaks, which were repaired; {compared} compared",
+            *operations as f64 / seconds
+        );
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let outcome = match words.as_slice() {
+        ["work", image, progress, seed, keeps] => {
+            let seed = seed.parse().unwrap_or(1);
+            work(Path::new(image), Path::new(progress), seed, *keeps == "true")
+        }
+        ["watch", directory, operations, seed] => {
+            let (directory, seed) = (PathBuf::from(directory), seed.parse().unwrap_or(1));
+            let tally = Tally::default();
+            Watch { directory, seed, tally }.run(operations.parse().unwrap_or(0))
+        }
+        _ => Err("this is started by `cargo xtask soak qcow2`".to_owned()),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            eprintln!("error: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
