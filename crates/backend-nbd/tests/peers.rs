@@ -251,6 +251,40 @@ fn tcp() {
     child.wait().unwrap();
 }
 
+/// What is allocated of the whole disk, extents of one kind together.
+fn extents(disk: &NbdDisk) -> Vec<(u64, bool)> {
+    let mut found: Vec<(u64, bool)> = Vec::new();
+    disk.extents(0, disk.info().bytes(), &mut |extent| {
+        match found.last_mut() {
+            Some((len, allocated)) if *allocated == extent.allocated => *len += extent.len,
+            _ => found.push((extent.len, extent.allocated)),
+        }
+        true
+    });
+    found
+}
+
+#[test]
+fn what_nbdkit_has_not_is_a_hole() {
+    const MIB: u64 = 1 << 20;
+    let Some(peer) = Peer::start("nbdkit", &["memory", "4M"]) else { return };
+    let disk = peer.open("");
+    assert_eq!(extents(&disk), [(4 * MIB, false)]);
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, MIB, &[7; 65536]).unwrap();
+    let expected = [(MIB, false), (65536, true), (3 * MIB - 65536, false)];
+    assert_eq!(extents(&disk), expected);
+    // From the middle, and no more than is wanted.
+    let mut first = None;
+    disk.extents(MIB + 512, MIB, &mut |extent| {
+        first = Some((extent.len, extent.allocated));
+        false
+    });
+    assert_eq!(first, Some((65536 - 512, true)));
+    let Some(peer) = Peer::start("nbdkit", &["--filter=noextents", "memory", "4M"]) else { return };
+    assert_eq!(extents(&peer.open("")), [(4 * MIB, true)]);
+}
+
 struct Certificates {
     authority: Authority,
     directory: TempDir,

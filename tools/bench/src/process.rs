@@ -4,6 +4,7 @@ use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rustix::param::clock_ticks_per_second;
 
 /// Memory that a process holds, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -52,6 +53,22 @@ pub(crate) fn used(pid: u32) -> Result<Used> {
     Ok(sum)
 }
 
+/// The processor time of a process up to now, that of its threads which have ended included: a
+/// server may have one for each client. In ticks of the clock, mostly of 10 ms.
+pub(crate) fn time_of_all(pid: u32) -> Result<Duration> {
+    let path = format!("/proc/{pid}/stat");
+    let ticks = ticks(&fs::read_to_string(&path).context(path)?).context("stat")?;
+    Ok(Duration::from_secs_f64(ticks as f64 / clock_ticks_per_second() as f64))
+}
+
+/// Ticks in user mode and in the kernel: the fourteenth and the fifteenth field, of which the second
+/// is a name that may have spaces.
+fn ticks(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_whitespace().skip(11);
+    Some(fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?)
+}
+
 /// Nanoseconds on a processor (the first field), and times that it was given one (the third).
 fn schedstat(text: &str) -> Option<(u64, u64)> {
     let mut fields = text.split_whitespace();
@@ -67,6 +84,8 @@ mod tests {
         let status = "VmRSS:\t  99 kB\nRssAnon:\t    1234 kB\nRssShmem:\t       8 kB\n";
         assert_eq!((field(status, "RssAnon:"), field(status, "RssShmem:")), (Some(1234), Some(8)));
         assert_eq!(field(status, "RssFile:"), None);
+        let stat = "7 (a b) c) S 1 7 7 0 -1 4194560 1 2 3 4 50 60 7 8 20 0 1\n";
+        assert_eq!((ticks(stat), ticks("7 (a) S 1")), (Some(110), None));
         assert_eq!(schedstat("300 20 7\n"), Some((300, 7)));
         assert_eq!(schedstat("300 20"), None);
     }

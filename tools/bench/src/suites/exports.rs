@@ -13,7 +13,7 @@ use crate::figures::{count, size, time};
 use crate::fio::{self, Job, Source};
 use crate::machine;
 use crate::peers::{NbdServer, certificates_in};
-use crate::process::used;
+use crate::process::time_of_all;
 use crate::samples::{Rounds, Samples};
 use crate::settings::Settings;
 use crate::table::Table;
@@ -204,15 +204,13 @@ pub(crate) fn measure(
 ) -> Result<Value> {
     // What it does before it is measured would count for the server.
     let plain = Settings { ramp: Duration::ZERO, ..settings.clone() };
-    let before = used(server.id())?;
+    let before = time_of_all(server.id())?;
     let mut row = fio::run(&plain, &Job { source: Source::Nbd(server), rw, bs, depth })?;
-    let after = used(server.id())?;
+    let after = time_of_all(server.id())?;
     let ios = row.get("commands").and_then(Value::as_f64).filter(|ios| *ios > 0.0);
-    let time = after.time.saturating_sub(before.time).as_nanos() as f64;
-    let switches = after.slices.saturating_sub(before.slices) as f64;
+    let time = after.saturating_sub(before).as_nanos() as f64;
     if let (Some(fields), Some(ios)) = (row.as_object_mut(), ios) {
         fields.insert("server_cpu_ns_per_io".into(), json!(time / ios));
-        fields.insert("server_switches_per_io".into(), json!(switches / ios));
     }
     Ok(row)
 }

@@ -18,6 +18,10 @@ pub(crate) struct Arguments {
     /// Chooses the operations and the moments.
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Do not keep the disk for the next process, and judge it as if it were: what was answered and
+    /// is lost has to be noticed, and that is what passes.
+    #[arg(long)]
+    control: bool,
     /// Where the image is made.
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     directory: PathBuf,
@@ -28,11 +32,16 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     let directory = tempfile::tempdir_in(&arguments.directory)
         .with_context(|| arguments.directory.display().to_string())?;
     report.begin("soak qcow2");
-    report.check("the image holds what it may, and qemu-img finds no corruption", |_| {
+    let what = match arguments.control {
+        false => "the image holds what it may, and qemu-img finds no corruption",
+        true => "what was answered and is lost is noticed",
+    };
+    report.check(what, |_| {
         let status = Command::new(&program)
             .arg("watch")
             .arg(directory.path())
             .args([arguments.operations.to_string(), arguments.seed.to_string()])
+            .arg(if arguments.control { "control" } else { "soak" })
             .status()?;
         if status.success() { Ok(()) } else { bail!("{status}") }
     });
