@@ -65,7 +65,7 @@ fn batch(seed: u64, number: u64) -> Option<Vec<Step>> {
             1 => (Op::WriteZeroes { deallocate: random.below(2) == 0, fua: false }, 0),
             2..6 => (Op::Read, 0),
             // Never 0, and of no other operation.
-            _ => (Op::Write { fua: false }, seed << 40 | number << 8 | lane as u64 + 1),
+            _ => (Op::Write { fua: false }, seed << 40 | number << 8 | (lane as u64 + 1)),
         };
         Step { op, first: lane * LANE + first, count, stamp }
     };
@@ -74,7 +74,7 @@ fn batch(seed: u64, number: u64) -> Option<Vec<Step>> {
 
 /// What a unit holds with this stamp.
 fn content(stamp: u64, unit: usize) -> impl Iterator<Item = u64> {
-    let mix = (stamp ^ (unit as u64) << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mix = (stamp ^ ((unit as u64) << 20)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (0..UNIT as u64 / 8).map(move |at| match (stamp, at) {
         (0, _) => 0,
         (_, 0) => stamp,
@@ -166,11 +166,12 @@ fn work(image: &Path, progress: &Path, seed: u64, keeps: bool) -> Result<(), Str
         }
         for (step, result) in steps.iter().zip(run(&mut *queue, requests)) {
             result.map_err(|error| format!("{:?}: {error}", step.op))?;
-            for at in step.first..step.first + step.count {
+            let units = model.iter_mut().enumerate().skip(step.first).take(step.count);
+            for (at, stamp) in units {
                 if step.op == Op::Read {
-                    same(&bytes, at, &[model[at]], &mut unit)?;
+                    same(&bytes, at, &[*stamp], &mut unit)?;
                 } else {
-                    model[at] = step.stamp;
+                    *stamp = step.stamp;
                 }
             }
         }
@@ -310,7 +311,7 @@ impl Watch {
         (may, operations)
     }
 
-    fn round(&mut self, model: &mut Vec<u64>, random: &mut Random) -> Result<(), String> {
+    fn round(&mut self, model: &mut [u64], random: &mut Random) -> Result<(), String> {
         let seed = random.below(1 << 20) + 1;
         let keeps = random.below(2) == 0;
         let progress = self.kill_one(seed, keeps, random)?;
@@ -343,7 +344,7 @@ impl Watch {
             }
             _ => return Err(format!("qemu-img check (seed {seed}): {text}")),
         }
-        if self.tally.kills % 4 == 0 {
+        if self.tally.kills.is_multiple_of(4) {
             let raw = self.directory.join("soak.raw");
             let mut all = vec![0; UNITS * UNIT];
             bytes.read_into(0, &mut all).unwrap();
