@@ -4,6 +4,7 @@
 //! and after that what it came to.
 
 use super::changes::Changes;
+use super::making::set_apart;
 use super::registry::ServedController;
 use super::server_config::SocketConfig;
 use crate::controller_config::{ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk};
@@ -88,7 +89,11 @@ impl Changes {
     ) -> anyhow::Result<Arc<dyn Disk>> {
         let read_only = served.asked().controller.read_only;
         let disk = open_disk(spec, read_only, |spec| self.open(spec));
-        disk.map_err(ConfigureError::into_error)
+        let disk = disk.map_err(ConfigureError::into_error)?;
+        if served.asked().worker.is_none() && disk_spec::is_of_a_controller(spec) {
+            set_apart(&served.controller);
+        }
+        Ok(disk)
     }
 
     /// Adds a namespace whose disk is open, and whose number is free. For whoever has the

@@ -3,6 +3,7 @@
 use crate::harness::{Server, finish, program, run, until};
 use shadowbell_driver::{AttachOptions, Controller, QueuePair};
 use shadowbell_spec::Status;
+use std::time::{Duration, Instant};
 
 fn ssd(disk: &str) -> (Server, String) {
     let server = Server::start(&[disk], &[]);
@@ -88,6 +89,54 @@ fn a_controller_below_that_goes_away_is_an_error_to_the_guest_and_no_end() {
     assert!(!run(&mut queue, read, pool.take()).status.is_success());
     drop((queue, pool));
     controller.detach().unwrap();
+    server.stop();
+}
+
+/// An SSD that does not answer any more holds up the guests of its disks, and no other: here whoever
+/// closes a queue pair waits for ten seconds.
+#[test]
+fn a_controller_below_that_hangs_holds_up_no_neighbour() {
+    // Delete I/O Submission Queue is 0, Delete I/O Completion Queue is 4.
+    let below = Server::start(&["mem:1MiB"], &["--faults", "ignore=0,ignore=4"]);
+    let directory = tempfile::tempdir().unwrap();
+    let config = format!(
+        "workers = 1\n\
+         [[controller]]\nsocket = \"vm0.sock\"\ndisks = [\"mem:1MiB\"]\n\
+         [[controller]]\nsocket = \"vm1.sock\"\ndisks = [\"vfio-user:{}\"]\n",
+        below.socket().display()
+    );
+    std::fs::write(directory.path().join("vms.toml"), config).unwrap();
+    let mut command = program();
+    command.args(["serve", "--no-keeper", "--config", "vms.toml"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock", "vm1.sock"]);
+    let attach = |socket: &str| {
+        let path = server.directory().join(socket);
+        let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
+        let mut controller = crate::harness::attach(&path, &options);
+        let queue = controller.take_queue_pair().unwrap();
+        (controller, queue)
+    };
+    let read = |controller: &Controller, queue: &mut QueuePair| {
+        let begun = Instant::now();
+        let pool = controller.buffers(1, 4096).unwrap();
+        let read = controller.namespace(1).unwrap().read(0, 8).unwrap();
+        assert_eq!(run(queue, read, pool.take()).status, Status::SUCCESS);
+        begun.elapsed()
+    };
+    let (neighbour, mut its) = attach("vm0.sock");
+    let (guest, mut queue) = attach("vm1.sock");
+    read(&guest, &mut queue);
+    // Its queue pair at the SSD is closed with its own.
+    drop((queue, guest));
+    let until = Instant::now() + Duration::from_millis(700);
+    let mut longest = Duration::ZERO;
+    while Instant::now() < until {
+        longest = longest.max(read(&neighbour, &mut its));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(longest < Duration::from_secs(3), "{longest:?}");
+    drop(below);
+    drop((its, neighbour));
     server.stop();
 }
 
