@@ -152,7 +152,8 @@ impl ControllerInner {
         let eventfds = take_eventfds(&parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
         cx.shared.count_recovery();
-        if saved.isolated {
+        // Whoever serves it may have said where, before.
+        if saved.isolated && !cx.route.is_diverted() {
             self.relocate(|control, cx| control.isolate(cx))?;
         }
         let recorded = Recorded { control, admin, parts };

@@ -70,6 +70,7 @@ mod control;
 mod controller_config;
 mod cpu_list;
 mod ctl;
+mod ctl_plan;
 mod ctl_trace;
 mod demo;
 mod descriptor_limit;

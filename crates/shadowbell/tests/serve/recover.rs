@@ -120,6 +120,35 @@ fn whatever_kills_it_and_whoever_it_is() {
     assert!(!socket(&server, 0).exists());
 }
 
+/// Where a controller is served was said in the file; the next process says so again.
+#[test]
+fn a_controller_that_has_its_worker_keeps_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let table = |n, worker| {
+        format!(
+            "[[controller]]\nsocket = \"vm{n}.sock\"\ndisks = [\"mem:1MiB\"]\nworker = {worker}\n"
+        )
+    };
+    let text = format!("workers = 2\n{}{}", table(0, "\"own\""), table(1, "1"));
+    std::fs::write(directory.path().join("vms.toml"), text).unwrap();
+    let mut command = program();
+    command.args(["serve", "--keeper", "--config", "vms.toml"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock", "vm1.sock"]);
+    let mut clients = [0, 1].map(|n| Client::attach(&socket(&server, n)));
+    clients.iter_mut().for_each(|client| client.write(1, 0, 7));
+    kill(&server, Signal::KILL);
+    clients.iter_mut().for_each(|client| assert_eq!(client.read(1, 0), 7));
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(0), "{errors}");
+    clients.iter_mut().for_each(|client| assert_eq!(client.read(1, 0), 7));
+    until("the old one's end", || children(server.pid()).len() == 1);
+    kill(&server, Signal::KILL);
+    clients.iter_mut().for_each(|client| assert_eq!(client.read(1, 0), 7));
+    lost_nothing(&server);
+    drop(clients);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
 #[test]
 fn who_goes_on_may_be_killed_on_the_way() {
     let server = server(2, &[]);
