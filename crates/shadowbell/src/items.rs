@@ -308,6 +308,12 @@ impl Items {
         self.all.contains_key(key)
     }
 
+    /// The keys that begin so.
+    pub(crate) fn keys(&self, begin: &str) -> Vec<String> {
+        let keys = self.all.range(begin.to_owned()..).map(|(key, _)| key);
+        keys.take_while(|key| key.starts_with(begin)).cloned().collect()
+    }
+
     /// Takes one out.
     pub(crate) fn remove(&mut self, key: &str) -> Option<Item> {
         Arc::into_inner(self.all.remove(key)?)
