@@ -47,6 +47,10 @@ points! {
     ReplayStarted = "replay-started",
     /// It was recorded once more.
     ReplayRecorded = "replay-recorded",
+    /// A command that is alone has ended, and nothing says so.
+    AloneEnded = "alone-ended",
+    /// What was decided of a command that is alone is written down.
+    Decided = "decided",
     /// Registers, queues or the admin queue have changed.
     Changed = "changed",
     /// That was recorded, and the host does not see it yet.
