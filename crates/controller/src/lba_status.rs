@@ -1,10 +1,11 @@
-//! Get LBA Status: which logical blocks of a namespace are allocated, or marked as uncorrectable. NVM
-//! 1.1, 4.2.1.
+//! Get LBA Status: which logical blocks of a namespace are allocated, or marked as uncorrectable.
+//! NVM 1.1, 4.2.1.
 //!
-//! What is allocated only the disk knows, and a disk may wait for its storage. So the command is not carried out
-//! where admin commands are executed, under a lock, nor by a worker. It has turns of its own on the
-//! control thread, where whoever takes long is left alone with a thread (`control_thread`). A turn
-//! looks at some extents, a command at some more, and a controller has so many commands under way.
+//! What is allocated only the disk knows, and a disk may wait for its storage. So the command is
+//! not carried out where admin commands are executed, under a lock, nor by a worker. It has turns
+//! of its own on the control thread, where whoever takes long is left alone with a thread
+//! (`control_thread`). A turn looks at some extents, a command at some more, and a controller has
+//! so many commands under way.
 
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::latch::Latch;

@@ -136,8 +136,8 @@ impl Route {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
     }
 
-    /// All workers that may have queues of it, which were placed at `workers`: whatever is on its way
-    /// is at one of these, or nowhere.
+    /// All workers that may have queues of it, which were placed at `workers`: whatever is on its
+    /// way is at one of these, or nowhere.
     pub(crate) fn everywhere(&self, workers: impl IntoIterator<Item = usize>) -> Vec<usize> {
         let way = self.0.lock();
         let mut all: BTreeSet<_> = workers.into_iter().collect();

@@ -164,8 +164,8 @@ pub(crate) struct SavedControl {
     pub(crate) errors: SavedErrors,
     /// Submission and completion queues that the host may create.
     pub(crate) granted: (u16, u16),
-    /// Logical blocks that are marked as uncorrectable: NSID, the first of a range, the one after its
-    /// last.
+    /// Logical blocks that are marked as uncorrectable: NSID, the first of a range, the one after
+    /// its last.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) uncorrectable: Vec<(u32, u64, u64)>,
     /// How often these have changed.
@@ -379,8 +379,8 @@ pub(crate) struct SavedCounters {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
-    /// Processes that have died with it. A guest that moves leaves that behind, and its stream is as
-    /// that of releases before.
+    /// Processes that have died with it. A guest that moves leaves that behind, and its stream is
+    /// as that of releases before.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) recoveries: u64,
 }

@@ -308,6 +308,34 @@ fn an_abort_a_deletion_and_a_reset_end_both() {
     assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
 }
 
+/// With the Compare done and the Write at the disk, nobody is told of either any more.
+#[test]
+fn a_reset_between_the_halves_does_not_wait() {
+    let (mut host, gate) = common::slow_host(ADAPTIVE);
+    let at = host.alloc(4096);
+    let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
+    for _ in 0..2 {
+        let mut queue = host.create(1, 16, false);
+        submit_both(&mut host, &mut queue, &first, &second);
+        host.until("the Compare", || gate.waiting() == 1);
+        let compare = gate.pending.lock().unwrap()[0];
+        gate.end(Ok(()));
+        let is_write = |tags: &Vec<u32>| tags.first().is_some_and(|tag| *tag != compare);
+        host.until("the Write", || is_write(&gate.pending.lock().unwrap()));
+        let cc = host.read32(0x14);
+        host.write32(0x14, cc & !1);
+        gate.end(Ok(()));
+        host.until("the reset", || !host.csts().rdy());
+        assert!(host.peek(queue.cq, 256).iter().all(|byte| *byte == 0));
+        host.enable();
+    }
+    // And commands go on.
+    let mut queue = host.create(1, 16, false);
+    gate.end(Ok(()));
+    let (status, _) = host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(at, 0));
+    assert_eq!(status, Status::SUCCESS);
+}
+
 /// It comes to rest, goes to another worker, and goes on, with fused operations under way.
 #[test]
 fn a_rest_and_another_worker_do_not_come_between() {

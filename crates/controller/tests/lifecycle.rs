@@ -363,8 +363,8 @@ fn shutdown_flushes_what_was_written_through_queues_that_are_gone() {
     }
 }
 
-/// What was written before a reset may be in a disk's cache: a host that disables the controller first
-/// has it flushed as well.
+/// What was written before a reset may be in a disk's cache: a host that disables the controller
+/// first has it flushed as well.
 #[test]
 fn a_shutdown_of_a_disabled_controller_flushes() {
     let (mut host, gate) = slow_host(ADAPTIVE);

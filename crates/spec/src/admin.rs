@@ -315,8 +315,8 @@ impl SetFeatures {
     }
 }
 
-/// Device Self-test. Base 2.1, 5.1.5 "Device Self-test command". Its NSID says what is tested: 0 the
-/// controller alone, FFFFFFFFh all namespaces.
+/// Device Self-test. Base 2.1, 5.1.5 "Device Self-test command". Its NSID says what is tested: 0
+/// the controller alone, FFFFFFFFh all namespaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceSelfTest {
     /// Self-test Code, CDW10 3:0; see [`crate::log::stc`].

@@ -1,8 +1,9 @@
-//! What Get LBA Status returns: NVM 1.1, 4.2.1 "Get LBA Status command"; and the log page LBA Status
-//! Information, 4.1.4.5.
+//! What Get LBA Status returns: NVM 1.1, 4.2.1 "Get LBA Status command"; and the log page LBA
+//! Status Information, 4.1.4.5.
 //!
-//! The command: an [`LbaStatusList`] and then its descriptors, in the order of their blocks. The page:
-//! an [`LbaStatusLog`], and for each namespace an [`LbaStatusElement`] and then its [`LbaRange`]s.
+//! The command: an [`LbaStatusList`] and then its descriptors, in the order of their blocks. The
+//! page: an [`LbaStatusLog`], and for each namespace an [`LbaStatusElement`] and then its
+//! [`LbaRange`]s.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

@@ -1,8 +1,8 @@
 //! The Persistent Event log page: what has happened to the controller, over resets, upgrades and
 //! the death of processes. Base 2.1, 5.1.12.1.14.
 //!
-//! A host reads it in a context: what there was when that was established, so that the pieces that it
-//! reads fit together. There is room for so many bytes of events; the oldest go first.
+//! A host reads it in a context: what there was when that was established, so that the pieces that
+//! it reads fit together. There is room for so many bytes of events; the oldest go first.
 
 use super::identify::CNTLID;
 use super::limits::{FIRMWARE_REVISION, PELS};

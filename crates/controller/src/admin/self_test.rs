@@ -3,8 +3,8 @@
 //!
 //! An operation has three segments: memory, health, and the media. The last one has the namespaces
 //! verify pieces of themselves, spread evenly over each: a few short ones, or, in an extended
-//! operation, many long ones. It is the control plane that has workers do it, a piece at a time, with
-//! pauses in between.
+//! operation, many long ones. It is the control plane that has workers do it, a piece at a time,
+//! with pauses in between.
 
 use super::limits::EXTENDED_MINUTES;
 use crate::saved::{SavedSelfTest, SavedSelfTestRun};

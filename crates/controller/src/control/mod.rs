@@ -238,8 +238,8 @@ impl Control {
         }
     }
 
-    /// CC.SHN: flushes what the disks hold back. The queues go on working, if there are any; what was
-    /// written before a reset counts as well.
+    /// CC.SHN: flushes what the disks hold back. The queues go on working, if there are any; what
+    /// was written before a reset counts as well.
     fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.registers.csts.set_shst(regs::SHST_OCCURRING);
         if self.lifecycle.flush != ShutdownFlush::None {
@@ -671,7 +671,9 @@ impl Control {
                     Response::Reset => self.begin_reset(cx, true, deferred),
                 }
             }
-            Notice::WantsToBeAlone => self.alone.want(),
+            // Before a reset is over nobody waits for anything.
+            Notice::WantsToBeAlone if self.is_ready() => self.alone.want(),
+            Notice::WantsToBeAlone => {}
             Notice::AdminDoorbell => {}
             Notice::SlowTurns { took } => self.too_slow(cx, took, deferred),
             Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),

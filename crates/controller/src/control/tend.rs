@@ -1,5 +1,5 @@
-//! What is done for supporters: pieces of self-tests, snapshots of health, and what is written into the
-//! log of events.
+//! What is done for supporters: pieces of self-tests, snapshots of health, and what is written into
+//! the log of events.
 
 use super::Control;
 use super::deferred::Deferred;

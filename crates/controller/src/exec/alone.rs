@@ -13,11 +13,10 @@
 //!
 //! A command that is parked has a record in the journal, as all that are under way. What becomes of
 //! it is written there as a [`Decision`] before anything follows from that: that a Compare was
-//! equal, before its Write begins; how a command has ended, before others go on. So who goes on
-//! for a dead process does the Write without a look at what it has written itself, and does not
-//! write once more over what others have written since. A command that changes which blocks are
-//! marked is the exception: how it has ended is written down when that is recorded, and before others
-//! go on.
+//! equal, before its Write begins; how a command has ended, before others go on. So who goes on for
+//! a dead process does the Write without a look at what it has written itself, and does not write
+//! once more over what others have written since. A command that changes which blocks are marked is
+//! the exception: how it has ended is written down when that is recorded, and before others go on.
 
 use super::in_flight::InFlightTable;
 use super::namespace::NamespaceQueue;
@@ -78,6 +77,8 @@ pub(super) struct Alone {
     pub(super) held: Vec<Held>,
     /// What is held may go.
     pub(super) is_released: bool,
+    /// Nobody wants any of it any more: what is held goes at once.
+    pub(super) is_given_up: bool,
     /// Commands that were given up before they began.
     pub(super) ended: Vec<u32>,
     pub(super) decided: Vec<Decided>,
@@ -115,7 +116,7 @@ impl Alone {
         !self.ended.is_empty()
             || !self.decided.is_empty()
             || self.settling.is_some()
-            || self.is_released && !self.held.is_empty()
+            || (self.is_released || self.is_given_up) && !self.held.is_empty()
             || self.granted.is_some() && self.running.is_none()
     }
 

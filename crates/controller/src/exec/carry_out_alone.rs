@@ -17,8 +17,8 @@ use shadowbell_spec::status::Status;
 use shadowbell_state::{AbortPoint, abort_point};
 use std::sync::Arc;
 
-/// How the two commands of a fused operation have ended that was not begun: their permits, and their
-/// statuses.
+/// How the two commands of a fused operation have ended that was not begun: their permits, and
+/// their statuses.
 pub(crate) type FusedFailed = ((Permit, Permit), (Status, Status));
 
 impl Engine {
@@ -172,7 +172,7 @@ impl Engine {
             return;
         }
         drop(self.alone.settling.take());
-        if std::mem::take(&mut self.alone.is_released) {
+        if std::mem::take(&mut self.alone.is_released) || self.alone.is_given_up {
             for Held { tag, dw0 } in std::mem::take(&mut self.alone.held) {
                 let Some(entry) = self.in_flight.remove(tag) else { continue };
                 let InFlight { owner, status, nsid, lba, .. } = entry;

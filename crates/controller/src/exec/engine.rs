@@ -1109,6 +1109,8 @@ impl Engine {
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
         self.forced.cancel(|command| of.is_none_or(|queue| command.sq == queue));
         self.long.cancel_all(of);
+        // All of them: the controller is reset, and nobody says when others go on.
+        self.alone.is_given_up |= of.is_none();
         let which = |_, sq| of.is_none_or(|queue| sq == queue);
         self.alone.cancel(which, &mut self.in_flight);
     }

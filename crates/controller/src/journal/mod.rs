@@ -35,8 +35,9 @@
 //!
 //! # Commands that are alone
 //!
-//! Of a command that is carried out alone it is [written down](JournalPart::decide) what was decided:
-//! first what, then that there is something. Of the two of a fused operation the first is the last.
+//! Of a command that is carried out alone it is [written down](JournalPart::decide) what was
+//! decided: first what, then that there is something. Of the two of a fused operation the first is
+//! the last.
 //!
 //! # Commands that kill
 //!

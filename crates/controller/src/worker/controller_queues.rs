@@ -520,7 +520,11 @@ impl ControllerQueues {
         if self.set.engine.pending() != 0 {
             work += u32::from(match &mut self.overriding {
                 None => self.set.reap(),
-                Some(overriding) => overriding.reap(&mut self.set),
+                Some(overriding) => {
+                    let busy = overriding.reap(&mut self.set);
+                    self.set.write_decisions();
+                    busy
+                }
             });
         }
         if let Some(overriding) = &mut self.overriding

@@ -130,8 +130,8 @@ pub(crate) enum Message {
     Stay {
         controller: u32,
     },
-    /// Nothing more of the controller is fetched. The latch is dropped when nothing is under way but
-    /// what has to be alone.
+    /// Nothing more of the controller is fetched. The latch is dropped when nothing is under way
+    /// but what has to be alone.
     Pause {
         controller: u32,
         latch: Latch,

@@ -384,7 +384,7 @@ impl QueueSet {
 
     /// Writes down what was decided of commands that are alone.
     #[cold]
-    fn write_decisions(&mut self) {
+    pub(crate) fn write_decisions(&mut self) {
         for (tag, decision) in self.engine.take_decided() {
             if let Some(journal) = &self.journal {
                 journal.decide(tag, decision);

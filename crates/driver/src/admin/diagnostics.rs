@@ -44,8 +44,8 @@ impl Admin {
         SelfTestLog::read_from_bytes(&data).map_err(|_| self.too_short())
     }
 
-    /// Telemetry, log page 07h or 08h: the header and all its blocks up to the end of a data area, 1 to
-    /// 3.
+    /// Telemetry, log page 07h or 08h: the header and all its blocks up to the end of a data area,
+    /// 1 to 3.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -72,8 +72,8 @@ impl Admin {
         Ok(page)
     }
 
-    /// Persistent Event, log page 0Dh: all of it, in a context that is there for that long. One that
-    /// is there already is used, and released.
+    /// Persistent Event, log page 0Dh: all of it, in a context that is there for that long. One
+    /// that is there already is used, and released.
     ///
     /// # Errors
     /// [`CommandError`].

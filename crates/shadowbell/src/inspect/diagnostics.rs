@@ -1,5 +1,5 @@
-//! `device-self-test`, `self-test-log`, `telemetry-log` and `persistent-event-log`: what a supporter
-//! asks for.
+//! `device-self-test`, `self-test-log`, `telemetry-log` and `persistent-event-log`: what a
+//! supporter asks for.
 
 use super::fields::Fields;
 use super::query::{Args, show_json};
