@@ -56,6 +56,7 @@
 //! | `shell`, `paste` | words of a command line that a person pastes; how they are printed |
 //! | `signals`, `descriptor_limit` | what the program asks of the system |
 //! | `log_thread` | lines of the log, until they are written |
+//! | `late_close` | descriptors that take their time to close |
 //! | `logging`, `exit` | lines on standard error; what the exit status means |
 #![forbid(unsafe_code)]
 
@@ -82,6 +83,7 @@ mod items;
 mod keeper;
 mod keeper_link;
 mod keeper_query;
+mod late_close;
 mod latency;
 mod limits;
 mod live_stats;

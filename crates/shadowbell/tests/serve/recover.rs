@@ -63,6 +63,39 @@ fn a_verifying_load_goes_on_through_twenty_kills() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
+/// A client that shares its memory in many pieces: these are not in each record, and there after a
+/// death, an upgrade, and a death after that, but for those that were taken back.
+#[test]
+fn memory_in_many_pieces_is_there_in_the_next_process() {
+    let mut server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.share(200);
+    let maps = || std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
+    assert!(maps().contains("client-ranges"), "{}", maps());
+    let held = || std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap().count();
+    let most = held();
+    for n in 0..6_u8 {
+        if n % 2 == 1 {
+            let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+            assert_eq!(status, Some(0), "{errors}");
+            until("the old one's end", || children(server.pid()).len() == 1);
+        } else {
+            kill(&server, Signal::KILL);
+        }
+        client.use_shared(n);
+        assert!(maps().contains("client-ranges"));
+        client.share_anew(usize::from(n) * 20, 10);
+    }
+    lost_nothing(&server);
+    // The keeper has let go of what the client has taken back, and then of all of it.
+    until("as many descriptors as before", || held() <= most + 4);
+    drop(client);
+    until("hardly any descriptors", || held() < most - 190);
+    kill(&server, Signal::KILL);
+    Client::attach(&socket(&server, 0)).write(1, 0, 1);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
 /// Of any signal, after an upgrade, and with nobody there.
 #[test]
 fn whatever_kills_it_and_whoever_it_is() {
