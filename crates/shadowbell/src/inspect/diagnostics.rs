@@ -47,7 +47,7 @@ pub(crate) struct SelfTestArgs {
 
 /// What a Device Self-test command does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Code {
+pub(crate) enum Code {
     /// A short test, of a minute or two
     #[value(alias = "1", alias = "0x1")]
     Short,

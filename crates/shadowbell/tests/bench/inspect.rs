@@ -123,7 +123,7 @@ fn a_controller_tests_itself_and_tells_what_has_happened() {
     let file = directory.path().join("telemetry");
     output(&mut line(&format!("telemetry-log {target} -O {}", file.display())));
     let page = std::fs::read(&file).unwrap();
-    assert!(page.len() >= 1024 && page.len() % 512 == 0 && page[0] == 7, "{}", page.len());
+    assert!(page.len() >= 1024 && page.len().is_multiple_of(512) && page[0] == 7, "{}", page.len());
     assert!(page[512..].starts_with(b"shadowbell-telemetry 1\n"));
     output(&mut line(&format!("telemetry-log {target} -c -O {}", file.display())));
     assert_eq!(std::fs::read(&file).unwrap().len(), 512, "nothing has happened");
