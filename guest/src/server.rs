@@ -84,9 +84,11 @@ impl Server {
         let mut server = Self { process, log, stats };
         let deadline = Instant::now() + Duration::from_secs(20);
         let has_keeper = !serve.options.contains(&"--no-keeper");
+        let mut options = serve.options.iter().skip_while(|word| **word != "--control-socket");
+        let control = options.nth(1).map_or_else(|| socket.clone(), PathBuf::from);
         let answers = || {
             let mut ctl = Command::new(serve.binary);
-            ctl.arg("ctl").arg("-s").arg(&socket).arg("status");
+            ctl.arg("ctl").arg("-s").arg(&control).arg("status");
             ctl.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
             ctl.status().is_ok_and(|status| status.success())
         };

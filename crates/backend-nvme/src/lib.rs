@@ -35,9 +35,9 @@
 //!
 //! A worker waits for the SSD's admin queue: when it opens or closes its queue pair, and while the
 //! driver takes its [recovery steps](shadowbell_driver::recovery) for a late command. An SSD that
-//! does not answer there (a vfio-user server that is stopped) holds up the other controllers of
-//! that worker for as long, ten seconds for each command. Who serves disks of SSDs that may hang
-//! had best give each a process of its own.
+//! does not answer there holds up the other controllers of that worker for as long, ten seconds for
+//! each command. Who serves disks of SSDs that may hang has to give their controllers a thread each
+//! (`shadowbell serve` does).
 #![forbid(unsafe_code)]
 
 mod disk;

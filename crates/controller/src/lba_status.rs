@@ -1,13 +1,16 @@
-//! Get LBA Status: which logical blocks of a namespace are allocated. NVM 1.1, 4.2.1.
+//! Get LBA Status: which logical blocks of a namespace are allocated, or marked as uncorrectable.
+//! NVM 1.1, 4.2.1.
 //!
-//! Only the disk knows, and a disk may wait for its storage. So the command is not carried out
-//! where admin commands are executed, under a lock, nor by a worker. It has turns of its own on the
-//! control thread, where whoever takes long is left alone with a thread (`control_thread`). A turn
-//! looks at some extents, a command at some more, and a controller has so many commands under way.
+//! What is allocated only the disk knows, and a disk may wait for its storage. So the command is
+//! not carried out where admin commands are executed, under a lock, nor by a worker. It has turns
+//! of its own on the control thread, where whoever takes long is left alone with a thread
+//! (`control_thread`). A turn looks at some extents, a command at some more, and a controller has
+//! so many commands under way.
 
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::latch::Latch;
 use crate::notice::{ControlHandle, Notice, Operation};
+use crate::uncorrectable::Uncorrectable;
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 use shadowbell_backend::{Disk, Extent};
@@ -51,10 +54,26 @@ pub(crate) struct Question {
     pub(crate) room: usize,
 }
 
-/// The list of a command that finds nothing.
-pub(crate) fn nothing() -> Vec<u8> {
-    let list = LbaStatusList { cmpc: LbaStatusList::COMPLETE, ..LbaStatusList::default() };
-    list.as_bytes().to_vec()
+/// The list of the blocks in `[slba, end)` that are marked as uncorrectable, of which there is room
+/// for so many descriptors.
+pub(crate) fn uncorrectable(marks: &Uncorrectable, nsid: u32, question: &Question) -> Vec<u8> {
+    let all: Vec<_> = marks.of(nsid, question.slba, question.end).collect();
+    let told = &all[..all.len().min(question.room).min(MAX_DESCRIPTORS)];
+    let is_cut = told.len() < all.len();
+    list(told, is_cut, LbaStatusDescriptor::WRITE_UNCORRECTABLE)
+}
+
+/// An LBA Status Descriptor List of these blocks, which have this status.
+fn list(found: &[(u64, u64)], is_cut: bool, status: u8) -> Vec<u8> {
+    let cmpc = if is_cut { LbaStatusList::INCOMPLETE } else { LbaStatusList::COMPLETE };
+    let nlsd = found.len() as u32;
+    let mut bytes = LbaStatusList { nlsd, cmpc, ..LbaStatusList::default() }.as_bytes().to_vec();
+    for (first, after) in found {
+        let nlb0 = (after - first - 1) as u32;
+        let entry = LbaStatusDescriptor { dslba: *first, nlb0, status, ..Default::default() };
+        bytes.extend_from_slice(entry.as_bytes());
+    }
+    bytes
 }
 
 /// A command under way.
@@ -150,16 +169,7 @@ impl Search {
 
     /// The LBA Status Descriptor List.
     fn list(&self) -> Vec<u8> {
-        let cmpc = if self.is_cut { LbaStatusList::INCOMPLETE } else { LbaStatusList::COMPLETE };
-        let nlsd = self.found.len() as u32;
-        let mut bytes =
-            LbaStatusList { nlsd, cmpc, ..LbaStatusList::default() }.as_bytes().to_vec();
-        for (first, after) in &self.found {
-            let nlb0 = (after - first - 1) as u32;
-            let entry = LbaStatusDescriptor { dslba: *first, nlb0, ..Default::default() };
-            bytes.extend_from_slice(entry.as_bytes());
-        }
-        bytes
+        list(&self.found, self.is_cut, 0)
     }
 }
 

@@ -22,7 +22,7 @@
 //!
 //! # What it does not implement
 //!
-//! Metadata and protection information, fused commands, namespace management and formatting,
+//! Metadata and protection information, namespace management and formatting,
 //! firmware update, reservations, zoned and key-value command sets, controller memory buffers,
 //! pin-based interrupts. A command that is not implemented ends in Invalid Command Opcode.
 #![forbid(unsafe_code)]
@@ -60,6 +60,7 @@ mod successor;
 #[cfg(test)]
 mod test_disk;
 pub mod trace;
+mod uncorrectable;
 mod visit;
 mod worker;
 

@@ -14,6 +14,7 @@ use crate::saved::{
 use crate::shared::{DOORBELL_BYTES, MAX_QUEUES};
 use crate::stats::{CqStats, IoStats, SqStats};
 use crate::successor::RestoreError;
+use crate::uncorrectable::MOST_BLOCKS;
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::RingSize;
 use shadowbell_spec::regs::{Aqa, Cc, Csts};
@@ -127,6 +128,9 @@ fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static st
     }
     if changed.len() > MAX_NAMESPACES || features.error_recovery.len() > MAX_NAMESPACES {
         return Err("the number of its namespaces");
+    }
+    if control.uncorrectable.len() as u64 > MOST_BLOCKS {
+        return Err("its uncorrectable blocks");
     }
     let lists = [events.outstanding.len(), events.pending.len(), events.unread.len()];
     if lists.into_iter().any(|len| len > MOST_EVENTS) {

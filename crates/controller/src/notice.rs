@@ -48,6 +48,8 @@ pub(crate) enum Notice {
     /// Something befell the whole controller while its queues were served.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     Condition(Condition),
+    /// A command has to be alone, and waits for that.
+    WantsToBeAlone,
     /// The admin queue has to be looked at.
     AdminDoorbell,
     /// All workers have another namespace of this NSID, and nothing uses the disk of the one
@@ -93,6 +95,16 @@ pub(crate) enum Operation {
     LbaStatus { cid: u16 },
     /// The flush before the volatile write cache is off.
     Flush { cid: u16 },
+    /// What is under way ends, so that a command can be alone.
+    Pause,
+    /// A worker carries out what has to be alone.
+    Alone,
+    /// What that has changed is recorded.
+    Recorded,
+    /// Nothing of it would be done again by another process.
+    Settled,
+    /// A piece of a self-test.
+    SelfTest { run: u32, nsid: u32 },
     /// The flush of a shutdown.
     Shutdown,
     /// A Controller Level Reset.

@@ -116,7 +116,7 @@ impl ControllerInner {
 
     fn make_record(&self, fds: &mut Descriptors) -> io::Result<SavedController> {
         let cx = &self.context;
-        let Recorded { control, admin, parts } = self.control.lock().record(fds)?;
+        let Recorded { control, admin, parts } = self.control.lock().record(cx, fds)?;
         let mut counters = cx.shared.counters();
         counters.io = cx.shared.io();
         let journal = cx.shared.journal().map(|journal| {
@@ -152,7 +152,8 @@ impl ControllerInner {
         let eventfds = take_eventfds(&parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
         cx.shared.count_recovery();
-        if saved.isolated {
+        // Whoever serves it may have said where, before.
+        if saved.isolated && !cx.route.is_diverted() {
             self.relocate(|control, cx| control.isolate(cx))?;
         }
         let recorded = Recorded { control, admin, parts };
@@ -236,7 +237,7 @@ impl ControllerInner {
         let admin = self.admin.lock();
         let (control, used, unserved) = {
             let plane = self.control.lock();
-            let (control, used) = plane.save()?;
+            let (control, used) = plane.save(cx)?;
             (control, used, plane.save_unserved(used))
         };
         let mut counters = cx.shared.counters();
@@ -319,6 +320,10 @@ impl ControllerInner {
         }
     }
 
+    fn is_inline(&self) -> bool {
+        self.context.pool.control().is_inline()
+    }
+
     /// So much of a processor went to the guest's commands.
     fn spend(&self, budget: &mut Budget, used: Duration) {
         let cx = &self.context;
@@ -348,7 +353,7 @@ impl ControllerInner {
             return Turn::At(until);
         }
         if server.lacks_cq() {
-            control.lock().lacks_admin_cq(deferred);
+            control.lock().lacks_admin_cq(cx, deferred);
             return Turn::Idle;
         }
         // Most turns have no command, and the question is a system call.
@@ -399,13 +404,27 @@ impl TakesTurns for ControllerInner {
 
     fn turn(&self) -> Turn {
         let mut deferred = Deferred::default();
+        // What a host can have done as often as it likes has its price.
+        let has_price = self.control.lock().has_one_alone() && !self.is_inline();
+        let began = has_price.then(processor_time);
         self.receive(&mut deferred);
         let mut admin = self.admin.lock();
+        if let Some(began) = began {
+            self.record();
+            self.spend(&mut admin.budget, processor_time().saturating_sub(began));
+        }
         let turn = self.serve_admin(&mut admin, &mut deferred);
         let is_quiet = admin.server.is_quiet();
+        let may_be_alone = admin.budget.wait_until(Instant::now()).is_none();
         drop(admin);
         let now = Instant::now();
         let mut control = self.control.lock();
+        if may_be_alone {
+            control.advance_alone(&self.context, &mut deferred);
+            if control.tend(&self.context, now, &mut deferred) {
+                self.note_change();
+            }
+        }
         control.advance_rest(&self.context, is_quiet, &mut deferred);
         if control.watch_host(&self.context, now, &mut deferred) {
             self.note_change();

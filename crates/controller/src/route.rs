@@ -136,6 +136,15 @@ impl Route {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
     }
 
+    /// All workers that may have queues of it, which were placed at `workers`: whatever is on its
+    /// way is at one of these, or nowhere.
+    pub(crate) fn everywhere(&self, workers: impl IntoIterator<Item = usize>) -> Vec<usize> {
+        let way = self.0.lock();
+        let mut all: BTreeSet<_> = workers.into_iter().collect();
+        all.extend(way.to);
+        all.into_iter().collect()
+    }
+
     /// Whether queues of the controller are on their way to another worker.
     pub(crate) fn is_leaving(&self) -> bool {
         !self.0.lock().leaving.is_empty()

@@ -164,6 +164,18 @@ pub(crate) struct SavedControl {
     pub(crate) errors: SavedErrors,
     /// Submission and completion queues that the host may create.
     pub(crate) granted: (u16, u16),
+    /// Logical blocks that are marked as uncorrectable: NSID, the first of a range, the one after
+    /// its last.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(crate) uncorrectable: Vec<(u32, u64, u64)>,
+    /// How often these have changed.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(crate) uncorrectable_changes: u16,
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(crate) diagnostics: SavedDiagnostics,
+    /// How long ago the last reset was, in milliseconds.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(crate) reset_ms: u64,
     /// A reset is under way; and whether it sets all registers back.
     #[serde(default)]
     pub(crate) resetting: Option<bool>,
@@ -234,6 +246,68 @@ pub(crate) struct SavedErrors {
     /// As in the log page, the newest first.
     pub(crate) entries: Vec<Vec<u8>>,
     pub(crate) count: u64,
+    /// How many there were of each status.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(crate) kinds: Vec<(u16, u64)>,
+}
+
+/// A self-test under way, and results of others.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavedSelfTest {
+    pub(crate) run: Option<SavedSelfTestRun>,
+    /// As in the log page, the newest first.
+    pub(crate) results: Vec<Vec<u8>>,
+}
+
+/// Segment, namespace and block, and status.
+pub(crate) type SavedFailure = (u8, Option<(u32, u64)>, u16);
+
+/// A self-test under way.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavedSelfTestRun {
+    pub(crate) code: u8,
+    /// Namespaces that are left, and how many there were.
+    pub(crate) nsids: Vec<u32>,
+    pub(crate) count: usize,
+    /// The piece of the first of them that is next.
+    pub(crate) piece: u64,
+    /// The first failure.
+    pub(crate) failure: Option<SavedFailure>,
+    /// How long it is under way, in milliseconds.
+    pub(crate) for_ms: u64,
+}
+
+/// What was captured: the data, the last blocks of the areas, and why.
+pub(crate) type SavedCapture = (Bytes, [u16; 3], String);
+
+/// Telemetry.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavedTelemetry {
+    pub(crate) host: SavedCapture,
+    pub(crate) host_generation: u8,
+    pub(crate) own: SavedCapture,
+    pub(crate) own_generation: u8,
+    pub(crate) is_new: bool,
+}
+
+/// The Persistent Event log.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavedEventLog {
+    /// With their headers, the oldest first.
+    pub(crate) events: Vec<Bytes>,
+    /// The page that the host reads.
+    pub(crate) context: Option<Bytes>,
+    pub(crate) generation: u16,
+    /// How long ago the last snapshot of health was, in milliseconds.
+    pub(crate) snapshot_ms: Option<u64>,
+}
+
+/// What is kept for supporters.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavedDiagnostics {
+    pub(crate) self_test: SavedSelfTest,
+    pub(crate) telemetry: SavedTelemetry,
+    pub(crate) events: SavedEventLog,
 }
 
 /// A doorbell, as the controller sees it.
@@ -305,8 +379,8 @@ pub(crate) struct SavedCounters {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
-    /// Processes that have died with it. A guest that moves leaves that behind, and its stream is as
-    /// that of releases before.
+    /// Processes that have died with it. A guest that moves leaves that behind, and its stream is
+    /// as that of releases before.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) recoveries: u64,
 }

@@ -7,6 +7,7 @@ use crate::saved::SavedCounters;
 use crate::stats::{
     CqCounters, CqStats, IoStats, PartCounters, SleepStats, SqCounters, SqStats, Stats,
 };
+use crate::uncorrectable::Uncorrectable;
 use parking_lot::Mutex;
 use shadowbell_memory::{Mapping, Protection, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
@@ -67,6 +68,11 @@ pub(crate) struct ControllerShared {
     write_through: AtomicBool,
     /// The descriptor formats of Copy that the host has enabled (feature 16h): bit n for format n.
     copy_formats: Arc<AtomicU16>,
+    /// A command is alone, or is to be: queues that arrive at a worker fetch nothing.
+    one_alone: AtomicBool,
+    /// Logical blocks that the host has marked. A worker has its own copy, which it renews when
+    /// nothing is under way.
+    uncorrectable: Mutex<Arc<Uncorrectable>>,
     /// Whether the host writes the doorbell page itself: nothing traps, so somebody has to look.
     pub(crate) mapped: bool,
     pub(crate) irqs: Arc<IrqTable>,
@@ -113,6 +119,8 @@ impl ControllerShared {
             head_wanted: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
             write_through: AtomicBool::new(false),
             copy_formats: Arc::default(),
+            one_alone: AtomicBool::new(false),
+            uncorrectable: Mutex::default(),
             mapped,
             irqs: Arc::new(IrqTable::new(MAX_QUEUES)),
             coalescing: Coalescing::default(),
@@ -237,6 +245,24 @@ impl ControllerShared {
     /// The descriptor formats of Copy that the host has enabled.
     pub(crate) fn copy_formats(&self) -> &Arc<AtomicU16> {
         &self.copy_formats
+    }
+
+    pub(crate) fn set_one_alone(&self, is_one: bool) {
+        self.one_alone.store(is_one, Ordering::Release);
+    }
+
+    /// Whether a command is alone, or is to be.
+    pub(crate) fn is_one_alone(&self) -> bool {
+        self.one_alone.load(Ordering::Acquire)
+    }
+
+    /// Logical blocks that the host has marked as uncorrectable.
+    pub(crate) fn uncorrectable(&self) -> Arc<Uncorrectable> {
+        Arc::clone(&self.uncorrectable.lock())
+    }
+
+    pub(crate) fn change_uncorrectable(&self, change: impl FnOnce(&mut Uncorrectable)) {
+        change(Arc::make_mut(&mut self.uncorrectable.lock()));
     }
 
     #[inline]

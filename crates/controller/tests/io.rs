@@ -109,7 +109,7 @@ fn every_bad_command_ends_in_its_status_and_the_queue_goes_on() {
     let bad_psdt = |flags| Sqe { flags, ..Sqe::read(1, 0, 0, 0).with_prps(page, 0) };
     let cases = [
         (Sqe::new(0x7f, 0, 1), Status::INVALID_OPCODE),
-        (Sqe::new(0x04, 0, 1), Status::INVALID_OPCODE),
+        (Sqe::new(0x0d, 0, 1), Status::INVALID_OPCODE),
         (Sqe::read(0, 0, 0, 0), Status::INVALID_NAMESPACE_OR_FORMAT),
         (Sqe::read(3, 0, 0, 0), Status::INVALID_NAMESPACE_OR_FORMAT),
         (Sqe::read(NSID_ALL, 0, 0, 0), Status::INVALID_NAMESPACE_OR_FORMAT),
@@ -124,7 +124,8 @@ fn every_bad_command_ends_in_its_status_and_the_queue_goes_on() {
         (Sqe::read(1, 0, 0, 0).with_prps(0, 0), Status::DATA_XFER_ERROR),
         (Sqe::read(1, 0, 31, 0).with_prps(page, !7), Status::DATA_XFER_ERROR),
         (bad_psdt(0xc0), Status::INVALID_FIELD),
-        (bad_psdt(0x01), Status::INVALID_FIELD),
+        // Half of a fused operation.
+        (bad_psdt(0x01), Status::FUSED_MISSING),
         (bad_psdt(0x40), Status::SGL_DATA_LENGTH_INVALID),
         (Sqe::write_zeroes(1, blocks, 0, false, 0), Status::LBA_OUT_OF_RANGE),
         (Sqe::flush(9, 0), Status::INVALID_NAMESPACE_OR_FORMAT),

@@ -363,6 +363,36 @@ fn shutdown_flushes_what_was_written_through_queues_that_are_gone() {
     }
 }
 
+/// What was written before a reset may be in a disk's cache: a host that disables the controller
+/// first has it flushed as well.
+#[test]
+fn a_shutdown_of_a_disabled_controller_flushes() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let _queue = host.create(1, 16, false);
+    for _ in 0..2 {
+        host.disable();
+        let cc = Cc::from_bits(host.read32(regs::CC));
+        host.write32(regs::CC, cc.with_shn(regs::SHN_NORMAL).into_bits());
+        host.until("the flush", || gate.waiting() == 1);
+        assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
+        gate.end(Ok(()));
+        host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
+        assert!(!host.csts().rdy());
+        // Nobody holds on to the host's memory for that.
+        let (sent, gone) = mpsc::channel();
+        host.controller.unmap_all(move || sent.send(()).unwrap());
+        gone.recv_timeout(TIMEOUT).unwrap();
+        host.controller.map_dma(common::BASE, common::MEMORY, &host.memory).unwrap();
+        host.write32(regs::CC, cc.with_shn(regs::SHN_NONE).into_bits());
+        host.enable();
+        let mut queue = host.create(1, 16, false);
+        let page = host.alloc(4096);
+        gate.end(Ok(()));
+        let read = Sqe::read(1, 0, 0, 0).with_prps(page, 0);
+        assert!(host.run(&mut queue, read).0.is_success());
+    }
+}
+
 #[test]
 fn the_write_cache_goes_off_when_what_it_holds_is_on_the_medium() {
     use shadowbell_spec::admin::SetFeatures;

@@ -119,7 +119,7 @@ mod queue_pair;
 pub mod recovery;
 mod transport;
 
-pub use admin::{Admin, AdminData, AdminResult, AllocatedBlocks, LogRequest};
+pub use admin::{Admin, AdminData, AdminResult, AllocatedBlocks, LogRequest, Telemetry};
 pub use async_queue::{AsyncNamespace, AsyncQueue};
 pub use command::Command;
 pub use completion::{Completion, Token};

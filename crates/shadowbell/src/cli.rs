@@ -37,6 +37,12 @@ enum Verb {
     SmartLog(inspect::Args),
     ErrorLog(inspect::ErrorLogArgs),
     GetFeature(inspect::FeatureArgs),
+    DeviceSelfTest(inspect::SelfTestArgs),
+    /// Show the self-tests of a controller
+    SelfTestLog(inspect::Args),
+    TelemetryLog(inspect::TelemetryArgs),
+    /// Show what has happened to a controller
+    PersistentEventLog(inspect::Args),
     Read(transfer::ReadArgs),
     Write(transfer::WriteArgs),
     Copy(transfer::CopyArgs),
@@ -70,6 +76,10 @@ impl Verb {
             Self::SmartLog(args) => inspect::smart_log(&args),
             Self::ErrorLog(args) => inspect::error_log(&args),
             Self::GetFeature(args) => inspect::get_feature(&args),
+            Self::DeviceSelfTest(args) => inspect::device_self_test(&args),
+            Self::SelfTestLog(args) => inspect::self_test_log(&args),
+            Self::TelemetryLog(args) => inspect::telemetry_log(&args),
+            Self::PersistentEventLog(args) => inspect::persistent_event_log(&args),
             Self::Read(args) => transfer::read(&args),
             Self::Write(args) => transfer::write(&args),
             Self::Copy(args) => transfer::copy(&args),

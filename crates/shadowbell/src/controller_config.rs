@@ -62,6 +62,13 @@ impl DiskConfig {
             None => Self { disk, uuid, nsid },
         }
     }
+
+    /// What nobody else can have meanwhile, if it is a file or a device: its path from the root.
+    #[must_use]
+    pub(crate) fn takes(&self) -> String {
+        let disk = disk_spec::from_root(&self.disk);
+        disk.split('?').next().unwrap_or_default().to_owned()
+    }
 }
 
 /// The NSIDs of these disks.
@@ -137,15 +144,21 @@ impl ControllerConfig {
         self.configure(location, disks.collect::<Result<_, _>>()?)
     }
 
+    /// Whether both are the same but for their disks.
+    #[must_use]
+    pub(crate) fn is_same_but_disks(&self, other: &Self) -> bool {
+        let bare = |config: &Self| Self { disks: Vec::new(), ..config.clone() };
+        bare(self) == bare(other)
+    }
+
     /// Whether both are the same. What one of them leaves open, the other may say.
     #[must_use]
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        let bare = |config: &Self| Self { disks: Vec::new(), ..config.clone() };
         let is_same_disk = |(one, other): (&DiskConfig, &DiskConfig)| {
             disk_spec::from_root(&one.disk) == disk_spec::from_root(&other.disk)
                 && one.uuid.zip(other.uuid).is_none_or(|(one, other)| one == other)
         };
-        bare(self) == bare(other)
+        self.is_same_but_disks(other)
             && nsids(&self.disks).eq(nsids(&other.disks))
             && self.disks.iter().zip(&other.disks).all(is_same_disk)
     }

@@ -8,11 +8,13 @@ use crate::control::api::{
 use crate::control::client::{Client, part};
 use crate::control::find;
 use crate::controller_config::OfferedDoorbells;
+use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::disk_spec;
 use crate::exit::bad_input;
 use crate::grant::{disks_of, grant};
 use crate::keeper_query::{Keeper, program};
+use crate::logging::COMMON;
 use crate::output::{Output, show};
 use crate::parse;
 use crate::replace::replace;
@@ -36,7 +38,7 @@ use std::process::ExitCode;
 pub(crate) struct Args {
     /// The server: its name, the path of its control socket, or the path of a socket at which it
     /// serves [default: the only one that runs]
-    #[arg(short, long, global = true, value_name = "NAME|PATH")]
+    #[arg(short, long, global = true, value_name = "NAME|PATH", help_heading = COMMON)]
     server: Option<String>,
     #[command(flatten)]
     output: Output,
@@ -70,15 +72,16 @@ enum What {
     #[command(subcommand)]
     Controller(Change),
     /// Have the controllers be those of a configuration file: what is missing comes, what is too
-    /// much goes, what is the same stays untouched
+    /// much goes, what differs in its namespaces or limits alone changes under its guest, what is
+    /// the same stays untouched
     Apply {
         /// The file, as `serve --config` takes it; relative paths in it are the server's
         #[arg(value_name = "FILE")]
         file: PathBuf,
-        /// Say what would be done, and do nothing
+        /// Say what would be done and what is otherwise then, and do nothing
         #[arg(long)]
         dry_run: bool,
-        /// Take controllers away though they have clients
+        /// Take controllers and namespaces away though they have clients
         #[arg(long)]
         force: bool,
     },
@@ -551,12 +554,7 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
 }
 
 fn limits_text(spec: Option<&LimitSpec>) -> String {
-    let limits = spec.and_then(|spec| spec.parse().ok()).unwrap_or_default();
-    match &limits.group {
-        Some(group) if limits.own.is_none() => format!("as {group}"),
-        Some(group) => format!("{}, as {group}", limits.own),
-        None => limits.own.to_string(),
-    }
+    spec.and_then(|spec| spec.parse().ok()).unwrap_or_default().to_string()
 }
 
 fn save_config(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {
@@ -583,23 +581,7 @@ fn apply(
     }
     let wanted = Apply { toml, file: name, dry_run, force };
     let plan: Plan = client.send(&Method::POST, "/v1/apply", &wanted)?;
-    show(&plan, json, |out, plan| {
-        for (sign, ids) in [("+", &plan.add), ("-", &plan.remove), ("~", &plan.replace)] {
-            for id in ids {
-                let busy = if plan.busy.contains(id) { " (a client has it)" } else { "" };
-                writeln!(out, "{sign} {id}{busy}")?;
-            }
-        }
-        let done = if plan.applied { "" } else { "; nothing was done" };
-        writeln!(
-            out,
-            "{} come, {} go, {} are replaced, {} stay{done}",
-            plan.add.len(),
-            plan.remove.len(),
-            plan.replace.len(),
-            plan.unchanged
-        )
-    })
+    show(&plan, json, plan_lines)
 }
 
 fn upgrade(

@@ -196,12 +196,18 @@ pub(crate) fn with_size(spec: &str, bytes: u64) -> String {
     }
 }
 
+/// Whether a disk is a namespace of another controller. Who serves it waits for that controller's
+/// admin queue now and then, ten seconds each time if it hangs.
+#[must_use]
+pub(crate) fn is_of_a_controller(spec: &str) -> bool {
+    ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme))
+}
+
 /// The path of a disk that is a file or a device, as `spec` says it.
 #[must_use]
 pub(crate) fn file(spec: &str) -> Option<PathBuf> {
     let (spec, _) = split(spec).ok()?;
-    let is_other = ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme));
-    if is_other || NbdSpec::is_one(&spec) || RbdSpec::is_one(&spec) {
+    if is_of_a_controller(&spec) || NbdSpec::is_one(&spec) || RbdSpec::is_one(&spec) {
         return None;
     }
     Some(FileSpec::parse(&spec).ok()??.path)

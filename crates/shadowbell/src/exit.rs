@@ -1,6 +1,7 @@
 //! What the exit status of the program means.
 
 use crate::logging;
+use crate::plain_words::without_numbers;
 use std::fmt;
 use std::io;
 use std::process::ExitCode;
@@ -101,7 +102,7 @@ pub(crate) fn line(error: &anyhow::Error) -> String {
         line.push_str("; ");
         line.push_str(advice);
     }
-    line
+    without_numbers(&line).into_owned()
 }
 
 /// What to do about an error of the system that says nothing of it.
@@ -138,9 +139,9 @@ mod tests {
         let source = || io::Error::from_raw_os_error(1);
         let error =
             anyhow::Error::new(source()).context(format!("refused ({}); do this", source()));
-        assert_eq!(line(&error), format!("refused ({}); do this", source()));
+        assert_eq!(line(&error), "refused (Operation not permitted); do this");
         let error = anyhow::Error::new(source()).context("refused");
-        assert_eq!(line(&error), format!("refused: {}", source()));
+        assert_eq!(line(&error), "refused: Operation not permitted");
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! keys and lengths, and never a body.
 
 use crate::keeper_link::{MOST, MOST_FDS};
+use crate::late_close;
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -64,13 +65,19 @@ pub(crate) enum Body {
     There(OwnedFd),
 }
 
+impl Default for Body {
+    fn default() -> Self {
+        Self::Here(Vec::new())
+    }
+}
+
 impl Item {
     /// Its body and its descriptors.
     ///
     /// # Errors
     /// The system's.
-    pub(crate) fn read(self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
-        let body = match self.body {
+    pub(crate) fn read(mut self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+        let body = match std::mem::take(&mut self.body) {
             Body::Here(body) => body,
             Body::There(memory) => {
                 let mut file = File::from(memory);
@@ -80,7 +87,14 @@ impl Item {
                 body
             }
         };
-        Ok((body, self.fds))
+        Ok((body, std::mem::take(&mut self.fds)))
+    }
+}
+
+/// What a client has sent is not closed by who has more to do.
+impl Drop for Item {
+    fn drop(&mut self) {
+        late_close::close(self.fds.drain(..));
     }
 }
 
@@ -292,6 +306,12 @@ impl Items {
     /// Whether there is one with this key.
     pub(crate) fn contains(&self, key: &str) -> bool {
         self.all.contains_key(key)
+    }
+
+    /// The keys that begin so.
+    pub(crate) fn keys(&self, begin: &str) -> Vec<String> {
+        let keys = self.all.range(begin.to_owned()..).map(|(key, _)| key);
+        keys.take_while(|key| key.starts_with(begin)).cloned().collect()
     }
 
     /// Takes one out.

@@ -1,6 +1,7 @@
 //! What a keeper, its workers, and who asks the keeper say to each other: packets over Unix
 //! sockets, a letter and what belongs to it, now and then with a descriptor.
 
+use crate::late_close;
 use crate::self_as_is;
 use rustix::io::Errno;
 use rustix::net::{
@@ -241,10 +242,23 @@ pub(crate) fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
     receive_with(socket, RecvFlags::DONTWAIT | RecvFlags::PEEK)
 }
 
-/// Takes the next packet away, whatever it is. Does not wait.
+/// Takes the next packet away, whatever it is. Does not wait, also not for what is closed with it.
 pub(crate) fn drop_one(socket: impl AsFd) {
-    let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC;
-    let _ = rustix::io::retry_on_intr(|| recv(&socket, &mut [0; 1], flags));
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
+    let mut byte = [0];
+    let received = rustix::io::retry_on_intr(|| {
+        recvmsg(&socket, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
+    });
+    if received.is_err() {
+        return;
+    }
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            late_close::close(fds);
+        }
+    }
 }
 
 /// The number of the next packet, if it is one that has a number. That stays there.

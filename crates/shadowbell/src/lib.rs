@@ -56,6 +56,7 @@
 //! | `shell`, `paste` | words of a command line that a person pastes; how they are printed |
 //! | `signals`, `descriptor_limit` | what the program asks of the system |
 //! | `log_thread` | lines of the log, until they are written |
+//! | `late_close` | descriptors that take their time to close |
 //! | `logging`, `exit` | lines on standard error; what the exit status means |
 #![forbid(unsafe_code)]
 
@@ -69,6 +70,7 @@ mod control;
 mod controller_config;
 mod cpu_list;
 mod ctl;
+mod ctl_plan;
 mod ctl_trace;
 mod demo;
 mod descriptor_limit;
@@ -82,6 +84,7 @@ mod items;
 mod keeper;
 mod keeper_link;
 mod keeper_query;
+mod late_close;
 mod latency;
 mod limits;
 mod live_stats;

@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::{Disk, LimitedDisk, Limiter, Limits};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 
 /// The option that names a group.
@@ -116,6 +117,17 @@ impl DiskLimits {
         }
         let group = self.group.as_deref().map(group);
         Arc::new(LimitedDisk::new(disk, Limiter::new(self.own), group))
+    }
+}
+
+/// As people see them: `iops=1000, as db`.
+impl fmt::Display for DiskLimits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.group {
+            Some(group) if self.own.is_none() => write!(f, "as {group}"),
+            Some(group) => write!(f, "{}, as {group}", self.own),
+            None => self.own.fmt(f),
+        }
     }
 }
 

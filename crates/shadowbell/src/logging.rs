@@ -1,10 +1,11 @@
 //! The log: lines on standard error, for a person.
 
 use crate::log_thread::{Limits, LogThread, Pace};
+use crate::plain_words::without_numbers;
 use parking_lot::Mutex;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt;
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
 use std::panic::PanicHookInfo;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,14 +75,18 @@ pub(crate) fn set_filter(directives: &str) -> Result<(), String> {
     Ok(())
 }
 
+/// Where the help has options that many verbs share: between those of a verb they would hide them.
+pub(crate) const COMMON: &str = "Common options";
+
 /// How much is logged.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub(crate) struct Args {
     /// Tell more: -v what happens on the control plane, -vv everything
-    #[arg(short, long, action = clap::ArgAction::Count, global = true)]
+    #[arg(short, long, action = clap::ArgAction::Count, global = true, help_heading = COMMON)]
     verbose: u8,
     /// Tell less: -q warnings and errors only, -qq errors only
-    #[arg(short, long, action = clap::ArgAction::Count, global = true, conflicts_with = "verbose")]
+    #[arg(short, long, action = clap::ArgAction::Count, global = true, help_heading = COMMON)]
+    #[arg(conflicts_with = "verbose")]
     quiet: u8,
 }
 
@@ -126,7 +131,7 @@ pub(crate) fn start(args: &Args, timed: bool) {
     // Fails only where a subscriber is there already: in a test, which wants its own.
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(move || writer.clone())
+        .with_writer(move || Plain(writer.clone()))
         .with_ansi(std::io::stderr().is_terminal())
         .event_format(format)
         .with_filter_reloading();
@@ -159,7 +164,7 @@ pub(crate) fn last_words(text: &str) {
             finish();
         }
         // Nothing can be done if this fails.
-        None => drop(std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes())),
+        None => drop(io::stderr().write_all(text.as_bytes())),
     }
 }
 
@@ -190,6 +195,23 @@ fn die(panic: &PanicHookInfo<'_>) {
          which ends now (SIGABRT), so that it can be started again\n{trace}"
     ));
     std::process::abort();
+}
+
+/// The log, for lines of which libraries have written a part.
+struct Plain(LogThread);
+
+impl Write for Plain {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match std::str::from_utf8(bytes) {
+            Ok(text) => self.0.write_all(without_numbers(text).as_bytes())?,
+            Err(_) => self.0.write_all(bytes)?,
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// `warning: what happened key=value`, of a service with the time in front; with -v, the time and
@@ -258,7 +280,7 @@ where
 mod tests {
     use super::*;
     use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-    use std::io::{self, PipeReader, PipeWriter, Read};
+    use std::io::{PipeReader, PipeWriter, Read};
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Command, ExitStatus};
     use std::time::Instant;

@@ -1,5 +1,6 @@
 //! How a verb says what it found: to people, or to machines.
 
+use crate::logging::COMMON;
 use clap::ValueEnum;
 use serde::Serialize;
 use std::io::{self, Write};
@@ -8,10 +9,10 @@ use std::io::{self, Write};
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct Output {
     /// JSON, for machines
-    #[arg(long, global = true, conflicts_with = "output_format")]
+    #[arg(long, global = true, conflicts_with = "output_format", help_heading = COMMON)]
     json: bool,
     /// How to say it
-    #[arg(short, long, global = true, value_enum, value_name = "FORMAT")]
+    #[arg(short, long, global = true, value_enum, value_name = "FORMAT", help_heading = COMMON)]
     output_format: Option<Format>,
 }
 

@@ -1,5 +1,7 @@
 //! What libraries say in Rust's words, in those of whoever wrote the command line or the file.
 
+use std::borrow::Cow;
+
 /// Phrases of the standard library, clap and serde, and what a person is told.
 const PHRASES: [(&str, &str); 17] = [
     ("invalid digit found in string", "it is no whole number"),
@@ -33,9 +35,44 @@ pub(crate) fn plain(text: &str) -> String {
     plain
 }
 
+/// `text` without the numbers that Rust adds to what the system says: ` (os error 13)`.
+#[must_use]
+pub(crate) fn without_numbers(text: &str) -> Cow<'_, str> {
+    const BEGIN: &str = " (os error ";
+    let mut plain = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once(BEGIN) {
+        let end = after.find(|c: char| !c.is_ascii_digit() && c != '-').unwrap_or(after.len());
+        plain.push_str(before);
+        rest = match after[end..].strip_prefix(')').filter(|_| end > 0) {
+            Some(rest) => rest,
+            None => {
+                plain.push_str(BEGIN);
+                after
+            }
+        };
+    }
+    if plain.is_empty() && rest.len() == text.len() {
+        return Cow::Borrowed(text);
+    }
+    Cow::Owned(plain + rest)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_of_errors_are_left_out() {
+        let error = |number| std::io::Error::from_raw_os_error(number).to_string();
+        assert_eq!(without_numbers(&error(13)), "Permission denied");
+        let two = format!("a: {}; b: {}.", error(2), error(24));
+        let plain = "a: No such file or directory; b: Too many open files.";
+        assert_eq!(without_numbers(&two), plain);
+        for text in ["", "all is well", "x (os error )", "x (os error 7", "x (os error 7 y)"] {
+            assert_eq!(without_numbers(text), text);
+        }
+    }
 
     #[test]
     fn nobody_has_to_know_rust() {

@@ -315,6 +315,28 @@ impl SetFeatures {
     }
 }
 
+/// Device Self-test. Base 2.1, 5.1.5 "Device Self-test command". Its NSID says what is tested: 0
+/// the controller alone, FFFFFFFFh all namespaces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceSelfTest {
+    /// Self-test Code, CDW10 3:0; see [`crate::log::stc`].
+    pub stc: u8,
+}
+
+impl DeviceSelfTest {
+    /// From the command's dwords.
+    pub const fn decode(sqe: &Sqe) -> Self {
+        Self { stc: bits(sqe.cdw10, 3, 0) as u8 }
+    }
+
+    /// Into the command's dwords.
+    #[must_use]
+    pub const fn encode(self, mut sqe: Sqe) -> Sqe {
+        sqe.cdw10 = self.stc as u32 & 0xf;
+        sqe
+    }
+}
+
 /// Get LBA Status. NVM 1.1, 4.2.1 "Get LBA Status command". See [`crate::lba_status`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GetLbaStatus {
@@ -566,7 +588,7 @@ mod tests {
                 sqe,
                 CreateIoCq CreateIoSq DeleteIoQueue Abort GetLogPage Identify GetFeatures
                 SetFeatures GetLbaStatus DoorbellBufferConfig FormatNvm FirmwareCommit
-                FirmwareImageDownload
+                FirmwareImageDownload DeviceSelfTest
             );
         }
     }

@@ -1,6 +1,9 @@
-//! What Get LBA Status returns: NVM 1.1, 4.2.1 "Get LBA Status command".
+//! What Get LBA Status returns: NVM 1.1, 4.2.1 "Get LBA Status command"; and the log page LBA
+//! Status Information, 4.1.4.5.
 //!
-//! An [`LbaStatusList`] and then its descriptors, in the order of their blocks.
+//! The command: an [`LbaStatusList`] and then its descriptors, in the order of their blocks. The
+//! page: an [`LbaStatusLog`], and for each namespace an [`LbaStatusElement`] and then its
+//! [`LbaRange`]s.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -56,6 +59,61 @@ pub struct LbaStatusDescriptor {
     pub reserved14: [u8; 2],
 }
 
+impl LbaStatusDescriptor {
+    /// Status: reads of the blocks may fail.
+    pub const READS_MAY_FAIL: u8 = 1 << 0;
+    /// Status: the blocks were marked by Write Uncorrectable.
+    pub const WRITE_UNCORRECTABLE: u8 = 1 << 1;
+}
+
+/// The head of the log page LBA Status Information, 0Eh.
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct LbaStatusLog {
+    /// LBA Status Log Page Length in bytes, this head included.
+    pub lslplen: u32,
+    /// Number of LBA Status Log Namespace Elements that follow.
+    pub nlslne: u32,
+    /// Estimate of Unrecoverable Logical Blocks in all of them.
+    pub estulb: u32,
+    /// Reserved.
+    pub reserved12: [u8; 2],
+    /// LBA Status Generation Counter.
+    pub lsgc: u16,
+}
+
+/// The head of an LBA Status Log Namespace Element.
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct LbaStatusElement {
+    /// Namespace Element Identifier: the NSID.
+    pub neid: u32,
+    /// Number of LBA Range Descriptors that follow.
+    pub nlrd: u32,
+    /// Recommended Action Type, of [`atype`].
+    pub ratype: u8,
+    /// Reserved.
+    pub reserved9: [u8; 7],
+}
+
+/// An LBA Range Descriptor.
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct LbaRange {
+    /// Range Starting LBA.
+    pub rslba: u64,
+    /// Range Number of Logical Blocks, 0's based.
+    pub rnlb0: u32,
+    /// Reserved.
+    pub reserved12: [u8; 4],
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -67,5 +125,10 @@ mod tests {
         assert_layout!(LbaStatusDescriptor, 16, {
             dslba: 0, nlb0: 8, reserved12: 12, status: 13, reserved14: 14,
         });
+        assert_layout!(LbaStatusLog, 16, {
+            lslplen: 0, nlslne: 4, estulb: 8, reserved12: 12, lsgc: 14,
+        });
+        assert_layout!(LbaStatusElement, 16, { neid: 0, nlrd: 4, ratype: 8, reserved9: 9 });
+        assert_layout!(LbaRange, 16, { rslba: 0, rnlb0: 8, reserved12: 12 });
     }
 }

@@ -47,6 +47,10 @@ points! {
     ReplayStarted = "replay-started",
     /// It was recorded once more.
     ReplayRecorded = "replay-recorded",
+    /// A command that is alone has ended, and nothing says so.
+    AloneEnded = "alone-ended",
+    /// What was decided of a command that is alone is written down.
+    Decided = "decided",
     /// Registers, queues or the admin queue have changed.
     Changed = "changed",
     /// That was recorded, and the host does not see it yet.
@@ -97,7 +101,8 @@ points! {
     Moving = "moving",
     /// One of them was let go of.
     LetGo = "let-go",
-    /// One of them is at rest in the process that is to go on, and the keeper knows that both count.
+    /// One of them is at rest in the process that is to go on, and the keeper knows that both
+    /// count.
     TakenOne = "taken-one",
 }
 
@@ -171,9 +176,9 @@ pub fn is_wrong(order: WrongOrder) -> bool {
     }
 }
 
-/// Whether this process is to do as a release before it did, where both know a better way and say so:
-/// `SHADOWBELL_AS_BEFORE` is there. Never without the feature `abort-points`, nor in an optimised
-/// build.
+/// Whether this process is to do as a release before it did, where both know a better way and say
+/// so: `SHADOWBELL_AS_BEFORE` is there. Never without the feature `abort-points`, nor in an
+/// optimised build.
 #[must_use]
 pub fn is_as_before() -> bool {
     cfg!(all(feature = "abort-points", debug_assertions))

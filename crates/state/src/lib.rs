@@ -14,7 +14,7 @@ pub use abort_point::{
     is_wrong,
 };
 pub use bytes::Bytes;
-pub use descriptors::{Descriptors, FdRef};
+pub use descriptors::{Descriptors, FdRef, LastingChange};
 pub use error::StateError;
 pub use parcel::Parcel;
 pub use version::{READABLE, VERSION};

@@ -340,7 +340,22 @@ pub trait Device: Send {
         Err(SaveError::Device)
     }
 
-    /// The other side of [`save`](Self::save), called once, before anything else. The predecessor
+    /// As [`save`](Self::save), for a record that takes the place of the last one: what a message
+    /// costs in it is not to depend on how many there were before. Only changes of
+    /// [lasting](Descriptors::put_lasting) descriptors are given.
+    ///
+    /// # Errors
+    ///
+    /// As [`save`](Self::save).
+    fn record(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
+        self.save(fds)
+    }
+
+    /// Whoever keeps the next record has none of those before, and no lasting descriptors.
+    fn begin_records(&mut self) {}
+
+    /// The other side of [`save`](Self::save) and of [`record`](Self::record), called once, before
+    /// anything else. The predecessor
     /// may still go on, so nothing that the client would notice is done here. What the client
     /// had sent is held as ever: in [`PeerFd::of_predecessor`], with this `closer`.
     ///

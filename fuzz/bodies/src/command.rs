@@ -84,9 +84,11 @@ pub(crate) fn command(source: &mut Source<'_>, admin: bool) -> Sqe {
         (true, _) => source.u8(),
         (false, true) => source.of(&[
             0x06, 0x05, 0x01, 0x7c, 0x02, 0x09, 0x0a, 0x0c, 0x08, 0x00, 0x04, 0x05, 0x01, 0x18,
-            0x80, 0x86,
+            0x80, 0x86, 0x14,
         ]),
-        (false, false) => source.of(&[0x02, 0x01, 0x02, 0x01, 0x05, 0x00, 0x08, 0x09, 0x0c, 0x19]),
+        (false, false) => {
+            source.of(&[0x02, 0x01, 0x02, 0x01, 0x05, 0x00, 0x08, 0x09, 0x0c, 0x19, 0x04])
+        }
     };
     let nsid = source.of(&[1, 1, 1, 1, 2, 0, 3, NSID_ALL]);
     let cid = u16::from(source.u8());
@@ -124,7 +126,8 @@ fn admin_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
             sqe.cdw11 = flags | other << 16;
         }
         0x02 => {
-            sqe.cdw10 = u32::from(source.of(&[2u8, 1, 3, 5, 4, 0, 0x0d, 0xc0]))
+            sqe.cdw10 = u32::from(source.of(&[2u8, 1, 3, 5, 4, 0, 0x0d, 0xc0, 6, 7, 8, 0x0e]))
+                | u32::from(source.of(&[0u8, 0, 1, 2, 3])) << 8
                 | u32::from(source.of(&[0x7fu16, 15, 1023, 0xffff, 0])) << 16;
             sqe.cdw11 = u32::from(source.rarely(8));
             sqe.cdw12 = source.near(&[0, 0, 64, 512, 4096]) as u32;
@@ -141,6 +144,7 @@ fn admin_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
                     | u32::from(source.rarely(8)) << 31;
             sqe.cdw11 = source.near(&[0, 1, 0x3_0003, 0x0101, 0xffff_ffff]) as u32;
         }
+        0x14 => sqe.cdw10 = source.of(&[1u32, 2, 0xf, 0, 0xe]),
         0x86 => {
             sqe.cdw10 = source.near(&[0, 1, 8, 100, 127, 128]) as u32;
             sqe.cdw11 = u32::from(source.rarely(8));
@@ -159,6 +163,11 @@ fn admin_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
 fn io_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
     let slba = source.near(&[0, 1, 8, 100, 127, 128]);
     (sqe.cdw10, sqe.cdw11) = (slba as u32, (slba >> 32) as u32);
+    if source.rarely(8) {
+        // Half of a fused operation, most likely.
+        sqe.opcode = source.of(&[0x05, 0x01, sqe.opcode]);
+        sqe.flags |= source.of(&[1, 2, 1, 2, 3]);
+    }
     match sqe.opcode {
         0x09 => {
             sqe.cdw10 = source.of(&[0, 1, 3, 255]);

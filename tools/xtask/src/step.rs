@@ -2,6 +2,9 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
@@ -9,6 +12,9 @@ use crate::report::Report;
 
 /// The seconds after which a step is taken for hung.
 const STEP_LIMIT: &str = "1500";
+/// How long the output may stay open when the step has ended. Somebody whom it has started, and not
+/// ended, has it: then nothing more is waited for, and the step has failed.
+const AFTERWARDS: Duration = Duration::from_secs(5);
 
 /// Runs a command and shows its output; takes over the counts of the test runners in it.
 pub(crate) fn step(report: &mut Report, name: &str, command: &mut Command) {
@@ -38,10 +44,22 @@ fn run(command: &Command, mut each: impl FnMut(&str)) -> Result<()> {
         };
     }
     let mut child = limited.spawn().context("timeout")?;
-    for line in BufReader::new(child.stdout.take().context("no output")?).lines() {
-        each(&line.context("reading what it prints")?);
-    }
-    let status = child.wait()?;
+    let output = BufReader::new(child.stdout.take().context("no output")?);
+    let (sender, lines) = channel();
+    thread::spawn(move || output.lines().try_for_each(|line| sender.send(line).map_err(drop)));
+    let mut ended = None;
+    let status = loop {
+        match lines.recv_timeout(Duration::from_millis(100)) {
+            Ok(line) => each(&line.context("reading what it prints")?),
+            Err(RecvTimeoutError::Disconnected) => break child.wait()?,
+            Err(RecvTimeoutError::Timeout) => {
+                let Some(status) = child.try_wait()? else { continue };
+                if ended.get_or_insert_with(Instant::now).elapsed() > AFTERWARDS {
+                    bail!("{status}, and a process that it has left behind goes on");
+                }
+            }
+        }
+    };
     match status.code() {
         Some(0) => Ok(()),
         Some(124 | 137) => bail!("did not end within {STEP_LIMIT} s"),
@@ -75,6 +93,17 @@ impl Counts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_is_left_behind_is_not_waited_for() {
+        let mut lines = Vec::new();
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "sleep 60 & echo $!"]);
+        let error = run(&shell, |line| lines.push(line.to_owned())).unwrap_err();
+        assert!(error.to_string().contains("left behind"), "{error}");
+        let [sleeper] = &lines[..] else { panic!("{lines:?}") };
+        assert!(Command::new("kill").arg(sleeper).status().unwrap().success());
+    }
 
     #[test]
     fn the_runners_counts_are_added_up() {

@@ -7,6 +7,7 @@ use shadowbell_backend_qcow2::{OpenError, Qcow2Disk};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 /// A directory for images, on the file system that the build uses: unlike that of `/tmp`, one that
 /// most likely can do direct I/O.
@@ -15,12 +16,27 @@ pub(crate) fn directory() -> tempfile::TempDir {
 }
 
 /// Runs `qemu-img`. Nothing, with a message, if it is not there.
+///
+/// The process of another test, begun just now, has the descriptors of all images until it is
+/// another program, and with them their locks: so a lock is waited for.
 pub(crate) fn qemu_img(arguments: &[&str]) -> Option<std::process::Output> {
-    match Command::new("qemu-img").args(arguments).output() {
-        Ok(output) => Some(output),
-        Err(error) => {
-            eprintln!("skipped: `qemu-img` is not here ({error}); it is in Debian's qemu-utils");
-            None
+    let begin = Instant::now();
+    loop {
+        match Command::new("qemu-img").args(arguments).output() {
+            Ok(output) => {
+                let said = String::from_utf8_lossy(&output.stderr);
+                let is_locked = said.contains("Failed to lock") || said.contains("Failed to get");
+                if !is_locked || begin.elapsed() > Duration::from_secs(20) {
+                    return Some(output);
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(error) => {
+                eprintln!(
+                    "skipped: `qemu-img` is not here ({error}); it is in Debian's qemu-utils"
+                );
+                return None;
+            }
         }
     }
 }

@@ -17,9 +17,10 @@ use shadowbell_spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// The events that a host may switch on: all critical warnings, and the notices that OAES of
-/// Identify Controller has.
-const EVENTS: AsyncEventConfig = AsyncEventConfig::new().with_smart(0xff).with_nan(true);
+/// The events that a host may switch on: all critical warnings, the notices that OAES of Identify
+/// Controller has, and that telemetry was captured.
+const EVENTS: AsyncEventConfig =
+    AsyncEventConfig::new().with_smart(0xff).with_nan(true).with_tln(true);
 /// Any number of commands at a time: what the controller starts with.
 const NO_BURST_LIMIT: Arbitration = Arbitration::new().with_ab(7);
 
@@ -304,6 +305,11 @@ impl Features {
             knows_interrupted: saved.knows_interrupted,
             copy_formats: saved.copy_formats,
         }
+    }
+
+    /// The feature Timestamp, as it is now.
+    pub(crate) fn timestamp(&self) -> u64 {
+        self.clock.read(now_ms()).into_bits()
     }
 
     /// Another namespace is behind this NSID, or none.

@@ -2,11 +2,12 @@
 
 use super::keep_alive;
 use super::limits::{
-    ABORT_LIMIT, CRITICAL_TEMPERATURE, ERROR_LOG_ENTRIES, FIRMWARE_REVISION, MAX_EVENT_REQUESTS,
-    WARNING_TEMPERATURE,
+    ABORT_LIMIT, CRITICAL_TEMPERATURE, ERROR_LOG_ENTRIES, EXTENDED_MINUTES, FIRMWARE_REVISION,
+    MAX_EVENT_REQUESTS, PELS, WARNING_TEMPERATURE,
 };
 use crate::config::{Config, PCI_VENDOR_ID};
 use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises};
+use crate::uncorrectable::COMMAND_BYTES;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
     ControllerList, ControllerType, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
@@ -48,6 +49,12 @@ impl Identity {
     /// Of a configuration that was found valid.
     pub(crate) fn new(config: &Config) -> Self {
         Self { controller: Box::new(controller(config)) }
+    }
+
+    /// Serial number, model, and the name of the subsystem.
+    pub(crate) fn names(&self) -> ([u8; 20], [u8; 40], [u8; 256]) {
+        let IdentifyController { sn, mn, subnqn, .. } = &*self.controller;
+        (*sn, *mn, *subnqn)
     }
 
     /// Identify.
@@ -168,27 +175,40 @@ fn controller(config: &Config) -> IdentifyController {
         cntrltype: ControllerType::Io as u8,
         oacs: Oacs::new()
             .with_doorbell_buffer_config(config.shadow_doorbells)
-            .with_get_lba_status(true),
+            .with_get_lba_status(true)
+            .with_self_test(true),
         acl: (ABORT_LIMIT - 1) as u8,
         aerl: (MAX_EVENT_REQUESTS - 1) as u8,
         // One slot, which can not be written.
         frmw: Frmw::new().with_ffsro(true).with_nofs(1),
-        lpa: Lpa::new().with_cses(true).with_lpeds(true).with_mlps(true),
+        lpa: Lpa::new()
+            .with_cses(true)
+            .with_lpeds(true)
+            .with_ts(true)
+            .with_pes(true)
+            .with_mlps(true),
         elpe: (ERROR_LOG_ENTRIES - 1) as u8,
         wctemp: WARNING_TEMPERATURE,
         cctemp: CRITICAL_TEMPERATURE,
+        edstt: EXTENDED_MINUTES,
+        // One operation at a time.
+        dsto: 1,
+        pels: PELS,
         kas: (keep_alive::GRANULARITY_MS / 100) as u16,
         sqes: EntrySizes::new().with_min(6).with_max(6),
         cqes: EntrySizes::new().with_min(4).with_max(4),
         maxcmd: u16::try_from(config.max_queue_entries).unwrap_or(u16::MAX),
         oncs: Oncs::new()
             .with_compare(true)
+            .with_write_uncorrectable(true)
             .with_dataset_management(true)
             .with_write_zeroes(true)
             .with_save_and_select(true)
             .with_timestamp(true)
             .with_verify(true)
             .with_copy(true),
+        // Compare and Write, of one block (ACWU).
+        fuses: 1,
         // Source range entries of formats 0h to 3h; a host has to enable 2h and 3h.
         ocfs: 0b1111,
         // A Flush of all namespaces (FFFFFFFFh) is supported, with a cache or without.
@@ -208,6 +228,7 @@ fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
     let pages = (promises.zeroes / 4096).max(1);
     IdentifyNvmController {
         wzsl: pages.ilog2() as u8,
+        wusl: (COMMAND_BYTES / 4096).ilog2() as u8,
         aocs: IdentifyNvmController::REPORTS_ALLOCATED,
         ..IdentifyNvmController::default()
     }

@@ -7,6 +7,10 @@ pub(crate) const ABORT_LIMIT: u32 = 4;
 pub(crate) const MAX_EVENT_REQUESTS: usize = 4;
 /// Entries of the Error Information log page: ELPE + 1 of Identify Controller.
 pub(crate) const ERROR_LOG_ENTRIES: usize = 64;
+/// How long an extended self-test may take, in minutes: EDSTT of Identify Controller.
+pub(crate) const EXTENDED_MINUTES: u16 = 30;
+/// The longest Persistent Event log page, in units of 64 KiB: PELS of Identify Controller.
+pub(crate) const PELS: u32 = 1;
 /// What the emulated controller's temperature is, in kelvins.
 pub(crate) const TEMPERATURE: u16 = 300;
 /// The composite temperature that is worth a warning, in kelvins: WCTEMP of Identify Controller.

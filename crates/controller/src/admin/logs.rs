@@ -3,17 +3,18 @@
 use super::features;
 use super::limits::{ERROR_LOG_ENTRIES, FIRMWARE_REVISION, TEMPERATURE};
 use crate::saved::SavedErrors;
+use crate::uncorrectable::Uncorrectable;
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::identify::csi;
 use shadowbell_spec::log::{
     Afi, ChangedNamespaces, CommandEffects, CommandsSupportedEffects, CriticalWarning,
     ErrorLogEntry, FeaturesSupportedEffects, FirmwareSlot, LogPageSupport, ParameterLocation,
-    SmartHealth, SupportedLogPages, lid,
+    SelfTestLog, SmartHealth, SupportedLogPages, TELEMETRY_BLOCK, lid,
 };
 use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
@@ -32,18 +33,27 @@ pub(crate) struct ErrorRecord {
     pub(crate) lba: u64,
 }
 
+/// Statuses that are counted, at most: a disk behind a device may have others than ours.
+const MOST_KINDS: usize = 64;
+
 /// The newest errors, and how many there ever were.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ErrorLog {
     /// The newest first.
     entries: VecDeque<ErrorLogEntry>,
     count: u64,
+    /// How many there were of each status.
+    kinds: BTreeMap<u16, u64>,
 }
 
 impl ErrorLog {
     /// Adds an error, which may push the oldest one out.
     pub(crate) fn push(&mut self, record: ErrorRecord) {
         self.count = self.count.saturating_add(1);
+        let status = record.status.code().bits();
+        if self.kinds.contains_key(&status) || self.kinds.len() < MOST_KINDS {
+            *self.kinds.entry(status).or_default() += 1;
+        }
         self.entries.truncate(ERROR_LOG_ENTRIES - 1);
         self.entries.push_front(ErrorLogEntry {
             error_count: self.count,
@@ -68,9 +78,20 @@ impl ErrorLog {
         self.count
     }
 
+    /// How many there were of each status, without those of which nothing else is known.
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = (Status, u64)> {
+        self.kinds.iter().map(|(status, count)| (Status::from_bits(*status), *count))
+    }
+
+    /// The entries, the newest first.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = &ErrorLogEntry> {
+        self.entries.iter()
+    }
+
     pub(crate) fn save(&self) -> SavedErrors {
         let entries = self.entries.iter().map(|entry| entry.as_bytes().to_vec()).collect();
-        SavedErrors { entries, count: self.count }
+        let kinds = self.kinds.iter().map(|(status, count)| (*status, *count)).collect();
+        SavedErrors { entries, count: self.count, kinds }
     }
 
     /// The log as it was; nothing if an entry is none.
@@ -78,7 +99,8 @@ impl ErrorLog {
         let entry = |bytes: &Vec<u8>| ErrorLogEntry::read_from_bytes(bytes).ok();
         let entries: Option<VecDeque<_>> = saved.entries.iter().map(entry).collect();
         let entries = entries.filter(|entries| entries.len() <= ERROR_LOG_ENTRIES)?;
-        Some(Self { entries, count: saved.count })
+        let kinds = saved.kinds.iter().copied().take(MOST_KINDS).collect();
+        Some(Self { entries, count: saved.count, kinds })
     }
 
     fn page(&self) -> [ErrorLogEntry; ERROR_LOG_ENTRIES] {
@@ -140,7 +162,7 @@ impl Default for Health {
 }
 
 impl Health {
-    fn page(&self) -> SmartHealth {
+    pub(crate) fn page(&self) -> SmartHealth {
         /// Thousands of 512-byte units, rounded up.
         fn data_units(bytes: u64) -> u128 {
             u128::from(bytes.div_ceil(512 * 1000))
@@ -197,8 +219,12 @@ impl ChangedList {
 pub(crate) struct LogContext<'a> {
     /// Error Information.
     pub(crate) errors: &'a ErrorLog,
+    /// Blocks that are marked as uncorrectable.
+    pub(crate) uncorrectable: &'a Uncorrectable,
     /// SMART / Health Information.
     pub(crate) health: &'a Health,
+    /// Device Self-test.
+    pub(crate) self_test: &'a SelfTestLog,
     /// Changed Attached Namespace List.
     pub(crate) changed: &'a mut ChangedList,
     /// Whether Doorbell Buffer Config is offered.
@@ -215,6 +241,11 @@ const PAGES: &[u8] = &[
     lid::FIRMWARE_SLOT,
     lid::CHANGED_ATTACHED_NAMESPACES,
     lid::COMMANDS_SUPPORTED_EFFECTS,
+    lid::SELF_TEST,
+    lid::TELEMETRY_HOST,
+    lid::TELEMETRY_CONTROLLER,
+    lid::PERSISTENT_EVENTS,
+    lid::LBA_STATUS,
     lid::FEATURES_SUPPORTED_EFFECTS,
     lid::MI_COMMANDS_SUPPORTED_EFFECTS,
 ];
@@ -246,15 +277,44 @@ pub(crate) fn read(
         return Err(invalid_field);
     }
     let page = page(cmd, context)?;
-    let start = usize::try_from(cmd.lpo).ok().filter(|start| *start <= page.len());
-    let start = start.ok_or(invalid_field)?;
-    let length = usize::try_from(cmd.length()).unwrap_or(usize::MAX);
-    let end = start.saturating_add(length).min(page.len());
-    let part = page.get(start..end).unwrap_or_default().to_vec();
+    let part = part(cmd, &page)?;
     if cmd.lid == lid::CHANGED_ATTACHED_NAMESPACES && !cmd.rae {
         context.changed.clear();
     }
     Ok(part)
+}
+
+/// Checks what a command for a page that is [assembled elsewhere](is_elsewhere) has to keep to.
+///
+/// # Errors
+/// Invalid Field in Command.
+pub(crate) fn check(cmd: &GetLogPage, nsid: u32) -> Result<(), Status> {
+    let is_telemetry = matches!(cmd.lid, lid::TELEMETRY_HOST | lid::TELEMETRY_CONTROLLER);
+    // Telemetry is read in blocks (Base 2.1, 5.1.12.1.8).
+    let block = if is_telemetry { TELEMETRY_BLOCK as u64 } else { 4 };
+    let is_whole = cmd.lpo.is_multiple_of(block) && cmd.length().is_multiple_of(block);
+    let is_ours = nsid == 0 || nsid == NSID_ALL;
+    if cmd.ot || !is_whole || !is_ours {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    Ok(())
+}
+
+/// Whether a page is of those that commands change.
+pub(crate) fn is_elsewhere(lid: u8) -> bool {
+    matches!(lid, lid::TELEMETRY_HOST | lid::TELEMETRY_CONTROLLER | lid::PERSISTENT_EVENTS)
+}
+
+/// The part of a page that a command asks for.
+///
+/// # Errors
+/// Invalid Field in Command.
+pub(crate) fn part(cmd: &GetLogPage, page: &[u8]) -> Result<Vec<u8>, Status> {
+    let start = usize::try_from(cmd.lpo).ok().filter(|start| *start <= page.len());
+    let start = start.ok_or(Status::INVALID_FIELD.with_dnr())?;
+    let length = usize::try_from(cmd.length()).unwrap_or(usize::MAX);
+    let end = start.saturating_add(length).min(page.len());
+    Ok(page.get(start..end).unwrap_or_default().to_vec())
 }
 
 /// The whole page.
@@ -274,6 +334,8 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             }
             commands(context.shadow_doorbells).as_bytes().to_vec()
         }
+        lid::SELF_TEST => context.self_test.as_bytes().to_vec(),
+        lid::LBA_STATUS => context.uncorrectable.page(),
         lid::FEATURES_SUPPORTED_EFFECTS => {
             let mut page = FeaturesSupportedEffects::default();
             for (fid, effects) in features::supported(context.volatile_cache) {
@@ -294,7 +356,9 @@ const MI_PAGE_BYTES: usize = 4096;
 fn supported_pages() -> SupportedLogPages {
     let mut page = SupportedLogPages::default();
     for lid in PAGES {
-        page.lids[usize::from(*lid)] = LogPageSupport::new().with_lsupp(true);
+        // Of Persistent Event: Establish Context and Read 512 Bytes of Header is there.
+        let lidsp = u16::from(*lid == lid::PERSISTENT_EVENTS);
+        page.lids[usize::from(*lid)] = LogPageSupport::new().with_lsupp(true).with_lidsp(lidsp);
     }
     page
 }
@@ -320,12 +384,14 @@ const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::AsyncEventRequest,
     AdminOpcode::KeepAlive,
     AdminOpcode::GetLbaStatus,
+    AdminOpcode::DeviceSelfTest,
 ];
 
 /// The I/O commands that the controller has, and whether they change what logical blocks contain.
 const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::Flush, false),
     (NvmOpcode::Write, true),
+    (NvmOpcode::WriteUncorrectable, true),
     (NvmOpcode::Read, false),
     (NvmOpcode::Compare, false),
     (NvmOpcode::WriteZeroes, true),

@@ -8,4 +8,7 @@ pub(crate) mod identify;
 pub(crate) mod keep_alive;
 pub(crate) mod limits;
 pub(crate) mod logs;
+pub(crate) mod persistent_events;
 pub(crate) mod rate_limit;
+pub(crate) mod self_test;
+pub(crate) mod telemetry;

@@ -3,6 +3,7 @@
 use super::admin::{AdminPort, Data, Executed, Outcome};
 use super::control_override::ControlOverride;
 use super::deferred::Deferred;
+use super::diagnostics::{Diagnostics, areas, hours, media};
 use super::io_queues::{IoQueues, QueueEnvironment, ended};
 use super::memory::HostMemory;
 use super::registers::Registers;
@@ -12,6 +13,7 @@ use crate::admin::identify::Identity;
 use crate::admin::keep_alive::KeepAlive;
 use crate::admin::limits::{ABORT_LIMIT, TEMPERATURE};
 use crate::admin::logs::{self, ChangedList, Health, LogContext};
+use crate::admin::persistent_events::{Moment, Names};
 use crate::admin::rate_limit::RateLimit;
 use crate::config::Config;
 use crate::context::Context;
@@ -19,16 +21,19 @@ use crate::control_thread::TakesTurns;
 use crate::event::Event;
 use crate::inquiry::Inquiry;
 use crate::lba_status::{self, LbaStatusServer, Question};
+use crate::namespace::IEEE_OUI;
 use crate::notice::Operation;
 use crate::saved::SavedFeatures;
 use crate::worker::message::Message;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
 use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::feature::fid;
 use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList, atype};
-use shadowbell_spec::log::{CriticalWarning, lid};
+use shadowbell_spec::log::persistent_event::action;
+use shadowbell_spec::log::{CriticalWarning, SmartHealth, TELEMETRY_BLOCK, lid};
 use shadowbell_spec::opcode::AdminOpcode;
-use shadowbell_spec::sqe::{Fuse, Psdt};
+use shadowbell_spec::sqe::{Fuse, NSID_ALL, Psdt};
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,6 +65,7 @@ pub(super) struct AdminCommands {
     full: RateLimit,
     /// How often there is an event of lost data.
     losses: RateLimit,
+    pub(super) diagnostics: Diagnostics,
 }
 
 impl AdminCommands {
@@ -73,12 +79,13 @@ impl AdminCommands {
             keep_alive: KeepAlive::default(),
             full: RateLimit::default(),
             losses: RateLimit::default(),
+            diagnostics: Diagnostics::default(),
         }
     }
 
     /// Whether no command waits for a worker.
     pub(super) fn is_quiet(&self) -> bool {
-        self.aborts == 0 && !self.configures_shadow
+        self.aborts == 0 && !self.configures_shadow && self.diagnostics.self_test.is_quiet()
     }
 
     /// What the host has set, and what it has not read of what has changed.
@@ -94,8 +101,9 @@ impl AdminCommands {
     }
 
     /// Another namespace is behind this NSID, or none.
-    pub(super) fn forget_namespace(&mut self, nsid: u32) {
+    pub(super) fn forget_namespace(&mut self, nsid: u32, hours: u64) {
         self.features.forget_namespace(nsid);
+        self.diagnostics.self_test.namespace_removed(nsid, hours);
     }
 
     /// A namespace has changed, of which the host is told by an event.
@@ -174,6 +182,7 @@ impl AdminCommands {
                 Ok(Outcome::Done(0))
             }
             AdminOpcode::GetLbaStatus => get_lba_status(env, sqe),
+            AdminOpcode::DeviceSelfTest => self.device_self_test(env, sqe),
             AdminOpcode::DoorbellBufferConfig if cx.config.shadow_doorbells => {
                 self.doorbell_buffer_config(env, sqe)
             }
@@ -213,7 +222,12 @@ impl AdminCommands {
         let command = decode::SetFeatures::decode(sqe);
         let data = data.transpose()?;
         let limits = limits(env, sqe.nsid);
+        let before = self.features.timestamp();
         let set = self.features.set(&command, sqe.nsid, data.as_deref(), &limits)?;
+        if command.fid == fid::TIMESTAMP {
+            let (moment, since) = (self.moment(env.lifecycle), env.lifecycle.reset_at.elapsed());
+            self.diagnostics.events.timestamp_changed(&moment, before, since);
+        }
         let shared = &env.cx.shared;
         match set.effect {
             Effect::None => {}
@@ -274,6 +288,10 @@ impl AdminCommands {
         if command.length() > 4096 << env.cx.config.mdts {
             return Err(Status::INVALID_FIELD.with_dnr());
         }
+        if logs::is_elsewhere(command.lid) {
+            return self.get_diagnostic_page(env, sqe, &command);
+        }
+        let self_test = self.diagnostics.self_test.page(&media(env.cx));
         let health = match command.lid {
             lid::SMART_HEALTH => self.health(env),
             _ => Health::default(),
@@ -281,13 +299,89 @@ impl AdminCommands {
         let mut context = LogContext {
             errors: &env.port.errors,
             health: &health,
+            self_test: &self_test,
             changed: &mut self.changed,
+            uncorrectable: &env.cx.shared.uncorrectable(),
             shadow_doorbells: env.cx.config.shadow_doorbells,
             volatile_cache: env.cx.has_volatile_cache(),
         };
         let bytes = logs::read(&command, sqe.nsid, &mut context)?;
         let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
         Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
+    }
+
+    /// Get Log Page, of those that such a command may change.
+    fn get_diagnostic_page(
+        &mut self,
+        env: &mut CommandEnvironment<'_>,
+        sqe: &Sqe,
+        command: &decode::GetLogPage,
+    ) -> Executed {
+        /// Create Telemetry Host-Initiated Data.
+        const CREATE: u8 = 1;
+        logs::check(command, sqe.nsid)?;
+        let moment = self.moment(env.lifecycle);
+        let names = || {
+            let (sn, mn, subnqn) = self.identity.names();
+            Names { sn, mn, subnqn }
+        };
+        let [a, b, c] = IEEE_OUI;
+        let page = match command.lid {
+            lid::PERSISTENT_EVENTS => {
+                let names = names();
+                self.diagnostics.events.read(command, &names, &moment)?
+            }
+            of => {
+                let Diagnostics { telemetry, events, .. } = &mut self.diagnostics;
+                if of == lid::TELEMETRY_HOST && command.lsp & CREATE != 0 {
+                    telemetry.capture(&areas(
+                        env.cx,
+                        env.lifecycle,
+                        &env.port.errors,
+                        events.len(),
+                    ));
+                    let page = telemetry.page(of, [c, b, a]);
+                    events.telemetry_created(&moment, &page[..TELEMETRY_BLOCK]);
+                }
+                telemetry.page(of, [c, b, a])
+            }
+        };
+        let bytes = match command.lsp & 0b11 {
+            // Nothing is transferred.
+            action::RELEASE if command.lid == lid::PERSISTENT_EVENTS => Vec::new(),
+            _ => logs::part(command, &page)?,
+        };
+        if command.lid == lid::TELEMETRY_CONTROLLER && !command.rae {
+            self.diagnostics.telemetry.was_read();
+        }
+        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
+        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
+    }
+
+    /// Device Self-test.
+    fn device_self_test(&mut self, env: &CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let nsid = sqe.nsid;
+        if nsid != 0 && nsid != NSID_ALL && nsid > env.cx.serving().highest() {
+            return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
+        }
+        let health = (self.health(env).warning.into_bits() != 0, hours(env.lifecycle));
+        let code = decode::DeviceSelfTest::decode(sqe).stc;
+        self.diagnostics.self_test.command(code, nsid, &media(env.cx), health)?;
+        Ok(Outcome::Done(0))
+    }
+
+    /// Now, for the log of events.
+    pub(super) fn moment(&self, lifecycle: &Lifecycle) -> Moment {
+        Moment {
+            timestamp: self.features.timestamp(),
+            powered: lifecycle.since.elapsed(),
+            power_cycles: lifecycle.power_cycles,
+        }
+    }
+
+    /// The log page SMART / Health Information.
+    pub(super) fn health_page(&self, env: &CommandEnvironment<'_>) -> SmartHealth {
+        self.health(env).page()
     }
 
     fn health(&self, env: &CommandEnvironment<'_>) -> Health {
@@ -451,9 +545,11 @@ fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
     };
     match command.atype {
         atype::ALLOCATED => {}
-        // No block is known to be unrecoverable, whatever is looked at.
+        // Those that the host has marked. Of no other one it is known, whatever is looked at.
         atype::SCAN_UNRECOVERABLE | atype::UNRECOVERABLE => {
-            let (bytes, len) = (lba_status::nothing(), length as usize);
+            let marks = env.cx.shared.uncorrectable();
+            let bytes = lba_status::uncorrectable(&marks, sqe.nsid, &question);
+            let len = length as usize;
             return Ok(Outcome::Data(Data { bytes, len, dw0: 0, log: None }));
         }
         _ => return Err(Status::INVALID_FIELD.with_dnr()),

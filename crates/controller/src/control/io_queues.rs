@@ -4,6 +4,7 @@ use super::admin::{AdminPort, Executed, Outcome};
 use super::deferred::Deferred;
 use super::memory::HostMemory;
 use super::registers::Registers;
+use crate::admin::self_test::Piece;
 use crate::context::Context;
 use crate::event::Event;
 use crate::journal::RecoveredJournal;
@@ -141,6 +142,11 @@ impl IoQueues {
     /// The workers that serve these queues.
     pub(super) fn workers(&self) -> impl Iterator<Item = usize> {
         self.workers.iter().copied()
+    }
+
+    /// None of them has anything of the controller any more.
+    pub(super) fn forget_workers(&mut self) {
+        self.workers.clear();
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -398,6 +404,22 @@ impl IoQueues {
         let latch = cx.latch(ended(env.generation, operation));
         let context = env.context(cx, overriding);
         cx.send(worker, Message::Flush { context, latch });
+    }
+
+    /// Has a piece of a namespace verified, by a worker, as with [`flush`](Self::flush).
+    pub(super) fn verify(
+        &mut self,
+        cx: &Context,
+        env: &QueueEnvironment<'_>,
+        piece: Piece,
+        operation: Operation,
+        overriding: Option<Box<dyn QueueOverride>>,
+    ) {
+        let worker = self.workers().next().unwrap_or_else(|| cx.pool.least_loaded());
+        self.workers.insert(worker);
+        let latch = cx.latch(ended(env.generation, operation));
+        let context = env.context(cx, overriding);
+        cx.send(worker, Message::Verify { context, piece, latch });
     }
 
     /// The worker has created a completion queue, or failed to.

@@ -36,15 +36,18 @@ impl Control {
         is_gone
     }
 
-    /// When to look for that again, if somebody has to and nobody will.
+    /// When to look for that again, or for anything else that is due, if somebody has to and nobody
+    /// will.
     pub(crate) fn next_watch(&mut self, now: Instant) -> Option<Instant> {
-        self.commands.keep_alive().next_look(now)
+        let due = self.next_due();
+        self.commands.keep_alive().next_look(now).into_iter().chain(due).min()
     }
 
     /// An entry in the error log, a fatal status, and no command is carried out any more.
     fn host_is_gone(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.port.no_command_failed(Status::KEEP_ALIVE_TIMER_EXPIRED);
-        self.fail("the host gave no Keep Alive command for as long as it had promised", deferred);
+        let why = "the host gave no Keep Alive command for as long as it had promised";
+        self.fail(cx, why, deferred);
         // The queues let go of everything, as at a reset, which alone can follow. Nobody waits for
         // them: what ends is of a time before.
         let before = self.lifecycle.generation.wrapping_sub(1);

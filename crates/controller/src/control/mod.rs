@@ -8,20 +8,24 @@
 
 mod admin;
 mod admin_progress;
+mod alone;
 mod commands;
 pub(crate) mod control_override;
 mod deferred;
+mod diagnostics;
 mod dirty;
 mod io_queues;
 mod keep_alive;
 mod memory;
 mod namespace_changes;
 mod namespaces;
+mod one_alone;
 mod recover;
 mod registers;
 mod reset;
 mod rest;
 mod save;
+mod tend;
 
 pub(crate) use admin::{Attach, Data, Executed, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
@@ -45,9 +49,11 @@ use crate::worker::relocation::Departure;
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use control_override::{ControlOverride, Response};
+use diagnostics::hours;
 use io_queues::{IoQueues, QueueEnvironment, ended};
 use memory::HostMemory;
 use namespace_changes::NamespaceChanges;
+use one_alone::OneAlone;
 use registers::{Effect, Registers};
 use reset::{Lifecycle, Phase, ShutdownFlush, Waiter};
 use rest::{Rest, Step};
@@ -59,7 +65,7 @@ use shadowbell_spec::status::Status;
 use std::any::Any;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What whoever serves the admin queue has to know of the controller.
 #[derive(Clone, Copy, Debug, Default)]
@@ -83,6 +89,7 @@ pub(crate) struct Control {
     commands: AdminCommands,
     queues: IoQueues,
     namespace_changes: NamespaceChanges,
+    alone: OneAlone,
     overriding: Option<Box<dyn ControlOverride>>,
     rest: Rest,
 }
@@ -97,6 +104,7 @@ impl Control {
             commands: AdminCommands::new(&cx.config),
             queues: IoQueues::new(cx.config.io_queues),
             namespace_changes: NamespaceChanges::default(),
+            alone: OneAlone::default(),
             overriding: None,
             rest: Rest::new(),
         }
@@ -183,7 +191,7 @@ impl Control {
     /// CC.EN went from 0 to 1 (Base 2.1, "Memory-based Controller Initialization").
     fn enable(&mut self, cx: &Context, deferred: &mut Deferred) {
         if let Err(why) = self.registers.check_enable() {
-            return self.fail(why, deferred);
+            return self.fail(cx, why, deferred);
         }
         let Registers { aqa, asq, acq, .. } = self.registers;
         let (table, generation) = (Arc::clone(self.memory.table()), self.lifecycle.generation);
@@ -199,12 +207,13 @@ impl Control {
             }
             Err(fault) => {
                 tracing::warn!(%fault, "the admin queue's memory can not be reached");
-                return self
-                    .fail("the admin queue is not in memory that the host shared", deferred);
+                let why = "the admin queue is not in memory that the host shared";
+                return self.fail(cx, why, deferred);
             }
         }
         self.lifecycle.phase = Phase::Ready;
         self.registers.csts = Csts::new().with_rdy(true);
+        self.log_enabled();
         deferred.event(Event::Enabled);
         self.poll_admin_doorbells(cx);
     }
@@ -220,15 +229,17 @@ impl Control {
     }
 
     /// Nothing goes on until the next reset (CSTS.CFS).
-    fn fail(&mut self, why: &'static str, deferred: &mut Deferred) {
+    fn fail(&mut self, cx: &Context, why: &'static str, deferred: &mut Deferred) {
         if !self.registers.csts.cfs() {
             self.registers.csts.set_cfs(true);
             tracing::warn!(why, "controller fatal status");
+            self.log_fatal(cx, why);
             deferred.event(Event::Fatal(why));
         }
     }
 
-    /// CC.SHN: flushes what the disks hold back. The queues go on working.
+    /// CC.SHN: flushes what the disks hold back. The queues go on working, if there are any; what
+    /// was written before a reset counts as well.
     fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.registers.csts.set_shst(regs::SHST_OCCURRING);
         if self.lifecycle.flush != ShutdownFlush::None {
@@ -236,8 +247,7 @@ impl Control {
             return;
         }
         self.lifecycle.flush = ShutdownFlush::UnderWay;
-        if self.lifecycle.phase != Phase::Ready {
-            // No worker has the controller, and nothing was written since the reset.
+        if self.lifecycle.phase == Phase::Resetting {
             deferred.latches.push(cx.latch(ended(self.lifecycle.generation, Operation::Shutdown)));
             return;
         }
@@ -246,6 +256,22 @@ impl Control {
         let env = QueueEnvironment { registers, memory, generation };
         let overriding = self.overriding.as_ref().map(|overriding| overriding.queues());
         self.queues.flush(cx, &env, Operation::Shutdown, overriding);
+    }
+
+    /// A worker has flushed for a controller that is disabled: nobody needs its queues.
+    fn let_workers_go(&mut self, cx: &Context, deferred: &mut Deferred) {
+        if self.lifecycle.phase != Phase::Disabled {
+            return;
+        }
+        // Nobody waits for that: what ends is of a time before.
+        let before = self.lifecycle.generation.wrapping_sub(1);
+        let latch = cx.latch(ended(before, Operation::Reset));
+        cx.send_all(self.queues.workers(), |controller| Message::Detach {
+            controller,
+            latch: latch.clone(),
+        });
+        self.queues.forget_workers();
+        deferred.latches.push(latch);
     }
 
     /// A Controller Level Reset begins: the shadow pages are dropped before anything else, the
@@ -260,6 +286,7 @@ impl Control {
         self.log_queues();
         self.memory.shadow = None;
         self.queues.drop_eventfds();
+        self.forget_alone(cx);
         self.lifecycle.full_reset |= full;
         if self.lifecycle.phase == Phase::Resetting {
             return;
@@ -275,6 +302,8 @@ impl Control {
         self.lifecycle.phase = Phase::Resetting;
         self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
         self.lifecycle.flush = ShutdownFlush::None;
+        let hours = hours(&self.lifecycle);
+        self.commands.diagnostics.self_test.reset(hours);
         if cx.shared.mapped {
             cx.pool.control().poll_doorbells(cx.shared.id, None);
         }
@@ -294,7 +323,10 @@ impl Control {
     /// The controller's turns take too long for its neighbours.
     fn too_slow(&mut self, cx: &Context, took: Duration, deferred: &mut Deferred) {
         match self.isolate(cx) {
-            Ok(()) => deferred.event(Event::Isolated(took)),
+            Ok(()) => {
+                self.log_isolated(cx, took);
+                deferred.event(Event::Isolated(took));
+            }
             // It was isolated meanwhile, or is about to be served by another process.
             Err(RelocateError::Placed | RelocateError::Frozen) => {}
             Err(error) => tracing::warn!(
@@ -386,6 +418,7 @@ impl Control {
             && cx.lba_status.is_quiet()
             && self.queues.is_quiet()
             && self.namespace_changes.is_quiet()
+            && self.alone.is_quiet()
             && !self.port.has_orders()
             && !cx.route.is_leaving()
     }
@@ -436,6 +469,7 @@ impl Control {
         self.commands.reset();
         deferred.latches.extend(cx.lba_status.forget());
         self.port.events.clear();
+        self.lifecycle.reset_at = Instant::now();
         self.lifecycle.phase = Phase::Disabled;
         self.lifecycle.flush = ShutdownFlush::None;
         self.registers.reset();
@@ -625,23 +659,27 @@ impl Control {
                 self.commands.command_failed(cx, failed, deferred);
             }
             Notice::MemoryLost => {
-                self.fail("memory that the host shared was taken away (truncated)", deferred);
+                let why = "memory that the host shared was taken away (truncated)";
+                self.fail(cx, why, deferred);
             }
             Notice::Condition(condition) => {
                 let ready = self.is_ready();
                 let response = self.overriding.as_mut().map(|o| o.condition(condition, ready));
                 match response.unwrap_or(Response::Nothing) {
                     Response::Nothing => {}
-                    Response::Fail(why) => self.fail(why, deferred),
+                    Response::Fail(why) => self.fail(cx, why, deferred),
                     Response::Reset => self.begin_reset(cx, true, deferred),
                 }
             }
+            // Before a reset is over nobody waits for anything.
+            Notice::WantsToBeAlone if self.is_ready() => self.alone.want(),
+            Notice::WantsToBeAlone => {}
             Notice::AdminDoorbell => {}
             Notice::SlowTurns { took } => self.too_slow(cx, took, deferred),
             Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
             Notice::Left => self.queues_left(cx, deferred),
             Notice::Stranded => {
-                self.fail("a thread of its own could not take over its queues", deferred);
+                self.fail(cx, "a thread of its own could not take over its queues", deferred);
             }
             Notice::NamespaceChanged { nsid, status } => {
                 self.namespace_changed(cx, nsid, status, deferred);
@@ -683,12 +721,17 @@ impl Control {
             // Without the cache, writes that come now are on the medium in any case.
             Operation::Flush { cid } if status.is_success() => port.complete(cid, status, 0),
             Operation::Flush { cid } => port.fail(cid, status, 0),
+            Operation::Pause | Operation::Alone => self.next_alone(cx, deferred),
+            Operation::Recorded => self.alone_recorded(cx, deferred),
+            Operation::Settled => self.alone_settled(cx),
+            Operation::SelfTest { run, nsid } => self.verified(cx, (run, nsid), status),
             Operation::Shutdown => {
                 let flush = std::mem::replace(&mut self.lifecycle.flush, ShutdownFlush::None);
                 match flush {
                     ShutdownFlush::None => {}
                     ShutdownFlush::Again => self.shut_down(cx, deferred),
                     ShutdownFlush::UnderWay => {
+                        self.let_workers_go(cx, deferred);
                         self.registers.csts.set_shst(regs::SHST_COMPLETE);
                         deferred.event(Event::Shutdown);
                     }
@@ -802,7 +845,8 @@ impl Control {
     }
 
     /// A command has come that can not be completed.
-    pub(crate) fn lacks_admin_cq(&mut self, deferred: &mut Deferred) {
-        self.fail("the admin completion queue is not in memory that the host shared", deferred);
+    pub(crate) fn lacks_admin_cq(&mut self, cx: &Context, deferred: &mut Deferred) {
+        let why = "the admin completion queue is not in memory that the host shared";
+        self.fail(cx, why, deferred);
     }
 }

@@ -7,6 +7,7 @@
 
 use super::Control;
 use super::deferred::{Callback, Deferred};
+use super::diagnostics::hours;
 use super::namespace_changes::{Change, Done, NamespaceError};
 use super::reset::Phase;
 use super::rest::Step;
@@ -130,6 +131,8 @@ impl Control {
         namespace: Option<Namespace>,
         deferred: &mut Deferred,
     ) {
+        let blocks = blocks(namespace.as_ref());
+        cx.shared.change_uncorrectable(|marks| marks.forget(nsid, blocks));
         let namespaces = cx.serving().with(nsid, namespace);
         cx.serve(Arc::clone(&namespaces));
         let latch = cx.latch(Notice::NamespaceChanged { nsid, status: Status::SUCCESS });
@@ -146,7 +149,7 @@ impl Control {
     /// Has Identify tell of a namespace, or that it is gone, and the host know of that.
     fn publish_namespace(&mut self, cx: &Context, nsid: u32, namespace: Option<Namespace>) {
         if namespace.is_none() || cx.identified().get(nsid).is_none() {
-            self.commands.forget_namespace(nsid);
+            self.commands.forget_namespace(nsid, hours(&self.lifecycle));
         }
         cx.identify(cx.identified().with(nsid, namespace));
         self.announce_namespace(nsid);

@@ -18,13 +18,13 @@ use std::io;
 impl Control {
     /// What another process needs to go on should this one die. A queue that is being created is
     /// not there, and one that is being deleted is: their commands are under way.
-    pub(crate) fn record(&self, fds: &mut Descriptors) -> io::Result<Recorded> {
+    pub(crate) fn record(&self, cx: &Context, fds: &mut Descriptors) -> io::Result<Recorded> {
         let is_enabled = self.lifecycle.phase == Phase::Ready;
         let registers = &self.registers;
         let place = (registers.aqa, registers.asq, registers.acq);
         let admin = is_enabled.then(|| self.port.progress.save(place, self.port.is_used()));
         let parts = if is_enabled { self.queues.record(fds)? } else { Vec::new() };
-        Ok(Recorded { control: self.describe(), admin, parts })
+        Ok(Recorded { control: self.describe(cx), admin, parts })
     }
 
     /// Goes on from the record of another control plane, of whose queues `journal` knows more. The
@@ -61,9 +61,13 @@ impl Control {
         }
         let admin = admin.as_ref().ok_or(RestoreError::Invalid("there is no admin queue"))?;
         self.recover_admin(cx, admin, journal)?;
+        self.log_recovered(cx);
         let restoring = restoring(cx, &self.registers, &self.memory, control.generation);
         let replays =
             self.queues.recover(cx, control.granted, parts, eventfds, &restoring, journal)?;
+        if cx.shared.is_one_alone() {
+            self.alone.want();
+        }
         if self.registers.csts.shst() == SHST_OCCURRING {
             self.shut_down(cx, deferred);
         }

@@ -43,6 +43,8 @@ pub(super) struct Lifecycle {
     pub(super) power_cycles: u64,
     pub(super) unsafe_shutdowns: u64,
     pub(super) since: Instant,
+    /// When the last reset was.
+    pub(super) reset_at: Instant,
 }
 
 impl Lifecycle {
@@ -57,6 +59,7 @@ impl Lifecycle {
             power_cycles: 1,
             unsafe_shutdowns: 0,
             since: Instant::now(),
+            reset_at: Instant::now(),
         }
     }
 

@@ -3,6 +3,7 @@
 use super::Control;
 use super::admin::Attach;
 use super::admin_progress::AdminProgress;
+use super::diagnostics::Diagnostics;
 use super::memory::HostMemory;
 use super::registers::Registers;
 use super::reset::{Lifecycle, Phase};
@@ -13,6 +14,7 @@ use crate::context::Context;
 use crate::queue::admin::AdminQueue;
 use crate::saved::{SavedAdminQueue, SavedControl, SavedController, SavedPart};
 use crate::successor::{RestoreError, SaveError};
+use crate::uncorrectable::Uncorrectable;
 use crate::worker::relocation::{Opening, Restoring};
 use shadowbell_memory::EventFd;
 use std::sync::Arc;
@@ -24,14 +26,14 @@ impl Control {
     ///
     /// # Errors
     /// It is not at rest, or can not be passed on.
-    pub(crate) fn save(&self) -> Result<(SavedControl, bool), SaveError> {
+    pub(crate) fn save(&self, cx: &Context) -> Result<(SavedControl, bool), SaveError> {
         if self.rest.step != Step::Resting {
             return Err(SaveError::AtWork);
         }
         if self.overriding.is_some() {
             return Err(SaveError::Overridden);
         }
-        Ok((self.describe(), self.port.is_used()))
+        Ok((self.describe(cx), self.port.is_used()))
     }
 
     /// The admin queue, if nobody has begun to serve it; as with [`save`](Self::save).
@@ -40,17 +42,22 @@ impl Control {
     }
 
     /// The control plane as it is.
-    pub(super) fn describe(&self) -> SavedControl {
-        let Lifecycle { phase, generation, power_cycles, unsafe_shutdowns, since, .. } =
-            self.lifecycle;
+    pub(super) fn describe(&self, cx: &Context) -> SavedControl {
+        let Lifecycle { phase, generation, power_cycles, unsafe_shutdowns, .. } = self.lifecycle;
+        let Lifecycle { since, reset_at, .. } = self.lifecycle;
         let (features, changed) = self.commands.save();
+        let (uncorrectable, uncorrectable_changes) = cx.shared.uncorrectable().save();
         SavedControl {
+            uncorrectable,
+            uncorrectable_changes,
             registers: self.registers.save(),
             enabled: phase == Phase::Ready,
             generation,
             power_cycles,
             unsafe_shutdowns,
             powered_ms: u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX),
+            reset_ms: u64::try_from(reset_at.elapsed().as_millis()).unwrap_or(u64::MAX),
+            diagnostics: self.commands.diagnostics.save(),
             shadow: self.memory.shadow,
             features,
             changed,
@@ -136,6 +143,7 @@ impl Control {
         self.port.events = AsyncEvents::restore(&control.events);
         self.registers.restore(&control.registers);
         self.commands.restore(&control.features, &control.changed);
+        self.commands.diagnostics = Diagnostics::restore(&control.diagnostics);
         self.memory.shadow = control.shadow;
         self.lifecycle.phase = if control.enabled { Phase::Ready } else { Phase::Disabled };
         self.lifecycle.generation = control.generation;
@@ -143,12 +151,18 @@ impl Control {
         self.lifecycle.unsafe_shutdowns = control.unsafe_shutdowns;
         let powered = Duration::from_millis(control.powered_ms);
         self.lifecycle.since = Instant::now().checked_sub(powered).unwrap_or(self.lifecycle.since);
+        let ago = Duration::from_millis(control.reset_ms);
+        self.lifecycle.reset_at =
+            Instant::now().checked_sub(ago).unwrap_or(self.lifecycle.reset_at);
         if let Some(coalescing) = control.features.coalescing() {
             cx.shared.coalescing.set(coalescing.thr(), coalescing.time());
         }
         for vector in &control.features.coalescing_disabled {
             cx.shared.coalescing.disable(*vector, true);
         }
+        let SavedControl { uncorrectable, uncorrectable_changes, .. } = control;
+        let marks = Uncorrectable::restore(uncorrectable, *uncorrectable_changes);
+        cx.shared.change_uncorrectable(|all| *all = marks);
         cx.shared.set_write_through(!control.features.write_cache);
         cx.shared.set_copy_formats(control.features.copy_formats);
         Ok(())

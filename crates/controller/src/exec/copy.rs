@@ -121,6 +121,20 @@ pub(super) struct ParsedCopy {
     fua: bool,
 }
 
+impl ParsedCopy {
+    /// Its sources: index of the namespace, first byte and the one after the last.
+    pub(super) fn sources(&self) -> impl Iterator<Item = (usize, u64, u64)> {
+        let range = |from: &Source| (from.namespace, from.offset, from.offset + from.len);
+        self.sources.iter().map(range)
+    }
+
+    /// Its destination, as above.
+    pub(super) fn destination(&self) -> (usize, u64, u64) {
+        let len: u64 = self.sources.iter().map(|source| source.len).sum();
+        (self.namespace, self.to, self.to + len)
+    }
+}
+
 /// A copy that is over.
 pub(super) struct CopyEnd {
     /// The command's entry.

@@ -1,6 +1,7 @@
 //! Everything that executing I/O commands for one controller takes, on one worker.
 
-use super::copy::{ALWAYS_ENABLED, Copies, CopyEnd, parse_copy};
+use super::alone::{Alone, Marked, blocks_of};
+use super::copy::{ALWAYS_ENABLED, Copies, CopyEnd, ParsedCopy, parse_copy};
 use super::forced::{ForcedRead, ForcedReads};
 use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
 use super::long::{LongCommand, LongCommands, Part, piece};
@@ -10,6 +11,7 @@ use super::resolve::{read_list, resolve_flagged};
 use super::retired::Retired;
 use super::spans::TouchedSpans;
 use super::status::{is_media_error, status_of};
+use crate::admin::self_test::Piece;
 use crate::latch::Latch;
 use crate::queue::Permit;
 use crate::stats::{PartCounters, TransferStats};
@@ -30,6 +32,8 @@ pub(crate) enum Closed {
     Leaves = 1,
     /// Page tables are thrown away.
     PageTables = 2,
+    /// A command is to be alone.
+    Alone = 4,
 }
 
 /// Places of the host's memory that a short command may touch: its entry's list, and three pages.
@@ -54,6 +58,8 @@ pub(crate) enum Started {
     Pending,
     /// It has ended, with this status.
     Failed(Permit, Status),
+    /// It is part of a fused operation, or says so: nothing was done.
+    Fused(Permit),
 }
 
 /// The most room for pieces that an emptied buffer is kept with, and how many are kept: what the
@@ -84,11 +90,11 @@ pub(crate) struct Engine {
     /// Whether a disk wants to know whose requests come.
     takes_turns: bool,
     /// By NSID - 1.
-    namespaces: Vec<NamespaceQueue>,
+    pub(super) namespaces: Vec<NamespaceQueue>,
     retired: Retired,
-    in_flight: InFlightTable,
+    pub(super) in_flight: InFlightTable,
     /// Tag of the command that was last found to be [pending](Started::Pending).
-    last_tag: u32,
+    pub(super) last_tag: u32,
     scratch: Segments,
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
@@ -97,6 +103,7 @@ pub(crate) struct Engine {
     copy_formats: Arc<AtomicU16>,
     long: LongCommands,
     forced: ForcedReads,
+    pub(super) alone: Alone,
     /// What was done, for others to read.
     pub(crate) counters: Arc<PartCounters>,
     transfers: TransferStats,
@@ -178,6 +185,7 @@ impl Engine {
             copy_formats: Arc::default(),
             long: LongCommands::default(),
             forced: ForcedReads::default(),
+            alone: Alone::default(),
             transfers: counters.io.transfers(),
             counters,
         };
@@ -234,6 +242,7 @@ impl Engine {
         let old = std::mem::replace(&mut self.namespaces[index], new);
         self.wants_hints = want_hints(&self.namespaces);
         self.takes_turns = take_turns(&self.namespaces);
+        self.review_marks();
         if old.is_none() {
             return None;
         }
@@ -266,7 +275,7 @@ impl Engine {
                 return;
             }
             match entry.owner {
-                Owner::Command { .. } => over.push(tag),
+                Owner::Command { .. } | Owner::Alone { .. } => over.push(tag),
                 Owner::Part { parent } if is_of_all(in_flight.nsid(parent)) => dropped.push(tag),
                 Owner::Part { parent } => over.push(parent),
                 Owner::Dropped { .. } | Owner::Range { .. } | Owner::Internal => {}
@@ -330,7 +339,8 @@ impl Engine {
     /// As [`is_full`](Self::is_full), for commands that a dead process had fetched: they are
     /// carried out before the queues leave.
     pub(crate) fn is_full_for_replays(&self) -> bool {
-        self.closed & !(Closed::Leaves as u8) != 0 || self.exceeded().is_some()
+        let passed = Closed::Leaves as u8 | Closed::Alone as u8;
+        self.closed & !passed != 0 || self.exceeded().is_some()
     }
 
     /// Has nothing more fetched from here on, for this reason.
@@ -341,6 +351,11 @@ impl Engine {
     /// Has commands fetched again, as far as this reason goes.
     pub(crate) fn open(&mut self, why: Closed) {
         self.closed &= !(why as u8);
+    }
+
+    /// Whether nothing is fetched for this reason.
+    pub(super) fn is_closed(&self, why: Closed) -> bool {
+        self.closed & why as u8 != 0
     }
 
     /// Whether so many places of the host's memory were touched that it is to be asked whether that
@@ -357,7 +372,7 @@ impl Engine {
     /// Of what there is as much under way as may be.
     #[inline]
     pub(crate) fn exceeded(&self) -> Option<Exceeded> {
-        let Self { quota, in_flight, copies, long, forced, .. } = self;
+        let Self { quota, in_flight, copies, long, forced, alone, .. } = self;
         if in_flight.len() == 0 {
             None
         } else if in_flight.len() >= quota.requests {
@@ -366,7 +381,9 @@ impl Engine {
             Some(Exceeded::Bytes)
         } else if in_flight.pieces() >= quota.pieces {
             Some(Exceeded::Pieces)
-        } else if copies.len().max(long.len()).max(forced.len()) >= quota.long_commands {
+        } else if copies.len().max(long.len()).max(forced.len()).max(alone.len())
+            >= quota.long_commands
+        {
             Some(Exceeded::LongCommands)
         } else {
             None
@@ -374,7 +391,7 @@ impl Engine {
     }
 
     /// Nothing more is started in this pass if that was too much.
-    fn review_quota(&mut self) {
+    pub(super) fn review_quota(&mut self) {
         if self.is_full() {
             self.budget = self.budget.min(0);
         }
@@ -454,7 +471,7 @@ impl Engine {
     }
 
     #[inline]
-    fn count(&mut self, kind: Kind) {
+    pub(super) fn count(&mut self, kind: Kind) {
         match kind {
             Kind::Read(bytes) => {
                 self.transfers.reads += 1;
@@ -615,7 +632,24 @@ impl Engine {
     /// As [`transfer`](Self::transfer), for what takes long anyway.
     #[inline(never)]
     fn slow_transfer(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
-        self.transfer::<true>(op, sqe, sq, permit)
+        if sqe.fuse() != Fuse::Normal {
+            return Started::Fused(permit);
+        }
+        match self.marks_of(op, sqe) {
+            Marked::No => self.transfer::<true>(op, sqe, sq, permit),
+            Marked::Park => self.park(sqe, sq, permit),
+            Marked::Fails => Started::Failed(permit, Status::UNRECOVERED_READ),
+        }
+    }
+
+    /// What blocks that are marked as uncorrectable have to do with a command.
+    fn marks_of(&mut self, op: NvmOpcode, sqe: &Sqe) -> Marked {
+        match blocks_of(&self.namespaces, sqe) {
+            Some((index, blocks)) if self.namespaces[index].is_marked() => {
+                self.look_at_marks(op, index, blocks)
+            }
+            _ => Marked::No,
+        }
     }
 
     /// A long command has succeeded: what that took is counted at once.
@@ -632,12 +666,20 @@ impl Engine {
             return Started::Failed(permit, Status::INVALID_OPCODE.with_dnr());
         };
         if !matches!(sqe.fuse(), Fuse::Normal) {
-            return Started::Failed(permit, Status::INVALID_FIELD.with_dnr());
+            return Started::Fused(permit);
         }
         if sqe.flags != 0 {
             self.touch(MAX_PLACES);
         }
+        if matches!(op, NvmOpcode::WriteZeroes | NvmOpcode::Verify) {
+            match self.marks_of(op, sqe) {
+                Marked::No => {}
+                Marked::Park => return self.park(sqe, sq, permit),
+                Marked::Fails => return Started::Failed(permit, Status::UNRECOVERED_READ),
+            }
+        }
         let requests = match op {
+            NvmOpcode::WriteUncorrectable => return self.write_uncorrectable(sqe, sq, permit),
             NvmOpcode::Compare => return self.transfer::<false>(op, sqe, sq, permit),
             NvmOpcode::Copy => return self.copy(sqe, sq, permit),
             NvmOpcode::Flush => self.flush(sqe),
@@ -738,6 +780,11 @@ impl Engine {
             Ok(parsed) => parsed,
             Err(status) => return Started::Failed(permit, status),
         };
+        match self.marks_of_copy(&copy) {
+            Marked::No => {}
+            Marked::Park => return self.park(sqe, sq, permit),
+            Marked::Fails => return Started::Failed(permit, Status::UNRECOVERED_READ),
+        }
         let tag = self.in_flight.next_tag();
         let owner = Owner::Command { sq, cid: sqe.cid, permit };
         let entry = InFlight::new(owner, copy.namespace, kind).at(sqe.nsid, sqe.cdw10_11());
@@ -747,6 +794,20 @@ impl Engine {
         self.budget -= cost::of_request(0);
         self.review_quota();
         Started::Pending
+    }
+
+    /// What blocks that are marked as uncorrectable have to do with a copy.
+    fn marks_of_copy(&mut self, copy: &ParsedCopy) -> Marked {
+        let mut look = |op, (index, from, to): (usize, u64, u64)| {
+            let shift = self.namespaces[index].block_shift;
+            self.look_at_marks(op, index, (from >> shift, to >> shift))
+        };
+        for source in copy.sources() {
+            if let Marked::Fails = look(NvmOpcode::Read, source) {
+                return Marked::Fails;
+            }
+        }
+        look(NvmOpcode::Copy, copy.destination())
     }
 
     /// Hands one request without data to a disk.
@@ -826,6 +887,27 @@ impl Engine {
     pub(crate) fn flush_all(&mut self, latch: Latch) {
         let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].read_only);
         let parts = writable.map(|index| (index, FLUSH)).collect();
+        self.begin_own(parts, latch);
+    }
+
+    /// Verifies a piece of a namespace, for the controller itself; `latch` is dropped when that is
+    /// done, and has the status of an error.
+    pub(crate) fn verify(&mut self, piece: Piece, latch: Latch) {
+        let Piece { nsid, offset, len } = piece;
+        let index = index_of(&self.namespaces, nsid);
+        let end = |index: usize| {
+            let namespace = &self.namespaces[index];
+            namespace.blocks << namespace.block_shift
+        };
+        match index {
+            Ok(index) if offset.checked_add(len).is_some_and(|to| to <= end(index)) => {
+                self.begin_own(vec![(index, Request { op: Op::Verify, offset, len })], latch);
+            }
+            _ => latch.set_status(INACTIVE),
+        }
+    }
+
+    fn begin_own(&mut self, parts: Vec<Part>, latch: Latch) {
         let tag = self.in_flight.next_tag();
         let mut entry =
             InFlight::new(Owner::Internal, 0, Kind::Other).at(NSID_ALL, 0).of_requests();
@@ -857,7 +939,7 @@ impl Engine {
             self.reap_queues(retired.iter_mut(), &mut ended);
             self.retired = retired;
         }
-        if self.copies.is_empty() && self.long.len() + self.forced.len() == 0 {
+        if self.copies.is_empty() && self.long.len() + self.forced.len() + self.alone.len() == 0 {
             return false;
         }
         self.advance(&mut ended)
@@ -905,6 +987,7 @@ impl Engine {
             if !status.is_success() {
                 self.in_flight.fail(parent, status);
             }
+            self.alone.dw0 = dw0;
             if let Some(end) = self.end(parent) {
                 ended(CompletedCommand { dw0, ..end });
             }
@@ -914,12 +997,18 @@ impl Engine {
                 ended(end);
             }
         }
+        if self.alone.len() != 0 {
+            self.advance_alone(ended);
+        }
         self.can_advance()
     }
 
     /// Whether there is more to do at once, which no disk announces.
     pub(crate) fn can_advance(&self) -> bool {
-        self.copies.can_advance() || self.long.can_advance() || self.forced.can_advance()
+        self.copies.can_advance()
+            || self.long.can_advance()
+            || self.forced.can_advance()
+            || self.alone.can_advance()
     }
 
     /// A request has ended: the command that has ended with it, if there is one.
@@ -936,7 +1025,7 @@ impl Engine {
     }
 
     /// An entry has come to its end: the command that has ended with it, if there is one.
-    fn end(&mut self, tag: u32) -> Option<CompletedCommand> {
+    pub(super) fn end(&mut self, tag: u32) -> Option<CompletedCommand> {
         let InFlight { owner, status, kind, nsid, lba, waiting, .. } =
             self.in_flight.remove(tag)?;
         if let (Some(latch), Status::ABORT_REQUESTED) = (&waiting, status.code()) {
@@ -961,11 +1050,20 @@ impl Engine {
             }
             Owner::Internal => {
                 if !status.is_success() {
-                    tracing::warn!(%status, "a flush for the controller itself has failed");
+                    tracing::warn!(%status, "what the controller wanted for itself has failed");
                     if let Some(latch) = &waiting {
                         latch.set_status(status);
                     }
                 }
+                None
+            }
+            Owner::Alone { sq, cid, permit } => {
+                if status.is_success() {
+                    self.count(kind);
+                } else {
+                    self.count_error(status);
+                }
+                self.alone_ended((sq, cid), permit, status);
                 None
             }
             Owner::Command { sq, cid, permit } => {
@@ -991,6 +1089,7 @@ impl Engine {
         self.copies.cancel(|copy| copy.parent == found);
         self.long.cancel(found);
         self.forced.cancel(|command| command.parent == found);
+        self.alone.cancel(|tag, _| tag == found, &mut self.in_flight);
         if let Some(entry) = self.in_flight.get_mut(found) {
             entry.waiting = Some(latch);
         }
@@ -1010,6 +1109,10 @@ impl Engine {
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
         self.forced.cancel(|command| of.is_none_or(|queue| command.sq == queue));
         self.long.cancel_all(of);
+        // All of them: the controller is reset, and nobody says when others go on.
+        self.alone.is_given_up |= of.is_none();
+        let which = |_, sq| of.is_none_or(|queue| sq == queue);
+        self.alone.cancel(which, &mut self.in_flight);
     }
 }
 

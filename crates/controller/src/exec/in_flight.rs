@@ -54,6 +54,8 @@ impl Kind {
 pub(super) enum Owner {
     /// The entry is a command of submission queue `sq`.
     Command { sq: usize, cid: u16, permit: Permit },
+    /// As above, and it is carried out [alone](super::alone).
+    Alone { sq: usize, cid: u16, permit: Permit },
     /// The entry is one of several requests of the command in another entry.
     Part { parent: u32 },
     /// As above, and how it ends does not matter any more: its namespace is gone.
@@ -199,7 +201,7 @@ impl InFlightTable {
         self.bytes += entry.kind.bytes();
         self.pieces += entry.pieces;
         let of = match entry.owner {
-            Owner::Command { sq, cid, .. } => {
+            Owner::Command { sq, cid, .. } | Owner::Alone { sq, cid, .. } => {
                 self.by_identifier.push_front(self.bucket(sq, cid), tag);
                 Some(sq as u32)
             }
@@ -246,9 +248,20 @@ impl InFlightTable {
     /// Submission queue and identifier, if the entry is a command.
     fn identifier(&self, tag: u32) -> Option<(usize, u16)> {
         match self.entries.get(tag as usize)?.as_ref()?.owner {
-            Owner::Command { sq, cid, .. } => Some((sq, cid)),
+            Owner::Command { sq, cid, .. } | Owner::Alone { sq, cid, .. } => Some((sq, cid)),
             _ => None,
         }
+    }
+
+    /// The command in this entry is carried out alone.
+    pub(super) fn set_alone(&mut self, tag: u32) {
+        let Some(place) = self.entries.get_mut(tag as usize) else { return };
+        *place = place.take().map(|entry| match entry.owner {
+            Owner::Command { sq, cid, permit } => {
+                InFlight { owner: Owner::Alone { sq, cid, permit }, ..entry }
+            }
+            _ => entry,
+        });
     }
 
     pub(super) fn get_mut(&mut self, tag: u32) -> Option<&mut InFlight> {

@@ -72,11 +72,12 @@ impl LongCommand {
                 (self.next, self.within) = (self.next + 1, 0);
             }
             let tag = in_flight.next_tag();
+            let reading = request.op == Op::Verify;
             match queue.submit(tag, &request, &mut Segments::new()) {
                 Submitted::Done(outcome) => {
                     *budget -= cost::of_command(len);
                     if let Err(error) = outcome {
-                        in_flight.fail(self.parent, status_of(error, false));
+                        in_flight.fail(self.parent, status_of(error, reading));
                     }
                 }
                 Submitted::Pending => {
@@ -84,7 +85,9 @@ impl LongCommand {
                     *room -= 1;
                     self.left += 1;
                     let owner = Owner::Part { parent: self.parent };
-                    in_flight.insert(tag, InFlight::new(owner, index, Kind::Other));
+                    // For the sake of its errors: its bytes are the command's.
+                    let kind = if reading { Kind::Verify(0) } else { Kind::Other };
+                    in_flight.insert(tag, InFlight::new(owner, index, kind));
                 }
             }
         }

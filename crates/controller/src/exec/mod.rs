@@ -1,5 +1,7 @@
 //! I/O commands: from a fetched entry to requests of a disk, and back to a status.
 
+mod alone;
+mod carry_out_alone;
 mod copy;
 mod engine;
 mod forced;

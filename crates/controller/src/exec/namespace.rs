@@ -23,13 +23,15 @@ pub(crate) struct NamespaceQueue {
     pub(super) block_shift: u32,
     pub(super) read_only: bool,
     pub(super) volatile_cache: bool,
-    /// The number of blocks of the longest short command, less one.
-    short: u32,
+    /// The number of blocks of the shortest long command, less one.
+    long_from: u32,
+    /// Some of its blocks are marked as uncorrectable: all commands are long.
+    is_marked: bool,
     pub(super) queue: Box<dyn Queue>,
 }
 
-fn short(block_shift: u32) -> u32 {
-    ((cost::SHORT_BYTES >> block_shift) as u32).saturating_sub(1)
+fn long_from(block_shift: u32) -> u32 {
+    (cost::SHORT_BYTES >> block_shift) as u32
 }
 
 impl NamespaceQueue {
@@ -40,7 +42,8 @@ impl NamespaceQueue {
             block_shift: namespace.block_shift(),
             read_only: namespace.read_only(),
             volatile_cache: namespace.info().volatile_cache,
-            short: short(namespace.block_shift()),
+            long_from: long_from(namespace.block_shift()),
+            is_marked: false,
             queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
         })
     }
@@ -57,9 +60,21 @@ impl NamespaceQueue {
             block_shift: 9,
             read_only: true,
             volatile_cache: false,
-            short: short(9),
+            long_from: long_from(9),
+            is_marked: false,
             queue: Box::new(Nothing),
         }
+    }
+
+    /// Some of its blocks are marked as uncorrectable, or none is.
+    pub(super) fn set_marked(&mut self, is_marked: bool) {
+        self.is_marked = is_marked;
+        self.long_from = if is_marked { 0 } else { long_from(self.block_shift) };
+    }
+
+    /// Whether some of its blocks are marked as uncorrectable.
+    pub(super) fn is_marked(&self) -> bool {
+        self.is_marked
     }
 
     pub(super) fn is_none(&self) -> bool {
@@ -84,12 +99,13 @@ impl NamespaceQueue {
     }
 
     /// Whether a read or write takes long: it has more bytes than are short, or is forced to the
-    /// medium. One look at the blocks and at FUA, which is a bit above them.
+    /// medium, or there is more to look at. One look at the blocks and at FUA, which is a bit above
+    /// them.
     #[inline]
     pub(super) fn is_long(&self, sqe: &Sqe) -> bool {
         const FUA: u32 = 1 << 30;
         const NLB: u32 = 0xffff;
-        sqe.cdw12 & (FUA | NLB) > self.short
+        sqe.cdw12 & (FUA | NLB) >= self.long_from
     }
 
     /// Wakes whoever waits for `epoll` when the disk has done something.

@@ -7,9 +7,10 @@ use crate::interrupt::Coalescing;
 use crate::notice::{Condition, Notice};
 use crate::queue::{Cq, Permit, Sq};
 use crate::trace::Kind;
+use crate::worker::errors::{report_ended, report_error};
 use crate::worker::observer::Observer;
 use crate::worker::queue_override::QueueOverride;
-use crate::worker::queue_set::{BURST, QueueSet, report_ended, report_error};
+use crate::worker::queue_set::{BURST, QueueSet};
 use crate::worker::trace::{record, trace_posted};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
@@ -190,6 +191,7 @@ impl FaultyQueues {
                 Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
                 Started::Pending => continue,
                 Started::Failed(permit, status) => (permit, status),
+                Started::Fused(permit) => (permit, Status::INVALID_FIELD.with_dnr()),
             };
             engine.publish();
             let cqe = Cqe::new(sqe.cid, pair.sq.layout.qid, pair.sq.head, status, 0);
@@ -256,6 +258,13 @@ impl FaultyQueues {
                 self.marked.extend(fault.map(|fault| (index, sqe.cid, fault)));
             }
             Started::Failed(permit, status) => {
+                engine.count_error(status);
+                report_error(control, qid, &sqe, status);
+                cq.complete(permit, success.with_status(status));
+            }
+            // Whatever goes wrong, goes wrong with one command.
+            Started::Fused(permit) => {
+                let status = Status::INVALID_FIELD.with_dnr();
                 engine.count_error(status);
                 report_error(control, qid, &sqe, status);
                 cq.complete(permit, success.with_status(status));

@@ -1,5 +1,6 @@
 //! Where things are in the file of a journal.
 
+use super::decision::Decision;
 use crate::saved::Death;
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_spec::Sqe;
@@ -34,6 +35,8 @@ pub(crate) const BURST: u32 = 64;
 pub(super) const VALID: u64 = 1 << 63;
 /// This process has not started the command yet.
 pub(super) const WAITS: u64 = 1 << 47;
+/// Something was decided of the command, and is in its entry.
+pub(super) const DECIDED: u64 = 1 << 46;
 /// How many processes have died that had started the command: three bits, of which a queue's
 /// identifier needs none.
 const DEATHS: u32 = 40;
@@ -54,7 +57,7 @@ pub(super) fn pack_deaths(deaths: u8) -> u64 {
 pub(super) fn unpack(found: u64, generation: u64, death: Death) -> Option<(u16, u32, u8)> {
     let (sqid, count) = ((found >> 32 & 0xff) as u16, found as u32);
     let deaths = (found >> DEATHS) as u8 & MOST_DEATHS;
-    if found & !WAITS != key(generation, sqid, count) | pack_deaths(deaths) {
+    if found & !(WAITS | DECIDED) != key(generation, sqid, count) | pack_deaths(deaths) {
         return None;
     }
     // The process that has left this had it in hand, if it had come to that.
@@ -87,6 +90,8 @@ pub(crate) struct RecoveredCommand {
     /// How many processes have died that had it in hand, one after the other.
     pub(crate) deaths: u8,
     pub(crate) sqe: Sqe,
+    /// What was decided of it.
+    pub(crate) decision: Option<Decision>,
 }
 
 pub(super) fn table_bytes(records: usize) -> usize {

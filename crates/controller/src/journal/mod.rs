@@ -33,6 +33,12 @@
 //! were executed at once. If 4 did not count completions, a head that is behind the stored position
 //! could not be told from one that is almost a round ahead of it.
 //!
+//! # Commands that are alone
+//!
+//! Of a command that is carried out alone it is [written down](JournalPart::decide) what was
+//! decided: first what, then that there is something. Of the two of a fused operation the first is
+//! the last.
+//!
 //! # Commands that kill
 //!
 //! A command may be what the process dies of. A record says how many processes have died that had
@@ -41,11 +47,13 @@
 //! a time, and [says](JournalPart::store_trying) which one before it starts it. What is made of
 //! that is in `worker::recovery`.
 
+mod decision;
 mod layout;
 mod position;
 mod recovered;
 mod writer;
 
+pub(crate) use decision::Decision;
 pub(crate) use layout::{BURST, QUEUES, RecoveredCommand};
 pub(crate) use position::Position;
 pub(crate) use recovered::RecoveredJournal;

@@ -1,8 +1,9 @@
 //! The journal of a process that is dead, read.
 
+use super::decision::Decision;
 use super::layout::{
-    CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_COVERS, SQ_DOORBELL, TRYING,
-    VALID, map, table_bytes, unpack, unpack_trying,
+    CQ, CQ_DOORBELL, DECIDED, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_COVERS,
+    SQ_DOORBELL, TRYING, VALID, map, table_bytes, unpack, unpack_trying,
 };
 use super::position::{Position, covers, unpack_doorbell};
 use crate::saved::Death;
@@ -134,5 +135,7 @@ fn record(
     let found = table.load_u64_acquire(at).filter(|found| found & VALID != 0)?;
     // Of before a reset: it concerns nobody.
     let (sqid, count, deaths) = unpack(found, generation, death)?;
-    Some(RecoveredCommand { sqid, count, deaths, sqe: table.read(at + 8)? })
+    let sqe = table.read(at + 8)?;
+    let decision = if found & DECIDED != 0 { Decision::unpack(&sqe) } else { None };
+    Some(RecoveredCommand { sqid, count, deaths, sqe, decision })
 }

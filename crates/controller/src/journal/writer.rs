@@ -1,8 +1,9 @@
 //! The journal, as the process writes it that serves.
 
+use super::decision::{self, Decision};
 use super::layout::{
-    BEYOND_QUOTA, CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_COVERS,
-    SQ_DOORBELL, TRYING, VALID, WAITS, key, map, pack_deaths, pack_trying, table_bytes,
+    BEYOND_QUOTA, CQ, CQ_DOORBELL, DECIDED, LINE, POSITIONS, RECORD, RecoveredCommand, SQ,
+    SQ_COVERS, SQ_DOORBELL, TRYING, VALID, WAITS, key, map, pack_deaths, pack_trying, table_bytes,
 };
 use super::position::{self, Position};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -84,6 +85,16 @@ impl Records {
         let _ = self.table.store_u64_release(place as usize * RECORD, 0);
     }
 
+    fn decide(&self, place: u32, decision: Decision) {
+        let at = place as usize * RECORD;
+        let key = self.table.load_u64_acquire(at).filter(|key| key & VALID != 0);
+        if let Some(key) = key
+            && self.table.store_u64_release(at + 8 + decision::AT, decision.pack()).is_some()
+        {
+            let _ = self.table.store_u64_release(at, key | DECIDED);
+        }
+    }
+
     fn read(&self, place: u32) -> Option<(u64, Sqe)> {
         let at = place as usize * RECORD;
         let key = self.table.load_u64_acquire(at).filter(|key| key & VALID != 0)?;
@@ -127,7 +138,8 @@ impl JournalPart {
     }
 
     fn key_of(&self, command: &RecoveredCommand) -> u64 {
-        key(self.generation, command.sqid, command.count) | pack_deaths(command.deaths)
+        let decided = if command.decision.is_some() { DECIDED } else { 0 };
+        key(self.generation, command.sqid, command.count) | pack_deaths(command.deaths) | decided
     }
 
     #[inline]
@@ -139,6 +151,11 @@ impl JournalPart {
             self.by_tag.resize(tag + 1, 0);
         }
         self.by_tag[tag] = place;
+    }
+
+    /// Something was decided of the command whose request is `tag`.
+    pub(crate) fn decide(&self, tag: u32, decision: Decision) {
+        self.records.decide(self.place_of(tag), decision);
     }
 
     /// Where the record of the command is whose request was `tag`.

@@ -7,7 +7,7 @@ mod saved_doorbell;
 mod shadow;
 mod sq;
 
-pub(crate) use cq::{Cq, Permit};
+pub(crate) use cq::{Cq, Permit, Permits};
 pub(crate) use layout::QueueLayout;
 pub(crate) use shadow::ShadowCells;
 pub(crate) use sq::{PrefetchCursor, Sq};

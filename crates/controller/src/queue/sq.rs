@@ -39,6 +39,8 @@ pub(crate) struct Sq {
     pub(crate) in_flight: u32,
     /// Fetching stopped for want of completion queue space.
     pub(crate) blocked: bool,
+    /// As above, and there has to be space for two completions.
+    pub(crate) waits_for_two: bool,
     /// Being deleted: nothing more is fetched.
     pub(crate) stopped: bool,
     /// Commands are fetched one at a time, because one of them may have killed processes: not by
@@ -72,6 +74,7 @@ impl Sq {
             cq,
             in_flight: 0,
             blocked: false,
+            waits_for_two: false,
             stopped: false,
             careful: false,
             prefetch: PrefetchCursor::default(),

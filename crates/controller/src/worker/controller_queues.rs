@@ -8,6 +8,7 @@ use super::queue_set::{QueueSet, SleepCell};
 use super::recovery::Recovery;
 use super::relocation::{Departure, Opening, Relocated};
 use super::replay::Inheritance;
+use crate::admin::self_test::Piece;
 use crate::exec::{Closed, Exceeded, NamespaceQueue};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
@@ -31,6 +32,8 @@ enum Deleting {
     Sq(usize),
     /// The queue to a disk that is retired at this place, and what has woken the worker for it.
     Disk(usize, Arc<OwnedFd>),
+    /// What is under way, but for what has to be alone.
+    Others,
     /// All of it.
     Everything,
 }
@@ -249,6 +252,35 @@ impl ControllerQueues {
 
     pub(crate) fn flush(&mut self, latch: Latch) {
         self.set.engine.flush_all(latch);
+    }
+
+    /// Verifies a piece of a namespace.
+    pub(crate) fn verify(&mut self, piece: Piece, latch: Latch) {
+        if self.detaching.is_none() {
+            self.set.engine.verify(piece, latch);
+        }
+    }
+
+    /// Nothing more is fetched. The latch is dropped when nothing is under way but what has to be
+    /// alone.
+    pub(crate) fn pause(&mut self, latch: Latch) {
+        self.set.engine.pause();
+        self.deleting.push((Deleting::Others, latch));
+    }
+
+    /// What has to be alone is.
+    pub(crate) fn be_alone(&mut self, latch: Latch) {
+        self.set.engine.be_alone(latch);
+    }
+
+    /// What has changed while a command was alone is recorded.
+    pub(crate) fn settle(&mut self, latch: Latch) {
+        self.set.engine.settle(latch);
+    }
+
+    /// Nothing has to be alone any more.
+    pub(crate) fn go_on_with_others(&mut self) {
+        self.set.engine.go_on();
     }
 
     pub(crate) fn abort(&mut self, sqid: u16, cid: u16, latch: Latch) {
@@ -488,7 +520,11 @@ impl ControllerQueues {
         if self.set.engine.pending() != 0 {
             work += u32::from(match &mut self.overriding {
                 None => self.set.reap(),
-                Some(overriding) => overriding.reap(&mut self.set),
+                Some(overriding) => {
+                    let busy = overriding.reap(&mut self.set);
+                    self.set.write_decisions();
+                    busy
+                }
             });
         }
         if let Some(overriding) = &mut self.overriding
@@ -653,6 +689,10 @@ impl ControllerQueues {
                     }
                     None => false,
                 },
+                Deleting::Others => {
+                    let has_more = |recovery: &Recovery| recovery.has_some_to_be_alone();
+                    self.set.engine.is_drained() && !self.recovery.as_deref().is_some_and(has_more)
+                }
                 Deleting::Everything => false,
             };
             if is_over {

@@ -3,6 +3,7 @@
 
 use super::queue_override::QueueOverride;
 use super::relocation::{Departure, Relocated};
+use crate::admin::self_test::Piece;
 use crate::doorbell_source::DoorbellSource;
 use crate::exec::Quota;
 use crate::latch::Latch;
@@ -99,6 +100,12 @@ pub(crate) enum Message {
         context: Box<QueueContext>,
         latch: Latch,
     },
+    /// Verify a piece of a namespace. The latch gets the status of an error.
+    Verify {
+        context: Box<QueueContext>,
+        piece: Piece,
+        latch: Latch,
+    },
     /// The latch gets the status Command Abort Requested if the command is aborted.
     Abort {
         controller: u32,
@@ -121,6 +128,26 @@ pub(crate) enum Message {
     },
     /// A controller that was to leave stays, unless it has left.
     Stay {
+        controller: u32,
+    },
+    /// Nothing more of the controller is fetched. The latch is dropped when nothing is under way
+    /// but what has to be alone.
+    Pause {
+        controller: u32,
+        latch: Latch,
+    },
+    /// What has to be alone is carried out; then the latch is dropped.
+    Alone {
+        controller: u32,
+        latch: Latch,
+    },
+    /// What has changed is recorded. The latch is dropped when that is written down.
+    Settle {
+        controller: u32,
+        latch: Latch,
+    },
+    /// Commands are fetched again.
+    GoOn {
         controller: u32,
     },
     /// What is under way of a controller that is to leave is to be given up.
@@ -147,7 +174,9 @@ impl Message {
     /// The controller that it is about.
     pub(crate) fn controller(&self) -> Option<u32> {
         match self {
-            Self::CreateCq { context, .. } | Self::Flush { context, .. } => Some(context.shared.id),
+            Self::CreateCq { context, .. }
+            | Self::Flush { context, .. }
+            | Self::Verify { context, .. } => Some(context.shared.id),
             Self::DoorbellWritten { controller }
             | Self::DoorbellEventfd { controller, .. }
             | Self::DoorbellSource { controller, .. }
@@ -159,6 +188,10 @@ impl Message {
             | Self::ChangeNamespace { controller, .. }
             | Self::Abort { controller, .. }
             | Self::Detach { controller, .. }
+            | Self::Pause { controller, .. }
+            | Self::Alone { controller, .. }
+            | Self::Settle { controller, .. }
+            | Self::GoOn { controller }
             | Self::Leave { controller, .. }
             | Self::Hurry { controller }
             | Self::Stay { controller }

@@ -7,6 +7,8 @@ mod backlog;
 mod busy;
 mod controller_queues;
 mod doorbell_sources;
+pub(crate) mod errors;
+mod fused;
 mod mailbox;
 pub(crate) mod message;
 mod meter;

@@ -1,12 +1,14 @@
 //! The queues of one controller that one worker serves: from doorbell to completion.
 
+use super::errors::{report_ended, report_error};
+use super::fused::{self, Burst, Fetcher, Paired};
 use super::observer::Observer;
 use super::replay::Replay;
 use super::trace::{interrupts, record, trace_interrupts, trace_look, trace_posted};
 use crate::exec::prefetch::{self, Prefetch};
-use crate::exec::{CompletedCommand, Engine, Started};
+use crate::exec::{Engine, Started};
 pub(crate) use crate::journal::BURST;
-use crate::journal::{JournalPart, RecoveredCommand};
+use crate::journal::{Decision, JournalPart, RecoveredCommand};
 use crate::notice::{ControlHandle, Notice};
 use crate::queue::{Cq, Sq};
 use crate::shared::ControllerShared;
@@ -51,6 +53,7 @@ impl QueueSet {
         journal: Option<JournalPart>,
     ) -> Self {
         engine.set_copy_formats(shared.copy_formats());
+        engine.let_ask(&control, &shared);
         Self { shared, control, engine, sqs: Vec::new(), cqs: Vec::new(), journal }
     }
 
@@ -154,6 +157,7 @@ impl QueueSet {
             room = cq.free().min(BURST);
         }
         if room == 0 {
+            sq.waits_for_two = false;
             if !std::mem::replace(&mut sq.blocked, true) {
                 sq.counters.blocked.add(1);
                 let (qid, tail) = (cq.layout.qid, u32::from(cq.tail));
@@ -165,7 +169,7 @@ impl QueueSet {
         self.engine.set_write_through(self.shared.is_write_through());
         let Some(ring) = &sq.ring else { return 0 };
         let (mut head, mut pending, mut posted) = (sq.head, 0, false);
-        let fetched = room.min(sq.layout.size.distance(head, tail));
+        let mut fetched = room.min(sq.layout.size.distance(head, tail));
         // Not further than the host has written: it would have to take the line back.
         (0..fetched.min(AHEAD)).for_each(|ahead| ring.prefetch(u32::from(head) + ahead));
         cq.prefetch(fetched);
@@ -219,6 +223,26 @@ impl QueueSet {
                         report_error(&self.control, sq.layout.qid, &sqe, status);
                         (permit, status)
                     }
+                    Started::Fused(permit) => {
+                        let Self { engine, journal, control, .. } = self;
+                        let with = Fetcher { engine, journal, control, index, sq, cq };
+                        let burst = Burst { head, done, fetched, pending, permits };
+                        let (burst, paired) = fused::pair(with, &sqe, permit, burst);
+                        Burst { head, done, fetched, pending, permits } = burst;
+                        stop = done;
+                        match paired {
+                            Paired::Both => continue,
+                            Paired::Later => {
+                                (sq.blocked, sq.waits_for_two) = (true, true);
+                                continue;
+                            }
+                            Paired::Alone(permit, status) => {
+                                self.engine.count_error(status);
+                                report_error(&self.control, sq.layout.qid, &sqe, status);
+                                (permit, status)
+                            }
+                        }
+                    }
                 };
                 cq.complete(permit, Cqe::new(sqe.cid, sq.layout.qid, head, status, 0));
             }
@@ -262,19 +286,37 @@ impl QueueSet {
     /// completion.
     pub(crate) fn replay(&mut self, replay: &Replay) -> bool {
         let Self { engine, sqs, cqs, control, journal, .. } = self;
-        let Replay { sq: index, command, spare } = replay;
+        let Replay { sq: index, command, spare, second } = replay;
         let Some(sq) = sqs.get_mut(*index).and_then(Option::as_mut) else { return true };
         let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return true };
         if cq.free() == 0 {
             // What is wrong with a head is reported where commands are fetched.
             let _ = cq.look();
         }
-        sq.blocked = cq.free() == 0;
+        (sq.blocked, sq.waits_for_two) =
+            (cq.free() <= u32::from(second.is_some()), second.is_some());
         if sq.blocked || cq.ring.is_none() {
             return false;
         }
         let (permit, sqe, qid) = (cq.reserve(1).take(), &command.sqe, sq.layout.qid);
         engine.set_write_through(self.shared.is_write_through());
+        if let Some(second) = second {
+            let permits = (permit, cq.reserve(1).take());
+            if replay.is_deadly() {
+                give_up(&self.shared, qid, command);
+            }
+            let both = [(command, *spare), (&second.0, second.1)];
+            let with = Fetcher { engine, journal, control, index: *index, sq: &*sq, cq };
+            sq.in_flight += fused::replay(with, both, permits, replay.is_deadly());
+            return true;
+        }
+        if let Some(Decision::End { status, dw0 }) = command.decision {
+            if journal.is_some() {
+                cq.ends_record(*spare);
+            }
+            cq.complete(permit, Cqe::new(sqe.cid, qid, sq.head, status, dw0));
+            return true;
+        }
         let started = if replay.is_deadly() {
             give_up(&self.shared, qid, command);
             Started::Failed(permit, Status::INTERNAL.with_dnr())
@@ -283,7 +325,10 @@ impl QueueSet {
                 journal.start_spare(*spare, command);
             }
             abort_command(CommandStep::Start, sqe.cdw10_11());
-            engine.start(sqe, *index, permit)
+            match command.decision {
+                Some(_) => engine.park_second(sqe, *index, permit),
+                None => engine.start(sqe, *index, permit),
+            }
         };
         let (permit, status) = match started {
             Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
@@ -302,6 +347,8 @@ impl QueueSet {
                 report_error(control, qid, sqe, status);
                 (permit, status)
             }
+            // Without the other one.
+            Started::Fused(permit) => (permit, Status::FUSED_MISSING.with_dnr()),
         };
         if journal.is_some() {
             cq.ends_record(*spare);
@@ -329,7 +376,21 @@ impl QueueSet {
             }
             cq.complete(ended.permit, cqe);
         });
+        if more {
+            self.write_decisions();
+        }
         busy | more
+    }
+
+    /// Writes down what was decided of commands that are alone.
+    #[cold]
+    pub(crate) fn write_decisions(&mut self) {
+        for (tag, decision) in self.engine.take_decided() {
+            if let Some(journal) = &self.journal {
+                journal.decide(tag, decision);
+                abort_point(AbortPoint::Decided);
+            }
+        }
     }
 
     /// Posts what is staged, and looks after interrupts that are held back.
@@ -425,7 +486,8 @@ impl QueueSet {
                 cq.moved_from(before);
                 // The head may have been seen to move on another occasion: for an interrupt's sake.
                 let reachable = sq.ring.is_some() && cq.ring.is_some();
-                let waits = cq.free() != 0 && sq.head != sq.tail.last();
+                let room = 1 + u32::from(sq.waits_for_two);
+                let waits = cq.free() >= room && sq.head != sq.tail.last();
                 fenced.note(reachable && waits && !is_full);
             }
         }
@@ -492,20 +554,6 @@ fn give_up(shared: &ControllerShared, qid: u16, command: &RecoveredCommand) {
          completed with an Internal Error and not carried out again; please report that, with what \
          the processes have said at their ends"
     );
-}
-
-/// A command has failed where it was fetched.
-#[cold]
-pub(crate) fn report_error(control: &ControlHandle, sqid: u16, sqe: &Sqe, status: Status) {
-    let (cid, nsid, lba) = (sqe.cid, sqe.nsid, sqe.cdw10_11());
-    control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
-}
-
-/// A command that was in flight has failed.
-#[cold]
-pub(crate) fn report_ended(control: &ControlHandle, sqid: u16, ended: &CompletedCommand) {
-    let &CompletedCommand { cid, status, nsid, lba, .. } = ended;
-    control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
 }
 
 /// Posts the completions that are staged; whether there was room for any.

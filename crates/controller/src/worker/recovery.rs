@@ -111,6 +111,11 @@ impl Recovery {
         !self.replays.is_empty()
     }
 
+    /// Whether one of them has to be alone.
+    pub(crate) fn has_some_to_be_alone(&self) -> bool {
+        self.replays.iter().any(Replay::has_to_be_alone)
+    }
+
     /// Whether a command is under way that is suspected.
     pub(crate) fn has_turn(&self) -> bool {
         self.turn.is_some()
@@ -171,6 +176,9 @@ impl Recovery {
 
     /// Starts a command again, unless it has to wait.
     fn replay(&mut self, set: &mut QueueSet, replay: &Replay) -> bool {
+        if set.engine.waits_for_one() && !replay.has_to_be_alone() {
+            return false;
+        }
         if replay.goes_alone() && !self.take_turn(set, replay.sq) {
             return false;
         }

@@ -263,7 +263,7 @@ impl Relocated {
         }
         let part = shared.journal_part(worker, with.opening.generation)?;
         let mut sqs = Vec::with_capacity(saved.sqs.len());
-        let (mut replays, mut suspects) = (Vec::new(), Vec::new());
+        let (mut replays, mut suspects, mut records) = (Vec::new(), Vec::new(), 0);
         for (index, saved_sq) in saved.sqs.iter().enumerate() {
             let cq = saved.cqs.iter().position(|cq| cq.qid == saved_sq.cqid);
             let (Some(cq), Some(state)) = (cq, positions.get(&saved_sq.qid)) else {
@@ -279,7 +279,14 @@ impl Relocated {
                 // It is not fetched again, as it would be carried out then.
                 let (sqid, count) = (saved_sq.qid, sq.fetched);
                 let fetched = sq.fetch();
-                commands.extend(fetched.map(|sqe| RecoveredCommand { sqid, count, deaths, sqe }));
+                let decision = None;
+                commands.extend(fetched.map(|sqe| RecoveredCommand {
+                    sqid,
+                    count,
+                    deaths,
+                    sqe,
+                    decision,
+                }));
                 deaths = 0;
             }
             let is_of_a_fault = journal.is_of_a_fault();
@@ -288,14 +295,15 @@ impl Relocated {
                 suspects.push(SuspectQueue { sq: index, begin, deaths, is_of_a_fault });
             }
             sqs.push(Some(sq));
+            let before = replays.len();
             for command in commands {
                 // All that one worker begins with have their records in the same table.
-                let nth = others + replays.len();
+                let nth = others + records;
+                records += 1;
                 let spare = part.as_ref().map_or(0, |part| part.record_spare(nth, &command));
-                let replay = Replay { sq: index, command, spare };
-                replay.suspect_others();
-                replays.push(replay);
+                Replay::add(&mut replays, before, Replay::new(index, command, spare));
             }
+            replays.iter().skip(before).for_each(Replay::suspect_others);
         }
         if let Some(part) = &part {
             // Of what is posted from here on, nothing is.
@@ -307,13 +315,16 @@ impl Relocated {
                 }
             }
         }
+        if replays.iter().any(Replay::has_to_be_alone) {
+            shared.set_one_alone(true);
+        }
         let new = Self::at_rest(with, worker, sqs, cqs, doorbell_eventfds);
         Ok(Some(Self { inheritance: Inheritance { replays, suspects }, ..new }))
     }
 
     /// How many commands it will begin with.
     pub(crate) fn replays(&self) -> usize {
-        self.inheritance.replays.len()
+        self.inheritance.replays.iter().map(|replay| 1 + usize::from(replay.second.is_some())).sum()
     }
 }
 

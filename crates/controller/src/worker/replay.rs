@@ -1,6 +1,7 @@
 //! What a process begins with that goes on for a dead one.
 
-use crate::journal::RecoveredCommand;
+use crate::journal::{Decision, RecoveredCommand};
+use shadowbell_spec::sqe::Fuse;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A command with which so many processes have died is not carried out any more.
@@ -17,9 +18,44 @@ pub(crate) struct Replay {
     pub(crate) command: RecoveredCommand,
     /// Its record in the journal, until it has another.
     pub(crate) spare: u32,
+    /// The second of a fused operation of which it is the first, with its record.
+    pub(crate) second: Option<(RecoveredCommand, u32)>,
 }
 
 impl Replay {
+    pub(crate) fn new(sq: usize, command: RecoveredCommand, spare: u32) -> Self {
+        Self { sq, command, spare, second: None }
+    }
+
+    /// Adds one of a submission queue to those that were fetched before it, which begin at `from`.
+    /// The two of a fused operation are one as long as nothing was decided of the first: it is
+    /// the last of which something is.
+    pub(crate) fn add(all: &mut Vec<Self>, from: usize, replay: Self) {
+        let is_first = |first: &&mut Self| {
+            first.second.is_none()
+                && first.is_undecided(Fuse::First)
+                && replay.command.sqe.fuse() == Fuse::Second
+                && first.command.count.wrapping_add(1) == replay.command.count
+        };
+        match all.get_mut(from..).and_then(|of_queue| of_queue.last_mut()).filter(is_first) {
+            Some(first) => {
+                first.command.deaths = first.command.deaths.max(replay.command.deaths);
+                first.second =
+                    Some((RecoveredCommand { decision: None, ..replay.command }, replay.spare));
+            }
+            None => all.push(replay),
+        }
+    }
+
+    fn is_undecided(&self, fuse: Fuse) -> bool {
+        self.command.decision.is_none() && self.command.sqe.fuse() == fuse
+    }
+
+    /// Whether nothing else may be begun before it has ended.
+    pub(crate) fn has_to_be_alone(&self) -> bool {
+        self.command.decision == Some(Decision::Begin) || self.second.is_some()
+    }
+
     /// Has all go alone if there is a reason. To be called for each before any is carried out.
     pub(crate) fn suspect_others(&self) {
         if self.command.deaths >= SUSPECT {

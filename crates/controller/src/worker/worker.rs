@@ -304,6 +304,10 @@ impl Worker {
                 Some(queues) => queues.flush(latch),
                 None => latch.set_status(Status::INTERNAL),
             },
+            Message::Verify { context, piece, latch } => match self.find_or_open(*context) {
+                Some(queues) => queues.verify(piece, latch),
+                None => latch.set_status(Status::INTERNAL),
+            },
             Message::Abort { controller, sqid, cid, latch } => {
                 if let Some(queues) = self.queues(controller) {
                     queues.abort(sqid, cid, latch);
@@ -325,6 +329,26 @@ impl Worker {
             Message::Stay { controller } => {
                 if let Some(queues) = self.queues(controller) {
                     queues.stay();
+                }
+            }
+            Message::Pause { controller, latch } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.pause(latch);
+                }
+            }
+            Message::Alone { controller, latch } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.be_alone(latch);
+                }
+            }
+            Message::Settle { controller, latch } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.settle(latch);
+                }
+            }
+            Message::GoOn { controller } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.go_on_with_others();
                 }
             }
             Message::Hurry { controller } => {

@@ -3,6 +3,7 @@
 //! The host is this process: it has the memory, the queues and the doorbells, and what the process
 //! with the controller has recorded. That process is this program once more, and is killed.
 
+mod alone;
 mod host;
 mod killers;
 mod process;

@@ -34,6 +34,14 @@ impl Admin {
         Self { controller }
     }
 
+    pub(super) fn commands(&self) -> &dyn AdminCommands {
+        &*self.controller
+    }
+
+    pub(super) fn name(&self) -> &str {
+        self.controller.name()
+    }
+
     /// Reads the registers that say what the controller is and how it does.
     ///
     /// # Errors

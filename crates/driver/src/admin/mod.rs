@@ -7,9 +7,11 @@
 //! | `plane` | the registers and the admin queue: what there is before Identify |
 //! | `identify`, `log` | Identify and Get Log Page |
 //! | `lba_status` | Get LBA Status |
+//! | `diagnostics` | self-tests, telemetry, the log of events |
 //! | `handle` | [`Admin`], the program's handle on an attached controller |
 
 mod data;
+mod diagnostics;
 mod handle;
 mod identify;
 mod lba_status;
@@ -18,6 +20,7 @@ mod plane;
 mod queue;
 
 pub use self::data::{AdminData, AdminResult};
+pub use self::diagnostics::Telemetry;
 pub use self::handle::Admin;
 pub(crate) use self::identify::{identify_controller, identify_namespaces};
 pub use self::lba_status::AllocatedBlocks;

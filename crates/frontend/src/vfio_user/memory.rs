@@ -1,6 +1,7 @@
 //! The client's memory, and when the controller may use it.
 
 use super::files::{Files, Kept};
+use super::written_ranges::{self, SavedRanges, WrittenRange, WrittenRanges, too_many_files};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::Controller;
@@ -33,6 +34,11 @@ struct Range {
 }
 
 impl Range {
+    fn write_to(&self, written: &mut WrittenRanges, iova: u64) {
+        let file = (self.file.as_ref(), self.offset);
+        written.add((iova, self.len), file, self.bytes.is_some(), self.protection);
+    }
+
     fn last(&self, iova: u64) -> u64 {
         iova.saturating_add(self.len - 1)
     }
@@ -44,6 +50,10 @@ pub(super) struct SavedMemory {
     is_granted: bool,
     files: Vec<FdRef>,
     ranges: Vec<SavedRange>,
+    /// Of a record: where they are, if they are many. `ranges` is nothing that a release that does
+    /// not know this takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    written: Option<SavedRanges>,
 }
 
 /// IOVA and length; which of the files, if any, and the offset in it; whether it may be written.
@@ -53,6 +63,11 @@ struct SavedRange(u64, u64, Option<u32>, u64, bool);
 
 /// So many ranges are let go of in no time.
 const FEW: usize = 256;
+
+/// So many ranges are in a record themselves, as a virtual machine without an IOMMU has them.
+const IN_RECORD: usize = 128;
+/// What no release takes for a range.
+const NONE: SavedRange = SavedRange(1, 0, None, 0, false);
 
 /// Memory that the client took back, and the map that it was in. What is left of it is unmapped by
 /// the client's [`Closer`]; but letting go of tens of thousands of ranges takes a while, too.
@@ -81,6 +96,10 @@ pub(super) struct Memory {
     /// Ranges were added of which the controller does not know yet.
     is_unsettled: bool,
     closer: Option<Arc<Closer>>,
+    /// The same ranges for the next process, if they are many.
+    written: Option<WrittenRanges>,
+    /// Lasting descriptors that are to be removed with the next record, and the number of the next.
+    gone: (Vec<u64>, u64),
     log: LogLimit,
 }
 
@@ -94,6 +113,8 @@ impl Memory {
             is_granted: false,
             is_unsettled: false,
             closer: None,
+            written: None,
+            gone: (Vec::new(), 0),
             log: LogLimit::default(),
         }
     }
@@ -168,8 +189,39 @@ impl Memory {
             self.controller.add_dma(iova, len, bytes).map_err(|error| errno(&error))?;
             self.is_unsettled = true;
         }
-        self.ranges.insert(iova, Range { len, bytes, file, offset, protection });
+        let range = Range { len, bytes, file, offset, protection };
+        if let Some(written) = &mut self.written {
+            range.write_to(written, iova);
+        }
+        self.ranges.insert(iova, range);
         Ok(())
+    }
+
+    /// For a record, which is to be as dear with many ranges as with few.
+    pub(super) fn record(&mut self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
+        if self.written.is_none() && self.ranges.len() > IN_RECORD {
+            let mut written = WrittenRanges::new(MAX_RANGES, self.gone.1)?;
+            self.ranges.iter().for_each(|(iova, range)| range.write_to(&mut written, *iova));
+            self.written = Some(written);
+        }
+        let saved = match &mut self.written {
+            None => self.save(fds)?,
+            Some(written) => SavedMemory {
+                is_granted: self.is_granted,
+                files: Vec::new(),
+                ranges: vec![NONE],
+                written: Some(written.record(fds)?),
+            },
+        };
+        // Not before it is sure that there is a record that says it.
+        self.gone.0.drain(..).for_each(|number| fds.remove_lasting(number));
+        Ok(saved)
+    }
+
+    /// Nothing that was recorded counts any more.
+    pub(super) fn begin_records(&mut self) {
+        self.written = None;
+        self.gone = (Vec::new(), 0);
     }
 
     /// What a successor has to know of it.
@@ -203,7 +255,14 @@ impl Memory {
         fds: &mut Descriptors,
         closer: &Arc<Closer>,
     ) -> Result<(), RestoreError> {
-        let SavedMemory { is_granted, files, ranges } = saved;
+        let SavedMemory { is_granted, files, ranges, written } = saved;
+        if let Some(written) = written {
+            self.restore_written(&written, fds, closer)?;
+            if is_granted {
+                self.grant();
+            }
+            return Ok(());
+        }
         let files = files.into_iter().map(|file| fds.take(file));
         let files = files.map(|fd| fd.map(|fd| Arc::new(PeerFd::of_predecessor(fd, closer))));
         let files = files.collect::<Result<Vec<_>, _>>()?;
@@ -223,6 +282,31 @@ impl Memory {
         }
         if is_granted {
             self.grant();
+        }
+        Ok(())
+    }
+
+    fn restore_written(
+        &mut self,
+        written: &SavedRanges,
+        fds: &mut Descriptors,
+        closer: &Arc<Closer>,
+    ) -> Result<(), RestoreError> {
+        let (ranges, files) = written_ranges::read(written, fds)?;
+        let files =
+            files.into_iter().map(|(number, fd)| (number, PeerFd::of_predecessor(fd, closer)));
+        let files: HashMap<_, _> = files.map(|(number, fd)| (number, Arc::new(fd))).collect();
+        for WrittenRange { iova, len, file, offset, writable } in ranges {
+            let refused = |why: &dyn std::fmt::Display| {
+                RestoreError::Client(format!("its memory at IOVA {iova:#x} can not be had: {why}"))
+            };
+            let file = file.map(|number| files.get(&number).map(Arc::clone));
+            let file = match file {
+                Some(None) => return Err(refused(&"its file is not there")),
+                file => file.flatten(),
+            };
+            let protection = if writable { Protection::ReadWrite } else { Protection::Read };
+            self.add(iova, len, file, offset, protection).map_err(|errno| refused(&errno))?;
         }
         Ok(())
     }
@@ -254,6 +338,11 @@ impl Memory {
             }
             removed
         };
+        if let Some(written) = &mut self.written {
+            for (iova, range) in &ranges {
+                written.remove(*iova, range.file.as_ref(), range.bytes.is_some());
+            }
+        }
         let released = self.release(ranges);
         if released.ranges.values().all(|range| range.bytes.is_none()) {
             return done.ok();
@@ -293,6 +382,10 @@ impl Memory {
 
     fn take_ranges(&mut self) -> Released {
         self.is_unsettled = false;
+        if let Some((given, next)) = self.written.take().map(WrittenRanges::end) {
+            self.gone.0.extend(given);
+            self.gone.1 = next;
+        }
         let ranges = std::mem::take(&mut self.ranges);
         self.release(ranges)
     }
@@ -337,14 +430,6 @@ impl Memory {
     }
 }
 
-fn too_many_files() -> SaveError {
-    SaveError::Client(
-        "its memory is in more files than descriptors are kept of one client: let this process \
-         have more files open (`ulimit -n`, or LimitNOFILE= of systemd)"
-            .into(),
-    )
-}
-
 /// The [`Done`] of a request for two, of which the first to use it completes it.
 fn share(done: Done) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
     let done = Arc::new(Mutex::new(Some(done)));
@@ -370,6 +455,7 @@ mod tests {
     use super::*;
     use shadowbell_controller::config::uuid_from;
     use shadowbell_controller::{Carrier, Config, NamespaceConfig, Pool, PoolOptions};
+    use shadowbell_state::LastingChange;
 
     fn memory(descriptors: u64) -> Memory {
         let disk = Arc::new(shadowbell_backend::MemDisk::new(8, 512).unwrap());
@@ -406,5 +492,70 @@ mod tests {
         memory.unmap(50 * PAGE, PAGE, Done::new(move |outcome| sender.send(outcome).unwrap()));
         unmapped.recv().unwrap().unwrap();
         memory.save(&mut fds).unwrap();
+    }
+
+    /// Many ranges in many files: the first record that has them is long, and those after it short.
+    #[test]
+    fn a_record_of_many_ranges_has_what_has_changed_and_the_next_process_has_all() {
+        let mut memory = memory(2000);
+        (0..IN_RECORD as u64).for_each(|n| map(&mut memory, n));
+        let mut fds = Descriptors::default();
+        assert_eq!(memory.record(&mut fds).unwrap().ranges.len(), IN_RECORD);
+        (IN_RECORD as u64..600).for_each(|n| map(&mut memory, n));
+        let mut kept = HashMap::new();
+        let mut record = |memory: &mut Memory| {
+            let mut fds = Descriptors::default();
+            let saved = serde_json::to_string(&memory.record(&mut fds).unwrap()).unwrap();
+            let changes = fds.take_changes();
+            let count = changes.len();
+            for change in changes {
+                match change {
+                    LastingChange::Put(number, fd) => drop(kept.insert(number, fd)),
+                    LastingChange::Remove(number) => drop(kept.remove(&number).unwrap()),
+                }
+            }
+            (saved, fds, count, kept.len())
+        };
+        let (saved, fds, count, _) = record(&mut memory);
+        assert!(saved.len() < 200, "{saved}");
+        assert_eq!((fds.len(), count), (1, 600));
+        let unmap = |memory: &mut Memory, iova, len| {
+            let (sender, unmapped) = std::sync::mpsc::channel();
+            memory.unmap(iova, len, Done::new(move |outcome| sender.send(outcome).unwrap()));
+            unmapped.recv().unwrap().unwrap();
+        };
+        unmap(&mut memory, 7 * PAGE, PAGE);
+        map(&mut memory, 1000);
+        let (saved, fds, count, all) = record(&mut memory);
+        assert_eq!((saved.len() < 200, fds.len(), count, all), (true, 1, 2, 600));
+        // What comes after it has not happened for the next process.
+        unmap(&mut memory, 20 * PAGE, PAGE);
+        map(&mut memory, 7);
+        map(&mut memory, 1001);
+        let mut given = Descriptors::from(fds.into_fds());
+        for (number, fd) in &kept {
+            given.put_lasting(*number, fd.try_clone().unwrap());
+        }
+        let mut next = self::memory(2000);
+        next.restore(serde_json::from_str(&saved).unwrap(), &mut given, &Arc::default()).unwrap();
+        let expected: Vec<u64> = (0..600).filter(|n| *n != 7).chain([1000]).collect();
+        let ranges: Vec<u64> = next.ranges.keys().map(|iova| iova / PAGE).collect();
+        assert_eq!(ranges, expected);
+        // A release that does not know this refuses, and does not serve a guest without memory.
+        let mut before = serde_json::from_str::<serde_json::Value>(&saved).unwrap();
+        before.as_object_mut().unwrap().remove("written").unwrap();
+        let before = serde_json::from_value(before).unwrap();
+        assert!(self::memory(2000).restore(before, &mut given, &Arc::default()).is_err());
+        // A client that goes takes all of it along.
+        drop(memory.clear());
+        let mut fds = Descriptors::default();
+        assert!(memory.record(&mut fds).unwrap().written.is_none());
+        let gone = fds.take_changes();
+        assert_eq!(gone.len(), 600, "and not what nobody was given");
+        for change in gone {
+            let LastingChange::Remove(number) = change else { panic!("{change:?}") };
+            kept.remove(&number).unwrap();
+        }
+        assert!(kept.is_empty());
     }
 }

@@ -46,6 +46,7 @@ mod halt;
 mod memory;
 mod migration;
 mod pci;
+mod written_ranges;
 
 pub use budget::read_limits;
 pub use pci::{BAR0_SIZE, MSIX_BAR};
@@ -421,26 +422,15 @@ impl Device for ControllerDevice {
     }
 
     fn save(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
-        // A successor would have the controller run, perhaps as it does elsewhere by now.
-        if !self.halt.is_running() {
-            return Err(SaveError::Client("it is being migrated".to_owned()));
-        }
-        let mut interrupts = Vec::new();
-        for vector in 0..self.controller.vectors() {
-            if let Some(event) = self.controller.interrupt(vector) {
-                interrupts.push((vector, fds.add(event.as_fd().try_clone_to_owned()?)));
-            }
-        }
-        let (table, pending) = self.msix.bytes();
-        Ok(serde_json::to_value(SavedDevice {
-            config: Bytes(self.config.bytes().to_vec()),
-            msix_table: Bytes(table.to_vec()),
-            msix_pending: Bytes(pending.to_vec()),
-            memory: self.memory.save(fds)?,
-            interrupts,
-            has_reported: self.has_reported,
-            has_checked: self.has_checked,
-        })?)
+        self.describe(fds, |memory, fds| memory.save(fds))
+    }
+
+    fn record(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
+        self.describe(fds, Memory::record)
+    }
+
+    fn begin_records(&mut self) {
+        self.memory.begin_records();
     }
 
     fn restore(
@@ -474,6 +464,34 @@ fn other(what: &str) -> RestoreError {
 }
 
 impl ControllerDevice {
+    /// What the next process has to know of it, with its memory as `memory` says it.
+    fn describe(
+        &mut self,
+        fds: &mut Descriptors,
+        memory: impl FnOnce(&mut Memory, &mut Descriptors) -> Result<SavedMemory, SaveError>,
+    ) -> Result<serde_json::Value, SaveError> {
+        // A successor would have the controller run, perhaps as it does elsewhere by now.
+        if !self.halt.is_running() {
+            return Err(SaveError::Client("it is being migrated".to_owned()));
+        }
+        let mut interrupts = Vec::new();
+        for vector in 0..self.controller.vectors() {
+            if let Some(event) = self.controller.interrupt(vector) {
+                interrupts.push((vector, fds.add(event.as_fd().try_clone_to_owned()?)));
+            }
+        }
+        let (table, pending) = self.msix.bytes();
+        Ok(serde_json::to_value(SavedDevice {
+            config: Bytes(self.config.bytes().to_vec()),
+            msix_table: Bytes(table.to_vec()),
+            msix_pending: Bytes(pending.to_vec()),
+            memory: memory(&mut self.memory, fds)?,
+            interrupts,
+            has_reported: self.has_reported,
+            has_checked: self.has_checked,
+        })?)
+    }
+
     fn doorbells(&self) -> Result<Option<Mapping>, Errno> {
         if !self.controller.has_mapped_doorbells() {
             return Ok(None);

@@ -402,8 +402,32 @@ pub(crate) struct Plan {
     pub remove: Vec<String>,
     /// Controllers that go and come back as others.
     pub replace: Vec<String>,
+    /// Controllers that stay, and so do their clients, with other namespaces, or other limits of
+    /// them.
+    #[serde(default)]
+    pub change: Vec<String>,
     /// Controllers that stay what they are.
     pub unchanged: usize,
-    /// Those that go or are replaced and have a client, which would lose them.
+    /// Those that have a client, which would lose the controller or a namespace of it.
     pub busy: Vec<String>,
+    /// What is otherwise then of controllers that are there before and after, and of limit groups.
+    #[serde(default)]
+    pub differences: Vec<Difference>,
+    /// Whether what is not of controllers and limit groups is otherwise in the file: that counts
+    /// when the server goes on in another process, or is started again.
+    #[serde(default)]
+    pub later: bool,
+}
+
+/// What is otherwise after a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct Difference {
+    /// The controller's id, if it is of one.
+    pub controller: Option<String>,
+    /// What: `namespace 2`, `serial`, `limit group db`.
+    pub what: String,
+    /// What it is before; nothing, if it is not there or not said.
+    pub from: Option<String>,
+    /// What it is after.
+    pub to: Option<String>,
 }

@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use shadowbell_driver::{AttachOptions, CommandError};
 use shadowbell_spec::Status;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
-use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
+use shadowbell_spec::log::{ErrorLogEntry, SelfTestLog, SmartHealth, lid};
 use zerocopy::FromBytes;
 
 pub(super) enum Subject {
@@ -106,6 +106,13 @@ impl Subject {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().smart_log()?),
             Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SMART_HEALTH)),
+        }
+    }
+
+    pub(super) fn self_test_log(&self) -> anyhow::Result<SelfTestLog> {
+        match self {
+            Self::Attached(session) => Ok(session.controller.admin().self_test_log()?),
+            Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SELF_TEST)),
         }
     }
 

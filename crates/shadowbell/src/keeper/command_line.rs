@@ -6,6 +6,8 @@ use std::os::fd::RawFd;
 
 /// The option by which a keeper knows that it was one before, and where it finds what it was.
 pub(super) const AS_KEEPER: &str = "--as-keeper";
+/// The option that asks for what is there without it.
+const KEEPER: &str = "--keeper";
 /// Whether this command line is one with a keeper: it serves, and says nothing else. The worker's
 /// is not.
 pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
@@ -37,10 +39,14 @@ pub(super) fn is_verb(word: &OsStr) -> bool {
 }
 
 /// The command line of a keeper that finds there what it was.
+///
+/// A program of the release before has no keeper unless it is told so: that is added.
 pub(super) fn with_left(arguments: &[OsString], left: RawFd) -> Vec<OsString> {
     let verb = arguments.iter().skip(1).position(|word| is_verb(word)).map_or(1, |at| at + 2);
     let (before, after) = arguments.split_at(verb.min(arguments.len()));
-    let added = [AS_KEEPER.into(), left.to_string().into()];
+    let is_said = after.iter().take_while(|word| *word != "--").any(|word| word == KEEPER);
+    let said = (!is_said).then(|| KEEPER.into());
+    let added = [AS_KEEPER.into(), left.to_string().into()].into_iter().chain(said);
     before.iter().cloned().chain(added).chain(after.iter().cloned()).collect()
 }
 
@@ -94,14 +100,19 @@ mod tests {
 
     #[test]
     fn a_command_line_comes_back() {
-        for line in ["sb serve mem:1MiB --socket a", "sb -v serve a --keeper -- serve"] {
-            let line = words(line);
+        for (line, back) in [
+            ("sb serve mem:1MiB --socket a", "sb serve --keeper mem:1MiB --socket a"),
+            ("sb -v serve a -- --keeper", "sb -v serve --keeper a -- --keeper"),
+            ("sb -v serve a --keeper -- serve", "sb -v serve a --keeper -- serve"),
+        ] {
+            let (line, back) = (words(line), words(back));
             let mut with = with_left(&line, 77);
             assert!(is_asked_for(&with));
             assert_eq!(take_left(&mut with), Some(77));
-            assert_eq!(with, line);
+            // The release before serves without a keeper if it does not find that option.
+            assert_eq!(with, back);
             assert_eq!(take_left(&mut with), None);
-            assert_eq!(with, line);
+            assert_eq!(with, back);
         }
     }
 }

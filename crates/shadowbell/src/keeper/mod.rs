@@ -1,8 +1,9 @@
-//! The keeper (`serve`, unless `--no-keeper`): a process that starts the one that serves, its worker, and starts
-//! another when that dies or is to be replaced.
+//! The keeper (`serve`, unless `--no-keeper`): a process that starts the one that serves, its
+//! worker, and starts another when that dies or is to be replaced.
 //!
-//! It does no I/O, has one thread, and reads nothing that guests or their VMMs have written. The
-//! command line is its worker's to understand; the keeper looks for its own option only.
+//! It does no I/O, and reads nothing that guests or their VMMs have written. One thread does all of
+//! it but for what may take long: images are opened, and descriptors closed, by others. The command
+//! line is its worker's to understand; the keeper looks for its own option only.
 //!
 //! # How a worker is replaced
 //!
@@ -65,7 +66,7 @@ mod worker;
 
 use crate::keeper_link::{self, START, answer, question, to_keeper, to_worker};
 use crate::signals::{Caught, Meanings};
-use crate::{descriptor_limit, exit, notify};
+use crate::{descriptor_limit, exit, late_close, notify};
 use command_line::has_file;
 use control::Control;
 use deaths::Deaths;
@@ -92,6 +93,8 @@ pub(crate) use renewing::{CHECK, check};
 pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
     // It holds the descriptors of all guests for the time after its worker's death.
     descriptor_limit::raise();
+    // Nobody's memory is to hold it up when that is given back.
+    late_close::enable();
     let keeper = match command_line::take_left(&mut arguments) {
         Some(left) => Keeper::go_on(arguments, left),
         None => Keeper::start(arguments),

@@ -74,6 +74,7 @@ fn used_by(tasks: &Path) -> anyhow::Result<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{Pid, Signal, kill_process};
 
     #[test]
     fn a_busy_process_is_told_from_an_idle_one() {
@@ -84,7 +85,8 @@ mod tests {
             meter.begin();
             std::thread::sleep(Duration::from_millis(300));
             meter.end();
-            child.kill().unwrap();
+            // Not by SIGKILL, which `timeout` could not pass on: its child would go on without end.
+            kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
             child.wait().unwrap();
             meter.share().unwrap()
         };

@@ -1,11 +1,16 @@
 //! Has a running server be what a configuration says: `ctl apply`, and SIGHUP.
 
 use super::args::Args;
-use super::changes::{Changes, Plan};
+use super::changes::{Changes, Prepared};
 use super::config_file::Settings;
-use super::server_config::ServerConfig;
+use super::plan::{Plan, Step};
+use super::registry::ServedController;
+use super::server_config::{ServerConfig, SocketConfig};
+use crate::controller_config::DiskConfig;
 use crate::exit;
-use anyhow::Context;
+use anyhow::{Context, anyhow};
+use shadowbell_backend::Disk;
+use std::collections::HashSet;
 use std::sync::Arc;
 use tracing::{error, info, warn};
 
@@ -20,13 +25,124 @@ pub(super) fn apply(
     dry_run: bool,
     forced: bool,
 ) -> anyhow::Result<Plan> {
-    let plan = changes.apply(config.controllers, dry_run, forced)?;
-    if !dry_run {
-        for group in config.groups {
-            changes.limit_group(&group.name, group.limits)?;
-        }
+    let turn = changes.turn();
+    let plan = Plan::of(changes.registry(), config.controllers, &config.groups);
+    if dry_run {
+        return Ok(plan);
     }
-    Ok(plan)
+    if !plan.lost.is_empty() && !forced {
+        return Err(exit::conflict(anyhow!(
+            "nothing was changed: {} would be taken from clients that are connected; end these \
+             first, or force this",
+            plan.lost.join(", ")
+        )));
+    }
+    let ready = Ready::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
+    let failed = ready.carry_out(changes, &plan);
+    drop(turn);
+    for group in config.groups {
+        changes.limit_group(&group.name, group.limits)?;
+    }
+    if failed.is_empty() {
+        return Ok(plan);
+    }
+    let failed: Vec<_> = failed.iter().map(exit::line).collect();
+    Err(anyhow!("only a part was done: {}", failed.join("; ")))
+}
+
+/// A namespace that is to come: of which controller, its number, and what it is to be.
+type Coming<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
+
+/// What of a plan was prepared before anything is taken away.
+struct Ready<'a> {
+    going: Vec<Arc<ServedController>>,
+    controllers: Vec<Prepared>,
+    namespaces: Vec<(Coming<'a>, Arc<dyn Disk>)>,
+    /// What they need is free only when something else has gone.
+    late_controllers: Vec<&'a SocketConfig>,
+    late_namespaces: Vec<Coming<'a>>,
+}
+
+impl<'a> Ready<'a> {
+    fn of(changes: &Changes, plan: &'a Plan) -> anyhow::Result<Self> {
+        let registry = changes.registry();
+        let going = plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
+        let going: Vec<_> = going.filter_map(|id| registry.find(&id)).collect();
+        let mut taken: HashSet<_> =
+            going.iter().flat_map(|served| served.asked().takes()).collect();
+        let mut coming = Vec::new();
+        for (id, steps) in &plan.change {
+            let served = changes.find(id)?;
+            for step in steps {
+                match step {
+                    Step::Add(nsid, disk) => coming.push((Arc::clone(&served), *nsid, disk)),
+                    Step::Remove(nsid) => taken.extend(served.asked().takes_for(*nsid)),
+                    Step::Change(..) => {}
+                }
+            }
+        }
+        let (late_controllers, early): (Vec<_>, Vec<_>) = plan
+            .add
+            .iter()
+            .partition(|asked| asked.takes().iter().any(|what| taken.contains(what)));
+        let (late_namespaces, namespaces): (Vec<_>, Vec<_>) =
+            coming.into_iter().partition(|(_, _, disk)| taken.contains(&disk.takes()));
+        let controllers = early.into_iter().map(|asked| changes.prepare(asked.clone()));
+        let controllers = controllers.collect::<Result<_, _>>()?;
+        let namespaces = namespaces.into_iter().map(|coming| {
+            let (served, _, disk) = &coming;
+            let open = changes.open_for(served, &disk.disk)?;
+            Ok((coming, open))
+        });
+        let namespaces = namespaces.collect::<anyhow::Result<_>>()?;
+        Ok(Self { going, controllers, namespaces, late_controllers, late_namespaces })
+    }
+
+    /// Does it all. What could not be done.
+    fn carry_out(self, changes: &Changes, plan: &Plan) -> Vec<anyhow::Error> {
+        let mut failed = Vec::new();
+        let mut before = Vec::new();
+        for ((served, nsid, wanted), disk) in self.namespaces {
+            failed.extend(changes.commit_namespace(&served, nsid, wanted, disk).err());
+        }
+        for (id, steps) in &plan.change {
+            for step in steps {
+                let outcome = changes.find(id).and_then(|served| match step {
+                    Step::Add(..) => Ok(()),
+                    Step::Remove(nsid) => changes.take_namespace(&served, *nsid),
+                    Step::Change(nsid, change) => {
+                        changes.alter_namespace(&served, *nsid, change).map(drop)
+                    }
+                });
+                failed.extend(outcome.err());
+            }
+        }
+        for served in self.going {
+            before.push(served.asked());
+            failed.extend(changes.take_away(served).err());
+        }
+        for prepared in self.controllers {
+            failed.extend(changes.commit(prepared).err());
+        }
+        let serve = |asked: &SocketConfig| {
+            changes.prepare(asked.clone()).and_then(|prepared| changes.commit(prepared))
+        };
+        for asked in self.late_controllers.into_iter().chain(&plan.replace) {
+            let Err(error) = serve(asked) else { continue };
+            failed.push(error);
+            // What it was, if it can be that again.
+            if let Some(before) = before.iter().find(|before| before.id() == asked.id()) {
+                failed.extend(serve(before).err());
+            }
+        }
+        for (served, nsid, wanted) in self.late_namespaces {
+            let disk = changes.open_for(&served, &wanted.disk);
+            let outcome =
+                disk.and_then(|disk| changes.commit_namespace(&served, nsid, wanted, disk));
+            failed.extend(outcome.err());
+        }
+        failed
+    }
 }
 
 /// A configuration file that can be read again.
@@ -83,11 +199,14 @@ impl Reload {
             );
         }
         let plan = apply(changes, config, false, false).context("the configuration")?;
-        let (add, remove) = (plan.add.len(), plan.remove.len());
-        let (replace, unchanged) = (plan.replace.len(), plan.unchanged);
+        let Plan { add, remove, replace, change, unchanged, .. } = plan;
         Ok(format!(
-            "the configuration was read again; of its controllers {add} come, {remove} go, \
-             {replace} are replaced, {unchanged} stay"
+            "the configuration was read again; of its controllers {} come, {} go, {} are \
+             replaced, {} change, {unchanged} stay",
+            add.len(),
+            remove.len(),
+            replace.len(),
+            change.len(),
         ))
     }
 }

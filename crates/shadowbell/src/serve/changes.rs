@@ -20,7 +20,6 @@ use shadowbell_controller::{Controller, Pool};
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::Handle;
-use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -46,23 +45,10 @@ pub(super) struct Changes {
 }
 
 /// A controller that could be served.
-struct Prepared {
+pub(super) struct Prepared {
     served: ServedController,
     device: ControllerDevice,
     listener: Listener,
-}
-
-/// What makes a server serve what a file says.
-#[derive(Debug, Default)]
-pub(super) struct Plan {
-    pub(super) add: Vec<SocketConfig>,
-    /// Of those that go, by id.
-    pub(super) remove: Vec<String>,
-    /// They stay under their id, and are not what they were.
-    pub(super) replace: Vec<SocketConfig>,
-    pub(super) unchanged: usize,
-    /// Those that go or are replaced and have a client.
-    pub(super) busy: Vec<String>,
 }
 
 impl Changes {
@@ -133,91 +119,14 @@ impl Changes {
         self.take_away(served)
     }
 
-    /// What has to be done so that `wanted` is what is served.
-    pub(super) fn plan(&self, wanted: Vec<SocketConfig>) -> Plan {
-        let mut plan = Plan::default();
-        let ids: HashSet<String> = wanted.iter().map(SocketConfig::id).collect();
-        for served in self.registry.all() {
-            if !ids.contains(&served.id) {
-                plan.remove.push(served.id.clone());
-                plan.busy.extend(served.has_client().then(|| served.id.clone()));
-            }
-        }
-        for asked in wanted {
-            match self.registry.find(&asked.id()) {
-                None => plan.add.push(asked),
-                Some(served) if served.asked().is_same(&asked) => plan.unchanged += 1,
-                Some(served) => {
-                    plan.busy.extend(served.has_client().then(|| served.id.clone()));
-                    plan.replace.push(asked);
-                }
-            }
-        }
-        plan
-    }
-
-    /// Makes the server serve what `wanted` says; with `dry_run`, it only says what that would be.
-    ///
-    /// # Errors
-    /// It is not possible; then everything is as it was, if the sentence does not say otherwise.
-    pub(super) fn apply(
-        &self,
-        wanted: Vec<SocketConfig>,
-        dry_run: bool,
-        forced: bool,
-    ) -> anyhow::Result<Plan> {
-        let _turn = self.turn.lock();
-        let plan = self.plan(wanted);
-        if dry_run {
-            return Ok(plan);
-        }
-        if !plan.busy.is_empty() && !forced {
-            return Err(exit::conflict(anyhow!(
-                "nothing was changed: {} would be taken from clients that are connected; end these \
-                 first, or force this",
-                plan.busy.join(", ")
-            )));
-        }
-        // What one that goes has is free only when it has gone.
-        let going = plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
-        let going: Vec<_> = going.filter_map(|id| self.registry.find(&id)).collect();
-        let taken: HashSet<_> = going.iter().flat_map(|served| served.asked().takes()).collect();
-        let is_late = |asked: &&SocketConfig| asked.takes().iter().any(|what| taken.contains(what));
-        let (late, early): (Vec<_>, Vec<_>) = plan.add.iter().partition(is_late);
-        let early: Vec<_> = early
-            .into_iter()
-            .map(|asked| self.prepare(asked.clone()))
-            .collect::<Result<_, _>>()
-            .map_err(|error| error.context("nothing was changed"))?;
-        let mut failed = Vec::new();
-        let mut before = Vec::new();
-        for served in going {
-            before.push(served.asked());
-            failed.extend(self.take_away(served).err());
-        }
-        for prepared in early {
-            failed.extend(self.commit(prepared).err());
-        }
-        for asked in late.into_iter().chain(&plan.replace) {
-            let outcome = self.prepare(asked.clone()).and_then(|prepared| self.commit(prepared));
-            let Err(error) = outcome else { continue };
-            failed.push(error);
-            // What it was, if it can be that again.
-            if let Some(before) = before.iter().find(|before| before.id() == asked.id()) {
-                let back = self.prepare((**before).clone());
-                failed.extend(back.and_then(|prepared| self.commit(prepared)).err());
-            }
-        }
-        if failed.is_empty() {
-            return Ok(plan);
-        }
-        let failed: Vec<_> = failed.iter().map(exit::line).collect();
-        Err(anyhow!("only a part was done: {}", failed.join("; ")))
-    }
-
-    /// Whose turn it is, for the changes of [`namespaces`](super::namespaces).
+    /// Whose turn it is, for changes that are made of several.
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock()
+    }
+
+    /// What is served.
+    pub(super) fn registry(&self) -> &Registry {
+        &self.registry
     }
 
     /// The controller that requests call so.
@@ -250,7 +159,11 @@ impl Changes {
         self.registry.set_changed();
     }
 
-    fn prepare(&self, asked: SocketConfig) -> anyhow::Result<Prepared> {
+    /// Opens all that a controller needs, and serves nothing yet.
+    ///
+    /// # Errors
+    /// It can not be served.
+    pub(super) fn prepare(&self, asked: SocketConfig) -> anyhow::Result<Prepared> {
         let index = self.next.fetch_add(1, Ordering::Relaxed);
         let events = self.events.of(index);
         if let Some(why) = disk_asked_for_twice(std::slice::from_ref(&asked)) {
@@ -268,7 +181,11 @@ impl Changes {
         Ok(Prepared { served, device, listener })
     }
 
-    fn commit(&self, prepared: Prepared) -> anyhow::Result<()> {
+    /// Serves a controller.
+    ///
+    /// # Errors
+    /// The server itself does not serve yet.
+    pub(super) fn commit(&self, prepared: Prepared) -> anyhow::Result<()> {
         let Prepared { served, device, listener } = prepared;
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
         let kept = self.kept.get().filter(|kept| kept.add(&served));
@@ -284,7 +201,10 @@ impl Changes {
     }
 
     /// Ends a controller. Returns when its disks are free, or after a while.
-    fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
+    ///
+    /// # Errors
+    /// The server itself does not serve yet.
+    pub(super) fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
         let index = served.index;
         let kept = self.kept.get().map(|kept| (kept, kept.disks(index)));

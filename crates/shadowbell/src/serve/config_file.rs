@@ -13,14 +13,14 @@ use crate::control::place::{self, Place};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::cpu_list;
 use crate::exit::bad_input;
-use crate::limits::{self, Group};
+use crate::limits::{self, DiskLimits, Group};
 use crate::plain_words::plain;
 use crate::uuid_text::{no_uuid, parse_uuid};
 use anyhow::anyhow;
 use serde::Deserialize;
 use shadowbell_backend::Limits;
 use shadowbell_controller::config::MAX_NAMESPACES;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::io::Read;
 use std::net::SocketAddr;
@@ -127,7 +127,7 @@ pub(super) fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
         format!("{name}:{line}: {}", plain(error.message()))
     })?;
-    let mut check = Check { text, name, wrong: Vec::new() };
+    let mut check = Check { text, name, groups: HashSet::new(), wrong: Vec::new() };
     let config = check.file(file);
     if check.wrong.is_empty() {
         return Ok(config);
@@ -146,6 +146,8 @@ fn line_of(text: &str, offset: usize) -> usize {
 struct Check<'a> {
     text: &'a str,
     name: &'a str,
+    /// The names of the limit groups.
+    groups: HashSet<String>,
     wrong: Vec<(usize, String)>,
 }
 
@@ -213,6 +215,11 @@ impl Check<'_> {
             text.into_inner()
         });
         let groups: Vec<_> = file.limit_group.iter().map(|table| self.group(table)).collect();
+        for (table, group) in file.limit_group.iter().zip(&groups) {
+            if !self.groups.insert(group.name.clone()) {
+                self.refuse(table, format!("the limit group `{}` is there twice", group.name));
+            }
+        }
         let name = file.name.map(|name| {
             if let Err(why) = place::check_name(name.get_ref()) {
                 self.refuse(&name, format!("`name`: {why}"));
@@ -358,6 +365,15 @@ impl Check<'_> {
             }
             uuid
         });
+        // A name that is misspelt would be a group without limits.
+        let (_, limits) = DiskLimits::split(&disk).unwrap_or_default();
+        if let Some(group) = limits.group.filter(|group| !self.groups.contains(group)) {
+            let why = format!(
+                "there is no `[[limit-group]]` `{group}`, of which this disk is to be: add one of \
+                 this name, or correct the name"
+            );
+            self.refuse(&entry, why);
+        }
         DiskConfig::with(disk, uuid, nsid)
     }
 }

@@ -1,7 +1,7 @@
 //! Has the keeper hold what the next process needs, should this one die.
 //!
 //! Items: [`fence`](FENCE); `disk/N.M`, `controller/N` and `port/N`, each with descriptors of its
-//! own; and, when all of them are there, what is served, which names the others.
+//! own; `file/N.M`, the files of a client's memory if they are many; and, when all of them are there, what is served, which names the others.
 //!
 //! A change while the server runs has an order in which every moment is one to go on from. What
 //! comes is there before it is named, and what goes is named no more before it goes. While a
@@ -14,17 +14,17 @@ use super::store::Store;
 use super::transfer::{self, Served};
 use super::worker_link::WorkerLink;
 use crate::controller_config::{DiskConfig, nsids};
-use crate::items::COMPLETE;
+use crate::items::{COMPLETE, Change};
 use crate::limits::{self, Group};
 use anyhow::Context;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
 use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
-use shadowbell_state::{Descriptors, VERSION};
+use shadowbell_state::{Descriptors, LastingChange, VERSION};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -123,6 +123,8 @@ struct State {
     /// What is served is not what the configuration says.
     is_changed: bool,
     controllers: BTreeMap<usize, KeptController>,
+    /// Files of a client's memory that it holds apart from the client's record, by controller.
+    files: BTreeMap<usize, BTreeSet<String>>,
     /// Controllers whose socket is not there yet.
     coming: BTreeMap<usize, KeptController>,
     /// How many disks there have been.
@@ -261,7 +263,8 @@ impl Kept {
     pub(super) fn removed(&self, index: usize, disks: &[KeptDisk]) {
         if self.is_possible() {
             let own = [transfer::controller(index), transfer::port(index)];
-            for key in own.iter().chain(disks.iter().map(|disk| &disk.key)) {
+            let files = self.state.lock().files.remove(&index).unwrap_or_default();
+            for key in own.iter().chain(&files).chain(disks.iter().map(|disk| &disk.key)) {
                 let _ = self.store.delete(key);
             }
         }
@@ -460,9 +463,46 @@ struct PortRecord {
     index: usize,
 }
 
+impl PortRecord {
+    /// Lasting descriptors are items of their own, and change together with what names them.
+    fn put(&self, state: &SavedPort, fds: &mut Descriptors) {
+        let body = match serde_json::to_vec(state) {
+            Ok(body) => body,
+            Err(error) => return self.kept.give_up(&error.into()),
+        };
+        let (mut put, mut removed) = (Vec::new(), Vec::new());
+        for change in fds.take_changes() {
+            match change {
+                LastingChange::Put(number, fd) => {
+                    put.push((transfer::client_file(self.index, number), fd));
+                }
+                LastingChange::Remove(number) => {
+                    removed.push(transfer::client_file(self.index, number));
+                }
+            }
+        }
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let files: Vec<_> = put.iter().map(|(key, fd)| (key, [fd.as_fd()])).collect();
+        let key = transfer::port(self.index);
+        let port = Change::Put { key: &key, body: &body, fds: &fds };
+        let files = files.iter().map(|(key, fds)| Change::Put { key, body: &[], fds });
+        let gone = removed.iter().map(|key| Change::Delete { key });
+        let changes: Vec<_> = gone.chain(files).chain([port]).collect();
+        // The store says itself what it could not take.
+        let _ = self.kept.store.change(&changes);
+        drop(changes);
+        let mut state = self.kept.state.lock();
+        let files = state.files.entry(self.index).or_default();
+        for key in &removed {
+            files.remove(key);
+        }
+        files.extend(put.into_iter().map(|(key, _)| key));
+    }
+}
+
 impl PortRecorder for PortRecord {
-    fn record(&mut self, state: &SavedPort, fds: Descriptors) {
-        let _ = self.kept.store.put_state(&transfer::port(self.index), state, &fds);
+    fn record(&mut self, state: &SavedPort, mut fds: Descriptors) {
+        self.put(state, &mut fds);
         let mut state = self.kept.state.lock();
         if let Some(coming) = state.coming.remove(&self.index) {
             state.controllers.insert(self.index, coming);

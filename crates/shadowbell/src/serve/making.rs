@@ -12,11 +12,12 @@ use crate::place_link::Kind;
 use crate::uuid_text::uuid_text;
 use anyhow::Context;
 use bytesize::ByteSize;
-use shadowbell_controller::{Carrier, Config, Controller};
+use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
 use shadowbell_vfio_user::server::{BindError, Listener};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use tracing::warn;
 
 /// How the controller of this socket is carried to its guest, and where it tells what happens.
 pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
@@ -27,14 +28,31 @@ pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
     }
 }
 
-/// Has the controller served where that was asked for.
+/// Has the controller served where that was asked for. With a disk that may hold its worker up it
+/// gets a thread of its own, if nothing was asked for.
 pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::Result<()> {
+    let disks = &served.controller.disks;
     match served.worker {
+        None if disks.iter().any(|disk| disk_spec::is_of_a_controller(&disk.disk)) => {
+            set_apart(controller);
+        }
         None => {}
         Some(WorkerChoice::Own(_)) => controller.isolate()?,
         Some(WorkerChoice::Shared(worker)) => controller.pin_to(worker)?,
     }
     Ok(())
+}
+
+/// Gives a controller a thread of its own, because a disk of it may hold up who serves it.
+pub(super) fn set_apart(controller: &Controller) {
+    match controller.isolate() {
+        // It has one, or another process is about to give it one.
+        Ok(()) | Err(RelocateError::Placed | RelocateError::Frozen) => {}
+        Err(error) => warn!(
+            "{}: {error}; so other controllers wait as well if a disk of it does not answer",
+            controller.config().serial
+        ),
+    }
 }
 
 /// Where the socket of a controller tells what happens.

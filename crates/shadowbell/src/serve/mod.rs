@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `asides` | what answers beside the guests |
 //! | `apply` | has a running server be what a configuration says |
+//! | `plan` | what that takes |
 //! | `changes` | controllers that come and go while it runs |
 //! | `namespaces` | their namespaces, which come, go and change |
 //! | `control` | the control socket and the metrics |
@@ -62,6 +63,7 @@ mod move_out;
 mod namespaces;
 mod phases;
 mod places;
+mod plan;
 mod pulse;
 mod reactor_thread;
 mod recover;

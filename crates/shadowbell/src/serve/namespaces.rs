@@ -4,12 +4,14 @@
 //! and after that what it came to.
 
 use super::changes::Changes;
+use super::making::set_apart;
 use super::registry::ServedController;
 use super::server_config::SocketConfig;
 use crate::controller_config::{ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk};
 use crate::limits::{self, DiskLimits};
 use crate::{disk_spec, exit};
 use anyhow::{Context, anyhow};
+use bytesize::ByteSize;
 use shadowbell_backend::{Disk, Limits, ResizeError};
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
@@ -71,8 +73,42 @@ impl Changes {
             let why = anyhow!("the number of a namespace is 1 to {MAX_NAMESPACES}, not {nsid}");
             return Err(exit::bad_input(why));
         }
-        let disk = open_disk(&wanted.disk, asked.controller.read_only, |spec| self.open(spec));
+        let disk = self.open_for(&served, &wanted.disk)?;
+        self.commit_namespace(&served, nsid, wanted, disk)?;
+        Ok(true)
+    }
+
+    /// Opens a disk that a controller is to have.
+    ///
+    /// # Errors
+    /// It can not be opened.
+    pub(super) fn open_for(
+        &self,
+        served: &ServedController,
+        spec: &str,
+    ) -> anyhow::Result<Arc<dyn Disk>> {
+        let read_only = served.asked().controller.read_only;
+        let disk = open_disk(spec, read_only, |spec| self.open(spec));
         let disk = disk.map_err(ConfigureError::into_error)?;
+        if served.asked().worker.is_none() && disk_spec::is_of_a_controller(spec) {
+            set_apart(&served.controller);
+        }
+        Ok(disk)
+    }
+
+    /// Adds a namespace whose disk is open, and whose number is free. For whoever has the
+    /// [turn](Self::turn), as all that follows.
+    ///
+    /// # Errors
+    /// The controller can not have it.
+    pub(super) fn commit_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+        wanted: &DiskConfig,
+        disk: Arc<dyn Disk>,
+    ) -> anyhow::Result<()> {
+        let asked = explicit(served);
         let taken = asked.controller.disks.iter().filter_map(|disk| disk.uuid).collect();
         let serial = &served.controller.config().serial;
         let uuid = wanted.uuid.unwrap_or_else(|| ControllerConfig::uuid_of(serial, &*disk, taken));
@@ -83,11 +119,11 @@ impl Changes {
         let place = disks.iter().position(|disk| disk.nsid > Some(nsid)).unwrap_or(disks.len());
         disks.insert(place, own.clone());
         let name = config.disk.name();
-        self.change(&served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
+        self.change(served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
             controller.add_namespace(Some(nsid), &config, done).map(drop)
         })?;
-        info!("{}: namespace {nsid} is {name}", served.name);
-        Ok(true)
+        info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
+        Ok(())
     }
 
     /// Removes a namespace of a controller.
@@ -97,8 +133,20 @@ impl Changes {
     pub(super) fn remove_namespace(&self, id: &str, nsid: u32) -> anyhow::Result<()> {
         let _turn = self.turn();
         let served = self.find(id)?;
-        let asked = explicit(&served);
-        let found = find(&served, &asked, nsid).ok_or_else(|| missing(&served, nsid))?;
+        self.take_namespace(&served, nsid)
+    }
+
+    /// The same, for whoever has the turn.
+    ///
+    /// # Errors
+    /// As above.
+    pub(super) fn take_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+    ) -> anyhow::Result<()> {
+        let asked = explicit(served);
+        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
         if asked.controller.disks.len() == 1 {
             return Err(exit::conflict(anyhow!(
                 "{} has no other namespace, and a controller has one at least: add another one \
@@ -113,7 +161,7 @@ impl Changes {
         super::flush::flush(&*found.namespace.disk)
             .with_context(|| format!("{name} can not be flushed, so it is not removed"))?;
         drop(found);
-        self.change(&served, &asked, after, nsid, None, |controller, done| {
+        self.change(served, &asked, after, nsid, None, |controller, done| {
             controller.remove_namespace(nsid, done)
         })?;
         info!("{}: namespace {nsid}, {name}, is removed", served.name);
@@ -132,8 +180,21 @@ impl Changes {
     ) -> anyhow::Result<bool> {
         let _turn = self.turn();
         let served = self.find(id)?;
-        let asked = explicit(&served);
-        let found = find(&served, &asked, nsid).ok_or_else(|| missing(&served, nsid))?;
+        self.alter_namespace(&served, nsid, change)
+    }
+
+    /// The same, for whoever has the turn.
+    ///
+    /// # Errors
+    /// As above.
+    pub(super) fn alter_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+        change: &NamespaceChange,
+    ) -> anyhow::Result<bool> {
+        let asked = explicit(served);
+        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
         let old = &found.namespace.disk;
         let info = old.info();
         let (spec, disk): (String, Arc<dyn Disk>) = match change {
@@ -167,7 +228,7 @@ impl Changes {
                     && !wanted.is_none()
                 {
                     own.set(wanted.own);
-                    self.say_otherwise(&served, asked, found.at, nsid, spec);
+                    self.say_otherwise(served, asked, found.at, nsid, spec);
                     return Ok(true);
                 }
                 let bare = old.unlimited().unwrap_or(old);
@@ -177,8 +238,7 @@ impl Changes {
                 if disk_spec::from_root(spec) == disk_spec::from_root(&found.disk.disk) {
                     return Ok(false);
                 }
-                let disk = open_disk(spec, asked.controller.read_only, |spec| self.open(spec));
-                (spec.clone(), disk.map_err(ConfigureError::into_error)?)
+                (spec.clone(), self.open_for(served, spec)?)
             }
         };
         let own = DiskConfig { disk: spec, ..found.disk.clone() };
@@ -188,13 +248,11 @@ impl Changes {
         }
         let config = NamespaceConfig { disk: Arc::clone(&disk), uuid: found.namespace.uuid };
         drop(found);
-        self.change(&served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
+        self.change(served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
             controller.change_disk(nsid, disk, done)
         })?;
-        let info = config.disk.info();
-        let writes = if info.read_only { ", read-only" } else { "" };
         let name = config.disk.name();
-        info!("{}: namespace {nsid} is {name}, {} bytes{writes}", served.name, info.bytes());
+        info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
         Ok(true)
     }
 
@@ -210,10 +268,11 @@ impl Changes {
         if let Some(disk) = asked.controller.disks.get_mut(at) {
             disk.disk.clone_from(&spec);
         }
+        let limits = DiskLimits::split(&spec).unwrap_or_default().1;
         if let Some(kept) = self.kept() {
             kept.say_otherwise(served.index, nsid, spec, &asked);
         }
-        info!("{}: namespace {nsid} has other limits", served.name);
+        info!("{}: namespace {nsid} has other limits: {limits}", served.name);
         served.set_asked(asked);
         self.set_changed();
     }
@@ -290,8 +349,22 @@ impl Changes {
 /// Who is told of the end of a change.
 type Done = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
 
+/// What of a disk may have changed, for the log: ` (64.0 MiB, read-only, iops=100, as db)`.
+fn about(disk: &dyn Disk, spec: &str) -> String {
+    let info = disk.info();
+    let mut said = vec![ByteSize(info.bytes()).display().iec().to_string()];
+    if info.read_only {
+        said.push("read-only".to_owned());
+    }
+    let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
+    if !limits.is_none() {
+        said.push(limits.to_string());
+    }
+    format!(" ({})", said.join(", "))
+}
+
 /// What a controller is, as somebody would ask for it who leaves nothing of its namespaces open.
-fn explicit(served: &ServedController) -> SocketConfig {
+pub(super) fn explicit(served: &ServedController) -> SocketConfig {
     let mut asked = (*served.asked()).clone();
     let namespaces = served.controller.namespaces();
     for (disk, (nsid, namespace)) in asked.controller.disks.iter_mut().zip(namespaces) {

@@ -23,7 +23,7 @@ use super::server_config::ServerConfig;
 use super::transfer;
 use super::worker_link::{Told, WorkerLink};
 use crate::controller_config::ConfigureError;
-use crate::items::{COMPLETE, Items};
+use crate::items::{COMPLETE, Item, Items};
 use crate::keeper_link::to_keeper;
 use crate::limits;
 use crate::{disk_recovery, disk_spec};
@@ -157,6 +157,17 @@ fn rebuild(
         let (saved, mut fds): (SavedController, _) =
             take(items, &transfer::controller(kept.index))?;
         let (port, mut port_fds): (SavedPort, _) = take(items, &transfer::port(kept.index))?;
+        for key in items.keys(&transfer::client_files(kept.index)) {
+            let number = transfer::client_file_number(&key);
+            let file = items
+                .remove(&key)
+                .map(Item::read)
+                .transpose()?
+                .and_then(|(_, fds)| fds.into_iter().next());
+            if let Some((number, fd)) = number.zip(file) {
+                port_fds.put_lasting(number, fd);
+            }
+        }
         let disks = saved.namespaces().map(|seen| kept.disk_of(&seen)).collect::<Option<Vec<_>>>();
         let disks = disks.context("the state lacks the disk of a namespace")?;
         let asked = match config.controllers.get(index) {

@@ -2,8 +2,7 @@
 
 use super::socket_access::SocketAccess;
 use crate::control::place::Place;
-use crate::controller_config::{ControllerConfig, OfferedDoorbells};
-use crate::disk_spec;
+use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::keeper_link::known_path;
 use crate::limits::Group;
 use crate::self_as_is;
@@ -91,13 +90,16 @@ impl SocketConfig {
     /// What it takes for itself: a socket, and disks.
     #[must_use]
     pub(crate) fn takes(&self) -> Vec<String> {
-        let disks = self.controller.disks.iter();
-        // Without its options.
-        let disks = disks.map(|disk| {
-            let disk = disk_spec::from_root(&disk.disk);
-            disk.split('?').next().unwrap_or_default().to_owned()
-        });
+        let disks = self.controller.disks.iter().map(DiskConfig::takes);
         disks.chain([self.known_socket()]).collect()
+    }
+
+    /// What it takes for the namespace of this number.
+    #[must_use]
+    pub(crate) fn takes_for(&self, nsid: u32) -> Option<String> {
+        let disks = &self.controller.disks;
+        let at = nsids(disks).position(|other| other == nsid)?;
+        disks.get(at).map(DiskConfig::takes)
     }
 
     /// The path of the socket from the root: it names the controller for good.

@@ -43,6 +43,19 @@ pub(super) fn port(index: usize) -> String {
     format!("port/{index}")
 }
 
+/// What the files of a client's memory begin with, if they are apart from the port.
+pub(super) fn client_files(index: usize) -> String {
+    format!("file/{index}.")
+}
+
+pub(super) fn client_file(index: usize, number: u64) -> String {
+    format!("file/{index}.{number}")
+}
+
+pub(super) fn client_file_number(key: &str) -> Option<u64> {
+    key.rsplit_once('.')?.1.parse().ok()
+}
+
 pub(super) fn disk(controller: usize, index: usize) -> String {
     format!("disk/{controller}.{index}")
 }

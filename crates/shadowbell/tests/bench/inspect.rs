@@ -106,8 +106,52 @@ fn features_are_shown() {
 }
 
 #[test]
+fn a_controller_tests_itself_and_tells_what_has_happened() {
+    let server = Server::start(&["mem:1MiB"]);
+    let target = server.target(1);
+    let done = json(&mut line(&format!("device-self-test {target} -n 1 -s 1 -w --json")));
+    assert_eq!(done["Current Device Self-Test Operation"], 0, "{done}");
+    let log = json(&mut line(&format!("self-test-log {target} -o json")));
+    let newest = &log["List of Valid Reports"][0];
+    assert_eq!((&newest["Self test result"], &newest["Self test code"]), (&0.into(), &1.into()));
+    let text = output(&mut line(&format!("self-test-log {target}")));
+    assert!(text.contains("(passed)"), "{text}");
+    complaint(&mut line(&format!("device-self-test {target} -n 7")), 2);
+    output(&mut line(&format!("device-self-test {target} -s 0xf")));
+
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("telemetry");
+    output(&mut line(&format!("telemetry-log {target} -O {}", file.display())));
+    let page = std::fs::read(&file).unwrap();
+    assert!(page.len() >= 1024 && page.len().is_multiple_of(512) && page[0] == 7, "{}", page.len());
+    assert!(page[512..].starts_with(b"shadowbell-telemetry 1\n"));
+    output(&mut line(&format!("telemetry-log {target} -c -O {}", file.display())));
+    assert_eq!(std::fs::read(&file).unwrap().len(), 512, "nothing has happened");
+
+    let log = json(&mut line(&format!("persistent-event-log {target} --json")));
+    let events = log["list_of_event_entries"].as_array().unwrap();
+    assert_eq!(log["total_num_of_events"], events.len());
+    // Each verb has enabled it.
+    let enabled = events.iter().filter(|event| event["event_type"] == 4).count();
+    assert!(enabled >= 6, "{log}");
+    assert!(events.iter().any(|event| event["event_type"] == 12), "{log}");
+    let text = output(&mut line(&format!("persistent-event-log {target}")));
+    assert!(text.contains("Power-on or Reset"), "{text}");
+}
+
+#[test]
 fn nobody_there_is_told() {
-    for verb in ["list", "id-ctrl", "id-ns", "smart-log", "error-log", "get-feature"] {
+    for verb in [
+        "list",
+        "id-ctrl",
+        "id-ns",
+        "smart-log",
+        "error-log",
+        "get-feature",
+        "device-self-test",
+        "self-test-log",
+        "persistent-event-log",
+    ] {
         let text = complaint(&mut line(&format!("{verb} vfio-user:/nowhere/vm0.sock")), 2);
         assert!(text.contains("/nowhere/vm0.sock"), "{text}");
         let text = complaint(&mut line(&format!("{verb} nvme://ffff:ff:1f.7/1")), 2);

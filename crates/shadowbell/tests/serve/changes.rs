@@ -119,7 +119,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     assert_eq!(code, Some(0));
     assert_eq!(
         said,
-        "+ vm2\n+ vm3\n- vm1\n2 come, 1 go, 0 are replaced, 1 stay; nothing was done\n"
+        "+ vm2\n+ vm3\n- vm1\n2 come, 1 go, 0 are replaced, 0 change, 1 stay; nothing was done\n"
     );
     assert_eq!(ids(), ["vm0", "vm1"]);
     // Whoever looked whether vm1 listens may still count as its client.
@@ -138,7 +138,13 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     // What a client has is not taken away unasked.
     write(server.directory(), &[("vm0", "mem:1MiB"), ("vm3", "2.img"), ("vm2", "1.img")]);
     let (code, said, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
-    assert!(code == Some(0) && said.starts_with("~ vm0 (a client has it)\n"), "{said}");
+    let image = server.directory().canonicalize().unwrap().join("0.img");
+    let expected = format!(
+        "~ vm0 (a client has it)\n    namespace 1: {} -> mem:1MiB\n\
+         0 come, 0 go, 1 are replaced, 0 change, 2 stay; nothing was done\n",
+        image.display()
+    );
+    assert_eq!((code, said), (Some(0), expected));
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(4) && errors.contains("vm0 would be taken"), "{code:?} {errors}");
     assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
@@ -148,6 +154,89 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     let mut guest = attached(&server, "vm0.sock");
     assert_eq!(guest.namespace(1).unwrap().bytes(), 1 << 20);
     assert_eq!(read(&mut guest), Status::SUCCESS);
+    drop(guest);
+    assert!(server.stop().success());
+}
+
+/// What a guest can be told of is done under it: it keeps its controller.
+#[test]
+fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
+    let directory = tempfile::tempdir().unwrap();
+    for name in ["a", "b"] {
+        image(directory.path(), &format!("{name}.img"), 4 << 20);
+    }
+    let write = |directory: &std::path::Path, limit: &str, disks: &str, rest: &str| {
+        let text = format!(
+            "[[limit-group]]\nname = \"db\"\n{limit}\n[[controller]]\nid = \"vm0\"\n\
+             socket = \"vm0.sock\"\ndisks = [{disks}]\n{rest}"
+        );
+        std::fs::write(directory.join("vms.toml"), text).unwrap();
+    };
+    write(directory.path(), "", "\"mem:4MiB\", \"a.img\"", "");
+    let mut command = program();
+    command.args(["serve", "--config", "vms.toml", "--name", "vm"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock"]);
+    let mut guest = attached(&server, "vm0.sock");
+    let apply = |arguments: &[&str]| ctl(&server, &[&["apply", "vms.toml"], arguments].concat());
+    let disks = || {
+        let all = ctl_json(&server, &["namespaces"]);
+        let disk = |one: &serde_json::Value| {
+            let (nsid, disk) = (&one["nsid"], one["disk"].as_str().unwrap());
+            let (read_only, limits) = (&one["read_only"], &one["limits"]["group"]);
+            format!("{nsid} {} {read_only} {limits}", disk.rsplit('/').next().unwrap())
+        };
+        all.as_array().unwrap().iter().map(disk).collect::<Vec<_>>()
+    };
+
+    // One comes, one takes no writes any more, and one is limited as a group is.
+    let more = "\"mem:4MiB?limit-group=db\", \"a.img?read-only=on\", \"b.img\"";
+    write(server.directory(), "iops = \"5000\"", more, "");
+    let (code, said, errors) = apply(&["--dry-run"]);
+    let at = server.directory().canonicalize().unwrap().display().to_string();
+    let expected = format!(
+        "* vm0\n    namespace 1: mem:4MiB -> mem:4MiB?limit-group=db\n    \
+         namespace 2: {at}/a.img -> {at}/a.img?read-only=on\n    \
+         namespace 3: none -> {at}/b.img\n\
+         * limit group db: none -> iops=5000\n\
+         0 come, 0 go, 0 are replaced, 1 change, 0 stay; nothing was done\n"
+    );
+    assert_eq!((code, &said[..], &errors[..]), (Some(0), &expected[..], ""));
+    assert_eq!(disks(), ["1 mem:4MiB false null", "2 a.img false null"]);
+    let plan = ctl_json(&server, &["apply", "vms.toml"]);
+    assert_eq!(
+        (&plan["change"], &plan["busy"]),
+        (&serde_json::json!(["vm0"]), &serde_json::json!([]))
+    );
+    let now = ["1 mem:4MiB false \"db\"", "2 a.img true null", "3 b.img false null"];
+    assert_eq!(disks(), now);
+    assert_eq!(ctl_json(&server, &["limit"])[0]["limits"]["iops"], "5000");
+    assert_eq!(ctl_json(&server, &["apply", "vms.toml"])["unchanged"], 1, "it is done");
+    let client = || ctl_json(&server, &["controllers", "vm0"])[0]["client"] == true;
+    assert!(client() && read(&mut guest) == Status::SUCCESS);
+
+    // What can not be opened leaves all as it was: here the limits.
+    let bad = "\"mem:4MiB\", \"a.img\", \"b.img\", \"no.img\"";
+    write(server.directory(), "iops = \"7\"", bad, "");
+    let (code, _, errors) = apply(&[]);
+    assert!(code == Some(2) && errors.contains("nothing was changed"), "{code:?} {errors}");
+    assert_eq!(disks(), now);
+    assert_eq!(ctl_json(&server, &["limit"])[0]["limits"]["iops"], "5000");
+
+    // What a client has is not taken away unasked; then its disk is free, for another number.
+    write(server.directory(), "", "\"mem:4MiB\", { disk = \"a.img\", nsid = 5 }", "");
+    let (code, _, errors) = apply(&[]);
+    let words = "namespace 2 of vm0, namespace 3 of vm0 would be taken from clients";
+    assert!(code == Some(4) && errors.contains(words), "{code:?} {errors}");
+    let (code, said, errors) = apply(&["--force"]);
+    assert!(code == Some(0) && said.contains("namespace 5: none ->"), "{said}{errors}");
+    assert_eq!(disks(), ["1 mem:4MiB false null", "5 a.img false null"]);
+    assert!(client() && ctl_json(&server, &["limit"])[0]["limits"] == serde_json::json!({}));
+
+    // The server itself is as it was: that is said.
+    let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
+    std::fs::write(server.directory().join("vms.toml"), format!("workers = 2\n{text}")).unwrap();
+    let (_, said, _) = apply(&[]);
+    assert!(said.starts_with("what the file says otherwise of the server itself counts"), "{said}");
     drop(guest);
     assert!(server.stop().success());
 }
@@ -174,6 +263,7 @@ fn a_file_is_checked_and_nothing_is_opened() {
         (controller("a.img").replace("\"a\"", "\"a b\""), "vms.toml:2: `a b` is no id"),
         (controller("a.img").repeat(2), "vms.toml:"),
         ("workers = 0\n".to_owned(), "vms.toml:1"),
+        (controller("a.img?limit-group=db"), "vms.toml:4: there is no `[[limit-group]]` `db`"),
     ] {
         let (code, _, errors) = check(&text);
         assert!(code == Some(2) && errors.contains(words), "{code:?} {text}: {errors}");

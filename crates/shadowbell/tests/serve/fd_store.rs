@@ -31,6 +31,8 @@ const WAY: i32 = 50;
 struct Kept {
     fds: Vec<(String, OwnedFd)>,
     is_ready: bool,
+    /// How often the manager itself has said something to this socket, which came through.
+    own: u32,
 }
 
 /// Reads what the service says, as systemd does.
@@ -54,6 +56,7 @@ fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
         let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or_default();
         let mut kept = kept.lock().unwrap();
         kept.is_ready |= has("READY=1");
+        kept.own += u32::from(has("OWN"));
         if has("FDSTORE=1") {
             assert!(has("FDPOLL=0") && !name.is_empty() && !name.contains(':'), "{text}");
             kept.fds.extend(fds.into_iter().map(|fd| (name.to_owned(), fd)));
@@ -128,7 +131,14 @@ impl Service {
     }
 
     /// Starts it again, as `Restart=` has it.
+    ///
+    /// What the one that was killed has said is heard before, as by systemd, which looks at what it
+    /// is told before it looks at processes that have ended.
     fn again(&mut self) {
+        let before = self.kept.lock().unwrap().own;
+        let own = UnixDatagram::unbound().unwrap();
+        own.send_to(b"OWN", self.directory.path().join("notify")).unwrap();
+        until("all is heard", || self.kept.lock().unwrap().own > before);
         self.child = Self::spawn(&self.directory, &self.kept);
     }
 

@@ -180,7 +180,7 @@ fn a_signal_has_the_configuration_read_again() {
         let first = attach(&server.directory().join("vm0.sock"), &options);
         write_config(server.directory(), 3);
         let said = "the configuration was read again; of its controllers 2 come, 0 go, 0 are \
-                    replaced, 1 stay";
+                    replaced, 0 change, 1 stay";
         assert_eq!(reload(), format!("READY=1\nSTATUS={said}"));
         server.says(said);
         drop(attach(&server.directory().join("vm2.sock"), &options));
@@ -200,7 +200,7 @@ fn a_signal_has_the_configuration_read_again() {
         drop(attach(&server.directory().join("vm1.sock"), &options));
         // What can not be changed so is not forgotten.
         std::fs::write(&config, format!("workers = 2\n{text}")).unwrap();
-        assert!(reload().contains("0 come, 0 go, 0 are replaced, 3 stay"));
+        assert!(reload().contains("0 come, 0 go, 0 are replaced, 0 change, 3 stay"));
         server.says("that counts when the server goes on in another process");
 
         drop(first);

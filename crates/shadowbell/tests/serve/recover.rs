@@ -63,6 +63,45 @@ fn a_verifying_load_goes_on_through_twenty_kills() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
+/// A client that shares its memory in many pieces: these are not in each record, and there after a
+/// death, an upgrade, and a death after that, but for those that were taken back.
+#[test]
+fn memory_in_many_pieces_is_there_in_the_next_process() {
+    let mut server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.share(200);
+    let maps = || std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
+    assert!(maps().contains("client-ranges"), "{}", maps());
+    // What the keeper has of it, who hears of it a moment later.
+    let held = || {
+        let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
+        let files = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
+        files.filter(|file| file.to_string_lossy().contains("shadowbell-buffers")).count()
+    };
+    until("all of them", || held() >= 200);
+    let most = held() + 4;
+    for n in 0..6_u8 {
+        if n % 2 == 1 {
+            let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+            assert_eq!(status, Some(0), "{errors}");
+            until("the old one's end", || children(server.pid()).len() == 1);
+        } else {
+            kill(&server, Signal::KILL);
+        }
+        client.use_shared(n);
+        assert!(maps().contains("client-ranges"));
+        client.share_anew(usize::from(n) * 20, 10);
+    }
+    lost_nothing(&server);
+    // The keeper has let go of what the client has taken back, and then of all of it.
+    until("as many as before", || held() <= most);
+    drop(client);
+    until("none", || held() == 0);
+    kill(&server, Signal::KILL);
+    Client::attach(&socket(&server, 0)).write(1, 0, 1);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
 /// Of any signal, after an upgrade, and with nobody there.
 #[test]
 fn whatever_kills_it_and_whoever_it_is() {
@@ -85,6 +124,35 @@ fn whatever_kills_it_and_whoever_it_is() {
     Client::attach(&socket(&server, 0)).write(1, 0, 1);
     assert!(server.stop().success(), "{}", server.stderr());
     assert!(!socket(&server, 0).exists());
+}
+
+/// Where a controller is served was said in the file; the next process says so again.
+#[test]
+fn a_controller_that_has_its_worker_keeps_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let table = |n, worker| {
+        format!(
+            "[[controller]]\nsocket = \"vm{n}.sock\"\ndisks = [\"mem:1MiB\"]\nworker = {worker}\n"
+        )
+    };
+    let text = format!("workers = 2\n{}{}", table(0, "\"own\""), table(1, "1"));
+    std::fs::write(directory.path().join("vms.toml"), text).unwrap();
+    let mut command = program();
+    command.args(["serve", "--keeper", "--config", "vms.toml"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock", "vm1.sock"]);
+    let mut clients = [0, 1].map(|n| Client::attach(&socket(&server, n)));
+    clients.iter_mut().for_each(|client| client.write(1, 0, 7));
+    kill(&server, Signal::KILL);
+    clients.iter_mut().for_each(|client| assert_eq!(client.read(1, 0), 7));
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(0), "{errors}");
+    clients.iter_mut().for_each(|client| assert_eq!(client.read(1, 0), 7));
+    until("the old one's end", || children(server.pid()).len() == 1);
+    kill(&server, Signal::KILL);
+    clients.iter_mut().for_each(|client| assert_eq!(client.read(1, 0), 7));
+    lost_nothing(&server);
+    drop(clients);
+    assert!(server.stop().success(), "{}", server.stderr());
 }
 
 #[test]

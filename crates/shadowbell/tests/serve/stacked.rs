@@ -1,5 +1,6 @@
 //! A controller whose namespace is one of another controller, which another server serves.
 
+use crate::control::ctl_json;
 use crate::harness::{Server, finish, program, run, until};
 use shadowbell_driver::{AttachOptions, Controller, QueuePair};
 use shadowbell_spec::Status;
@@ -89,6 +90,49 @@ fn a_controller_below_that_goes_away_is_an_error_to_the_guest_and_no_end() {
     drop((queue, pool));
     controller.detach().unwrap();
     server.stop();
+}
+
+/// An SSD that hangs holds up who serves its disks, for ten seconds each time: that is nobody who
+/// serves others, unless it was asked for.
+#[test]
+fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
+    let (below, other_below) = (ssd("mem:1MiB"), ssd("mem:1MiB"));
+    let directory = tempfile::tempdir().unwrap();
+    let table = |n: usize, rest: &str| {
+        format!("[[controller]]\nid = \"vm{n}\"\nsocket = \"vm{n}.sock\"\ndisks = [{rest}\n")
+    };
+    let config = [
+        "workers = 1\n".to_owned(),
+        table(0, "\"mem:1MiB\"]"),
+        table(1, &format!("\"mem:1MiB\", \"{}\"]", below.1)),
+        table(2, &format!("\"{}\"]\nworker = 0", other_below.1)),
+        table(3, "\"mem:1MiB\"]"),
+    ];
+    std::fs::write(directory.path().join("vms.toml"), config.concat()).unwrap();
+    let mut command = program();
+    command.args(["serve", "--config", "vms.toml", "--name", "vm"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock", "vm3.sock"]);
+    let guests = [0, 1, 2, 3].map(|n| {
+        let path = server.directory().join(format!("vm{n}.sock"));
+        let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
+        let mut guest = crate::harness::attach(&path, &options);
+        let mut queue = guest.take_queue_pair().unwrap();
+        let pool = guest.buffers(1, 4096).unwrap();
+        let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
+        assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
+        (guest, queue)
+    });
+    let workers = || {
+        let stats = ctl_json(&server, &["stats"]);
+        [0, 1, 2, 3].map(|n| stats["controllers"][n]["workers"][0]["worker"].clone())
+    };
+    assert_eq!(workers(), [0, 1, 0, 0]);
+    // One that comes later moves the controller that gets it.
+    let third = ssd("mem:1MiB");
+    ctl_json(&server, &["namespace", "add", "vm3", "2", &third.1]);
+    until("vm3 has moved", || workers() == [0, 1, 0, 2]);
+    drop(guests);
+    assert!(server.stop().success());
 }
 
 #[test]

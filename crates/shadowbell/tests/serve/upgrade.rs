@@ -3,7 +3,7 @@
 use crate::harness::{Server, complete, finish, image, program, run, until};
 use crate::keeper::{children, has_ended, signal, worker};
 use rustix::process::Signal;
-use shadowbell_driver::{AttachOptions, Controller, QueuePair};
+use shadowbell_driver::{AttachOptions, BufferPool, Controller, QueuePair};
 use shadowbell_spec::Status;
 use std::io::IoSlice;
 use std::os::fd::AsFd;
@@ -110,13 +110,15 @@ impl Drop for Load {
 pub(crate) struct Client {
     controller: Controller,
     queue: QueuePair,
+    /// More memory that it shares, each of these by itself.
+    shared: Vec<BufferPool>,
 }
 
 impl Client {
     pub(crate) fn attach(socket: &Path) -> Self {
         let mut controller = crate::harness::attach(socket, &AttachOptions::default());
         let queue = controller.take_queue_pair().unwrap();
-        Self { controller, queue }
+        Self { controller, queue, shared: Vec::new() }
     }
 
     #[track_caller]
@@ -130,6 +132,34 @@ impl Client {
         assert!(buffer.copy_from(0, &[byte; 4096]));
         let command = self.controller.namespace(nsid).unwrap().write(lba, 8).unwrap();
         run(&mut self.queue, command, Some(buffer)).status
+    }
+
+    /// Shares so many pieces of memory.
+    pub(crate) fn share(&mut self, count: usize) {
+        let pools = (0..count).map(|_| self.controller.buffers(1, 4096).unwrap());
+        self.shared.extend(pools);
+    }
+
+    /// Takes some of them back, and shares as many.
+    pub(crate) fn share_anew(&mut self, from: usize, count: usize) {
+        drop(self.shared.drain(from..from + count));
+        self.share(count);
+    }
+
+    /// Writes from each of them and reads into it.
+    #[track_caller]
+    pub(crate) fn use_shared(&mut self, byte: u8) {
+        for (nth, pool) in self.shared.iter().enumerate() {
+            let byte = byte.wrapping_add(nth as u8);
+            let namespace = self.controller.namespace(1).unwrap();
+            let mut buffer = pool.take().unwrap();
+            assert!(buffer.copy_from(0, &[byte; 4096]));
+            let done = run(&mut self.queue, namespace.write(64, 8).unwrap(), Some(buffer));
+            assert_eq!(done.status, Status::SUCCESS, "{nth}");
+            let done = run(&mut self.queue, namespace.read(64, 8).unwrap(), done.buffer);
+            assert_eq!(done.status, Status::SUCCESS, "{nth}");
+            assert_eq!(done.buffer.unwrap().to_vec(4096), [byte; 4096], "{nth}");
+        }
     }
 
     #[track_caller]

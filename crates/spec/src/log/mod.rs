@@ -2,6 +2,9 @@
 
 mod effects;
 mod pages;
+pub mod persistent_event;
+mod self_test;
+mod telemetry;
 
 pub use effects::{
     CommandEffects, CommandsSupportedEffects, FeatureEffects, FeaturesSupportedEffects,
@@ -11,6 +14,9 @@ pub use pages::{
     Afi, ChangedNamespaces, CriticalWarning, ErrorLogEntry, FirmwareSlot, ParameterLocation,
     SmartHealth,
 };
+
+pub use self_test::{SelfTestLog, SelfTestResult, ValidDiagnostics, self_test_result, stc};
+pub use telemetry::{TELEMETRY_BLOCK, TelemetryHeader};
 
 /// Log Page Identifiers. Base 2.1, 5.1.12, "Log Page Identifiers".
 pub mod lid {

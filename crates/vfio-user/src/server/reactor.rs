@@ -128,7 +128,7 @@ impl Port {
                     ))
                 }
             }
-            None => self.device.save(&mut fds).map(|device| (None, device)),
+            None => self.device.record(&mut fds).map(|device| (None, device)),
         };
         let (listener, log) = (self.listener.as_ref(), &self.log);
         record(&mut **recorder, listener, log, leaving, described, fds);
@@ -414,6 +414,7 @@ impl Reactor {
     pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
         if let Some(port) = self.ports.get_mut(&port) {
             port.recorder = Some(recorder);
+            port.device.begin_records();
             port.record();
         }
     }

@@ -234,7 +234,7 @@ impl Session {
         device: &mut dyn Device,
         fds: &mut Descriptors,
     ) -> Result<(SavedSession, serde_json::Value), SaveError> {
-        Ok((self.save(fds)?, device.save(fds)?))
+        Ok((self.save(fds)?, device.record(fds)?))
     }
 
     /// Where a process that has died was with this peer: what it has carried out is taken out of

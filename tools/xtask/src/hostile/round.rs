@@ -55,17 +55,17 @@ pub(crate) struct Outcome {
 pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outcome> {
     let (mut server, mut victim) = begin(binary, attack)?;
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
-    let served_by = Serving::of(server.id())?;
+    let served_by = Serving::of(server.worker())?;
     // Once without counting: caches, and how long this worker polls.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
     outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
 
-    let before = usage(server.id())?;
+    let before = usage(&server.processes())?;
     let logged = server.logged();
     let began = Instant::now();
     let mut field = field(&server, attack, Clock::start(times.attacked));
     let (seen, ran, peak) = under_attack(&server, (&mut victim, &served_by), attack, &mut field);
-    let after = usage(server.id()).unwrap_or_default();
+    let after = usage(&server.processes()).unwrap_or_default();
     outcome.waited = after.waited.saturating_sub(before.waited);
     outcome.memory = peak.memory.saturating_sub(before.memory);
     outcome.page_tables = peak.page_tables.saturating_sub(before.page_tables);
@@ -139,7 +139,7 @@ fn under_attack(
 ) -> (Result<Seen>, Result<()>, Usage) {
     let clock = field.clock.clone();
     let over = AtomicBool::new(false);
-    let pid = server.id();
+    let pids = server.processes();
     scope(|threads| {
         let attacker = threads.spawn(|| {
             give_way();
@@ -148,7 +148,7 @@ fn under_attack(
         let memory = threads.spawn(|| {
             let mut peak = Usage::default();
             while !over.load(Ordering::Relaxed) {
-                let now = usage(pid).unwrap_or_default();
+                let now = usage(&pids).unwrap_or_default();
                 peak.memory = peak.memory.max(now.memory);
                 peak.page_tables = peak.page_tables.max(now.page_tables);
                 sleep(LOOK);

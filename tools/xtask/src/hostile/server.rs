@@ -28,6 +28,8 @@ pub(crate) enum LogReader {
 #[derive(Debug)]
 pub(crate) struct Server {
     process: Process,
+    /// The process that serves, if the other one is its keeper.
+    worker: Option<u32>,
     directory: TempDir,
     _unread: Option<PipeReader>,
 }
@@ -58,14 +60,30 @@ impl Server {
         }
         let file = directory.path().join("serve.toml");
         fs::write(&file, config).context("the configuration")?;
-        // Without a keeper, which would make good for a death.
-        let arguments = ["serve", "--no-keeper", "--config"].map(str::to_owned);
+        let arguments = ["serve", "--config"].map(str::to_owned);
         let arguments = [&arguments[..], &[file.display().to_string()]].concat();
-        let server = Self::start(binary, &arguments, directory, reader)?;
+        let mut server = Self::start(binary, &arguments, directory, reader)?;
+        server.worker = Some(server.await_worker()?);
         for n in 0..disks.len() {
             server.await_socket(&server.socket(n))?;
         }
         Ok(server)
+    }
+
+    /// Waits for the process that serves: the keeper listens before there is one.
+    fn await_worker(&mut self) -> Result<u32> {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            let serves = |pid: &u32| has_thread(*pid, "sb-reactor");
+            if let Some(pid) = children(self.id()).into_iter().find(serves) {
+                return Ok(pid);
+            }
+            self.check()?;
+            if Instant::now() > deadline {
+                bail!("nobody serves: {}", self.log());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// `shadowbell export` of a disk in memory, by NBD (`disk.sock`) and as a virtio disk
@@ -107,7 +125,7 @@ impl Server {
             }
         }
         let process = Process::spawn("shadowbell", &mut command)?;
-        Ok(Self { process, directory, _unread: unread })
+        Ok(Self { process, worker: None, directory, _unread: unread })
     }
 
     /// Waits until somebody listens there.
@@ -130,8 +148,19 @@ impl Server {
         self.directory.path()
     }
 
+    /// The process that was started: the keeper, if there is one.
     pub(crate) fn id(&self) -> u32 {
         self.process.id()
+    }
+
+    /// The process that serves.
+    pub(crate) fn worker(&self) -> u32 {
+        self.worker.unwrap_or_else(|| self.id())
+    }
+
+    /// All processes of the server.
+    pub(crate) fn processes(&self) -> Vec<u32> {
+        [Some(self.id()), self.worker].into_iter().flatten().collect()
     }
 
     /// Bytes logged so far.
@@ -146,9 +175,12 @@ impl Server {
     }
 
     /// An error if it has ended, or died.
+    ///
+    /// A keeper would make good for a death: that is one all the same.
     pub(crate) fn check(&mut self) -> Result<()> {
         match self.process.ended()? {
-            None => Ok(()),
+            None if self.worker.is_none_or(|pid| children(self.id()) == [pid]) => Ok(()),
+            None => bail!("the process that serves has died: {}", self.log()),
             Some(status) => bail!("the server has ended ({}): {}", describe(status), self.log()),
         }
     }
@@ -170,4 +202,16 @@ impl Server {
     pub(crate) fn kill(&mut self) {
         self.process.kill();
     }
+}
+
+/// The processes that a process has started and that have not ended.
+fn children(pid: u32) -> Vec<u32> {
+    let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+}
+
+fn has_thread(pid: u32, name: &str) -> bool {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let mut names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+    names.any(|its| its.trim() == name)
 }

@@ -17,8 +17,19 @@ pub(crate) struct Usage {
     pub(crate) waited: Duration,
 }
 
-/// What a process holds now.
-pub(crate) fn usage(pid: u32) -> Result<Usage> {
+/// What these processes hold now.
+pub(crate) fn usage(pids: &[u32]) -> Result<Usage> {
+    pids.iter().try_fold(Usage::default(), |sum, pid| {
+        let one = usage_of(*pid)?;
+        Ok(Usage {
+            memory: sum.memory + one.memory,
+            page_tables: sum.page_tables + one.page_tables,
+            waited: sum.waited + one.waited,
+        })
+    })
+}
+
+fn usage_of(pid: u32) -> Result<Usage> {
     let path = format!("/proc/{pid}/status");
     let status = fs::read_to_string(&path).context(path)?;
     let field = |name: &str| {

@@ -114,7 +114,7 @@ impl Soak {
                 disk: Disk::of(number / HOSTILE),
             })
             .collect();
-        let before = usage(server.id())?;
+        let before = usage(&server.processes())?;
         println!(
             "{} honest controllers and {} that are attacked, {workers} workers; started in {:.1} s",
             honest.len(),
@@ -146,7 +146,7 @@ impl Soak {
             let mut line = *began + LINE;
             while drivers.iter().any(|driver| !driver.is_finished()) {
                 sleep(LOOK);
-                let now = usage(server.id()).unwrap_or_default();
+                let now = usage(&server.processes()).unwrap_or_default();
                 peak.memory = peak.memory.max(now.memory);
                 peak.page_tables = peak.page_tables.max(now.page_tables);
                 if Instant::now() >= line {

@@ -63,7 +63,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let image = run.image("disk.img", MAIN)?;
     let (control, trace) = (run.socket("control"), run.file("serve.trace"));
     let [control_text, trace_text] = [&control, &trace].map(|path| path.display().to_string());
-    let options = ["--control-socket", &control_text, "--trace", &trace_text];
+    // In its sandbox the server opens nothing that was not named to it.
+    let images = image.parent().context("the image's directory")?.display().to_string();
+    let options = ["--control-socket", &control_text, "--trace", &trace_text, "--allow", &images];
     let clocks = Clocks::now();
     let mut disk = setup.serve(run, "dut", &[image.display().to_string()], &options, None)?;
     let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |config| config.cpus = 2)?;

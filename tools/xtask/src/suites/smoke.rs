@@ -31,6 +31,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     logs(report, &mut guest, &ctrl, &dev, shadowbell);
     features(report, &mut guest, &ctrl, shadowbell);
     data_commands(report, &mut guest, &dev, shadowbell);
+    if shadowbell {
+        diagnostics(report, &mut guest, &ctrl, &dev);
+    }
     refusals(report, &mut guest, &ctrl, &dev);
     if let Some(server) = &disk.server {
         report.check("an idle controller sleeps: no processor time, no context switch", |_| {
@@ -264,6 +267,46 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
     });
 }
 
+/// What a supporter asks for, and blocks that can not be read.
+fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
+    report.check("a self-test, and its log by nvme-cli", |_| {
+        guest.sh(&format!("nvme device-self-test /dev/{ctrl} -n 1 -s 1"), MINUTE)?;
+        guest.sh(
+            &format!(
+                "for n in $(seq 300); do nvme self-test-log /dev/{ctrl} -o json > /tmp/log; \
+                 grep -q 'Self-Test Operation\"[ :]*\"*0' /tmp/log && break; sleep 0.1; done; \
+                 cat /tmp/log; nvme self-test-log /dev/{ctrl} | grep -i 'result *: 0'"
+            ),
+            MINUTE,
+        )
+    });
+    report.check("telemetry and the log of events by nvme-cli", |_| {
+        guest.sh(
+            &format!(
+                "set -e; cd /tmp; nvme telemetry-log /dev/{ctrl} -O telemetry -g 1; \
+                 grep -a -q '^resets ' telemetry; grep -a -q '^cq 1 ' telemetry; \
+                 nvme persistent-event-log /dev/{ctrl} -a 1 -l 4096 > events; \
+                 nvme persistent-event-log /dev/{ctrl} -a 2 -l 512 > released; \
+                 cat events | head -n 40; grep -qi 'power' events"
+            ),
+            MINUTE,
+        )
+    });
+    report.check("a block that was marked is not read until it is written", |_| {
+        guest.sh(&format!("nvme write-uncor /dev/{dev} -s 4000 -c 0"), MINUTE)?;
+        refused(guest, &format!("read /dev/{dev} -s 4000 -c 0 -z 512"), &[0x281])?;
+        guest.sh(
+            &format!(
+                "set -e; cd /tmp; nvme lba-status-log /dev/{ctrl}; \
+                 dd if=/dev/urandom of=data bs=512 count=1; \
+                 nvme write /dev/{dev} -s 4000 -c 0 -z 512 -d data; \
+                 nvme read /dev/{dev} -s 4000 -c 0 -z 512 -d back; cmp data back"
+            ),
+            MINUTE,
+        )
+    });
+}
+
 /// Commands that must be refused, and how. Where the specification leaves a choice, or depends on
 /// what a controller supports, each right answer is listed.
 fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
@@ -278,7 +321,6 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
         (format!("format /dev/{dev} --lbaf=9 -f"), vec![INVALID_OPCODE, INVALID_FORMAT]),
         (format!("fw-commit /dev/{ctrl} -s 1 -a 1"), vec![INVALID_OPCODE]),
         (format!("sanitize /dev/{ctrl} -a 2"), vec![INVALID_OPCODE]),
-        (format!("device-self-test /dev/{ctrl} -n 1 -s 1"), vec![INVALID_OPCODE]),
         (format!("security-recv /dev/{ctrl} -p 1 -s 1 -x 16"), vec![INVALID_OPCODE, INVALID_FIELD]),
         (admin("--opcode=0xc0"), vec![INVALID_OPCODE]),
         (admin("--opcode=0x06 --cdw10=0xfe -r -l 4096"), vec![INVALID_FIELD]),

@@ -39,7 +39,7 @@ const VALUES: &[(u8, u32, u32)] = &[
     (fid::INTERRUPT_COALESCING, 0xffff_0a05, 0x0a05),
     (fid::INTERRUPT_VECTOR_CONFIGURATION, 0x0001_0000, 0x0001_0000),
     (fid::WRITE_ATOMICITY, 0xffff_ffff, 1),
-    (fid::ASYNC_EVENT_CONFIGURATION, 0xffff_ffff, 0x01ff),
+    (fid::ASYNC_EVENT_CONFIGURATION, 0xffff_ffff, 0x05ff),
 ];
 
 #[test]

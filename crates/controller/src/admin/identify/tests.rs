@@ -74,13 +74,15 @@ fn controller_structure() {
     assert_eq!((id.nn, id.mdts, id.maxcmd), (3, 8, 4096));
     assert_eq!((id.acl, id.aerl, id.elpe, id.npss), (3, 3, 63, 0));
     assert_eq!((id.sqes.into_bits(), id.cqes.into_bits()), (0x66, 0x44));
-    assert_eq!(id.oacs.into_bits(), 1 << 8 | 1 << 9);
-    assert_eq!(id.oncs.into_bits(), 0b1_1101_1101);
+    assert_eq!(id.oacs.into_bits(), 1 << 4 | 1 << 8 | 1 << 9);
+    assert_eq!((id.edstt, id.dsto, id.pels), (30, 1, 1));
+    assert_eq!((id.fuses, id.acwu), (1, 0));
+    assert_eq!(id.oncs.into_bits(), 0b1_1101_1111);
     assert_eq!(id.ocfs, 0b1111);
     assert_eq!(id.vwc.into_bits(), 0b111);
     assert_eq!(id.sgls.into_bits(), 1 | 1 << 16 | 1 << 18);
     assert_eq!(id.frmw.into_bits(), 0b011);
-    assert_eq!(id.lpa.into_bits(), 0b10_0110);
+    assert_eq!(id.lpa.into_bits(), 0b11_1110);
     assert_eq!(id.oaes.into_bits(), 1 << 8);
     assert_eq!((id.kas, id.fna.into_bits(), id.cmic.into_bits()), (10, 0, 0));
     assert_eq!(id.rtd3e / 1_000_000, 5, "what Linux takes without a word");
@@ -94,7 +96,7 @@ fn what_the_configuration_changes() {
     let controller = |config: &Config| -> IdentifyController { read(config, cns::CONTROLLER, 0) };
     let without = Config { shadow_doorbells: false, mdts: 9, max_queue_entries: 64, ..three() };
     let id = controller(&without);
-    assert_eq!((id.oacs.into_bits(), id.mdts, id.maxcmd), (1 << 9, 9, 64));
+    assert_eq!((id.oacs.into_bits(), id.mdts, id.maxcmd), (1 << 4 | 1 << 9, 9, 64));
     let mut disk = TestDisk::new(1, 512);
     disk.0.volatile_cache = false;
     let id = controller(&config(vec![disk]));

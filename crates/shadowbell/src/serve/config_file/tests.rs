@@ -93,6 +93,14 @@ fn a_mistake_is_reported_with_its_line() {
         (&format!("{ok}doorbells = \"loud\""), "vms.toml:4: unknown variant `loud`"),
         (&format!("workers = 0\n{ok}"), "vms.toml:1: `workers` is 1 to 190, not 0"),
         (&format!("poll = \"never\"\npoll-max-us = 5\n{ok}"), "vms.toml:2: a longest time"),
+        (
+            &format!("[[limit-group]]\nname = \"a\"\n[[limit-group]]\nname = \"a\"\n{ok}"),
+            "vms.toml:3: the limit group `a` is there twice",
+        ),
+        (
+            &ok.replace("1MiB", "1MiB?limit-group=b"),
+            "vms.toml:3: there is no `[[limit-group]]` `b`",
+        ),
         (&format!("pin = [1000000]\n{ok}"), "vms.toml:1: this process has no processor"),
         (
             "[[controller]]\nsocket = \"a\"\ndisks = [\n  \"x\",\n  { disk = \"y\", uuid = \"z\" },\n]",
@@ -218,4 +226,31 @@ fn who_maps_doorbells_is_polled_for_if_nothing_else_was_said() {
         let error = parse(&text(line, "shadow"), "x").map(|_| ()).unwrap_err();
         assert!(error.starts_with(words), "{error}");
     }
+}
+
+#[test]
+fn what_a_file_leaves_open_is_nothing_that_it_says_otherwise() {
+    let of = |lines: &str| {
+        let text = format!("{lines}\n[[controller]]\nsocket = \"a\"\ndisks = [\"mem:1MiB\"]\n");
+        Settings::of(&parse(&text, "vms.toml").unwrap())
+    };
+    let said = [
+        "workers = 1",
+        "poll = \"never\"",
+        "pin = [0]",
+        "trace = \"t\"",
+        "measure = true",
+        "stats-json = \"j\"",
+        "stats-socket = \"s\"",
+        "control-socket = \"c\"",
+        "metrics = \"127.0.0.1:9\"",
+        "socket-mode = \"0660\"",
+        "socket-group = \"0\"",
+    ];
+    let all = of(&said.join("\n"));
+    for line in said {
+        assert!(of(line).say_otherwise(&of("")), "{line}");
+        assert!(!of(line).say_otherwise(&all), "{line}");
+    }
+    assert!(!of("").say_otherwise(&all));
 }

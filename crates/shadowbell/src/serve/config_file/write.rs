@@ -42,6 +42,26 @@ impl Settings {
         }
     }
 
+    /// Whether a file with these settings says something that is not so `now`. What it leaves open
+    /// may be what a command line has said.
+    pub(in crate::serve) fn say_otherwise(&self, now: &Self) -> bool {
+        fn differs<T: PartialEq>(said: Option<&T>, now: Option<&T>) -> bool {
+            said.is_some() && said != now
+        }
+        let (pool, pool_now) = (&self.pool, &now.pool);
+        (pool.workers != 0 && pool.workers != pool_now.workers)
+            || (pool.polling != Polling::default() && pool.polling != pool_now.polling)
+            || (!pool.pin.is_empty() && pool.pin != pool_now.pin)
+            || differs(self.trace.as_ref(), now.trace.as_ref())
+            || (self.measure && !now.measure)
+            || differs(self.stats_json.as_ref(), now.stats_json.as_ref())
+            || differs(self.stats_socket.as_ref(), now.stats_socket.as_ref())
+            || differs(self.control_socket.as_ref(), now.control_socket.as_ref())
+            || differs(self.metrics.as_ref(), now.metrics.as_ref())
+            || differs(self.access.mode.as_ref(), now.access.mode.as_ref())
+            || differs(self.access.group.as_ref(), now.access.group.as_ref())
+    }
+
     /// The same, with commands measured or not.
     pub(in crate::serve) fn with_measure(&self, measure: bool) -> Self {
         Self { measure, ..self.clone() }

@@ -16,7 +16,7 @@ use crate::keeper_query::{Keeper, program};
 use crate::limits::{self, DiskLimits};
 use crate::live_stats::{self, Row, Snapshot};
 use crate::serve::apply::apply as apply_config;
-use crate::serve::config_file;
+use crate::serve::config_file::{self, Settings};
 use crate::serve::registry::ServedController;
 use crate::serve::server_config::{Own, SocketConfig, WorkerChoice};
 use crate::serve::stats_file;
@@ -269,9 +269,11 @@ fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> 
 
 /// Have the controllers be those of a configuration file
 ///
-/// Controllers that are the same stay untouched. The file is refused as a whole if something is
-/// wrong with it. Of what is not a controller (workers, polling, sockets of the server) nothing
-/// changes before the server goes on in another process, or is started again.
+/// Controllers that are the same stay untouched; those that differ in namespaces that come or go, in
+/// limits, or in whether writes are taken, stay with their clients. The file is refused as a whole
+/// if something is wrong with it. Of what is neither a controller nor a limit group (workers,
+/// polling, sockets of the server) nothing changes before the server goes on in another process, or
+/// is started again.
 #[utoipa::path(post, path = "/v1/apply", operation_id = "apply", tag = "controllers",
     request_body = Apply,
     responses(
@@ -282,6 +284,8 @@ fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> 
 fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
     let config = config_file::parse(&wanted.toml, &wanted.file);
     let config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
+    let now = view.settings.with_measure(view.tracer.measures());
+    let later = Settings::of(&config).say_otherwise(&now);
     let plan = apply_config(&view.changes, config, wanted.dry_run, wanted.force);
     let plan = plan.map_err(problem)?;
     let ids = |all: &[SocketConfig]| all.iter().map(SocketConfig::id).collect();
@@ -290,8 +294,11 @@ fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
         add: ids(&plan.add),
         remove: plan.remove,
         replace: ids(&plan.replace),
+        change: plan.change.into_iter().map(|(id, _)| id).collect(),
         unchanged: plan.unchanged,
         busy: plan.busy,
+        differences: plan.differences,
+        later,
     })
 }
 

@@ -3,6 +3,7 @@
 use crate::keeper_link::{self, Packet, opening, to_keeper};
 use crate::serve::worker_link::WorkerLink;
 use parking_lot::Mutex;
+use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_backend::{Access, Opener, open_images_by};
 use std::ffi::OsStr;
@@ -113,7 +114,8 @@ impl Opening {
 fn understand(packet: Packet) -> io::Result<OwnedFd> {
     let nonsense = || io::Error::other("the keeper says something else");
     match packet.letter {
-        opening::OPENED => packet.fd().ok_or_else(nonsense),
+        // What this process has no room for did not arrive.
+        opening::OPENED => packet.fd().ok_or_else(|| Errno::MFILE.into()),
         opening::ERRNO => {
             Err(packet.text().parse().map_or_else(|_| nonsense(), io::Error::from_raw_os_error))
         }
@@ -144,7 +146,9 @@ mod tests {
         let refused = error(opening::REFUSED, "because");
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
         assert_eq!(refused.to_string(), "because");
-        for (letter, body) in [(opening::OPENED, ""), (opening::ERRNO, "x"), (b'?', "")] {
+        let lost = error(opening::OPENED, "");
+        assert_eq!(Errno::from_io_error(&lost), Some(Errno::MFILE), "it has too many files open");
+        for (letter, body) in [(opening::ERRNO, "x"), (b'?', "")] {
             assert!(error(letter, body).to_string().contains("something else"));
         }
         for access in [Access::Read, Access::Write, Access::WriteAlone] {

@@ -51,6 +51,12 @@ pub(crate) const ATTACKS: &[Attack] = &[
         MEM,
         many_maps,
     ),
+    Attack::new(
+        "many-files",
+        "maps of 4000 files, each of one page, again and again",
+        MEM,
+        many_files,
+    ),
     Attack::new("big-unmap", "4 GiB of touched memory mapped and unmapped", MEM, big_unmap),
 ];
 
@@ -163,8 +169,8 @@ fn map_pages(guest: &mut Guest, count: u64, file: &rustix::fd::OwnedFd) -> Resul
 fn bus_master(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(1, 64)?;
     let file = memfd(2 * PAGE)?;
-    map_pages(&mut guest, 60_000, &file)?;
     field.begin();
+    map_pages(&mut guest, 60_000, &file)?;
     let entry = |n: u32| wire::MultiEntry {
         offset: 4,
         region: CONFIG,
@@ -194,6 +200,23 @@ fn many_maps(field: &mut Field) -> Result<()> {
         guest.link.try_ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
         guest.link.send(&posted_write(BAR0, 0x1008, &[0; 4]), &[])?;
         field.done += 10_000;
+    }
+    field.guests.push(guest);
+    Ok(())
+}
+
+fn many_files(field: &mut Field) -> Result<()> {
+    let mut guest = field.guest_with(1, 64)?;
+    let unmap = wire::DmaUnmap { argsz: 24, flags: 0, address: ELSEWHERE, size: 1 << 32 };
+    field.begin();
+    while !field.is_over() {
+        for n in 0..4000 {
+            let map = dma_map(ELSEWHERE + n * PAGE, PAGE, 0);
+            let bytes = message(command::DMA_MAP, header_flags::NO_REPLY, &[map.as_bytes()]);
+            guest.link.send(&bytes, &[memfd(PAGE)?.as_fd()])?;
+            field.done += 1;
+        }
+        guest.link.try_ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
     }
     field.guests.push(guest);
     Ok(())

@@ -1,0 +1,464 @@
+//! Device Self-test: what of the controller and its namespaces is tried, how far that is, and how
+//! it has ended. Base 2.1, 5.1.5, 5.1.12.1.7 and 8.1.7.
+//!
+//! An operation has three segments: memory, health, and the media. The last one has the namespaces
+//! verify pieces of themselves, spread evenly over each: a few short ones, or, in an extended
+//! operation, many long ones. It is the control plane that has workers do it, a piece at a time,
+//! with pauses in between.
+
+use super::limits::EXTENDED_MINUTES;
+use crate::saved::{SavedSelfTest, SavedSelfTestRun};
+use shadowbell_spec::log::{
+    SelfTestLog, SelfTestResult, ValidDiagnostics, self_test_result as result, stc,
+};
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::status::Status;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// An extended operation ends in time for that, with what it has come to.
+const EXTENDED_TIME: Duration = Duration::from_secs(60 * (EXTENDED_MINUTES as u64 - 2));
+/// A short one should take less than two minutes.
+const SHORT_TIME: Duration = Duration::from_secs(90);
+
+/// Pieces of a namespace that are verified, and how long each is in bytes.
+const SHORT_PIECES: (u64, u64) = (32, 64 << 10);
+const EXTENDED_PIECES: (u64, u64) = (8192, 1 << 20);
+/// After a piece, the controller rests for as many times as long as that took.
+const REST: u32 = 3;
+
+/// The segments, by their numbers.
+mod segment {
+    pub(super) const MEMORY: u8 = 1;
+    pub(super) const HEALTH: u8 = 2;
+    pub(super) const MEDIA: u8 = 3;
+}
+
+/// A namespace, as far as it matters here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Medium {
+    pub(crate) nsid: u32,
+    pub(crate) blocks: u64,
+    pub(crate) block_shift: u32,
+}
+
+/// What is to be verified next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) nsid: u32,
+    /// In bytes.
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+/// What has failed: the segment, the namespace and the block if it has to do with one, and how.
+type Failure = (u8, Option<(u32, u64)>, Status);
+
+/// An operation under way.
+#[derive(Clone, Debug)]
+struct Run {
+    code: u8,
+    /// The namespaces that are left, with the one that is being verified.
+    nsids: VecDeque<u32>,
+    /// How many there were.
+    count: usize,
+    /// The piece of the first of them that is next.
+    piece: u64,
+    /// The first failure.
+    failure: Option<Failure>,
+    began: Instant,
+    /// The piece that a worker verifies, since when.
+    under_way: Option<(Piece, Instant)>,
+    next_at: Instant,
+}
+
+/// The operation under way, and the results of those before.
+#[derive(Debug, Default)]
+pub(crate) struct SelfTest {
+    run: Option<Run>,
+    /// Counts operations: what is told of one before concerns nobody.
+    runs: u32,
+    /// The newest first.
+    results: VecDeque<SelfTestResult>,
+}
+
+impl SelfTest {
+    /// A Device Self-test command. `media` are the namespaces that there are, `warns` says that
+    /// health has a critical warning, and `hours` how long the controller exists.
+    ///
+    /// # Errors
+    /// The status that the command completes with.
+    pub(crate) fn command(
+        &mut self,
+        code: u8,
+        nsid: u32,
+        media: &[Medium],
+        (warns, hours): (bool, u64),
+    ) -> Result<(), Status> {
+        match code {
+            stc::ABORT => {
+                self.finish(result::ABORTED_BY_COMMAND, hours);
+                return Ok(());
+            }
+            stc::SHORT | stc::EXTENDED => {}
+            _ => return Err(Status::INVALID_FIELD.with_dnr()),
+        }
+        let wanted = |medium: &&Medium| nsid == NSID_ALL || nsid == medium.nsid;
+        let nsids: VecDeque<u32> = media.iter().filter(wanted).map(|medium| medium.nsid).collect();
+        if nsid != 0 && nsid != NSID_ALL && nsids.is_empty() {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        if self.run.is_some() {
+            return Err(Status::SELF_TEST_IN_PROGRESS);
+        }
+        let now = Instant::now();
+        let failure = if !memory_works() {
+            Some((segment::MEMORY, None, Status::INTERNAL))
+        } else if warns {
+            Some((segment::HEALTH, None, Status::INTERNAL))
+        } else {
+            None
+        };
+        self.runs = self.runs.wrapping_add(1);
+        self.run = Some(Run {
+            code,
+            count: nsids.len(),
+            nsids,
+            piece: 0,
+            failure,
+            began: now,
+            under_way: None,
+            next_at: now,
+        });
+        Ok(())
+    }
+
+    /// Which operation is under way.
+    pub(crate) fn run(&self) -> u32 {
+        self.runs
+    }
+
+    /// Whether a worker verifies something.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.run.as_ref().is_none_or(|run| run.under_way.is_none())
+    }
+
+    /// When something is to be verified next, if anything is.
+    pub(crate) fn next_at(&self) -> Option<Instant> {
+        self.run.as_ref().filter(|run| run.under_way.is_none()).map(|run| run.next_at)
+    }
+
+    /// What is to be verified now, if anything is; the operation ends if there is no more.
+    pub(crate) fn next(&mut self, media: &[Medium], now: Instant, hours: u64) -> Option<Piece> {
+        loop {
+            let run = self.run.as_mut()?;
+            if run.under_way.is_some() || now < run.next_at {
+                return None;
+            }
+            let most = if run.code == stc::SHORT { SHORT_TIME } else { EXTENDED_TIME };
+            let is_late = now.saturating_duration_since(run.began) >= most;
+            let Some(nsid) = run.nsids.front().copied().filter(|_| !is_late) else {
+                let failed = run.failure.is_some();
+                let outcome = if failed { result::SEGMENT_FAILED } else { result::PASSED };
+                self.finish(outcome, hours);
+                return None;
+            };
+            let medium = media.iter().find(|medium| medium.nsid == nsid);
+            match medium.and_then(|medium| piece(run.code, medium, run.piece)) {
+                Some(piece) => {
+                    run.under_way = Some((piece, now));
+                    return Some(piece);
+                }
+                None => {
+                    run.nsids.pop_front();
+                    run.piece = 0;
+                }
+            }
+        }
+    }
+
+    /// A piece was verified, of operation `run`.
+    pub(crate) fn verified(&mut self, run: u32, status: Status, shift: u32, now: Instant) {
+        if run != self.runs {
+            return;
+        }
+        let Some(run) = &mut self.run else { return };
+        let Some((piece, since)) = run.under_way.take() else { return };
+        run.piece += 1;
+        run.next_at = now + now.saturating_duration_since(since) * REST;
+        // One that is gone is no failure.
+        let is_failure = !status.is_success() && status.code() != Status::INVALID_FIELD;
+        if is_failure && run.failure.is_none() {
+            let at = Some((piece.nsid, piece.offset >> shift));
+            run.failure = Some((segment::MEDIA, at, status));
+        }
+    }
+
+    /// A Controller Level Reset: a short operation is aborted, and an extended one goes on behind
+    /// it.
+    pub(crate) fn reset(&mut self, hours: u64) {
+        if self.run.as_ref().is_some_and(|run| run.code == stc::SHORT) {
+            self.finish(result::ABORTED_BY_RESET, hours);
+        } else if let Some(run) = &mut self.run {
+            run.under_way = None;
+        }
+    }
+
+    /// A namespace is gone: an operation of that alone is aborted.
+    pub(crate) fn namespace_removed(&mut self, nsid: u32, hours: u64) {
+        let is_of_it = |run: &Run| run.count == 1 && run.nsids.front() == Some(&nsid);
+        if self.run.as_ref().is_some_and(is_of_it) {
+            self.finish(result::ABORTED_BY_REMOVAL, hours);
+        }
+    }
+
+    /// The operation ends, if one is under way.
+    fn finish(&mut self, outcome: u8, hours: u64) {
+        let Some(run) = self.run.take() else { return };
+        // A piece that is under way concerns nobody.
+        self.runs = self.runs.wrapping_add(1);
+        let mut ended = SelfTestResult {
+            dsts: run.code << 4 | outcome,
+            poh: hours.into(),
+            ..SelfTestResult::UNUSED
+        };
+        if let Some((segment, at, status)) =
+            run.failure.filter(|_| outcome == result::SEGMENT_FAILED)
+        {
+            ended.segment = segment;
+            if let Some((nsid, lba)) = at {
+                (ended.nsid, ended.flba) = (nsid.into(), lba.into());
+                (ended.sct, ended.sc) = (status.sct(), status.sc());
+                ended.valid = ValidDiagnostics::new()
+                    .with_nsid(true)
+                    .with_flba(true)
+                    .with_sct(true)
+                    .with_sc(true);
+            }
+        }
+        self.results.truncate(SelfTestLog::RESULTS - 1);
+        self.results.push_front(ended);
+    }
+
+    /// The log page.
+    pub(crate) fn page(&self, media: &[Medium]) -> SelfTestLog {
+        let mut page = SelfTestLog {
+            operation: stc::NONE,
+            completion: 0,
+            reserved2: [0; 2],
+            results: [SelfTestResult::UNUSED; SelfTestLog::RESULTS],
+        };
+        for (place, ended) in page.results.iter_mut().zip(&self.results) {
+            *place = *ended;
+        }
+        if let Some(run) = &self.run {
+            page.operation = run.code;
+            page.completion = run.percent(media);
+        }
+        page
+    }
+
+    pub(crate) fn save(&self) -> SavedSelfTest {
+        let now = Instant::now();
+        let run = self.run.as_ref().map(|run| SavedSelfTestRun {
+            code: run.code,
+            nsids: run.nsids.iter().copied().collect(),
+            count: run.count,
+            piece: run.piece,
+            failure: run.failure.map(|(segment, at, status)| (segment, at, status.bits())),
+            for_ms: now.saturating_duration_since(run.began).as_millis() as u64,
+        });
+        let results = self.results.iter().map(|ended| ended.as_bytes().to_vec()).collect();
+        SavedSelfTest { run, results }
+    }
+
+    pub(crate) fn restore(saved: &SavedSelfTest) -> Self {
+        let now = Instant::now();
+        let run = saved.run.as_ref().map(|run| Run {
+            code: run.code,
+            nsids: run.nsids.iter().copied().collect(),
+            count: run.count,
+            piece: run.piece,
+            failure: run
+                .failure
+                .map(|(segment, at, status)| (segment, at, Status::from_bits(status))),
+            began: now.checked_sub(Duration::from_millis(run.for_ms)).unwrap_or(now),
+            under_way: None,
+            next_at: now,
+        });
+        let ended = |bytes: &Vec<u8>| SelfTestResult::read_from_bytes(bytes).ok();
+        let results = saved.results.iter().filter_map(ended).take(SelfTestLog::RESULTS).collect();
+        Self { run, runs: 0, results }
+    }
+}
+
+impl Run {
+    /// How much is done: 99 at most, for it is not over.
+    fn percent(&self, media: &[Medium]) -> u8 {
+        let pieces = |nsid: &u32| {
+            let medium = media.iter().find(|medium| medium.nsid == *nsid);
+            medium.map_or(0, |medium| pieces(self.code, medium))
+        };
+        let left: u64 = self.nsids.iter().map(pieces).sum::<u64>().saturating_sub(self.piece);
+        // Of those that are done it is not known how long they were: as those that are left.
+        let each = self.nsids.front().map_or(0, pieces);
+        let done = (self.count - self.nsids.len()) as u64 * each + self.piece;
+        (done * 100 / (done + left).max(1)).min(99) as u8
+    }
+}
+
+/// How many pieces of a namespace are verified, and how long each is.
+fn plan(code: u8, medium: &Medium) -> (u64, u64) {
+    let (most, len) = if code == stc::SHORT { SHORT_PIECES } else { EXTENDED_PIECES };
+    let bytes = medium.blocks << medium.block_shift;
+    (bytes.div_ceil(len).min(most), len.min(bytes))
+}
+
+fn pieces(code: u8, medium: &Medium) -> u64 {
+    plan(code, medium).0
+}
+
+/// The nth piece of a namespace, if there is one.
+fn piece(code: u8, medium: &Medium, nth: u64) -> Option<Piece> {
+    let (count, len) = plan(code, medium);
+    if nth >= count {
+        return None;
+    }
+    let last = (medium.blocks << medium.block_shift) - len;
+    // From the first block to the last.
+    let offset = (u128::from(last) * u128::from(nth) / u128::from((count - 1).max(1))) as u64;
+    let offset = offset >> medium.block_shift << medium.block_shift;
+    Some(Piece { nsid: medium.nsid, offset, len })
+}
+
+/// Writes patterns to memory and looks whether they are there.
+fn memory_works() -> bool {
+    [0x00, 0xff, 0x55, 0xaa].into_iter().all(|pattern: u8| {
+        let memory = std::hint::black_box(vec![pattern; 64 << 10]);
+        memory.iter().all(|byte| *byte == pattern)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEDIA: [Medium; 2] = [
+        Medium { nsid: 1, blocks: 1 << 20, block_shift: 9 },
+        Medium { nsid: 4, blocks: 3, block_shift: 12 },
+    ];
+
+    /// Verifies piece by piece; each ends as `outcome` says.
+    fn go_on(test: &mut SelfTest, outcome: impl Fn(Piece) -> Status) -> Vec<Piece> {
+        let mut all = Vec::new();
+        while let Some(at) = test.next_at() {
+            let Some(piece) = test.next(&MEDIA, at, 7) else { break };
+            assert!(!test.is_quiet() && test.next(&MEDIA, at, 7).is_none());
+            let run = test.run();
+            test.verified(run, outcome(piece), 9, at);
+            all.push(piece);
+        }
+        all
+    }
+
+    #[test]
+    fn pieces_lie_from_the_first_block_to_the_last() {
+        for (code, (most, len)) in [(stc::SHORT, SHORT_PIECES), (stc::EXTENDED, EXTENDED_PIECES)] {
+            let all: Vec<Piece> = (0..).map_while(|nth| piece(code, &MEDIA[0], nth)).collect();
+            assert_eq!(all.len() as u64, most.min((512 << 20) / len));
+            assert!(all.windows(2).all(|pair| pair[0].offset + len <= pair[1].offset));
+            let last = all.last().unwrap();
+            assert_eq!((all[0].offset, last.offset + last.len), (0, 512 << 20));
+            assert!(all.iter().all(|piece| piece.offset % 512 == 0 && piece.len == len));
+        }
+        let small = piece(stc::SHORT, &MEDIA[1], 0).unwrap();
+        assert_eq!((small.offset, small.len), (0, 3 << 12));
+        assert_eq!(piece(stc::SHORT, &MEDIA[1], 1), None);
+        // Longer than what is left of 64 bits.
+        let huge = Medium { nsid: 1, blocks: u64::MAX >> 9, block_shift: 9 };
+        assert!(piece(stc::EXTENDED, &huge, 8191).is_some());
+    }
+
+    #[test]
+    fn operations_end_with_what_they_have_found() {
+        let mut test = SelfTest::default();
+        assert_eq!(test.page(&MEDIA).results, [SelfTestResult::UNUSED; 20]);
+        test.command(stc::SHORT, NSID_ALL, &MEDIA, (false, 0)).unwrap();
+        let again = test.command(stc::EXTENDED, 0, &MEDIA, (false, 0)).unwrap_err();
+        assert_eq!(again.code(), Status::SELF_TEST_IN_PROGRESS);
+        assert_eq!(test.page(&MEDIA).operation, stc::SHORT);
+        assert_eq!(go_on(&mut test, |_| Status::SUCCESS).len(), 33);
+        let page = test.page(&MEDIA);
+        assert_eq!((page.operation, page.completion), (stc::NONE, 0));
+        assert_eq!((page.results[0].dsts, page.results[0].poh.get()), (0x10, 7));
+        // A failure is told of, and the rest is verified all the same.
+        test.command(stc::EXTENDED, 1, &MEDIA, (false, 0)).unwrap();
+        let fails = |piece: Piece| match piece.offset {
+            0 => Status::SUCCESS,
+            _ => Status::UNRECOVERED_READ,
+        };
+        assert_eq!(go_on(&mut test, fails).len(), 512);
+        let ended = test.page(&MEDIA).results[0];
+        assert_eq!((ended.dsts, ended.segment, ended.nsid.get()), (0x27, 3, 1));
+        assert_eq!((ended.flba.get(), ended.sct, ended.sc), (2048, 2, 0x81));
+        assert_eq!(ended.valid.into_bits(), 0xf);
+        // Of the controller alone, which is not well.
+        test.command(stc::SHORT, 0, &MEDIA, (true, 0)).unwrap();
+        assert!(go_on(&mut test, |_| Status::SUCCESS).is_empty());
+        let ended = test.page(&MEDIA).results[0];
+        assert_eq!((ended.dsts, ended.segment, ended.valid.into_bits()), (0x17, 2, 0));
+        for code in [0, 3, stc::VENDOR] {
+            assert!(test.command(code, 0, &MEDIA, (false, 0)).is_err());
+        }
+        assert!(test.command(stc::SHORT, 2, &MEDIA, (false, 0)).is_err());
+        (0..30).for_each(|_| {
+            test.command(stc::SHORT, 0, &MEDIA, (false, 0)).unwrap();
+            go_on(&mut test, |_| Status::SUCCESS);
+        });
+        assert!(test.page(&MEDIA).results.iter().all(|ended| ended.dsts == 0x10));
+    }
+
+    #[test]
+    fn a_reset_aborts_a_short_operation_and_an_extended_one_goes_on() {
+        let mut test = SelfTest::default();
+        test.command(stc::SHORT, 1, &MEDIA, (false, 0)).unwrap();
+        test.reset(1);
+        assert_eq!(test.page(&MEDIA).results[0].dsts, 0x12);
+        test.command(stc::EXTENDED, 1, &MEDIA, (false, 0)).unwrap();
+        let run = test.run();
+        for _ in 0..100 {
+            let at = test.next_at().unwrap();
+            test.next(&MEDIA, at, 0).unwrap();
+            test.verified(run, Status::SUCCESS, 9, at);
+        }
+        let at = test.next_at().unwrap();
+        let piece = test.next(&MEDIA, at, 0);
+        test.reset(1);
+        assert_eq!((test.page(&MEDIA).operation, test.page(&MEDIA).completion), (2, 19));
+        // The piece that was under way is begun again, by another process as well.
+        let mut test = SelfTest::restore(&test.save());
+        assert_eq!(test.next(&MEDIA, test.next_at().unwrap(), 0), piece);
+        test.command(stc::ABORT, 0, &MEDIA, (false, 5)).unwrap();
+        let page = test.page(&MEDIA);
+        assert_eq!((page.results[0].dsts, page.results[1].dsts), (0x21, 0x12));
+        assert!(test.is_quiet() && test.next_at().is_none());
+        // With nothing under way there is nothing to abort.
+        test.command(stc::ABORT, 0, &MEDIA, (false, 5)).unwrap();
+        assert_eq!(test.page(&MEDIA), page);
+        test.command(stc::EXTENDED, 4, &MEDIA, (false, 0)).unwrap();
+        test.namespace_removed(1, 0);
+        assert!(test.next_at().is_some());
+        test.namespace_removed(4, 0);
+        assert_eq!(test.page(&MEDIA).results[0].dsts, 0x23);
+    }
+
+    #[test]
+    fn an_operation_ends_in_time() {
+        let mut test = SelfTest::default();
+        test.command(stc::EXTENDED, 1, &MEDIA, (false, 0)).unwrap();
+        let late = Instant::now() + EXTENDED_TIME + Duration::from_secs(1);
+        assert_eq!(test.next(&MEDIA, late, 0), None);
+        assert_eq!(test.page(&MEDIA).results[0].dsts, 0x20);
+    }
+}

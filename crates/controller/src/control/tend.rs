@@ -1,0 +1,96 @@
+//! What is done for supporters: pieces of self-tests, snapshots of health, and what is written into
+//! the log of events.
+
+use super::Control;
+use super::deferred::Deferred;
+use super::diagnostics::{hours, media, summary};
+use super::io_queues::QueueEnvironment;
+use super::rest::Step;
+use crate::admin::persistent_events::{FATAL, ISOLATED, Moment, Own, RECOVERED};
+use crate::context::Context;
+use crate::notice::Operation;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::status::Status;
+use std::time::{Duration, Instant};
+
+impl Control {
+    pub(super) fn moment(&self) -> Moment {
+        self.commands.moment(&self.lifecycle)
+    }
+
+    /// The controller was enabled.
+    pub(super) fn log_enabled(&mut self) {
+        let moment = self.moment();
+        self.commands.diagnostics.events.enabled(&moment);
+    }
+
+    /// Something has happened that whoever looks after the controller may want to know of: it is in
+    /// the log of events, and telemetry is captured.
+    fn log_own(&mut self, cx: &Context, own: Own, text: &str) {
+        let moment = self.moment();
+        let stats = cx.shared.stats(|_| None);
+        let diagnostics = &mut self.commands.diagnostics;
+        diagnostics.events.own(&moment, own, text);
+        let (errors, events) = (&self.port.errors, diagnostics.events.len());
+        let summary = summary(&cx.config, &self.lifecycle, errors, &stats, events);
+        let reason = format!("{}: {text}", own.1);
+        diagnostics.telemetry.capture_own(&reason, &summary.unwrap_or_default());
+        self.port.raise(AsyncEvent::TELEMETRY_LOG_CHANGED);
+    }
+
+    pub(super) fn log_fatal(&mut self, cx: &Context, why: &str) {
+        self.log_own(cx, FATAL, why);
+    }
+
+    pub(super) fn log_recovered(&mut self, cx: &Context) {
+        self.log_own(cx, RECOVERED, "a process goes on for one that was dead");
+    }
+
+    pub(super) fn log_isolated(&mut self, cx: &Context, took: Duration) {
+        let text = format!("a turn took {took:?}: it has a thread of its own");
+        self.log_own(cx, ISOLATED, &text);
+    }
+
+    /// Does what is due: a piece of a self-test, a snapshot of health. Whether it was anything.
+    pub(crate) fn tend(&mut self, cx: &Context, now: Instant, deferred: &mut Deferred) -> bool {
+        if !self.is_ready() || self.rest.step != Step::Working {
+            return false;
+        }
+        let wants_snapshot = self.commands.diagnostics.events.wants_snapshot(now);
+        if wants_snapshot {
+            let (commands, env) = self.split(cx, deferred);
+            let health = commands.health_page(&env);
+            let moment = commands.moment(env.lifecycle);
+            commands.diagnostics.events.snapshot(&moment, &health, now);
+        }
+        let hours = hours(&self.lifecycle);
+        let self_test = &mut self.commands.diagnostics.self_test;
+        if self_test.next_at().is_none_or(|at| at > now) {
+            return wants_snapshot;
+        }
+        if let Some(piece) = self_test.next(&media(cx), now, hours) {
+            let operation = Operation::SelfTest { run: self_test.run(), nsid: piece.nsid };
+            let (registers, memory) = (&self.registers, &self.memory);
+            let generation = self.lifecycle.generation;
+            let env = QueueEnvironment { registers, memory, generation };
+            let overriding = self.overriding.as_ref().map(|overriding| overriding.queues());
+            self.queues.verify(cx, &env, piece, operation, overriding);
+        }
+        true
+    }
+
+    /// When something is due.
+    pub(super) fn next_due(&self) -> Option<Instant> {
+        let works = self.is_ready() && self.rest.step == Step::Working;
+        let diagnostics = &self.commands.diagnostics;
+        let due = [diagnostics.self_test.next_at(), diagnostics.events.snapshot_due()];
+        due.into_iter().flatten().min().filter(|_| works)
+    }
+
+    /// A piece of a self-test was verified.
+    pub(super) fn verified(&mut self, cx: &Context, (run, nsid): (u32, u32), status: Status) {
+        let shift = cx.serving().get(nsid).map_or(0, |namespace| namespace.block_shift());
+        let self_test = &mut self.commands.diagnostics.self_test;
+        self_test.verified(run, status, shift, Instant::now());
+    }
+}

@@ -1,0 +1,303 @@
+//! How an engine carries out what has to be [alone](super::alone).
+
+use super::alone::{FUSE, Held, Marked, Parked, Running, check_fused};
+use super::engine::{Closed, Engine, Started};
+use super::in_flight::{CompletedCommand, InFlight, Kind, Owner};
+use super::namespace::index_of;
+use crate::journal::Decision;
+use crate::latch::Latch;
+use crate::notice::ControlHandle;
+use crate::queue::Permit;
+use crate::shared::ControllerShared;
+use crate::uncorrectable::{BlockRange, COMMAND_BYTES, Uncorrectable};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::nvm::RwFields;
+use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::status::Status;
+use shadowbell_state::{AbortPoint, abort_point};
+use std::sync::Arc;
+
+/// How the two commands of a fused operation have ended that was not begun: their permits, and
+/// their statuses.
+pub(crate) type FusedFailed = ((Permit, Permit), (Status, Status));
+
+impl Engine {
+    /// Where commands that have to be alone ask for it.
+    pub(crate) fn let_ask(&mut self, control: &ControlHandle, shared: &Arc<ControllerShared>) {
+        self.alone.with = Some((control.clone(), Arc::clone(shared)));
+        self.review_marks();
+        if shared.is_one_alone() {
+            self.close(Closed::Alone);
+        }
+    }
+
+    /// Looks at which blocks are marked.
+    pub(super) fn review_marks(&mut self) {
+        if let Some((_, shared)) = &self.alone.with {
+            self.alone.marks = shared.uncorrectable();
+            self.flag_namespaces();
+        }
+    }
+
+    /// Has all commands of a namespace with marked blocks take the long way.
+    fn flag_namespaces(&mut self) {
+        let Self { namespaces, alone, .. } = self;
+        for (nsid, namespace) in (1..).zip(namespaces) {
+            namespace.set_marked(alone.marks.has_any_of(nsid));
+        }
+    }
+
+    /// Nothing more is fetched, for another command is to be alone.
+    pub(crate) fn pause(&mut self) {
+        self.close(Closed::Alone);
+    }
+
+    /// Whether nothing is under way but what waits to be alone.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.in_flight.len() == self.alone.entries()
+    }
+
+    /// Nothing else is under way, until the latch is let go of.
+    pub(crate) fn be_alone(&mut self, latch: Latch) {
+        self.alone.is_asked_for = false;
+        if self.alone.parked.is_empty() {
+            return drop(latch);
+        }
+        self.alone.granted = Some(latch);
+    }
+
+    /// It is recorded which blocks are marked. The latch is let go of when nothing that has to do
+    /// with that would be done again.
+    pub(crate) fn settle(&mut self, latch: Latch) {
+        self.alone.decided.append(&mut self.alone.late);
+        if !self.alone.decided.is_empty() {
+            self.alone.settling = Some(latch);
+        }
+    }
+
+    /// Commands are fetched again, and the host is told of what has ended.
+    pub(crate) fn go_on(&mut self) {
+        self.alone.is_released = !self.alone.held.is_empty();
+        self.review_marks();
+        self.open(Closed::Alone);
+    }
+
+    /// What was decided, to be written down before anything follows from it.
+    pub(crate) fn take_decided(&mut self) -> Vec<(u32, Decision)> {
+        std::mem::take(&mut self.alone.decided)
+    }
+
+    /// Whether nothing is begun because a command is to be alone.
+    pub(crate) fn waits_for_one(&self) -> bool {
+        self.is_closed(Closed::Alone)
+    }
+
+    /// What marked blocks have to do with a command for these blocks of the namespace at `index`.
+    pub(super) fn look_at_marks(
+        &mut self,
+        op: NvmOpcode,
+        index: usize,
+        (from, to): (u64, u64),
+    ) -> Marked {
+        let nsid = index as u32 + 1;
+        if !self.alone.marks.touches(nsid, from, to) {
+            return Marked::No;
+        }
+        match op {
+            NvmOpcode::Read | NvmOpcode::Compare | NvmOpcode::Verify => Marked::Fails,
+            _ if self.alone.is_at_work() => {
+                self.alone.written = Some(BlockRange { nsid, from, to });
+                Marked::No
+            }
+            _ => Marked::Park,
+        }
+    }
+
+    /// Parks a command until it is alone.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn park(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        let tag = self.park_entry(sqe, sq, permit);
+        self.alone.park(Parked { tag, sq, sqe: *sqe, second: None, cancelled: false });
+        self.review_quota();
+        Started::Pending
+    }
+
+    fn park_entry(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> u32 {
+        let tag = self.in_flight.next_tag();
+        let owner = Owner::Command { sq, cid: sqe.cid, permit };
+        let entry = InFlight::new(owner, 0, Kind::Other).at(sqe.nsid, sqe.cdw10_11());
+        self.in_flight.insert(tag, entry.of_requests());
+        self.last_tag = tag;
+        tag
+    }
+
+    /// Takes on the two commands of a fused operation: their entries.
+    ///
+    /// # Errors
+    /// They have ended like this.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn park_fused(
+        &mut self,
+        (first, second): (&Sqe, &Sqe),
+        sq: usize,
+        permits: (Permit, Permit),
+    ) -> Result<(u32, u32), FusedFailed> {
+        if let Err(statuses) = check_fused(first, second) {
+            return Err((permits, statuses));
+        }
+        let tags = (self.park_entry(first, sq, permits.0), self.park_entry(second, sq, permits.1));
+        let plain = |sqe: &Sqe| Sqe { flags: sqe.flags & !FUSE, ..*sqe };
+        let (sqe, second) = (plain(first), Some((tags.1, plain(second))));
+        self.alone.park(Parked { tag: tags.0, sq, sqe, second, cancelled: false });
+        self.review_quota();
+        Ok(tags)
+    }
+
+    /// Takes on the Write of a fused operation whose Compare has found what it expected.
+    pub(crate) fn park_second(&mut self, second: &Sqe, sq: usize, permit: Permit) -> Started {
+        self.park(&Sqe { flags: second.flags & !FUSE, ..*second }, sq, permit)
+    }
+
+    /// Goes on with commands that are alone, or were.
+    pub(super) fn advance_alone(&mut self, ended: &mut impl FnMut(CompletedCommand)) {
+        for tag in std::mem::take(&mut self.alone.ended) {
+            if let Some(end) = self.end(tag) {
+                ended(end);
+            }
+        }
+        // What is decided is written down before the next step.
+        if !self.alone.decided.is_empty() {
+            return;
+        }
+        drop(self.alone.settling.take());
+        if std::mem::take(&mut self.alone.is_released) || self.alone.is_given_up {
+            for Held { tag, dw0 } in std::mem::take(&mut self.alone.held) {
+                let Some(entry) = self.in_flight.remove(tag) else { continue };
+                let InFlight { owner, status, nsid, lba, .. } = entry;
+                if let Owner::Command { sq, cid, permit } = owner {
+                    ended(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0 });
+                }
+            }
+        }
+        if self.alone.granted.is_none() || self.alone.running.is_some() {
+            return;
+        }
+        match self.alone.parked.pop_front() {
+            Some(parked) => self.run(parked),
+            None => drop(self.alone.granted.take()),
+        }
+    }
+
+    /// Carries out a command that is alone now.
+    fn run(&mut self, parked: Parked) {
+        let Parked { tag, sq, sqe, .. } = parked;
+        let Some(InFlight { owner: Owner::Command { cid, permit, .. }, waiting, .. }) =
+            self.in_flight.remove(tag)
+        else {
+            return;
+        };
+        self.alone.running = Some(Running { parked, waiting });
+        (self.alone.written, self.alone.dw0) = (None, 0);
+        let (permit, status) = match self.start(&sqe, sq, permit) {
+            Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
+            Started::Failed(permit, status) => {
+                self.count_error(status);
+                (permit, status)
+            }
+            // Neither of the two is fused any more.
+            Started::Fused(permit) => (permit, Status::INTERNAL),
+            Started::Pending => {
+                debug_assert_eq!(self.last_tag, tag, "the entry that was free last is taken first");
+                return self.in_flight.set_alone(self.last_tag);
+            }
+        };
+        self.alone_ended((sq, cid), permit, status);
+    }
+
+    /// The command that is alone has ended.
+    pub(super) fn alone_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
+        let Some(Running { parked, waiting }) = self.alone.running.take() else { return };
+        abort_point(AbortPoint::AloneEnded);
+        let Parked { tag, sqe, second, .. } = parked;
+        let dw0 = std::mem::take(&mut self.alone.dw0);
+        let written = self.alone.written.take().filter(|_| status.is_success());
+        let changes_marks =
+            written.is_some() || sqe.opcode == u8::from(NvmOpcode::WriteUncorrectable);
+        if let Some(written) = written {
+            self.change_marks(|marks| marks.clear(written.nsid, written.from, written.to));
+        }
+        let at = self.in_flight.next_tag();
+        debug_assert_eq!(at, tag, "the entry that was free last is taken first");
+        let owner = Owner::Command { sq, cid, permit };
+        let mut entry = InFlight::new(owner, 0, Kind::Other).at(sqe.nsid, sqe.cdw10_11());
+        (entry.status, entry.waiting) = (status, waiting);
+        self.in_flight.insert(at, entry.of_requests());
+        self.alone.held.push(Held { tag: at, dw0 });
+        match second {
+            None => {}
+            Some((second, sqe)) if status.is_success() => {
+                self.alone.decided.push((second, Decision::Begin));
+                let parked = Parked { tag: second, sq, sqe, second: None, cancelled: false };
+                self.alone.parked.push_front(parked);
+            }
+            Some((second, _)) => {
+                let status = Status::FUSED_FAILED;
+                self.count_error(status);
+                self.in_flight.fail(second, status);
+                self.alone.held.push(Held { tag: second, dw0: 0 });
+                self.alone.decided.push((second, Decision::End { status, dw0: 0 }));
+            }
+        }
+        let end = (at, Decision::End { status, dw0 });
+        if changes_marks {
+            // Until that is recorded, it has to be done again by whoever goes on.
+            self.alone.late.push(end);
+        } else {
+            // The first of a pair is the last that is decided: by it is known whether the other is.
+            self.alone.decided.push(end);
+        }
+    }
+
+    /// Write Uncorrectable.
+    #[cold]
+    pub(super) fn write_uncorrectable(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        match self.check_uncorrectable(sqe) {
+            Err(status) => Started::Failed(permit, status),
+            Ok(_) if !self.alone.is_at_work() => self.park(sqe, sq, permit),
+            Ok(BlockRange { nsid, from, to }) => {
+                let mut outcome = Ok(());
+                self.change_marks(|marks| outcome = marks.mark(nsid, from, to));
+                match outcome {
+                    Ok(()) => {
+                        self.count(Kind::Other);
+                        Started::DoneLong(permit)
+                    }
+                    Err(status) => Started::Failed(permit, status),
+                }
+            }
+        }
+    }
+
+    fn check_uncorrectable(&self, sqe: &Sqe) -> Result<BlockRange, Status> {
+        let namespace = &self.namespaces[index_of(&self.namespaces, sqe.nsid)?];
+        let rw = RwFields::decode(sqe);
+        let (_, len) = namespace.range(&rw)?;
+        if namespace.read_only {
+            return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
+        }
+        if len > COMMAND_BYTES {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        let to = rw.slba + u64::from(rw.blocks());
+        Ok(BlockRange { nsid: sqe.nsid, from: rw.slba, to })
+    }
+
+    fn change_marks(&mut self, change: impl FnOnce(&mut Uncorrectable)) {
+        if let Some((_, shared)) = &self.alone.with {
+            shared.change_uncorrectable(change);
+        }
+        self.review_marks();
+    }
+}

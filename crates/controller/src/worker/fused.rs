@@ -1,0 +1,149 @@
+//! The two commands of a fused operation, as they are fetched: neither goes without the other.
+//! Base 2.1, 3.4.2 "Fused Operations".
+
+use super::errors::report_error;
+use crate::exec::Engine;
+use crate::journal::{JournalPart, RecoveredCommand};
+use crate::notice::ControlHandle;
+use crate::queue::{Cq, Permit, Permits, Sq};
+use shadowbell_spec::sqe::Fuse;
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
+use shadowbell_state::{AbortPoint, abort_point};
+
+/// How far a burst is.
+pub(super) struct Burst {
+    /// The entry that is fetched next.
+    pub(super) head: u16,
+    /// Commands that were fetched, and as many as may be.
+    pub(super) done: u32,
+    pub(super) fetched: u32,
+    /// Commands that a disk has in hand, or that wait.
+    pub(super) pending: u32,
+    pub(super) permits: Permits,
+}
+
+/// Whom a command is fetched for.
+pub(super) struct Fetcher<'a> {
+    pub(super) engine: &'a mut Engine,
+    pub(super) journal: &'a mut Option<JournalPart>,
+    pub(super) control: &'a ControlHandle,
+    /// Index of the submission queue.
+    pub(super) index: usize,
+    pub(super) sq: &'a Sq,
+    pub(super) cq: &'a mut Cq,
+}
+
+/// What became of a command that says that it is part of a fused operation.
+pub(super) enum Paired {
+    /// It has failed like this.
+    Alone(Permit, Status),
+    /// It was fetched with the other one.
+    Both,
+    /// It has to wait for room in the completion queue, for two.
+    Later,
+}
+
+/// Goes on with a command that was fetched and says that it is part of a fused operation.
+#[cold]
+#[inline(never)]
+pub(super) fn pair(
+    with: Fetcher<'_>,
+    first: &Sqe,
+    permit: Permit,
+    mut burst: Burst,
+) -> (Burst, Paired) {
+    let missing = Status::FUSED_MISSING.with_dnr();
+    let Fetcher { engine, journal, control, index, sq, cq } = with;
+    let (size, qid) = (sq.layout.size, sq.layout.qid);
+    let second = match (first.fuse(), &sq.ring) {
+        (Fuse::First, Some(ring)) if size.distance(burst.head, sq.tail.last()) != 0 => {
+            let second: Sqe = ring.read(u32::from(burst.head));
+            Some(second).filter(|second| second.fuse() == Fuse::Second)
+        }
+        (Fuse::Reserved, _) => {
+            return (burst, Paired::Alone(permit, Status::INVALID_FIELD.with_dnr()));
+        }
+        _ => None,
+    };
+    // One that could never hold both completions is as good as one without the other command.
+    let Some(second) = second.filter(|_| cq.layout.size.entries() > 2) else {
+        return (burst, Paired::Alone(permit, missing));
+    };
+    let other = if burst.done < burst.fetched {
+        burst.permits.take()
+    } else if cq.free() != 0 {
+        burst.fetched += 1;
+        cq.reserve(1).take()
+    } else {
+        cq.release(permit);
+        burst.done -= 1;
+        burst.head = size.back(burst.head, 1);
+        burst.fetched = burst.done;
+        return (burst, Paired::Later);
+    };
+    let count = sq.fetched.wrapping_add(burst.done - 1);
+    burst.head = size.next(burst.head);
+    burst.done += 1;
+    match engine.park_fused((first, &second), index, (permit, other)) {
+        Ok(tags) => {
+            burst.pending += 2;
+            if let Some(journal) = journal {
+                journal.record(tags.0, qid, count, first);
+                journal.record(tags.1, qid, count.wrapping_add(1), &second);
+                abort_point(AbortPoint::Recorded);
+            }
+        }
+        Err((permits, statuses)) => {
+            for (sqe, permit, status) in
+                [(first, permits.0, statuses.0), (&second, permits.1, statuses.1)]
+            {
+                engine.count_error(status);
+                report_error(control, qid, sqe, status);
+                cq.complete(permit, Cqe::new(sqe.cid, qid, burst.head, status, 0));
+            }
+        }
+    }
+    (burst, Paired::Both)
+}
+
+/// Starts the two commands of a fused operation that were under way in a process that is dead, each
+/// with its record; or gives them up. How many are under way.
+#[cold]
+pub(super) fn replay(
+    with: Fetcher<'_>,
+    both: [(&RecoveredCommand, u32); 2],
+    permits: (Permit, Permit),
+    gives_up: bool,
+) -> u32 {
+    let Fetcher { engine, journal, control, index, sq, cq } = with;
+    let [(first, _), (second, _)] = both;
+    let parked = if gives_up {
+        Err((permits, (Status::INTERNAL.with_dnr(), Status::FUSED_FAILED)))
+    } else {
+        engine.park_fused((&first.sqe, &second.sqe), index, permits)
+    };
+    match parked {
+        Ok(tags) => {
+            if let Some(journal) = journal {
+                journal.record_again(tags.0, first);
+                journal.record_again(tags.1, second);
+                both.iter().for_each(|(_, spare)| journal.free(*spare));
+            }
+            2
+        }
+        Err((permits, statuses)) => {
+            let ends = [(permits.0, statuses.0), (permits.1, statuses.1)];
+            for ((command, spare), (permit, status)) in both.into_iter().zip(ends) {
+                let (sqe, qid) = (&command.sqe, sq.layout.qid);
+                engine.count_error(status);
+                report_error(control, qid, sqe, status);
+                if journal.is_some() {
+                    cq.ends_record(spare);
+                }
+                cq.complete(permit, Cqe::new(sqe.cid, qid, sq.head, status, 0));
+            }
+            0
+        }
+    }
+}

@@ -1,0 +1,374 @@
+//! Compare and Write as one step: the fused operation.
+
+mod common;
+#[path = "common/held.rs"]
+mod held;
+
+use common::{Host, Queue};
+use held::Held;
+use shadowbell_backend::Op;
+use shadowbell_controller::{
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
+};
+use shadowbell_spec::admin::Abort;
+use shadowbell_spec::identify::IdentifyController;
+use shadowbell_spec::{Sqe, Status};
+use std::sync::Arc;
+use std::time::Duration;
+use zerocopy::FromBytes;
+
+const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
+const FIRST: u8 = 0b01;
+const SECOND: u8 = 0b10;
+
+fn compare(slba: u64, cid: u16) -> Sqe {
+    let read = Sqe::read(1, slba, 0, cid);
+    Sqe { opcode: 0x05, flags: FIRST, ..read }
+}
+
+fn write(slba: u64, cid: u16) -> Sqe {
+    Sqe { flags: SECOND, ..Sqe::write(1, slba, 0, cid) }
+}
+
+/// A block that begins with a number, at `at` of the host's memory.
+fn block(host: &Host, at: u64, value: u64) -> u64 {
+    host.poke(at, &[0; 512]);
+    host.poke(at, &value.to_le_bytes());
+    at
+}
+
+/// Puts both, and rings once.
+fn submit_both(host: &mut Host, queue: &mut Queue, first: &Sqe, second: &Sqe) {
+    let old = queue.tail;
+    host.put(queue, first);
+    host.put(queue, second);
+    host.ring(queue, old);
+}
+
+/// The statuses of commands 1 and 2.
+fn ends(host: &mut Host, queue: &mut Queue) -> [Status; 2] {
+    let mut both = [host.wait(queue), host.wait(queue)];
+    both.sort_by_key(|done| done.0);
+    assert_eq!(both.map(|done| done.0), [1, 2]);
+    both.map(|done| done.1)
+}
+
+fn run(host: &mut Host, queue: &mut Queue, first: &Sqe, second: &Sqe) -> [Status; 2] {
+    submit_both(host, queue, first, second);
+    ends(host, queue)
+}
+
+fn read(host: &mut Host, queue: &mut Queue, slba: u64, at: u64) -> u64 {
+    let (status, _) = host.run(queue, Sqe::read(1, slba, 0, 0).with_prps(at, 0));
+    assert_eq!(status, Status::SUCCESS);
+    u64::from_le_bytes(host.peek(at, 8).try_into().unwrap())
+}
+
+fn held_host(held: &Held) -> Host {
+    let disk = Arc::new(held.clone());
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE)
+}
+
+#[test]
+fn a_write_follows_a_compare_that_is_equal_and_no_other() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    for disk in ["mem:1MiB", file.path().to_str().unwrap()] {
+        let mut host = Host::new(&[disk], ADAPTIVE);
+        let page = host.page(Sqe { cdw10: 1, ..Sqe::new(0x06, 0, 0) }).unwrap();
+        let identify = IdentifyController::read_from_bytes(&page).unwrap();
+        assert_eq!((identify.fuses, identify.acwu), (1, 0));
+        let mut queue = host.create(1, 8, true);
+        let (a, b, c) = (host.alloc(4096), host.alloc(4096), host.alloc(4096));
+        // More often than the queue is long: they may lie at its end and at its beginning.
+        for round in 0..20 {
+            let (old, new) = (block(&host, a, round), block(&host, b, round + 1));
+            let first = compare(9, 1).with_prps(old, 0);
+            let second = write(9, 2).with_prps(new, 0);
+            assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
+            assert_eq!(read(&mut host, &mut queue, 9, c), round + 1);
+            let [compared, written] = run(&mut host, &mut queue, &first, &second);
+            assert_eq!(compared.code(), Status::COMPARE_FAILURE);
+            assert_eq!(written.code(), Status::FUSED_FAILED);
+            assert_eq!(read(&mut host, &mut queue, 9, c), round + 1);
+        }
+    }
+}
+
+#[test]
+fn a_half_without_the_other_is_aborted() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    let mut queue = host.create(1, 8, false);
+    let at = host.alloc(4096);
+    let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
+    // Each alone; the first is not waited with for one that comes with another doorbell.
+    for sqe in [first, second] {
+        let (status, _) = host.run(&mut queue, sqe);
+        assert_eq!(status.code(), Status::FUSED_MISSING);
+    }
+    // With something else in between, and in the wrong order.
+    let between = Sqe { flags: 0, ..Sqe::write(1, 5, 0, 2) }.with_prps(at, 0);
+    let [one, other] = run(&mut host, &mut queue, &first, &between);
+    assert_eq!((one.code(), other), (Status::FUSED_MISSING, Status::SUCCESS));
+    let both = run(&mut host, &mut queue, &second.with_cid(1), &first.with_cid(2));
+    assert_eq!(both.map(Status::code), [Status::FUSED_MISSING; 2]);
+    let both = run(&mut host, &mut queue, &first, &first.with_cid(2));
+    assert_eq!(both.map(Status::code), [Status::FUSED_MISSING; 2]);
+    // FUSE 11b is none.
+    let (status, _) = host.run(&mut queue, Sqe { flags: 0b11, ..first });
+    assert_eq!(status.code(), Status::INVALID_FIELD);
+    assert_eq!(read(&mut host, &mut queue, 0, at), 0);
+    // All errors are in the log, and nothing is left under way.
+    assert_eq!(host.controller.stats().io.errors, 8);
+    host.must(Sqe::delete_io_sq(1, 0));
+}
+
+#[test]
+fn other_operations_than_of_one_block_are_refused() {
+    let mut host = Host::new(&["mem:1MiB", "mem:1MiB"], ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let at = host.alloc(4096);
+    let (first, second) = (compare(4, 1).with_prps(at, 0), write(4, 2).with_prps(at, 0));
+    let invalid = [Status::INVALID_FIELD; 2];
+    let mut codes =
+        |first: Sqe, second: Sqe| run(&mut host, &mut queue, &first, &second).map(Status::code);
+    assert_eq!(codes(Sqe { opcode: 2, ..first }, second), invalid);
+    assert_eq!(codes(Sqe { opcode: 1, ..first }, Sqe { opcode: 5, ..second }), invalid);
+    assert_eq!(codes(first, Sqe { opcode: 8, ..second }), invalid);
+    assert_eq!(codes(first, Sqe { cdw10: 5, ..second }), invalid);
+    assert_eq!(codes(first, Sqe { nsid: 2, ..second }), invalid);
+    let two = |sqe: Sqe| Sqe { cdw12: 1, ..sqe };
+    let exceeded = [Status::ATOMIC_WRITE_UNIT_EXCEEDED, Status::FUSED_FAILED];
+    assert_eq!(codes(two(first), two(second)), exceeded);
+    // What is wrong with the Compare is its own fault.
+    let far = |sqe: Sqe| Sqe { cdw10: 4096, ..sqe };
+    assert_eq!(codes(far(first), far(second)), [Status::LBA_OUT_OF_RANGE, Status::FUSED_FAILED]);
+    // And what is wrong with the Write is.
+    let nowhere = second.with_prps(8 << 30, 0);
+    assert_eq!(codes(first, nowhere), [Status::SUCCESS, Status::DATA_XFER_ERROR]);
+}
+
+#[test]
+fn both_wait_for_room_for_both() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    let mut queue = host.create(1, 4, false);
+    let at = host.alloc(4096);
+    let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
+    // The completion queue has three places, of which two are taken and not given back.
+    for _ in 0..2 {
+        host.submit(&mut queue, &Sqe::read(1, 0, 0, 7).with_prps(at, 0));
+    }
+    let posted = |host: &Host| host.controller.stats().completion_queues[1].completions;
+    host.until("two completions", || posted(&host) == 2);
+    // The submission queue has been read.
+    submit_both(&mut host, &mut queue, &first, &second);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(posted(&host), 2);
+    let _ = (host.wait(&mut queue), host.wait(&mut queue));
+    assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
+    // One that never has room for both.
+    let mut small = host.create(2, 2, false);
+    let (status, _) = host.run(&mut small, first);
+    assert_eq!(status.code(), Status::FUSED_MISSING);
+}
+
+/// Four queues on four workers add one to the same block, each by fused operations; and others
+/// write blocks beside it.
+#[test]
+fn it_is_one_step_for_all_queues_and_workers() {
+    const ROUNDS: u64 = 40;
+    let options = PoolOptions { workers: 4, polling: ADAPTIVE, pin: Vec::new() };
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    for disk in ["mem:1MiB", file.path().to_str().unwrap()] {
+        let pool = Pool::start(&options).unwrap();
+        let controller =
+            Controller::new(common::config(&[disk]), pool, Carrier::default()).unwrap();
+        let mut host = Host::attach(controller);
+        host.enable();
+        let mut queues: Vec<Queue> = (1..=4).map(|qid| host.create(qid, 8, false)).collect();
+        let at: Vec<u64> = (0..12).map(|_| host.alloc(4096)).collect();
+        let mut added = [0; 4];
+        let mut guess = [0; 4];
+        while added.iter().sum::<u64>() < ROUNDS {
+            for (n, queue) in queues.iter_mut().enumerate() {
+                let (old, new) =
+                    (block(&host, at[n], guess[n]), block(&host, at[4 + n], guess[n] + 1));
+                let first = compare(3, 1).with_prps(old, 0);
+                let second = write(3, 2).with_prps(new, 0);
+                submit_both(&mut host, queue, &first, &second);
+                let beside = Sqe::write(1, 4 + n as u64, 0, 3).with_prps(at[8 + n], 0);
+                host.submit(queue, &beside);
+            }
+            for (n, queue) in queues.iter_mut().enumerate() {
+                let mut done = [host.wait(queue), host.wait(queue), host.wait(queue)];
+                done.sort_by_key(|done| done.0);
+                assert_eq!(done[2].1, Status::SUCCESS);
+                match (done[0].1.code(), done[1].1.code()) {
+                    (Status::SUCCESS, Status::SUCCESS) => added[n] += 1,
+                    (Status::COMPARE_FAILURE, Status::FUSED_FAILED) => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+            let now = read(&mut host, &mut queues[0], 3, at[8]);
+            // As many as were told that they have.
+            assert_eq!(now, added.iter().sum::<u64>());
+            guess = [now; 4];
+        }
+        // Each round exactly one can win.
+        assert_eq!(added.iter().sum::<u64>(), ROUNDS);
+    }
+}
+
+/// A plain write that is under way when a fused operation comes ends before it; one that comes
+/// while it is under way begins after it.
+#[test]
+fn nothing_else_is_under_way_meanwhile() {
+    let held = Held::new(64);
+    held.mark();
+    let mut host = held_host(&held);
+    let mut queue = host.create(1, 16, false);
+    let mut other = host.create(2, 16, false);
+    let (a, b) = (host.alloc(4096), host.alloc(4096));
+    held.order(|orders| orders.hold = true);
+    host.submit(&mut other, &Sqe::write(1, 30, 0, 9).with_prps(a, 0));
+    host.until("the write", || held.seen().len() == 1);
+    let expected = host.alloc(4096);
+    for word in 0..64 {
+        host.poke(expected + word * 8, &7u64.to_le_bytes());
+    }
+    let (first, second) = (compare(7, 1).with_prps(expected, 0), write(7, 2).with_prps(b, 0));
+    submit_both(&mut host, &mut queue, &first, &second);
+    std::thread::sleep(Duration::from_millis(10));
+    assert_eq!(held.seen().len(), 1, "the write has not ended");
+    held.order(|orders| orders.hold = false);
+    assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
+    assert_eq!(host.wait(&mut other).0, 9);
+    // Now with the Compare held back, and a write that comes meanwhile.
+    block(&host, expected, 0);
+    held.order(|orders| orders.hold = true);
+    submit_both(&mut host, &mut queue, &first, &second);
+    host.until("the Compare", || held.seen().len() == 4);
+    host.submit(&mut other, &Sqe::write(1, 31, 0, 8).with_prps(a, 0));
+    std::thread::sleep(Duration::from_millis(10));
+    let is_compare = held.seen().last().is_some_and(|request| request.op == Op::Compare);
+    assert!(is_compare && held.seen().len() == 4);
+    held.order(|orders| orders.hold = false);
+    assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
+    assert_eq!(host.wait(&mut other).0, 8);
+}
+
+#[test]
+fn an_abort_a_deletion_and_a_reset_end_both() {
+    let held = Held::new(64);
+    let mut host = held_host(&held);
+    let mut queue = host.create(1, 16, false);
+    let mut other = host.create(2, 16, false);
+    let at = host.alloc(4096);
+    let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
+    held.order(|orders| orders.hold = true);
+    let wait_behind_a_read = |host: &mut Host, queue: &mut Queue, other: &mut Queue, seen| {
+        host.submit(other, &Sqe::read(1, 0, 0, 9).with_prps(at, 0));
+        host.until("the read", || held.seen().len() == seen);
+        submit_both(host, queue, &first, &second);
+        // It has been fetched, and waits.
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    for (cid, expected, seen) in [
+        (1, [Status::ABORT_REQUESTED, Status::FUSED_FAILED], 1),
+        (2, [Status::FUSED_FAILED, Status::ABORT_REQUESTED], 2),
+    ] {
+        held.order(|orders| orders.hold = true);
+        wait_behind_a_read(&mut host, &mut queue, &mut other, seen);
+        std::thread::sleep(Duration::from_millis(5));
+        assert_eq!(host.must(Sqe::abort(Abort { sqid: 1, cid }, 0)), 0, "it was aborted");
+        assert_eq!(ends(&mut host, &mut queue).map(Status::code), expected);
+        held.order(|orders| orders.hold = false);
+        assert_eq!(host.wait(&mut other).0, 9);
+    }
+    held.order(|orders| orders.hold = true);
+    wait_behind_a_read(&mut host, &mut queue, &mut other, 3);
+    host.must(Sqe::delete_io_sq(1, 0));
+    let both = ends(&mut host, &mut queue).map(Status::code);
+    assert!(both.contains(&Status::ABORTED_SQ_DELETION), "{both:?}");
+    held.order(|orders| orders.hold = false);
+    assert_eq!(host.wait(&mut other).0, 9);
+    held.order(|orders| orders.hold = true);
+    host.must(Sqe::delete_io_cq(1, 0));
+    let mut queue = host.create(1, 16, false);
+    wait_behind_a_read(&mut host, &mut queue, &mut other, 4);
+    std::thread::sleep(Duration::from_millis(5));
+    let cc = host.read32(0x14);
+    host.write32(0x14, cc & !1);
+    held.order(|orders| orders.hold = false);
+    host.until("the reset", || !host.csts().rdy());
+    host.enable();
+    let mut queue = host.create(1, 16, false);
+    assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
+}
+
+/// With the Compare done and the Write at the disk, nobody is told of either any more.
+#[test]
+fn a_reset_between_the_halves_does_not_wait() {
+    let (mut host, gate) = common::slow_host(ADAPTIVE);
+    let at = host.alloc(4096);
+    let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
+    for _ in 0..2 {
+        let mut queue = host.create(1, 16, false);
+        submit_both(&mut host, &mut queue, &first, &second);
+        host.until("the Compare", || gate.waiting() == 1);
+        let compare = gate.pending.lock().unwrap()[0];
+        gate.end(Ok(()));
+        let is_write = |tags: &Vec<u32>| tags.first().is_some_and(|tag| *tag != compare);
+        host.until("the Write", || is_write(&gate.pending.lock().unwrap()));
+        let cc = host.read32(0x14);
+        host.write32(0x14, cc & !1);
+        gate.end(Ok(()));
+        host.until("the reset", || !host.csts().rdy());
+        assert!(host.peek(queue.cq, 256).iter().all(|byte| *byte == 0));
+        host.enable();
+    }
+    // And commands go on.
+    let mut queue = host.create(1, 16, false);
+    gate.end(Ok(()));
+    let (status, _) = host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(at, 0));
+    assert_eq!(status, Status::SUCCESS);
+}
+
+/// It comes to rest, goes to another worker, and goes on, with fused operations under way.
+#[test]
+fn a_rest_and_another_worker_do_not_come_between() {
+    let options = PoolOptions { workers: 2, polling: ADAPTIVE, pin: Vec::new() };
+    let pool = Pool::start(&options).unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    let config = common::config(&[file.path().to_str().unwrap()]);
+    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+    let mut host = Host::attach(controller);
+    host.enable();
+    let mut queues = [host.create(1, 32, false), host.create(2, 32, false)];
+    let (at, new) = (host.alloc(4096), host.alloc(4096));
+    for round in 0..30 {
+        for queue in &mut queues {
+            let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(new, 0));
+            submit_both(&mut host, queue, &first, &second);
+        }
+        if round == 17 {
+            host.controller.isolate().unwrap();
+            for queue in &mut queues {
+                assert_eq!(ends(&mut host, queue), [Status::SUCCESS; 2]);
+            }
+            continue;
+        }
+        let (sent, rested) = std::sync::mpsc::channel();
+        host.controller.freeze(move || sent.send(()).unwrap_or_default());
+        if round % 3 == 0 {
+            rested.recv_timeout(common::TIMEOUT).unwrap();
+        }
+        host.controller.resume();
+        for queue in &mut queues {
+            assert_eq!(ends(&mut host, queue), [Status::SUCCESS; 2]);
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Commands that are carried out alone, and processes that die with them.
+
+use crate::ALONE;
+use crate::host::Host;
+use crate::memory;
+use crate::process::{BASE, BLOCKS, DATA};
+use shadowbell_backend::Disk;
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
+use shadowbell_state::AbortPoint;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Where a process dies, and when it has come there for how many times.
+const STEPS: &[(AbortPoint, u32)] = &[
+    (AbortPoint::Fetched, 2),
+    (AbortPoint::Recorded, 1),
+    (AbortPoint::SqStored, 1),
+    // Of the Compare, of the Write, and of the next ones.
+    (AbortPoint::AloneEnded, 1),
+    (AbortPoint::AloneEnded, 2),
+    (AbortPoint::AloneEnded, 3),
+    // That the Write begins, that the Compare has ended, that the Write has.
+    (AbortPoint::Decided, 1),
+    (AbortPoint::Decided, 2),
+    (AbortPoint::Decided, 3),
+    (AbortPoint::Decided, 5),
+    (AbortPoint::Staged, 1),
+    (AbortPoint::Posted, 1),
+    (AbortPoint::Freed, 1),
+];
+
+/// Completions that the host gets, whoever dies meanwhile.
+fn completions(host: &mut Host, wanted: usize) -> Vec<Cqe> {
+    let (began, mut all) = (Instant::now(), Vec::new());
+    while all.len() < wanted {
+        assert!(began.elapsed() < host.patience, "{} of {wanted} have ended", all.len());
+        if host.has_died() {
+            println!("it has died, with {} of {wanted} ended", all.len());
+            host.orders.abort_at = None;
+            host.kill();
+        }
+        for at in 0..host.queues.len() {
+            all.extend(host.reap(Some(at)));
+        }
+    }
+    all
+}
+
+/// The process dies that was to, if it has not yet.
+fn until_dead(host: &mut Host) {
+    let began = Instant::now();
+    while host.orders.abort_at.is_some() {
+        assert!(began.elapsed() < host.patience, "it never comes to that step");
+        if host.has_died() {
+            host.orders.abort_at = None;
+            host.kill();
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// Has both commands submitted by one doorbell: their identifiers.
+fn submit_both(host: &mut Host, at: usize, first: Sqe, second: Sqe) -> (u16, u16) {
+    let old = host.queues[at].tail;
+    let mut put = |sqe: Sqe| {
+        host.next_cid += 1;
+        let (cid, queue) = (host.next_cid, &mut host.queues[at]);
+        let place = queue.sq + u64::from(queue.tail) * 64;
+        host.memory.write(place as usize, &Sqe { cid, ..sqe }).unwrap();
+        queue.tail = (queue.tail + 1) % queue.entries;
+        cid
+    };
+    let cids = (put(first), put(second));
+    let (qid, new) = (host.queues[at].qid, host.queues[at].tail);
+    host.doorbell(u64::from(qid) * 2, old, new);
+    cids
+}
+
+/// What block 0 holds.
+fn counter(host: &mut Host) -> u64 {
+    let page = DATA + 64 * 1024;
+    host.submit(Some(0), Sqe::read(1, 0, 0, 0).with_prps(BASE + page, 0));
+    assert!(completions(host, 1)[0].status().is_success());
+    host.memory.read(page as usize).unwrap()
+}
+
+/// Both queues add one to the same block.
+fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool) {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut host = Host::new(disk, mapped, false);
+    host.patience = Duration::from_secs(30);
+    host.begin();
+    host.until_taken();
+    let mut added = 0;
+    for step in STEPS {
+        println!("{step:?}");
+        host.orders.abort_at = Some(*step);
+        host.kill();
+        host.until_taken();
+        let now = counter(&mut host);
+        assert_eq!(now, added, "before {step:?}");
+        let mut pairs = Vec::new();
+        for at in 0..2 {
+            let (old, new) = (DATA + at * 4096, DATA + (2 + at) * 4096);
+            for (page, value) in [(old, now), (new, now + 1)] {
+                host.poke(page, &[0; 512]);
+                host.poke(page, &value.to_le_bytes());
+            }
+            let compare = Sqe { opcode: 5, flags: 1, ..Sqe::read(1, 0, 0, 0) };
+            let write = Sqe { flags: 2, ..Sqe::write(1, 0, 0, 0) };
+            pairs.push(submit_both(
+                &mut host,
+                at as usize,
+                compare.with_prps(BASE + old, 0),
+                write.with_prps(BASE + new, 0),
+            ));
+        }
+        let all = completions(&mut host, 4);
+        until_dead(&mut host);
+        let status = |cid| {
+            let mut of = all.iter().filter(|cqe| cqe.cid == cid);
+            let status = of.next().map(|cqe| cqe.status().code());
+            assert!(of.next().is_none(), "each ends once");
+            status.unwrap()
+        };
+        let mut succeeded = 0;
+        for (first, second) in pairs {
+            match (status(first), status(second)) {
+                (Status::SUCCESS, Status::SUCCESS) => succeeded += 1,
+                (Status::COMPARE_FAILURE, Status::FUSED_FAILED) => {}
+                other => panic!("{step:?}: {other:?}"),
+            }
+        }
+        assert_eq!(succeeded, 1, "{step:?}");
+        added += succeeded;
+        assert_eq!(counter(&mut host), added, "{step:?}");
+    }
+}
+
+#[test]
+fn a_fused_operation_is_one_step_whoever_dies() {
+    count(memory(), false);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+    count(Ok(path.display().to_string()), true);
+}
+
+/// What is marked stays marked, and what was written is good, whoever dies.
+#[test]
+fn blocks_stay_uncorrectable_until_they_are_written() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut host = Host::new(memory(), false, false);
+    host.patience = Duration::from_secs(30);
+    host.begin();
+    host.until_taken();
+    let page = BASE + DATA;
+    let run = |host: &mut Host, sqe: Sqe| {
+        host.submit(Some(0), sqe.with_prps(page, 0));
+        completions(host, 1)[0].status().code()
+    };
+    let mark = Sqe { opcode: 4, ..Sqe::write(1, 9, 0, 0) };
+    for step in [
+        None,
+        Some((AbortPoint::AloneEnded, 1)),
+        Some((AbortPoint::Decided, 1)),
+        Some((AbortPoint::Posted, 1)),
+    ] {
+        for (sqe, read) in
+            [(mark, Status::UNRECOVERED_READ), (Sqe::write(1, 8, 2, 0), Status::SUCCESS)]
+        {
+            host.orders.abort_at = step;
+            host.kill();
+            host.until_taken();
+            assert_eq!(run(&mut host, sqe), Status::SUCCESS);
+            until_dead(&mut host);
+            assert_eq!(run(&mut host, Sqe::read(1, 9, 0, 0)), read, "{step:?}");
+            host.kill();
+            host.until_taken();
+            assert_eq!(run(&mut host, Sqe::read(1, 9, 0, 0)), read, "{step:?}");
+        }
+    }
+}

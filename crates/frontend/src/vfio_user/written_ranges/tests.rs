@@ -1,0 +1,145 @@
+//! Whatever comes after a record, the next process finds what the record says.
+
+use super::super::files::Files;
+use super::*;
+use shadowbell_memory::FileStatus;
+use shadowbell_vfio_user::descriptor::PeerFd;
+
+const PAGE: u64 = 4096;
+const MOST: u32 = 64;
+
+/// A generator of numbers that are random enough (xorshift64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, most: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % most
+    }
+}
+
+fn file() -> Arc<PeerFd> {
+    let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, PAGE).unwrap();
+    Arc::new(PeerFd::new(fd, &Arc::default()))
+}
+
+fn inode(fd: impl AsFd) -> u64 {
+    FileStatus::of(&fd).unwrap().inode
+}
+
+/// A range, and in which file it is.
+#[derive(Clone)]
+struct Shared {
+    len: u64,
+    offset: u64,
+    writable: bool,
+    file: Option<Arc<Kept>>,
+}
+
+type Seen = Vec<(u64, u64, u64, bool, Option<u64>)>;
+
+fn seen(shared: &BTreeMap<u64, Shared>) -> Seen {
+    let one = |(iova, it): (&u64, &Shared)| {
+        (*iova, it.len, it.offset, it.writable, it.file.as_ref().map(|kept| inode(&*kept.fd)))
+    };
+    shared.iter().map(one).collect()
+}
+
+#[test]
+fn the_last_record_counts_whatever_came_after_it() {
+    for seed in 1..=40 {
+        let mut random = Random(seed);
+        let mut files = Files::default();
+        let mut written = WrittenRanges::new(MOST, 0).unwrap();
+        let mut now: BTreeMap<u64, Shared> = BTreeMap::new();
+        let mut lasting: BTreeMap<u64, OwnedFd> = BTreeMap::new();
+        let mut last: Option<(SavedRanges, OwnedFd, Seen)> = None;
+        let some = [file(), file(), file()];
+        for _ in 0..600 {
+            match random.below(10) {
+                0..5 if now.len() < MOST as usize => {
+                    let iova = random.below(1000) * PAGE;
+                    if now.contains_key(&iova) {
+                        continue;
+                    }
+                    let protection = [Protection::Read, Protection::ReadWrite];
+                    let protection = protection[random.below(2) as usize];
+                    // The same one again, one of its own, or none.
+                    let file = match random.below(4) {
+                        0 => None,
+                        1 => files.keep(&file(), protection),
+                        _ => files.keep(&some[random.below(3) as usize], protection),
+                    };
+                    let (len, offset) = (random.below(9) + 1, random.below(1 << 40));
+                    let writable = protection == Protection::ReadWrite;
+                    let it = Shared { len, offset, writable, file };
+                    let (file, is_mapped) = (it.file.as_ref(), it.file.is_some());
+                    written.add((iova, len), (file, offset), is_mapped, protection);
+                    now.insert(iova, it);
+                }
+                5..8 => {
+                    let nth = random.below(now.len().max(1) as u64) as usize;
+                    let Some(iova) = now.keys().nth(nth).copied() else { continue };
+                    let it = now.remove(&iova).unwrap();
+                    written.remove(iova, it.file.as_ref(), it.file.is_some());
+                }
+                8 => {
+                    let mut fds = Descriptors::default();
+                    let saved = written.record(&mut fds).unwrap();
+                    for change in fds.take_changes() {
+                        match change {
+                            LastingChange::Put(number, fd) => {
+                                assert!(lasting.insert(number, fd).is_none());
+                            }
+                            LastingChange::Remove(number) => {
+                                lasting.remove(&number).unwrap();
+                            }
+                        }
+                    }
+                    let memory = fds.into_fds().pop().unwrap();
+                    last = Some((saved, memory, seen(&now)));
+                }
+                _ => {}
+            }
+            // Death, here.
+            let Some((saved, memory, expected)) = &last else { continue };
+            let mut fds = Descriptors::default();
+            let at = fds.add(memory.try_clone().unwrap());
+            let saved = SavedRanges { memory: at, moment: saved.moment, slots: saved.slots };
+            for (number, fd) in &lasting {
+                fds.put_lasting(*number, fd.try_clone().unwrap());
+            }
+            let (mut ranges, files) = read(&saved, &mut fds).unwrap();
+            ranges.sort_by_key(|range| range.iova);
+            let found = ranges.into_iter().map(|range| {
+                let file = range.file.map(|number| inode(&files[&number]));
+                (range.iova, range.len, range.offset, range.writable, file)
+            });
+            assert_eq!(found.collect::<Seen>(), *expected, "seed {seed}");
+        }
+        // Places are used again, and files that nobody was given leave nothing behind.
+        assert!(written.fresh <= 2 * MOST, "{}", written.fresh);
+        let (given, _) = written.end();
+        let mut given: Vec<_> = given.into_iter().collect();
+        given.sort_unstable();
+        assert_eq!(given, lasting.keys().copied().collect::<Vec<_>>());
+    }
+}
+
+/// A client whose memory can not be gone on with may share and take back for ever.
+#[test]
+fn what_is_never_recorded_does_not_pile_up() {
+    let mut files = Files::default();
+    let mut written = WrittenRanges::new(MOST, 0).unwrap();
+    written.add((0, PAGE), (None, 0), true, Protection::Read);
+    for n in 0..10_000 {
+        let kept = files.keep(&file(), Protection::Read).unwrap();
+        written.add((PAGE * (1 + n % 7), PAGE), (Some(&kept), 0), true, Protection::Read);
+        assert!(written.record(&mut Descriptors::default()).is_err());
+        written.remove(PAGE * (1 + n % 7), Some(&kept), true);
+    }
+    assert_eq!((written.fresh, written.going.len(), written.changes.len()), (2, 0, 0));
+}

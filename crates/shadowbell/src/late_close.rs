@@ -1,0 +1,104 @@
+//! Descriptors that a client has sent are closed by a thread of their own, in a process that must
+//! not be held up.
+//!
+//! Who closes the last descriptor of a memory file gives back all of its pages, which takes a second
+//! for some GiB, and other files may take as long as somebody else likes. In a keeper that would be
+//! time in which it hears none of its workers, whichever guest they serve.
+
+use rustix::process::Signal;
+use shadowbell_memory::process::{block_signals, unblock_signals};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{LazyLock, Mutex, PoisonError};
+
+/// So many may wait to be closed. Memory takes longer to fill than to give back, so nobody gets
+/// there in earnest; beyond it they are closed at once, as descriptors are scarce as well.
+const MOST: usize = 1024;
+
+/// Whether this process has such a thread, when it is needed.
+static IS_WANTED: AtomicBool = AtomicBool::new(false);
+/// How many wait, or are being closed.
+static WAITING: AtomicUsize = AtomicUsize::new(0);
+/// The way to the thread, which is started when there is something to close.
+static CLOSER: LazyLock<Option<Mutex<Sender<OwnedFd>>>> = LazyLock::new(|| {
+    let (sender, fds) = channel();
+    start(fds).ok().map(|()| Mutex::new(sender))
+});
+
+/// Signals are the main thread's.
+const SIGNALS: [Signal; 6] =
+    [Signal::INT, Signal::TERM, Signal::HUP, Signal::USR1, Signal::USR2, Signal::CHILD];
+
+/// From now on this process closes what it has of clients by another thread.
+pub(crate) fn enable() {
+    IS_WANTED.store(true, Ordering::Relaxed);
+}
+
+/// Closes them, in a process that has [asked for it](enable) by another thread.
+pub(crate) fn close(fds: impl IntoIterator<Item = OwnedFd>) {
+    let is_wanted = IS_WANTED.load(Ordering::Relaxed);
+    for fd in fds {
+        if !is_wanted || WAITING.load(Ordering::Relaxed) >= MOST {
+            continue;
+        }
+        let Some(closer) = &*CLOSER else { continue };
+        WAITING.fetch_add(1, Ordering::Relaxed);
+        let sent = closer.lock().unwrap_or_else(PoisonError::into_inner).send(fd);
+        if sent.is_err() {
+            WAITING.fetch_sub(1, Ordering::Release);
+        }
+    }
+}
+
+fn start(fds: Receiver<OwnedFd>) -> io::Result<()> {
+    let signals = SIGNALS.map(Signal::as_raw);
+    let _ = block_signals(&signals);
+    let thread = std::thread::Builder::new().name("sb-close".into()).stack_size(64 << 10);
+    let started = thread.spawn(move || {
+        for fd in fds {
+            drop(fd);
+            WAITING.fetch_sub(1, Ordering::Release);
+        }
+    });
+    let _ = unblock_signals(&signals);
+    started.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::sockopt::set_socket_linger;
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+    use std::time::{Duration, Instant};
+
+    /// A descriptor that takes five seconds to close: nobody reads what was written to it.
+    fn slow() -> (OwnedFd, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut writer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (reader, _) = listener.accept().unwrap();
+        writer.set_nonblocking(true).unwrap();
+        while writer.write(&[0; 65536]).is_ok() {}
+        writer.set_nonblocking(false).unwrap();
+        set_socket_linger(&writer, Some(Duration::from_secs(5))).unwrap();
+        (writer.into(), reader)
+    }
+
+    #[test]
+    fn who_closes_does_not_wait() {
+        enable();
+        let (slow, reader) = slow();
+        let began = Instant::now();
+        close([slow]);
+        assert!(began.elapsed() < Duration::from_secs(3), "it was closed here");
+        assert_eq!(WAITING.load(Ordering::Acquire), 1);
+        // It is closed by then, or soon.
+        drop(reader);
+        while WAITING.load(Ordering::Acquire) != 0 {
+            assert!(began.elapsed() < Duration::from_secs(60));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! What has to be done so that a server serves what a configuration says, and what is otherwise
+//! then.
+//!
+//! A controller that differs in its namespaces alone stays, with its client, if each difference is
+//! one that a guest can be told of: a namespace more or less, other limits, writes or none.
+
+use super::namespaces::{NamespaceChange, explicit};
+use super::registry::{Registry, ServedController};
+use super::server_config::{Own, SocketConfig, WorkerChoice};
+use crate::control::api::Difference;
+use crate::controller_config::{DiskConfig, nsids};
+use crate::disk_spec;
+use crate::limits::{self, DiskLimits, Group};
+use crate::uuid_text::uuid_text;
+use bytesize::ByteSize;
+use clap::ValueEnum;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+
+/// What makes a server serve what a file says.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    pub(super) add: Vec<SocketConfig>,
+    /// Of those that go, by id.
+    pub(super) remove: Vec<String>,
+    /// They stay under their id, and are not what they were.
+    pub(super) replace: Vec<SocketConfig>,
+    /// They stay, and so do their clients; by id, with what happens to their namespaces.
+    pub(super) change: Vec<(String, Vec<Step>)>,
+    pub(super) unchanged: usize,
+    /// Those whose client would lose something, by id.
+    pub(super) busy: Vec<String>,
+    /// What that would be, for a sentence.
+    pub(super) lost: Vec<String>,
+    /// What is otherwise then of controllers that are there before and after, and of groups.
+    pub(super) differences: Vec<Difference>,
+}
+
+/// What happens to a namespace of a controller that stays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// It comes.
+    Add(u32, DiskConfig),
+    /// It goes.
+    Remove(u32),
+    /// It becomes another.
+    Change(u32, NamespaceChange),
+}
+
+impl Plan {
+    /// What has to be done so that `wanted` is what is served, with limits as in `groups`.
+    pub(super) fn of(registry: &Registry, wanted: Vec<SocketConfig>, groups: &[Group]) -> Self {
+        let mut plan = Self::default();
+        let ids: HashSet<String> = wanted.iter().map(SocketConfig::id).collect();
+        for served in registry.all() {
+            if !ids.contains(&served.id) {
+                plan.remove.push(served.id.clone());
+                plan.loses(&served, || served.id.clone());
+            }
+        }
+        for asked in wanted {
+            match registry.find(&asked.id()) {
+                None => plan.add.push(asked),
+                Some(served) => plan.compare(&served, asked),
+            }
+        }
+        plan.differences.extend(groups.iter().filter_map(group_difference));
+        plan
+    }
+
+    fn compare(&mut self, served: &ServedController, asked: SocketConfig) {
+        let before = explicit(served);
+        let steps = steps(&before, &asked, |nsid| takes_writes(served, nsid));
+        if steps.as_ref().is_some_and(Vec::is_empty) {
+            self.unchanged += 1;
+            return;
+        }
+        let differences = differences(&before, &asked);
+        self.differences.extend(
+            differences
+                .map(|difference| Difference { controller: Some(served.id.clone()), ..difference }),
+        );
+        let Some(steps) = steps else {
+            self.loses(served, || served.id.clone());
+            self.replace.push(asked);
+            return;
+        };
+        for step in &steps {
+            if let Step::Remove(nsid) = step {
+                self.loses(served, || format!("namespace {nsid} of {}", served.id));
+            }
+        }
+        self.change.push((served.id.clone(), steps));
+    }
+
+    /// A controller loses something, which its client is to be asked for.
+    fn loses(&mut self, served: &ServedController, what: impl FnOnce() -> String) {
+        if !served.has_client() {
+            return;
+        }
+        self.lost.push(what());
+        if self.busy.last() != Some(&served.id) {
+            self.busy.push(served.id.clone());
+        }
+    }
+}
+
+/// Whether a namespace can be had so that it takes writes.
+fn takes_writes(served: &ServedController, nsid: u32) -> bool {
+    let namespaces = served.controller.namespaces();
+    let found = namespaces.iter().find(|(other, _)| *other == nsid);
+    found.is_some_and(|(_, namespace)| namespace.disk.with_writes(true).is_ok())
+}
+
+/// What makes a controller another without taking it from its client. `None`: nothing does.
+fn steps(
+    before: &SocketConfig,
+    after: &SocketConfig,
+    takes_writes: impl Fn(u32) -> bool,
+) -> Option<Vec<Step>> {
+    let is_same = before.known_socket() == after.known_socket()
+        && before.worker == after.worker
+        && before.controller.is_same_but_disks(&after.controller);
+    let (before, after) = (disks(before), disks(after));
+    // A controller has one namespace at least, also in between.
+    if !is_same || !after.keys().any(|nsid| before.contains_key(nsid)) {
+        return None;
+    }
+    let mut steps = Vec::new();
+    for (nsid, disk) in &after {
+        let Some(old) = before.get(nsid) else {
+            steps.push(Step::Add(*nsid, (*disk).clone()));
+            continue;
+        };
+        let changes = changes(old, disk, || takes_writes(*nsid))?;
+        steps.extend(changes.into_iter().map(|change| Step::Change(*nsid, change)));
+    }
+    let gone = before.keys().filter(|nsid| !after.contains_key(nsid));
+    steps.extend(gone.map(|nsid| Step::Remove(*nsid)));
+    Some(steps)
+}
+
+/// What makes a namespace another. `None`: nothing does.
+fn changes(
+    before: &DiskConfig,
+    after: &DiskConfig,
+    takes_writes: impl FnOnce() -> bool,
+) -> Option<Vec<NamespaceChange>> {
+    let is_same_uuid = before.uuid.zip(after.uuid).is_none_or(|(one, other)| one == other);
+    let (before, after) = (Parts::of(&before.disk)?, Parts::of(&after.disk)?);
+    if !is_same_uuid || before.bare != after.bare {
+        return None;
+    }
+    let mut changes = Vec::new();
+    if before.limits != after.limits {
+        changes.push(NamespaceChange::Limits(after.limits));
+    }
+    if before.read_only != after.read_only {
+        if !after.read_only && !takes_writes() {
+            return None;
+        }
+        changes.push(NamespaceChange::ReadOnly(after.read_only));
+    }
+    Some(changes)
+}
+
+/// A disk as it is written, in what can change and the rest.
+struct Parts {
+    bare: String,
+    limits: DiskLimits,
+    read_only: bool,
+}
+
+impl Parts {
+    fn of(spec: &str) -> Option<Self> {
+        let (rest, limits) = DiskLimits::split(spec).ok()?;
+        let (bare, read_only) = disk_spec::take_option(&rest, "read-only");
+        let read_only = read_only.is_some_and(|value| ["on", "true"].contains(&&value[..]));
+        Some(Self { bare: disk_spec::from_root(&bare), limits, read_only })
+    }
+}
+
+/// The disks of a controller by the numbers of their namespaces.
+fn disks(of: &SocketConfig) -> BTreeMap<u32, &DiskConfig> {
+    nsids(&of.controller.disks).zip(&of.controller.disks).collect()
+}
+
+/// What is otherwise of a controller, without its id.
+fn differences(
+    before: &SocketConfig,
+    after: &SocketConfig,
+) -> impl Iterator<Item = Difference> + use<> {
+    let mut all = Vec::new();
+    let mut compare = |what: String, from: Option<String>, to: Option<String>| {
+        if from != to {
+            all.push(Difference { controller: None, what, from, to });
+        }
+    };
+    for ((what, from), (_, to)) in texts(before).into_iter().zip(texts(after)) {
+        compare(what.to_owned(), from, to);
+    }
+    let (before, after) = (disks(before), disks(after));
+    let nsids: BTreeSet<u32> = before.keys().chain(after.keys()).copied().collect();
+    for nsid in nsids {
+        let (from, to) = (before.get(&nsid), after.get(&nsid));
+        // A UUID that one of them leaves open is that of the other.
+        let is_both =
+            from.zip(to).is_none_or(|(from, to)| from.uuid.is_some() && to.uuid.is_some());
+        let text = |disk: &&DiskConfig| {
+            let spec = disk_spec::from_root(&disk.disk);
+            match disk.uuid.filter(|_| is_both) {
+                Some(uuid) => disk_spec::with_option(&spec, "uuid", &uuid_text(&uuid)),
+                None => spec,
+            }
+        };
+        compare(format!("namespace {nsid}"), from.map(text), to.map(text));
+    }
+    all.into_iter()
+}
+
+/// What can be said of a controller, but for its disks, under the names of the file.
+fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 9] {
+    let config = &of.controller;
+    let doorbells = config.doorbells.to_possible_value().map(|value| value.get_name().to_owned());
+    let worker = of.worker.map(|worker| match worker {
+        WorkerChoice::Own(Own::Own) => "own".to_owned(),
+        WorkerChoice::Shared(number) => number.to_string(),
+    });
+    let size = |bytes| ByteSize(bytes).display().iec().to_string();
+    [
+        ("socket", Some(of.known_socket())),
+        ("serial", config.serial.clone()),
+        ("model", config.model.clone()),
+        ("doorbells", doorbells),
+        ("queues", config.queues.map(|queues| queues.to_string())),
+        ("queue-entries", config.queue_entries.map(|entries| entries.to_string())),
+        ("max-transfer", config.max_transfer.map(size)),
+        ("read-only", config.read_only.then(|| "true".to_owned())),
+        ("worker", worker),
+    ]
+}
+
+fn group_difference(wanted: &Group) -> Option<Difference> {
+    let now = limits::groups().into_iter().find(|group| group.name == wanted.name);
+    let from = now.map(|group| group.limits).filter(|limits| !limits.is_none());
+    let to = Some(wanted.limits).filter(|limits| !limits.is_none());
+    (from != to).then(|| Difference {
+        controller: None,
+        what: format!("limit group {}", wanted.name),
+        from: from.map(|limits| limits.to_string()),
+        to: to.map(|limits| limits.to_string()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serve::config_file::parse;
+
+    fn controller(lines: &str) -> SocketConfig {
+        let text = format!("[[controller]]\nsocket = \"/vm0.sock\"\n{lines}");
+        parse(&text, "vms.toml").unwrap().controllers.remove(0)
+    }
+
+    fn between(before: &str, after: &str) -> Option<Vec<Step>> {
+        let (before, after) = (controller(before), controller(after));
+        steps(&before, &after, |nsid| nsid != 9)
+    }
+
+    #[test]
+    fn what_a_guest_can_be_told_of_does_not_take_its_controller() {
+        let before = "disks = [\"/a.img\", \"/b.img?direct=on&iops=5\"]";
+        assert_eq!(between(before, before), Some(vec![]));
+        // Other words for the same.
+        let same = "disks = [\"/a.img?read-only=off\", \"/b.img?iops=5&direct=on\"]";
+        assert_eq!(between(before, same), Some(vec![]));
+        let after = "disks = [\"/a.img?read-only=on\", { disk = \"/c.img\", nsid = 4 }]";
+        let added = DiskConfig { nsid: Some(4), ..DiskConfig::of("/c.img") };
+        let read_only = NamespaceChange::ReadOnly;
+        assert_eq!(
+            between(before, after),
+            Some(vec![Step::Change(1, read_only(true)), Step::Add(4, added), Step::Remove(2),])
+        );
+        let (_, limits) = DiskLimits::split("x?bandwidth=1MiB").unwrap();
+        assert_eq!(
+            between(before, "disks = [\"/a.img\", \"/b.img?direct=on&bandwidth=1MiB\"]"),
+            Some(vec![Step::Change(2, NamespaceChange::Limits(limits))])
+        );
+        let asked = |option: &str| {
+            format!("disks = [\"/a.img\", {{ disk = \"/b.img{option}\", nsid = 9 }}]")
+        };
+        let locked = asked("?read-only=on");
+        assert_eq!(between(&locked, &asked("")), None, "it was opened to be read");
+        assert!(between(&locked.replace('9', "8"), &asked("").replace('9', "8")).is_some());
+    }
+
+    #[test]
+    fn what_a_guest_can_not_be_told_of_takes_it() {
+        let before = "disks = [\"/a.img\"]";
+        for after in [
+            "disks = [\"/b.img\"]",
+            "disks = [\"/a.img?direct=on\"]",
+            "disks = [{ disk = \"/a.img\", nsid = 2 }]",
+            "disks = [\"/a.img\"]\nserial = \"X\"",
+            "disks = [\"/a.img\"]\nread-only = true",
+            "disks = [\"/a.img\"]\nworker = \"own\"",
+        ] {
+            assert_eq!(between(before, after), None, "{after}");
+        }
+        let uuid = |digit| {
+            let uuid = "0190163d-8694-739b-aea5-966c26f8ad91".replace('9', digit);
+            format!("disks = [{{ disk = \"/a.img\", uuid = \"{uuid}\" }}]")
+        };
+        assert_eq!(between(&uuid("1"), &uuid("2")), None);
+        assert_eq!(between(&uuid("1"), before), Some(vec![]), "what one leaves open");
+    }
+
+    #[test]
+    fn differences_are_named_as_the_file_names_them() {
+        let before = controller("disks = [\"/a.img\", \"/b.img\"]\nqueues = 4");
+        let after =
+            controller("disks = [\"/a.img?iops=5\"]\nserial = \"X\"\nmax-transfer = \"2MiB\"");
+        let all = differences(&before, &after).map(|difference| {
+            let or_none = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
+            let Difference { what, from, to, .. } = difference;
+            format!("{what}: {} -> {}", or_none(from), or_none(to))
+        });
+        assert_eq!(
+            all.collect::<Vec<_>>(),
+            [
+                "serial: none -> X",
+                "queues: 4 -> none",
+                "max-transfer: none -> 2.0 MiB",
+                "namespace 1: /a.img -> /a.img?iops=5",
+                "namespace 2: /b.img -> none",
+            ]
+        );
+        assert_eq!(differences(&before, &before).count(), 0);
+    }
+}
