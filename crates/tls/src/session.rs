@@ -68,6 +68,9 @@ impl Session {
     /// inner error, a [`SessionError`]. What is to be told to the other end then is
     /// [pending](Self::is_pending).
     pub fn receive(&mut self, socket: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
+        if into.is_empty() {
+            return Ok(0);
+        }
         let mut got = 0;
         loop {
             while let Some(room) = into.get_mut(got..).filter(|room| !room.is_empty()) {
@@ -84,7 +87,7 @@ impl Session {
                     Err(error) => return Err(error),
                 }
             }
-            if got == into.len() && got > 0 {
+            if got == into.len() {
                 return Ok(got);
             }
             match self.advance(socket) {
