@@ -62,7 +62,7 @@ impl Ends {
     fn agree(&mut self) -> Result<(), [Option<SessionError>; 2]> {
         let mut faults = [None, None];
         for _ in 0..2000 {
-            for at in 0..2 {
+            for (at, known) in faults.iter_mut().enumerate() {
                 let (end, [first, second]) = (&mut self.ends[at], &mut self.ways);
                 let (out, into) = if at == 0 { (first, second) } else { (second, first) };
                 // The end sees what comes after its handshake as well: an alert.
@@ -74,7 +74,7 @@ impl Ends {
                 if let Err(error) = outcome
                     && let Some(fault) = Session::fault(&error)
                 {
-                    faults[at].get_or_insert(fault.clone());
+                    known.get_or_insert(fault.clone());
                 }
                 let _ = end.flush(out);
             }
