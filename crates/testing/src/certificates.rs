@@ -6,6 +6,7 @@ use rcgen::{
 };
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// An authority that signs certificates.
 pub struct Authority {
@@ -47,7 +48,10 @@ impl Authority {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        params.distinguished_name.push(DnType::CommonName, "an authority for tests");
+        // One of the same name would be taken for this one, until its signature is looked at.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("authority {} for tests", NEXT.fetch_add(1, Ordering::Relaxed));
+        params.distinguished_name.push(DnType::CommonName, name);
         let key = KeyPair::generate().expect("a key");
         let pem = params.self_signed(&key).expect("a certificate").pem();
         Self { issuer: Issuer::new(params, key), pem }
