@@ -297,7 +297,7 @@ fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
         refused(guest, &format!("read /dev/{dev} -s 4000 -c 0 -z 512"), &[0x281])?;
         guest.sh(
             &format!(
-                "set -e; cd /tmp; nvme lba-status-log /dev/{ctrl}; \
+                "set -e; cd /tmp; rm -f data back; nvme lba-status-log /dev/{ctrl}; \
                  dd if=/dev/urandom of=data bs=512 count=1; \
                  nvme write /dev/{dev} -s 4000 -c 0 -z 512 -d data; \
                  nvme read /dev/{dev} -s 4000 -c 0 -z 512 -d back; cmp data back"
