@@ -4,6 +4,7 @@
 use crate::late_close;
 use crate::self_as_is;
 use rustix::io::Errno;
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
@@ -15,6 +16,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
+/// Bytes that may be on their way to somebody who does not listen.
+const ROOM: usize = 1 << 20;
 /// The option by which a worker knows that its standard input is its keeper.
 pub(crate) const AS_WORKER: &str = "--as-worker";
 /// Its value for the one that serves at once.
@@ -184,8 +187,15 @@ pub(crate) fn name(pid: i32, attempt: u8) -> String {
 }
 
 /// The two ends of a socket for packets.
+///
+/// There is room for what a worker says while its keeper is held up, as the changes that a client
+/// brings about when it attaches; as much of it as the system lets us have.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+    let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    for end in [&pair.0, &pair.1] {
+        let _ = set_socket_send_buffer_size(end, ROOM);
+    }
+    Ok(pair)
 }
 
 /// Says something. A sentence that is too long is cut.

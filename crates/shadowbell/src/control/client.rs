@@ -10,6 +10,7 @@ use hyper_util::rt::TokioIo;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::error::Error as _;
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,6 +21,9 @@ const MAX_ANSWER: usize = 64 << 20;
 const MAX_PROBLEM: usize = 1 << 20;
 /// How long a server may take, which may have to wait for a second for each of its workers.
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// How often somebody is asked again who has closed the connection without a word, and when.
+const TRIES: u32 = 10;
+const PAUSE: Duration = Duration::from_millis(20);
 /// What stays as it is in a part of a path.
 const PART: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
@@ -28,6 +32,22 @@ type Take<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
 fn is_good(status: u16) -> bool {
     (200..300).contains(&status)
+}
+
+/// There is nothing of an answer.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+struct Unanswered(hyper::Error);
+
+/// Whether the connection was closed before there was anything of an answer.
+fn is_unanswered(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<Unanswered>().is_some_and(|Unanswered(error)| {
+        let cause = error.source().and_then(|cause| cause.downcast_ref::<io::Error>());
+        let is_reset = cause.is_some_and(|cause| {
+            matches!(cause.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
+        });
+        is_reset || error.is_canceled() || error.is_closed() || error.is_incomplete_message()
+    })
 }
 
 /// A part of a path, such as the name of a controller.
@@ -132,7 +152,19 @@ impl Client {
     ) -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let answer = runtime.block_on(async {
-            let answer = tokio::time::timeout(TIMEOUT, self.ask(method, path, body, take));
+            let answer = tokio::time::timeout(TIMEOUT, async {
+                let mut tries = 0;
+                loop {
+                    let answer = self.ask(method, path, body.clone(), take).await;
+                    // A server that is upgraded closes connections that it has not looked at.
+                    let again = method == Method::GET && tries < TRIES;
+                    if !(again && answer.as_ref().err().is_some_and(is_unanswered)) {
+                        return answer;
+                    }
+                    tries += 1;
+                    tokio::time::sleep(PAUSE).await;
+                }
+            });
             answer
                 .await
                 .unwrap_or_else(|_| Err(anyhow!("it does not answer for {} s", TIMEOUT.as_secs())))
@@ -176,7 +208,7 @@ impl Client {
             .header(header::CONTENT_TYPE, "application/json")
             .body(Full::new(Bytes::from(body.unwrap_or_default())))?;
         let answer = async {
-            let answer = sender.send_request(request).await?;
+            let answer = sender.send_request(request).await.map_err(Unanswered)?;
             let status = answer.status().as_u16();
             let mut body = answer.into_body();
             if is_good(status) {
@@ -213,6 +245,28 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     #[test]
+    fn who_closes_without_a_word_is_asked_again_and_told_nothing_twice() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let server = std::thread::spawn(move || {
+            for answer in ["", "", "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", ""] {
+                let (mut stream, _) = listener.accept().unwrap();
+                if answer.is_empty() {
+                    continue;
+                }
+                let _ = stream.read(&mut [0; 4096]).unwrap();
+                stream.write_all(answer.as_bytes()).unwrap();
+            }
+        });
+        let client = Client::new(&path);
+        assert_eq!(client.bytes("/v1/status").unwrap(), b"{}");
+        // What changes something may have been done.
+        client.send::<()>(&Method::POST, "/v1/upgrade", &()).unwrap_err();
+        server.join().unwrap();
+    }
+
+    #[test]
     fn a_part_of_a_path_has_no_slash() {
         assert_eq!(part("/run/vm 0.sock"), "%2Frun%2Fvm%200.sock");
     }
@@ -236,7 +290,9 @@ mod tests {
         });
         for answer in answers {
             let error = client.get::<Problem>("/v1/status").unwrap_err();
-            assert_eq!(exit::status(&error), exit::FAILED, "{answer}: {error:#}");
+            // Who has closed without a word is asked again, and was the last that this one answered.
+            let expected = if answer.is_empty() { exit::NOT_THERE } else { exit::FAILED };
+            assert_eq!(exit::status(&error), expected, "{answer}: {error:#}");
             assert!(error.to_string().contains("x.sock"), "{error:#}");
         }
         server.join().unwrap();

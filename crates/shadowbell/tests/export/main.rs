@@ -299,7 +299,7 @@ fn a_controller_that_dies_is_an_error_to_clients_and_a_failure_at_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("vm.sock");
     let mut server = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
-        .args(["serve", "mem:8MiB", "-q", "--socket"])
+        .args(["serve", "--no-keeper", "mem:8MiB", "-q", "--socket"])
         .arg(&socket)
         .spawn()
         .unwrap();

@@ -33,6 +33,15 @@ fn control_socket(server: &Server) -> PathBuf {
     server.directory().join("run/vm/control.sock")
 }
 
+/// Ends a loop, also when the test fails: it would be waited for.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// A request as any program makes it: the status and the body of the answer.
 pub(crate) fn ask(server: &Server, request: &str) -> (u16, String) {
     let mut stream = UnixStream::connect(control_socket(server)).unwrap();
@@ -208,6 +217,7 @@ fn whoever_asks_during_upgrades_is_answered() {
             }
             asked
         });
+        let over = SetOnDrop(&is_over);
         for n in 0..5 {
             let before = worker(&server);
             if n % 2 == 0 {
@@ -221,7 +231,7 @@ fn whoever_asks_during_upgrades_is_answered() {
             until("another process", || ctl_json(&server, &["status"])["pid"] != before);
             assert_eq!(ctl_json(&server, &["status"])["clients"], 1);
         }
-        is_over.store(true, Ordering::Relaxed);
+        drop(over);
         asker.join().unwrap()
     });
     assert!(asked > 5, "{asked}");
