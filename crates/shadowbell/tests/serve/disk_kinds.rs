@@ -1,15 +1,15 @@
 //! Disks of other kinds than files, under a server whose process is killed.
 
 use crate::harness::{Server, image, program, until};
-use crate::keeper::worker;
+use crate::keeper::{children, has_ended, worker};
 use crate::recover::{kill, lost_nothing};
 use crate::upgrade::{Client, Load};
 use rustix::process::Signal;
 use shadowbell_backend_qcow2::create;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// An NBD server in a process of its own. Dropping it kills it.
@@ -112,6 +112,28 @@ fn a_controller_of_another_server_goes_on_through_kills() {
         let mut server = keeper(&format!("vfio-user:{}/1{options}", below.socket().display()));
         survive(&mut server, 10);
     }
+}
+
+/// An NBD server that takes connections and says nothing is waited for, and not for ever.
+#[test]
+fn who_can_not_go_on_yet_ends_with_its_keeper() {
+    let export = Export::start("mem:4MiB");
+    let server = keeper(&export.uri("&settle=0"));
+    let socket = export.directory.path().join("nbd");
+    let before = worker(&server);
+    let Export { child, directory } = &export;
+    crate::keeper::signal(child.id(), Signal::KILL);
+    let _ = std::fs::remove_file(&socket);
+    let _mute = UnixListener::bind(directory.path().join("nbd")).unwrap();
+    crate::keeper::signal(before, Signal::KILL);
+    until("another worker", || matches!(children(server.pid())[..], [pid] if pid != before));
+    std::thread::sleep(Duration::from_millis(300));
+    let next = worker(&server);
+    crate::keeper::signal(server.pid(), Signal::KILL);
+    // Sooner than the NBD server is given up.
+    let began = Instant::now();
+    until("the worker's end", || has_ended(next));
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
 }
 
 #[test]
