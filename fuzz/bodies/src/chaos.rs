@@ -428,6 +428,11 @@ impl Guest {
     fn finish(&mut self) {
         self.reset(1);
         self.check();
+        // One may wait for another.
+        for _ in 0..8 {
+            self.test_disk.state().end_flushes();
+            self.settle();
+        }
         assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests of nobody");
     }
 }

@@ -32,8 +32,8 @@ pub(crate) struct TestDiskState {
     pub(crate) fail: VecDeque<DiskError>,
     /// What was written since it was last taken: where, and what.
     pub(crate) written: Vec<(u64, Vec<u8>)>,
-    /// The requests that are pending, oldest first: queue and tag.
-    deferred: VecDeque<(usize, u32)>,
+    /// The requests that are pending, oldest first: queue and tag, and whether it is a flush.
+    deferred: VecDeque<(usize, u32, bool)>,
     /// Those that are to end, and whether they were cancelled.
     ending: Vec<(usize, u32, bool)>,
     queues: usize,
@@ -47,8 +47,16 @@ impl TestDiskState {
 
     /// Ends the `n`th of the pending requests.
     pub(crate) fn end(&mut self, n: usize) {
-        if let Some((queue, tag)) = self.deferred.remove(n) {
+        if let Some((queue, tag, _)) = self.deferred.remove(n) {
             self.ending.push((queue, tag, false));
+        }
+    }
+
+    /// Ends all flushes. A controller that is disabled flushes when it is shut down, and no reset or
+    /// client that goes waits for that, as it touches nobody's memory.
+    pub(crate) fn end_flushes(&mut self) {
+        while let Some(at) = self.deferred.iter().position(|(.., is_flush)| *is_flush) {
+            self.end(at);
         }
     }
 
@@ -165,7 +173,7 @@ impl Queue for TestQueue {
         if !state.defer {
             return Submitted::Done(state.carry_out(request, data));
         }
-        state.deferred.push_back((self.number, tag));
+        state.deferred.push_back((self.number, tag, matches!(request.op, Op::Flush)));
         self.pending.push((tag, *request, data.take()));
         Submitted::Pending
     }
@@ -191,7 +199,8 @@ impl Queue for TestQueue {
         let mut state = self.disk.state();
         let ours = (self.number, tag);
         if state.cancellable
-            && let Some(at) = state.deferred.iter().position(|deferred| *deferred == ours)
+            && let Some(at) =
+                state.deferred.iter().position(|(queue, tag, _)| (*queue, *tag) == ours)
         {
             state.deferred.remove(at);
             state.ending.push((self.number, tag, true));
