@@ -9,61 +9,73 @@ use rustix::process::Signal;
 use shadowbell_memory::process::{block_signals, unblock_signals};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// So many may wait to be closed. Memory takes longer to fill than to give back, so nobody gets
 /// there in earnest; beyond it they are closed at once, as descriptors are scarce as well.
 const MOST: usize = 1024;
 
-/// Whether this process has such a thread, when it is needed.
-static IS_WANTED: AtomicBool = AtomicBool::new(false);
-/// How many wait, or are being closed.
-static WAITING: AtomicUsize = AtomicUsize::new(0);
-/// The way to the thread, which is started when there is something to close.
-static CLOSER: LazyLock<Option<Mutex<Sender<OwnedFd>>>> = LazyLock::new(|| {
-    let (sender, fds) = channel();
-    start(fds).ok().map(|()| Mutex::new(sender))
-});
-
 /// Signals are the main thread's.
 const SIGNALS: [Signal; 6] =
     [Signal::INT, Signal::TERM, Signal::HUP, Signal::USR1, Signal::USR2, Signal::CHILD];
 
+/// That of this process, if it has one.
+static CLOSER: OnceLock<Closer> = OnceLock::new();
+
+/// The way to a thread that closes.
+#[derive(Default)]
+struct Closer {
+    /// How many wait, or are being closed.
+    waiting: Arc<AtomicUsize>,
+    /// The thread is started when there is something to close.
+    thread: OnceLock<Option<Mutex<Sender<OwnedFd>>>>,
+}
+
 /// From now on this process closes what it has of clients by another thread.
 pub(crate) fn enable() {
-    IS_WANTED.store(true, Ordering::Relaxed);
+    CLOSER.get_or_init(Closer::default);
 }
 
 /// Closes them, in a process that has [asked for it](enable) by another thread.
 pub(crate) fn close(fds: impl IntoIterator<Item = OwnedFd>) {
-    let is_wanted = IS_WANTED.load(Ordering::Relaxed);
-    for fd in fds {
-        if !is_wanted || WAITING.load(Ordering::Relaxed) >= MOST {
-            continue;
-        }
-        let Some(closer) = &*CLOSER else { continue };
-        WAITING.fetch_add(1, Ordering::Relaxed);
-        let sent = closer.lock().unwrap_or_else(PoisonError::into_inner).send(fd);
-        if sent.is_err() {
-            WAITING.fetch_sub(1, Ordering::Release);
-        }
+    match CLOSER.get() {
+        Some(closer) => fds.into_iter().for_each(|fd| closer.close(fd)),
+        None => fds.into_iter().for_each(drop),
     }
 }
 
-fn start(fds: Receiver<OwnedFd>) -> io::Result<()> {
-    let signals = SIGNALS.map(Signal::as_raw);
-    let _ = block_signals(&signals);
-    let thread = std::thread::Builder::new().name("sb-close".into()).stack_size(64 << 10);
-    let started = thread.spawn(move || {
-        for fd in fds {
-            drop(fd);
-            WAITING.fetch_sub(1, Ordering::Release);
+impl Closer {
+    fn close(&self, fd: OwnedFd) {
+        if self.waiting.load(Ordering::Relaxed) >= MOST {
+            return;
         }
-    });
-    let _ = unblock_signals(&signals);
-    started.map(drop)
+        let start = || {
+            let (sender, fds) = channel();
+            self.start(fds).ok().map(|()| Mutex::new(sender))
+        };
+        let Some(thread) = self.thread.get_or_init(start) else { return };
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        if thread.lock().unwrap_or_else(PoisonError::into_inner).send(fd).is_err() {
+            self.waiting.fetch_sub(1, Ordering::Release);
+        }
+    }
+
+    fn start(&self, fds: Receiver<OwnedFd>) -> io::Result<()> {
+        let waiting = Arc::clone(&self.waiting);
+        let signals = SIGNALS.map(Signal::as_raw);
+        let _ = block_signals(&signals);
+        let thread = std::thread::Builder::new().name("sb-close".into()).stack_size(64 << 10);
+        let started = thread.spawn(move || {
+            for fd in fds {
+                drop(fd);
+                waiting.fetch_sub(1, Ordering::Release);
+            }
+        });
+        let _ = unblock_signals(&signals);
+        started.map(drop)
+    }
 }
 
 #[cfg(test)]
@@ -88,15 +100,15 @@ mod tests {
 
     #[test]
     fn who_closes_does_not_wait() {
-        enable();
+        let closer = Closer::default();
         let (slow, reader) = slow();
         let began = Instant::now();
-        close([slow]);
+        closer.close(slow);
         assert!(began.elapsed() < Duration::from_secs(3), "it was closed here");
-        assert_eq!(WAITING.load(Ordering::Acquire), 1);
+        assert_eq!(closer.waiting.load(Ordering::Acquire), 1);
         // It is closed by then, or soon.
         drop(reader);
-        while WAITING.load(Ordering::Acquire) != 0 {
+        while closer.waiting.load(Ordering::Acquire) != 0 {
             assert!(began.elapsed() < Duration::from_secs(60));
             std::thread::sleep(Duration::from_millis(5));
         }
