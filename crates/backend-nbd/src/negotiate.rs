@@ -140,7 +140,8 @@ fn ask_for_allocation(
                 }
             }
             (answer::ACK, _) => return Ok(found),
-            // It knows of none, or of no such export, which it says again when it is asked for that.
+            // It knows of none, or of no such export, which it says again when it is asked for
+            // that.
             (kind, _) if kind & answer::ERROR != 0 => return Ok(None),
             _ => break,
         }

@@ -88,8 +88,8 @@ impl Descriptors {
         self.lasting.push(LastingChange::Remove(number));
     }
 
-    /// What is to be done with those that were given before, in this order; for who goes on from the
-    /// last record, all that have stayed.
+    /// What is to be done with those that were given before, in this order; for who goes on from
+    /// the last record, all that have stayed.
     pub fn take_changes(&mut self) -> Vec<LastingChange> {
         std::mem::take(&mut self.lasting)
     }

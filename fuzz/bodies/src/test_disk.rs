@@ -52,8 +52,8 @@ impl TestDiskState {
         }
     }
 
-    /// Ends all flushes. A controller that is disabled flushes when it is shut down, and no reset or
-    /// client that goes waits for that, as it touches nobody's memory.
+    /// Ends all flushes. A controller that is disabled flushes when it is shut down, and no reset
+    /// or client that goes waits for that, as it touches nobody's memory.
     pub(crate) fn end_flushes(&mut self) {
         while let Some(at) = self.deferred.iter().position(|(.., is_flush)| *is_flush) {
             self.end(at);

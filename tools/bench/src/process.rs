@@ -61,8 +61,8 @@ pub(crate) fn time_of_all(pid: u32) -> Result<Duration> {
     Ok(Duration::from_secs_f64(ticks as f64 / clock_ticks_per_second() as f64))
 }
 
-/// Ticks in user mode and in the kernel: the fourteenth and the fifteenth field, of which the second
-/// is a name that may have spaces.
+/// Ticks in user mode and in the kernel: the fourteenth and the fifteenth field, of which the
+/// second is a name that may have spaces.
 fn ticks(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace().skip(11);

@@ -23,8 +23,8 @@
 //! in several extents, or all data where it does not say. A flush covers what was answered on every connection
 //! (`CAN_MULTI_CONN`): the disk has one write cache, if it has any.
 //!
-//! TLS, for all clients or for none: one that may do without could be talked out of it by whoever is
-//! in between. Each client's thread does its cryptography.
+//! TLS, for all clients or for none: one that may do without could be talked out of it by whoever
+//! is in between. Each client's thread does its cryptography.
 //!
 //! # What it does not implement
 //!

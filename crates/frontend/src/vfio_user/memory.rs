@@ -61,6 +61,12 @@ pub(super) struct SavedMemory {
 #[derive(Serialize, Deserialize)]
 struct SavedRange(u64, u64, Option<u32>, u64, bool);
 
+impl From<SavedRange> for WrittenRange {
+    fn from(SavedRange(iova, len, file, offset, writable): SavedRange) -> Self {
+        Self { iova, len, file: file.map(u64::from), offset, writable }
+    }
+}
+
 /// So many ranges are let go of in no time.
 const FEW: usize = 256;
 
@@ -256,57 +262,31 @@ impl Memory {
         closer: &Arc<Closer>,
     ) -> Result<(), RestoreError> {
         let SavedMemory { is_granted, files, ranges, written } = saved;
-        if let Some(written) = written {
-            self.restore_written(&written, fds, closer)?;
-            if is_granted {
-                self.grant();
+        let (ranges, files) = match written {
+            Some(written) => written_ranges::read(&written, fds)?,
+            None => {
+                let files = (0..).zip(files).map(|(number, fd)| Ok((number, fds.take(fd)?)));
+                let files = files.collect::<Result<HashMap<_, _>, RestoreError>>()?;
+                (ranges.into_iter().map(WrittenRange::from).collect(), files)
             }
-            return Ok(());
-        }
-        let files = files.into_iter().map(|file| fds.take(file));
-        let files = files.map(|fd| fd.map(|fd| Arc::new(PeerFd::of_predecessor(fd, closer))));
-        let files = files.collect::<Result<Vec<_>, _>>()?;
-        for SavedRange(iova, len, file, offset, writable) in ranges {
+        };
+        let files = files
+            .into_iter()
+            .map(|(number, fd)| (number, Arc::new(PeerFd::of_predecessor(fd, closer))));
+        let files: HashMap<u64, _> = files.collect();
+        for WrittenRange { iova, len, file, offset, writable } in ranges {
             let refused = |why: &dyn std::fmt::Display| {
                 RestoreError::Client(format!("its memory at IOVA {iova:#x} can not be had: {why}"))
             };
-            let file = match file {
-                Some(file) => match files.get(file as usize) {
-                    Some(file) => Some(Arc::clone(file)),
-                    None => return Err(refused(&"its file is not there")),
-                },
-                None => None,
+            let file = match file.map(|number| files.get(&number)) {
+                Some(None) => return Err(refused(&"its file is not there")),
+                file => file.flatten().map(Arc::clone),
             };
             let protection = if writable { Protection::ReadWrite } else { Protection::Read };
             self.add(iova, len, file, offset, protection).map_err(|errno| refused(&errno))?;
         }
         if is_granted {
             self.grant();
-        }
-        Ok(())
-    }
-
-    fn restore_written(
-        &mut self,
-        written: &SavedRanges,
-        fds: &mut Descriptors,
-        closer: &Arc<Closer>,
-    ) -> Result<(), RestoreError> {
-        let (ranges, files) = written_ranges::read(written, fds)?;
-        let files =
-            files.into_iter().map(|(number, fd)| (number, PeerFd::of_predecessor(fd, closer)));
-        let files: HashMap<_, _> = files.map(|(number, fd)| (number, Arc::new(fd))).collect();
-        for WrittenRange { iova, len, file, offset, writable } in ranges {
-            let refused = |why: &dyn std::fmt::Display| {
-                RestoreError::Client(format!("its memory at IOVA {iova:#x} can not be had: {why}"))
-            };
-            let file = file.map(|number| files.get(&number).map(Arc::clone));
-            let file = match file {
-                Some(None) => return Err(refused(&"its file is not there")),
-                file => file.flatten(),
-            };
-            let protection = if writable { Protection::ReadWrite } else { Protection::Read };
-            self.add(iova, len, file, offset, protection).map_err(|errno| refused(&errno))?;
         }
         Ok(())
     }

@@ -1,10 +1,11 @@
 //! Ranges of a client's memory, written down where the next process finds them should this one die.
 //!
 //! A record of a device has few ranges in itself. If it had many, each message that shares one more
-//! would be as dear as all before it together, for the thread that serves all clients. So many are in
-//! a memory file, which both processes have, and a record says only of which *moment* it is: a range
-//! counts if it came at that moment or before, and did not go by then. What was changed since the
-//! last record has not happened for the next process, which finds the message in its socket still.
+//! would be as dear as all before it together, for the thread that serves all clients. So many are
+//! in a memory file, which both processes have, and a record says only of which *moment* it is: a
+//! range counts if it came at that moment or before, and did not go by then. What was changed since
+//! the last record has not happened for the next process, which finds the message in its socket
+//! still.
 //!
 //! Their files are lasting descriptors of the records.
 
@@ -195,8 +196,8 @@ impl WrittenRanges {
         Ok(SavedRanges { memory, moment: self.moment, slots: self.fresh })
     }
 
-    /// All files that are among the lasting descriptors, and the number of the next one: for who does
-    /// without this from now on.
+    /// All files that are among the lasting descriptors, and the number of the next one: for who
+    /// does without this from now on.
     pub(super) fn end(self) -> (Vec<u64>, u64) {
         let Self { files, changes, next, .. } = self;
         let is_given = |number: &u64| !changes.contains_key(number);

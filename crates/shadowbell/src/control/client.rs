@@ -290,7 +290,8 @@ mod tests {
         });
         for answer in answers {
             let error = client.get::<Problem>("/v1/status").unwrap_err();
-            // Who has closed without a word is asked again, and was the last that this one answered.
+            // Who has closed without a word is asked again, and was the last that this one
+            // answered.
             let expected = if answer.is_empty() { exit::NOT_THERE } else { exit::FAILED };
             assert_eq!(exit::status(&error), expected, "{answer}: {error:#}");
             assert!(error.to_string().contains("x.sock"), "{error:#}");

@@ -20,8 +20,8 @@ pub(crate) struct Args {
     pub nbd: Vec<nbd::Address>,
     /// With --nbd: take no client without TLS, with the certificates in DIR
     ///
-    /// DIR holds ca-cert.pem, server-cert.pem and server-key.pem, as nbdkit and QEMU have it. Clients
-    /// have to show a certificate that this CA has signed.
+    /// DIR holds ca-cert.pem, server-cert.pem and server-key.pem, as nbdkit and QEMU have it.
+    /// Clients have to show a certificate that this CA has signed.
     #[arg(long, value_name = "DIR", requires = "nbd")]
     pub tls_certificates: Option<PathBuf>,
     /// With --tls-certificates: take clients that show no certificate, too

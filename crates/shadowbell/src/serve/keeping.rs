@@ -1,7 +1,8 @@
 //! Has the keeper hold what the next process needs, should this one die.
 //!
 //! Items: [`fence`](FENCE); `disk/N.M`, `controller/N` and `port/N`, each with descriptors of its
-//! own; `file/N.M`, the files of a client's memory if they are many; and, when all of them are there, what is served, which names the others.
+//! own; `file/N.M`, the files of a client's memory if they are many; and, when all of them are
+//! there, what is served, which names the others.
 //!
 //! A change while the server runs has an order in which every moment is one to go on from. What
 //! comes is there before it is named, and what goes is named no more before it goes. While a

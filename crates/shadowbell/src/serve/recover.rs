@@ -128,8 +128,8 @@ pub(super) fn recover(
     Ok(Some(server))
 }
 
-/// Ends the process if its keeper ends, whatever the process waits for: a disk may be somewhere else,
-/// and what answers for it may say nothing. Until this is dropped.
+/// Ends the process if its keeper ends, whatever the process waits for: a disk may be somewhere
+/// else, and what answers for it may say nothing. Until this is dropped.
 struct KeeperWatch(Arc<AtomicBool>);
 
 impl KeeperWatch {

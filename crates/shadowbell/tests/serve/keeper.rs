@@ -171,8 +171,8 @@ fn a_keeper_is_small_and_does_nothing() {
     let server = start(&["mem:1MiB"], &[]);
     let status = |key: &str| crate::idle::status_of(server.pid(), "shadowbell", key);
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    // One of them waits to be asked for images, and one for sockets. If something was replaced since
-    // it began, one closes descriptors.
+    // One of them waits to be asked for images, and one for sockets. If something was replaced
+    // since it began, one closes descriptors.
     assert!((3..=4).contains(&threads), "{threads}");
     // Who looks for another keeper asks this one, too, as other tests do.
     until("a second without a wakeup", || {
@@ -182,7 +182,8 @@ fn a_keeper_is_small_and_does_nothing() {
     });
     let kib = |key: &str| status(key).split(' ').next().unwrap().parse::<u64>().unwrap();
     println!("resident: {} KiB of its own, {} KiB of files", kib("RssAnon"), kib("RssFile"));
-    // A program that is built for tests is larger, and so is what of it was written to when it began.
+    // A program that is built for tests is larger, and so is what of it was written to when it
+    // began.
     let most = if cfg!(debug_assertions) { 3072 } else { 2048 };
     assert!(kib("VmRSS") < most, "{} KiB", kib("VmRSS"));
     // And so it is again when it had something to do.
