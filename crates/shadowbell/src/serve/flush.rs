@@ -1,12 +1,23 @@
 //! A disk's flush, waited for.
 
-use anyhow::anyhow;
-use rustix::event::{PollFd, PollFlags, poll};
+use anyhow::{anyhow, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_backend::{Disk, Op, Request, Submitted};
 use shadowbell_memory::Segments;
+use std::time::{Duration, Instant};
+
+/// What no disk takes that is there: one that is somewhere else may be gone for good.
+const MOST: Duration = Duration::from_secs(600);
 
 /// Waits until everything that was written to `disk` is on stable storage.
+///
+/// # Errors
+/// It can not be, or the disk does not answer for ten minutes.
 pub(super) fn flush(disk: &dyn Disk) -> anyhow::Result<()> {
+    flush_within(disk, MOST)
+}
+
+fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {
     if !disk.info().volatile_cache {
         return Ok(());
     }
@@ -16,6 +27,7 @@ pub(super) fn flush(disk: &dyn Disk) -> anyhow::Result<()> {
         return Ok(outcome?);
     }
     queue.commit();
+    let until = Instant::now() + most;
     let mut outcome = None;
     loop {
         queue.reap(&mut |_, result, _| outcome = Some(result));
@@ -24,9 +36,68 @@ pub(super) fn flush(disk: &dyn Disk) -> anyhow::Result<()> {
         }
         let Some(fd) = queue.wake_fd() else { return Err(anyhow!("the flush does not end")) };
         let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-        match poll(&mut fds, None) {
+        let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).ok();
+        match poll(&mut fds, left.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
+        if Instant::now() >= until {
+            // To take it apart might wait for the same.
+            std::mem::forget(queue);
+            bail!(
+                "it has not answered for {} s; what was written last may be lost",
+                most.as_secs()
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_backend::{DiskInfo, NullDisk, Queue};
+    use std::io::{self, PipeReader, PipeWriter};
+    use std::os::fd::{AsFd, BorrowedFd};
+
+    /// Never ends anything.
+    #[derive(Debug)]
+    struct Mute;
+
+    struct MuteQueue {
+        woken: PipeReader,
+        _writer: PipeWriter,
+    }
+
+    impl Disk for Mute {
+        fn info(&self) -> DiskInfo {
+            let mut info = NullDisk::new(8, 512).info();
+            info.volatile_cache = true;
+            info
+        }
+
+        fn queue(&self) -> io::Result<Box<dyn Queue>> {
+            let (woken, _writer) = io::pipe()?;
+            Ok(Box::new(MuteQueue { woken, _writer }))
+        }
+
+        fn name(&self) -> String {
+            "mute".to_owned()
+        }
+    }
+
+    impl Queue for MuteQueue {
+        fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
+            Submitted::Pending
+        }
+
+        fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+            Some(self.woken.as_fd())
+        }
+    }
+
+    #[test]
+    fn a_disk_that_never_answers_is_not_waited_for_for_ever() {
+        let error = flush_within(&Mute, Duration::from_millis(20)).unwrap_err();
+        assert!(error.to_string().contains("may be lost"), "{error}");
     }
 }
