@@ -1,6 +1,7 @@
 //! What a controller is, before anybody has attached to it.
 
 use crate::exec::Quota;
+use crate::pool::NamespacePool;
 use shadowbell_backend::Disk;
 use std::sync::Arc;
 
@@ -50,6 +51,10 @@ pub struct Config {
     pub shadow_doorbells: bool,
     /// How much it may have under way on each worker. What exceeds that waits in its queue.
     pub quota: Quota,
+    /// What its host may make namespaces from. Those that are attached are among `namespaces`,
+    /// unless a sanitize operation keeps them [out of reach](crate::SanitizeStatus::barrier). With
+    /// a pool there need be no namespace.
+    pub pool: Option<Arc<dyn NamespacePool>>,
 }
 
 impl Default for Config {
@@ -64,6 +69,7 @@ impl Default for Config {
             mdts: 8,
             shadow_doorbells: true,
             quota: Quota::default(),
+            pool: None,
         }
     }
 }
@@ -152,7 +158,7 @@ impl Config {
     /// # Errors
     /// [`ConfigError`], for the first thing that is wrong.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        self.validate_from(1)
+        self.validate_from(usize::from(self.pool.is_none()))
     }
 
     /// As above, with so many namespaces at least: a controller can have lost its last one.

@@ -6,6 +6,7 @@ use crate::latch::Latch;
 use crate::lba_status::LbaStatusServer;
 use crate::namespace::{Namespace, Namespaces};
 use crate::notice::{ControlHandle, Notice};
+use crate::pool::PoolPort;
 use crate::route::Route;
 use crate::saved::{SavedNamespace, SavedPromises, SavedShape};
 use crate::shared::ControllerShared;
@@ -48,8 +49,17 @@ impl Context {
         control: ControlHandle,
         listener: Option<Listener>,
     ) -> Self {
-        let serving = Arc::new(namespaces);
-        let identified = Arc::clone(&serving);
+        let (serving, identified) = match &config.pool {
+            Some(pool) => {
+                pool.connect(PoolPort(control.clone()));
+                let (serving, identified) = namespaces.with_barred(&pool.state());
+                (Arc::new(serving), Arc::new(identified))
+            }
+            None => {
+                let all = Arc::new(namespaces);
+                (Arc::clone(&all), all)
+            }
+        };
         let lba_status = Arc::new(LbaStatusServer::new(control.clone()));
         Self {
             // A disk that is removed is let go of.

@@ -22,8 +22,7 @@
 //!
 //! # What it does not implement
 //!
-//! Metadata and protection information, namespace management and formatting,
-//! firmware update, reservations, zoned and key-value command sets, controller memory buffers,
+//! Metadata and protection information, firmware update, reservations, zoned and key-value command sets, controller memory buffers,
 //! pin-based interrupts. A command that is not implemented ends in Invalid Command Opcode.
 #![forbid(unsafe_code)]
 
@@ -50,6 +49,7 @@ mod migrated;
 mod namespace;
 mod notice;
 mod plane;
+mod pool;
 mod queue;
 mod recorder;
 mod route;
@@ -72,6 +72,10 @@ pub use event::Event;
 pub use exec::Quota;
 pub use inquiry::Inquiry;
 pub use migrated::MigratedController;
+pub use pool::{
+    NamespacePool, PoolAct, PoolDone, PoolNamespace, PoolOrder, PoolOutcome, PoolPort, PoolState,
+    SanitizePhase, SanitizeStatus,
+};
 pub use recorder::Recorder;
 pub use route::RelocateError;
 pub use saved::{Death, SavedController, SeenNamespace};

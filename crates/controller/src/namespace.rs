@@ -1,13 +1,19 @@
 //! A namespace of a controller: a disk with an identifier, and names for ever.
 
-use crate::config::{Config, NamespaceConfig};
+use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
+use crate::pool::{PoolState, placeholder};
 use shadowbell_backend::{Disk, DiskInfo};
+use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The IEEE OUI of the identifiers that are made here, big-endian: with the bit set that says
 /// "locally administered", so it is nobody's.
 pub(crate) const IEEE_OUI: [u8; 3] = [0x02, 0x53, 0x42];
+
+/// How a command for an inactive NSID ends (Base 2.1, 3.2.1.5). One that is under way when its
+/// namespace goes ends as if it had been given afterwards (Base 2.1, 8.1.15).
+pub(crate) const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
 
 /// What one Copy command copies at most (MCL, MSSRL), in bytes: as much as the shortest transfer
 /// limit that a controller may have, because a worker keeps that much in a buffer.
@@ -33,9 +39,11 @@ impl Promises {
     fn of(config: &Config) -> Self {
         let infos = || config.namespaces.iter().map(|namespace| namespace.disk.info());
         // Of the smallest blocks, because a host reckons with one limit for all namespaces.
-        let smallest = infos().map(|info| info.block_size).min().unwrap_or(512);
+        let pool = config.pool.as_ref().map(|_| 512);
+        let smallest = infos().map(|info| info.block_size).chain(pool).min().unwrap_or(512);
         Self {
-            volatile_cache: infos().any(|info| info.volatile_cache),
+            // What comes from a pool may have one.
+            volatile_cache: config.pool.is_some() || infos().any(|info| info.volatile_cache),
             zeroes: ZEROES_BLOCKS * u64::from(smallest),
         }
     }
@@ -45,6 +53,9 @@ impl Promises {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Namespaces {
     active: BTreeMap<u32, Namespace>,
+    /// Those that are there for the host, and that nobody serves for now: how commands for them
+    /// end.
+    barred: BTreeMap<u32, Status>,
     /// NN: the highest NSID that there has been.
     highest: u32,
     pub(crate) promises: Promises,
@@ -59,16 +70,58 @@ impl Namespaces {
     /// As above, for a host that was told more than the configuration says: `promises`, and that
     /// NSIDs go up to `highest`.
     pub(crate) fn going_on(config: &Config, promises: Promises, highest: u32) -> Self {
-        let mut namespaces = Self { active: BTreeMap::new(), highest, promises };
+        // A host may give any number that there is to what it makes.
+        let highest = if config.pool.is_some() { MAX_NAMESPACES as u32 } else { highest };
+        let (active, barred) = (BTreeMap::new(), BTreeMap::new());
+        let mut namespaces = Self { active, barred, highest, promises };
         for (nsid, namespace) in config.numbered() {
             namespaces.put(nsid, Some(Namespace::new(nsid, namespace, &promises)));
         }
         namespaces
     }
 
+    /// As these, with those of the pool that a sanitize operation keeps out of reach: they are
+    /// there for the host.
+    pub(crate) fn with_barred(&self, state: &PoolState) -> (Self, Self) {
+        let (mut serving, mut identified) = (self.clone(), self.clone());
+        if let Some(status) = state.sanitize.barrier() {
+            let attached = state.namespaces.iter().filter(|namespace| namespace.attached);
+            for own in attached.filter(|own| self.get(own.nsid).is_none()) {
+                serving.barred.insert(own.nsid, status);
+                let namespace = Namespace::new(own.nsid, &placeholder(own), &self.promises);
+                identified.put(own.nsid, Some(namespace));
+            }
+        }
+        (serving, identified)
+    }
+
+    /// As these, with one that is not to be served until further notice, and is there for the host
+    /// all the same; or without that.
+    pub(crate) fn barring(&self, nsid: u32, status: Option<Status>) -> Arc<Self> {
+        let mut changed = self.clone();
+        match status {
+            Some(status) => changed.barred.insert(nsid, status),
+            None => changed.barred.remove(&nsid),
+        };
+        Arc::new(changed)
+    }
+
+    /// Those that are barred.
+    pub(crate) fn barred(&self) -> impl Iterator<Item = u32> + '_ {
+        self.barred.keys().copied()
+    }
+
+    /// How a command for a namespace ends that is not served.
+    pub(crate) fn absence(&self, nsid: u32) -> Status {
+        self.barred.get(&nsid).copied().unwrap_or(INACTIVE)
+    }
+
     fn put(&mut self, nsid: u32, namespace: Option<Namespace>) {
         match namespace {
-            Some(namespace) => self.active.insert(nsid, namespace),
+            Some(namespace) => {
+                self.barred.remove(&nsid);
+                self.active.insert(nsid, namespace)
+            }
             None => self.active.remove(&nsid),
         };
         self.highest = self.highest.max(nsid);

@@ -60,6 +60,19 @@ pub(crate) enum Notice {
         /// Whether they could open its disk.
         status: Status,
     },
+    /// An order that the pool of namespaces was given has ended.
+    PoolEnded {
+        /// Resets that there had been when it was given.
+        generation: u64,
+        /// The admin command.
+        cid: u16,
+        /// How it ends.
+        status: Status,
+        /// Dword 0 of its completion.
+        dw0: u32,
+    },
+    /// A sanitize operation has ended.
+    Sanitized,
     /// Nothing uses memory any more that was unmapped; `ticket` says who waits for that.
     MemoryReleased {
         /// The number that the control plane gave the unmap.

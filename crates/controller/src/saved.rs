@@ -176,6 +176,9 @@ pub(crate) struct SavedControl {
     /// How long ago the last reset was, in milliseconds.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) reset_ms: u64,
+    /// The UUID of the namespace that the host has had created last.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(crate) creating: Option<[u8; 16]>,
     /// A reset is under way; and whether it sets all registers back.
     #[serde(default)]
     pub(crate) resetting: Option<bool>,

@@ -6,11 +6,8 @@
 //! the entry alone; bits that do not fit a field are dropped.
 
 use crate::Sqe;
-
-/// Bits `high:low` of a dword.
-const fn bits(dword: u32, high: u32, low: u32) -> u32 {
-    dword >> low & (u32::MAX >> (31 - (high - low)))
-}
+pub use crate::admin_namespaces::{NamespaceAttachment, NamespaceManagement, Sanitize};
+use crate::layout::bits;
 
 /// Create I/O Completion Queue. Base 2.1, 5.2.1 "Create I/O Completion Queue command".
 ///

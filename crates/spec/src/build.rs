@@ -7,7 +7,8 @@
 use crate::Sqe;
 use crate::admin::{
     Abort, CreateIoCq, CreateIoSq, DeleteIoQueue, DoorbellBufferConfig, FormatNvm, GetFeatures,
-    GetLbaStatus, GetLogPage, Identify, SetFeatures,
+    GetLbaStatus, GetLogPage, Identify, NamespaceAttachment, NamespaceManagement, Sanitize,
+    SetFeatures,
 };
 use crate::nvm::{CopyFields, DatasetManagement, RwFields};
 use crate::opcode::{AdminOpcode, NvmOpcode};
@@ -154,6 +155,21 @@ impl Sqe {
     /// Format NVM.
     pub const fn format_nvm(nsid: u32, fields: FormatNvm, cid: u16) -> Self {
         fields.encode(Self::admin(AdminOpcode::FormatNvm, cid, nsid))
+    }
+
+    /// Namespace Management.
+    pub const fn namespace_management(nsid: u32, fields: NamespaceManagement, cid: u16) -> Self {
+        fields.encode(Self::admin(AdminOpcode::NamespaceManagement, cid, nsid))
+    }
+
+    /// Namespace Attachment.
+    pub const fn namespace_attachment(nsid: u32, fields: NamespaceAttachment, cid: u16) -> Self {
+        fields.encode(Self::admin(AdminOpcode::NamespaceAttachment, cid, nsid))
+    }
+
+    /// Sanitize.
+    pub const fn sanitize(fields: Sanitize, cid: u16) -> Self {
+        fields.encode(Self::admin(AdminOpcode::Sanitize, cid, 0))
     }
 }
 

@@ -32,3 +32,8 @@ macro_rules! assert_layout {
 }
 #[cfg(test)]
 pub(crate) use assert_layout;
+
+/// Bits `high:low` of a dword.
+pub(crate) const fn bits(dword: u32, high: u32, low: u32) -> u32 {
+    dword >> low & (u32::MAX >> (31 - (high - low)))
+}

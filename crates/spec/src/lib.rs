@@ -44,6 +44,7 @@ compile_error!("NVMe structures are little-endian, and this crate lays them over
 mod readme {}
 
 pub mod admin;
+mod admin_namespaces;
 pub mod build;
 pub mod cqe;
 pub mod dbbuf;

@@ -8,7 +8,9 @@
 use super::limits::MAX_EVENT_REQUESTS;
 use crate::saved::{SavedEvent, SavedEvents};
 use shadowbell_spec::Status;
-use shadowbell_spec::event::{AsyncEvent, TYPE_ERROR, TYPE_NOTICE, TYPE_SMART};
+use shadowbell_spec::event::{
+    AsyncEvent, TYPE_ERROR, TYPE_IO_COMMAND_SET, TYPE_NOTICE, TYPE_SMART,
+};
 use shadowbell_spec::feature::AsyncEventConfig;
 use shadowbell_spec::log::CriticalWarning;
 use std::collections::VecDeque;
@@ -120,7 +122,7 @@ impl AsyncEvents {
         let at = self.pending.iter().position(|event| !masked(event))?;
         let cid = self.outstanding.pop_front()?;
         let event = self.pending.remove(at)?;
-        if matches!(event.kind, TYPE_ERROR | TYPE_SMART | TYPE_NOTICE) {
+        if matches!(event.kind, TYPE_ERROR | TYPE_SMART | TYPE_NOTICE | TYPE_IO_COMMAND_SET) {
             self.unread.push(event);
         }
         Some(Completion { cid, dw0: event.dw0() })
@@ -322,7 +324,7 @@ mod tests {
                 }
                 prop_assert!(events.outstanding.len() <= MAX_EVENT_REQUESTS);
                 prop_assert!(events.pending.len() <= MAX_PENDING);
-                prop_assert!(events.unread.len() <= 3);
+                prop_assert!(events.unread.len() <= 4);
                 let masked = |event: &AsyncEvent| {
                     events.unread.iter().any(|other| other.kind == event.kind)
                 };

@@ -37,7 +37,7 @@ const VOLATILE_CACHE_NOT_PRESENT: u8 = 1 << 5;
 /// CNTID of Identify: whichever controller takes the command.
 const THIS_CONTROLLER: u16 = 0xffff;
 
-type Page = Box<[u8; IDENTIFY_SIZE]>;
+pub(super) type Page = Box<[u8; IDENTIFY_SIZE]>;
 
 /// What Identify tells of a controller as long as it lives.
 #[derive(Clone, Debug)]
@@ -120,14 +120,14 @@ impl Identity {
     }
 }
 
-fn page(structure: &(impl IntoBytes + zerocopy::Immutable)) -> Page {
+pub(super) fn page(structure: &(impl IntoBytes + zerocopy::Immutable)) -> Page {
     let mut page = Box::new([0; IDENTIFY_SIZE]);
     // Every structure has the size of the page; the zip could not panic if one had not.
     page.iter_mut().zip(structure.as_bytes()).for_each(|(to, from)| *to = *from);
     page
 }
 
-fn invalid_namespace() -> Status {
+pub(super) fn invalid_namespace() -> Status {
     Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()
 }
 
@@ -143,7 +143,7 @@ fn find(nsid: u32, namespaces: &Namespaces) -> Result<Option<&Namespace>, Status
 }
 
 /// The active namespaces above `above`.
-fn list(above: u32, nsids: impl Iterator<Item = u32>) -> Result<Page, Status> {
+pub(super) fn list(above: u32, nsids: impl Iterator<Item = u32>) -> Result<Page, Status> {
     // There is none above these, and the specification has them refused.
     if above >= NSID_ALL - 1 {
         return Err(invalid_namespace());
@@ -234,7 +234,7 @@ fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
     }
 }
 
-fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
+pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     let info = namespace.info();
     let blocks = namespace.blocks();
     let mut identify = IdentifyNamespace {

@@ -2,6 +2,8 @@
 
 use super::features;
 use super::limits::{ERROR_LOG_ENTRIES, FIRMWARE_REVISION, TEMPERATURE};
+use super::sanitize;
+use crate::pool::PoolState;
 use crate::saved::SavedErrors;
 use crate::uncorrectable::Uncorrectable;
 use shadowbell_spec::admin::GetLogPage;
@@ -227,6 +229,8 @@ pub(crate) struct LogContext<'a> {
     pub(crate) self_test: &'a SelfTestLog,
     /// Changed Attached Namespace List.
     pub(crate) changed: &'a mut ChangedList,
+    /// What namespaces are made from, if a host can make some.
+    pub(crate) pool: Option<&'a PoolState>,
     /// Whether Doorbell Buffer Config is offered.
     pub(crate) shadow_doorbells: bool,
     /// Whether a namespace has a volatile write cache.
@@ -248,6 +252,7 @@ const PAGES: &[u8] = &[
     lid::LBA_STATUS,
     lid::FEATURES_SUPPORTED_EFFECTS,
     lid::MI_COMMANDS_SUPPORTED_EFFECTS,
+    lid::SANITIZE_STATUS,
 ];
 
 /// What the host gets for a Get Log Page command: the part of the page that it asks for. If it asks
@@ -320,7 +325,7 @@ pub(crate) fn part(cmd: &GetLogPage, page: &[u8]) -> Result<Vec<u8>, Status> {
 /// The whole page.
 fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
     Ok(match cmd.lid {
-        lid::SUPPORTED_LOG_PAGES => supported_pages().as_bytes().to_vec(),
+        lid::SUPPORTED_LOG_PAGES => supported_pages(context.pool.is_some()).as_bytes().to_vec(),
         lid::ERROR_INFORMATION => context.errors.page().as_bytes().to_vec(),
         lid::SMART_HEALTH => context.health.page().as_bytes().to_vec(),
         lid::FIRMWARE_SLOT => firmware_slot().as_bytes().to_vec(),
@@ -332,8 +337,12 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             if cmd.csi != csi::NVM {
                 return Err(Status::INVALID_FIELD.with_dnr());
             }
-            commands(context.shadow_doorbells).as_bytes().to_vec()
+            commands(context.shadow_doorbells, context.pool.is_some()).as_bytes().to_vec()
         }
+        lid::SANITIZE_STATUS => match context.pool {
+            Some(state) => sanitize::page(&state.sanitize).as_bytes().to_vec(),
+            None => return Err(Status::INVALID_LOG_PAGE.with_dnr()),
+        },
         lid::SELF_TEST => context.self_test.as_bytes().to_vec(),
         lid::LBA_STATUS => context.uncorrectable.page(),
         lid::FEATURES_SUPPORTED_EFFECTS => {
@@ -353,9 +362,9 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
 /// The size of the NVMe-MI Commands Supported and Effects log page.
 const MI_PAGE_BYTES: usize = 4096;
 
-fn supported_pages() -> SupportedLogPages {
+fn supported_pages(has_pool: bool) -> SupportedLogPages {
     let mut page = SupportedLogPages::default();
-    for lid in PAGES {
+    for lid in PAGES.iter().filter(|lid| has_pool || **lid != lid::SANITIZE_STATUS) {
         // Of Persistent Event: Establish Context and Read 512 Bytes of Header is there.
         let lidsp = u16::from(*lid == lid::PERSISTENT_EVENTS);
         page.lids[usize::from(*lid)] = LogPageSupport::new().with_lsupp(true).with_lidsp(lidsp);
@@ -387,6 +396,15 @@ const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::DeviceSelfTest,
 ];
 
+/// Those that there are with a pool of namespaces, and what else they change. What is outstanding of
+/// a namespace that is formatted, and of all that are sanitized, comes to nothing.
+const POOL_COMMANDS: &[(AdminOpcode, CommandEffects)] = &[
+    (AdminOpcode::NamespaceManagement, CommandEffects::new().with_nic(true)),
+    (AdminOpcode::NamespaceAttachment, CommandEffects::new().with_nic(true)),
+    (AdminOpcode::FormatNvm, CommandEffects::new().with_lbcc(true).with_ncc(true).with_cse(1)),
+    (AdminOpcode::Sanitize, CommandEffects::new().with_lbcc(true).with_cse(2)),
+];
+
 /// The I/O commands that the controller has, and whether they change what logical blocks contain.
 const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::Flush, false),
@@ -400,7 +418,7 @@ const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::Copy, true),
 ];
 
-fn commands(shadow_doorbells: bool) -> CommandsSupportedEffects {
+fn commands(shadow_doorbells: bool, has_pool: bool) -> CommandsSupportedEffects {
     let mut page = CommandsSupportedEffects::new_zeroed();
     // The Command Scope stays "not reported": Linux takes an I/O command with any effect that it
     // does not know for a command to be serialised, and warns of "unusual effects".
@@ -408,6 +426,9 @@ fn commands(shadow_doorbells: bool) -> CommandsSupportedEffects {
     let optional = shadow_doorbells.then_some(&AdminOpcode::DoorbellBufferConfig);
     for opcode in ADMIN_COMMANDS.iter().chain(optional) {
         page.admin[usize::from(u8::from(*opcode))] = supported;
+    }
+    for (opcode, effects) in POOL_COMMANDS.iter().filter(|_| has_pool) {
+        page.admin[usize::from(u8::from(*opcode))] = effects.with_csupp(true);
     }
     for (opcode, changes) in IO_COMMANDS {
         page.io[usize::from(u8::from(*opcode))] = supported.with_lbcc(*changes);

@@ -3,12 +3,16 @@
 pub(crate) mod budget;
 pub(crate) mod events;
 pub(crate) mod features;
+pub(crate) mod format;
 mod host_behavior;
 pub(crate) mod identify;
+pub(crate) mod identify_pool;
 pub(crate) mod keep_alive;
 pub(crate) mod limits;
 pub(crate) mod logs;
+pub(crate) mod namespace_management;
 pub(crate) mod persistent_events;
 pub(crate) mod rate_limit;
+pub(crate) mod sanitize;
 pub(crate) mod self_test;
 pub(crate) mod telemetry;

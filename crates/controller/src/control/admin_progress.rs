@@ -49,6 +49,11 @@ impl AdminProgress {
         }
     }
 
+    /// Whether the command that is about to be begun was begun by a process before.
+    pub(super) fn is_replayed(&self) -> bool {
+        self.replays != 0
+    }
+
     pub(super) fn end(&mut self, completion: AdminCompletion) {
         if let Some(at) = self.under_way.iter().position(|sqe| sqe.cid == completion.cid) {
             self.under_way.remove(at);

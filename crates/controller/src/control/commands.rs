@@ -6,6 +6,7 @@ use super::deferred::Deferred;
 use super::diagnostics::{Diagnostics, areas, hours, media};
 use super::io_queues::{IoQueues, QueueEnvironment, ended};
 use super::memory::HostMemory;
+use super::pool::{self, PoolCommands};
 use super::registers::Registers;
 use super::reset::Lifecycle;
 use crate::admin::features::{self, Effect, Features, Limits};
@@ -66,6 +67,7 @@ pub(super) struct AdminCommands {
     /// How often there is an event of lost data.
     losses: RateLimit,
     pub(super) diagnostics: Diagnostics,
+    pub(super) pool: PoolCommands,
 }
 
 impl AdminCommands {
@@ -80,12 +82,14 @@ impl AdminCommands {
             full: RateLimit::default(),
             losses: RateLimit::default(),
             diagnostics: Diagnostics::default(),
+            pool: PoolCommands::default(),
         }
     }
 
     /// Whether no command waits for a worker.
     pub(super) fn is_quiet(&self) -> bool {
-        self.aborts == 0 && !self.configures_shadow && self.diagnostics.self_test.is_quiet()
+        let is_quiet = self.diagnostics.self_test.is_quiet() && self.pool.is_quiet();
+        self.aborts == 0 && !self.configures_shadow && is_quiet
     }
 
     /// What the host has set, and what it has not read of what has changed.
@@ -127,11 +131,11 @@ impl AdminCommands {
 
     /// How many bytes a command takes from the host, to be read before it is executed.
     pub(super) fn data_length(sqe: &Sqe) -> usize {
-        if AdminOpcode::try_from(sqe.opcode) != Ok(AdminOpcode::SetFeatures)
-            || sqe.fuse() != Fuse::Normal
-            || sqe.psdt() != Psdt::Prp
-        {
+        if sqe.fuse() != Fuse::Normal || sqe.psdt() != Psdt::Prp {
             return 0;
+        }
+        if AdminOpcode::try_from(sqe.opcode) != Ok(AdminOpcode::SetFeatures) {
+            return pool::data_length(sqe);
         }
         features::data_length(decode::SetFeatures::decode(sqe).fid)
     }
@@ -158,6 +162,7 @@ impl AdminCommands {
         let unsupported = Err(Status::INVALID_OPCODE.with_dnr());
         let Ok(opcode) = AdminOpcode::try_from(sqe.opcode) else { return unsupported };
         let (cx, generation) = (env.cx, env.lifecycle.generation);
+        pool::barrier(cx, opcode)?;
         let queue = QueueEnvironment { registers: env.registers, memory: &*env.memory, generation };
         match opcode {
             AdminOpcode::CreateIoCq => {
@@ -182,6 +187,10 @@ impl AdminCommands {
                 Ok(Outcome::Done(0))
             }
             AdminOpcode::GetLbaStatus => get_lba_status(env, sqe),
+            AdminOpcode::NamespaceManagement
+            | AdminOpcode::NamespaceAttachment
+            | AdminOpcode::FormatNvm
+            | AdminOpcode::Sanitize => self.order(env, (opcode, sqe), data),
             AdminOpcode::DeviceSelfTest => self.device_self_test(env, sqe),
             AdminOpcode::DoorbellBufferConfig if cx.config.shadow_doorbells => {
                 self.doorbell_buffer_config(env, sqe)
@@ -209,8 +218,10 @@ impl AdminCommands {
 
     fn identify(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::Identify::decode(sqe);
-        let data = self.identity.identify(&command, sqe.nsid, &env.cx.identified())?;
-        Ok(Outcome::Data(Data { len: data.len(), bytes: data.to_vec(), dw0: 0, log: None }))
+        pool::identify(env.cx, &command, sqe.nsid, || {
+            let data = self.identity.identify(&command, sqe.nsid, &env.cx.identified())?;
+            Ok(Outcome::Data(Data { len: data.len(), bytes: data.to_vec(), dw0: 0, log: None }))
+        })
     }
 
     fn set_features(
@@ -296,12 +307,14 @@ impl AdminCommands {
             lid::SMART_HEALTH => self.health(env),
             _ => Health::default(),
         };
+        let pool = env.cx.config.pool.as_ref().map(|pool| pool.state());
         let mut context = LogContext {
             errors: &env.port.errors,
             health: &health,
             self_test: &self_test,
             changed: &mut self.changed,
             uncorrectable: &env.cx.shared.uncorrectable(),
+            pool: pool.as_ref(),
             shadow_doorbells: env.cx.config.shadow_doorbells,
             volatile_cache: env.cx.has_volatile_cache(),
         };

@@ -20,6 +20,7 @@ mod memory;
 mod namespace_changes;
 mod namespaces;
 mod one_alone;
+mod pool;
 mod recover;
 mod registers;
 mod reset;
@@ -684,6 +685,10 @@ impl Control {
             Notice::NamespaceChanged { nsid, status } => {
                 self.namespace_changed(cx, nsid, status, deferred);
             }
+            Notice::PoolEnded { generation, cid, status, dw0 } => {
+                self.pool_ended(cx, (generation, cid), (status, dw0), deferred);
+            }
+            Notice::Sanitized => self.sanitized(cx, deferred),
             Notice::MemoryReleased { ticket } => {
                 deferred.callbacks.extend(self.memory.released(ticket));
             }

@@ -124,7 +124,7 @@ impl Control {
     }
 
     /// Has all workers use another namespace, or none.
-    fn switch_namespace(
+    pub(super) fn switch_namespace(
         &self,
         cx: &Context,
         nsid: u32,
@@ -147,7 +147,16 @@ impl Control {
     }
 
     /// Has Identify tell of a namespace, or that it is gone, and the host know of that.
-    fn publish_namespace(&mut self, cx: &Context, nsid: u32, namespace: Option<Namespace>) {
+    pub(super) fn publish_namespace(
+        &mut self,
+        cx: &Context,
+        nsid: u32,
+        namespace: Option<Namespace>,
+    ) {
+        // For the host it is there, and comes back.
+        if namespace.is_none() && cx.serving().barred().any(|barred| barred == nsid) {
+            return;
+        }
         if namespace.is_none() || cx.identified().get(nsid).is_none() {
             self.commands.forget_namespace(nsid, hours(&self.lifecycle));
         }

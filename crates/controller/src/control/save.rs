@@ -5,6 +5,7 @@ use super::admin::Attach;
 use super::admin_progress::AdminProgress;
 use super::diagnostics::Diagnostics;
 use super::memory::HostMemory;
+use super::pool::PoolCommands;
 use super::registers::Registers;
 use super::reset::{Lifecycle, Phase};
 use super::rest::Step;
@@ -50,6 +51,7 @@ impl Control {
         SavedControl {
             uncorrectable,
             uncorrectable_changes,
+            creating: self.commands.pool.save(),
             registers: self.registers.save(),
             enabled: phase == Phase::Ready,
             generation,
@@ -144,6 +146,7 @@ impl Control {
         self.registers.restore(&control.registers);
         self.commands.restore(&control.features, &control.changed);
         self.commands.diagnostics = Diagnostics::restore(&control.diagnostics);
+        self.commands.pool = PoolCommands::restore(control.creating);
         self.memory.shadow = control.shadow;
         self.lifecycle.phase = if control.enabled { Phase::Ready } else { Phase::Disabled };
         self.lifecycle.generation = control.generation;

@@ -5,7 +5,7 @@ use super::copy::{ALWAYS_ENABLED, Copies, CopyEnd, ParsedCopy, parse_copy};
 use super::forced::{ForcedRead, ForcedReads};
 use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
 use super::long::{LongCommand, LongCommands, Part, piece};
-use super::namespace::{INACTIVE, NamespaceQueue, index_of};
+use super::namespace::{NamespaceQueue, index_of};
 use super::quota::{Exceeded, Quota, cost};
 use super::resolve::{read_list, resolve_flagged};
 use super::retired::Retired;
@@ -13,6 +13,7 @@ use super::spans::TouchedSpans;
 use super::status::{is_media_error, status_of};
 use crate::admin::self_test::Piece;
 use crate::latch::Latch;
+use crate::namespace::INACTIVE;
 use crate::queue::Permit;
 use crate::stats::{PartCounters, TransferStats};
 use shadowbell_backend::{DiskError, Op, Request, Submitted};
@@ -230,15 +231,17 @@ impl Engine {
     /// What is under way goes on with the disk that it was begun on, and what a command has not
     /// begun yet with the new one. If there is no new one, all commands that are about the
     /// namespace alone end, as soon as the disk has let go of them.
+    /// `absence` is how they end then.
     pub(crate) fn change_namespace(
         &mut self,
         index: usize,
         new: Option<NamespaceQueue>,
+        absence: Status,
     ) -> Option<usize> {
         let room = self.namespaces.len().max(index + 1);
         self.namespaces.resize_with(room, NamespaceQueue::none);
         let is_removed = new.is_none();
-        let new = new.unwrap_or_else(NamespaceQueue::none);
+        let new = new.unwrap_or_else(|| NamespaceQueue::absent(absence));
         let old = std::mem::replace(&mut self.namespaces[index], new);
         self.wants_hints = want_hints(&self.namespaces);
         self.takes_turns = take_turns(&self.namespaces);
@@ -284,7 +287,8 @@ impl Engine {
                 retired.queue.cancel(tag);
             }
         });
-        over.into_iter().for_each(|tag| in_flight.fail(tag, INACTIVE));
+        let absence = self.namespaces[index].absence;
+        over.into_iter().for_each(|tag| in_flight.fail(tag, absence));
         for tag in dropped {
             if let Some(entry) = in_flight.get_mut(tag)
                 && let Owner::Part { parent } = entry.owner
@@ -903,7 +907,8 @@ impl Engine {
             Ok(index) if offset.checked_add(len).is_some_and(|to| to <= end(index)) => {
                 self.begin_own(vec![(index, Request { op: Op::Verify, offset, len })], latch);
             }
-            _ => latch.set_status(INACTIVE),
+            Ok(_) => latch.set_status(INACTIVE),
+            Err(status) => latch.set_status(status),
         }
     }
 

@@ -5,7 +5,7 @@
 //! flush, which is of the whole disk, and the command's own.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
-use super::namespace::{INACTIVE, NamespaceQueue};
+use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::status::status_of;
 use shadowbell_backend::{Op, Request, Submitted};
@@ -84,7 +84,7 @@ fn submit(
     data: &mut Segments,
 ) -> Option<()> {
     if namespaces[namespace].is_none() {
-        in_flight.fail(parent, INACTIVE);
+        in_flight.fail(parent, namespaces[namespace].absence);
         return None;
     }
     let tag = in_flight.next_tag();

@@ -1,7 +1,7 @@
 //! One worker's part of a namespace.
 
 use super::quota::cost;
-use crate::namespace::Namespace;
+use crate::namespace::{INACTIVE, Namespace, Namespaces};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use shadowbell_backend::{DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{DmaTable, Ring, Segments};
@@ -11,10 +11,6 @@ use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::status::Status;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-
-/// How a command for an inactive NSID ends (Base 2.1, 3.2.1.5). One that is under way when its
-/// namespace goes ends as if it had been given afterwards (Base 2.1, 8.1.15).
-pub(super) const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
 
 /// A namespace with this worker's queue to its disk. One without blocks is none: its NSID is
 /// inactive.
@@ -27,6 +23,8 @@ pub(crate) struct NamespaceQueue {
     long_from: u32,
     /// Some of its blocks are marked as uncorrectable: all commands are long.
     is_marked: bool,
+    /// How a command ends if there is no namespace.
+    pub(super) absence: Status,
     pub(super) queue: Box<dyn Queue>,
 }
 
@@ -44,13 +42,22 @@ impl NamespaceQueue {
             volatile_cache: namespace.info().volatile_cache,
             long_from: long_from(namespace.block_shift()),
             is_marked: false,
+            absence: INACTIVE,
             queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
         })
     }
 
-    /// As above, if there is one.
-    pub(crate) fn open_any(namespace: Option<&Namespace>) -> io::Result<Self> {
-        namespace.map_or_else(|| Ok(Self::none()), Self::open)
+    /// As above, if there is one of this NSID.
+    pub(crate) fn open_any(namespaces: &Namespaces, nsid: u32) -> io::Result<Self> {
+        match namespaces.get(nsid) {
+            Some(namespace) => Self::open(namespace),
+            None => Ok(Self::absent(namespaces.absence(nsid))),
+        }
+    }
+
+    /// For an NSID at which there is none, and how commands for it end.
+    pub(super) fn absent(absence: Status) -> Self {
+        Self { absence, ..Self::none() }
     }
 
     /// For an NSID at which there is no namespace.
@@ -62,6 +69,7 @@ impl NamespaceQueue {
             volatile_cache: false,
             long_from: long_from(9),
             is_marked: false,
+            absence: INACTIVE,
             queue: Box::new(Nothing),
         }
     }
@@ -95,7 +103,7 @@ impl NamespaceQueue {
     /// and so costs a command of one that is there nothing.
     #[cold]
     fn out_of_range(&self) -> Status {
-        if self.is_none() { INACTIVE } else { Status::LBA_OUT_OF_RANGE.with_dnr() }
+        if self.is_none() { self.absence } else { Status::LBA_OUT_OF_RANGE.with_dnr() }
     }
 
     /// Whether a read or write takes long: it has more bytes than are short, or is forced to the
@@ -138,7 +146,7 @@ const DISK_TOKEN: u64 = 1;
 pub(super) fn index_of(list: &[NamespaceQueue], nsid: u32) -> Result<usize, Status> {
     let index = (nsid as usize).wrapping_sub(1);
     match list.get(index) {
-        Some(namespace) if namespace.is_none() => Err(INACTIVE),
+        Some(namespace) if namespace.is_none() => Err(namespace.absence),
         Some(_) => Ok(index),
         None => Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
     }

@@ -137,7 +137,8 @@ impl ControllerQueues {
         match opened.transpose() {
             Ok(new) => {
                 self.opening.namespaces = Arc::clone(namespaces);
-                let place = self.set.engine.change_namespace(nsid as usize - 1, new);
+                let absence = namespaces.absence(nsid);
+                let place = self.set.engine.change_namespace(nsid as usize - 1, new, absence);
                 let disk = |place| (Deleting::Disk(place, Arc::clone(epoll)), latch);
                 self.deleting.extend(place.map(disk));
             }

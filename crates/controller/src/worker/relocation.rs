@@ -46,8 +46,8 @@ impl Opening {
     ) -> Result<Engine, std::io::Error> {
         let Self { namespaces, page_size, max_transfer, quota, .. } = self;
         let limits = (*page_size, *max_transfer, namespaces.promises.zeroes);
-        let namespaces = (1..=namespaces.highest()).map(|nsid| namespaces.get(nsid));
-        let namespaces = namespaces.map(NamespaceQueue::open_any).collect::<Result<_, _>>()?;
+        let open = |nsid| NamespaceQueue::open_any(namespaces, nsid);
+        let namespaces = (1..=namespaces.highest()).map(open).collect::<Result<_, _>>()?;
         Ok(Engine::new(View::new(table), limits, *quota, namespaces, counters))
     }
 }

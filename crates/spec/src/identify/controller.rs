@@ -1,7 +1,8 @@
 //! What Identify reports of a controller.
 
 use super::{
-    Cmic, Ctratt, EntrySizes, Fna, Frmw, Lpa, Oacs, Oaes, Oncs, PowerState, Sgls, Text, Vwc,
+    Cmic, Ctratt, EntrySizes, Fna, Frmw, Lpa, Oacs, Oaes, Oncs, PowerState, Sanicap, Sgls, Text,
+    Vwc,
 };
 use crate::layout::zero_default;
 use zerocopy::little_endian::U128;
@@ -122,7 +123,7 @@ pub struct IdentifyController {
     /// Maximum Thermal Management Temperature in kelvins.
     pub mxtmt: u16,
     /// Sanitize Capabilities.
-    pub sanicap: u32,
+    pub sanicap: Sanicap,
     /// Host Memory Buffer Minimum Descriptor Entry Size, in units of 4 KiB.
     pub hmminds: u32,
     /// Host Memory Maximum Descriptors Entries.

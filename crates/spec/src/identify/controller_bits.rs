@@ -256,6 +256,28 @@ pub struct Fna {
     __: u8,
 }
 
+/// Sanitize Capabilities.
+#[bitfield(u32)]
+#[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct Sanicap {
+    /// Crypto Erase Support.
+    pub ces: bool,
+    /// Block Erase Support.
+    pub bes: bool,
+    /// Overwrite Support.
+    pub ows: bool,
+    /// Verification Support.
+    pub vers: bool,
+    #[bits(25)]
+    __: u32,
+    /// No-Deallocate Inhibited: blocks are deallocated by a sanitize operation, whatever the host
+    /// asks for.
+    pub ndi: bool,
+    /// No-Deallocate Modifies Media After Sanitize: 1 it does not, 2 it does.
+    #[bits(2)]
+    pub nodmmas: u8,
+}
+
 /// Volatile Write Cache.
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -344,6 +366,9 @@ mod tests {
             with_timestamp = 6, with_verify = 7, with_copy = 8, with_copy_atomicity = 9,
             with_all_fast_copy = 10, with_max_write_zeroes_deallocate = 11,
             with_namespace_zeroes = 12,
+        });
+        assert_bits!(Sanicap {
+            with_ces = 0, with_bes = 1, with_ows = 2, with_vers = 3, with_ndi = 29,
         });
         assert_bits!(Fna { with_fns = 0, with_sens = 1, with_cryes = 2, with_bcnsid = 3 });
         assert_bits!(Vwc { with_vwcp = 0 });

@@ -15,6 +15,7 @@
 mod codes;
 mod controller;
 mod controller_bits;
+mod created;
 mod lists;
 mod namespace;
 mod namespace_ids;
@@ -24,8 +25,9 @@ mod text;
 pub use codes::{IDENTIFY_SIZE, cns, csi};
 pub use controller::{IdentifyController, IdentifyNvmController};
 pub use controller_bits::{
-    Cmic, ControllerType, Ctratt, EntrySizes, Fna, Frmw, Lpa, Oacs, Oaes, Oncs, Sgls, Vwc,
+    Cmic, ControllerType, Ctratt, EntrySizes, Fna, Frmw, Lpa, Oacs, Oaes, Oncs, Sanicap, Sgls, Vwc,
 };
+pub use created::NamespaceToCreate;
 pub use lists::{ControllerList, IoCommandSets, NamespaceList};
 pub use namespace::{
     Dlfeat, Dpc, Dps, Flbas, IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmNamespace,

@@ -3,6 +3,7 @@
 mod effects;
 mod pages;
 pub mod persistent_event;
+mod sanitize;
 mod self_test;
 mod telemetry;
 
@@ -15,6 +16,7 @@ pub use pages::{
     SmartHealth,
 };
 
+pub use sanitize::{SanitizeLog, SanitizeState, sos};
 pub use self_test::{SelfTestLog, SelfTestResult, ValidDiagnostics, self_test_result, stc};
 pub use telemetry::{TELEMETRY_BLOCK, TelemetryHeader};
 
@@ -74,7 +76,7 @@ pub mod lid {
     pub const DISCOVERY: u8 = 0x70;
     /// Reservation Notification.
     pub const RESERVATION_NOTIFICATION: u8 = 0x80;
-    /// Sanitize Status.
+    /// Sanitize Status: [`SanitizeLog`](super::SanitizeLog).
     pub const SANITIZE_STATUS: u8 = 0x81;
     /// Changed Zone List.
     pub const CHANGED_ZONES: u8 = 0xbf;

@@ -1,0 +1,52 @@
+//! Format NVM: another block size, and nothing that was there before. Base 2.1, 5.1.10; NVM 1.1,
+//! 4.1.2.
+
+use super::namespace_management::{block_size, find};
+use crate::pool::{PoolAct, PoolState};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::FormatNvm;
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::status::Status;
+
+/// Secure Erase Settings: what is there is erased in any case.
+const NO_ERASE: u8 = 0;
+const USER_DATA_ERASE: u8 = 1;
+
+/// Format NVM. `is_given` as for
+/// [`management`](super::namespace_management::management); `given` says whether the controller
+/// has any such namespace.
+///
+/// # Errors
+/// The status that the command completes with.
+pub(crate) fn format(
+    sqe: &Sqe,
+    state: &PoolState,
+    (is_given, given): (bool, bool),
+) -> Result<PoolAct, Status> {
+    let command = FormatNvm::decode(sqe);
+    let block_size = block_size(command.lbaf)?;
+    // No metadata, and so no protection information.
+    if command.mset || command.pil || command.pi != 0 {
+        return Err(Status::INVALID_FORMAT.with_dnr());
+    }
+    if !matches!(command.ses, NO_ERASE | USER_DATA_ERASE) {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    let nsids = if sqe.nsid == NSID_ALL {
+        // All that are attached: none of them may be one that is not formatted.
+        if given {
+            return Err(Status::OPERATION_DENIED.with_dnr());
+        }
+        let attached = state.namespaces.iter().filter(|namespace| namespace.attached);
+        attached.map(|namespace| namespace.nsid).collect()
+    } else {
+        find(sqe.nsid, state, is_given)?;
+        vec![sqe.nsid]
+    };
+    for namespace in state.namespaces.iter().filter(|ns| nsids.contains(&ns.nsid)) {
+        if namespace.bytes() < block_size.into() {
+            return Err(Status::INVALID_FORMAT.with_dnr());
+        }
+    }
+    Ok(PoolAct::Format { nsids, block_size })
+}

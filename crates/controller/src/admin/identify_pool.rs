@@ -1,0 +1,130 @@
+//! What Identify tells of a pool: allocated namespaces, capacity, and what can be done with them.
+//! Base 2.1, 5.1.13.
+
+use super::identify::{CNTLID, Page, identify_namespace, invalid_namespace, list, page};
+use super::namespace_management::{FORMATS, format_of};
+use super::sanitize;
+use crate::namespace::{Namespace, Namespaces, Promises};
+use crate::pool::{PoolNamespace, PoolState, placeholder};
+use shadowbell_spec::admin::Identify;
+use shadowbell_spec::identify::{
+    ControllerList, Flbas, IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace,
+    IdentifyNvmNamespace, LbaFormat, cns, csi,
+};
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::status::Status;
+use zerocopy::FromBytes;
+
+/// The structures that there are with a pool alone, and those that say something else then. `None`
+/// leaves it to [`Identity`](super::identify::Identity).
+///
+/// # Errors
+/// The status that the command completes with.
+pub(crate) fn identify(
+    cmd: &Identify,
+    nsid: u32,
+    (namespaces, state): (&Namespaces, &PoolState),
+) -> Option<Result<Page, Status>> {
+    let is_nvm = cmd.csi == csi::NVM;
+    Some(match cmd.cns {
+        // What all namespaces have in common.
+        cns::NAMESPACE if nsid == NSID_ALL => Ok(page(&common())),
+        cns::CSI_NAMESPACE if nsid == NSID_ALL && is_nvm => {
+            Ok(page(&IdentifyNvmNamespace::default()))
+        }
+        cns::INDEPENDENT_NAMESPACE if nsid == NSID_ALL => {
+            Ok(page(&IdentifyIndependentNamespace::default()))
+        }
+        cns::ALLOCATED_NAMESPACES => list(nsid, allocated(namespaces, state).into_iter()),
+        cns::CSI_ALLOCATED_NAMESPACES if is_nvm => {
+            list(nsid, allocated(namespaces, state).into_iter())
+        }
+        cns::ALLOCATED_NAMESPACE => {
+            is_valid(nsid, namespaces).map(|()| page(&find(nsid, namespaces, state)))
+        }
+        cns::CSI_ALLOCATED_NAMESPACE if is_nvm => {
+            is_valid(nsid, namespaces).map(|()| page(&IdentifyNvmNamespace::default()))
+        }
+        cns::NAMESPACE_CONTROLLERS if nsid != NSID_ALL => is_valid(nsid, namespaces).map(|()| {
+            let attached = namespaces.get(nsid).map(|_| CNTLID);
+            page(&ControllerList::from(cmd.cntid, attached))
+        }),
+        _ => return None,
+    })
+}
+
+fn is_valid(nsid: u32, namespaces: &Namespaces) -> Result<(), Status> {
+    let is_valid = (1..=namespaces.highest()).contains(&nsid);
+    is_valid.then_some(()).ok_or(invalid_namespace())
+}
+
+/// The namespaces of the pool, and those that the controller has apart from it.
+fn allocated(namespaces: &Namespaces, state: &PoolState) -> Vec<u32> {
+    let own = state.namespaces.iter().map(|namespace| namespace.nsid);
+    let mut all: Vec<_> = own.chain(namespaces.iter().map(Namespace::nsid)).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+fn find(nsid: u32, namespaces: &Namespaces, state: &PoolState) -> IdentifyNamespace {
+    let own = state.get(nsid);
+    let mut found = match (namespaces.get(nsid), own) {
+        (Some(namespace), _) => identify_namespace(namespace),
+        (None, Some(own)) => identify_namespace(&detached(own, &namespaces.promises)),
+        (None, None) => return IdentifyNamespace::default(),
+    };
+    if let Some(own) = own {
+        add_formats(&mut found, own.block_size);
+    }
+    found
+}
+
+/// As the namespace will be, once it is attached.
+fn detached(own: &PoolNamespace, promises: &Promises) -> Namespace {
+    Namespace::new(own.nsid, &placeholder(own), promises)
+}
+
+fn add_formats(namespace: &mut IdentifyNamespace, block_size: u32) {
+    namespace.nlbaf = (FORMATS.len() - 1) as u8;
+    namespace.flbas = Flbas::new().with_low(format_of(block_size));
+    for (format, block_size) in namespace.lbaf.iter_mut().zip(FORMATS) {
+        *format = LbaFormat { lbads: block_size.trailing_zeros() as u8, ..LbaFormat::default() };
+    }
+}
+
+fn common() -> IdentifyNamespace {
+    let mut common = IdentifyNamespace::default();
+    add_formats(&mut common, FORMATS[0]);
+    common
+}
+
+/// Adds what a pool changes of a structure.
+pub(crate) fn amend(
+    structure: &mut [u8],
+    cmd: &Identify,
+    nsid: u32,
+    (namespaces, state): (&Namespaces, &PoolState),
+) {
+    match cmd.cns {
+        cns::CONTROLLER => {
+            let Ok(controller) = IdentifyController::mut_from_bytes(structure) else {
+                return;
+            };
+            let given = namespaces.iter().filter(|ns| state.get(ns.nsid()).is_none());
+            let given: u128 = given.map(|ns| u128::from(ns.info().bytes())).sum();
+            controller.tnvmcap = (given + u128::from(state.capacity)).into();
+            controller.unvmcap = u128::from(state.unallocated()).into();
+            controller.oacs.set_format_nvm(true);
+            controller.oacs.set_namespace_management(true);
+            controller.sanicap = sanitize::capabilities();
+        }
+        cns::NAMESPACE if namespaces.get(nsid).is_some() => {
+            let namespace = IdentifyNamespace::mut_from_bytes(structure);
+            if let (Ok(namespace), Some(own)) = (namespace, state.get(nsid)) {
+                add_formats(namespace, own.block_size);
+            }
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,159 @@
+//! Admin commands by which namespaces come and go, and are sanitized, decoded.
+
+use crate::Sqe;
+use crate::layout::bits;
+
+/// Namespace Management. Base 2.1, 5.1.21 "Namespace Management command".
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NamespaceManagement {
+    /// Select, CDW10 3:0: [`CREATE`](Self::CREATE) or [`DELETE`](Self::DELETE).
+    pub sel: u8,
+    /// Command Set Identifier, CDW11 31:24.
+    pub csi: u8,
+}
+
+impl NamespaceManagement {
+    /// The host gives a [`NamespaceToCreate`](crate::identify::NamespaceToCreate).
+    pub const CREATE: u8 = 0;
+    /// The namespace goes, or all of them (FFFFFFFFh).
+    pub const DELETE: u8 = 1;
+
+    /// From the command's dwords.
+    pub const fn decode(sqe: &Sqe) -> Self {
+        Self { sel: bits(sqe.cdw10, 3, 0) as u8, csi: bits(sqe.cdw11, 31, 24) as u8 }
+    }
+
+    /// Into the command's dwords.
+    #[must_use]
+    pub const fn encode(self, mut sqe: Sqe) -> Sqe {
+        sqe.cdw10 = self.sel as u32 & 0xf;
+        sqe.cdw11 = (self.csi as u32) << 24;
+        sqe
+    }
+}
+
+/// Namespace Attachment, whose data are a [`ControllerList`](crate::identify::ControllerList).
+/// Base 2.1, 5.1.20 "Namespace Attachment command".
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NamespaceAttachment {
+    /// Select, CDW10 3:0: [`ATTACH`](Self::ATTACH) or [`DETACH`](Self::DETACH).
+    pub sel: u8,
+}
+
+impl NamespaceAttachment {
+    /// The controllers of the list have the namespace from here on.
+    pub const ATTACH: u8 = 0;
+    /// They have it no more.
+    pub const DETACH: u8 = 1;
+
+    /// From the command's dwords.
+    pub const fn decode(sqe: &Sqe) -> Self {
+        Self { sel: bits(sqe.cdw10, 3, 0) as u8 }
+    }
+
+    /// Into the command's dwords.
+    #[must_use]
+    pub const fn encode(self, mut sqe: Sqe) -> Sqe {
+        sqe.cdw10 = self.sel as u32 & 0xf;
+        sqe
+    }
+}
+
+/// Sanitize. Base 2.1, 5.1.22 "Sanitize command".
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sanitize {
+    /// Sanitize Action, CDW10 2:0: one of the constants here.
+    pub sanact: u8,
+    /// Allow Unrestricted Sanitize Exit, CDW10 bit 3.
+    pub ause: bool,
+    /// Overwrite Pass Count, CDW10 7:4: 0 is 16.
+    pub owpass: u8,
+    /// Overwrite Invert Pattern Between Passes, CDW10 bit 8.
+    pub oipbp: bool,
+    /// No-Deallocate After Sanitize, CDW10 bit 9.
+    pub ndas: bool,
+    /// Enter Media Verification State, CDW10 bit 10.
+    pub emvs: bool,
+    /// Overwrite Pattern, CDW11.
+    pub ovrpat: u32,
+}
+
+impl Sanitize {
+    /// Exit Failure Mode.
+    pub const EXIT_FAILURE: u8 = 1;
+    /// Start a block erase.
+    pub const BLOCK_ERASE: u8 = 2;
+    /// Start an overwrite.
+    pub const OVERWRITE: u8 = 3;
+    /// Start a crypto erase.
+    pub const CRYPTO_ERASE: u8 = 4;
+
+    /// From the command's dwords.
+    pub const fn decode(sqe: &Sqe) -> Self {
+        Self::from_dwords(sqe.cdw10, sqe.cdw11)
+    }
+
+    /// From CDW10, as the Sanitize Status log page has it as well, and CDW11.
+    pub const fn from_dwords(cdw10: u32, cdw11: u32) -> Self {
+        Self {
+            sanact: bits(cdw10, 2, 0) as u8,
+            ause: cdw10 & 1 << 3 != 0,
+            owpass: bits(cdw10, 7, 4) as u8,
+            oipbp: cdw10 & 1 << 8 != 0,
+            ndas: cdw10 & 1 << 9 != 0,
+            emvs: cdw10 & 1 << 10 != 0,
+            ovrpat: cdw11,
+        }
+    }
+
+    /// CDW10.
+    pub const fn dword10(self) -> u32 {
+        self.sanact as u32 & 7
+            | (self.ause as u32) << 3
+            | (self.owpass as u32 & 0xf) << 4
+            | (self.oipbp as u32) << 8
+            | (self.ndas as u32) << 9
+            | (self.emvs as u32) << 10
+    }
+
+    /// How many passes an overwrite has: 1 to 16.
+    pub const fn passes(self) -> u8 {
+        if self.owpass == 0 { 16 } else { self.owpass }
+    }
+
+    /// Into the command's dwords.
+    #[must_use]
+    pub const fn encode(self, mut sqe: Sqe) -> Sqe {
+        sqe.cdw10 = self.dword10();
+        sqe.cdw11 = self.ovrpat;
+        sqe
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_where_the_specification_has_them() {
+        let sqe = Sqe { cdw10: 0xffff_fff1, cdw11: 0x0200_0000, ..Sqe::default() };
+        let create = NamespaceManagement { sel: NamespaceManagement::DELETE, csi: 2 };
+        assert_eq!(NamespaceManagement::decode(&sqe), create);
+        assert_eq!(NamespaceAttachment::decode(&sqe).sel, NamespaceAttachment::DETACH);
+        let sqe = Sqe { cdw10: 0b101_0011_1011, cdw11: 7, ..Sqe::default() };
+        let sanitize = Sanitize {
+            sanact: Sanitize::OVERWRITE,
+            ause: true,
+            owpass: 3,
+            oipbp: true,
+            ndas: false,
+            emvs: true,
+            ovrpat: 7,
+        };
+        assert_eq!(Sanitize::decode(&sqe), sanitize);
+        assert_eq!((sanitize.dword10(), sanitize.passes()), (sqe.cdw10, 3));
+        assert_eq!(Sanitize::default().passes(), 16);
+        assert_eq!(NamespaceManagement::decode(&create.encode(sqe)), create);
+        assert_eq!(Sanitize::decode(&sanitize.encode(Sqe::default())), sanitize);
+    }
+}

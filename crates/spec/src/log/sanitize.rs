@@ -1,0 +1,104 @@
+//! The log page Sanitize Status, 81h. Base 2.1, 5.1.12.1.33.
+
+use crate::layout::zero_default;
+use bitfield_struct::bitfield;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Sanitize Operation Status: what became of the most recent operation.
+pub mod sos {
+    /// There was none.
+    pub const NEVER: u8 = 0;
+    /// It was successful.
+    pub const SUCCESSFUL: u8 = 1;
+    /// It is under way.
+    pub const IN_PROGRESS: u8 = 2;
+    /// It has failed.
+    pub const FAILED: u8 = 3;
+    /// It was successful, and blocks were deallocated although they were not to be.
+    pub const DEALLOCATED: u8 = 4;
+
+    /// In words.
+    pub const fn name(sos: u8) -> Option<&'static str> {
+        Some(match sos {
+            NEVER => "never sanitized",
+            SUCCESSFUL => "successful",
+            IN_PROGRESS => "in progress",
+            FAILED => "failed",
+            DEALLOCATED => "successful, with unexpected deallocation",
+            _ => return None,
+        })
+    }
+}
+
+/// Sanitize Status.
+#[bitfield(u16)]
+#[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct SanitizeState {
+    /// Sanitize Operation Status: one of [`sos`].
+    #[bits(3)]
+    pub sos: u8,
+    /// Overwrite Passes Completed.
+    #[bits(5)]
+    pub opc: u8,
+    /// Global Data Erased: nothing was written since the last successful operation, or ever.
+    pub gde: bool,
+    #[bits(7)]
+    __: u8,
+}
+
+/// The log page.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct SanitizeLog {
+    /// Sanitize Progress: how many 65536th parts are done; FFFFh when none is under way.
+    pub sprog: u16,
+    /// Sanitize Status.
+    pub sstat: SanitizeState,
+    /// Sanitize Command Dword 10 Information: CDW10 of the command that has begun the operation.
+    pub scdw10: u32,
+    /// Estimated Time For Overwrite in seconds; FFFFFFFFh not reported.
+    pub eto: u32,
+    /// Estimated Time For Block Erase.
+    pub etbe: u32,
+    /// Estimated Time For Crypto Erase.
+    pub etce: u32,
+    /// Estimated Time For Overwrite With No-Deallocate.
+    pub etond: u32,
+    /// Estimated Time For Block Erase With No-Deallocate.
+    pub etbend: u32,
+    /// Estimated Time For Crypto Erase With No-Deallocate.
+    pub etcend: u32,
+    /// Estimated Time For Post-Verification Deallocation State.
+    pub etpvds: u32,
+    /// Sanitize State Information.
+    pub ssi: u8,
+    /// Reserved.
+    pub reserved37: [u8; 475],
+}
+
+impl SanitizeLog {
+    /// SPROG when no operation is under way.
+    pub const NO_PROGRESS: u16 = 0xffff;
+    /// A time that is not reported.
+    pub const NO_ESTIMATE: u32 = 0xffff_ffff;
+}
+
+zero_default!(SanitizeLog);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::assert_layout;
+
+    #[test]
+    fn layout() {
+        assert_layout!(SanitizeLog, 512, {
+            sprog: 0, sstat: 2, scdw10: 4, eto: 8, etbe: 12, etce: 16, etond: 20, etbend: 24,
+            etcend: 28, etpvds: 32, ssi: 36, reserved37: 37,
+        });
+        assert_eq!(SanitizeState::from_bits(0x0113).sos(), sos::FAILED);
+        assert_eq!(SanitizeState::from_bits(0x0113).opc(), 2);
+        assert!(SanitizeState::from_bits(0x0113).gde());
+        assert_eq!(sos::name(5), None);
+    }
+}
