@@ -3,10 +3,12 @@
 use crate::disk_spec::{self, DiskSpecError};
 use crate::exit;
 pub(crate) use crate::offered_doorbells::OfferedDoorbells;
+use crate::pool::{self, PoolSpec};
 use crate::self_as_is;
 use crate::uuid_text::parse_uuid;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
+use shadowbell_controller::NamespacePool;
 use shadowbell_controller::config::{Config, ConfigError, NamespaceConfig, uuid_from};
 use std::collections::HashSet;
 use std::path::Path;
@@ -31,6 +33,9 @@ pub(crate) struct ControllerConfig {
     pub doorbells: OfferedDoorbells,
     /// No namespace takes writes, whatever its disk allows.
     pub read_only: bool,
+    /// What its host may make namespaces from. Those that are attached are among the disks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<PoolSpec>,
 }
 
 /// A namespace as a person asked for it.
@@ -94,6 +99,9 @@ pub(crate) enum ConfigureError {
     /// The largest transfer is not one that MDTS can express.
     #[error("the largest transfer is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
     MaxTransfer(u64),
+    /// The index of its pool can not be read.
+    #[error("the index of the pool can not be read: {0}")]
+    Pool(std::io::Error),
     /// The controller is impossible.
     #[error(transparent)]
     Controller(#[from] ConfigError),
@@ -193,7 +201,12 @@ impl ControllerConfig {
             .map(|(disk, given)| NamespaceConfig { uuid: uuids.of(&*disk, given), disk })
             .collect();
         let is_numbered = self.disks.iter().any(|disk| disk.nsid.is_some());
+        let pool = self.pool.as_ref().and_then(pool::opened);
+        if let Some(pool) = &pool {
+            pool.refresh().map_err(ConfigureError::Pool)?;
+        }
         let config = Config {
+            pool: pool.map(|pool| pool as Arc<dyn NamespacePool>),
             nsids: if is_numbered { nsids(&self.disks).collect() } else { Vec::new() },
             serial,
             model: self.model.clone().unwrap_or(default.model),

@@ -102,6 +102,7 @@ mod parse;
 mod paste;
 mod place_link;
 mod plain_words;
+mod pool;
 mod queue_options;
 mod replace;
 mod report;

@@ -138,6 +138,10 @@ impl AdminCommands {
                 namespace_management::attachment(sqe, data.as_deref(), &state, of)?
             }
             AdminOpcode::FormatNvm => format::format(sqe, &state, (is_given(sqe.nsid), given))?,
+            // It has begun already.
+            _ if is_again && state.sanitize.command == decode::Sanitize::decode(sqe) => {
+                return Ok(Outcome::Done(0));
+            }
             _ => sanitize::sanitize(sqe, &state, given)?,
         };
         self.pool.under_way = true;

@@ -64,7 +64,7 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
     f.number("tnvmcap", id.tnvmcap.get()).number("unvmcap", id.unvmcap.get());
     f.bits("rpmbs", id.rpmbs).number("edstt", id.edstt).number("dsto", id.dsto);
     f.number("fwug", id.fwug).number("kas", id.kas).bits("hctma", id.hctma);
-    f.number("mntmt", id.mntmt).number("mxtmt", id.mxtmt).bits("sanicap", id.sanicap);
+    f.number("mntmt", id.mntmt).number("mxtmt", id.mxtmt).bits("sanicap", id.sanicap.into_bits());
     f.number("hmminds", id.hmminds).number("hmmaxd", id.hmmaxd);
     f.number("nsetidmax", id.nsetidmax).number("endgidmax", id.endgidmax);
     f.number("anatt", id.anatt).bits("anacap", id.anacap);

@@ -190,7 +190,8 @@ impl Reload {
 
     fn read(&self, changes: &Changes) -> anyhow::Result<String> {
         let refused = "the configuration is refused, and all goes on as it was";
-        let config = self.args.clone().config().context(refused)?;
+        let mut config = self.args.clone().config().context(refused)?;
+        config.add_attached().context(refused)?;
         if Settings::of(&config) != self.settings {
             warn!(
                 "the configuration has changed in what is not of controllers and limit groups; \

@@ -11,6 +11,7 @@ use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list::{self, CpuList};
 use crate::exit::bad_input;
 use crate::parse;
+use crate::pool::PoolSpec;
 use anyhow::{Context, anyhow};
 use shadowbell_controller::PoolOptions;
 use shadowbell_controller::trace::TraceFile;
@@ -25,7 +26,7 @@ pub(crate) struct Args {
     /// server, nbd://host/export, nbd+unix:///export?socket=PATH, an image of Ceph's, rbd:pool/image, or a namespace of another
     /// controller, nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
     /// `disk.img?block-size=4096&read-only=on`
-    #[arg(value_name = "DISK", required_unless_present_any = ["config", "check"])]
+    #[arg(value_name = "DISK", required_unless_present_any = ["config", "check", "namespaces"])]
     disks: Vec<String>,
 
     /// Where to listen; a directory for SPDK (the socket is `cntrl` in there)
@@ -40,6 +41,11 @@ pub(crate) struct Args {
     /// nothing
     #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "config", "controller", "pool"])]
     pub(super) check: Option<PathBuf>,
+
+    /// Let the guest make namespaces, format and sanitize them: files in this directory, which have
+    /// so much together at most, as in `/srv/pool?capacity=1TiB`
+    #[arg(long = "pool", id = "namespaces", value_name = "DIR?capacity=SIZE", conflicts_with_all = ["config", "check"])]
+    namespaces: Option<PoolSpec>,
 
     #[command(flatten)]
     controller: ControllerArgs,
@@ -203,6 +209,7 @@ A configuration file:
   queue-entries = 1024
   max-transfer = \"1MiB\"
   read-only = false
+  pool = \"/srv/vm1?capacity=1TiB\"             # namespaces that the guest makes
   worker = \"own\"                            # a thread for it alone; or a worker's number, from 0
 
 A file with `controller = []` serves none at first; `shadowbell ctl controller add` does.
@@ -300,7 +307,10 @@ impl Args {
                 controllers: vec![SocketConfig {
                     id: None,
                     socket: self.socket.unwrap_or_default(),
-                    controller: self.controller.config(self.disks),
+                    controller: ControllerConfig {
+                        pool: self.namespaces,
+                        ..self.controller.config(self.disks)
+                    },
                     worker: None,
                     origin: None,
                 }],
@@ -358,6 +368,7 @@ impl ControllerArgs {
                 self.doorbells
             },
             read_only: self.read_only,
+            pool: None,
         }
     }
 }

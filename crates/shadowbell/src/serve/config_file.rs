@@ -15,6 +15,7 @@ use crate::cpu_list;
 use crate::exit::bad_input;
 use crate::limits::{self, DiskLimits, Group};
 use crate::plain_words::plain;
+use crate::pool::PoolSpec;
 use crate::uuid_text::{no_uuid, parse_uuid};
 use anyhow::anyhow;
 use serde::Deserialize;
@@ -68,7 +69,8 @@ struct GroupTable {
 struct ControllerTable {
     id: Option<Spanned<String>>,
     socket: Spanned<PathBuf>,
-    disks: Spanned<Vec<Spanned<DiskEntry>>>,
+    disks: Option<Spanned<Vec<Spanned<DiskEntry>>>>,
+    pool: Option<Spanned<String>>,
     serial: Option<Spanned<String>>,
     model: Option<Spanned<String>>,
     #[serde(default)]
@@ -326,12 +328,17 @@ impl Check<'_> {
     }
 
     fn controller(&mut self, table: ControllerTable) -> ControllerConfig {
-        if table.disks.get_ref().is_empty() {
-            self.refuse(&table.disks, "a controller has one disk at least");
+        let line = table.disks.as_ref().map(|disks| self.line(disks));
+        let line = line.unwrap_or_else(|| self.line(&table.socket));
+        let entries = table.disks.map(Spanned::into_inner).unwrap_or_default();
+        if entries.is_empty() && table.pool.is_none() {
+            self.wrong.push((line, "a controller has one disk at least, or a `pool`".to_owned()));
         }
-        let line = self.line(&table.disks);
-        let disks = table.disks.into_inner().into_iter().map(|entry| self.disk(entry));
-        let disks: Vec<_> = disks.collect();
+        let disks: Vec<_> = entries.into_iter().map(|entry| self.disk(entry)).collect();
+        let pool = table.pool.and_then(|text| {
+            let pool = text.get_ref().parse::<PoolSpec>();
+            pool.map_err(|why| self.refuse(&text, format!("`pool`: {why}"))).ok()
+        });
         if let Err(why) = check_nsids(&disks) {
             self.wrong.push((line, why));
         }
@@ -348,6 +355,7 @@ impl Check<'_> {
             max_transfer,
             doorbells: table.doorbells,
             read_only: table.read_only,
+            pool,
         }
     }
 

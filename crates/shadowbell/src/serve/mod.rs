@@ -7,6 +7,7 @@
 //! | `asides` | what answers beside the guests |
 //! | `apply` | has a running server be what a configuration says |
 //! | `plan` | what that takes |
+//! | `pool_orders` | what guests want done with their pools |
 //! | `changes` | controllers that come and go while it runs |
 //! | `namespaces` | their namespaces, which come, go and change |
 //! | `control` | the control socket and the metrics |
@@ -64,6 +65,7 @@ mod namespaces;
 mod phases;
 mod places;
 mod plan;
+mod pool_orders;
 mod pulse;
 mod reactor_thread;
 mod recover;
@@ -86,7 +88,7 @@ pub(crate) use config_file::read as read_config_file;
 use crate::disk_spec::{self, DiskSpecError};
 use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
-use crate::{descriptor_limit, exit, limits, logging, notify};
+use crate::{descriptor_limit, exit, limits, logging, notify, pool};
 use anyhow::anyhow;
 use apply::Reload;
 use asides::{Answering, Asides, Powers};
@@ -147,6 +149,13 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let asked = args.sandbox();
     let mut config = args.config()?;
     let reload = Reload::of(&given, &config);
+    // Those of a process that goes on for another are locked when that one has let go of them.
+    let is_first = keeper.is_none_or(|(role, _)| role == Role::Start);
+    pool::open_all(
+        config.controllers.iter().filter_map(|one| one.controller.pool.as_ref()),
+        is_first,
+    )?;
+    config.add_attached()?;
     // As many as the system says now: it is not asked in the sandbox.
     config.pool.workers = config.pool.count();
     descriptor_limit::raise();
@@ -207,6 +216,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     if let Some(keeping) = &keeping {
         server.changes().keep_with(keeping.kept());
     }
+    pool_orders::begin(&server)?;
     let handle = signals.handle();
     let powers = Powers {
         keeper_pid,

@@ -9,7 +9,7 @@ use super::registry::ServedController;
 use super::server_config::SocketConfig;
 use crate::controller_config::{ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk};
 use crate::limits::{self, DiskLimits};
-use crate::{disk_spec, exit};
+use crate::{disk_spec, exit, pool};
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use shadowbell_backend::{Disk, Limits, ResizeError};
@@ -18,7 +18,7 @@ use shadowbell_controller::{NamespaceConfig, NamespaceError};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
-use tracing::info;
+use tracing::{info, warn};
 
 /// How long workers may take to let go of a disk.
 const WORKERS: Duration = Duration::from_secs(30);
@@ -57,6 +57,7 @@ impl Changes {
         let _turn = self.turn();
         let served = self.find(id)?;
         let asked = explicit(&served);
+        check_pool(&asked, nsid)?;
         if let Some(found) = find(&served, &asked, nsid) {
             let is_same = disk_spec::from_root(&found.disk.disk)
                 == disk_spec::from_root(&wanted.disk)
@@ -133,7 +134,32 @@ impl Changes {
     pub(super) fn remove_namespace(&self, id: &str, nsid: u32) -> anyhow::Result<()> {
         let _turn = self.turn();
         let served = self.find(id)?;
+        check_pool(&served.asked(), nsid)?;
         self.take_namespace(&served, nsid)
+    }
+
+    /// Takes a namespace of a pool away, of which the pool says that the guest has it no more. For
+    /// whoever has the turn.
+    ///
+    /// # Errors
+    /// It is not there; or something is under way at its disk for too long.
+    pub(super) fn drop_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+    ) -> anyhow::Result<()> {
+        let asked = explicit(served);
+        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
+        let mut after = asked.clone();
+        after.controller.disks.remove(found.at);
+        // It may come back, and a guest need not have flushed what it wrote.
+        if let Err(error) = super::flush::flush(&*found.namespace.disk) {
+            warn!("{}: {} can not be flushed: {error}", served.name, found.namespace.disk.name());
+        }
+        drop(found);
+        self.change(served, &asked, after, nsid, None, |controller, done| {
+            controller.remove_namespace(nsid, done)
+        })
     }
 
     /// The same, for whoever has the turn.
@@ -180,6 +206,7 @@ impl Changes {
     ) -> anyhow::Result<bool> {
         let _turn = self.turn();
         let served = self.find(id)?;
+        check_pool(&served.asked(), nsid)?;
         self.alter_namespace(&served, nsid, change)
     }
 
@@ -379,6 +406,17 @@ fn find(served: &ServedController, asked: &SocketConfig, nsid: u32) -> Option<Fo
     let namespaces = served.controller.namespaces();
     let (_, namespace) = namespaces.into_iter().find(|(other, _)| *other == nsid)?;
     Some(Found { at, disk, namespace })
+}
+
+/// A namespace of a pool is its guest's.
+fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
+    let pool = asked.controller.pool.as_ref().and_then(pool::opened);
+    match pool.is_some_and(|pool| pool.index().find(nsid).is_some()) {
+        true => Err(exit::conflict(anyhow!(
+            "namespace {nsid} is one that the guest has made: it attaches, detaches and deletes it"
+        ))),
+        false => Ok(()),
+    }
 }
 
 fn missing(served: &ServedController, nsid: u32) -> anyhow::Error {

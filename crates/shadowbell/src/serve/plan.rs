@@ -11,6 +11,7 @@ use crate::control::api::Difference;
 use crate::controller_config::{DiskConfig, nsids};
 use crate::disk_spec;
 use crate::limits::{self, DiskLimits, Group};
+use crate::pool::PoolSpec;
 use crate::uuid_text::uuid_text;
 use bytesize::ByteSize;
 use clap::ValueEnum;
@@ -218,7 +219,7 @@ fn differences(
 }
 
 /// What can be said of a controller, but for its disks, under the names of the file.
-fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 9] {
+fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 10] {
     let config = &of.controller;
     let doorbells = config.doorbells.to_possible_value().map(|value| value.get_name().to_owned());
     let worker = of.worker.map(|worker| match worker {
@@ -236,6 +237,7 @@ fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 9] {
         ("max-transfer", config.max_transfer.map(size)),
         ("read-only", config.read_only.then(|| "true".to_owned())),
         ("worker", worker),
+        ("pool", config.pool.as_ref().map(PoolSpec::to_string)),
     ]
 }
 

@@ -5,7 +5,9 @@ use crate::control::place::Place;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::keeper_link::known_path;
 use crate::limits::Group;
+use crate::pool;
 use crate::self_as_is;
+use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{Polling, PoolOptions};
 use std::collections::HashMap;
@@ -182,6 +184,23 @@ pub(super) fn pool_options(
 }
 
 impl ServerConfig {
+    /// Adds the namespaces of pools that are attached.
+    ///
+    /// # Errors
+    /// A pool is not there, or a namespace of it has the number of another disk.
+    pub(super) fn add_attached(&mut self) -> anyhow::Result<()> {
+        for served in &mut self.controllers {
+            if let Some(spec) = &served.controller.pool {
+                let disks = pool::with_attached(spec, &served.controller.disks);
+                served.controller.disks = match &served.origin {
+                    Some(origin) => disks.with_context(|| origin.clone())?,
+                    None => disks?,
+                };
+            }
+        }
+        Ok(())
+    }
+
     /// Has the workers poll if that was left open and a client is to map its doorbells: nothing
     /// wakes a worker when one is written. `is_open`: nothing was said of polling.
     #[must_use]

@@ -11,6 +11,7 @@ struct Source {
     changed: ChangedList,
     uncorrectable: Uncorrectable,
     self_test: SelfTest,
+    pool: PoolState,
 }
 
 impl Source {
@@ -21,7 +22,7 @@ impl Source {
             changed: &mut self.changed,
             uncorrectable: &self.uncorrectable,
             self_test: &self.self_test.page(&[]),
-            pool: None,
+            pool: Some(&self.pool),
             shadow_doorbells: true,
             volatile_cache: true,
         };

@@ -3,6 +3,7 @@
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::disk_spec;
 use crate::limits::{self, Group};
+use crate::pool::{self, PoolSpec};
 use crate::self_as_is::absolute;
 use crate::serve::server_config::{Own, ServerConfig, SocketConfig, WorkerChoice};
 use crate::serve::socket_access::SocketAccess;
@@ -102,6 +103,7 @@ struct Controller {
     max_transfer: Option<String>,
     read_only: bool,
     worker: Option<Worker>,
+    pool: Option<String>,
     disks: Vec<Disk>,
 }
 
@@ -167,6 +169,7 @@ fn group(group: Group) -> BTreeMap<&'static str, String> {
 
 fn controller(asked: &SocketConfig) -> Controller {
     let config = asked.controller.clone();
+    let disks = disks(&given(&config));
     let ControllerConfig { serial, model, queues, queue_entries, doorbells, read_only, .. } =
         config;
     Controller {
@@ -183,8 +186,16 @@ fn controller(asked: &SocketConfig) -> Controller {
             WorkerChoice::Shared(number) => Worker::Shared(number),
             WorkerChoice::Own(Own::Own) => Worker::Own("own"),
         }),
-        disks: disks(&config.disks),
+        disks,
+        pool: config.pool.as_ref().map(PoolSpec::to_string),
     }
+}
+
+/// Without those of its pool, which says by itself what is attached.
+fn given(config: &ControllerConfig) -> Vec<DiskConfig> {
+    let is_of_pool =
+        |disk: &&DiskConfig| config.pool.as_ref().is_some_and(|spec| pool::is_of(spec, disk));
+    config.disks.iter().filter(|disk| !is_of_pool(disk)).cloned().collect()
 }
 
 fn disks(all: &[DiskConfig]) -> Vec<Disk> {

@@ -283,7 +283,8 @@ fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> 
     ))]
 fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
     let config = config_file::parse(&wanted.toml, &wanted.file);
-    let config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
+    let mut config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
+    config.add_attached().map_err(problem)?;
     let now = view.settings.with_measure(view.tracer.measures());
     let later = Settings::of(&config).say_otherwise(&now);
     let plan = apply_config(&view.changes, config, wanted.dry_run, wanted.force);
@@ -493,6 +494,7 @@ fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
         max_transfer: spec.max_transfer,
         doorbells: spec.doorbells,
         read_only: spec.read_only,
+        pool: None,
     };
     config_file::check_nsids(&controller.disks)?;
     let mut asked =

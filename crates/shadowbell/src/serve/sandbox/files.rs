@@ -102,9 +102,11 @@ fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Re
 fn allowed(asked: &Asked, config: &ServerConfig) -> Allowed {
     let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
     let paths = disks.filter_map(|disk| disk_spec::file(&disk.disk));
+    let pools = config.controllers.iter().filter_map(|served| served.controller.pool.as_ref());
+    let pools = pools.map(|pool| pool.directory.clone());
     Allowed {
         files: paths.collect(),
-        directories: asked.allow.clone(),
+        directories: asked.allow.iter().cloned().chain(pools).collect(),
         config: asked.config.clone(),
     }
 }

@@ -1,0 +1,99 @@
+//! What becomes of the file of a namespace.
+
+use super::HostPool;
+use shadowbell_backend::{ImageFile, OpenError};
+use shadowbell_spec::admin::Sanitize;
+use std::fs::File;
+use std::io::{self, Seek, Write};
+
+/// How long the file is at which there is no namespace: an empty one is no image.
+pub(super) const VACANT: u64 = 4096;
+/// How much is overwritten in one go.
+const CHUNK: usize = 1 << 20;
+
+/// Opens the file of a namespace, of which no disk is open.
+fn open(pool: &HostPool, nsid: u32) -> io::Result<ImageFile> {
+    ImageFile::open(&pool.file(nsid), false).map_err(|error| match error {
+        OpenError::System { source, .. } => source,
+        error => io::Error::other(error),
+    })
+}
+
+/// Has the file of a namespace be so long, and hold nothing. The blocks that it had are given back
+/// to the file system.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
+    let image = open(pool, nsid)?;
+    image.file().set_len(0)?;
+    image.file().set_len(bytes)?;
+    rustix::fs::fdatasync(image.file())?;
+    Ok(())
+}
+
+/// The file at which there is no namespace any more.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn vacate(pool: &HostPool, nsid: u32) -> io::Result<()> {
+    wipe(pool, nsid, VACANT)
+}
+
+/// Whether the file is as long as it is where there is no namespace.
+pub(crate) fn is_vacant(pool: &HostPool, nsid: u32) -> bool {
+    std::fs::metadata(pool.file(nsid)).is_ok_and(|about| about.len() == VACANT)
+}
+
+/// Overwrites all that the file of a namespace has stored, with the pattern of this pass. `goes_on`
+/// is told of how far it is, and says whether to go on.
+///
+/// # Errors
+/// The system's. [`io::ErrorKind::Interrupted`]: it is not to go on.
+pub(crate) fn overwrite(
+    pool: &HostPool,
+    nsid: u32,
+    (command, pass): (Sanitize, u8),
+    goes_on: &mut dyn FnMut(u64) -> bool,
+) -> io::Result<()> {
+    let image = open(pool, nsid)?;
+    let mut file = image.file();
+    let is_inverted = command.oipbp && pass % 2 == 1;
+    let pattern = if is_inverted { !command.ovrpat } else { command.ovrpat };
+    let chunk: Vec<u8> = pattern.to_le_bytes().into_iter().cycle().take(CHUNK).collect();
+    let end = file.metadata()?.len();
+    let mut at = 0;
+    while let Some((from, to)) = data(file, at, end)? {
+        at = from;
+        file.seek(io::SeekFrom::Start(at))?;
+        while at < to {
+            let len = (to - at).min(CHUNK as u64) as usize;
+            file.write_all(chunk.get(..len).unwrap_or_default())?;
+            at += len as u64;
+            if !goes_on(at) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+        }
+    }
+    rustix::fs::fdatasync(file)?;
+    Ok(())
+}
+
+/// What is stored from `at` on, up to the next hole.
+fn data(file: &File, at: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
+    use rustix::fs::SeekFrom;
+    use rustix::io::Errno;
+    if at >= end {
+        return Ok(None);
+    }
+    match rustix::fs::seek(file, SeekFrom::Data(at)) {
+        Ok(from) => {
+            let to = rustix::fs::seek(file, SeekFrom::Hole(from)).unwrap_or(end).min(end);
+            Ok((from < end).then_some((from, to.max(from + 1))))
+        }
+        Err(Errno::NXIO) => Ok(None),
+        // Where nobody knows of holes, all may be data.
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(Some((at, end))),
+        Err(error) => Err(error.into()),
+    }
+}
