@@ -1,7 +1,7 @@
 //! A namespace of a controller: a disk with an identifier, and names for ever.
 
 use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
-use crate::pool::{PoolState, placeholder};
+use crate::pool::{PoolState, placeholder, unserved};
 use shadowbell_backend::{Disk, DiskInfo};
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
@@ -169,6 +169,11 @@ impl Namespace {
         let write_through = info.volatile_cache && !promises.volatile_cache;
         info.volatile_cache &= promises.volatile_cache;
         Self { nsid, disk: Arc::clone(disk), info, uuid: *uuid, write_through }
+    }
+
+    /// The same, to be told of, and not served.
+    pub(crate) fn unserved(&self) -> Self {
+        Self { disk: unserved(self.info.clone()), ..self.clone() }
     }
 
     /// What it was made from.

@@ -287,6 +287,9 @@ impl ControllerInner {
 
     /// What has to be kept of the controller, which is at rest, on another machine.
     pub(crate) fn save_for_migration(&self) -> Result<MigratedController, SaveError> {
+        if self.context.config.pool.is_some() {
+            return Err(SaveError::Pool);
+        }
         // They stay here.
         let mut fds = Descriptors::default();
         let saved = self.save(&mut fds)?;
@@ -301,6 +304,9 @@ impl ControllerInner {
     /// announce then.
     pub(crate) fn load(&self, migrated: MigratedController) -> Result<Vec<u16>, RestoreError> {
         let cx = &self.context;
+        if cx.config.pool.is_some() {
+            return Err(RestoreError::Invalid("the namespaces of its host"));
+        }
         let (mut saved, registers) = migrated.check(cx)?;
         let written = cx.shared.doorbells().write_from(0, &registers);
         written.ok_or(RestoreError::Invalid("the page of doorbells"))?;

@@ -232,5 +232,10 @@ impl Disk for Placeholder {
 pub(crate) fn placeholder(namespace: &PoolNamespace) -> NamespaceConfig {
     let mut info = DiskInfo::new(namespace.block_size, namespace.blocks);
     (info.volatile_cache, info.discard) = (true, true);
-    NamespaceConfig { disk: Arc::new(Placeholder(info)), uuid: namespace.uuid }
+    NamespaceConfig { disk: unserved(info), uuid: namespace.uuid }
+}
+
+/// The disk of a namespace that is to be told of.
+pub(crate) fn unserved(info: DiskInfo) -> Arc<dyn Disk> {
+    Arc::new(Placeholder(info))
 }

@@ -16,6 +16,9 @@ pub enum SaveError {
     /// Faults are injected, of which the successor would know nothing.
     #[error("the controller has faults injected, which can not be passed on")]
     Overridden,
+    /// Its host makes namespaces, and what from stays here.
+    #[error("the controller has a pool of namespaces, which stays on this machine")]
+    Pool,
     /// The system's.
     #[error("a descriptor of the controller could not be duplicated: {0}")]
     System(#[from] io::Error),

@@ -144,6 +144,8 @@ impl MemPool {
                         self.detach(nsid);
                     }
                     self.waits();
+                    let disk = self.disks.lock().unwrap().remove(&nsid).unwrap();
+                    assert_eq!(Arc::strong_count(&disk), 1, "nobody else has its disk");
                     let blocks = self.change(|state| {
                         let mut all = state.namespaces.iter_mut();
                         let namespace = all.find(|other| other.nsid == nsid).unwrap();

@@ -209,6 +209,15 @@ impl Namespace {
         self.without_data(NvmOpcode::Verify, lba, blocks)
     }
 
+    /// Write Uncorrectable: `blocks` blocks from `lba` can not be read until they are written
+    /// again.
+    ///
+    /// # Errors
+    /// As [`verify`](Self::verify).
+    pub fn write_uncorrectable(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
+        self.without_data(NvmOpcode::WriteUncorrectable, lba, blocks)
+    }
+
     /// Make `blocks` blocks from `lba` zero, and let the controller deallocate them if `deallocate`
     /// and it knows how (DLFEAT, bit 3): SPDK's target refuses the command otherwise.
     ///

@@ -2,8 +2,8 @@
 
 use crate::plain_words::plain;
 use crate::{
-    attach_many, bench, bind, ctl, demo, exit, export, inspect, keeper, logging, manual, serve,
-    top, trace, transfer, upgrade, verify,
+    attach_many, bench, bind, ctl, demo, exit, export, inspect, keeper, logging, manage, manual,
+    serve, top, trace, transfer, upgrade, verify,
 };
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
@@ -43,6 +43,17 @@ enum Verb {
     TelemetryLog(inspect::TelemetryArgs),
     /// Show what has happened to a controller
     PersistentEventLog(inspect::Args),
+    CreateNs(manage::CreateArgs),
+    DeleteNs(manage::DeleteArgs),
+    /// Have controllers have a namespace of a pool
+    AttachNs(manage::AttachArgs),
+    /// Have controllers have a namespace of a pool no more
+    DetachNs(manage::AttachArgs),
+    Format(manage::FormatArgs),
+    Sanitize(manage::SanitizeArgs),
+    /// Show how far a sanitize operation is
+    SanitizeLog(inspect::Args),
+    WriteUncor(manage::UncorrectableArgs),
     Read(transfer::ReadArgs),
     Write(transfer::WriteArgs),
     Copy(transfer::CopyArgs),
@@ -80,6 +91,14 @@ impl Verb {
             Self::SelfTestLog(args) => inspect::self_test_log(&args),
             Self::TelemetryLog(args) => inspect::telemetry_log(&args),
             Self::PersistentEventLog(args) => inspect::persistent_event_log(&args),
+            Self::CreateNs(args) => manage::create(&args),
+            Self::DeleteNs(args) => manage::delete(&args),
+            Self::AttachNs(args) => manage::attach(&args, true),
+            Self::DetachNs(args) => manage::attach(&args, false),
+            Self::Format(args) => manage::format(&args),
+            Self::Sanitize(args) => manage::sanitize(&args),
+            Self::SanitizeLog(args) => inspect::sanitize_log(&args),
+            Self::WriteUncor(args) => manage::write_uncorrectable(&args),
             Self::Read(args) => transfer::read(&args),
             Self::Write(args) => transfer::write(&args),
             Self::Copy(args) => transfer::copy(&args),

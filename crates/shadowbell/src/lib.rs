@@ -92,6 +92,7 @@ mod load;
 mod local;
 mod log_thread;
 mod logging;
+mod manage;
 mod manual;
 mod notify;
 mod offered_doorbells;

@@ -153,8 +153,12 @@ impl Control {
         nsid: u32,
         namespace: Option<Namespace>,
     ) {
-        // For the host it is there, and comes back.
+        // For the host it is there, and comes back. Its disk is let go of.
         if namespace.is_none() && cx.serving().barred().any(|barred| barred == nsid) {
+            let identified = cx.identified();
+            if let Some(there) = identified.get(nsid) {
+                cx.identify(identified.with(nsid, Some(there.unserved())));
+            }
             return;
         }
         if namespace.is_none() || cx.identified().get(nsid).is_none() {

@@ -92,7 +92,7 @@ impl Admin {
         self.commands().succeed(sqe, AdminData::None).map(drop)
     }
 
-    fn too_short(&self) -> CommandError {
+    pub(super) fn too_short(&self) -> CommandError {
         CommandError::nonsense(self.name(), "Get Log Page", "its data are too short")
     }
 }

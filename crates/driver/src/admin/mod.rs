@@ -7,6 +7,7 @@
 //! | `plane` | the registers and the admin queue: what there is before Identify |
 //! | `identify`, `log` | Identify and Get Log Page |
 //! | `lba_status` | Get LBA Status |
+//! | `namespaces` | namespaces that are made, formatted, sanitized |
 //! | `diagnostics` | self-tests, telemetry, the log of events |
 //! | `handle` | [`Admin`], the program's handle on an attached controller |
 
@@ -16,6 +17,7 @@ mod handle;
 mod identify;
 mod lba_status;
 mod log;
+mod namespaces;
 mod plane;
 mod queue;
 

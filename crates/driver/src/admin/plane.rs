@@ -37,8 +37,18 @@ pub(crate) trait AdminCommands {
 
     /// Runs a command with the usual deadline; a bad status is an error.
     fn succeed(&self, sqe: Sqe, data: AdminData<'_>) -> Result<AdminResult, CommandError> {
+        self.succeed_in(sqe, data, self.plane().device.timeouts.admin)
+    }
+
+    /// The same, with another deadline.
+    fn succeed_in(
+        &self,
+        sqe: Sqe,
+        data: AdminData<'_>,
+        limit: Duration,
+    ) -> Result<AdminResult, CommandError> {
         let device = &self.plane().device;
-        let result = self.execute(sqe, data, device.timeouts.admin)?;
+        let result = self.execute(sqe, data, limit)?;
         match result.status.into_result() {
             Ok(()) => Ok(result),
             Err(status) => Err(CommandError::Status {

@@ -1,7 +1,7 @@
 //! What a controller says of itself: nvme-cli's verbs, under its names.
 //!
 //! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log`, `get-feature`, `device-self-test`,
-//! `self-test-log`, `telemetry-log` and `persistent-event-log` attach the driver, ask over the
+//! `self-test-log`, `telemetry-log`, `persistent-event-log` and `sanitize-log` attach the driver, ask over the
 //! admin queue, and leave. A controller has one host at a time. While a virtual machine has it, its
 //! server is asked instead, by its control socket (`subject`); but those that change something, and
 //! those about it, have to wait, and so have all of them where no such socket is found.
@@ -14,6 +14,7 @@ mod list;
 mod logs;
 mod namespace;
 mod query;
+mod sanitize;
 mod subject;
 
 pub(crate) use controller::id_ctrl;
@@ -26,3 +27,4 @@ pub(crate) use list::{ListArgs, list};
 pub(crate) use logs::{ErrorLogArgs, error_log, smart_log};
 pub(crate) use namespace::id_ns;
 pub(crate) use query::Args;
+pub(crate) use sanitize::sanitize_log;

@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use shadowbell_driver::{AttachOptions, CommandError};
 use shadowbell_spec::Status;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
-use shadowbell_spec::log::{ErrorLogEntry, SelfTestLog, SmartHealth, lid};
+use shadowbell_spec::log::{ErrorLogEntry, SanitizeLog, SelfTestLog, SmartHealth, lid};
 use zerocopy::FromBytes;
 
 pub(super) enum Subject {
@@ -113,6 +113,13 @@ impl Subject {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().self_test_log()?),
             Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SELF_TEST)),
+        }
+    }
+
+    pub(super) fn sanitize_log(&self) -> anyhow::Result<SanitizeLog> {
+        match self {
+            Self::Attached(session) => Ok(session.controller.admin().sanitize_log()?),
+            Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SANITIZE_STATUS)),
         }
     }
 

@@ -14,8 +14,6 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 pub(crate) const MOST: u32 = 64;
 /// How long a place is; with [`MOST`] namespaces a state is shorter.
 const PLACE: u64 = 32 << 10;
-/// How long the file is.
-pub(super) const BYTES: u64 = 2 * PLACE;
 /// How a place begins.
 const MAGIC: &[u8; 16] = b"shadowbell-pool1";
 /// What comes before the state: the magic, the number, the checksum, the length.
@@ -200,7 +198,7 @@ mod tests {
     #[test]
     fn what_was_written_as_a_whole_counts() {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(BYTES).unwrap();
+        file.set_len(2 * PLACE).unwrap();
         assert!(read(&file).is_err());
         for number in 1..=5 {
             write(&file, number, &index(number as u32)).unwrap();

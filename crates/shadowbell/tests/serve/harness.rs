@@ -88,6 +88,11 @@ impl Server {
         self.directory.path()
     }
 
+    /// Its directory, for another server. It has ended.
+    pub(crate) fn into_directory(mut self) -> TempDir {
+        std::mem::replace(&mut self.directory, tempfile::tempdir().unwrap())
+    }
+
     pub(crate) fn socket(&self) -> PathBuf {
         self.directory().join("vm.sock")
     }

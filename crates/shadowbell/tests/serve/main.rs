@@ -25,6 +25,7 @@ mod moving;
 mod namespaces;
 mod notify;
 mod output;
+mod pool;
 mod recover;
 mod renewal;
 mod restore;

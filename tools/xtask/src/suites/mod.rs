@@ -9,6 +9,7 @@ mod fs;
 mod idle;
 mod namespaces;
 mod nvme_cli;
+mod pool;
 mod recover;
 mod reset;
 mod s2;

@@ -1,0 +1,220 @@
+//! Namespaces that a guest makes from a pool, over restarts, deaths and upgrades.
+
+use crate::harness::{Server, finish, program, run, until};
+use crate::keeper::children;
+use crate::recover::kill;
+use crate::upgrade::upgrade;
+use rustix::process::Signal;
+use serde_json::Value;
+use shadowbell_driver::{AttachOptions, Controller, QueuePair};
+use shadowbell_spec::Status;
+use shadowbell_spec::admin::{FormatNvm, Sanitize};
+use shadowbell_spec::log::sos;
+use std::os::unix::fs::MetadataExt;
+use std::process::Command;
+use tempfile::TempDir;
+
+const POOL: [&str; 2] = ["--pool", "pool?capacity=64MiB"];
+
+fn start(directory: TempDir, disks: &[&str]) -> Server {
+    Server::start_in(directory, disks, &POOL)
+}
+
+/// What a verb says, which is to succeed.
+#[track_caller]
+fn verb(server: &Server, verb: &str, options: &[&str]) -> String {
+    let (status, said, errors) = finish(command(server, verb, options));
+    assert_eq!(status, Some(0), "{verb} {options:?}: {errors}\n{}", server.stderr());
+    said
+}
+
+fn command(server: &Server, verb: &str, options: &[&str]) -> Command {
+    let mut command = program();
+    command.arg(verb).arg(format!("vfio-user:{}", server.socket().display())).args(options);
+    command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+    command
+}
+
+#[track_caller]
+fn refused(server: &Server, verb: &str, options: &[&str], words: &str) {
+    let (status, _, errors) = finish(command(server, verb, options));
+    assert!(status == Some(2) && errors.contains(words), "{verb} {options:?}: {errors}");
+}
+
+/// The host of a controller, with a byte for each block of a namespace.
+struct Guest(Controller, QueuePair);
+
+impl Guest {
+    fn attach(server: &Server) -> Self {
+        let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
+        let mut controller = server.attach_with(&options);
+        let queue = controller.take_queue_pair().unwrap();
+        Self(controller, queue)
+    }
+
+    fn nsids(&self) -> Vec<u32> {
+        self.0.namespaces().iter().map(|namespace| namespace.nsid()).collect()
+    }
+
+    #[track_caller]
+    fn write(&mut self, nsid: u32, lba: u64, value: u8) {
+        let namespace = self.0.namespace(nsid).unwrap().clone();
+        let mut buffer = self.0.buffers(1, 4096).unwrap().take().unwrap();
+        buffer.fill(value);
+        let done = run(&mut self.1, namespace.write(lba, 1).unwrap(), Some(buffer));
+        assert!(done.status.is_success(), "{}", done.status);
+    }
+
+    fn read(&mut self, nsid: u32, lba: u64) -> Result<u8, Status> {
+        let namespace = self.0.namespace(nsid).unwrap().clone();
+        let buffer = self.0.buffers(1, 4096).unwrap().take().unwrap();
+        let done = run(&mut self.1, namespace.read(lba, 1).unwrap(), Some(buffer));
+        done.status.into_result().map(|()| done.buffer.unwrap().to_vec(1)[0])
+    }
+}
+
+#[test]
+fn a_guest_makes_namespaces_which_outlive_the_server() {
+    let mut server = start(tempfile::tempdir().unwrap(), &[]);
+    refused(&server, "create-ns", &["-s", "65MiB"], "Namespace Insufficient Capacity");
+    assert!(verb(&server, "create-ns", &["-s", "8MiB", "-b", "4096"]).contains("nsid:1"));
+    assert!(verb(&server, "create-ns", &["-s", "2048"]).contains("nsid:2"));
+    verb(&server, "attach-ns", &["-n", "1"]);
+    verb(&server, "attach-ns", &["-n", "2", "-c", "1"]);
+    refused(&server, "attach-ns", &["-n", "2"], "Already Attached");
+    verb(&server, "detach-ns", &["-n", "2"]);
+    refused(&server, "delete-ns", &["-n", "2"], "--force");
+    let mut guest = Guest::attach(&server);
+    assert_eq!(guest.nsids(), [1]);
+    let before = guest.0.namespace(1).unwrap().clone();
+    assert_eq!((before.bytes(), before.block_size()), (8 << 20, 4096));
+    guest.write(1, 2047, 7);
+    drop(guest);
+    // Sparse: a file has what was written.
+    let file = std::fs::metadata(server.directory().join("pool/namespace-001")).unwrap();
+    assert_eq!(file.len(), 8 << 20);
+    assert!(file.blocks() * 512 < 1 << 20, "{}", file.blocks());
+    // Another server does not get it.
+    let mut other = program();
+    other.args(["serve", "--socket", "other.sock"]).args(POOL).current_dir(server.directory());
+    let (status, _, errors) = finish(other);
+    assert!(status == Some(2) && errors.contains("has it open"), "{errors}");
+    assert!(server.stop().success(), "{}", server.stderr());
+
+    let server = start(server.into_directory(), &[]);
+    let mut guest = Guest::attach(&server);
+    assert_eq!(guest.nsids(), [1]);
+    assert_eq!(guest.0.namespace(1).unwrap().uuid(), before.uuid());
+    assert_eq!(guest.read(1, 2047), Ok(7));
+    drop(guest);
+    verb(&server, "attach-ns", &["-n", "2"]);
+    assert_eq!(Guest::attach(&server).nsids(), [1, 2]);
+    verb(&server, "delete-ns", &["-n", "1", "--force"]);
+    assert_eq!(Guest::attach(&server).nsids(), [2]);
+    let file = std::fs::metadata(server.directory().join("pool/namespace-001")).unwrap();
+    assert_eq!(file.len(), 4096, "nothing is left of it");
+}
+
+#[test]
+fn what_a_guest_has_made_goes_on_after_deaths_and_upgrades() {
+    let directory = tempfile::tempdir().unwrap();
+    crate::harness::image(directory.path(), "given.img", 1 << 20);
+    let mut server = start(directory, &["given.img"]);
+    let mut guest = Guest::attach(&server);
+    for round in 0..4_u8 {
+        let admin = guest.0.admin();
+        let nsid = admin.create_namespace(2048, 0).unwrap();
+        assert_eq!(nsid, u32::from(round) + 2);
+        admin.attach_namespace(nsid, &[1], true).unwrap();
+        guest.0.refresh_namespaces().unwrap();
+        guest.write(nsid, 9, round + 1);
+        if round % 2 == 0 {
+            kill(&server, Signal::KILL);
+        } else {
+            let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+            assert_eq!(status, Some(0), "{errors}\n{}", server.stderr());
+            until("the old one's end", || children(server.pid()).len() == 1);
+        }
+        for nsid in 2..=nsid {
+            assert_eq!(guest.read(nsid, 9), Ok(nsid as u8 - 1));
+        }
+    }
+    let admin = guest.0.admin();
+    admin.attach_namespace(3, &[1], false).unwrap();
+    admin.format(4, FormatNvm { lbaf: 1, ses: 1, ..FormatNvm::default() }).unwrap();
+    admin.delete_namespace(5).unwrap();
+    assert_eq!(
+        admin.delete_namespace(1).unwrap_err().status().unwrap().code(),
+        Status::OPERATION_DENIED
+    );
+    kill(&server, Signal::KILL);
+    guest.0.refresh_namespaces().unwrap();
+    assert_eq!(guest.nsids(), [1, 2, 4]);
+    assert_eq!(guest.0.namespace(4).unwrap().block_size(), 4096);
+    assert_eq!((guest.read(2, 9), guest.read(4, 9)), (Ok(1), Ok(0)));
+    drop(guest);
+    let log = server.stderr();
+    assert!(!log.contains("have lost") && !log.contains("the pool"), "{log}");
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// An operation goes on in another process, and nobody gets at a namespace before its end.
+#[test]
+fn a_sanitize_operation_goes_on_after_a_death() {
+    let mut server = start(tempfile::tempdir().unwrap(), &[]);
+    verb(&server, "create-ns", &["-s", "8MiB"]);
+    verb(&server, "attach-ns", &["-n", "1"]);
+    let mut guest = Guest::attach(&server);
+    for lba in (0..16384).step_by(256) {
+        guest.write(1, lba, 7);
+    }
+    refused(&server, "sanitize", &["-a", "block-erase"], "--force");
+    let overwrite = Sanitize {
+        sanact: Sanitize::OVERWRITE,
+        owpass: 0,
+        ovrpat: 0xa5a5_a5a5,
+        ..Sanitize::default()
+    };
+    guest.0.admin().sanitize(overwrite).unwrap();
+    let mut deaths = 0;
+    let log = loop {
+        let log = guest.0.admin().sanitize_log().unwrap();
+        if log.sstat.sos() != sos::IN_PROGRESS {
+            break log;
+        }
+        if deaths < 2 {
+            deaths += 1;
+            kill(&server, Signal::KILL);
+        }
+        match guest.read(1, 0) {
+            Err(status) => assert_eq!(status.code(), Status::SANITIZE_IN_PROGRESS),
+            Ok(value) => assert_eq!(value, 0, "it has ended meanwhile"),
+        }
+    };
+    assert_eq!((log.sstat.sos(), log.sstat.opc(), log.sprog), (sos::SUCCESSFUL, 16, 0xffff));
+    until("the namespace", || guest.read(1, 0) == Ok(0));
+    assert!((0..16384).step_by(1024).all(|lba| guest.read(1, lba) == Ok(0)));
+    drop(guest);
+    let said: Value = serde_json::from_str(&verb(&server, "sanitize-log", &["--json"])).unwrap();
+    assert_eq!(said["sprog"], 65535);
+    verb(&server, "sanitize", &["-a", "2", "--force"]);
+    until("the end", || verb(&server, "sanitize-log", &[]).contains("successful"));
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+#[test]
+fn blocks_are_marked_as_uncorrectable() {
+    let server = start(tempfile::tempdir().unwrap(), &[]);
+    verb(&server, "create-ns", &["-s", "1MiB"]);
+    verb(&server, "attach-ns", &["-n", "1"]);
+    refused(&server, "write-uncor", &["-s", "5"], "--force");
+    verb(&server, "write-uncor", &["-s", "5", "-c", "1", "--force"]);
+    refused(&server, "write-uncor", &["-s", "2048", "--force"], "2048");
+    let mut guest = Guest::attach(&server);
+    assert_eq!(guest.read(1, 4), Ok(0));
+    for lba in [5, 6] {
+        assert_eq!(guest.read(1, lba).unwrap_err().code(), Status::UNRECOVERED_READ);
+    }
+    guest.write(1, 5, 1);
+    assert_eq!(guest.read(1, 5), Ok(1));
+}
