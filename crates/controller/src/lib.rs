@@ -61,6 +61,7 @@ mod successor;
 mod test_disk;
 pub mod trace;
 mod uncorrectable;
+mod unserved;
 mod visit;
 mod worker;
 

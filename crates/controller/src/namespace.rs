@@ -1,7 +1,8 @@
 //! A namespace of a controller: a disk with an identifier, and names for ever.
 
 use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
-use crate::pool::{PoolState, placeholder, unserved};
+use crate::pool::PoolState;
+use crate::unserved::{placeholder, unserved};
 use shadowbell_backend::{Disk, DiskInfo};
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;

@@ -6,13 +6,10 @@
 //! own, and has the namespaces that are attached come and go as any owner of the controller does
 //! ([`Controller::add_namespace`](crate::Controller::add_namespace)).
 
-use crate::config::NamespaceConfig;
 use crate::notice::{ControlHandle, Notice};
-use shadowbell_backend::{Disk, DiskInfo, Queue};
 use shadowbell_spec::admin::Sanitize;
 use shadowbell_spec::status::Status;
-use std::sync::Arc;
-use std::{fmt, io};
+use std::fmt;
 
 /// A namespace that was created from a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -208,34 +205,4 @@ impl Drop for PoolDone {
     fn drop(&mut self) {
         self.tell(Err(Status::INTERNAL));
     }
-}
-
-/// What can be told of a namespace that nobody serves.
-#[derive(Debug)]
-struct Placeholder(DiskInfo);
-
-impl Disk for Placeholder {
-    fn info(&self) -> DiskInfo {
-        self.0.clone()
-    }
-
-    fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        Err(io::Error::other("the namespace is not served"))
-    }
-
-    fn name(&self) -> String {
-        "a namespace that is not served".to_owned()
-    }
-}
-
-/// A namespace that is to be told of, and not served.
-pub(crate) fn placeholder(namespace: &PoolNamespace) -> NamespaceConfig {
-    let mut info = DiskInfo::new(namespace.block_size, namespace.blocks);
-    (info.volatile_cache, info.discard) = (true, true);
-    NamespaceConfig { disk: unserved(info), uuid: namespace.uuid }
-}
-
-/// The disk of a namespace that is to be told of.
-pub(crate) fn unserved(info: DiskInfo) -> Arc<dyn Disk> {
-    Arc::new(Placeholder(info))
 }

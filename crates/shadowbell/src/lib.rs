@@ -104,6 +104,7 @@ mod paste;
 mod place_link;
 mod plain_words;
 mod pool;
+mod pool_disks;
 mod queue_options;
 mod replace;
 mod report;

@@ -5,7 +5,8 @@ use super::identify::{CNTLID, Page, identify_namespace, invalid_namespace, list,
 use super::namespace_management::{FORMATS, format_of};
 use super::sanitize;
 use crate::namespace::{Namespace, Namespaces, Promises};
-use crate::pool::{PoolNamespace, PoolState, placeholder};
+use crate::pool::{PoolNamespace, PoolState};
+use crate::unserved::placeholder;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
     ControllerList, Flbas, IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace,

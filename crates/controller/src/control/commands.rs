@@ -6,7 +6,7 @@ use super::deferred::Deferred;
 use super::diagnostics::{Diagnostics, areas, hours, media};
 use super::io_queues::{IoQueues, QueueEnvironment, ended};
 use super::memory::HostMemory;
-use super::pool::{self, PoolCommands};
+use super::pool::{self, OrderContext, PoolCommands};
 use super::registers::Registers;
 use super::reset::Lifecycle;
 use crate::admin::features::{self, Effect, Features, Limits};
@@ -190,7 +190,11 @@ impl AdminCommands {
             AdminOpcode::NamespaceManagement
             | AdminOpcode::NamespaceAttachment
             | AdminOpcode::FormatNvm
-            | AdminOpcode::Sanitize => self.order(env, (opcode, sqe), data),
+            | AdminOpcode::Sanitize => {
+                let CommandEnvironment { port, deferred, .. } = env;
+                let context = OrderContext { cx, port, generation, deferred };
+                self.pool.order(context, (opcode, sqe), data)
+            }
             AdminOpcode::DeviceSelfTest => self.device_self_test(env, sqe),
             AdminOpcode::DoorbellBufferConfig if cx.config.shadow_doorbells => {
                 self.doorbell_buffer_config(env, sqe)

@@ -21,6 +21,7 @@ mod namespace_changes;
 mod namespaces;
 mod one_alone;
 mod pool;
+mod pool_events;
 mod recover;
 mod registers;
 mod reset;

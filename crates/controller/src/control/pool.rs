@@ -1,9 +1,7 @@
 //! Namespaces that a host makes, and what it erases of them: the commands, and what follows from
 //! how they end. They are carried out by the [pool](crate::NamespacePool), one at a time.
 
-use super::Control;
-use super::admin::{Data, Executed, Outcome};
-use super::commands::{AdminCommands, CommandEnvironment};
+use super::admin::{AdminPort, Data, Executed, Outcome};
 use super::deferred::Deferred;
 use crate::admin::identify::CNTLID;
 use crate::admin::{format, identify_pool, namespace_management, sanitize};
@@ -11,7 +9,6 @@ use crate::context::Context;
 use crate::pool::{PoolAct, PoolDone, PoolOrder, PoolState};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
-use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::status::Status;
 use std::collections::hash_map::RandomState;
@@ -98,18 +95,31 @@ pub(super) fn identify(
     Ok(executed)
 }
 
-impl AdminCommands {
+/// What an order needs to know of the controller, and where it goes.
+pub(super) struct OrderContext<'a> {
+    pub(super) cx: &'a Context,
+    pub(super) port: &'a AdminPort,
+    pub(super) generation: u64,
+    pub(super) deferred: &'a mut Deferred,
+}
+
+impl PoolCommands {
+    /// The pool has carried an order out, or has not.
+    pub(super) fn ended(&mut self) {
+        self.under_way = false;
+    }
+
     /// Namespace Management, Namespace Attachment, Format NVM, Sanitize.
     pub(super) fn order(
         &mut self,
-        env: &mut CommandEnvironment<'_>,
+        env: OrderContext<'_>,
         (opcode, sqe): (AdminOpcode, &Sqe),
         data: Option<Result<Vec<u8>, Status>>,
     ) -> Executed {
         let cx = env.cx;
         let Some(pool) = &cx.config.pool else { return Err(Status::INVALID_OPCODE.with_dnr()) };
         let data = data.transpose()?;
-        if self.pool.under_way {
+        if self.under_way {
             return Ok(Outcome::NotYet);
         }
         let (state, identified) = (pool.state(), cx.identified());
@@ -118,7 +128,7 @@ impl AdminCommands {
         let is_again = env.port.progress.is_replayed();
         let act = match opcode {
             AdminOpcode::NamespaceManagement => {
-                let uuid = self.pool.uuid(is_again);
+                let uuid = self.uuid(is_again);
                 let known = state.namespaces.iter().find(|namespace| namespace.uuid == uuid);
                 if let Some(known) = known.filter(|_| is_again) {
                     return Ok(Outcome::Done(known.nsid));
@@ -144,7 +154,7 @@ impl AdminCommands {
             }
             _ => sanitize::sanitize(sqe, &state, given)?,
         };
-        self.pool.under_way = true;
+        self.under_way = true;
         let barred = barred(&act, &state);
         let mut serving = cx.serving();
         for (nsid, status) in barred {
@@ -153,7 +163,7 @@ impl AdminCommands {
         cx.serve(serving);
         let done = PoolDone {
             control: cx.control.clone(),
-            generation: env.lifecycle.generation,
+            generation: env.generation,
             cid: sqe.cid,
             is_told: false,
         };
@@ -180,47 +190,5 @@ fn barred(act: &PoolAct, state: &PoolState) -> Vec<(u32, Status)> {
             attached.map(|nsid| (nsid, Status::SANITIZE_IN_PROGRESS)).collect()
         }
         _ => Vec::new(),
-    }
-}
-
-impl Control {
-    /// The pool has carried an order out, or has not.
-    pub(super) fn pool_ended(
-        &mut self,
-        cx: &Context,
-        (generation, cid): (u64, u16),
-        (status, dw0): (Status, u32),
-        deferred: &mut Deferred,
-    ) {
-        self.commands.pool.under_way = false;
-        self.review_barred(cx, deferred);
-        if generation != self.lifecycle.generation {
-            return;
-        }
-        match status.is_success() {
-            true => self.port.complete(cid, status, dw0),
-            false => self.port.fail(cid, status, 0),
-        }
-    }
-
-    /// A sanitize operation has ended.
-    pub(super) fn sanitized(&mut self, cx: &Context, deferred: &mut Deferred) {
-        self.review_barred(cx, deferred);
-        self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
-    }
-
-    /// Lets namespaces be served again, or has the host know that they are gone.
-    fn review_barred(&mut self, cx: &Context, deferred: &mut Deferred) {
-        let Some(pool) = &cx.config.pool else { return };
-        let barrier = pool.state().sanitize.barrier();
-        let barred: Vec<_> = cx.serving().barred().collect();
-        for nsid in barred {
-            cx.serve(cx.serving().barring(nsid, barrier));
-            if barrier.is_none() {
-                // What is served is not barred: this one has not come back.
-                self.publish_namespace(cx, nsid, None);
-            }
-            self.switch_namespace(cx, nsid, None, deferred);
-        }
     }
 }

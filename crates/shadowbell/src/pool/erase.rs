@@ -1,13 +1,12 @@
 //! What becomes of the file of a namespace.
 
 use super::HostPool;
+use super::index::VACANT;
 use shadowbell_backend::{ImageFile, OpenError};
 use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
 use std::io::{self, Seek, Write};
 
-/// How long the file is at which there is no namespace: an empty one is no image.
-pub(super) const VACANT: u64 = 4096;
 /// How much is overwritten in one go.
 const CHUNK: usize = 1 << 20;
 

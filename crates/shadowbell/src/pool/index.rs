@@ -12,6 +12,8 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 
 /// Namespaces that a pool may have: each has a file, which is there from the beginning.
 pub(crate) const MOST: u32 = 64;
+/// How long the file is at which there is no namespace: an empty one is no image.
+pub(super) const VACANT: u64 = 4096;
 /// How long a place is; with [`MOST`] namespaces a state is shorter.
 const PLACE: u64 = 32 << 10;
 /// How a place begins.

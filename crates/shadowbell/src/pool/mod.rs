@@ -12,7 +12,8 @@
 //! | `index` | what is written down |
 //! | `erase` | what becomes of the files |
 //!
-//! Who carries out what hosts order is `serve/pool_orders.rs`.
+//! Which disks that makes is in `pool_disks.rs`, and who carries out what hosts order in
+//! `serve/pool_orders.rs`.
 
 pub(crate) mod erase;
 pub(crate) mod index;
@@ -20,11 +21,9 @@ mod spec;
 
 pub(crate) use spec::PoolSpec;
 
-use crate::controller_config::{DiskConfig, nsids};
 use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
-use erase::VACANT;
-use index::{Index, MOST};
+use index::{Index, MOST, VACANT};
 use parking_lot::Mutex;
 use shadowbell_backend::ImageFile;
 use shadowbell_controller::{NamespacePool, PoolDone, PoolOrder, PoolPort, PoolState};
@@ -92,15 +91,6 @@ impl HostPool {
     /// The file of a namespace.
     pub(crate) fn file(&self, nsid: u32) -> PathBuf {
         file_of(&self.spec.directory, nsid)
-    }
-
-    /// The disk that a namespace keeps its bytes in. That it is raw has to be said: its first bytes
-    /// are its host's.
-    pub(crate) fn disk(&self, entry: &index::Entry) -> DiskConfig {
-        let index::Entry { nsid, uuid, block_size, .. } = *entry;
-        let file = self.file(nsid);
-        let disk = format!("{}?format=raw&block-size={block_size}", file.display());
-        DiskConfig { disk, uuid: Some(uuid), nsid: Some(nsid) }
     }
 
     /// What is written down.
@@ -256,45 +246,4 @@ pub(crate) fn open_all<'a>(
         POOLS.lock().insert(spec.directory.clone(), Arc::new(pool));
     }
     Ok(())
-}
-
-/// The disks of a controller: those that it is `given`, and those of the pool that are attached,
-/// in the order of their NSIDs.
-///
-/// # Errors
-/// The pool is not one that was opened when the server began; or two namespaces have one number.
-pub(crate) fn with_attached(
-    spec: &PoolSpec,
-    given: &[DiskConfig],
-) -> anyhow::Result<Vec<DiskConfig>> {
-    let pool = opened(spec).ok_or_else(|| {
-        bad_input(anyhow!(
-            "the pool {} was not there when the server began: stop it and start it again",
-            spec.directory.display()
-        ))
-    })?;
-    let index = pool.index();
-    let numbered = nsids(given).zip(given);
-    let mut all: Vec<_> =
-        numbered.map(|(nsid, disk)| DiskConfig { nsid: Some(nsid), ..disk.clone() }).collect();
-    if let Some(taken) =
-        all.iter().filter_map(|disk| disk.nsid).find(|nsid| index.find(*nsid).is_some())
-    {
-        return Err(bad_input(anyhow!(
-            "the pool {} has a namespace {taken}: give the disk of that number another one (`nsid`)",
-            spec.directory.display()
-        )));
-    }
-    if pool.state().sanitize.barrier().is_none() {
-        let attached = index.namespaces.iter().filter(|entry| entry.attached);
-        all.extend(attached.map(|entry| pool.disk(entry)));
-    }
-    all.sort_by_key(|disk| disk.nsid);
-    Ok(all)
-}
-
-/// Whether a disk is a namespace of the pool.
-pub(crate) fn is_of(spec: &PoolSpec, disk: &DiskConfig) -> bool {
-    let path = disk.disk.split('?').next().unwrap_or_default();
-    Path::new(path).parent() == Some(&spec.directory)
 }

@@ -11,6 +11,7 @@ use super::server::Server;
 use crate::pool::erase::{is_vacant, overwrite, vacate, wipe};
 use crate::pool::index::{Entry, MOST, Phase, SavedSanitize};
 use crate::pool::{self, HostPool};
+use crate::pool_disks;
 use anyhow::Context;
 use parking_lot::MutexGuard;
 use rustix::io::Errno;
@@ -168,14 +169,14 @@ impl Carrier {
     fn own(&self, served: &ServedController) -> Vec<u32> {
         let asked = explicit(served);
         let Some(spec) = &asked.controller.pool else { return Vec::new() };
-        let disks = asked.controller.disks.iter().filter(|disk| pool::is_of(spec, disk));
+        let disks = asked.controller.disks.iter().filter(|disk| pool_disks::is_of(spec, disk));
         disks.filter_map(|disk| disk.nsid).collect()
     }
 
     /// The controller has this namespace from here on.
     fn give(&self, entry: &Entry) -> anyhow::Result<()> {
         let served = self.served()?;
-        let wanted = self.pool.disk(entry);
+        let wanted = pool_disks::disk(&self.pool, entry);
         let disk = self.changes.open_for(&served, &wanted.disk)?;
         self.changes.commit_namespace(&served, entry.nsid, &wanted, disk)
     }

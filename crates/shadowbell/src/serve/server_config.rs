@@ -5,7 +5,7 @@ use crate::control::place::Place;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::keeper_link::known_path;
 use crate::limits::Group;
-use crate::pool;
+use crate::pool_disks;
 use crate::self_as_is;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -191,7 +191,7 @@ impl ServerConfig {
     pub(super) fn add_attached(&mut self) -> anyhow::Result<()> {
         for served in &mut self.controllers {
             if let Some(spec) = &served.controller.pool {
-                let disks = pool::with_attached(spec, &served.controller.disks);
+                let disks = pool_disks::with_attached(spec, &served.controller.disks);
                 served.controller.disks = match &served.origin {
                     Some(origin) => disks.with_context(|| origin.clone())?,
                     None => disks?,

@@ -3,7 +3,8 @@
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::disk_spec;
 use crate::limits::{self, Group};
-use crate::pool::{self, PoolSpec};
+use crate::pool::PoolSpec;
+use crate::pool_disks;
 use crate::self_as_is::absolute;
 use crate::serve::server_config::{Own, ServerConfig, SocketConfig, WorkerChoice};
 use crate::serve::socket_access::SocketAccess;
@@ -194,7 +195,7 @@ fn controller(asked: &SocketConfig) -> Controller {
 /// Without those of its pool, which says by itself what is attached.
 fn given(config: &ControllerConfig) -> Vec<DiskConfig> {
     let is_of_pool =
-        |disk: &&DiskConfig| config.pool.as_ref().is_some_and(|spec| pool::is_of(spec, disk));
+        |disk: &&DiskConfig| config.pool.as_ref().is_some_and(|spec| pool_disks::is_of(spec, disk));
     config.disks.iter().filter(|disk| !is_of_pool(disk)).cloned().collect()
 }
 

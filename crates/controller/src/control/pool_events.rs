@@ -1,0 +1,49 @@
+//! What a pool of namespaces tells, and what becomes of namespaces that were not served meanwhile.
+
+use super::Control;
+use super::deferred::Deferred;
+use crate::context::Context;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::status::Status;
+
+impl Control {
+    /// The pool has carried an order out, or has not.
+    pub(super) fn pool_ended(
+        &mut self,
+        cx: &Context,
+        (generation, cid): (u64, u16),
+        (status, dw0): (Status, u32),
+        deferred: &mut Deferred,
+    ) {
+        self.commands.pool.ended();
+        self.review_barred(cx, deferred);
+        if generation != self.lifecycle.generation {
+            return;
+        }
+        match status.is_success() {
+            true => self.port.complete(cid, status, dw0),
+            false => self.port.fail(cid, status, 0),
+        }
+    }
+
+    /// A sanitize operation has ended.
+    pub(super) fn sanitized(&mut self, cx: &Context, deferred: &mut Deferred) {
+        self.review_barred(cx, deferred);
+        self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
+    }
+
+    /// Lets namespaces be served again, or has the host know that they are gone.
+    fn review_barred(&mut self, cx: &Context, deferred: &mut Deferred) {
+        let Some(pool) = &cx.config.pool else { return };
+        let barrier = pool.state().sanitize.barrier();
+        let barred: Vec<_> = cx.serving().barred().collect();
+        for nsid in barred {
+            cx.serve(cx.serving().barring(nsid, barrier));
+            if barrier.is_none() {
+                // What is served is not barred: this one has not come back.
+                self.publish_namespace(cx, nsid, None);
+            }
+            self.switch_namespace(cx, nsid, None, deferred);
+        }
+    }
+}

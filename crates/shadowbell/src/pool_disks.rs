@@ -1,0 +1,59 @@
+//! The namespaces of a [pool](crate::pool) as disks of its controller.
+
+use crate::controller_config::{DiskConfig, nsids};
+use crate::exit::bad_input;
+use crate::pool::index::Entry;
+use crate::pool::{self, HostPool, PoolSpec};
+use anyhow::anyhow;
+use shadowbell_controller::NamespacePool;
+use std::path::Path;
+
+/// The disk that a namespace keeps its bytes in. That it is raw has to be said: its first bytes
+/// are its host's.
+pub(crate) fn disk(pool: &HostPool, entry: &Entry) -> DiskConfig {
+    let Entry { nsid, uuid, block_size, .. } = *entry;
+    let file = pool.file(nsid);
+    let disk = format!("{}?format=raw&block-size={block_size}", file.display());
+    DiskConfig { disk, uuid: Some(uuid), nsid: Some(nsid) }
+}
+
+/// The disks of a controller: those that it is `given`, and those of the pool that are attached,
+/// in the order of their NSIDs.
+///
+/// # Errors
+/// The pool is not one that was opened when the server began; or two namespaces have one number.
+pub(crate) fn with_attached(
+    spec: &PoolSpec,
+    given: &[DiskConfig],
+) -> anyhow::Result<Vec<DiskConfig>> {
+    let pool = pool::opened(spec).ok_or_else(|| {
+        bad_input(anyhow!(
+            "the pool {} was not there when the server began: stop it and start it again",
+            spec.directory.display()
+        ))
+    })?;
+    let index = pool.index();
+    let numbered = nsids(given).zip(given);
+    let mut all: Vec<_> =
+        numbered.map(|(nsid, disk)| DiskConfig { nsid: Some(nsid), ..disk.clone() }).collect();
+    if let Some(taken) =
+        all.iter().filter_map(|disk| disk.nsid).find(|nsid| index.find(*nsid).is_some())
+    {
+        return Err(bad_input(anyhow!(
+            "the pool {} has a namespace {taken}: give the disk of that number another one (`nsid`)",
+            spec.directory.display()
+        )));
+    }
+    if pool.state().sanitize.barrier().is_none() {
+        let attached = index.namespaces.iter().filter(|entry| entry.attached);
+        all.extend(attached.map(|entry| disk(&pool, entry)));
+    }
+    all.sort_by_key(|disk| disk.nsid);
+    Ok(all)
+}
+
+/// Whether a disk is a namespace of the pool.
+pub(crate) fn is_of(spec: &PoolSpec, disk: &DiskConfig) -> bool {
+    let path = disk.disk.split('?').next().unwrap_or_default();
+    Path::new(path).parent() == Some(&spec.directory)
+}
