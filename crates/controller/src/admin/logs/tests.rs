@@ -142,13 +142,18 @@ fn commands() {
     let supported = |effects: &[CommandEffects]| -> Vec<usize> {
         (0..256).filter(|opcode| effects[*opcode].csupp()).collect()
     };
-    assert_eq!(supported(&page.admin), [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 0x14, 0x18, 0x7c, 0x86]);
+    let plain = super::commands(true, false).admin;
+    assert_eq!(supported(&plain), [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 0x14, 0x18, 0x7c, 0x86]);
+    let with_pool: Vec<_> =
+        supported(&page.admin).into_iter().filter(|opcode| !plain[*opcode].csupp()).collect();
+    assert_eq!(with_pool, [0x0d, 0x15, 0x80, 0x84]);
+    assert_eq!((page.admin[0x80].cse(), page.admin[0x84].cse()), (1, 2));
     assert_eq!(supported(&page.io), [0, 1, 2, 4, 5, 8, 9, 12, 25]);
     let changing: Vec<_> = (0..256).filter(|opcode| page.io[*opcode].lbcc()).collect();
     assert_eq!(changing, [1, 4, 8, 9, 25]);
     let none = CommandEffects::new();
     assert!(page.io.iter().chain(&page.admin).all(|e| e.csupp() || *e == none));
-    assert!(page.io.iter().chain(&page.admin).all(|e| e.cse() == 0));
+    assert!(page.io.iter().chain(&plain).all(|e| e.cse() == 0));
     // Linux warns of I/O commands with more than these two bits.
     let usual = CommandEffects::new().with_csupp(true).with_lbcc(true).into_bits();
     assert!(page.io.iter().all(|e| e.into_bits() & !usual == 0));
