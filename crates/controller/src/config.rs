@@ -1,6 +1,7 @@
 //! What a controller is, before anybody has attached to it.
 
 use crate::exec::Quota;
+use crate::subsystem::Member;
 use shadowbell_backend::Disk;
 use std::sync::Arc;
 
@@ -48,6 +49,9 @@ pub struct Config {
     pub mdts: u8,
     /// Whether Doorbell Buffer Config is offered.
     pub shadow_doorbells: bool,
+    /// Its place in a [`Subsystem`](crate::Subsystem) of several controllers, which have the same
+    /// namespaces under the same NSIDs, and the same serial and model number.
+    pub member: Option<Arc<Member>>,
     /// How much it may have under way on each worker. What exceeds that waits in its queue.
     pub quota: Quota,
 }
@@ -63,6 +67,7 @@ impl Default for Config {
             max_queue_entries: 4096,
             mdts: 8,
             shadow_doorbells: true,
+            member: None,
             quota: Quota::default(),
         }
     }

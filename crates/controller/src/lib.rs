@@ -23,7 +23,7 @@
 //! # What it does not implement
 //!
 //! Metadata and protection information, namespace management and formatting,
-//! firmware update, reservations, zoned and key-value command sets, controller memory buffers,
+//! firmware update, zoned and key-value command sets, controller memory buffers,
 //! pin-based interrupts. A command that is not implemented ends in Invalid Command Opcode.
 #![forbid(unsafe_code)]
 
@@ -52,10 +52,12 @@ mod notice;
 mod plane;
 mod queue;
 mod recorder;
+mod reservations;
 mod route;
 mod saved;
 mod shared;
 pub mod stats;
+mod subsystem;
 mod successor;
 #[cfg(test)]
 mod test_disk;
@@ -76,6 +78,7 @@ pub use recorder::Recorder;
 pub use route::RelocateError;
 pub use saved::{Death, SavedController, SeenNamespace};
 pub use stats::Stats;
+pub use subsystem::{JoinError, MAX_CONTROLLERS, Member, Subsystem};
 pub use successor::{RestoreError, SaveError};
 pub use worker::{CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, Turns};
 

@@ -1,6 +1,7 @@
 //! A namespace of a controller: a disk with an identifier, and names for ever.
 
 use crate::config::{Config, NamespaceConfig};
+use crate::subsystem::Member;
 use shadowbell_backend::{Disk, DiskInfo};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -48,6 +49,8 @@ pub(crate) struct Namespaces {
     /// NN: the highest NSID that there has been.
     highest: u32,
     pub(crate) promises: Promises,
+    /// The controller is one of several that have them.
+    member: Option<Arc<Member>>,
 }
 
 impl Namespaces {
@@ -59,7 +62,8 @@ impl Namespaces {
     /// As above, for a host that was told more than the configuration says: `promises`, and that
     /// NSIDs go up to `highest`.
     pub(crate) fn going_on(config: &Config, promises: Promises, highest: u32) -> Self {
-        let mut namespaces = Self { active: BTreeMap::new(), highest, promises };
+        let member = config.member.clone();
+        let mut namespaces = Self { active: BTreeMap::new(), highest, promises, member };
         for (nsid, namespace) in config.numbered() {
             namespaces.put(nsid, Some(Namespace::new(nsid, namespace, &promises)));
         }
@@ -68,7 +72,10 @@ impl Namespaces {
 
     fn put(&mut self, nsid: u32, namespace: Option<Namespace>) {
         match namespace {
-            Some(namespace) => self.active.insert(nsid, namespace),
+            Some(namespace) => {
+                let member = self.member.clone();
+                self.active.insert(nsid, Namespace { member, ..namespace })
+            }
             None => self.active.remove(&nsid),
         };
         self.highest = self.highest.max(nsid);
@@ -105,6 +112,7 @@ pub(crate) struct Namespace {
     info: DiskInfo,
     uuid: [u8; 16],
     write_through: bool,
+    member: Option<Arc<Member>>,
 }
 
 impl Namespace {
@@ -115,12 +123,18 @@ impl Namespace {
         let mut info = disk.info();
         let write_through = info.volatile_cache && !promises.volatile_cache;
         info.volatile_cache &= promises.volatile_cache;
-        Self { nsid, disk: Arc::clone(disk), info, uuid: *uuid, write_through }
+        let disk = Arc::clone(disk);
+        Self { nsid, disk, info, uuid: *uuid, write_through, member: None }
     }
 
     /// What it was made from.
     pub(crate) fn config(&self) -> NamespaceConfig {
         NamespaceConfig { disk: Arc::clone(&self.disk), uuid: self.uuid }
+    }
+
+    /// What the controller is in the subsystem, if others have the namespace, too.
+    pub(crate) fn member(&self) -> Option<&Arc<Member>> {
+        self.member.as_ref()
     }
 
     /// Every write has to be on the medium when it ends.

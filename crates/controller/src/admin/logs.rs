@@ -231,6 +231,8 @@ pub(crate) struct LogContext<'a> {
     pub(crate) shadow_doorbells: bool,
     /// Whether a namespace has a volatile write cache.
     pub(crate) volatile_cache: bool,
+    /// Whether the controller is one of several.
+    pub(crate) is_shared: bool,
 }
 
 /// The log pages that the controller has.
@@ -320,7 +322,7 @@ pub(crate) fn part(cmd: &GetLogPage, page: &[u8]) -> Result<Vec<u8>, Status> {
 /// The whole page.
 fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
     Ok(match cmd.lid {
-        lid::SUPPORTED_LOG_PAGES => supported_pages().as_bytes().to_vec(),
+        lid::SUPPORTED_LOG_PAGES => supported_pages(context.is_shared).as_bytes().to_vec(),
         lid::ERROR_INFORMATION => context.errors.page().as_bytes().to_vec(),
         lid::SMART_HEALTH => context.health.page().as_bytes().to_vec(),
         lid::FIRMWARE_SLOT => firmware_slot().as_bytes().to_vec(),
@@ -332,13 +334,13 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             if cmd.csi != csi::NVM {
                 return Err(Status::INVALID_FIELD.with_dnr());
             }
-            commands(context.shadow_doorbells).as_bytes().to_vec()
+            commands(context.shadow_doorbells, context.is_shared).as_bytes().to_vec()
         }
         lid::SELF_TEST => context.self_test.as_bytes().to_vec(),
         lid::LBA_STATUS => context.uncorrectable.page(),
         lid::FEATURES_SUPPORTED_EFFECTS => {
             let mut page = FeaturesSupportedEffects::default();
-            for (fid, effects) in features::supported(context.volatile_cache) {
+            for (fid, effects) in features::supported(context.volatile_cache, context.is_shared) {
                 page.fids[usize::from(fid)] = effects;
             }
             page.as_bytes().to_vec()
@@ -353,9 +355,9 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
 /// The size of the NVMe-MI Commands Supported and Effects log page.
 const MI_PAGE_BYTES: usize = 4096;
 
-fn supported_pages() -> SupportedLogPages {
+fn supported_pages(is_shared: bool) -> SupportedLogPages {
     let mut page = SupportedLogPages::default();
-    for lid in PAGES {
+    for lid in PAGES.iter().chain(is_shared.then_some(&lid::RESERVATION_NOTIFICATION)) {
         // Of Persistent Event: Establish Context and Read 512 Bytes of Header is there.
         let lidsp = u16::from(*lid == lid::PERSISTENT_EVENTS);
         page.lids[usize::from(*lid)] = LogPageSupport::new().with_lsupp(true).with_lidsp(lidsp);
@@ -400,7 +402,15 @@ const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::Copy, true),
 ];
 
-fn commands(shadow_doorbells: bool) -> CommandsSupportedEffects {
+/// The I/O commands of a controller that is one of several.
+const RESERVATIONS: &[(NvmOpcode, bool)] = &[
+    (NvmOpcode::ReservationRegister, false),
+    (NvmOpcode::ReservationReport, false),
+    (NvmOpcode::ReservationAcquire, false),
+    (NvmOpcode::ReservationRelease, false),
+];
+
+fn commands(shadow_doorbells: bool, is_shared: bool) -> CommandsSupportedEffects {
     let mut page = CommandsSupportedEffects::new_zeroed();
     // The Command Scope stays "not reported": Linux takes an I/O command with any effect that it
     // does not know for a command to be serialised, and warns of "unusual effects".
@@ -409,7 +419,8 @@ fn commands(shadow_doorbells: bool) -> CommandsSupportedEffects {
     for opcode in ADMIN_COMMANDS.iter().chain(optional) {
         page.admin[usize::from(u8::from(*opcode))] = supported;
     }
-    for (opcode, changes) in IO_COMMANDS {
+    let reservations = if is_shared { RESERVATIONS } else { &[] };
+    for (opcode, changes) in IO_COMMANDS.iter().chain(reservations) {
         page.io[usize::from(u8::from(*opcode))] = supported.with_lbcc(*changes);
     }
     page

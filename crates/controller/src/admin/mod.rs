@@ -10,5 +10,6 @@ pub(crate) mod limits;
 pub(crate) mod logs;
 pub(crate) mod persistent_events;
 pub(crate) mod rate_limit;
+pub(crate) mod reservation_log;
 pub(crate) mod self_test;
 pub(crate) mod telemetry;

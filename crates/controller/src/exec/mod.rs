@@ -10,6 +10,7 @@ mod long;
 mod namespace;
 pub(crate) mod prefetch;
 mod quota;
+mod reservation;
 mod resolve;
 mod retired;
 mod spans;

@@ -23,6 +23,7 @@ impl Source {
             self_test: &self.self_test.page(&[]),
             shadow_doorbells: true,
             volatile_cache: true,
+            is_shared: false,
         };
         super::read(cmd, nsid, &mut context)
     }
@@ -150,7 +151,7 @@ fn commands() {
     // Linux warns of I/O commands with more than these two bits.
     let usual = CommandEffects::new().with_csupp(true).with_lbcc(true).into_bits();
     assert!(page.io.iter().all(|e| e.into_bits() & !usual == 0));
-    assert!(!super::commands(false).admin[0x7c].csupp());
+    assert!(!super::commands(false, false).admin[0x7c].csupp());
     let zoned =
         GetLogPage { lid: lid::COMMANDS_SUPPORTED_EFFECTS, csi: 2, ..GetLogPage::default() };
     assert_eq!(source.ask(&zoned, 0), Err(INVALID_FIELD));
