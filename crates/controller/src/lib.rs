@@ -52,6 +52,7 @@ mod notice;
 mod plane;
 mod queue;
 mod recorder;
+mod reservation_file;
 mod reservations;
 mod route;
 mod saved;

@@ -177,7 +177,9 @@ impl Reservations {
                 self.count();
             }
             // Whoever ignores the present key need not have one.
-            Action::Replace { key: None, new } if self.key(host).is_none() => self.add(host, new)?,
+            Action::Replace { key: None, new } if self.key(host).is_none() => {
+                self.add(host, new)?
+            }
             Action::Replace { key, new } => {
                 self.check(host, key)?;
                 let mine = self.registrants.iter_mut().filter(|(other, _)| *other == host);
@@ -310,12 +312,7 @@ impl Reservations {
         Ok(())
     }
 
-    fn release(
-        &mut self,
-        host: HostId,
-        kind: u8,
-        then: &mut Consequences,
-    ) -> Result<(), Status> {
+    fn release(&mut self, host: HostId, kind: u8, then: &mut Consequences) -> Result<(), Status> {
         let Some(present) = self.kind() else { return Ok(()) };
         if !self.is_holder(host) {
             return Ok(());

@@ -12,27 +12,23 @@
 
 use crate::latch::Latch;
 use crate::notice::{ControlHandle, Notice};
+use crate::reservation_file::ReservationFile;
 use crate::reservations::{Access, Action, AllReservations, Consequences, HostId, Reservations};
 use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
 use shadowbell_spec::reservation::{
     EXTENDED_STATUS_HEAD, RegisteredController, RegisteredControllerExtended, ReservationStatus,
 };
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, File};
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use zerocopy::IntoBytes;
 
 /// The most controllers of a subsystem.
 pub const MAX_CONTROLLERS: u16 = 64;
-
-/// The version of the file.
-const VERSION: u32 = 1;
 
 type Uuid = [u8; 16];
 
@@ -56,14 +52,14 @@ pub struct Subsystem {
 }
 
 impl Subsystem {
-    /// Makes one. What its hosts have reserved is kept in the file `state`; without that, nothing
-    /// persists through a loss of power, or goes on in another process.
+    /// Makes one. What its hosts have reserved is kept in the file `state`, which is empty or has
+    /// been one before; without that, nothing persists through a loss of power, or goes on in another process.
     ///
     /// # Errors
     /// The file can not be read, or is none of this kind; or there are no more threads.
-    pub fn new(state: Option<PathBuf>) -> io::Result<Self> {
-        let all = state.as_deref().map_or_else(|| Ok(AllReservations::new()), read)?;
-        let state_file = state;
+    pub fn new(state: Option<File>) -> io::Result<Self> {
+        let state_file = state.map(ReservationFile::new);
+        let all = state_file.as_ref().map_or_else(|| Ok(AllReservations::new()), |f| f.read())?;
         let state = State { all, ..State::default() };
         let shared = Arc::new(Shared { state: Mutex::new(state), state_file });
         let (jobs, receiver) = channel();
@@ -145,7 +141,7 @@ pub(crate) enum Job {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    state_file: Option<PathBuf>,
+    state_file: Option<ReservationFile>,
 }
 
 #[derive(Debug, Default)]
@@ -292,12 +288,11 @@ impl Shared {
 
     /// Writes down what all of it will be after a change. Only the subsystem's thread does.
     fn write_with(&self, change: impl FnOnce(&mut AllReservations)) -> Result<(), Status> {
-        let Some(path) = &self.state_file else { return Ok(()) };
+        let Some(file) = &self.state_file else { return Ok(()) };
         let mut all = self.state.lock().all.clone();
         change(&mut all);
-        write(path, &all).map_err(|error| {
-            let path = path.display();
-            tracing::error!(%error, "reservations can not be written to {path}");
+        file.write(&all).map_err(|error| {
+            tracing::error!(%error, "reservations can not be written down");
             Status::INTERNAL
         })
     }
@@ -341,11 +336,11 @@ impl Member {
         let before = std::mem::take(&mut state.all);
         let after = before.clone().into_iter().map(|(uuid, its)| (uuid, its.after_power_loss()));
         after.for_each(|(uuid, its)| put(&mut state.all, uuid, its));
-        if let Some(path) = &self.shared.state_file
+        if let Some(file) = &self.shared.state_file
             && state.all != before
-            && let Err(error) = write(path, &state.all)
+            && let Err(error) = file.write(&state.all)
         {
-            tracing::error!(%error, "reservations can not be written to {}", path.display());
+            tracing::error!(%error, "reservations can not be written down");
         }
     }
 
@@ -354,10 +349,10 @@ impl Member {
     pub(crate) fn go_on(&self) {
         let mut state = self.shared.state.lock();
         state.has_begun = true;
-        if let Some(path) = &self.shared.state_file
+        if let Some(file) = &self.shared.state_file
             && !state.has_changed
         {
-            match read(path) {
+            match file.read() {
                 Ok(all) => state.all = all,
                 Err(error) => {
                     tracing::error!(%error, "reservations can not be read again");
@@ -479,45 +474,6 @@ impl Drop for Member {
     }
 }
 
-/// The file.
-#[derive(Serialize, Deserialize)]
-struct StateFile {
-    shadowbell_reservations: u32,
-    namespaces: Vec<(Uuid, Reservations)>,
-}
-
-/// What is in the file; nothing, if there is none.
-fn read(path: &Path) -> io::Result<AllReservations> {
-    let text = match fs::read(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(AllReservations::new()),
-        Err(error) => return Err(error),
-    };
-    let wrong = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
-    let file: StateFile = serde_json::from_slice(&text)
-        .map_err(|error| wrong(format!("{}: no reservations: {error}", path.display())))?;
-    if file.shadowbell_reservations != VERSION {
-        let version = file.shadowbell_reservations;
-        return Err(wrong(format!("{}: reservations of version {version}", path.display())));
-    }
-    Ok(file.namespaces.into_iter().collect())
-}
-
-/// Has the file be this, or as it was.
-fn write(path: &Path, all: &AllReservations) -> io::Result<()> {
-    let namespaces = all.iter().map(|(uuid, its)| (*uuid, its.clone())).collect();
-    let text = serde_json::to_vec(&StateFile { shadowbell_reservations: VERSION, namespaces })?;
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".new");
-    let new = path.with_file_name(name);
-    let mut file = File::create(&new)?;
-    file.write_all(&text)?;
-    file.sync_all()?;
-    fs::rename(&new, path)?;
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    File::open(directory.unwrap_or(Path::new(".")))?.sync_all()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -525,6 +481,11 @@ mod tests {
 
     const UUID: Uuid = [7; 16];
     const HOST: HostId = HostId::Short(1);
+
+    fn open(path: &std::path::Path) -> File {
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(false).open(path).unwrap()
+    }
 
     /// Has a command carried out, and waits for its end.
     fn act(member: &Member, host: HostId, action: Action, persistent: Option<bool>) -> Status {
@@ -563,7 +524,7 @@ mod tests {
     fn what_is_to_persist_is_there_after_a_start_and_all_of_it_for_a_successor() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("state");
-        let make = || Subsystem::new(Some(path.clone())).unwrap().join(None).unwrap();
+        let make = || Subsystem::new(Some(open(&path))).unwrap().join(None).unwrap();
         let is_registered = |member: &Member| member.report(&UUID, false).unwrap().len() > 24;
         let member = make();
         member.power_on();
@@ -592,12 +553,11 @@ mod tests {
     fn a_file_of_another_kind_is_refused_and_one_that_can_not_be_written_fails_the_command() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("state");
-        for text in ["", "{}", r#"{"shadowbell_reservations":2,"namespaces":[]}"#] {
-            fs::write(&path, text).unwrap();
-            let error = Subsystem::new(Some(path.clone())).unwrap_err();
-            assert!(error.to_string().contains("reservations"), "{error}");
-        }
-        let member = Subsystem::new(Some(directory.path().join("no/such"))).unwrap();
+        std::fs::write(&path, "a disk image, perhaps").unwrap();
+        let error = Subsystem::new(Some(open(&path))).unwrap_err();
+        assert!(error.to_string().contains("reservations"), "{error}");
+        std::fs::write(&path, "").unwrap();
+        let member = Subsystem::new(Some(File::open(&path).unwrap())).unwrap();
         let member = member.join(None).unwrap();
         let status = act(&member, HOST, Action::Register { key: 5 }, None);
         assert_eq!(status, Status::INTERNAL);

@@ -81,11 +81,7 @@ impl ReservationRegister {
     /// Of an entry.
     pub fn decode(sqe: &Sqe) -> Self {
         let dword = sqe.cdw10;
-        Self {
-            rrega: dword as u8 & 7,
-            iekey: dword & 1 << 3 != 0,
-            cptpl: (dword >> 30) as u8,
-        }
+        Self { rrega: dword as u8 & 7, iekey: dword & 1 << 3 != 0, cptpl: (dword >> 30) as u8 }
     }
 }
 
@@ -115,11 +111,7 @@ impl ReservationAction {
     /// Of an entry.
     pub fn decode(sqe: &Sqe) -> Self {
         let dword = sqe.cdw10;
-        Self {
-            action: dword as u8 & 7,
-            iekey: dword & 1 << 3 != 0,
-            rtype: (dword >> 8) as u8,
-        }
+        Self { action: dword as u8 & 7, iekey: dword & 1 << 3 != 0, rtype: (dword >> 8) as u8 }
     }
 }
 

@@ -153,15 +153,13 @@ pub(crate) fn supported(
 ) -> impl Iterator<Item = (u8, FeatureEffects)> {
     let shared = if is_shared { SHARED } else { &[] };
     let own = FEATURES.iter().filter(move |(fid, _)| scope_of(*fid, volatile_cache).is_ok());
-    own.chain(shared).map(
-        |(fid, scope)| {
-            let scope = match scope {
-                Scope::Controller => CommandEffects::SCOPE_CONTROLLER,
-                Scope::Namespace => CommandEffects::SCOPE_NAMESPACE,
-            };
-            (*fid, FeatureEffects::new().with_fsupp(true).with_fsp(scope))
-        },
-    )
+    own.chain(shared).map(|(fid, scope)| {
+        let scope = match scope {
+            Scope::Controller => CommandEffects::SCOPE_CONTROLLER,
+            Scope::Namespace => CommandEffects::SCOPE_NAMESPACE,
+        };
+        (*fid, FeatureEffects::new().with_fsupp(true).with_fsp(scope))
+    })
 }
 
 /// How many bytes a Set Features command for this feature transfers from the host.

@@ -6,15 +6,15 @@ use super::limits::{
     MAX_EVENT_REQUESTS, PELS, WARNING_TEMPERATURE,
 };
 use crate::config::{Config, PCI_VENDOR_ID};
-use crate::subsystem::Member;
 use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises};
+use crate::subsystem::Member;
 use crate::uncorrectable::COMMAND_BYTES;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
-    Cmic, ControllerList, ControllerType, Ctratt, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
-    IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmController, IdentifyNvmNamespace,
-    IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList, Nmic, Nsfeat, Oacs, Oaes,
-    Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
+    Cmic, ControllerList, ControllerType, Ctratt, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE,
+    IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmController,
+    IdentifyNvmNamespace, IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList,
+    Nmic, Nsfeat, Oacs, Oaes, Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
 };
 use shadowbell_spec::regs::Vs;
 use shadowbell_spec::reservation::{RESCAP_ALL, RESCAP_PTPL};

@@ -69,9 +69,7 @@ impl AdminCommands {
         Some(match env.cx.config.member.clone() {
             None => Err(INVALID),
             Some(_) if command.sv => Err(Status::FEATURE_NOT_SAVEABLE.with_dnr()),
-            Some(member) if is_of_namespace => {
-                self.set_of_namespaces(env, sqe, &command, &member)
-            }
+            Some(member) if is_of_namespace => self.set_of_namespaces(env, sqe, &command, &member),
             Some(member) => set_host(env, sqe, &command, data, &member),
         })
     }

@@ -52,7 +52,11 @@ impl Model {
     }
 
     /// The state after a command, whether registrations count as changed, and who is told what.
-    fn after(&self, me: usize, action: Action) -> Result<(Self, u32, BTreeSet<(usize, u8)>), Status> {
+    fn after(
+        &self,
+        me: usize,
+        action: Action,
+    ) -> Result<(Self, u32, BTreeSet<(usize, u8)>), Status> {
         let mut next = *self;
         let mut told = BTreeSet::new();
         let all_hold = |kind: u8| kind >= 5;
@@ -120,7 +124,8 @@ impl Model {
                 }
                 let is_chosen = |at: usize| {
                     if takes_over {
-                        at != me && (of == 0 && self.keys[at] != 0 || of != 0 && self.keys[at] == of)
+                        at != me
+                            && (of == 0 && self.keys[at] != 0 || of != 0 && self.keys[at] == of)
                     } else {
                         of != 0 && self.keys[at] == of
                     }
@@ -233,7 +238,8 @@ fn every_command_in_every_state_does_what_the_model_does() {
                             then.told.iter().map(|(to, told)| (index(*to), told.code())).collect();
                         assert_eq!(got.len(), told.len(), "{context}: {got:?}");
                         assert_eq!(got.into_iter().collect::<BTreeSet<_>>(), told, "{context}");
-                        let gone = (0..HOSTS).filter(|at| model.keys[*at] != 0)
+                        let gone = (0..HOSTS)
+                            .filter(|at| model.keys[*at] != 0)
                             .filter(|at| expected.keys[*at] == 0);
                         let mut lost: Vec<_> =
                             then.unregistered.iter().map(|host| index(*host)).collect();
