@@ -4,6 +4,7 @@ pub(crate) mod budget;
 pub(crate) mod events;
 pub(crate) mod features;
 mod host_behavior;
+pub(crate) mod host_identifier;
 pub(crate) mod identify;
 pub(crate) mod keep_alive;
 pub(crate) mod limits;

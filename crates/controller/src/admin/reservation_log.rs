@@ -1,6 +1,7 @@
 //! The log page Reservation Notification, and which notices a host wants. Base 2.1, 5.1.12.1,
 //! "Reservation Notification", and 5.1.25, "Reservation Notification Mask".
 
+use crate::saved::SavedSharing;
 use shadowbell_spec::reservation::ReservationNotification;
 use std::collections::{BTreeMap, VecDeque};
 use zerocopy::IntoBytes;
@@ -70,16 +71,18 @@ impl ReservationLog {
         self.notices.retain(|(_, _, of)| *of != nsid);
     }
 
-    /// As plain data: masks, notices, how many there were.
-    pub(crate) fn save(&self) -> (Vec<(u32, u32)>, Vec<(u64, u8, u32)>, u64) {
+    /// As plain data, beside the host's identifier.
+    pub(crate) fn save(&self, host: Vec<u8>) -> SavedSharing {
         let masks = self.masks.iter().map(|(nsid, mask)| (*nsid, *mask)).collect();
-        (masks, self.notices.iter().copied().collect(), self.made)
+        let notices = self.notices.iter().copied().collect();
+        SavedSharing { host, masks, notices, notices_made: self.made }
     }
 
     /// The other side of [`save`](Self::save).
-    pub(crate) fn restore(masks: &[(u32, u32)], notices: &[(u64, u8, u32)], made: u64) -> Self {
+    pub(crate) fn restore(saved: &SavedSharing) -> Self {
+        let SavedSharing { masks, notices, notices_made, .. } = saved;
         let notices = notices.iter().copied().take(MAX_NOTICES).collect();
-        Self { masks: masks.iter().copied().collect(), notices, made }
+        Self { masks: masks.iter().copied().collect(), notices, made: *notices_made }
     }
 }
 
@@ -101,8 +104,7 @@ mod tests {
         assert_eq!(log.mask(2), 0b1110);
         assert!(log.tell(1, 1) && !log.tell(2, 1) && log.tell(1, 3));
         assert_eq!(read(&log), (1, 1, 1, 1));
-        let (masks, notices, made) = log.save();
-        assert_eq!(ReservationLog::restore(&masks, &notices, made), log);
+        assert_eq!(ReservationLog::restore(&log.save(Vec::new())), log);
         log.was_read();
         assert_eq!(read(&log), (2, 3, 0, 1));
         log.was_read();

@@ -54,17 +54,14 @@ impl Control {
 
     pub(super) fn save_sharing(&self, cx: &Context) -> SavedSharing {
         let Some(member) = &cx.config.member else { return SavedSharing::default() };
-        let (masks, notices, notices_made) = self.commands.reservations.save();
-        let host = member.host().map(HostId::bytes).unwrap_or_default();
-        SavedSharing { host, masks, notices, notices_made }
+        self.commands.reservations.save(member.host().map(HostId::bytes).unwrap_or_default())
     }
 
     pub(super) fn restore_sharing(&mut self, cx: &Context, saved: &SavedSharing) {
         let Some(member) = &cx.config.member else { return };
         member.go_on();
         member.set_host(HostId::from_bytes(&saved.host));
-        let SavedSharing { masks, notices, notices_made, .. } = saved;
-        self.commands.reservations = ReservationLog::restore(masks, notices, *notices_made);
+        self.commands.reservations = ReservationLog::restore(saved);
     }
 }
 

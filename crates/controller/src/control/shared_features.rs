@@ -4,6 +4,7 @@
 use super::admin::{Data, Executed, Outcome};
 use super::commands::{AdminCommands, CommandEnvironment};
 use super::io_queues::ended;
+use crate::admin::host_identifier::host_identifier_bytes;
 use crate::notice::Operation;
 use crate::reservations::HostId;
 use crate::subsystem::{Job, Member};
@@ -16,8 +17,6 @@ use std::sync::Arc;
 
 const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 
-/// Host Identifier, dword 11: it has 128 bits.
-const EXHID: u32 = 1;
 /// Reservation Persistence, dword 11: Persist Through Power Loss.
 const PTPL: u32 = 1;
 
@@ -27,11 +26,6 @@ const SHARED_FEATURES: [(u8, bool); 3] = [
     (fid::RESERVATION_NOTIFICATION_MASK, true),
     (fid::RESERVATION_PERSISTENCE, true),
 ];
-
-/// How many bytes a Set Features command for the Host Identifier transfers.
-pub(super) fn host_identifier_bytes(cdw11: u32) -> usize {
-    if cdw11 & EXHID != 0 { 16 } else { 8 }
-}
 
 fn is_of_namespace(fid: u8) -> Option<bool> {
     SHARED_FEATURES.iter().find(|(its, _)| *its == fid).map(|(_, is_of)| *is_of)

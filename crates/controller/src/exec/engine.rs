@@ -7,7 +7,7 @@ use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
 use super::long::{LongCommand, LongCommands, Part, piece};
 use super::namespace::{INACTIVE, NamespaceQueue, index_of};
 use super::quota::{Exceeded, Quota, cost};
-use super::reservation::ReservationCommands;
+use super::reservation_commands::ReservationCommands;
 use super::resolve::{read_list, resolve_flagged};
 use super::retired::Retired;
 use super::spans::TouchedSpans;

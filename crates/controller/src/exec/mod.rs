@@ -11,6 +11,7 @@ mod namespace;
 pub(crate) mod prefetch;
 mod quota;
 mod reservation;
+mod reservation_commands;
 mod resolve;
 mod retired;
 mod spans;

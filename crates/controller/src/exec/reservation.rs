@@ -31,28 +31,6 @@ const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 /// Names a command in the process, for as long as it is under way.
 static NEXT_TICKET: AtomicU64 = AtomicU64::new(1);
 
-/// The reservation commands of one engine.
-#[derive(Debug, Default)]
-pub(super) struct ReservationCommands {
-    /// A namespace is restricted.
-    pub(super) is_restricted: bool,
-    /// Under way: tickets and entries.
-    waiting: Vec<(u64, u32)>,
-    /// Entries of those that are over.
-    pub(super) ended: Vec<u32>,
-}
-
-impl ReservationCommands {
-    /// Commands that are under way.
-    pub(super) fn len(&self) -> usize {
-        self.waiting.len() + self.ended.len()
-    }
-
-    fn is_one(&self, tag: u32) -> bool {
-        self.waiting.iter().any(|(_, waiting)| *waiting == tag) || self.ended.contains(&tag)
-    }
-}
-
 /// Whether a command of this kind needs a right that is not there.
 fn lacks(op: NvmOpcode, access: Access) -> bool {
     match op {

@@ -15,6 +15,9 @@ fn index(of: HostId) -> usize {
     (0..HOSTS).find(|index| host(*index) == of).unwrap()
 }
 
+/// The state after a command, by how much registrations are counted up, and who is told what.
+type After = (Model, u32, BTreeSet<(usize, u8)>);
+
 /// Keys by host, 0 for none; and who the holders are of which type, 0 for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Model {
@@ -51,12 +54,7 @@ impl Model {
         model
     }
 
-    /// The state after a command, whether registrations count as changed, and who is told what.
-    fn after(
-        &self,
-        me: usize,
-        action: Action,
-    ) -> Result<(Self, u32, BTreeSet<(usize, u8)>), Status> {
+    fn after(&self, me: usize, action: Action) -> Result<After, Status> {
         let mut next = *self;
         let mut told = BTreeSet::new();
         let all_hold = |kind: u8| kind >= 5;

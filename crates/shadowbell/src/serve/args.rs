@@ -358,6 +358,7 @@ impl ControllerArgs {
                 self.doorbells
             },
             read_only: self.read_only,
+            subsystem: None,
         }
     }
 }

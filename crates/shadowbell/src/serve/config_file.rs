@@ -51,6 +51,8 @@ struct File {
     poll_max_us: Option<Spanned<u32>>,
     #[serde(default)]
     limit_group: Vec<Spanned<GroupTable>>,
+    #[serde(default)]
+    subsystem: Vec<Spanned<SubsystemTable>>,
     controller: Option<Vec<Spanned<ControllerTable>>>,
 }
 
@@ -79,6 +81,7 @@ struct ControllerTable {
     #[serde(default)]
     read_only: bool,
     worker: Option<Spanned<WorkerChoice>>,
+    subsystem: Option<Spanned<String>>,
 }
 
 /// A disk: a string, or a table.
@@ -226,6 +229,7 @@ impl Check<'_> {
             }
             name.into_inner()
         });
+        let mut shared = Subsystems::new(file.subsystem, |table, why| self.refuse(table, why));
         let mut controllers = Vec::with_capacity(tables.len());
         let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
         let mut serials: HashMap<String, usize> = HashMap::new();
@@ -266,7 +270,15 @@ impl Check<'_> {
                 }
                 id.get_ref().clone()
             });
-            let controller = self.controller(table);
+            let place =
+                table.subsystem.as_ref().map(|name| (self.line(name), name.get_ref().clone()));
+            let mut controller = self.controller(table);
+            if let Some((line, name)) = place {
+                match shared.place(&name, &controller) {
+                    Ok(place) => controller.subsystem = Some(place),
+                    Err(why) => self.wrong.push((line, why)),
+                }
+            }
             let served = SocketConfig { id, socket, controller, worker, origin };
             // Of the others the sockets are compared.
             if let Some(id) = &served.id
@@ -348,6 +360,7 @@ impl Check<'_> {
             max_transfer,
             doorbells: table.doorbells,
             read_only: table.read_only,
+            subsystem: None,
         }
     }
 
@@ -403,7 +416,9 @@ pub(super) fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
     }
 }
 
+mod shared;
 mod write;
+use shared::{SubsystemTable, Subsystems};
 pub(super) use write::{Settings, write};
 
 #[cfg(test)]

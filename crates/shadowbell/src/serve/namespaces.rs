@@ -108,6 +108,7 @@ impl Changes {
         wanted: &DiskConfig,
         disk: Arc<dyn Disk>,
     ) -> anyhow::Result<()> {
+        check_alone(served)?;
         let asked = explicit(served);
         let taken = asked.controller.disks.iter().filter_map(|disk| disk.uuid).collect();
         let serial = &served.controller.config().serial;
@@ -145,6 +146,7 @@ impl Changes {
         served: &ServedController,
         nsid: u32,
     ) -> anyhow::Result<()> {
+        check_alone(served)?;
         let asked = explicit(served);
         let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
         if asked.controller.disks.len() == 1 {
@@ -193,6 +195,7 @@ impl Changes {
         nsid: u32,
         change: &NamespaceChange,
     ) -> anyhow::Result<bool> {
+        check_alone(served)?;
         let asked = explicit(served);
         let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
         let old = &found.namespace.disk;
@@ -379,6 +382,19 @@ fn find(served: &ServedController, asked: &SocketConfig, nsid: u32) -> Option<Fo
     let namespaces = served.controller.namespaces();
     let (_, namespace) = namespaces.into_iter().find(|(other, _)| *other == nsid)?;
     Some(Found { at, disk, namespace })
+}
+
+/// The namespaces of a controller that is one of several are not changed for one of them.
+fn check_alone(served: &ServedController) -> anyhow::Result<()> {
+    match &served.asked().controller.subsystem {
+        None => Ok(()),
+        Some(place) => Err(exit::conflict(anyhow!(
+            "{} is one of the subsystem {}, whose controllers all have the same namespaces: they \
+             are as the configuration says when the server starts",
+            served.name,
+            place.name
+        ))),
+    }
 }
 
 fn missing(served: &ServedController, nsid: u32) -> anyhow::Error {

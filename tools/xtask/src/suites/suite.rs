@@ -6,7 +6,7 @@ use shadowbell_guest::{Kernel, RunDir};
 
 use super::setup::Setup;
 use super::unbroken::{self, Event};
-use super::{boot, cloud_hypervisor, fs, namespaces, recover, reset, s2, s3, s4, smoke};
+use super::{boot, cloud_hypervisor, fs, namespaces, recover, reset, s2, s3, s4, shared, smoke};
 use crate::report::Report;
 
 /// The suites, by their names on the command line.
@@ -28,6 +28,8 @@ pub(crate) enum Suite {
     /// Namespaces come, grow and go while the guest reads and writes: how soon it is told, and how
     /// soon it sees it.
     Namespaces,
+    /// One disk behind two controllers: paths that go away under load, and reservations.
+    Shared,
     /// OVMF starts a kernel from a disk of shadowbell's.
     Boot,
     /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
@@ -58,6 +60,7 @@ impl Suite {
                 Self::Kill => unbroken::run(setup, report, kernel, &run, Event::Kill),
                 Self::CloudHypervisor => cloud_hypervisor::run(setup, report, kernel, &run),
                 Self::Namespaces => namespaces::run(setup, report, kernel, &run),
+                Self::Shared => shared::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
                 Self::S2 => s2::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),

@@ -493,6 +493,7 @@ fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
         max_transfer: spec.max_transfer,
         doorbells: spec.doorbells,
         read_only: spec.read_only,
+        subsystem: None,
     };
     config_file::check_nsids(&controller.disks)?;
     let mut asked =
