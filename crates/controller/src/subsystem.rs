@@ -164,15 +164,21 @@ struct MemberState {
 }
 
 impl State {
-    /// Has a member tell its workers.
+    /// Has a member tell its workers, if there is a controller.
     fn change(&mut self, cntlid: u16, change: Change) {
         if let Some(member) = self.members.get_mut(&cntlid)
-            && let Some(control) = &member.control
-            && control.is_alive()
+            && member.control.as_ref().is_some_and(ControlHandle::is_alive)
         {
             member.changes.push(change);
-            control.notify(Notice::Shared);
         }
+    }
+
+    /// Those who have something to look at here. To be told without the lock: where there are no
+    /// threads, they look at once.
+    fn concerned(&self) -> Vec<ControlHandle> {
+        let has_some =
+            |member: &&MemberState| !member.changes.is_empty() || !member.told.is_empty();
+        self.members.values().filter(has_some).filter_map(|its| its.control.clone()).collect()
     }
 
     fn of(&self, uuid: &Uuid) -> Reservations {
@@ -230,15 +236,16 @@ impl Shared {
                 state.change(cntlid, Change { uuid, aborts, latch });
             }
         }
-        for member in state.members.values_mut() {
+        let is_there = |member: &&mut MemberState| {
+            member.control.as_ref().is_some_and(ControlHandle::is_alive)
+        };
+        for member in state.members.values_mut().filter(is_there) {
             let its = told.iter().filter(|(host, _)| member.host == Some(*host));
             member.told.extend(its.map(|(_, told)| (uuid, told.code())));
-            if !member.told.is_empty()
-                && let Some(control) = &member.control
-            {
-                control.notify(Notice::Shared);
-            }
         }
+        let concerned = state.concerned();
+        drop(state);
+        notify(&concerned);
         Ok(())
     }
 
@@ -265,6 +272,9 @@ impl Shared {
         for uuid in changed {
             state.change(cntlid, Change { uuid, aborts: false, latch: latch.clone() });
         }
+        let concerned = state.concerned();
+        drop(state);
+        notify(&concerned);
         Ok(())
     }
 
@@ -295,6 +305,13 @@ impl Shared {
             tracing::error!(%error, "reservations can not be written down");
             Status::INTERNAL
         })
+    }
+}
+
+/// Has them look at what there is.
+fn notify(concerned: &[ControlHandle]) {
+    for control in concerned {
+        control.notify(Notice::Shared);
     }
 }
 

@@ -11,16 +11,17 @@ use std::path::Path;
 
 const CONFIG: &str = r#"
     workers = 2
+    control-socket = "ctl.sock"
     [[subsystem]]
     name = "pair"
     state = "state"
     [[controller]]
     socket = "vm0.sock"
-    disks = ["disk.img", "mem:16MiB"]
+    disks = [{ disk = "disk.img", uuid = "0190163d-8694-739b-aea5-966c26f8ad91" }, "mem:16MiB"]
     subsystem = "pair"
     [[controller]]
     socket = "vm1.sock"
-    disks = ["disk.img", "mem:16MiB"]
+    disks = [{ disk = "disk.img", uuid = "0190163d-8694-739b-aea5-966c26f8ad91" }, "mem:16MiB"]
     subsystem = "pair"
 "#;
 
@@ -125,7 +126,7 @@ fn what_is_no_file_of_reservations_is_refused_and_namespaces_stay_as_they_are() 
     let mut server = serve(directory);
     let ctl = |words: &[&str]| {
         let mut command = program();
-        let socket = server.directory().join("vm0.sock");
+        let socket = server.directory().join("ctl.sock");
         command.args(["ctl", "-s"]).arg(socket).args(words);
         finish(command)
     };

@@ -300,7 +300,7 @@ fn controllers_of_a_subsystem_have_their_places_in_order() {
     };
     let last = "socket = \"/run/b\"\n        disks = [\"/srv/a.img\"]";
     for (from, to, words) in [
-        ("subsystem = \"pair\"", "subsystem = \"par\"", "x:11: there is no `[[subsystem]]` `par`"),
+        ("subsystem = \"pair\"", "subsystem = \"par\"", "x:10: there is no `[[subsystem]]` `par`"),
         (last, "socket = \"/run/b\"\n        disks = [\"/srv/b.img\"]", "the same `disks`"),
         (last, &format!("{last}\n        serial = \"B\""), "that of the subsystem"),
         ("name = \"pair\"", "name = \"a pair\"", "x:2: `a pair` is no name"),
