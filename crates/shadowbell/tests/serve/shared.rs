@@ -40,7 +40,7 @@ fn start() -> Server {
 
 fn hosts(server: &Server) -> [Client; 2] {
     [0, 1].map(|n| {
-        let mut client = Client::attach(&socket(server, n));
+        let client = Client::attach(&socket(server, n));
         client.set_feature(0x81, 1, &[n as u8 + 1; 16]);
         client
     })
