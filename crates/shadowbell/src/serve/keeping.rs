@@ -1,8 +1,9 @@
 //! Has the keeper hold what the next process needs, should this one die.
 //!
-//! Items: [`fence`](FENCE); `disk/N.M`, `controller/N` and `port/N`, each with descriptors of its
-//! own; `file/N.M`, the files of a client's memory if they are many; and, when all of them are
-//! there, what is served, which names the others.
+//! Items: [`fence`](FENCE); `old`, by which a [store](super::store) says that the others are old;
+//! `disk/N.M`, `controller/N` and `port/N`, each with descriptors of its own; `file/N.M`, the files
+//! of a client's memory if they are many; and, when all of them are there, what is served, which
+//! names the others.
 //!
 //! A change while the server runs has an order in which every moment is one to go on from. What
 //! comes is there before it is named, and what goes is named no more before it goes. While a
@@ -166,7 +167,7 @@ impl Keeping {
     /// # Errors
     /// The keeper does not take it.
     pub(super) fn begin_with_none(&self, is_changed: bool) -> anyhow::Result<()> {
-        self.kept.store.put(FENCE, &[], &[self.fence.as_fd()])?;
+        self.kept.store.begin((FENCE, self.fence.as_fd()))?;
         let mut state = self.kept.state.lock();
         (state.is_possible, state.is_changed) = (true, is_changed);
         Ok(())
@@ -218,7 +219,7 @@ impl Keeping {
         for disk in controllers.iter().flat_map(|served| served.disks()) {
             disk.keep(&mut Descriptors::default())?;
         }
-        self.kept.store.put(FENCE, &[], &[self.fence.as_fd()])?;
+        self.kept.store.begin((FENCE, self.fence.as_fd()))?;
         controllers
             .iter()
             .zip(ports)

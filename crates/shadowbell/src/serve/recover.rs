@@ -20,6 +20,7 @@ use super::phases::Phases;
 use super::registry::ServedController;
 use super::server::Server;
 use super::server_config::ServerConfig;
+use super::store;
 use super::transfer;
 use super::worker_link::{Told, WorkerLink};
 use crate::controller_config::ConfigureError;
@@ -171,6 +172,11 @@ fn rebuild(
     phases: &mut Phases,
 ) -> anyhow::Result<Rebuilt> {
     let mut sources = Sources::of(items)?;
+    for source in &mut sources.0 {
+        if store::is_old(&mut source.items)? {
+            bail!("what the keeper holds is old: it did not take what came later");
+        }
+    }
     let is_changed = sources.all()?.is_changed;
     if !is_changed
         && let Some(why) = transfer::difference(&sources.all()?.served, &transfer::served(config))

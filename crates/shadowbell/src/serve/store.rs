@@ -1,13 +1,19 @@
 //! What the keeper holds for the time after this process's death.
 
-use crate::items::{self, COMPLETE, Change};
+use crate::items::{self, COMPLETE, Change, Items};
 use crate::keeper_link::{self, to_keeper};
 use parking_lot::Mutex;
+use shadowbell_memory::EventFd;
 use shadowbell_state::Descriptors;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 use tracing::error;
+
+/// Shows that the rest is old: its descriptor, an eventfd, is signalled as soon as a change did not
+/// get there. A keeper that hears nothing can not be told, and may die before it could be.
+const OLD: &str = "old";
 
 /// The way to what the keeper holds for this process. Any thread may use it; what one puts there
 /// takes effect as a whole.
@@ -17,6 +23,8 @@ pub(super) struct Store(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     link: OwnedFd,
+    /// See [`OLD`].
+    old: EventFd,
     state: Mutex<State>,
 }
 
@@ -32,15 +40,32 @@ enum State {
 
 impl Store {
     /// The one of the keeper at the other end of `link`.
-    pub(super) fn new(link: OwnedFd) -> Self {
-        Self(Arc::new(Shared { link, state: Mutex::default() }))
+    ///
+    /// # Errors
+    /// The system has no more descriptors.
+    pub(super) fn new(link: OwnedFd) -> io::Result<Self> {
+        let old = EventFd::new()?;
+        Ok(Self(Arc::new(Shared { link, old, state: Mutex::default() })))
+    }
+
+    /// Puts there what the rest begins with: `fence`, which has no body, and what
+    /// [`is_old`] looks for.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub(super) fn begin(&self, fence: (&str, BorrowedFd<'_>)) -> io::Result<()> {
+        let (key, fence) = fence;
+        self.change(&[
+            Change::Put { key: OLD, body: &[], fds: &[self.0.old.as_fd()] },
+            Change::Put { key, body: &[], fds: &[fence] },
+        ])
     }
 
     /// Puts an item there, in place of the one with this key.
     ///
     /// # Errors
-    /// The keeper did not take it in time, now or before. Then what it has is of no use, and it is
-    /// told as soon as it listens.
+    /// The keeper did not take it in time, now or before. Then what it has is of no use: it is told
+    /// as soon as it listens, and the next process finds it [old](is_old).
     pub(super) fn put(&self, key: &str, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.change(&[Change::Put { key, body, fds }])
     }
@@ -77,6 +102,8 @@ impl Store {
         if *state == State::Kept {
             let Err(error) = self.send(changes, false) else { return Ok(()) };
             *state = State::Lost;
+            // Before anything is done of which only this change would have told.
+            self.0.old.signal();
             // If it is gone, that is noticed elsewhere.
             if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) {
                 error!(
@@ -102,19 +129,30 @@ impl Store {
     }
 }
 
+/// Whether a change did not get there, of the process that left `items`. A release before this one
+/// does not say so.
+///
+/// # Errors
+/// The system's.
+pub(super) fn is_old(items: &mut Items) -> io::Result<bool> {
+    let Some(item) = items.remove(OLD) else { return Ok(false) };
+    let ends = item.read()?.1;
+    // Not taken: whoever tries next has to see it, too.
+    let is_signalled = |end| EventFd::from_fd(end)?.wait(Some(Duration::ZERO));
+    ends.into_iter().try_fold(false, |is, end| Ok(is || is_signalled(end)?))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::items::Items;
     use rustix::net::sockopt::{Timeout, set_socket_timeout};
-    use std::time::Duration;
 
     /// A store, and the keeper's end.
     fn store() -> (Store, OwnedFd) {
         let (keeper, worker) = keeper_link::pair().unwrap();
         let timeout = Some(Duration::from_millis(20));
         set_socket_timeout(&worker, Timeout::Send, timeout).unwrap();
-        (Store::new(worker), keeper)
+        (Store::new(worker).unwrap(), keeper)
     }
 
     /// What the keeper holds, once it has listened to all that was said.
@@ -157,15 +195,21 @@ mod tests {
     #[test]
     fn what_a_keeper_did_not_take_is_of_no_use_and_nobody_waits_for_it() {
         let (store, keeper) = store();
+        let (fence, _write) = io::pipe().unwrap();
+        store.begin(("fence", fence.as_fd())).unwrap();
         store.put(COMPLETE, b"", &[]).unwrap();
+        let mut items = Items::default();
+        hear(&keeper, &mut items);
+        assert!(items.contains("fence") && !is_old(&mut items).unwrap());
+        store.begin(("fence", fence.as_fd())).unwrap();
         let mut puts = 0;
         while store.put("a", &[1; 10_000], &[]).is_ok() {
             puts += 1;
         }
         assert!(puts > 0);
-        let mut items = Items::default();
         hear(&keeper, &mut items);
         assert!(items.contains(COMPLETE), "it could not be told");
+        assert!(is_old(&mut items).unwrap());
         // The next change would make it good, but not what was missed before.
         store.put("a", b"", &[]).unwrap_err();
         hear(&keeper, &mut items);

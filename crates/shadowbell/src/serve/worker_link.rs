@@ -72,7 +72,7 @@ impl WorkerLink {
     /// # Errors
     /// The system has no more descriptors.
     pub(super) fn store(&self) -> io::Result<Store> {
-        Ok(Store::new(self.0.try_clone()?))
+        Store::new(self.0.try_clone()?)
     }
 
     /// What the process before has left, and how it has died. `None`: the service is to end.

@@ -181,6 +181,11 @@ fn a_keeper_is_small_and_does_nothing() {
         status("voluntary_ctxt_switches") == before
     });
     let kib = |key: &str| status(key).split(' ').next().unwrap().parse::<u64>().unwrap();
+    // No thread of theirs has to wait for the system to make room for more files.
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+    let limit = limit.unwrap_or(1 << 16).min(1 << 16);
+    let its = |pid| crate::idle::status_of(pid, "shadowbell", "FDSize").parse::<u64>().unwrap();
+    assert!(its(server.pid()) >= limit && its(worker(&server)) >= limit);
     println!("resident: {} KiB of its own, {} KiB of files", kib("RssAnon"), kib("RssFile"));
     // A program that is built for tests is larger, and so is what of it was written to when it
     // began.

@@ -207,6 +207,27 @@ fn what_nobody_can_go_on_with_is_said() {
     server.says("have lost their controllers");
 }
 
+/// A keeper that stands still for so long that the worker gives it up. It never hears that what it
+/// holds is old; the next worker knows it all the same, and begins anew.
+#[test]
+fn what_a_keeper_missed_is_not_gone_on_with() {
+    let server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.share(200);
+    signal(server.pid(), Signal::STOP);
+    while said(&server, "the keeper does not take what it is to hold") == 0 {
+        client.share_anew(0, 100);
+    }
+    signal(worker(&server), Signal::KILL);
+    signal(server.pid(), Signal::CONT);
+    server.says("what the keeper holds is old");
+    server.says("have lost their controllers");
+    assert_eq!(said(&server, "goes on with the clients"), 0, "{}", server.stderr());
+    drop(client);
+    until("another one", || UnixStream::connect(socket(&server, 0)).is_ok());
+    Client::attach(&socket(&server, 0)).write(2, 0, 1);
+}
+
 /// Clients that do nothing but ask: whatever the worker is at when it is killed, each request is
 /// answered, and once. Some change the controller, and some are answered with descriptors.
 #[test]
