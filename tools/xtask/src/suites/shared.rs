@@ -141,7 +141,10 @@ fn reserve(guest: &mut Guest, one: &str, other: &str) -> Result<()> {
     for (controller, id) in [(one, "1"), (other, "2")] {
         let identifier = format!("for n in $(seq 16); do printf '\\00{id}'; done >/tmp/host");
         guest.sh(&identifier, MINUTE)?;
-        nvme(guest, &format!("set-feature /dev/{controller} -f 0x81 --value=1 -l 16 -d /tmp/host"))?;
+        nvme(
+            guest,
+            &format!("set-feature /dev/{controller} -f 0x81 --value=1 -l 16 -d /tmp/host"),
+        )?;
     }
     nvme(guest, &format!("resv-register /dev/{one} -n 1 --nrkey=10 --rrega=0"))?;
     nvme(guest, &format!("resv-register /dev/{other} -n 1 --nrkey=11 --rrega=0"))?;
