@@ -176,7 +176,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
                 return Err(ConnectionError::Stuck);
             }
-            // What a read that was answered alone has kept waiting may be here already.
+            // What a read that was answered alone has kept waiting may be here already, and then
+            // nothing wakes us for it.
             let waits = self.stalled.is_some() || self.socket.input.rest().len() >= Request::SIZE;
             if waits && freed && !self.alone {
                 continue;

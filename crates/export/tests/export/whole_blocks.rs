@@ -140,3 +140,31 @@ fn a_disk_that_fails_costs_no_buffer() {
     }
     rig.end();
 }
+
+/// A read that is answered alone keeps others waiting, and the last of its answer may have to wait
+/// for the client. Nothing more comes from the client then.
+#[test]
+fn what_came_together_with_a_long_read_is_answered_after_it() {
+    const LEN: u32 = 2 << 20;
+    let rig = Rig::new(1 << 13, &shadowbell_block::BlockOptions::default());
+    let began = std::time::Instant::now();
+    for _ in 0..8 {
+        let mut client = Client::connect(&rig.socket(), false);
+        let reads = [(1, LEN), (2, 512)].map(|(cookie, len)| {
+            Request { flags: 0, command: command::READ, cookie, offset: 0, len }.encode()
+        });
+        client.socket.write_all(&reads.concat()).unwrap();
+        assert_eq!(client.bytes(16)[8..], 1u64.to_be_bytes());
+        // What is left is carried out, but more than the socket holds.
+        let left = 250 << 10;
+        client.bytes(LEN as usize - left);
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        client.bytes(left);
+        assert_eq!(client.bytes(16)[8..], 2u64.to_be_bytes());
+        client.bytes(512);
+    }
+    // And not when a second later something else wakes the server, each time.
+    let took = began.elapsed();
+    assert!(took < std::time::Duration::from_secs(6), "{took:?}");
+    rig.end();
+}
