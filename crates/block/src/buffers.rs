@@ -56,7 +56,7 @@ impl Buffers {
         // A buffer that a command kept, because it took too long, comes back to the driver's pool.
         let buffer = state.free.pop().or_else(|| self.pool.take())?;
         state.leases += 1;
-        Some(Lease { buffers: Arc::clone(self), buffer: Some(buffer) })
+        Some(Lease { buffers: Some(Arc::clone(self)), buffer: Some(buffer) })
     }
 
     /// A buffer, if there is one and no request waits.
@@ -73,14 +73,23 @@ impl Buffers {
 
 /// A buffer, until this is dropped.
 pub(crate) struct Lease {
-    buffers: Arc<Buffers>,
+    /// Whose turn it is next; nobody's if the buffer is the caller's own.
+    buffers: Option<Arc<Buffers>>,
     /// Not here while a command has it.
     pub(crate) buffer: Option<Buffer>,
 }
 
+impl Lease {
+    /// A buffer that no request waits for: the caller's own.
+    pub(crate) fn of(buffer: Buffer) -> Self {
+        Self { buffers: None, buffer: Some(buffer) }
+    }
+}
+
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut state = self.buffers.state.lock();
+        let Some(buffers) = &self.buffers else { return };
+        let mut state = buffers.state.lock();
         state.leases -= 1;
         state.free.extend(self.buffer.take());
         let next = state.next();

@@ -93,6 +93,10 @@ impl BlockDevice {
         Ok(Self(Handle { shared: Arc::new(shared), queue: 0 }))
     }
 
+    pub(crate) fn handle(&self) -> &Handle {
+        &self.0
+    }
+
     /// What the disk is and can do.
     #[must_use]
     pub fn geometry(&self) -> &Geometry {

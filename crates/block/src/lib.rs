@@ -8,6 +8,7 @@
 //! | [`Blocking`], [`block_on`] | a disk for a thread that has nothing else to do meanwhile |
 //! | `operations` | read, write, compare, write zeroes, discard, flush; parts of blocks |
 //! | `copy` | bytes from one place of the disk to another, by the controller where it can |
+//! | `direct` | whole blocks to and from buffers of the caller's own, without a copy |
 //! | `extents`, `status` | which bytes are allocated |
 //! | `stream` | a range of blocks as commands: split, with several of them in flight |
 //! | `shared` | what all handles on a disk share |
@@ -58,6 +59,7 @@ mod blocking;
 mod buffers;
 mod copy;
 mod device;
+mod direct;
 mod error;
 mod extents;
 mod geometry;

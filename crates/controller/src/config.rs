@@ -2,6 +2,7 @@
 
 use crate::exec::Quota;
 use crate::pool::NamespacePool;
+use crate::subsystem::Member;
 use shadowbell_backend::Disk;
 use std::sync::Arc;
 
@@ -49,6 +50,9 @@ pub struct Config {
     pub mdts: u8,
     /// Whether Doorbell Buffer Config is offered.
     pub shadow_doorbells: bool,
+    /// Its place in a [`Subsystem`](crate::Subsystem) of several controllers, which have the same
+    /// namespaces under the same NSIDs, and the same serial and model number.
+    pub member: Option<Arc<Member>>,
     /// How much it may have under way on each worker. What exceeds that waits in its queue.
     pub quota: Quota,
     /// What its host may make namespaces from. Those that are attached are among `namespaces`,
@@ -68,6 +72,7 @@ impl Default for Config {
             max_queue_entries: 4096,
             mdts: 8,
             shadow_doorbells: true,
+            member: None,
             quota: Quota::default(),
             pool: None,
         }

@@ -82,6 +82,9 @@ impl Controller {
     pub fn new(config: Config, pool: Pool, carrier: Carrier) -> Result<Self, NewError> {
         config.validate()?;
         let namespaces = Namespaces::new(&config);
+        if let Some(member) = &config.member {
+            member.power_on();
+        }
         Ok(Self::with_doorbells(config, namespaces, pool, carrier, None)?)
     }
 
@@ -130,6 +133,9 @@ impl Controller {
         Ok(Self(Arc::new_cyclic(|inner: &Weak<ControllerInner>| {
             let plane: Weak<dyn ControlPlane> = inner.clone();
             let control = ControlHandle::new(plane);
+            if let Some(member) = &config.member {
+                member.attach(control.clone());
+            }
             let listener = carrier.listener;
             let context = Context::new(config, namespaces, shared, pool, control, listener);
             ControllerInner::new(context, inner.clone())

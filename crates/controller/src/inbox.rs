@@ -42,7 +42,8 @@ impl Notices {
         match notice {
             // To be scheduled is all that this asks for.
             Notice::AdminDoorbell => {}
-            Notice::MemoryLost | Notice::Condition(_) if self.others.contains(&notice) => {}
+            Notice::MemoryLost | Notice::Condition(_) | Notice::Shared
+                if self.others.contains(&notice) => {}
             // As one that is there: it has no more to say but that it happened.
             Notice::InvalidDoorbell { .. } if self.errors.contains(&notice) => {
                 self.missed.count += 1;

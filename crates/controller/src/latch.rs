@@ -26,8 +26,9 @@ impl Latch {
 
     /// Says how the operation went, if it is one: the last word counts.
     pub(crate) fn set_status(&self, new: Status) {
-        if let Notice::Ended { status, .. } | Notice::NamespaceChanged { status, .. } =
-            &mut *self.0.notice.lock()
+        if let Notice::Ended { status, .. }
+        | Notice::NamespaceChanged { status, .. }
+        | Notice::ReservationEnded { status, .. } = &mut *self.0.notice.lock()
         {
             *status = new;
         }

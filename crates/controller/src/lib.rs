@@ -22,7 +22,8 @@
 //!
 //! # What it does not implement
 //!
-//! Metadata and protection information, firmware update, reservations, zoned and key-value command sets, controller memory buffers,
+//! Metadata and protection information, firmware update, zoned and key-value command sets, controller
+//! memory buffers,
 //! pin-based interrupts. A command that is not implemented ends in Invalid Command Opcode.
 #![forbid(unsafe_code)]
 
@@ -52,10 +53,13 @@ mod plane;
 mod pool;
 mod queue;
 mod recorder;
+mod reservation_file;
+mod reservations;
 mod route;
 mod saved;
 mod shared;
 pub mod stats;
+mod subsystem;
 mod successor;
 #[cfg(test)]
 mod test_disk;
@@ -81,6 +85,7 @@ pub use recorder::Recorder;
 pub use route::RelocateError;
 pub use saved::{Death, SavedController, SeenNamespace};
 pub use stats::Stats;
+pub use subsystem::{JoinError, MAX_CONTROLLERS, Member, Subsystem};
 pub use successor::{RestoreError, SaveError};
 pub use worker::{CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, Turns};
 

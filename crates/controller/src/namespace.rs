@@ -2,6 +2,7 @@
 
 use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
 use crate::pool::PoolState;
+use crate::subsystem::Member;
 use crate::unserved::{placeholder, unserved};
 use shadowbell_backend::{Disk, DiskInfo};
 use shadowbell_spec::status::Status;
@@ -60,6 +61,8 @@ pub(crate) struct Namespaces {
     /// NN: the highest NSID that there has been.
     highest: u32,
     pub(crate) promises: Promises,
+    /// The controller is one of several that have them.
+    member: Option<Arc<Member>>,
 }
 
 impl Namespaces {
@@ -74,7 +77,8 @@ impl Namespaces {
         // A host may give any number that there is to what it makes.
         let highest = if config.pool.is_some() { MAX_NAMESPACES as u32 } else { highest };
         let (active, barred) = (BTreeMap::new(), BTreeMap::new());
-        let mut namespaces = Self { active, barred, highest, promises };
+        let member = config.member.clone();
+        let mut namespaces = Self { active, barred, highest, promises, member };
         for (nsid, namespace) in config.numbered() {
             namespaces.put(nsid, Some(Namespace::new(nsid, namespace, &promises)));
         }
@@ -121,7 +125,8 @@ impl Namespaces {
         match namespace {
             Some(namespace) => {
                 self.barred.remove(&nsid);
-                self.active.insert(nsid, namespace)
+                let member = self.member.clone();
+                self.active.insert(nsid, Namespace { member, ..namespace })
             }
             None => self.active.remove(&nsid),
         };
@@ -159,6 +164,7 @@ pub(crate) struct Namespace {
     info: DiskInfo,
     uuid: [u8; 16],
     write_through: bool,
+    member: Option<Arc<Member>>,
 }
 
 impl Namespace {
@@ -169,7 +175,8 @@ impl Namespace {
         let mut info = disk.info();
         let write_through = info.volatile_cache && !promises.volatile_cache;
         info.volatile_cache &= promises.volatile_cache;
-        Self { nsid, disk: Arc::clone(disk), info, uuid: *uuid, write_through }
+        let disk = Arc::clone(disk);
+        Self { nsid, disk, info, uuid: *uuid, write_through, member: None }
     }
 
     /// The same, to be told of, and not served.
@@ -180,6 +187,11 @@ impl Namespace {
     /// What it was made from.
     pub(crate) fn config(&self) -> NamespaceConfig {
         NamespaceConfig { disk: Arc::clone(&self.disk), uuid: self.uuid }
+    }
+
+    /// What the controller is in the subsystem, if others have the namespace, too.
+    pub(crate) fn member(&self) -> Option<&Arc<Member>> {
+        self.member.as_ref()
     }
 
     /// Every write has to be on the medium when it ends.

@@ -78,6 +78,15 @@ pub(crate) enum Notice {
         /// The number that the control plane gave the unmap.
         ticket: u64,
     },
+    /// Something has changed in the controller's subsystem.
+    Shared,
+    /// A reservation command is over.
+    ReservationEnded {
+        /// What the worker has called it.
+        ticket: u64,
+        /// How.
+        status: Status,
+    },
     /// All workers that take part in an operation of the control plane are done with it.
     Ended {
         /// Resets that there had been when it began: what began before a reset concerns nobody.
@@ -106,6 +115,8 @@ pub(crate) enum Operation {
     Abort { cid: u16 },
     /// Get LBA Status.
     LbaStatus { cid: u16 },
+    /// A feature that the subsystem has.
+    Feature { cid: u16 },
     /// The flush before the volatile write cache is off.
     Flush { cid: u16 },
     /// What is under way ends, so that a command can be alone.

@@ -173,6 +173,8 @@ pub(crate) struct SavedControl {
     pub(crate) uncorrectable_changes: u16,
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) diagnostics: SavedDiagnostics,
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(crate) sharing: SavedSharing,
     /// How long ago the last reset was, in milliseconds.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) reset_ms: u64,
@@ -182,6 +184,18 @@ pub(crate) struct SavedControl {
     /// A reset is under way; and whether it sets all registers back.
     #[serde(default)]
     pub(crate) resetting: Option<bool>,
+}
+
+/// What the host of one of several controllers has said, and is to be told.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavedSharing {
+    /// Host Identifier, as the feature transfers it.
+    pub(crate) host: Vec<u8>,
+    /// Reservation Notification Mask by namespace.
+    pub(crate) masks: Vec<(u32, u32)>,
+    /// Notices: number, type, namespace; and how many there were.
+    pub(crate) notices: Vec<(u64, u8, u32)>,
+    pub(crate) notices_made: u64,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

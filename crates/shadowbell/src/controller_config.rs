@@ -5,6 +5,7 @@ use crate::exit;
 pub(crate) use crate::offered_doorbells::OfferedDoorbells;
 use crate::pool::{self, PoolSpec};
 use crate::self_as_is;
+use crate::subsystems::{self, Place};
 use crate::uuid_text::parse_uuid;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
@@ -36,6 +37,9 @@ pub(crate) struct ControllerConfig {
     /// What its host may make namespaces from. Those that are attached are among the disks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolSpec>,
+    /// It is one of several with the same namespaces.
+    #[serde(default)]
+    pub subsystem: Option<Place>,
 }
 
 /// A namespace as a person asked for it.
@@ -96,6 +100,9 @@ pub(crate) enum ConfigureError {
          controller's option: leave one of them out"
     )]
     Writable(String),
+    /// It can not be one of its subsystem.
+    #[error("{0}")]
+    Subsystem(String),
     /// The largest transfer is not one that MDTS can express.
     #[error("the largest transfer is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
     MaxTransfer(u64),
@@ -147,7 +154,10 @@ impl ControllerConfig {
     ) -> Result<Config, ConfigureError> {
         let disks = self.disks.iter().enumerate();
         let disks = disks.map(|(index, config)| {
-            open_disk(&config.disk, self.read_only, |spec| open(index, spec))
+            open_disk(&config.disk, self.read_only, |spec| match &self.subsystem {
+                Some(place) => subsystems::disk(place, index, spec, || open(index, spec)),
+                None => open(index, spec),
+            })
         });
         self.configure(location, disks.collect::<Result<_, _>>()?)
     }
@@ -192,7 +202,15 @@ impl ControllerConfig {
             None => default.mdts,
             Some(bytes) => mdts(bytes).ok_or(ConfigureError::MaxTransfer(bytes))?,
         };
-        let serial = self.serial.clone().unwrap_or_else(|| serial_from(location));
+        // All controllers of a subsystem have its serial number.
+        let shared = self.subsystem.as_ref().map(|place| {
+            let own = || serial_from(&self_as_is::absolute(&place.state).to_string_lossy());
+            place.serial.clone().unwrap_or_else(own)
+        });
+        let own = || self.serial.clone().unwrap_or_else(|| serial_from(location));
+        let serial = shared.unwrap_or_else(own);
+        let member = self.subsystem.as_ref().map(subsystems::join).transpose();
+        let member = member.map_err(|error| ConfigureError::Subsystem(format!("{error:#}")))?;
         let mut uuids = Uuids::new(&serial);
         let given = self.disks.iter().map(|config| config.uuid).chain(std::iter::repeat(None));
         let namespaces = disks
@@ -216,6 +234,7 @@ impl ControllerConfig {
             mdts,
             // A page that is mapped can not ring either: what would be gained is lost in naps.
             shadow_doorbells: self.doorbells == OfferedDoorbells::Shadow,
+            member,
             ..Config::default()
         };
         config.validate()?;

@@ -53,6 +53,7 @@
 //! | `table`, `units` | tables and numbers, for people |
 //! | `plain_words` | what libraries say in Rust's words, in a person's |
 //! | `parse`, `cpu_list` | sizes, times and processors as people write them |
+//! | `subsystems` | what several controllers of a process share |
 //! | `shell`, `paste` | words of a command line that a person pastes; how they are printed |
 //! | `signals`, `descriptor_limit` | what the program asks of the system |
 //! | `log_thread` | lines of the log, until they are written |
@@ -115,6 +116,7 @@ mod serve;
 mod session;
 mod shell;
 mod signals;
+mod subsystems;
 mod table;
 mod target;
 mod top;

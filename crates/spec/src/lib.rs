@@ -58,6 +58,7 @@ pub mod nvm;
 pub mod opcode;
 pub mod pci;
 pub mod regs;
+pub mod reservation;
 pub mod sgl;
 pub mod sqe;
 pub mod status;

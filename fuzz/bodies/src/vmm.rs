@@ -8,8 +8,16 @@ use shadowbell_vfio_user::server::Limits;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// How many descriptors this process has. The first run leaves some for good (one to signal
-/// peers' eventfds with), so they are made before.
+/// Most rings that this process may have: a thread keeps up to 64 to signal peers' eventfds with, of
+/// which it makes one when it has another eventfd to signal and all are in use. Besides these there
+/// are those of disks, which come and go.
+const RINGS: usize = 80;
+
+/// How many descriptors this process has, apart from rings. The first run leaves some for good, so
+/// they are made before.
+///
+/// # Panics
+/// There are more than [`RINGS`] rings.
 pub(crate) fn descriptors() -> usize {
     static WARM: std::sync::Once = std::sync::Once::new();
     WARM.call_once(|| {
@@ -18,7 +26,14 @@ pub(crate) fn descriptors() -> usize {
         event.expect("an eventfd").signal();
         drop(Mapping::shared("warm", 4096));
     });
-    std::fs::read_dir("/proc/self/fd").expect("/proc").count()
+    let fds = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
+    let is_ring = |path: std::path::PathBuf| {
+        std::fs::read_link(path).is_ok_and(|link| link.as_os_str() == "anon_inode:[io_uring]")
+    };
+    let (rings, others): (Vec<bool>, Vec<bool>) =
+        fds.map(|fd| is_ring(fd.path())).partition(|is| *is);
+    assert!(rings.len() <= RINGS, "{} rings", rings.len());
+    others.len()
 }
 
 /// What they are of, for a message.

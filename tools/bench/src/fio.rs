@@ -69,8 +69,9 @@ pub(crate) fn run_once(settings: &Settings, server: &NbdServer) -> Result<()> {
 /// `shadowbell bench`.
 pub(crate) fn run(settings: &Settings, job: &Job<'_>) -> Result<Value> {
     let mut command = program(job.source);
-    command.arg("--name=bench").args(job.source.options());
-    command.arg(format!("--ioengine={}", job.source.engine()));
+    // An engine's own options are known after its name only.
+    command.args(["--name=bench".to_owned(), format!("--ioengine={}", job.source.engine())]);
+    command.args(job.source.options());
     command.args([
         format!("--rw={}", job.rw),
         format!("--bs={}", job.bs),

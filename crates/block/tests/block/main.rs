@@ -2,4 +2,5 @@
 
 mod behaviour;
 mod copy;
+mod direct;
 mod model;

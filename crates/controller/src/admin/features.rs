@@ -125,6 +125,14 @@ const FEATURES: &[(u8, Scope)] = &[
     (fid::IO_COMMAND_SET_PROFILE, Scope::Controller),
 ];
 
+/// Those of a controller that is one of several, which are elsewhere
+/// (`control/shared_features.rs`).
+const SHARED: &[(u8, Scope)] = &[
+    (fid::HOST_IDENTIFIER, Scope::Controller),
+    (fid::RESERVATION_NOTIFICATION_MASK, Scope::Namespace),
+    (fid::RESERVATION_PERSISTENCE, Scope::Namespace),
+];
+
 /// The scope of a feature.
 ///
 /// # Errors
@@ -139,16 +147,19 @@ fn scope_of(fid: u8, volatile_cache: bool) -> Result<Scope, Status> {
 }
 
 /// The features that the controller has, for the log page 12h that tells of them.
-pub(crate) fn supported(volatile_cache: bool) -> impl Iterator<Item = (u8, FeatureEffects)> {
-    FEATURES.iter().filter(move |(fid, _)| scope_of(*fid, volatile_cache).is_ok()).map(
-        |(fid, scope)| {
-            let scope = match scope {
-                Scope::Controller => CommandEffects::SCOPE_CONTROLLER,
-                Scope::Namespace => CommandEffects::SCOPE_NAMESPACE,
-            };
-            (*fid, FeatureEffects::new().with_fsupp(true).with_fsp(scope))
-        },
-    )
+pub(crate) fn supported(
+    volatile_cache: bool,
+    is_shared: bool,
+) -> impl Iterator<Item = (u8, FeatureEffects)> {
+    let shared = if is_shared { SHARED } else { &[] };
+    let own = FEATURES.iter().filter(move |(fid, _)| scope_of(*fid, volatile_cache).is_ok());
+    own.chain(shared).map(|(fid, scope)| {
+        let scope = match scope {
+            Scope::Controller => CommandEffects::SCOPE_CONTROLLER,
+            Scope::Namespace => CommandEffects::SCOPE_NAMESPACE,
+        };
+        (*fid, FeatureEffects::new().with_fsupp(true).with_fsp(scope))
+    })
 }
 
 /// How many bytes a Set Features command for this feature transfers from the host.

@@ -7,22 +7,25 @@ use super::limits::{
 };
 use crate::config::{Config, PCI_VENDOR_ID};
 use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises};
+use crate::subsystem::Member;
 use crate::uncorrectable::COMMAND_BYTES;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
-    ControllerList, ControllerType, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
-    IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmController, IdentifyNvmNamespace,
-    IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList, Nsfeat, Oacs, Oaes,
-    Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
+    Cmic, ControllerList, ControllerType, Ctratt, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE,
+    IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmController,
+    IdentifyNvmNamespace, IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList,
+    Nmic, Nsfeat, Oacs, Oaes, Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
 };
 use shadowbell_spec::regs::Vs;
+use shadowbell_spec::reservation::{RESCAP_ALL, RESCAP_PTPL};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
+use std::sync::Arc;
 use zerocopy::IntoBytes;
 
 /// The version of the specification that the controller complies with: VS and VER.
 pub(crate) const VERSION: Vs = Vs::V2_0;
-/// The controller's identifier in its NVM subsystem, of which it is the only one.
+/// The controller's identifier in its NVM subsystem, if it is the only one there.
 pub(crate) const CNTLID: u16 = 1;
 /// The time that a normal shutdown, which ends in a flush of all disks, may take: 5 seconds. Linux
 /// waits as long when there is no value, and reports it in its log as something unusual when there
@@ -43,18 +46,24 @@ pub(super) type Page = Box<[u8; IDENTIFY_SIZE]>;
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     controller: Box<IdentifyController>,
+    member: Option<Arc<Member>>,
 }
 
 impl Identity {
     /// Of a configuration that was found valid.
     pub(crate) fn new(config: &Config) -> Self {
-        Self { controller: Box::new(controller(config)) }
+        Self { controller: Box::new(controller(config)), member: config.member.clone() }
     }
 
     /// Serial number, model, and the name of the subsystem.
     pub(crate) fn names(&self) -> ([u8; 20], [u8; 40], [u8; 256]) {
         let IdentifyController { sn, mn, subnqn, .. } = &*self.controller;
         (*sn, *mn, *subnqn)
+    }
+
+    /// The controllers of the subsystem, which all have the namespaces of this one.
+    fn controllers(&self) -> Vec<u16> {
+        self.member.as_ref().map_or_else(|| vec![CNTLID], |member| member.controllers())
     }
 
     /// Identify.
@@ -106,11 +115,13 @@ impl Identity {
             }
             cns::NAMESPACE_CONTROLLERS if nsid != NSID_ALL => {
                 let namespace = find(nsid, namespaces)?;
-                let attached = namespace.map(|_| CNTLID);
-                Ok(page(&ControllerList::from(cmd.cntid, attached)))
+                let all = namespace.map(|_| self.controllers()).unwrap_or_default();
+                Ok(page(&ControllerList::from(cmd.cntid, all)))
             }
-            cns::CONTROLLERS => Ok(page(&ControllerList::from(cmd.cntid, [CNTLID]))),
-            cns::IO_COMMAND_SETS if matches!(cmd.cntid, CNTLID | THIS_CONTROLLER) => {
+            cns::CONTROLLERS => Ok(page(&ControllerList::from(cmd.cntid, self.controllers()))),
+            cns::IO_COMMAND_SETS
+                if cmd.cntid == THIS_CONTROLLER || self.controllers().contains(&cmd.cntid) =>
+            {
                 let mut sets = IoCommandSets::default();
                 sets.vectors[0] = 1 << csi::NVM;
                 Ok(page(&sets))
@@ -159,6 +170,7 @@ fn qualified_name(serial: &str) -> String {
 
 fn controller(config: &Config) -> IdentifyController {
     let [oui0, oui1, oui2] = IEEE_OUI;
+    let member = config.member.as_ref();
     let mut controller = IdentifyController {
         vid: PCI_VENDOR_ID,
         ssvid: PCI_VENDOR_ID,
@@ -168,7 +180,9 @@ fn controller(config: &Config) -> IdentifyController {
         rab: 6,
         ieee: [oui2, oui1, oui0],
         mdts: config.mdts,
-        cntlid: CNTLID,
+        cntlid: member.map_or(CNTLID, |member| member.cntlid()),
+        cmic: Cmic::new().with_mports(member.is_some()).with_mctrs(member.is_some()),
+        ctratt: Ctratt::new().with_hids(member.is_some()),
         ver: VERSION.into_bits(),
         rtd3e: SHUTDOWN_MICROSECONDS,
         oaes: Oaes::new().with_nsan(true),
@@ -206,7 +220,8 @@ fn controller(config: &Config) -> IdentifyController {
             .with_save_and_select(true)
             .with_timestamp(true)
             .with_verify(true)
-            .with_copy(true),
+            .with_copy(true)
+            .with_reservations(member.is_some()),
         // Compare and Write, of one block (ACWU).
         fuses: 1,
         // Source range entries of formats 0h to 3h; a host has to enable 2h and 3h.
@@ -254,6 +269,8 @@ pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
         mssrl: (COPY_BYTES >> namespace.block_shift()) as u16,
         mcl: (COPY_BYTES >> namespace.block_shift()) as u32,
         msrc: (COPY_RANGES - 1) as u8,
+        nmic: nmic(namespace),
+        rescap: rescap(namespace),
         ..IdentifyNamespace::default()
     };
     let granularity0 = info.granularity.saturating_sub(1);
@@ -271,11 +288,26 @@ pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     identify
 }
 
+fn nmic(namespace: &Namespace) -> Nmic {
+    Nmic::new().with_shrns(namespace.member().is_some())
+}
+
+/// Reservation Capabilities.
+fn rescap(namespace: &Namespace) -> u8 {
+    match namespace.member() {
+        None => 0,
+        Some(member) if member.can_persist() => RESCAP_ALL,
+        Some(_) => RESCAP_ALL & !RESCAP_PTPL,
+    }
+}
+
 fn independent(namespace: &Namespace) -> IdentifyIndependentNamespace {
     IdentifyIndependentNamespace {
         nsfeat: if namespace.info().volatile_cache { 0 } else { VOLATILE_CACHE_NOT_PRESENT },
         nsattr: if namespace.read_only() { NSATTR_WRITE_PROTECTED } else { 0 },
         nstat: IdentifyIndependentNamespace::NSTAT_READY,
+        nmic: nmic(namespace),
+        rescap: rescap(namespace),
         ..IdentifyIndependentNamespace::default()
     }
 }

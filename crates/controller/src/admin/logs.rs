@@ -235,6 +235,8 @@ pub(crate) struct LogContext<'a> {
     pub(crate) shadow_doorbells: bool,
     /// Whether a namespace has a volatile write cache.
     pub(crate) volatile_cache: bool,
+    /// Whether the controller is one of several.
+    pub(crate) is_shared: bool,
 }
 
 /// The log pages that the controller has.
@@ -325,7 +327,9 @@ pub(crate) fn part(cmd: &GetLogPage, page: &[u8]) -> Result<Vec<u8>, Status> {
 /// The whole page.
 fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
     Ok(match cmd.lid {
-        lid::SUPPORTED_LOG_PAGES => supported_pages(context.pool.is_some()).as_bytes().to_vec(),
+        lid::SUPPORTED_LOG_PAGES => {
+            supported_pages(context.pool.is_some(), context.is_shared).as_bytes().to_vec()
+        }
         lid::ERROR_INFORMATION => context.errors.page().as_bytes().to_vec(),
         lid::SMART_HEALTH => context.health.page().as_bytes().to_vec(),
         lid::FIRMWARE_SLOT => firmware_slot().as_bytes().to_vec(),
@@ -337,7 +341,8 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             if cmd.csi != csi::NVM {
                 return Err(Status::INVALID_FIELD.with_dnr());
             }
-            commands(context.shadow_doorbells, context.pool.is_some()).as_bytes().to_vec()
+            let offers = (context.pool.is_some(), context.is_shared);
+            commands(context.shadow_doorbells, offers).as_bytes().to_vec()
         }
         lid::SANITIZE_STATUS => match context.pool {
             Some(state) => sanitize::page(&state.sanitize).as_bytes().to_vec(),
@@ -347,7 +352,7 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
         lid::LBA_STATUS => context.uncorrectable.page(),
         lid::FEATURES_SUPPORTED_EFFECTS => {
             let mut page = FeaturesSupportedEffects::default();
-            for (fid, effects) in features::supported(context.volatile_cache) {
+            for (fid, effects) in features::supported(context.volatile_cache, context.is_shared) {
                 page.fids[usize::from(fid)] = effects;
             }
             page.as_bytes().to_vec()
@@ -362,9 +367,10 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
 /// The size of the NVMe-MI Commands Supported and Effects log page.
 const MI_PAGE_BYTES: usize = 4096;
 
-fn supported_pages(has_pool: bool) -> SupportedLogPages {
+fn supported_pages(has_pool: bool, is_shared: bool) -> SupportedLogPages {
     let mut page = SupportedLogPages::default();
-    for lid in PAGES.iter().filter(|lid| has_pool || **lid != lid::SANITIZE_STATUS) {
+    let own = PAGES.iter().filter(|lid| has_pool || **lid != lid::SANITIZE_STATUS);
+    for lid in own.chain(is_shared.then_some(&lid::RESERVATION_NOTIFICATION)) {
         // Of Persistent Event: Establish Context and Read 512 Bytes of Header is there.
         let lidsp = u16::from(*lid == lid::PERSISTENT_EVENTS);
         page.lids[usize::from(*lid)] = LogPageSupport::new().with_lsupp(true).with_lidsp(lidsp);
@@ -418,7 +424,18 @@ const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::Copy, true),
 ];
 
-fn commands(shadow_doorbells: bool, has_pool: bool) -> CommandsSupportedEffects {
+/// The I/O commands of a controller that is one of several.
+const RESERVATIONS: &[(NvmOpcode, bool)] = &[
+    (NvmOpcode::ReservationRegister, false),
+    (NvmOpcode::ReservationReport, false),
+    (NvmOpcode::ReservationAcquire, false),
+    (NvmOpcode::ReservationRelease, false),
+];
+
+fn commands(
+    shadow_doorbells: bool,
+    (has_pool, is_shared): (bool, bool),
+) -> CommandsSupportedEffects {
     let mut page = CommandsSupportedEffects::new_zeroed();
     // The Command Scope stays "not reported": Linux takes an I/O command with any effect that it
     // does not know for a command to be serialised, and warns of "unusual effects".
@@ -430,7 +447,8 @@ fn commands(shadow_doorbells: bool, has_pool: bool) -> CommandsSupportedEffects 
     for (opcode, effects) in POOL_COMMANDS.iter().filter(|_| has_pool) {
         page.admin[usize::from(u8::from(*opcode))] = effects.with_csupp(true);
     }
-    for (opcode, changes) in IO_COMMANDS {
+    let reservations = if is_shared { RESERVATIONS } else { &[] };
+    for (opcode, changes) in IO_COMMANDS.iter().chain(reservations) {
         page.io[usize::from(u8::from(*opcode))] = supported.with_lbcc(*changes);
     }
     page

@@ -10,12 +10,14 @@ use super::pool::{self, OrderContext, PoolCommands};
 use super::registers::Registers;
 use super::reset::Lifecycle;
 use crate::admin::features::{self, Effect, Features, Limits};
+use crate::admin::host_identifier::host_identifier_bytes;
 use crate::admin::identify::Identity;
 use crate::admin::keep_alive::KeepAlive;
 use crate::admin::limits::{ABORT_LIMIT, TEMPERATURE};
 use crate::admin::logs::{self, ChangedList, Health, LogContext};
 use crate::admin::persistent_events::{Moment, Names};
 use crate::admin::rate_limit::RateLimit;
+use crate::admin::reservation_log::ReservationLog;
 use crate::config::Config;
 use crate::context::Context;
 use crate::control_thread::TakesTurns;
@@ -68,6 +70,7 @@ pub(super) struct AdminCommands {
     losses: RateLimit,
     pub(super) diagnostics: Diagnostics,
     pub(super) pool: PoolCommands,
+    pub(super) reservations: ReservationLog,
 }
 
 impl AdminCommands {
@@ -83,6 +86,7 @@ impl AdminCommands {
             losses: RateLimit::default(),
             diagnostics: Diagnostics::default(),
             pool: PoolCommands::default(),
+            reservations: ReservationLog::default(),
         }
     }
 
@@ -107,6 +111,7 @@ impl AdminCommands {
     /// Another namespace is behind this NSID, or none.
     pub(super) fn forget_namespace(&mut self, nsid: u32, hours: u64) {
         self.features.forget_namespace(nsid);
+        self.reservations.forget_namespace(nsid);
         self.diagnostics.self_test.namespace_removed(nsid, hours);
     }
 
@@ -125,6 +130,7 @@ impl AdminCommands {
         self.features.reset();
         self.keep_alive.set(0, Instant::now());
         self.changed.clear();
+        self.reservations = ReservationLog::default();
         self.configures_shadow = false;
         self.aborts = 0;
     }
@@ -137,7 +143,11 @@ impl AdminCommands {
         if AdminOpcode::try_from(sqe.opcode) != Ok(AdminOpcode::SetFeatures) {
             return pool::data_length(sqe);
         }
-        features::data_length(decode::SetFeatures::decode(sqe).fid)
+        let command = decode::SetFeatures::decode(sqe);
+        match command.fid {
+            fid::HOST_IDENTIFIER => host_identifier_bytes(command.cdw11),
+            other => features::data_length(other),
+        }
     }
 
     /// Executes a command. `data` is what it takes from the host, or why that can not be had.
@@ -235,6 +245,9 @@ impl AdminCommands {
         data: Option<Result<Vec<u8>, Status>>,
     ) -> Executed {
         let command = decode::SetFeatures::decode(sqe);
+        if let Some(executed) = self.set_shared_feature(env, sqe, data.as_ref()) {
+            return executed;
+        }
         let data = data.transpose()?;
         let limits = limits(env, sqe.nsid);
         let before = self.features.timestamp();
@@ -291,6 +304,9 @@ impl AdminCommands {
 
     fn get_features(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::GetFeatures::decode(sqe);
+        if let Some(executed) = self.get_shared_feature(env, sqe) {
+            return executed;
+        }
         let got = self.features.get(&command, sqe.nsid, &limits(env, sqe.nsid))?;
         Ok(match got.data {
             Some(bytes) => Outcome::Data(Data { len: bytes.len(), bytes, dw0: got.dw0, log: None }),
@@ -302,6 +318,9 @@ impl AdminCommands {
         let command = decode::GetLogPage::decode(sqe);
         if command.length() > 4096 << env.cx.config.mdts {
             return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        if command.lid == lid::RESERVATION_NOTIFICATION && env.cx.config.member.is_some() {
+            return self.get_reservation_page(sqe, &command);
         }
         if logs::is_elsewhere(command.lid) {
             return self.get_diagnostic_page(env, sqe, &command);
@@ -320,6 +339,7 @@ impl AdminCommands {
             uncorrectable: &env.cx.shared.uncorrectable(),
             pool: pool.as_ref(),
             shadow_doorbells: env.cx.config.shadow_doorbells,
+            is_shared: env.cx.config.member.is_some(),
             volatile_cache: env.cx.has_volatile_cache(),
         };
         let bytes = logs::read(&command, sqe.nsid, &mut context)?;

@@ -24,9 +24,11 @@ mod pool;
 mod pool_events;
 mod recover;
 mod registers;
+mod reservations;
 mod reset;
 mod rest;
 mod save;
+mod shared_features;
 mod tend;
 
 pub(crate) use admin::{Attach, Data, Executed, Orders, Outcome};
@@ -468,6 +470,9 @@ impl Control {
         cx.shared.coalescing.reset();
         cx.shared.set_write_through(false);
         cx.shared.set_copy_formats(0);
+        if let Some(member) = &cx.config.member {
+            member.set_host(None);
+        }
         self.commands.reset();
         deferred.latches.extend(cx.lba_status.forget());
         self.port.events.clear();
@@ -690,6 +695,10 @@ impl Control {
                 self.pool_ended(cx, (generation, cid), (status, dw0), deferred);
             }
             Notice::Sanitized => self.sanitized(cx, deferred),
+            Notice::Shared => self.pass_on_changes(cx, deferred),
+            Notice::ReservationEnded { ticket, status } => {
+                self.end_reservation(cx, ticket, status);
+            }
             Notice::MemoryReleased { ticket } => {
                 deferred.callbacks.extend(self.memory.released(ticket));
             }
@@ -725,8 +734,10 @@ impl Control {
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
             Operation::LbaStatus { cid } => self.commands.lba_status_ended(cx, port, cid),
             // Without the cache, writes that come now are on the medium in any case.
-            Operation::Flush { cid } if status.is_success() => port.complete(cid, status, 0),
-            Operation::Flush { cid } => port.fail(cid, status, 0),
+            Operation::Flush { cid } | Operation::Feature { cid } if status.is_success() => {
+                port.complete(cid, status, 0);
+            }
+            Operation::Flush { cid } | Operation::Feature { cid } => port.fail(cid, status, 0),
             Operation::Pause | Operation::Alone => self.next_alone(cx, deferred),
             Operation::Recorded => self.alone_recorded(cx, deferred),
             Operation::Settled => self.alone_settled(cx),

@@ -49,6 +49,7 @@ impl Control {
         let (features, changed) = self.commands.save();
         let (uncorrectable, uncorrectable_changes) = cx.shared.uncorrectable().save();
         SavedControl {
+            sharing: self.save_sharing(cx),
             uncorrectable,
             uncorrectable_changes,
             creating: self.commands.pool.save(),
@@ -140,6 +141,7 @@ impl Control {
 
     /// As [`adopt`](Self::adopt), whatever the controller was before.
     fn take_over(&mut self, cx: &Context, control: &SavedControl) -> Result<(), RestoreError> {
+        self.restore_sharing(cx, &control.sharing);
         let errors = ErrorLog::restore(&control.errors);
         self.port.errors = errors.ok_or(RestoreError::Invalid("the error log"))?;
         self.port.events = AsyncEvents::restore(&control.events);

@@ -190,6 +190,11 @@ impl Copies {
         Some(buffer)
     }
 
+    /// Whether the command in entry `parent` is a copy that uses the namespace with this index.
+    pub(super) fn uses(&self, parent: u32, index: usize) -> bool {
+        self.list.iter().any(|copy| copy.parent == parent && copy.uses(index))
+    }
+
     /// Whether something can be done for this copy without waiting for anybody.
     fn is_ready(&self, copy: &Copy) -> bool {
         let next_stride = copy.is_over() || copy.buffer.is_some() || self.has_buffer();

@@ -7,6 +7,7 @@ use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
 use super::long::{LongCommand, LongCommands, Part, piece};
 use super::namespace::{NamespaceQueue, index_of};
 use super::quota::{Exceeded, Quota, cost};
+use super::reservation_commands::ReservationCommands;
 use super::resolve::{read_list, resolve_flagged};
 use super::retired::Retired;
 use super::spans::TouchedSpans;
@@ -70,14 +71,14 @@ const SPARE: usize = 256;
 
 /// Everything that executing I/O commands for one controller takes, on one worker.
 pub(crate) struct Engine {
-    view: View,
-    limits: Limits,
+    pub(super) view: View,
+    pub(super) limits: Limits,
     quota: Quota,
     /// As how many a piece counts whose page table is not there yet.
     fresh_weight: usize,
     /// What may still be spent in this pass, by the measure of [`cost`]; below 0 if the last
     /// command took more than there was.
-    budget: i64,
+    pub(super) budget: i64,
     /// Nothing more is started, for each reason that has its bit here.
     closed: u8,
     /// Places of the host's memory that were touched, at most, and how many may be in this pass.
@@ -96,15 +97,16 @@ pub(crate) struct Engine {
     pub(super) in_flight: InFlightTable,
     /// Tag of the command that was last found to be [pending](Started::Pending).
     pub(super) last_tag: u32,
-    scratch: Segments,
+    pub(super) scratch: Segments,
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
-    copies: Copies,
+    pub(super) copies: Copies,
     /// The descriptor formats of Copy that the host has enabled: bit n for format n.
     copy_formats: Arc<AtomicU16>,
     long: LongCommands,
     forced: ForcedReads,
     pub(super) alone: Alone,
+    pub(super) reservations: ReservationCommands,
     /// What was done, for others to read.
     pub(crate) counters: Arc<PartCounters>,
     transfers: TransferStats,
@@ -112,11 +114,11 @@ pub(crate) struct Engine {
 
 /// What a command's data has to keep to.
 #[derive(Clone, Copy)]
-struct Limits {
+pub(super) struct Limits {
     /// CC.MPS in bytes.
-    page_size: usize,
+    pub(super) page_size: usize,
     /// MDTS in bytes.
-    max_transfer: usize,
+    pub(super) max_transfer: usize,
     /// WZSL in bytes.
     max_zeroes: u64,
 }
@@ -187,10 +189,12 @@ impl Engine {
             long: LongCommands::default(),
             forced: ForcedReads::default(),
             alone: Alone::default(),
+            reservations: ReservationCommands::default(),
             transfers: counters.io.transfers(),
             counters,
         };
         engine.measure_memory();
+        engine.review_restrictions();
         engine
     }
 
@@ -246,6 +250,7 @@ impl Engine {
         self.wants_hints = want_hints(&self.namespaces);
         self.takes_turns = take_turns(&self.namespaces);
         self.review_marks();
+        self.review_restrictions();
         if old.is_none() {
             return None;
         }
@@ -639,6 +644,9 @@ impl Engine {
         if sqe.fuse() != Fuse::Normal {
             return Started::Fused(permit);
         }
+        if self.conflicts(op, sqe) {
+            return Started::Failed(permit, Status::RESERVATION_CONFLICT.with_dnr());
+        }
         match self.marks_of(op, sqe) {
             Marked::No => self.transfer::<true>(op, sqe, sq, permit),
             Marked::Park => self.park(sqe, sq, permit),
@@ -675,6 +683,9 @@ impl Engine {
         if sqe.flags != 0 {
             self.touch(MAX_PLACES);
         }
+        if self.conflicts(op, sqe) {
+            return Started::Failed(permit, Status::RESERVATION_CONFLICT.with_dnr());
+        }
         if matches!(op, NvmOpcode::WriteZeroes | NvmOpcode::Verify) {
             match self.marks_of(op, sqe) {
                 Marked::No => {}
@@ -689,6 +700,10 @@ impl Engine {
             NvmOpcode::Flush => self.flush(sqe),
             NvmOpcode::DatasetManagement => self.dataset_management(sqe),
             NvmOpcode::WriteZeroes | NvmOpcode::Verify => self.without_data(op, sqe),
+            NvmOpcode::ReservationRegister
+            | NvmOpcode::ReservationReport
+            | NvmOpcode::ReservationAcquire
+            | NvmOpcode::ReservationRelease => return self.reservation(op, sqe, sq, permit),
             _ => Err(Status::INVALID_OPCODE.with_dnr()),
         };
         match requests {
@@ -784,6 +799,9 @@ impl Engine {
             Ok(parsed) => parsed,
             Err(status) => return Started::Failed(permit, status),
         };
+        if self.copy_conflicts(&copy) {
+            return Started::Failed(permit, Status::RESERVATION_CONFLICT.with_dnr());
+        }
         match self.marks_of_copy(&copy) {
             Marked::No => {}
             Marked::Park => return self.park(sqe, sq, permit),
@@ -944,7 +962,8 @@ impl Engine {
             self.reap_queues(retired.iter_mut(), &mut ended);
             self.retired = retired;
         }
-        if self.copies.is_empty() && self.long.len() + self.forced.len() + self.alone.len() == 0 {
+        let several = self.long.len() + self.forced.len() + self.alone.len();
+        if self.copies.is_empty() && several + self.reservations.len() == 0 {
             return false;
         }
         self.advance(&mut ended)
@@ -987,6 +1006,7 @@ impl Engine {
         let copied = copies.advance(namespaces, in_flight, &mut left);
         let mut over = long.advance(namespaces, in_flight, &mut left);
         over.extend(forced.advance(namespaces, in_flight, &mut left));
+        over.append(&mut self.reservations.ended);
         self.budget -= half - left;
         for CopyEnd { parent, status, dw0 } in copied {
             if !status.is_success() {
@@ -1014,6 +1034,7 @@ impl Engine {
             || self.long.can_advance()
             || self.forced.can_advance()
             || self.alone.can_advance()
+            || !self.reservations.ended.is_empty()
     }
 
     /// A request has ended: the command that has ended with it, if there is one.
@@ -1085,8 +1106,16 @@ impl Engine {
     /// Asks the disks to give up the command (`sq`, `cid`) soon. `latch` is dropped when it has
     /// ended, and has the status Command Abort Requested if that is how.
     pub(crate) fn abort(&mut self, sq: usize, cid: u16, latch: Latch) {
+        let Some(found) = self.in_flight.find(sq, cid) else { return };
+        self.give_up_command(found);
+        if let Some(entry) = self.in_flight.get_mut(found) {
+            entry.waiting = Some(latch);
+        }
+    }
+
+    /// Asks the disks to give up a command soon.
+    pub(super) fn give_up_command(&mut self, found: u32) {
         let Self { in_flight, namespaces, retired, .. } = self;
-        let Some(found) = in_flight.find(sq, cid) else { return };
         let itself = in_flight.get(found).map(|entry| (found, entry));
         for (tag, entry) in itself.into_iter().chain(in_flight.requests_of(found)) {
             cancel_request(namespaces, retired, tag, entry);
@@ -1095,9 +1124,6 @@ impl Engine {
         self.long.cancel(found);
         self.forced.cancel(|command| command.parent == found);
         self.alone.cancel(|tag, _| tag == found, &mut self.in_flight);
-        if let Some(entry) = self.in_flight.get_mut(found) {
-            entry.waiting = Some(latch);
-        }
     }
 
     /// Asks the disks to give up every command of submission queue `sq`, or of all queues.

@@ -160,6 +160,8 @@ pub(super) struct InFlightTable {
     /// Bytes of data of those that are under way, and the pieces of host memory that these lie in.
     bytes: u64,
     pieces: usize,
+    /// Who waits for the end of which entry, beside those that the entries have.
+    waiting: Vec<(u32, Latch)>,
 }
 
 impl InFlightTable {
@@ -280,7 +282,20 @@ impl InFlightTable {
         self.bytes -= entry.kind.bytes();
         self.pieces -= entry.pieces;
         self.ended = self.ended.wrapping_add(1);
+        if !self.waiting.is_empty() {
+            self.let_go(tag);
+        }
         Some(entry)
+    }
+
+    /// The latch is let go of when this entry has ended.
+    pub(super) fn wait_for(&mut self, tag: u32, latch: &Latch) {
+        self.waiting.push((tag, latch.clone()));
+    }
+
+    #[cold]
+    fn let_go(&mut self, tag: u32) {
+        self.waiting.retain(|(of, _)| *of != tag);
     }
 
     /// The first error of an entry's requests is the command's.

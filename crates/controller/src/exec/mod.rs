@@ -10,6 +10,8 @@ mod long;
 mod namespace;
 pub(crate) mod prefetch;
 mod quota;
+mod reservation;
+mod reservation_commands;
 mod resolve;
 mod retired;
 mod spans;

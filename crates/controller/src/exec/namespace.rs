@@ -2,6 +2,8 @@
 
 use super::quota::cost;
 use crate::namespace::{INACTIVE, Namespace, Namespaces};
+use crate::reservations::Access;
+use crate::subsystem::Member;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use shadowbell_backend::{DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{DmaTable, Ring, Segments};
@@ -11,6 +13,7 @@ use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::status::Status;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 /// A namespace with this worker's queue to its disk. One without blocks is none: its NSID is
 /// inactive.
@@ -25,7 +28,18 @@ pub(crate) struct NamespaceQueue {
     is_marked: bool,
     /// How a command ends if there is no namespace.
     pub(super) absence: Status,
+    /// Other controllers have it, too.
+    shared: Option<SharedNamespace>,
+    /// What a reservation leaves the controller. If that is not everything, all commands are long.
+    access: Access,
     pub(super) queue: Box<dyn Queue>,
+}
+
+/// What a namespace is in a subsystem.
+#[derive(Clone, Debug)]
+pub(super) struct SharedNamespace {
+    pub(super) member: Arc<Member>,
+    pub(super) uuid: [u8; 16],
 }
 
 fn long_from(block_shift: u32) -> u32 {
@@ -35,7 +49,9 @@ fn long_from(block_shift: u32) -> u32 {
 impl NamespaceQueue {
     pub(crate) fn open(namespace: &Namespace) -> io::Result<Self> {
         let queue = namespace.disk().queue()?;
-        Ok(Self {
+        let uuid = namespace.uuid();
+        let shared = namespace.member().cloned().map(|member| SharedNamespace { member, uuid });
+        let mut opened = Self {
             blocks: namespace.blocks(),
             block_shift: namespace.block_shift(),
             read_only: namespace.read_only(),
@@ -43,8 +59,12 @@ impl NamespaceQueue {
             long_from: long_from(namespace.block_shift()),
             is_marked: false,
             absence: INACTIVE,
+            shared,
+            access: Access::ALL,
             queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
-        })
+        };
+        opened.review_access();
+        Ok(opened)
     }
 
     /// As above, if there is one of this NSID.
@@ -70,6 +90,8 @@ impl NamespaceQueue {
             long_from: long_from(9),
             is_marked: false,
             absence: INACTIVE,
+            shared: None,
+            access: Access::ALL,
             queue: Box::new(Nothing),
         }
     }
@@ -77,7 +99,29 @@ impl NamespaceQueue {
     /// Some of its blocks are marked as uncorrectable, or none is.
     pub(super) fn set_marked(&mut self, is_marked: bool) {
         self.is_marked = is_marked;
-        self.long_from = if is_marked { 0 } else { long_from(self.block_shift) };
+        self.review_long();
+    }
+
+    fn review_long(&mut self) {
+        let all_are = self.is_marked || self.access != Access::ALL;
+        self.long_from = if all_are { 0 } else { long_from(self.block_shift) };
+    }
+
+    /// Looks what a reservation leaves the controller.
+    pub(super) fn review_access(&mut self) {
+        let access = |shared: &SharedNamespace| shared.member.access(&shared.uuid);
+        self.access = self.shared.as_ref().map_or(Access::ALL, access);
+        self.review_long();
+    }
+
+    /// What a reservation leaves the controller.
+    pub(super) fn access(&self) -> Access {
+        self.access
+    }
+
+    /// What it is in a subsystem, if it is shared.
+    pub(super) fn shared(&self) -> Option<&SharedNamespace> {
+        self.shared.as_ref()
     }
 
     /// Whether some of its blocks are marked as uncorrectable.

@@ -284,6 +284,16 @@ impl ControllerQueues {
         self.set.engine.go_on();
     }
 
+    /// The controller may do something else with a namespace.
+    pub(crate) fn review_access(&mut self, uuid: &[u8; 16], aborts: bool, latch: &Latch) {
+        self.set.engine.review_access(uuid, aborts, latch);
+    }
+
+    /// A reservation command is over.
+    pub(crate) fn reservation_ended(&mut self, ticket: u64, status: Status) {
+        self.set.engine.reservation_ended(ticket, status);
+    }
+
     pub(crate) fn abort(&mut self, sqid: u16, cid: u16, latch: Latch) {
         let Some(index) = self.set.find_sq(sqid) else { return };
         if let Some(overriding) = &mut self.overriding

@@ -14,6 +14,7 @@ use crate::shared::ControllerShared;
 use crate::trace::TraceRing;
 use crate::visit::Visit;
 use shadowbell_memory::{DmaTable, EventFd};
+use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
 /// What a worker needs to know of a controller before it serves its first queue.
@@ -94,6 +95,20 @@ pub(crate) enum Message {
         nsid: u32,
         namespaces: Arc<Namespaces>,
         latch: Latch,
+    },
+    /// The controller may do something else with a namespace. The latch is dropped when what is
+    /// under way there has ended, which is given up if this `aborts`.
+    ReviewAccess {
+        controller: u32,
+        uuid: [u8; 16],
+        aborts: bool,
+        latch: Latch,
+    },
+    /// A reservation command is over.
+    ReservationEnded {
+        controller: u32,
+        ticket: u64,
+        status: Status,
     },
     /// Flush every namespace.
     Flush {
@@ -186,6 +201,8 @@ impl Message {
             | Self::Shadow { controller, .. }
             | Self::Table { controller, .. }
             | Self::ChangeNamespace { controller, .. }
+            | Self::ReviewAccess { controller, .. }
+            | Self::ReservationEnded { controller, .. }
             | Self::Abort { controller, .. }
             | Self::Detach { controller, .. }
             | Self::Pause { controller, .. }

@@ -280,6 +280,21 @@ impl Worker {
                     queues.change_namespace(nsid, &namespaces, latch.clone(), epoll);
                 }
             }
+            Message::ReviewAccess { controller, uuid, aborts, latch } => {
+                self.poll_group.activate(controller);
+                // One that is on its way out may have something under way, too.
+                let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
+                for queues in active.filter(|queues| queues.id() == controller) {
+                    queues.review_access(&uuid, aborts, &latch);
+                }
+            }
+            Message::ReservationEnded { controller, ticket, status } => {
+                self.poll_group.activate(controller);
+                let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
+                for queues in active.filter(|queues| queues.id() == controller) {
+                    queues.reservation_ended(ticket, status);
+                }
+            }
             Message::DoorbellWritten { controller } => {
                 self.poll_group.doorbell_written(controller);
             }

@@ -5,7 +5,7 @@ use super::handle::AsyncHandle;
 use super::shared::{ANY, ASKED, AsyncShared, TRIED};
 use super::worker::Worker;
 use crate::command::Command;
-use crate::dma::Buffer;
+use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::queue::QueueStats;
 use crate::queue_pair::QueuePair;
 use std::fmt;
@@ -35,6 +35,15 @@ impl AsyncQueue {
     /// polled.
     pub fn submit(&self, command: Command, buffer: Option<Buffer>) -> Io {
         Io::new(Arc::clone(&self.0), command, buffer)
+    }
+
+    /// Memory for `count` buffers of `size` bytes, shared with the controller at once: for whoever
+    /// knows the queue and not the controller.
+    ///
+    /// # Errors
+    /// [`DmaError`].
+    pub fn buffers(&self, count: usize, size: usize) -> Result<BufferPool, DmaError> {
+        self.shared().pool(count, size)
     }
 
     /// The right to drive this queue, if nobody else has it at the moment.

@@ -1,19 +1,20 @@
 //! Answers that are to be sent, many of them with one call.
 
+use super::data::Data;
 use super::socket::ClientSocket;
+use super::sys::{MOST, Part};
 use rustix::io::Errno;
 use shadowbell_nbd::reply::Head;
 use std::collections::VecDeque;
-use std::io::IoSlice;
 
 /// Answers that are sent at once.
-const BATCH: usize = 64;
+const BATCH: usize = MOST / 2;
 
 /// An answer to the request in `slot`.
 pub(super) struct Answer {
     pub(super) slot: usize,
     pub(super) head: Head,
-    pub(super) data: Vec<u8>,
+    pub(super) data: Data,
     /// How much of the data is sent.
     pub(super) len: usize,
     /// More of the same answer follows.
@@ -65,17 +66,19 @@ impl Answers {
     ) -> Result<Sent, Errno> {
         while !self.queue.is_empty() {
             let mut skip = self.sent;
-            let mut parts = [IoSlice::new(&[]); 2 * BATCH];
+            let mut parts = [Part::NONE; MOST];
             let mut used = 0;
             for answer in self.queue.iter().take(BATCH) {
-                for part in [answer.head.bytes(), answer.data.get(..answer.len).unwrap_or_default()]
-                {
-                    let left = part.get(skip.min(part.len())..).unwrap_or_default();
-                    skip -= part.len() - left.len();
-                    if !left.is_empty()
-                        && let Some(slot) = parts.get_mut(used)
+                let head = answer.head.bytes();
+                let of_head = skip.min(head.len());
+                let of_data = (skip - of_head).min(answer.len);
+                skip -= of_head + of_data;
+                let head = Part::of(head.get(of_head..).unwrap_or_default());
+                for part in [head, answer.data.part(of_data, answer.len)] {
+                    if part.len() > 0
+                        && let Some(place) = parts.get_mut(used)
                     {
-                        *slot = IoSlice::new(left);
+                        *place = part;
                         used += 1;
                     }
                 }

@@ -12,11 +12,12 @@
 
 use super::answers::{Answer, Answers, Sent};
 use super::clients::NewClient;
+use super::data::{Data, DataMemory};
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
 use super::request::{Action, Checked, Completed, EXTENTS, Job, carry_out, check, number};
 use super::shared::ServerShared;
-use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT};
+use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT, INPUT};
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockError};
@@ -36,15 +37,16 @@ const MAX_HELD: usize = 8 << 20;
 const PIECE: u32 = 256 << 10;
 /// A read that must not be answered in pieces is carried out in one if it is no longer than this.
 const WHOLE: u32 = 1 << 20;
-/// Memory for data that is kept from one request to the next, per slot and in all.
-const KEEP: usize = 256 << 10;
-const KEEP_ALL: usize = 4 << 20;
+/// After a write of so many bytes, the head of the next request is received, and nothing that comes
+/// after it: another write may follow, whose data then go where they belong at once. With short
+/// ones, many requests at a time are worth the copy.
+const LONG_WRITE: u32 = 16 << 10;
 
 /// A write whose data are not all here.
 struct PartialWrite {
     slot: usize,
     request: Request,
-    data: Vec<u8>,
+    data: Data,
     got: usize,
 }
 
@@ -97,9 +99,9 @@ struct Connection<F> {
     stalled: Option<Request>,
     answers: Answers,
     held: usize,
-    spare: Vec<Vec<u8>>,
-    /// Bytes of these.
-    kept: usize,
+    memory: DataMemory,
+    /// The last request was a write, and a long one.
+    writes_long: bool,
     /// A read that must be answered whole is under way, in pieces: nothing else is begun.
     alone: bool,
     /// The answer of such a read can not be finished: the disk has failed in its middle.
@@ -134,8 +136,8 @@ pub(super) fn serve(
         stalled: None,
         answers: Answers::with_capacity(SLOTS),
         held: 0,
-        spare: Vec::with_capacity(SLOTS),
-        kept: 0,
+        memory: DataMemory::new(SLOTS),
+        writes_long: false,
         alone: false,
         broken: false,
         last: false,
@@ -174,7 +176,10 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
                 return Err(ConnectionError::Stuck);
             }
-            if self.stalled.is_some() && freed && !self.alone {
+            // What a read that was answered alone has kept waiting may be here already, and then
+            // nothing wakes us for it.
+            let waits = self.stalled.is_some() || self.socket.input.rest().len() >= Request::SIZE;
+            if waits && freed && !self.alone {
                 continue;
             }
             // A client with several requests in flight sends the next ones as the answers come in;
@@ -193,14 +198,12 @@ impl<F: Future<Output = Completed>> Connection<F> {
     /// Receives what is there: first the rest of the data that are arriving, then what follows.
     /// Whether there was anything.
     fn receive(&mut self) -> Result<bool, ConnectionError> {
-        let (outcome, wanted, space) = match &mut self.arriving {
-            Some(write) => {
-                let rest = write.data.get_mut(write.got..write.request.len as usize);
-                self.socket.receive_after(rest.unwrap_or_default())
-            }
-            None => self.socket.receive_after(&mut []),
-        };
+        let rest = self.arriving.as_mut();
+        let rest = rest.map(|write| (&mut write.data, write.got, write.request.len as usize));
+        let most = if self.writes_long { Request::SIZE } else { INPUT };
+        let (outcome, wanted, space) = self.socket.receive_after(rest, most);
         match outcome {
+            Ok(0) if wanted + space == 0 => return Ok(false),
             Ok(0) => self.hung_up = true,
             Ok(count) => {
                 let data = count.min(wanted);
@@ -233,11 +236,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 let rest = self.socket.input.rest();
                 let len = write.request.len as usize;
                 let here = rest.len().min(len - write.got);
-                if let (Some(to), Some(from)) =
-                    (write.data.get_mut(write.got..write.got + here), rest.get(..here))
-                {
-                    to.copy_from_slice(from);
-                }
+                write.data.put(write.got, rest.get(..here).unwrap_or_default());
                 self.socket.input.consume(here);
                 write.got += here;
                 if write.got < len {
@@ -259,6 +258,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                         )
                     })?;
                     self.socket.input.consume(Request::SIZE);
+                    self.writes_long = request.payload() >= LONG_WRITE;
                     request
                 }
             };
@@ -292,11 +292,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 return Ok(());
             };
             self.held += needs;
-            let mut data = self.spare.pop().unwrap_or_default();
-            self.kept -= data.capacity();
-            if data.len() < needs {
-                data.resize(needs, 0);
-            }
+            let data = self.room(&request, needs);
             if let Some(pending) = self.pending.get_mut(slot) {
                 let cookie = request.cookie;
                 *pending = Pending { cookie, checked: None, held: needs, done: 0, is_whole };
@@ -310,11 +306,23 @@ impl<F: Future<Output = Completed>> Connection<F> {
         Ok(())
     }
 
+    /// Room for so many bytes of the request's data at a time.
+    fn room(&mut self, request: &Request, needs: usize) -> Data {
+        let moves = matches!(request.command, command::READ | command::WRITE);
+        let is_direct = moves
+            && !self.socket.has_tls()
+            // Of a long read, each piece.
+            && self.disk.is_direct(request.offset, needs)
+            && request.len.is_multiple_of(self.disk.geometry().block_size);
+        let shared = is_direct.then(|| self.memory.shared(&self.disk, needs)).flatten();
+        shared.unwrap_or_else(|| self.memory.own(needs))
+    }
+
     fn begin(
         &mut self,
         slot: usize,
         request: Request,
-        data: Vec<u8>,
+        data: Data,
         make: &impl Fn(BlockDevice, Job) -> F,
     ) {
         match check(&request, self.disk.geometry(), self.agreed) {
@@ -367,7 +375,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         if self.socket.blocked {
             return Ok(false);
         }
-        let Self { socket, io, answers, pending, held, spare, kept, alone, disk, .. } = self;
+        let Self { socket, io, answers, pending, held, memory, alone, disk, .. } = self;
         let mut freed = false;
         let sent = answers.send(socket, |answer, is_sent| {
             if answer.more
@@ -385,11 +393,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             let pending = pending.get_mut(answer.slot).map(std::mem::take).unwrap_or_default();
             *held = held.saturating_sub(pending.held);
             io.tasks().release(answer.slot);
-            let room = answer.data.capacity();
-            if room > 0 && room <= KEEP && *kept + room <= KEEP_ALL {
-                *kept += room;
-                spare.push(answer.data);
-            }
+            memory.give_back(answer.data);
             freed = true;
         });
         match sent.map_err(|errno| socket.error(errno))? {

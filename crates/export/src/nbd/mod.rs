@@ -8,6 +8,7 @@
 //! | `request` | what a request asks for, and whether it may |
 //! | `connection` | one client: a thread and its requests |
 //! | `negotiate`, `socket`, `answers` | the handshake over a socket; what is received and sent |
+//! | `data`, `sys` | the data of requests: where they lie, and how they are sent and received |
 //! | `shared` | what a server and its connections share |
 //! | [`Server`] | a socket, and the clients that come to it |
 //! | [`Address`] | where it listens, as people write it |
@@ -34,12 +35,15 @@ mod address;
 mod answers;
 mod clients;
 mod connection;
+mod data;
 pub mod handshake;
 mod negotiate;
 mod request;
 mod server;
 mod shared;
 mod socket;
+#[allow(unsafe_code, reason = "memory that a device may change is not borrowed")]
+mod sys;
 
 pub use address::Address;
 pub use server::{Options, Server, StartError};

@@ -4,10 +4,10 @@ use super::clients::{Peer, Place};
 use super::handshake::{Agreed, Handshake, Security, Step};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, NEGOTIATION_TIMEOUT};
+use super::sys::Part;
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
 use std::future::Future;
-use std::io::IoSlice;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -26,7 +26,7 @@ pub(super) fn negotiate<F: Future>(
     let mut place = None;
     loop {
         if !out.is_empty() && !socket.blocked {
-            match socket.send(&[IoSlice::new(&out)]) {
+            match socket.send(&[Part::of(&out)]) {
                 Ok(sent) => drop(out.drain(..sent.min(out.len()))),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => socket.block(io)?,

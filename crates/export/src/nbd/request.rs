@@ -1,7 +1,9 @@
 //! What a request asks for, and whether that can be asked for.
 
+use super::data::Data;
 use super::handshake::Agreed;
 use shadowbell_block::{BlockDevice, BlockError, Extent, Geometry, Zeroes};
+use shadowbell_driver::Buffer;
 use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, allocation, command, flag};
 
 /// What is to be done.
@@ -102,20 +104,25 @@ pub(super) const EXTENTS: usize = MAX_EXTENTS * EXTENT;
 /// A request with its data, or room for them.
 pub(super) struct Job {
     pub(super) request: Checked,
-    pub(super) data: Vec<u8>,
+    pub(super) data: Data,
 }
 
 /// What came of it. The data come back.
 pub(super) struct Completed {
     pub(super) outcome: Result<(), BlockError>,
-    pub(super) data: Vec<u8>,
+    /// Nothing, if they were lost with a failure.
+    pub(super) data: Data,
     /// How many extents the data are.
     pub(super) extents: u32,
 }
 
 /// Does what is asked for.
 pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
-    let Job { request, mut data } = job;
+    let Job { request, data } = job;
+    let mut data = match data {
+        Data::Own(data) => data,
+        Data::Shared(buffer) => return carry_out_direct(&disk, request, buffer).await,
+    };
     let Checked { action, fua, offset, len } = request;
     let mut extents = 0;
     // The data are as long as the request says, or longer.
@@ -138,7 +145,21 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
         }
         Action::Cache => Ok(()),
     };
-    Completed { outcome, data, extents }
+    Completed { outcome, data: Data::Own(data), extents }
+}
+
+/// Reads or writes whole blocks, which nothing else comes with such memory for.
+async fn carry_out_direct(disk: &BlockDevice, request: Checked, buffer: Buffer) -> Completed {
+    let Checked { action, offset, len, .. } = request;
+    let moved = match action {
+        Action::Write { fua } => disk.write_direct(offset, len as usize, buffer, fua).await,
+        _ => disk.read_direct(offset, len as usize, buffer).await,
+    };
+    let (outcome, data) = match moved {
+        Ok(buffer) => (Ok(()), Data::Shared(buffer)),
+        Err(error) => (Err(error), Data::default()),
+    };
+    Completed { outcome, data, extents: 0 }
 }
 
 /// Puts extents into the answer's data; how many there is room for.

@@ -1,17 +1,19 @@
 //! A client's socket: what was received and not used, and what it is ready for.
 
+use super::data::Data;
+use super::sys::{self, Part, Room};
 use crate::io_thread::{FIRST, IoThread};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use shadowbell_tls::{Session, SessionError};
 use std::future::Future;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 /// Bytes that are received at once, apart from the data of writes.
-const INPUT: usize = 128 << 10;
+pub(super) const INPUT: usize = 128 << 10;
 /// How long a client may take to say what it wants.
 pub(super) const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a client may take to take its last answers, when the server ends.
@@ -130,27 +132,46 @@ impl ClientSocket {
         }
     }
 
-    /// Receives `data` first, and into the input what follows. How much it was, and how much there
-    /// was room for in either.
+    /// Receives the bytes of `data` from `from` to `to` first, and then into the input what
+    /// follows, until that has `most` bytes. How much it was, and how much there was room for in
+    /// either.
     pub(super) fn receive_after(
         &mut self,
-        data: &mut [u8],
+        data: Option<(&mut Data, usize, usize)>,
+        most: usize,
     ) -> (Result<usize, Errno>, usize, usize) {
         let Self { fd, tls, fault, input, .. } = self;
+        let more = most.saturating_sub(input.rest().len());
         let room = input.room();
-        let (wanted, space) = (data.len(), room.len());
-        let outcome = match tls {
-            None if data.is_empty() => rustix::io::read(fd, room),
-            None => rustix::io::readv(fd, &mut [IoSliceMut::new(data), IoSliceMut::new(room)]),
-            Some(session) if data.is_empty() => receive_tls(fd, session, fault, room),
-            Some(session) => match receive_tls(fd, session, fault, data) {
-                Ok(count) if count == wanted => {
-                    Ok(count + receive_tls(fd, session, fault, room).unwrap_or(0))
-                }
-                outcome => outcome,
-            },
-        };
-        (outcome, wanted, space)
+        let more = more.min(room.len());
+        let room = room.get_mut(..more).unwrap_or_default();
+        let space = room.len();
+        match (tls, data) {
+            (None, None) => (rustix::io::read(fd, room), 0, space),
+            (None, Some((data, from, to))) => {
+                let first = data.room(from, to);
+                (sys::receive(fd.as_fd(), &first, &Room::of(room)), first.len(), space)
+            }
+            (Some(session), None) => (receive_tls(fd, session, fault, room), 0, space),
+            (Some(session), Some((data, from, to))) => {
+                // Its data are never in memory that the controller can reach.
+                let Data::Own(data) = data else { return (Err(Errno::INVAL), 0, space) };
+                let data = data.get_mut(from..to).unwrap_or_default();
+                let wanted = data.len();
+                let outcome = match receive_tls(fd, session, fault, data) {
+                    Ok(count) if count == wanted => {
+                        Ok(count + receive_tls(fd, session, fault, room).unwrap_or(0))
+                    }
+                    outcome => outcome,
+                };
+                (outcome, wanted, space)
+            }
+        }
+    }
+
+    /// Whether what is sent and received goes through TLS.
+    pub(super) fn has_tls(&self) -> bool {
+        self.tls.is_some()
     }
 
     /// Whether there is something to receive of which the socket will not say so again.
@@ -159,16 +180,20 @@ impl ClientSocket {
     }
 
     /// Sends as much as can be sent without waiting.
-    pub(super) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, Errno> {
+    pub(super) fn send(&mut self, parts: &[Part<'_>]) -> Result<usize, Errno> {
         let Self { fd, tls: Some(session), .. } = self else {
-            // Not every program ignores SIGPIPE.
-            let flags = SendFlags::NOSIGNAL;
-            return sendmsg(&self.fd, parts, &mut SendAncillaryBuffer::default(), flags);
+            return sys::send(self.fd.as_fd(), parts);
         };
         if !session.flush(&mut Raw(fd)).map_err(errno)? {
             return Err(Errno::AGAIN);
         }
-        let count = session.put(parts).map_err(errno)?;
+        let mut own = [IoSlice::new(&[]); sys::MOST];
+        for (own, part) in own.iter_mut().zip(parts) {
+            // Its data are never in memory that the controller can reach.
+            *own = IoSlice::new(part.own().ok_or(Errno::INVAL)?);
+        }
+        let own = own.get(..parts.len()).unwrap_or_default();
+        let count = session.put(own).map_err(errno)?;
         session.flush(&mut Raw(fd)).map_err(errno)?;
         Ok(count)
     }
@@ -224,6 +249,7 @@ impl Write for Raw<'_> {
     }
 
     fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        // Not every program ignores SIGPIPE.
         let flags = SendFlags::NOSIGNAL;
         Ok(sendmsg(self.0, parts, &mut SendAncillaryBuffer::default(), flags)?)
     }

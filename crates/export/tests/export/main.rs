@@ -9,3 +9,4 @@ mod tools;
 mod vhost;
 mod vhost_hostile;
 mod vhost_inflight;
+mod whole_blocks;

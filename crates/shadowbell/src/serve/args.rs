@@ -369,6 +369,7 @@ impl ControllerArgs {
             },
             read_only: self.read_only,
             pool: None,
+            subsystem: None,
         }
     }
 }

@@ -222,7 +222,10 @@ impl Changes {
             if let Err(error) = flush(&*namespace.disk) {
                 warn!("{name}: {} can not be flushed: {error}", namespace.disk.name());
             }
-            disks.push(Arc::downgrade(&namespace.disk));
+            // Others may have it.
+            if served.asked().controller.subsystem.is_none() {
+                disks.push(Arc::downgrade(&namespace.disk));
+            }
         }
         drop(served);
         // Workers let go of it when they come to that, and whoever looks at it has it for a moment.

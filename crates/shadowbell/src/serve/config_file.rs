@@ -52,6 +52,8 @@ struct File {
     poll_max_us: Option<Spanned<u32>>,
     #[serde(default)]
     limit_group: Vec<Spanned<GroupTable>>,
+    #[serde(default)]
+    subsystem: Vec<Spanned<SubsystemTable>>,
     controller: Option<Vec<Spanned<ControllerTable>>>,
 }
 
@@ -81,6 +83,7 @@ struct ControllerTable {
     #[serde(default)]
     read_only: bool,
     worker: Option<Spanned<WorkerChoice>>,
+    subsystem: Option<Spanned<String>>,
 }
 
 /// A disk: a string, or a table.
@@ -228,6 +231,7 @@ impl Check<'_> {
             }
             name.into_inner()
         });
+        let mut shared = Subsystems::new(file.subsystem, |table, why| self.refuse(table, why));
         let mut controllers = Vec::with_capacity(tables.len());
         let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
         let mut serials: HashMap<String, usize> = HashMap::new();
@@ -268,7 +272,21 @@ impl Check<'_> {
                 }
                 id.get_ref().clone()
             });
-            let controller = self.controller(table);
+            let place =
+                table.subsystem.as_ref().map(|name| (self.line(name), name.get_ref().clone()));
+            let mut controller = self.controller(table);
+            if let Some((line, _)) = &place
+                && controller.pool.is_some()
+            {
+                let why = "a pool is one controller's: leave out `pool` or `subsystem`";
+                self.wrong.push((*line, why.to_owned()));
+            }
+            if let Some((line, name)) = place {
+                match shared.place(&name, &controller) {
+                    Ok(place) => controller.subsystem = Some(place),
+                    Err(why) => self.wrong.push((line, why)),
+                }
+            }
             let served = SocketConfig { id, socket, controller, worker, origin };
             // Of the others the sockets are compared.
             if let Some(id) = &served.id
@@ -356,6 +374,7 @@ impl Check<'_> {
             doorbells: table.doorbells,
             read_only: table.read_only,
             pool,
+            subsystem: None,
         }
     }
 
@@ -411,7 +430,9 @@ pub(super) fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
     }
 }
 
+mod shared;
 mod write;
+use shared::{SubsystemTable, Subsystems};
 pub(super) use write::{Settings, write};
 
 #[cfg(test)]

@@ -88,7 +88,7 @@ pub(crate) use config_file::read as read_config_file;
 use crate::disk_spec::{self, DiskSpecError};
 use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
-use crate::{descriptor_limit, exit, limits, logging, notify, pool};
+use crate::{descriptor_limit, exit, limits, logging, notify, pool, subsystems};
 use anyhow::anyhow;
 use apply::Reload;
 use asides::{Answering, Asides, Powers};
@@ -179,6 +179,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let keeper_pid = link.and_then(|_| rustix::process::getppid());
     let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
     phases.ended("configuration");
+    // The files are not to be had in the sandbox.
+    let places =
+        config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
+    subsystems::open(places).map_err(exit::bad_input)?;
     // Before there is another thread, and before anything is read that comes from outside.
     let contained = sandbox::enter(&asked, &config, link)?;
     logging::begin();

@@ -109,6 +109,7 @@ impl Changes {
         wanted: &DiskConfig,
         disk: Arc<dyn Disk>,
     ) -> anyhow::Result<()> {
+        check_alone(served)?;
         let asked = explicit(served);
         let taken = asked.controller.disks.iter().filter_map(|disk| disk.uuid).collect();
         let serial = &served.controller.config().serial;
@@ -171,6 +172,7 @@ impl Changes {
         served: &ServedController,
         nsid: u32,
     ) -> anyhow::Result<()> {
+        check_alone(served)?;
         let asked = explicit(served);
         let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
         if asked.controller.disks.len() == 1 {
@@ -220,6 +222,7 @@ impl Changes {
         nsid: u32,
         change: &NamespaceChange,
     ) -> anyhow::Result<bool> {
+        check_alone(served)?;
         let asked = explicit(served);
         let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
         let old = &found.namespace.disk;
@@ -416,6 +419,19 @@ fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
             "namespace {nsid} is one that the guest has made: it attaches, detaches and deletes it"
         ))),
         false => Ok(()),
+    }
+}
+
+/// The namespaces of a controller that is one of several are not changed for one of them.
+fn check_alone(served: &ServedController) -> anyhow::Result<()> {
+    match &served.asked().controller.subsystem {
+        None => Ok(()),
+        Some(place) => Err(exit::conflict(anyhow!(
+            "{} is one of the subsystem {}, whose controllers all have the same namespaces: they \
+             are as the configuration says when the server starts",
+            served.name,
+            place.name
+        ))),
     }
 }
 

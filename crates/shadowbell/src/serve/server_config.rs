@@ -218,7 +218,7 @@ impl ServerConfig {
 /// and is to be written. Its lock would say that another program has it.
 #[must_use]
 pub(super) fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<String> {
-    let mut seen: HashMap<PathBuf, (&str, String, bool)> = HashMap::new();
+    let mut seen: HashMap<PathBuf, (&str, String, bool, Option<&str>)> = HashMap::new();
     for served in controllers {
         for disk in &served.controller.disks {
             let (name, options) = disk.disk.split_once('?').unwrap_or((&disk.disk, ""));
@@ -228,9 +228,11 @@ pub(super) fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<Strin
             let reads = served.controller.read_only || options.split('&').any(is_asked);
             let socket = || served.socket.display().to_string();
             let place = served.origin.clone().unwrap_or_else(socket);
-            let before = seen.insert(path, (name, place.clone(), reads));
-            let Some((before, other, others_read)) = before else { continue };
-            if reads && others_read {
+            let shared = served.controller.subsystem.as_ref().map(|place| &place.name[..]);
+            let before = seen.insert(path, (name, place.clone(), reads, shared));
+            let Some((before, other, others_read, its)) = before else { continue };
+            let is_shared = shared.is_some() && shared == its && other != place;
+            if reads && others_read || is_shared {
                 continue;
             }
             let of = match other == place {

@@ -72,7 +72,7 @@ fn a_bad_file_is_refused_as_a_whole() {
     let good = "[[controller]]\nsocket = \"a.sock\"\ndisks = [\"mem:1MiB\"]\n\n";
     let second = |lines: &str| format!("trace = \"t\"\n{good}[[controller]]\n{lines}\n");
     for (lines, words) in [
-        ("socket = \"b.sock\"", &["vms.toml:6:", "missing field `disks`"][..]),
+        ("socket = \"b.sock\"", &["vms.toml:7:", "one disk at least"][..]),
         (
             "socket = \"b.sock\"\ndisks = [\"none.img\"]",
             &["vms.toml:6:", "none.img: there is no such file"],

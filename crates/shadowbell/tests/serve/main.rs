@@ -30,6 +30,7 @@ mod recover;
 mod renewal;
 mod restore;
 mod sandbox;
+mod shared;
 mod stacked;
 mod stalling;
 mod steps;

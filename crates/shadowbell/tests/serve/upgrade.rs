@@ -3,8 +3,8 @@
 use crate::harness::{Server, complete, finish, image, program, run, until};
 use crate::keeper::{children, has_ended, signal, worker};
 use rustix::process::Signal;
-use shadowbell_driver::{AttachOptions, BufferPool, Controller, QueuePair};
-use shadowbell_spec::Status;
+use shadowbell_driver::{AdminData, AttachOptions, BufferPool, Controller, QueuePair};
+use shadowbell_spec::{Sqe, Status};
 use std::io::IoSlice;
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
@@ -132,6 +132,20 @@ impl Client {
         assert!(buffer.copy_from(0, &[byte; 4096]));
         let command = self.controller.namespace(nsid).unwrap().write(lba, 8).unwrap();
         run(&mut self.queue, command, Some(buffer)).status
+    }
+
+    /// What commands are made of.
+    pub(crate) fn parts(&mut self) -> (&mut QueuePair, &Controller) {
+        (&mut self.queue, &self.controller)
+    }
+
+    /// Sets a feature that transfers data.
+    #[track_caller]
+    pub(crate) fn set_feature(&self, fid: u32, cdw11: u32, data: &[u8]) {
+        let sqe = Sqe { cdw10: fid, cdw11, ..Sqe::new(0x09, 0, 0) };
+        let limit = Duration::from_secs(20);
+        let set = self.controller.admin().execute(sqe, AdminData::ToController(data), limit);
+        assert_eq!(set.unwrap().status, Status::SUCCESS);
     }
 
     /// Shares so many pieces of memory.

@@ -16,6 +16,7 @@ mod s2;
 mod s3;
 mod s4;
 mod setup;
+mod shared;
 mod smoke;
 mod suite;
 mod unbroken;

@@ -6,7 +6,9 @@ use shadowbell_guest::{Kernel, RunDir};
 
 use super::setup::Setup;
 use super::unbroken::{self, Event};
-use super::{boot, cloud_hypervisor, fs, namespaces, pool, recover, reset, s2, s3, s4, smoke};
+use super::{
+    boot, cloud_hypervisor, fs, namespaces, pool, recover, reset, s2, s3, s4, shared, smoke,
+};
 use crate::report::Report;
 
 /// The suites, by their names on the command line.
@@ -30,6 +32,8 @@ pub(crate) enum Suite {
     Namespaces,
     /// The guest makes namespaces with nvme-cli, formats, sanitizes and deletes them.
     Pool,
+    /// One disk behind two controllers: paths that go away under load, and reservations.
+    Shared,
     /// OVMF starts a kernel from a disk of shadowbell's.
     Boot,
     /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
@@ -61,6 +65,7 @@ impl Suite {
                 Self::CloudHypervisor => cloud_hypervisor::run(setup, report, kernel, &run),
                 Self::Namespaces => namespaces::run(setup, report, kernel, &run),
                 Self::Pool => pool::run(setup, report, kernel, &run),
+                Self::Shared => shared::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
                 Self::S2 => s2::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),

@@ -145,9 +145,9 @@ fn without_a_cache_there_is_no_cache_to_configure() {
     assert_eq!(features.set(&cmd, 0, None, &limits), Err(INVALID_FIELD));
     let cmd = GetFeatures { fid: fid::VOLATILE_WRITE_CACHE, ..GetFeatures::default() };
     assert_eq!(features.get(&cmd, 0, &limits), Err(INVALID_FIELD));
-    assert_eq!(supported(true).count(), FEATURES.len());
-    assert_eq!(supported(false).count(), FEATURES.len() - 1);
-    assert!(supported(false).all(|(fid, _)| fid != fid::VOLATILE_WRITE_CACHE));
+    assert_eq!(supported(true, false).count(), FEATURES.len());
+    assert_eq!(supported(false, false).count(), FEATURES.len() - 1);
+    assert!(supported(false, false).all(|(fid, _)| fid != fid::VOLATILE_WRITE_CACHE));
 }
 
 #[test]

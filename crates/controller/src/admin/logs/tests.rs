@@ -25,6 +25,7 @@ impl Source {
             pool: Some(&self.pool),
             shadow_doorbells: true,
             volatile_cache: true,
+            is_shared: false,
         };
         super::read(cmd, nsid, &mut context)
     }
@@ -142,7 +143,7 @@ fn commands() {
     let supported = |effects: &[CommandEffects]| -> Vec<usize> {
         (0..256).filter(|opcode| effects[*opcode].csupp()).collect()
     };
-    let plain = super::commands(true, false).admin;
+    let plain = super::commands(true, (false, false)).admin;
     assert_eq!(supported(&plain), [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 0x14, 0x18, 0x7c, 0x86]);
     let with_pool: Vec<_> =
         supported(&page.admin).into_iter().filter(|opcode| !plain[*opcode].csupp()).collect();
@@ -157,7 +158,7 @@ fn commands() {
     // Linux warns of I/O commands with more than these two bits.
     let usual = CommandEffects::new().with_csupp(true).with_lbcc(true).into_bits();
     assert!(page.io.iter().all(|e| e.into_bits() & !usual == 0));
-    assert!(!super::commands(false, false).admin[0x7c].csupp());
+    assert!(!super::commands(false, (false, false)).admin[0x7c].csupp());
     let zoned =
         GetLogPage { lid: lid::COMMANDS_SUPPORTED_EFFECTS, csi: 2, ..GetLogPage::default() };
     assert_eq!(source.ask(&zoned, 0), Err(INVALID_FIELD));

@@ -71,7 +71,10 @@ fn a_mistake_is_reported_with_its_line() {
         ("workers = 1\nnonsense", "vms.toml:2: "),
         ("workers = \"many\"", "vms.toml:1: it is a text, \"many\", expected a whole number"),
         ("\nworkres = 1", "vms.toml:2: unknown field `workres`"),
-        ("[[controller]]\nsocket = \"/run/a\"", "vms.toml:1: missing field `disks`"),
+        (
+            "[[controller]]\nsocket = \"/run/a\"",
+            "vms.toml:2: a controller has one disk at least, or a `pool`",
+        ),
         (
             "[[controller]]\nsocket = 7\ndisks = []",
             "vms.toml:2: it is a number, `7`, expected a path in quotes",
@@ -253,4 +256,71 @@ fn what_a_file_leaves_open_is_nothing_that_it_says_otherwise() {
         assert!(!of(line).say_otherwise(&all), "{line}");
     }
     assert!(!of("").say_otherwise(&all));
+}
+
+#[test]
+fn controllers_of_a_subsystem_have_their_places_in_order() {
+    let text = r#"
+        [[subsystem]]
+        name = "pair"
+        state = "/srv/pair"
+        serial = "PAIR"
+
+        [[controller]]
+        socket = "/run/a"
+        disks = ["/srv/a.img"]
+        subsystem = "pair"
+
+        [[controller]]
+        socket = "/run/alone"
+        disks = ["mem:1MiB"]
+
+        [[controller]]
+        socket = "/run/b"
+        disks = ["/srv/a.img"]
+        subsystem = "pair"
+    "#;
+    let config = parse(text, "x").unwrap();
+    let places = config.controllers.iter().map(|served| served.controller.subsystem.as_ref());
+    let places: Vec<_> =
+        places.map(|place| place.map(|place| (&place.name[..], place.cntlid))).collect();
+    assert_eq!(places, [Some(("pair", 1)), None, Some(("pair", 2))]);
+    // What is served, as a file, is read as the same.
+    let served: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
+    let again = write(&Settings::of(&config), "x", &served);
+    let again = parse(&again, "x").unwrap();
+    let all = |config: &ServerConfig| {
+        config.controllers.iter().map(|one| one.controller.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(all(&again), all(&config));
+    // The disk is that of both, and of nobody else.
+    let twice = crate::serve::server_config::disk_asked_for_twice(&config.controllers);
+    assert_eq!(twice, None);
+
+    let refused = |from: &str, to: &str| {
+        assert!(text.contains(from));
+        parse(&text.replacen(from, to, 1), "x").unwrap_err()
+    };
+    let last = "socket = \"/run/b\"\n        disks = [\"/srv/a.img\"]";
+    for (from, to, words) in [
+        ("subsystem = \"pair\"", "subsystem = \"par\"", "x:10: there is no `[[subsystem]]` `par`"),
+        (last, "socket = \"/run/b\"\n        disks = [\"/srv/b.img\"]", "the same `disks`"),
+        (last, &format!("{last}\n        serial = \"B\""), "that of the subsystem"),
+        ("name = \"pair\"", "name = \"a pair\"", "x:2: `a pair` is no name"),
+        ("state = \"/srv/pair\"", "state = \"\"", "x:2: the path of `state` is empty"),
+        ("state = \"/srv/pair\"", "stat = \"/srv/pair\"", "unknown field `stat`"),
+        (
+            "[[controller]]",
+            "[[subsystem]]\nname = \"pair\"\nstate = \"/srv/other\"\n[[controller]]",
+            "x:7: the subsystem `pair` is there twice",
+        ),
+        (
+            "[[controller]]",
+            "[[subsystem]]\nname = \"other\"\nstate = \"/srv/pair\"\n[[controller]]",
+            "x:7: the file /srv/pair is that of another subsystem, too",
+        ),
+    ] {
+        let why = refused(from, to);
+        assert!(why.contains(words), "{why}");
+    }
 }

@@ -88,7 +88,15 @@ struct File {
     poll: Option<&'static str>,
     poll_max_us: Option<u64>,
     limit_group: Vec<BTreeMap<&'static str, String>>,
+    subsystem: Vec<Subsystem>,
     controller: Vec<Controller>,
+}
+
+#[derive(Serialize)]
+struct Subsystem {
+    name: String,
+    state: PathBuf,
+    serial: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -105,6 +113,7 @@ struct Controller {
     read_only: bool,
     worker: Option<Worker>,
     pool: Option<String>,
+    subsystem: Option<String>,
     disks: Vec<Disk>,
 }
 
@@ -158,6 +167,7 @@ pub(in crate::serve) fn write(
         poll,
         poll_max_us,
         limit_group: limits::groups().into_iter().map(group).collect(),
+        subsystem: subsystems(controllers),
         controller: controllers.iter().map(|asked| controller(asked)).collect(),
     };
     // Numbers and texts: it can not fail.
@@ -166,6 +176,18 @@ pub(in crate::serve) fn write(
 
 fn group(group: Group) -> BTreeMap<&'static str, String> {
     group.limits.texts().chain([("name", group.name)]).collect()
+}
+
+/// Each once, in the order of their controllers.
+fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Subsystem> {
+    let mut all: Vec<Subsystem> = Vec::new();
+    for place in controllers.iter().filter_map(|asked| asked.controller.subsystem.as_ref()) {
+        if all.iter().all(|other| other.name != place.name) {
+            let (name, serial) = (place.name.clone(), place.serial.clone());
+            all.push(Subsystem { name, state: absolute(&place.state), serial });
+        }
+    }
+    all
 }
 
 fn controller(asked: &SocketConfig) -> Controller {
@@ -187,6 +209,7 @@ fn controller(asked: &SocketConfig) -> Controller {
             WorkerChoice::Shared(number) => Worker::Shared(number),
             WorkerChoice::Own(Own::Own) => Worker::Own("own"),
         }),
+        subsystem: config.subsystem.map(|place| place.name),
         disks,
         pool: config.pool.as_ref().map(PoolSpec::to_string),
     }

@@ -495,6 +495,7 @@ fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
         doorbells: spec.doorbells,
         read_only: spec.read_only,
         pool: None,
+        subsystem: None,
     };
     config_file::check_nsids(&controller.disks)?;
     let mut asked =

@@ -1,0 +1,80 @@
+//! What the control plane has to do with reservations: it passes on what the
+//! [subsystem](crate::subsystem) says, to workers and to the host.
+//!
+//! None of that waits for a relocation or for a rest: it goes to wherever queues are, and those that
+//! arrive somewhere open their namespaces as they are then.
+
+use super::Control;
+use super::admin::{Data, Executed, Outcome};
+use super::commands::AdminCommands;
+use super::deferred::Deferred;
+use crate::admin::logs;
+use crate::admin::reservation_log::ReservationLog;
+use crate::context::Context;
+use crate::reservations::HostId;
+use crate::saved::SavedSharing;
+use crate::subsystem::Change;
+use crate::worker::message::Message;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::GetLogPage;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::status::Status;
+
+impl Control {
+    /// Something has changed in the subsystem.
+    pub(super) fn pass_on_changes(&mut self, cx: &Context, deferred: &mut Deferred) {
+        let Some(member) = &cx.config.member else { return };
+        for Change { uuid, aborts, latch } in member.take_changes() {
+            for worker in cx.route.everywhere(self.queues.workers()) {
+                let (controller, latch) = (cx.shared.id, latch.clone());
+                let message = Message::ReviewAccess { controller, uuid, aborts, latch };
+                cx.pool.send(worker, message);
+            }
+            deferred.latches.push(latch);
+        }
+        for (uuid, kind) in member.take_told() {
+            let namespaces = cx.identified();
+            let found = namespaces.iter().find(|namespace| namespace.uuid() == uuid);
+            if let Some(namespace) = found
+                && self.is_ready()
+                && self.commands.reservations.tell(namespace.nsid(), kind)
+            {
+                self.port.raise(AsyncEvent::RESERVATION_LOG_PAGE);
+            }
+        }
+    }
+
+    /// A reservation command of some worker is over.
+    pub(super) fn end_reservation(&self, cx: &Context, ticket: u64, status: Status) {
+        for worker in cx.route.everywhere(self.queues.workers()) {
+            let controller = cx.shared.id;
+            cx.pool.send(worker, Message::ReservationEnded { controller, ticket, status });
+        }
+    }
+
+    pub(super) fn save_sharing(&self, cx: &Context) -> SavedSharing {
+        let Some(member) = &cx.config.member else { return SavedSharing::default() };
+        self.commands.reservations.save(member.host().map(HostId::bytes).unwrap_or_default())
+    }
+
+    pub(super) fn restore_sharing(&mut self, cx: &Context, saved: &SavedSharing) {
+        let Some(member) = &cx.config.member else { return };
+        member.go_on();
+        member.set_host(HostId::from_bytes(&saved.host));
+        self.commands.reservations = ReservationLog::restore(saved);
+    }
+}
+
+impl AdminCommands {
+    /// Get Log Page, Reservation Notification. A notice that was read is gone, unless the host
+    /// retains the event.
+    pub(super) fn get_reservation_page(&mut self, sqe: &Sqe, command: &GetLogPage) -> Executed {
+        logs::check(command, sqe.nsid)?;
+        let bytes = logs::part(command, &self.reservations.page())?;
+        if !command.rae {
+            self.reservations.was_read();
+        }
+        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
+        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
+    }
+}

@@ -1,0 +1,255 @@
+//! Reservations where commands are executed: whether a command may be, and the commands that change
+//! them.
+//!
+//! As long as a controller may do everything with a namespace, nothing is looked at: only what
+//! restricts it has all of its commands go the long way, as marked blocks have. A command that
+//! changes reservations is handed to the [subsystem](crate::subsystem), which says when it is over.
+
+use super::copy::ParsedCopy;
+use super::engine::{Engine, Started};
+use super::in_flight::{InFlight, Kind, Owner};
+use super::namespace::{SharedNamespace, index_of};
+use super::quota::cost;
+use super::resolve::{read_list, resolve_flagged};
+use crate::latch::Latch;
+use crate::notice::Notice;
+use crate::queue::Permit;
+use crate::reservations::{Access, Action};
+use crate::subsystem::{Command, Job};
+use shadowbell_memory::Segments;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::reservation::{
+    ReservationAction, ReservationRegister, ReservationReport, ReservationType,
+};
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::status::Status;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const INVALID: Status = Status::INVALID_FIELD.with_dnr();
+
+/// Names a command in the process, for as long as it is under way.
+static NEXT_TICKET: AtomicU64 = AtomicU64::new(1);
+
+/// Whether a command of this kind needs a right that is not there.
+fn lacks(op: NvmOpcode, access: Access) -> bool {
+    match op {
+        NvmOpcode::Read | NvmOpcode::Compare | NvmOpcode::Verify => !access.read,
+        NvmOpcode::Flush
+        | NvmOpcode::Write
+        | NvmOpcode::WriteUncorrectable
+        | NvmOpcode::WriteZeroes
+        | NvmOpcode::DatasetManagement => !access.write,
+        // Copy is about several namespaces; the others look for themselves.
+        _ => false,
+    }
+}
+
+impl Engine {
+    /// Whether a reservation keeps a command away.
+    #[inline]
+    pub(super) fn conflicts(&self, op: NvmOpcode, sqe: &Sqe) -> bool {
+        self.reservations.is_restricted && self.looks_for_conflict(op, sqe)
+    }
+
+    #[cold]
+    fn looks_for_conflict(&self, op: NvmOpcode, sqe: &Sqe) -> bool {
+        // A Flush of all namespaces is one of those that it may not flush, too.
+        if op == NvmOpcode::Flush && sqe.nsid == NSID_ALL {
+            return self.namespaces.iter().any(|namespace| !namespace.access().write);
+        }
+        let namespace = (sqe.nsid as usize).checked_sub(1).and_then(|at| self.namespaces.get(at));
+        namespace.is_some_and(|namespace| lacks(op, namespace.access()))
+    }
+
+    /// As [`conflicts`](Self::conflicts), of a copy.
+    pub(super) fn copy_conflicts(&self, copy: &ParsedCopy) -> bool {
+        let access = |at: usize| self.namespaces[at].access();
+        self.reservations.is_restricted
+            && (!access(copy.namespace).write || copy.sources().any(|(at, ..)| !access(at).read))
+    }
+
+    /// Looks whether a namespace is restricted.
+    pub(super) fn review_restrictions(&mut self) {
+        let mut all = self.namespaces.iter().map(|namespace| namespace.access());
+        self.reservations.is_restricted = all.any(|access| access != Access::ALL);
+    }
+
+    /// The controller may do something else with a namespace from here on. The latch is let go of
+    /// when what is under way there has ended, which is given up if it `aborts`.
+    pub(crate) fn review_access(&mut self, uuid: &[u8; 16], aborts: bool, latch: &Latch) {
+        let of = |shared: &SharedNamespace| shared.uuid == *uuid;
+        let found = self.namespaces.iter().position(|ns| ns.shared().is_some_and(of));
+        let Some(index) = found else { return };
+        self.namespaces[index].review_access();
+        self.review_restrictions();
+        let nsid = index as u32 + 1;
+        let (copies, reservations) = (&self.copies, &self.reservations);
+        let mut concerned = Vec::new();
+        self.in_flight.for_each(|tag, entry| {
+            let is_command = matches!(entry.owner, Owner::Command { .. } | Owner::Alone { .. });
+            let is_there = entry.nsid == nsid || entry.nsid == NSID_ALL || copies.uses(tag, index);
+            // Two that waited for each other would wait for ever.
+            if is_command && is_there && !reservations.is_one(tag) {
+                concerned.push(tag);
+            }
+        });
+        for tag in concerned {
+            if aborts {
+                self.give_up_command(tag);
+            }
+            self.in_flight.wait_for(tag, latch);
+        }
+    }
+
+    /// Reservation Register, Acquire, Release and Report.
+    #[cold]
+    pub(super) fn reservation(
+        &mut self,
+        op: NvmOpcode,
+        sqe: &Sqe,
+        sq: usize,
+        permit: Permit,
+    ) -> Started {
+        let shared = index_of(&self.namespaces, sqe.nsid).and_then(|index| {
+            let shared = self.namespaces[index].shared().cloned();
+            Ok((index, shared.ok_or(Status::INVALID_OPCODE.with_dnr())?))
+        });
+        let (index, shared) = match shared {
+            Ok(found) => found,
+            Err(status) => return Started::Failed(permit, status),
+        };
+        self.budget -= cost::of_command(4096);
+        if op == NvmOpcode::ReservationReport {
+            return match self.report(sqe, &shared) {
+                Ok(()) => {
+                    self.count(Kind::Other);
+                    Started::DoneLong(permit)
+                }
+                Err(status) => Started::Failed(permit, status),
+            };
+        }
+        let Some((control, _)) = &self.alone.with else {
+            return Started::Failed(permit, Status::INTERNAL);
+        };
+        let control = control.clone();
+        let command = match self.reservation_command(op, sqe, &shared) {
+            Ok(command) => command,
+            Err(status) => return Started::Failed(permit, status),
+        };
+        let ticket = NEXT_TICKET.fetch_add(1, Ordering::Relaxed);
+        let tag = self.in_flight.next_tag();
+        let owner = Owner::Command { sq, cid: sqe.cid, permit };
+        let entry = InFlight::new(owner, index, Kind::Other).at(sqe.nsid, 0);
+        self.in_flight.insert(tag, entry.of_requests());
+        self.last_tag = tag;
+        self.reservations.waiting.push((ticket, tag));
+        let ended = Notice::ReservationEnded { ticket, status: Status::SUCCESS };
+        let latch = Latch::new(control, ended);
+        shared.member.submit(Job::Act { uuid: shared.uuid, command, latch });
+        self.review_quota();
+        Started::Pending
+    }
+
+    /// What a command asks for, with the keys that its data are.
+    fn reservation_command(
+        &mut self,
+        op: NvmOpcode,
+        sqe: &Sqe,
+        shared: &SharedNamespace,
+    ) -> Result<Command, Status> {
+        let host = shared.member.host().ok_or(Status::HOST_ID_NOT_INITIALIZED.with_dnr())?;
+        let mut keys = [0u8; 16];
+        let len = if op == NvmOpcode::ReservationRelease { 8 } else { 16 };
+        let list = &mut keys[..len];
+        read_list(&self.view, sqe, self.limits.page_size, &mut self.scratch, list)?;
+        let (key, other) = keys.split_at(8);
+        let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+        let (key, other) = (number(key), number(other));
+        let (mut persistent, mut aborts) = (None, false);
+        let action = if op == NvmOpcode::ReservationRegister {
+            let command = ReservationRegister::decode(sqe);
+            persistent = match command.cptpl {
+                0 => None,
+                2 => Some(false),
+                3 => Some(true),
+                _ => return Err(INVALID),
+            };
+            let present = (!command.iekey).then_some(key);
+            match command.rrega {
+                ReservationRegister::REGISTER => Action::Register { key: other },
+                ReservationRegister::UNREGISTER => Action::Unregister { key: present },
+                ReservationRegister::REPLACE => Action::Replace { key: present, new: other },
+                _ => return Err(INVALID),
+            }
+        } else {
+            let command = ReservationAction::decode(sqe);
+            // Base 2.1, "Ignore Existing Key", of these two commands.
+            if command.iekey {
+                return Err(INVALID);
+            }
+            if op == NvmOpcode::ReservationRelease {
+                match command.action {
+                    ReservationAction::RELEASE => Action::Release { key, kind: command.rtype },
+                    ReservationAction::CLEAR => Action::Clear { key },
+                    _ => return Err(INVALID),
+                }
+            } else {
+                let kind = ReservationType::from_bits(command.rtype).ok_or(INVALID)?;
+                aborts = command.action == ReservationAction::PREEMPT_AND_ABORT;
+                match command.action {
+                    ReservationAction::ACQUIRE => Action::Acquire { key, kind },
+                    ReservationAction::PREEMPT | ReservationAction::PREEMPT_AND_ABORT => {
+                        Action::Preempt { key, of: other, kind }
+                    }
+                    _ => return Err(INVALID),
+                }
+            }
+        };
+        Ok(Command { host, action, persistent, aborts })
+    }
+
+    /// Reservation Report. What the host has room for beyond the structure stays as it was.
+    fn report(&mut self, sqe: &Sqe, shared: &SharedNamespace) -> Result<(), Status> {
+        let command = ReservationReport::decode(sqe);
+        let len = usize::try_from(command.length()).unwrap_or(usize::MAX);
+        if len > self.limits.max_transfer {
+            return Err(INVALID);
+        }
+        let report = shared.member.report(&shared.uuid, command.eds)?;
+        let mut data = Segments::new();
+        resolve_flagged(&self.view, sqe, len, self.limits.page_size, true, &mut data)?;
+        data.write_from(0, &report[..report.len().min(len)]).ok_or(Status::INTERNAL)
+    }
+
+    /// The subsystem is done with the command of this ticket, if it is one of ours.
+    pub(crate) fn reservation_ended(&mut self, ticket: u64, status: Status) {
+        let waiting = &mut self.reservations.waiting;
+        let Some(at) = waiting.iter().position(|(its, _)| *its == ticket) else { return };
+        let (_, tag) = waiting.swap_remove(at);
+        if !status.is_success() {
+            self.in_flight.fail(tag, status);
+        }
+        self.reservations.ended.push(tag);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rights_that_commands_need() {
+        let none = Access { read: false, write: false };
+        let reads = Access { read: true, write: false };
+        let writes = Access { read: false, write: true };
+        let needs = |access| {
+            let all = NvmOpcode::ALL.iter().copied();
+            all.filter(|op| lacks(*op, access)).map(u8::from).collect::<Vec<u8>>()
+        };
+        assert!(needs(Access::ALL).is_empty());
+        assert_eq!(needs(writes), [0x02, 0x05, 0x0c]);
+        assert_eq!(needs(reads), [0x00, 0x01, 0x04, 0x08, 0x09]);
+        assert_eq!(needs(none).len(), 8);
+    }
+}

@@ -1,0 +1,345 @@
+//! Reservations of one namespace: who is registered with which key, and who holds what. Base 2.1,
+//! 8.1.22. Nothing here knows of controllers, queues or files.
+
+use serde::{Deserialize, Serialize};
+use shadowbell_spec::reservation::{ReservationNotification, ReservationType};
+use shadowbell_spec::status::Status;
+use std::collections::BTreeMap;
+
+/// Registrants of a namespace, at most. A host may give itself another identifier after each reset,
+/// so there has to be an end.
+pub(crate) const MAX_REGISTRANTS: usize = 128;
+
+/// Who a host is: its Host Identifier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub(crate) enum HostId {
+    /// Of 64 bits.
+    Short(u64),
+    /// Of 128 bits.
+    Extended([u8; 16]),
+}
+
+impl HostId {
+    /// Of what the feature transfers; `None` if it is zero, which is nobody.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        if bytes.iter().all(|byte| *byte == 0) {
+            return None;
+        }
+        if let Ok(extended) = bytes.try_into() {
+            return Some(Self::Extended(extended));
+        }
+        bytes.try_into().ok().map(|short| Self::Short(u64::from_le_bytes(short)))
+    }
+
+    /// It has 128 bits.
+    pub(crate) fn is_extended(self) -> bool {
+        matches!(self, Self::Extended(_))
+    }
+
+    /// As the feature transfers it.
+    pub(crate) fn bytes(self) -> Vec<u8> {
+        match self {
+            Self::Short(id) => id.to_le_bytes().to_vec(),
+            Self::Extended(id) => id.to_vec(),
+        }
+    }
+}
+
+/// What a controller may do with a namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Access {
+    /// Commands of the read group.
+    pub(crate) read: bool,
+    /// Commands of the write group.
+    pub(crate) write: bool,
+}
+
+impl Access {
+    /// Everything.
+    pub(crate) const ALL: Self = Self { read: true, write: true };
+}
+
+/// A command that changes something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Reservation Register, register.
+    Register { key: u64 },
+    /// Reservation Register, unregister; the present key, unless it is ignored.
+    Unregister { key: Option<u64> },
+    /// Reservation Register, replace; the present key, unless it is ignored, and the new one.
+    Replace { key: Option<u64>, new: u64 },
+    /// Reservation Acquire.
+    Acquire { key: u64, kind: ReservationType },
+    /// Reservation Acquire, Preempt: with the key of those who lose theirs.
+    Preempt { key: u64, of: u64, kind: ReservationType },
+    /// Reservation Release. The type may be one that there is not.
+    Release { key: u64, kind: u8 },
+    /// Reservation Release, Clear.
+    Clear { key: u64 },
+}
+
+/// What a host is to be told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Told {
+    RegistrationPreempted,
+    ReservationReleased,
+    ReservationPreempted,
+}
+
+impl Told {
+    /// The type in the log page.
+    pub(crate) fn code(self) -> u8 {
+        match self {
+            Self::RegistrationPreempted => ReservationNotification::REGISTRATION_PREEMPTED,
+            Self::ReservationReleased => ReservationNotification::RESERVATION_RELEASED,
+            Self::ReservationPreempted => ReservationNotification::RESERVATION_PREEMPTED,
+        }
+    }
+}
+
+/// What follows from a change for other hosts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Consequences {
+    /// Notices.
+    pub(crate) told: Vec<(HostId, Told)>,
+    /// Hosts that have lost their registration.
+    pub(crate) unregistered: Vec<HostId>,
+}
+
+/// The reservations of one namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Reservations {
+    /// Counts changes of registrations.
+    pub(crate) generation: u32,
+    /// Persist Through Power Loss.
+    pub(crate) persistent: bool,
+    /// Keys.
+    registrants: Vec<(HostId, u64)>,
+    /// RTYPE of the reservation, and its holder. If all registrants are holders, the host is the
+    /// one that acquired it, and means nothing.
+    held: Option<(u8, HostId)>,
+}
+
+const CONFLICT: Status = Status::RESERVATION_CONFLICT.with_dnr();
+const INVALID: Status = Status::INVALID_FIELD.with_dnr();
+
+impl Reservations {
+    /// The type of the reservation, if there is one.
+    pub(crate) fn kind(&self) -> Option<ReservationType> {
+        self.held.and_then(|(kind, _)| ReservationType::from_bits(kind))
+    }
+
+    /// Registrants and their keys.
+    pub(crate) fn registrants(&self) -> impl Iterator<Item = (HostId, u64)> {
+        self.registrants.iter().copied()
+    }
+
+    /// Whether a host holds the reservation.
+    pub(crate) fn is_holder(&self, host: HostId) -> bool {
+        match (self.kind(), self.held) {
+            (Some(kind), _) if kind.is_of_all_registrants() => self.key(host).is_some(),
+            (Some(_), Some((_, holder))) => holder == host,
+            _ => false,
+        }
+    }
+
+    /// What a host may do. One that is nobody is no registrant.
+    pub(crate) fn access(&self, host: Option<HostId>) -> Access {
+        let Some(kind) = self.kind() else { return Access::ALL };
+        let is_registrant = host.is_some_and(|host| self.key(host).is_some());
+        let is_holder = host.is_some_and(|host| self.is_holder(host));
+        if is_holder || is_registrant && !kind.is_of_the_holder_alone() {
+            return Access::ALL;
+        }
+        Access { read: !kind.is_exclusive_access(), write: false }
+    }
+
+    fn key(&self, host: HostId) -> Option<u64> {
+        self.registrants.iter().find(|(other, _)| *other == host).map(|(_, key)| *key)
+    }
+
+    /// Carries out a command of `host`. Nothing has changed if it fails.
+    ///
+    /// # Errors
+    /// The status that the command completes with.
+    pub(crate) fn act(&mut self, host: HostId, action: Action) -> Result<Consequences, Status> {
+        let mut then = Consequences::default();
+        match action {
+            Action::Register { key: 0 } | Action::Replace { new: 0, .. } => return Err(INVALID),
+            Action::Register { key } => match self.key(host) {
+                Some(present) if present != key => return Err(CONFLICT),
+                Some(_) => self.count(),
+                None => self.add(host, key)?,
+            },
+            Action::Unregister { key } => {
+                self.check(host, key)?;
+                self.unregister(host, &mut then);
+                self.count();
+            }
+            // Whoever ignores the present key need not have one.
+            Action::Replace { key: None, new } if self.key(host).is_none() => {
+                self.add(host, new)?
+            }
+            Action::Replace { key, new } => {
+                self.check(host, key)?;
+                let mine = self.registrants.iter_mut().filter(|(other, _)| *other == host);
+                mine.for_each(|(_, key)| *key = new);
+                self.count();
+            }
+            Action::Acquire { key, kind } => {
+                self.check(host, Some(key))?;
+                match self.kind() {
+                    None => self.held = Some((kind as u8, host)),
+                    Some(present) if present == kind && self.is_holder(host) => {}
+                    Some(_) => return Err(CONFLICT),
+                }
+            }
+            Action::Preempt { key, of, kind } => {
+                self.check(host, Some(key))?;
+                self.preempt(host, of, kind, &mut then)?;
+                self.count();
+            }
+            Action::Release { key, kind } => {
+                self.check(host, Some(key))?;
+                self.release(host, kind, &mut then)?;
+            }
+            Action::Clear { key } => {
+                self.check(host, Some(key))?;
+                let others = self.registrants().filter(|(other, _)| *other != host);
+                then.told = others.map(|(host, _)| (host, Told::ReservationPreempted)).collect();
+                then.unregistered = self.registrants().map(|(host, _)| host).collect();
+                self.registrants.clear();
+                self.held = None;
+                self.count();
+            }
+        }
+        Ok(then)
+    }
+
+    fn count(&mut self) {
+        self.generation = self.generation.wrapping_add(1);
+    }
+
+    fn add(&mut self, host: HostId, key: u64) -> Result<(), Status> {
+        if self.registrants.len() >= MAX_REGISTRANTS {
+            return Err(Status::INTERNAL);
+        }
+        self.registrants.push((host, key));
+        self.count();
+        Ok(())
+    }
+
+    /// The host has to be registered, with this key unless that is ignored.
+    fn check(&self, host: HostId, key: Option<u64>) -> Result<(), Status> {
+        match (self.key(host), key) {
+            (None, _) => Err(CONFLICT),
+            (Some(present), Some(key)) if present != key => Err(CONFLICT),
+            _ => Ok(()),
+        }
+    }
+
+    /// All others that are registered are told this.
+    fn tell_others(&self, host: HostId, told: Told, then: &mut Consequences) {
+        let others = self.registrants().filter(|(other, _)| *other != host);
+        then.told.extend(others.map(|(other, _)| (other, told)));
+    }
+
+    /// A host is no registrant any more; nor a holder.
+    fn unregister(&mut self, host: HostId, then: &mut Consequences) {
+        let was_holder = self.is_holder(host);
+        self.registrants.retain(|(other, _)| *other != host);
+        then.unregistered.push(host);
+        let Some(kind) = self.kind().filter(|_| was_holder) else { return };
+        if kind.is_of_all_registrants() && !self.registrants.is_empty() {
+            return;
+        }
+        self.held = None;
+        if !kind.is_of_the_holder_alone() {
+            self.tell_others(host, Told::ReservationReleased, then);
+        }
+    }
+
+    /// All that these are the hosts of lose their registration.
+    fn remove(&mut self, by: HostId, whom: impl Fn(HostId, u64) -> bool, then: &mut Consequences) {
+        let chosen: Vec<_> = self.registrants().filter(|(host, key)| whom(*host, *key)).collect();
+        for (host, _) in chosen {
+            self.unregister(host, then);
+            if host != by {
+                then.told.push((host, Told::RegistrationPreempted));
+            }
+        }
+    }
+
+    fn preempt(
+        &mut self,
+        host: HostId,
+        of: u64,
+        kind: ReservationType,
+        then: &mut Consequences,
+    ) -> Result<(), Status> {
+        let present = self.held.and_then(|(bits, holder)| {
+            let kind = ReservationType::from_bits(bits)?;
+            Some((kind, holder))
+        });
+        if let Some((before, _)) = present
+            && before.is_of_all_registrants()
+            && of == 0
+        {
+            self.remove(host, |other, _| other != host, then);
+            self.held = Some((kind as u8, host));
+            return Ok(());
+        }
+        if let Some((before, holder)) = present
+            && !before.is_of_all_registrants()
+        {
+            if of == 0 {
+                return Err(INVALID);
+            }
+            if self.key(holder) == Some(of) {
+                self.held = Some((kind as u8, host));
+                self.remove(host, |other, key| other != host && key == of, then);
+                if before != kind {
+                    self.tell_others(host, Told::ReservationReleased, then);
+                }
+                return Ok(());
+            }
+        }
+        // The reservation stays as it is, if there is one.
+        if of == 0 || self.registrants().all(|(_, key)| key != of) {
+            return Err(CONFLICT);
+        }
+        self.remove(host, |_, key| key == of, then);
+        Ok(())
+    }
+
+    fn release(&mut self, host: HostId, kind: u8, then: &mut Consequences) -> Result<(), Status> {
+        let Some(present) = self.kind() else { return Ok(()) };
+        if !self.is_holder(host) {
+            return Ok(());
+        }
+        if present as u8 != kind {
+            return Err(INVALID);
+        }
+        self.held = None;
+        if !present.is_of_the_holder_alone() {
+            self.tell_others(host, Told::ReservationReleased, then);
+        }
+        Ok(())
+    }
+
+    /// As they are after a loss of power.
+    pub(crate) fn after_power_loss(self) -> Self {
+        if self.persistent { self } else { Self::default() }
+    }
+
+    /// Whether it is as it would be if nobody had ever done anything.
+    pub(crate) fn is_untouched(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// The reservations of the namespaces of a subsystem, by UUID.
+pub(crate) type AllReservations = BTreeMap<[u8; 16], Reservations>;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,590 @@
+//! An NVM subsystem of several controllers, which have the same namespaces.
+//!
+//! The controllers are of one process, and each is a [`Member`] with an identifier. What they share
+//! is who has reserved which namespace. A command that changes that is carried out by a thread of
+//! the subsystem, one at a time, because it is written down before anything follows from it, and
+//! nobody else has to wait for a file. Then each controller that may do more or less than before is
+//! told so, and the command ends when the last worker of these controllers goes by it, and what it
+//! had begun before is over ([`Change`]).
+//!
+//! The state is in a file: of a namespace that is to persist through a loss of power for the next
+//! start, of all others for a process that goes on for this one.
+
+use crate::latch::Latch;
+use crate::notice::{ControlHandle, Notice};
+use crate::reservation_file::ReservationFile;
+use crate::reservations::{Access, Action, AllReservations, Consequences, HostId, Reservations};
+use parking_lot::Mutex;
+use shadowbell_spec::reservation::{
+    EXTENDED_STATUS_HEAD, RegisteredController, RegisteredControllerExtended, ReservationStatus,
+};
+use shadowbell_spec::status::Status;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use zerocopy::IntoBytes;
+
+/// The most controllers of a subsystem.
+pub const MAX_CONTROLLERS: u16 = 64;
+
+type Uuid = [u8; 16];
+
+/// Why a controller can not be one of a subsystem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum JoinError {
+    /// The identifier is none, or there are too many controllers.
+    #[error("a subsystem has controllers 1 to {MAX_CONTROLLERS}")]
+    NoRoom,
+    /// Another controller has it.
+    #[error("the subsystem has a controller {0} already")]
+    Taken(u16),
+}
+
+/// An NVM subsystem of several controllers with the same namespaces. Cloning gives another handle.
+#[derive(Clone, Debug)]
+pub struct Subsystem {
+    shared: Arc<Shared>,
+    jobs: Sender<Job>,
+}
+
+impl Subsystem {
+    /// Makes one. What its hosts have reserved is kept in the file `state`, which is empty or has
+    /// been one before; without that, nothing persists through a loss of power, or goes on in another process.
+    ///
+    /// # Errors
+    /// The file can not be read, or is none of this kind; or there are no more threads.
+    pub fn new(state: Option<File>) -> io::Result<Self> {
+        let state_file = state.map(ReservationFile::new);
+        let all = state_file.as_ref().map_or_else(|| Ok(AllReservations::new()), |f| f.read())?;
+        let state = State { all, ..State::default() };
+        let shared = Arc::new(Shared { state: Mutex::new(state), state_file });
+        let (jobs, receiver) = channel();
+        let its = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name("sb-subsystem".into());
+        thread.spawn(move || its.serve(&receiver))?;
+        Ok(Self { shared, jobs })
+    }
+
+    /// Makes a place for a controller, for its [`Config`](crate::Config): with this identifier, or
+    /// with the lowest that is free. The place is free again when the controller is gone.
+    ///
+    /// # Errors
+    /// [`JoinError`].
+    pub fn join(&self, cntlid: Option<u16>) -> Result<Arc<Member>, JoinError> {
+        let mut state = self.shared.state.lock();
+        let mut possible = 1..=MAX_CONTROLLERS;
+        let cntlid = match cntlid {
+            Some(cntlid) if !possible.contains(&cntlid) => return Err(JoinError::NoRoom),
+            Some(cntlid) if state.members.contains_key(&cntlid) => {
+                return Err(JoinError::Taken(cntlid));
+            }
+            Some(cntlid) => cntlid,
+            None => possible
+                .find(|cntlid| !state.members.contains_key(cntlid))
+                .ok_or(JoinError::NoRoom)?,
+        };
+        state.members.insert(cntlid, MemberState::default());
+        let (shared, jobs) = (Arc::clone(&self.shared), self.jobs.clone());
+        Ok(Arc::new(Member { cntlid, shared, jobs }))
+    }
+}
+
+/// The place of a controller in a [`Subsystem`].
+pub struct Member {
+    cntlid: u16,
+    shared: Arc<Shared>,
+    jobs: Sender<Job>,
+}
+
+impl fmt::Debug for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Member").field("cntlid", &self.cntlid).finish_non_exhaustive()
+    }
+}
+
+/// What a member is to tell its workers: that they may do something else with a namespace. The
+/// latch is let go of when they know, and when what was under way there before has ended.
+#[derive(Debug)]
+pub(crate) struct Change {
+    pub(crate) uuid: Uuid,
+    /// What is under way is given up.
+    pub(crate) aborts: bool,
+    pub(crate) latch: Latch,
+}
+
+/// A reservation command.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Command {
+    pub(crate) host: HostId,
+    pub(crate) action: Action,
+    /// Persist Through Power Loss from here on.
+    pub(crate) persistent: Option<bool>,
+    /// What is under way of those who are preempted is given up.
+    pub(crate) aborts: bool,
+}
+
+/// What the thread of a subsystem does. The latch gets a status if that fails.
+#[derive(Debug)]
+pub(crate) enum Job {
+    /// A reservation command for a namespace.
+    Act { uuid: Uuid, command: Command, latch: Latch },
+    /// The host of a controller says who it is.
+    SetHost { cntlid: u16, host: Option<HostId>, latch: Latch },
+    /// Whether the state of these is to persist through a loss of power.
+    Persist { uuids: Vec<Uuid>, persistent: bool, latch: Latch },
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    state_file: Option<ReservationFile>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    all: AllReservations,
+    members: BTreeMap<u16, MemberState>,
+    /// A controller is there: what is in the file has been taken over.
+    has_begun: bool,
+    /// Something has changed since it was read.
+    has_changed: bool,
+}
+
+#[derive(Debug, Default)]
+struct MemberState {
+    host: Option<HostId>,
+    control: Option<ControlHandle>,
+    changes: Vec<Change>,
+    /// What its host is to be told, about which namespace.
+    told: Vec<(Uuid, u8)>,
+}
+
+impl State {
+    /// Has a member tell its workers, if there is a controller.
+    fn change(&mut self, cntlid: u16, change: Change) {
+        if let Some(member) = self.members.get_mut(&cntlid)
+            && member.control.as_ref().is_some_and(ControlHandle::is_alive)
+        {
+            member.changes.push(change);
+        }
+    }
+
+    /// Those who have something to look at here. To be told without the lock: where there are no
+    /// threads, they look at once.
+    fn concerned(&self) -> Vec<ControlHandle> {
+        let has_some =
+            |member: &&MemberState| !member.changes.is_empty() || !member.told.is_empty();
+        self.members.values().filter(has_some).filter_map(|its| its.control.clone()).collect()
+    }
+
+    fn of(&self, uuid: &Uuid) -> Reservations {
+        self.all.get(uuid).cloned().unwrap_or_default()
+    }
+}
+
+impl Shared {
+    /// The thread of the subsystem, until nobody is left.
+    fn serve(&self, jobs: &Receiver<Job>) {
+        while let Ok(job) = jobs.recv() {
+            match job {
+                Job::Act { uuid, command, latch } => {
+                    if let Err(status) = self.act(uuid, &command, &latch) {
+                        latch.set_status(status);
+                    }
+                }
+                Job::SetHost { cntlid, host, latch } => {
+                    if let Err(status) = self.set_host(cntlid, host, &latch) {
+                        latch.set_status(status);
+                    }
+                }
+                Job::Persist { uuids, persistent, latch } => {
+                    if let Err(status) = self.persist(&uuids, persistent) {
+                        latch.set_status(status);
+                    }
+                }
+            }
+        }
+    }
+
+    fn act(&self, uuid: Uuid, command: &Command, latch: &Latch) -> Result<(), Status> {
+        let before = self.state.lock().of(&uuid);
+        let mut after = before.clone();
+        if let Some(persistent) = command.persistent {
+            if persistent && self.state_file.is_none() {
+                return Err(Status::INVALID_FIELD.with_dnr());
+            }
+            after.persistent = persistent;
+        }
+        let Consequences { told, unregistered } = after.act(command.host, command.action)?;
+        if after == before {
+            return Ok(());
+        }
+        self.write_with(|all| put(all, uuid, after.clone()))?;
+        let mut state = self.state.lock();
+        put(&mut state.all, uuid, after.clone());
+        state.has_changed = true;
+        let ids: Vec<_> = state.members.iter().map(|(cntlid, its)| (*cntlid, its.host)).collect();
+        for (cntlid, host) in ids {
+            let others = host.filter(|host| *host != command.host);
+            let aborts = command.aborts && others.is_some_and(|host| unregistered.contains(&host));
+            if aborts || before.access(host) != after.access(host) {
+                let latch = latch.clone();
+                state.change(cntlid, Change { uuid, aborts, latch });
+            }
+        }
+        let is_there = |member: &&mut MemberState| {
+            member.control.as_ref().is_some_and(ControlHandle::is_alive)
+        };
+        for member in state.members.values_mut().filter(is_there) {
+            let its = told.iter().filter(|(host, _)| member.host == Some(*host));
+            member.told.extend(its.map(|(_, told)| (uuid, told.code())));
+        }
+        let concerned = state.concerned();
+        drop(state);
+        notify(&concerned);
+        Ok(())
+    }
+
+    fn set_host(&self, cntlid: u16, host: Option<HostId>, latch: &Latch) -> Result<(), Status> {
+        let mut state = self.state.lock();
+        if let Some(host) = host {
+            // Identifiers of both kinds in one subsystem could not be told apart.
+            let registrants = state.all.values().flat_map(Reservations::registrants);
+            let others = state.members.iter().filter(|(other, _)| **other != cntlid);
+            let others = others.filter_map(|(_, member)| member.host);
+            let mut known = registrants.map(|(host, _)| host).chain(others);
+            if known.any(|known| known.is_extended() != host.is_extended()) {
+                return Err(Status::HOST_ID_INCONSISTENT_FORMAT.with_dnr());
+            }
+        }
+        let Some(member) = state.members.get_mut(&cntlid) else { return Ok(()) };
+        let before = std::mem::replace(&mut member.host, host);
+        let changed: Vec<_> = state
+            .all
+            .iter()
+            .filter(|(_, its)| its.access(before) != its.access(host))
+            .map(|(uuid, _)| *uuid)
+            .collect();
+        for uuid in changed {
+            state.change(cntlid, Change { uuid, aborts: false, latch: latch.clone() });
+        }
+        let concerned = state.concerned();
+        drop(state);
+        notify(&concerned);
+        Ok(())
+    }
+
+    fn persist(&self, uuids: &[Uuid], persistent: bool) -> Result<(), Status> {
+        if persistent && self.state_file.is_none() {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        let change = |all: &mut AllReservations| {
+            for uuid in uuids {
+                let mut its = all.get(uuid).cloned().unwrap_or_default();
+                its.persistent = persistent;
+                put(all, *uuid, its);
+            }
+        };
+        self.write_with(change)?;
+        let mut state = self.state.lock();
+        change(&mut state.all);
+        state.has_changed = true;
+        Ok(())
+    }
+
+    /// Writes down what all of it will be after a change. Only the subsystem's thread does.
+    fn write_with(&self, change: impl FnOnce(&mut AllReservations)) -> Result<(), Status> {
+        let Some(file) = &self.state_file else { return Ok(()) };
+        let mut all = self.state.lock().all.clone();
+        change(&mut all);
+        file.write(&all).map_err(|error| {
+            tracing::error!(%error, "reservations can not be written down");
+            Status::INTERNAL
+        })
+    }
+}
+
+/// Has them look at what there is.
+fn notify(concerned: &[ControlHandle]) {
+    for control in concerned {
+        control.notify(Notice::Shared);
+    }
+}
+
+fn put(all: &mut AllReservations, uuid: Uuid, reservations: Reservations) {
+    if reservations.is_untouched() {
+        all.remove(&uuid);
+    } else {
+        all.insert(uuid, reservations);
+    }
+}
+
+impl Member {
+    /// Its controller identifier.
+    #[must_use]
+    pub fn cntlid(&self) -> u16 {
+        self.cntlid
+    }
+
+    /// The controllers of the subsystem.
+    pub(crate) fn controllers(&self) -> Vec<u16> {
+        self.shared.state.lock().members.keys().copied().collect()
+    }
+
+    /// Where its controller is told of changes.
+    pub(crate) fn attach(&self, control: ControlHandle) {
+        self.with(|member| member.control = Some(control));
+    }
+
+    fn with<T: Default>(&self, act: impl FnOnce(&mut MemberState) -> T) -> T {
+        self.shared.state.lock().members.get_mut(&self.cntlid).map(act).unwrap_or_default()
+    }
+
+    /// Its controller is a new one. If it is the first of all, power has been off.
+    pub(crate) fn power_on(&self) {
+        let mut state = self.shared.state.lock();
+        if std::mem::replace(&mut state.has_begun, true) {
+            return;
+        }
+        let before = std::mem::take(&mut state.all);
+        let after = before.clone().into_iter().map(|(uuid, its)| (uuid, its.after_power_loss()));
+        after.for_each(|(uuid, its)| put(&mut state.all, uuid, its));
+        if let Some(file) = &self.shared.state_file
+            && state.all != before
+            && let Err(error) = file.write(&state.all)
+        {
+            tracing::error!(%error, "reservations can not be written down");
+        }
+    }
+
+    /// Its controller goes on from where another process has left it, which may have changed what
+    /// is in the file since that was read.
+    pub(crate) fn go_on(&self) {
+        let mut state = self.shared.state.lock();
+        state.has_begun = true;
+        if let Some(file) = &self.shared.state_file
+            && !state.has_changed
+        {
+            match file.read() {
+                Ok(all) => state.all = all,
+                Err(error) => {
+                    tracing::error!(%error, "reservations can not be read again");
+                }
+            }
+        }
+    }
+
+    /// What the controller may do with a namespace.
+    pub(crate) fn access(&self, uuid: &Uuid) -> Access {
+        let state = self.shared.state.lock();
+        let host = state.members.get(&self.cntlid).and_then(|member| member.host);
+        state.all.get(uuid).map_or(Access::ALL, |its| its.access(host))
+    }
+
+    /// Who the host is, if it has said so.
+    pub(crate) fn host(&self) -> Option<HostId> {
+        self.with(|member| member.host)
+    }
+
+    /// Who the host is, of a controller without queues.
+    pub(crate) fn set_host(&self, host: Option<HostId>) {
+        self.with(|member| member.host = host);
+    }
+
+    /// Has the subsystem do something.
+    pub(crate) fn submit(&self, job: Job) {
+        // If there is no thread any more, the latch is let go of here.
+        let _ = self.jobs.send(job);
+    }
+
+    /// What is to be told to workers.
+    pub(crate) fn take_changes(&self) -> Vec<Change> {
+        self.with(|member| std::mem::take(&mut member.changes))
+    }
+
+    /// What is to be told to the host: types of notices, and of which namespace.
+    pub(crate) fn take_told(&self) -> Vec<(Uuid, u8)> {
+        self.with(|member| std::mem::take(&mut member.told))
+    }
+
+    /// Whether anything can persist through a loss of power.
+    pub(crate) fn can_persist(&self) -> bool {
+        self.shared.state_file.is_some()
+    }
+
+    /// Persist Through Power Loss, of a namespace.
+    pub(crate) fn is_persistent(&self, uuid: &Uuid) -> bool {
+        self.shared.state.lock().all.get(uuid).is_some_and(|its| its.persistent)
+    }
+
+    /// The Reservation Status data structure of a namespace.
+    ///
+    /// # Errors
+    /// Host Identifier Inconsistent Format.
+    pub(crate) fn report(&self, uuid: &Uuid, extended: bool) -> Result<Vec<u8>, Status> {
+        let state = self.shared.state.lock();
+        let its = state.of(uuid);
+        let own = state.members.get(&self.cntlid).and_then(|member| member.host);
+        let mut hosts = its.registrants().map(|(host, _)| host).chain(own);
+        if hosts.any(|host| host.is_extended() != extended) {
+            return Err(Status::HOST_ID_INCONSISTENT_FORMAT.with_dnr());
+        }
+        let (mut list, mut count) = (Vec::new(), 0u16);
+        for (host, rkey) in its.registrants() {
+            let of_host = state.members.iter().filter(|(_, member)| member.host == Some(host));
+            let mut cntlids: Vec<u16> = of_host.map(|(cntlid, _)| *cntlid).collect();
+            if cntlids.is_empty() {
+                cntlids.push(RegisteredController::UNKNOWN);
+            }
+            let rcsts = u8::from(its.is_holder(host));
+            for cntlid in cntlids {
+                count += 1;
+                match host {
+                    HostId::Short(hostid) => {
+                        let one = RegisteredController {
+                            cntlid,
+                            rcsts,
+                            hostid,
+                            rkey,
+                            ..RegisteredController::default()
+                        };
+                        list.extend_from_slice(one.as_bytes());
+                    }
+                    HostId::Extended(hostid) => {
+                        let one = RegisteredControllerExtended {
+                            cntlid,
+                            rcsts,
+                            hostid,
+                            rkey,
+                            ..RegisteredControllerExtended::default()
+                        };
+                        list.extend_from_slice(one.as_bytes());
+                    }
+                }
+            }
+        }
+        let head = ReservationStatus {
+            generation: its.generation.to_le_bytes(),
+            rtype: its.kind().map_or(0, |kind| kind as u8),
+            regctl: count.to_le_bytes(),
+            ptpls: its.persistent.into(),
+            ..ReservationStatus::default()
+        };
+        let mut page = head.as_bytes().to_vec();
+        if extended {
+            page.resize(EXTENDED_STATUS_HEAD, 0);
+        }
+        page.extend_from_slice(&list);
+        Ok(page)
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let gone = self.shared.state.lock().members.remove(&self.cntlid);
+        // Whoever waits for its workers waits no more. Not under the lock.
+        drop(gone);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::latch::tests::Notices;
+
+    const UUID: Uuid = [7; 16];
+    const HOST: HostId = HostId::Short(1);
+
+    fn open(path: &std::path::Path) -> File {
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(false).open(path).unwrap()
+    }
+
+    /// Has a command carried out, and waits for its end.
+    fn act(member: &Member, host: HostId, action: Action, persistent: Option<bool>) -> Status {
+        let notices = Arc::new(Notices::default());
+        let ended = Notice::ReservationEnded { ticket: 1, status: Status::SUCCESS };
+        let latch = Latch::new(notices.handle(), ended);
+        let command = Command { host, action, persistent, aborts: false };
+        member.submit(Job::Act { uuid: UUID, command, latch });
+        loop {
+            match notices.0.lock().pop() {
+                Some(Notice::ReservationEnded { status, .. }) => return status,
+                Some(other) => panic!("{other:?}"),
+                None => std::thread::yield_now(),
+            }
+        }
+    }
+
+    #[test]
+    fn identifiers_are_handed_out_and_come_back() {
+        let subsystem = Subsystem::new(None).unwrap();
+        let first = subsystem.join(None).unwrap();
+        let third = subsystem.join(Some(3)).unwrap();
+        assert_eq!(subsystem.join(Some(3)).unwrap_err(), JoinError::Taken(3));
+        let second = subsystem.join(None).unwrap();
+        assert_eq!([&first, &second, &third].map(|member| member.cntlid()), [1, 2, 3]);
+        assert_eq!(first.controllers(), [1, 2, 3]);
+        drop(second);
+        assert_eq!(first.controllers(), [1, 3]);
+        assert_eq!(subsystem.join(None).unwrap().cntlid(), 2);
+        for wrong in [0, MAX_CONTROLLERS + 1, 0xffff] {
+            assert_eq!(subsystem.join(Some(wrong)).unwrap_err(), JoinError::NoRoom);
+        }
+    }
+
+    #[test]
+    fn what_is_to_persist_is_there_after_a_start_and_all_of_it_for_a_successor() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("state");
+        let make = || Subsystem::new(Some(open(&path))).unwrap().join(None).unwrap();
+        let is_registered = |member: &Member| member.report(&UUID, false).unwrap().len() > 24;
+        let member = make();
+        member.power_on();
+        let register = Action::Register { key: 5 };
+        assert_eq!(act(&member, HOST, register, None), Status::SUCCESS);
+        let successor = make();
+        successor.go_on();
+        assert!(is_registered(&successor));
+        let restarted = make();
+        restarted.power_on();
+        assert!(!is_registered(&restarted));
+        // And that it is gone is written down.
+        successor.go_on();
+        assert!(!is_registered(&successor));
+        // One that was made before the last change is no worse for it.
+        let early = make();
+        assert_eq!(act(&restarted, HOST, register, Some(true)), Status::SUCCESS);
+        early.go_on();
+        assert!(is_registered(&early) && early.is_persistent(&UUID));
+        let restarted = make();
+        restarted.power_on();
+        assert!(is_registered(&restarted));
+    }
+
+    #[test]
+    fn a_file_of_another_kind_is_refused_and_one_that_can_not_be_written_fails_the_command() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("state");
+        std::fs::write(&path, "a disk image, perhaps").unwrap();
+        let error = Subsystem::new(Some(open(&path))).unwrap_err();
+        assert!(error.to_string().contains("reservations"), "{error}");
+        std::fs::write(&path, "").unwrap();
+        let member = Subsystem::new(Some(File::open(&path).unwrap())).unwrap();
+        let member = member.join(None).unwrap();
+        let status = act(&member, HOST, Action::Register { key: 5 }, None);
+        assert_eq!(status, Status::INTERNAL);
+        assert_eq!(member.report(&UUID, false).unwrap().len(), 24, "nothing has changed");
+    }
+
+    #[test]
+    fn without_a_file_nothing_is_to_persist() {
+        let member = Subsystem::new(None).unwrap().join(None).unwrap();
+        let status = act(&member, HOST, Action::Register { key: 5 }, Some(true));
+        assert_eq!(status, Status::INVALID_FIELD.with_dnr());
+    }
+}

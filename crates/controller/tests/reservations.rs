@@ -1,0 +1,431 @@
+//! Two controllers with one namespace: reservations, and what they keep away.
+
+mod common;
+#[path = "common/held.rs"]
+mod held;
+
+use common::{Host, Queue};
+use held::Held;
+use shadowbell_backend::Disk;
+use shadowbell_controller::{
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Subsystem,
+};
+use shadowbell_spec::admin::{GetFeatures, GetLogPage, Identify, SetFeatures};
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::feature::fid;
+use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
+use shadowbell_spec::log::lid;
+use shadowbell_spec::nvm::{CopyFields, DatasetManagement};
+use shadowbell_spec::reservation::{
+    RegisteredController, ReservationNotification, ReservationStatus,
+};
+use shadowbell_spec::{Sqe, Status};
+use shadowbell_state::Descriptors;
+use std::fs::File;
+use std::sync::Arc;
+use std::time::Duration;
+use zerocopy::FromBytes;
+
+const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
+const UUID: [u8; 16] = [7; 16];
+
+/// A host with a queue, and memory for keys and data.
+struct One {
+    host: Host,
+    queue: Queue,
+    keys: u64,
+    data: u64,
+}
+
+fn config(disk: &Arc<dyn Disk>, subsystem: &Subsystem) -> Config {
+    let namespaces = vec![NamespaceConfig { disk: Arc::clone(disk), uuid: UUID }];
+    Config { namespaces, member: Some(subsystem.join(None).unwrap()), ..Config::default() }
+}
+
+fn pool() -> Pool {
+    Pool::start(&PoolOptions { workers: 2, polling: ADAPTIVE, pin: Vec::new() }).unwrap()
+}
+
+/// Hosts 1, 2 and so on of the same namespace.
+fn hosts<const N: usize>(disk: Arc<dyn Disk>, state: Option<File>) -> [One; N] {
+    let (pool, subsystem) = (pool(), Subsystem::new(state).unwrap());
+    std::array::from_fn(|n| {
+        let config = config(&disk, &subsystem);
+        let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
+        let mut host = Host::attach(controller);
+        host.enable();
+        let mut one = One::new(host);
+        one.identify_as(n as u64 + 1).unwrap();
+        one
+    })
+}
+
+fn mem<const N: usize>() -> [One; N] {
+    hosts(shadowbell_backend::open("mem:1MiB").unwrap(), None)
+}
+
+impl One {
+    fn new(mut host: Host) -> Self {
+        let queue = host.create(1, 16, false);
+        let (keys, data) = (host.alloc(4096), host.alloc(4096));
+        Self { host, queue, keys, data }
+    }
+
+    fn identify_as(&mut self, id: u64) -> Result<(), Status> {
+        self.host.poke(self.keys, &id.to_le_bytes());
+        let fields = SetFeatures { fid: fid::HOST_IDENTIFIER, ..SetFeatures::default() };
+        let (status, _) = self.host.admin(Sqe::set_features(0, fields, 0).with_prps(self.keys, 0));
+        if status.is_success() { Ok(()) } else { Err(status) }
+    }
+
+    fn run(&mut self, sqe: Sqe) -> Status {
+        self.host.run(&mut self.queue, sqe).0
+    }
+
+    fn entry(&self, opcode: u8, cdw10: u32, keys: (u64, u64)) -> Sqe {
+        self.host.poke(self.keys, &keys.0.to_le_bytes());
+        self.host.poke(self.keys + 8, &keys.1.to_le_bytes());
+        Sqe { cdw10, ..Sqe::new(opcode, 0, 1) }.with_prps(self.keys, 0)
+    }
+
+    fn register(&mut self, key: u64) -> Status {
+        let sqe = self.entry(0x0d, 0, (0, key));
+        self.run(sqe)
+    }
+
+    fn acquire(&mut self, key: u64, kind: u32) -> Status {
+        let sqe = self.entry(0x11, kind << 8, (key, 0));
+        self.run(sqe)
+    }
+
+    fn preempt(&mut self, key: u64, of: u64, kind: u32) -> Status {
+        let sqe = self.entry(0x11, kind << 8 | 1, (key, of));
+        self.run(sqe)
+    }
+
+    fn release(&mut self, key: u64, kind: u32) -> Status {
+        let sqe = self.entry(0x15, kind << 8, (key, 0));
+        self.run(sqe)
+    }
+
+    fn clear(&mut self, key: u64) -> Status {
+        let sqe = self.entry(0x15, 1, (key, 0));
+        self.run(sqe)
+    }
+
+    /// The head of the report, and the controllers in it.
+    fn report(&mut self) -> (ReservationStatus, Vec<RegisteredController>) {
+        let sqe = Sqe { cdw10: 1023, ..Sqe::new(0x0e, 0, 1) }.with_prps(self.data, 0);
+        assert_eq!(self.run(sqe), Status::SUCCESS);
+        let page = self.host.peek(self.data, 4096);
+        let (head, rest) = ReservationStatus::read_from_prefix(&page).unwrap();
+        let count = u16::from_le_bytes(head.regctl);
+        let all = rest.chunks(24).take(count.into());
+        (head, all.map(|one| RegisteredController::read_from_bytes(one).unwrap()).collect())
+    }
+
+    /// Every command that reads or writes: how it ends, and what it needs.
+    fn everything(&mut self) -> Vec<(&'static str, bool, bool, Status)> {
+        let at = self.data;
+        let range = |host: &Host, slba: u64| {
+            host.poke(at, &[0; 32]);
+            host.poke(at + 4, &1u32.to_le_bytes());
+            host.poke(at + 8, &slba.to_le_bytes());
+        };
+        let plain = |sqe: Sqe| sqe.with_prps(at, 0);
+        let mut done = Vec::new();
+        let mut step = |name, reads, writes, status| done.push((name, reads, writes, status));
+        step("read", true, false, self.run(plain(Sqe::read(1, 9, 0, 0))));
+        step("long read", true, false, self.run(plain(Sqe::read(1, 9, 7, 0))));
+        step("compare", true, false, self.run(plain(Sqe::compare(1, 9, 0, 0))));
+        step("verify", true, false, self.run(Sqe::verify(1, 9, 0, 0)));
+        step("write", false, true, self.run(plain(Sqe::write(1, 9, 0, 0))));
+        step("FUA write", false, true, self.run(plain(Sqe::write(1, 9, 0, 0).with_fua())));
+        step("write zeroes", false, true, self.run(Sqe::write_zeroes(1, 9, 0, false, 0)));
+        step("flush", false, true, self.run(Sqe::flush(1, 0)));
+        step("flush of all", false, true, self.run(Sqe::flush(u32::MAX, 0)));
+        range(&self.host, 20);
+        let dsm = DatasetManagement { ad: true, ..DatasetManagement::default() };
+        step("deallocate", false, true, self.run(plain(Sqe::dsm(1, dsm, 0))));
+        let copy = CopyFields { sdlba: 30, ..CopyFields::default() };
+        self.host.poke(at, &[0; 32]);
+        self.host.poke(at + 8, &20u64.to_le_bytes());
+        step("copy", true, true, self.run(plain(Sqe::copy(1, copy, 0))));
+        step("write uncorrectable", false, true, self.run(Sqe::write_uncorrectable(1, 40, 0, 0)));
+        step("make it good", false, true, self.run(plain(Sqe::write(1, 40, 0, 0))));
+        // Both halves of a fused operation, of which the first succeeds if it may read.
+        self.host.poke(at, &[0; 512]);
+        let first = Sqe { flags: 1, ..plain(Sqe::compare(1, 50, 0, 1)) };
+        let second = Sqe { flags: 2, ..plain(Sqe::write(1, 50, 0, 2)) };
+        let old = self.queue.tail;
+        self.host.put(&mut self.queue, &first);
+        self.host.put(&mut self.queue, &second);
+        self.host.ring(&self.queue, old);
+        let mut both = [self.host.wait(&mut self.queue), self.host.wait(&mut self.queue)];
+        both.sort_by_key(|end| end.0);
+        step("fused compare", true, false, both[0].1);
+        if both[0].1.is_success() {
+            step("fused write", false, true, both[1].1);
+        } else {
+            assert_eq!(both[1].1.code(), Status::FUSED_FAILED);
+        }
+        done
+    }
+
+    fn may(&mut self, reads: bool, writes: bool, who: &str) {
+        for (name, needs_read, needs_write, status) in self.everything() {
+            let may = (reads || !needs_read) && (writes || !needs_write);
+            let expected = if may { Status::SUCCESS } else { Status::RESERVATION_CONFLICT };
+            assert_eq!(status.code(), expected, "{who}: {name}");
+        }
+    }
+}
+
+#[test]
+fn each_type_keeps_away_whom_it_should_from_every_command() {
+    let [mut holder, mut registrant, mut nobody] = mem();
+    holder.may(true, true, "before");
+    for kind in 1..=6 {
+        assert_eq!(holder.register(1), Status::SUCCESS);
+        assert_eq!(registrant.register(2), Status::SUCCESS);
+        assert_eq!(holder.acquire(1, kind), Status::SUCCESS);
+        let exclusive = kind % 2 == 0;
+        holder.may(true, true, &format!("holder of {kind}"));
+        registrant.may(kind > 2 || !exclusive, kind > 2, &format!("registrant, {kind}"));
+        nobody.may(!exclusive, false, &format!("nobody, {kind}"));
+        assert_eq!(holder.release(1, kind), Status::SUCCESS);
+        nobody.may(true, true, &format!("released, {kind}"));
+        assert_eq!(holder.clear(1), Status::SUCCESS);
+    }
+}
+
+#[test]
+fn the_structures_say_that_there_are_several() {
+    let [mut one, mut other] = mem();
+    for (n, one) in [(1, &mut one), (2, &mut other)] {
+        let fields = Identify { cns: cns::CONTROLLER, ..Identify::default() };
+        let page = one.host.page(Sqe::identify(0, fields, 0)).unwrap();
+        let controller = IdentifyController::read_from_bytes(&page).unwrap();
+        assert_eq!(controller.cntlid, n);
+        assert!(controller.cmic.mctrs() && controller.cmic.mports());
+        assert!(controller.oncs.reservations() && controller.ctratt.hids());
+        let page = one.host.page(Sqe::identify(1, Identify::default(), 0)).unwrap();
+        let namespace = IdentifyNamespace::read_from_bytes(&page).unwrap();
+        // No file: nothing persists.
+        assert_eq!((namespace.nmic.shrns(), namespace.rescap), (true, 0xfe));
+        for cns in [cns::CONTROLLERS, cns::NAMESPACE_CONTROLLERS] {
+            let page = one.host.page(Sqe::identify(1, Identify { cns, ..Identify::default() }, 0));
+            assert_eq!(page.unwrap()[..8], [2, 0, 1, 0, 2, 0, 0, 0]);
+        }
+    }
+    let mut alone = One::new(Host::new(&["mem:1MiB"], ADAPTIVE));
+    let page = alone.host.page(Sqe::identify(1, Identify::default(), 0)).unwrap();
+    let namespace = IdentifyNamespace::read_from_bytes(&page).unwrap();
+    assert_eq!((namespace.nmic.shrns(), namespace.rescap), (false, 0));
+    assert_eq!(alone.register(1).code(), Status::INVALID_OPCODE);
+    assert_eq!(alone.identify_as(1).unwrap_err().code(), Status::INVALID_FIELD);
+}
+
+#[test]
+fn a_host_that_is_nobody_registers_nothing_and_bad_commands_end() {
+    let [mut one, mut other] = mem();
+    one.identify_as(0).unwrap();
+    assert_eq!(one.register(1).code(), Status::HOST_ID_NOT_INITIALIZED);
+    one.identify_as(9).unwrap();
+    assert_eq!(one.register(1), Status::SUCCESS);
+    let codes = [
+        (one.entry(0x0d, 3, (1, 1)), Status::INVALID_FIELD),
+        (one.entry(0x0d, 1 << 30, (1, 1)), Status::INVALID_FIELD),
+        // Nothing persists without a file.
+        (one.entry(0x0d, 3 << 30, (1, 1)), Status::INVALID_FIELD),
+        (one.entry(0x0d, 0, (0, 0)), Status::INVALID_FIELD),
+        (one.entry(0x11, 1 << 8 | 3, (1, 1)), Status::INVALID_FIELD),
+        (one.entry(0x11, 1 << 8 | 1 << 3, (1, 1)), Status::INVALID_FIELD),
+        (one.entry(0x11, 7 << 8, (1, 1)), Status::INVALID_FIELD),
+        (one.entry(0x11, 0, (1, 1)), Status::INVALID_FIELD),
+        (one.entry(0x15, 2, (1, 1)), Status::INVALID_FIELD),
+        (one.entry(0x15, 1 << 3, (1, 1)), Status::INVALID_FIELD),
+        (Sqe { nsid: 2, ..one.entry(0x0d, 0, (0, 1)) }, Status::INVALID_NAMESPACE_OR_FORMAT),
+        (one.entry(0x0d, 0, (0, 1)).with_prps(1 << 60, 0), Status::DATA_XFER_ERROR),
+        (Sqe { cdw10: u32::MAX, ..one.entry(0x0e, 0, (0, 0)) }, Status::INVALID_FIELD),
+        (Sqe { cdw11: 1, ..one.entry(0x0e, 0, (0, 0)) }, Status::HOST_ID_INCONSISTENT_FORMAT),
+    ];
+    for (sqe, expected) in codes {
+        // The keys are those of the last entry, but none of these comes to look at them.
+        one.host.poke(one.keys, &1u64.to_le_bytes());
+        let zero = u64::from(sqe.opcode != 0x0d || sqe.cdw10 != 0);
+        one.host.poke(one.keys + 8, &zero.to_le_bytes());
+        assert_eq!(one.run(sqe).code(), expected, "{sqe:?}");
+    }
+    // 128 bits beside 64.
+    let fields = SetFeatures { fid: fid::HOST_IDENTIFIER, cdw11: 1, ..SetFeatures::default() };
+    other.host.poke(other.keys, &[5; 16]);
+    let (status, _) = other.host.admin(Sqe::set_features(0, fields, 0).with_prps(other.keys, 0));
+    assert_eq!(status.code(), Status::HOST_ID_INCONSISTENT_FORMAT);
+}
+
+#[test]
+fn a_report_has_the_controllers_of_registrants_and_a_reset_forgets_who_the_host_is() {
+    let [mut one, mut other] = mem();
+    assert_eq!(one.register(0xa), Status::SUCCESS);
+    assert_eq!(other.register(0xb), Status::SUCCESS);
+    assert_eq!(other.acquire(0xb, 1), Status::SUCCESS);
+    let (head, all) = one.report();
+    assert_eq!((u32::from_le_bytes(head.generation), head.rtype, head.ptpls), (2, 1, 0));
+    let listed: Vec<_> = all.iter().map(|c| (c.cntlid, c.rcsts, c.hostid, c.rkey)).collect();
+    assert_eq!(listed, [(1, 0, 1, 0xa), (2, 1, 2, 0xb)]);
+    // The holder comes back as nobody, and may not write any more.
+    other.host.disable();
+    other.host.enable();
+    other = One::new(other.host);
+    let (_, all) = one.report();
+    assert_eq!(all.iter().map(|c| c.cntlid).collect::<Vec<_>>(), [1, 0xffff]);
+    other.may(true, false, "after a reset");
+    other.identify_as(2).unwrap();
+    other.may(true, true, "known again");
+}
+
+#[test]
+fn preempting_waits_for_what_is_under_way_and_aborts_it_if_asked_to() {
+    for aborts in [false, true] {
+        let held = Held::new(2048);
+        let [mut one, mut other] = hosts(Arc::new(held.clone()), None);
+        assert_eq!(one.register(1), Status::SUCCESS);
+        assert_eq!(other.register(2), Status::SUCCESS);
+        assert_eq!(other.acquire(2, 1), Status::SUCCESS);
+        held.order(|orders| orders.hold = true);
+        let write = Sqe::write(1, 3, 0, 5).with_prps(other.data, 0);
+        other.host.submit(&mut other.queue, &write);
+        other.host.until("the write is under way", || !held.seen().is_empty());
+        let action = if aborts { 2 } else { 1 };
+        let preempt = one.entry(0x11, 1 << 8 | action, (1, 2));
+        one.host.submit(&mut one.queue, &preempt.with_cid(9));
+        // What comes from now on is refused, and the preemption is not over.
+        let late = loop {
+            let sqe = Sqe::write(1, 4, 0, 6).with_prps(other.data, 0);
+            other.host.submit(&mut other.queue, &sqe);
+            std::thread::sleep(Duration::from_millis(5));
+            if let Some(end) = other.host.reap(&mut other.queue) {
+                break end;
+            }
+        };
+        assert_eq!(late.1.code(), Status::RESERVATION_CONFLICT);
+        assert!(one.host.reap(&mut one.queue).is_none(), "a write is under way");
+        assert_eq!(held.cancelled() != 0, aborts);
+        held.order(|orders| orders.hold = false);
+        assert_eq!(one.host.wait(&mut one.queue).1, Status::SUCCESS);
+        let (head, all) = one.report();
+        assert_eq!((head.rtype, all.len(), all[0].cntlid), (1, 1, 1));
+        one.may(true, true, "who has preempted");
+    }
+}
+
+#[test]
+fn two_that_preempt_each_other_both_come_to_an_end() {
+    let held = Held::new(2048);
+    let [mut one, mut other, mut third] = hosts(Arc::new(held.clone()), None);
+    for _ in 0..20 {
+        assert_eq!(one.register(1), Status::SUCCESS);
+        assert_eq!(other.register(2), Status::SUCCESS);
+        assert_eq!(third.register(3), Status::SUCCESS);
+        assert_eq!(third.acquire(3, 2), Status::SUCCESS);
+        let (a, b) = (one.entry(0x11, 2 << 8 | 2, (1, 2)), other.entry(0x11, 2 << 8 | 2, (2, 1)));
+        one.host.submit(&mut one.queue, &a.with_cid(1));
+        other.host.submit(&mut other.queue, &b.with_cid(1));
+        let ends = [one.host.wait(&mut one.queue).1, other.host.wait(&mut other.queue).1];
+        let won = ends.iter().filter(|status| status.is_success()).count();
+        assert_eq!(won, 1, "{ends:?}");
+        assert_eq!(third.clear(3), Status::SUCCESS);
+    }
+}
+
+#[test]
+fn hosts_are_told_by_an_event_and_a_log_page() {
+    let [mut one, mut other] = mem();
+    assert_eq!(one.register(1), Status::SUCCESS);
+    assert_eq!(other.register(2), Status::SUCCESS);
+    let page = |one: &mut One| {
+        let fields =
+            GetLogPage { lid: lid::RESERVATION_NOTIFICATION, numd0: 15, ..GetLogPage::default() };
+        let page = one.host.page(Sqe::get_log_page(0, fields, 0)).unwrap();
+        let (page, _) = ReservationNotification::read_from_prefix(&page).unwrap();
+        (page.lpcount, page.kind, page.available, page.nsid)
+    };
+    assert_eq!(page(&mut one), (0, 0, 0, 0));
+    let mut admin = std::mem::replace(&mut one.host.admin, Queue::none());
+    one.host.submit(&mut admin, &Sqe::async_event_request(77));
+    assert_eq!(other.acquire(2, 3), Status::SUCCESS);
+    assert_eq!(other.release(2, 3), Status::SUCCESS);
+    let (cid, status, dw0) = one.host.wait(&mut admin);
+    one.host.admin = admin;
+    assert_eq!((cid, status), (77, Status::SUCCESS));
+    assert_eq!(AsyncEvent::from_dw0(dw0), AsyncEvent::RESERVATION_LOG_PAGE);
+    assert_eq!(page(&mut one), (1, ReservationNotification::RESERVATION_RELEASED, 0, 1));
+    // It does not want to know of that any more, but of this.
+    let mask = |fields| Sqe::set_features(1, fields, 0);
+    one.host.must(mask(SetFeatures {
+        fid: fid::RESERVATION_NOTIFICATION_MASK,
+        cdw11: 1 << 2,
+        ..SetFeatures::default()
+    }));
+    let get = GetFeatures { fid: fid::RESERVATION_NOTIFICATION_MASK, ..GetFeatures::default() };
+    assert_eq!(one.host.must(Sqe::get_features(1, get, 0)), 1 << 2);
+    assert_eq!(other.acquire(2, 4), Status::SUCCESS);
+    assert_eq!(other.release(2, 4), Status::SUCCESS);
+    assert_eq!(other.preempt(2, 1, 1), Status::SUCCESS);
+    let told = loop {
+        let told = page(&mut one);
+        if told.0 != 0 {
+            break told;
+        }
+    };
+    assert_eq!(told, (2, ReservationNotification::REGISTRATION_PREEMPTED, 0, 1));
+    // Who has done it is told nothing.
+    assert_eq!(page(&mut other), (0, 0, 0, 0));
+}
+
+#[test]
+fn what_persists_is_a_feature_and_survives_a_start_and_all_a_handover() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("reservations");
+    let state = || {
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(false).open(&path).unwrap()
+    };
+    let disk = shadowbell_backend::open("mem:1MiB").unwrap();
+    let [mut one, mut other] = hosts(Arc::clone(&disk), Some(state()));
+    let get = GetFeatures { fid: fid::RESERVATION_PERSISTENCE, ..GetFeatures::default() };
+    assert_eq!(one.register(1), Status::SUCCESS);
+    assert_eq!(other.register(2), Status::SUCCESS);
+    assert_eq!(one.host.must(Sqe::get_features(1, get, 0)), 0);
+    assert_eq!(one.acquire(1, 2), Status::SUCCESS);
+    // Another process goes on: the other controller is nobody there, but who it was before.
+    let controller = other.host.controller.clone();
+    let (rested, rests) = std::sync::mpsc::channel();
+    controller.freeze(move || rested.send(()).unwrap());
+    rests.recv_timeout(Duration::from_secs(20)).unwrap();
+    let mut fds = Descriptors::default();
+    let saved = controller.save(&mut fds).unwrap();
+    let subsystem = Subsystem::new(Some(state())).unwrap();
+    let _first = subsystem.join(None).unwrap();
+    let config = config(&disk, &subsystem);
+    let successor =
+        Controller::successor(config, pool(), Carrier::default(), &saved, &mut fds).unwrap();
+    successor.map_dma(common::BASE, common::MEMORY, &other.host.memory).unwrap();
+    successor.restore(&saved, &mut fds).unwrap();
+    other.host.controller = successor;
+    other.may(false, false, "in another process");
+    let (head, all) = other.report();
+    assert_eq!((head.rtype, all.len(), all[1].cntlid), (2, 2, 2));
+    assert_eq!(other.preempt(2, 1, 2), Status::SUCCESS);
+    other.may(true, true, "holder there");
+    let set = SetFeatures { fid: fid::RESERVATION_PERSISTENCE, cdw11: 1, ..SetFeatures::default() };
+    other.host.must(Sqe::set_features(1, set, 0));
+    assert_eq!(other.host.must(Sqe::get_features(1, get, 0)), 1);
+    drop((one, other, controller, subsystem));
+    // A start, after which host 2 still holds it.
+    let [mut one, mut other] = hosts(disk, Some(state()));
+    one.may(false, false, "after a start");
+    other.may(true, true, "the holder after a start");
+    assert_eq!(other.report().0.ptpls, 1);
+}

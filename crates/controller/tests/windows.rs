@@ -1,0 +1,77 @@
+//! What the driver of Windows (stornvme) is known to need: see "Windows" in `docs/nvme.md`. No
+//! Windows was there to try it with.
+
+mod common;
+
+use common::{Host, Queue};
+use shadowbell_controller::Polling;
+use shadowbell_spec::admin::{GetFeatures, GetLogPage, Identify};
+use shadowbell_spec::identify::IdentifyController;
+use shadowbell_spec::regs::{self, Aqa};
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::{Sqe, Status};
+use std::time::Duration;
+use zerocopy::FromBytes;
+
+const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
+
+/// It reads ASQ again after its first command, and gives the controller up if it is not there.
+#[test]
+fn the_registers_of_the_admin_queue_can_be_read_while_it_is_used() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    host.page(Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, 0, 0))).unwrap();
+    let aqa = Aqa::new().with_asqs(31).with_acqs(31);
+    assert_eq!(host.read32(regs::AQA), aqa.into_bits());
+    assert_eq!(host.read64(regs::ASQ), host.admin.sq);
+    assert_eq!(host.read64(regs::ACQ), host.admin.cq);
+    // In halves, too.
+    assert_eq!(host.read32(regs::ASQ), host.admin.sq as u32);
+    assert_eq!(u64::from(host.read32(regs::ASQ + 4)), host.admin.sq >> 32);
+}
+
+/// It asks again at once if a request for events is completed with an error.
+#[test]
+fn a_request_for_events_waits() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    let page = host.page(Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, 0, 0)));
+    let limit = IdentifyController::read_from_bytes(&page.unwrap()).unwrap().aerl + 1;
+    assert!(limit >= 4, "{limit}");
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    for event in 0..limit {
+        host.submit(&mut admin, &Sqe::new(0x0c, 1000 + u16::from(event), 0));
+    }
+    // What comes after them is done, and they are not.
+    let (status, _) = host.run(&mut admin, Sqe { cdw10: 7, ..Sqe::new(0x0a, 0, 0) });
+    assert!(status.is_success(), "{status}");
+    assert_eq!(host.reap(&mut admin), None);
+}
+
+/// A controller with 512 vectors did not start; those with 64 and 128 did.
+#[test]
+fn there_are_not_too_many_vectors() {
+    let host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    assert!(host.controller.vectors() <= 128, "{}", host.controller.vectors());
+}
+
+/// It looks at each namespace up to NN, and some releases show those that are not there as disks.
+#[test]
+fn there_are_no_more_namespaces_than_there_have_been() {
+    let mut host = Host::new(&["mem:1MiB", "mem:1MiB"], ADAPTIVE);
+    let page = host.page(Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, 0, 0)));
+    assert_eq!(IdentifyController::read_from_bytes(&page.unwrap()).unwrap().nn, 2);
+}
+
+/// It asks for features and log pages of vendors, whoever the vendor is, and goes on without.
+#[test]
+fn what_is_not_there_is_refused_and_the_next_command_is_served() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    for fid in [0x0c, 0x0d, 0x10, 0x11, 0xd0] {
+        let fields = GetFeatures { fid, ..GetFeatures::default() };
+        assert_eq!(host.admin(fields.encode(Sqe::new(0x0a, 0, 0))).0.code(), Status::INVALID_FIELD);
+    }
+    let fields = GetLogPage { lid: 0xc1, numd0: 0x7f, ..GetLogPage::default() };
+    let refused = host.page(fields.encode(Sqe::new(2, 0, NSID_ALL))).unwrap_err();
+    assert_eq!(refused.code(), Status::INVALID_LOG_PAGE);
+    let fields = GetLogPage { lid: 2, numd0: 0x7f, ..GetLogPage::default() };
+    host.page(fields.encode(Sqe::new(2, 0, NSID_ALL))).unwrap();
+}

@@ -1,0 +1,91 @@
+//! The subsystems of a configuration file, and which controllers they have.
+
+use crate::controller_config::{ControllerConfig, DiskConfig};
+use crate::limits;
+use crate::subsystems::Place;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use toml::Spanned;
+
+/// A `[[subsystem]]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct SubsystemTable {
+    name: String,
+    state: PathBuf,
+    serial: Option<String>,
+}
+
+/// A subsystem, as far as the file was read.
+struct Known {
+    table: SubsystemTable,
+    /// Controllers that it has.
+    count: u16,
+    /// Their disks, and whether they take no writes.
+    disks: Option<(Vec<DiskConfig>, bool)>,
+}
+
+/// The subsystems by name.
+pub(super) struct Subsystems(BTreeMap<String, Known>);
+
+impl Subsystems {
+    /// Those of these tables; `refuse` is told what is wrong with one.
+    pub(super) fn new(
+        tables: Vec<Spanned<SubsystemTable>>,
+        mut refuse: impl FnMut(&Spanned<SubsystemTable>, String),
+    ) -> Self {
+        let mut all = BTreeMap::<String, Known>::new();
+        for table in tables {
+            let SubsystemTable { name, state, .. } = table.get_ref();
+            if limits::check_name(name).is_err() {
+                let why = format!("`{name}` is no name: it has 1 to 64 letters, digits, `-_.`");
+                refuse(&table, why);
+            }
+            if state.as_os_str().is_empty() {
+                refuse(&table, "the path of `state` is empty".to_owned());
+            }
+            if all.contains_key(name) {
+                refuse(&table, format!("the subsystem `{name}` is there twice"));
+            }
+            if all.values().any(|other| other.table.state == *state) {
+                let why = format!("the file {} is that of another subsystem, too", state.display());
+                refuse(&table, why);
+            }
+            let table = table.into_inner();
+            let known = Known { table, count: 0, disks: None };
+            all.insert(known.table.name.clone(), known);
+        }
+        Self(all)
+    }
+
+    /// The place of the next controller of a subsystem.
+    ///
+    /// # Errors
+    /// It can not have one, in a sentence.
+    pub(super) fn place(
+        &mut self,
+        name: &str,
+        controller: &ControllerConfig,
+    ) -> Result<Place, String> {
+        let known = self.0.get_mut(name).ok_or_else(|| {
+            format!("there is no `[[subsystem]]` `{name}`: add one of this name, or correct it")
+        })?;
+        if controller.serial.is_some() {
+            return Err("the serial number is that of the subsystem: give it there".to_owned());
+        }
+        let own = (controller.disks.clone(), controller.read_only);
+        if *known.disks.get_or_insert_with(|| own.clone()) != own {
+            let why = "the controllers of a subsystem have the same `disks`, and the same \
+                       `read-only`: write the same for each";
+            return Err(why.to_owned());
+        }
+        known.count += 1;
+        Ok(Place {
+            name: name.to_owned(),
+            state: known.table.state.clone(),
+            serial: known.table.serial.clone(),
+            cntlid: known.count,
+        })
+    }
+}

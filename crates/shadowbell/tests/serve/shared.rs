@@ -1,0 +1,151 @@
+//! Two controllers of a server with one disk: what their hosts have reserved goes on over the death
+//! of the process and over an upgrade, and is there after a start if it is to be.
+
+use crate::harness::{Server, finish, image, program, run, until};
+use crate::keeper::children;
+use crate::recover::{kill, lost_nothing};
+use crate::upgrade::{Client, socket, upgrade};
+use rustix::process::Signal;
+use shadowbell_spec::Status;
+use std::path::Path;
+
+const CONFIG: &str = r#"
+    workers = 2
+    control-socket = "ctl.sock"
+    [[subsystem]]
+    name = "pair"
+    state = "state"
+    [[controller]]
+    socket = "vm0.sock"
+    disks = [{ disk = "disk.img", uuid = "0190163d-8694-739b-aea5-966c26f8ad91" }, "mem:16MiB"]
+    subsystem = "pair"
+    [[controller]]
+    socket = "vm1.sock"
+    disks = [{ disk = "disk.img", uuid = "0190163d-8694-739b-aea5-966c26f8ad91" }, "mem:16MiB"]
+    subsystem = "pair"
+"#;
+
+fn serve(directory: tempfile::TempDir) -> Server {
+    std::fs::write(directory.path().join("pair.toml"), CONFIG).unwrap();
+    let mut command = program();
+    command.args(["serve", "--config", "pair.toml"]);
+    Server::spawn(command, directory, &["vm0.sock", "vm1.sock"])
+}
+
+fn start() -> Server {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "disk.img", 16 << 20);
+    serve(directory)
+}
+
+fn hosts(server: &Server) -> [Client; 2] {
+    [0, 1].map(|n| {
+        let client = Client::attach(&socket(server, n));
+        client.set_feature(0x81, 1, &[n as u8 + 1; 16]);
+        client
+    })
+}
+
+/// Keys of 1 and 2, and what the commands of the second host come to.
+fn register(one: &mut Client, other: &mut Client, nsid: u32, persists: bool) {
+    let cptpl = if persists { 3 << 30 } else { 0 };
+    assert_eq!(one.reserve(0x0d, nsid, cptpl, (0, 1)), Status::SUCCESS);
+    assert_eq!(other.reserve(0x0d, nsid, 0, (0, 2)), Status::SUCCESS);
+    assert_eq!(one.reserve(0x11, nsid, 1 << 8, (1, 0)), Status::SUCCESS);
+}
+
+#[track_caller]
+fn is_kept_away(client: &mut Client, nsid: u32, byte: u8) {
+    let status = client.try_write(nsid, 0, byte);
+    assert_eq!(status.code(), Status::RESERVATION_CONFLICT);
+}
+
+#[test]
+fn reservations_go_on_over_deaths_and_upgrades() {
+    let mut server = start();
+    let [mut one, mut other] = hosts(&server);
+    register(&mut one, &mut other, 1, false);
+    register(&mut one, &mut other, 2, false);
+    for round in 0..4_u8 {
+        for nsid in [1, 2] {
+            one.write(nsid, 0, 10 + round);
+            is_kept_away(&mut other, nsid, 99);
+            assert_eq!(other.read(nsid, 0), 10 + round);
+        }
+        if round % 2 == 0 {
+            kill(&server, Signal::KILL);
+        } else {
+            let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+            assert_eq!(status, Some(0), "{errors}");
+            until("the old one's end", || children(server.pid()).len() == 1);
+        }
+    }
+    // And each can be preempted, after which the other is kept away.
+    assert_eq!(other.reserve(0x11, 1, 1 << 8 | 2, (2, 1)), Status::SUCCESS);
+    is_kept_away(&mut one, 1, 99);
+    other.write(1, 0, 50);
+    assert_eq!(one.read(1, 0), 50);
+    lost_nothing(&server);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+#[test]
+fn what_is_to_persist_is_there_after_a_start_and_the_rest_is_not() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "disk.img", 16 << 20);
+    let copy = tempfile::tempdir().unwrap();
+    let mut server = serve(directory);
+    let [mut one, mut other] = hosts(&server);
+    register(&mut one, &mut other, 1, true);
+    register(&mut one, &mut other, 2, false);
+    drop((one, other));
+    assert!(server.stop().success(), "{}", server.stderr());
+    for file in ["disk.img", "state"] {
+        std::fs::copy(server.directory().join(file), copy.path().join(file)).unwrap();
+    }
+    let mut server = serve(copy);
+    let [mut one, mut other] = hosts(&server);
+    is_kept_away(&mut other, 1, 1);
+    one.write(1, 0, 7);
+    // In memory there is nothing after a start in any case.
+    other.write(2, 0, 8);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+#[test]
+fn what_is_no_file_of_reservations_is_refused_and_namespaces_stay_as_they_are() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "disk.img", 16 << 20);
+    std::fs::write(directory.path().join("state"), "something else").unwrap();
+    std::fs::write(directory.path().join("pair.toml"), CONFIG).unwrap();
+    let mut command = program();
+    command.current_dir(&directory).args(["serve", "--config", "pair.toml"]);
+    let (status, _, errors) = finish(command);
+    assert!(status == Some(2) && errors.contains("reservations"), "{status:?} {errors}");
+    std::fs::write(directory.path().join("state"), "").unwrap();
+    let mut server = serve(directory);
+    let ctl = |words: &[&str]| {
+        let mut command = program();
+        let socket = server.directory().join("ctl.sock");
+        command.args(["ctl", "-s"]).arg(socket).args(words);
+        finish(command)
+    };
+    let one: &Path = &server.directory().join("vm0.sock");
+    let (status, _, errors) = ctl(&["namespace", "remove", &one.display().to_string(), "2"]);
+    assert!(status != Some(0) && errors.contains("one of the subsystem pair"), "{errors}");
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// A command that carries two keys.
+impl Client {
+    fn reserve(&mut self, opcode: u8, nsid: u32, cdw10: u32, keys: (u64, u64)) -> Status {
+        let mut data = keys.0.to_le_bytes().to_vec();
+        data.extend_from_slice(&keys.1.to_le_bytes());
+        let (queue, controller) = self.parts();
+        let pool = controller.buffers(1, 4096).unwrap();
+        let mut buffer = pool.take().unwrap();
+        assert!(buffer.copy_from(0, &data));
+        let command = shadowbell_driver::Command::raw(opcode, nsid, [cdw10, 0, 0, 0], 16);
+        run(queue, command, Some(buffer)).status
+    }
+}
