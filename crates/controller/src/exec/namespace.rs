@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// inactive.
 pub(crate) struct NamespaceQueue {
     pub(super) blocks: u64,
-    pub(super) block_shift: u32,
+    pub(super) block_shift: u8,
     pub(super) read_only: bool,
     pub(super) volatile_cache: bool,
     /// The number of blocks of the shortest long command, less one.
@@ -29,9 +29,7 @@ pub(crate) struct NamespaceQueue {
     /// How a command ends if there is no namespace.
     pub(super) absence: Status,
     /// Other controllers have it, too.
-    shared: Option<SharedNamespace>,
-    /// What a reservation leaves the controller. If that is not everything, all commands are long.
-    access: Access,
+    shared: Option<Box<SharedNamespace>>,
     pub(super) queue: Box<dyn Queue>,
 }
 
@@ -40,9 +38,11 @@ pub(crate) struct NamespaceQueue {
 pub(super) struct SharedNamespace {
     pub(super) member: Arc<Member>,
     pub(super) uuid: [u8; 16],
+    /// What a reservation leaves the controller. If that is not everything, all commands are long.
+    access: Access,
 }
 
-fn long_from(block_shift: u32) -> u32 {
+fn long_from(block_shift: u8) -> u32 {
     (cost::SHORT_BYTES >> block_shift) as u32
 }
 
@@ -50,17 +50,20 @@ impl NamespaceQueue {
     pub(crate) fn open(namespace: &Namespace) -> io::Result<Self> {
         let queue = namespace.disk().queue()?;
         let uuid = namespace.uuid();
-        let shared = namespace.member().cloned().map(|member| SharedNamespace { member, uuid });
+        let shared = namespace
+            .member()
+            .cloned()
+            .map(|member| Box::new(SharedNamespace { member, uuid, access: Access::ALL }));
+        let block_shift = namespace.block_shift() as u8;
         let mut opened = Self {
             blocks: namespace.blocks(),
-            block_shift: namespace.block_shift(),
+            block_shift,
             read_only: namespace.read_only(),
             volatile_cache: namespace.info().volatile_cache,
-            long_from: long_from(namespace.block_shift()),
+            long_from: long_from(block_shift),
             is_marked: false,
             absence: INACTIVE,
             shared,
-            access: Access::ALL,
             queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
         };
         opened.review_access();
@@ -91,7 +94,6 @@ impl NamespaceQueue {
             is_marked: false,
             absence: INACTIVE,
             shared: None,
-            access: Access::ALL,
             queue: Box::new(Nothing),
         }
     }
@@ -103,25 +105,26 @@ impl NamespaceQueue {
     }
 
     fn review_long(&mut self) {
-        let all_are = self.is_marked || self.access != Access::ALL;
+        let all_are = self.is_marked || self.access() != Access::ALL;
         self.long_from = if all_are { 0 } else { long_from(self.block_shift) };
     }
 
     /// Looks what a reservation leaves the controller.
     pub(super) fn review_access(&mut self) {
-        let access = |shared: &SharedNamespace| shared.member.access(&shared.uuid);
-        self.access = self.shared.as_ref().map_or(Access::ALL, access);
+        if let Some(shared) = &mut self.shared {
+            shared.access = shared.member.access(&shared.uuid);
+        }
         self.review_long();
     }
 
     /// What a reservation leaves the controller.
     pub(super) fn access(&self) -> Access {
-        self.access
+        self.shared.as_ref().map_or(Access::ALL, |shared| shared.access)
     }
 
     /// What it is in a subsystem, if it is shared.
     pub(super) fn shared(&self) -> Option<&SharedNamespace> {
-        self.shared.as_ref()
+        self.shared.as_deref()
     }
 
     /// Whether some of its blocks are marked as uncorrectable.
