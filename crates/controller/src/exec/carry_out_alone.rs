@@ -284,7 +284,7 @@ impl Engine {
         let namespace = &self.namespaces[index_of(&self.namespaces, sqe.nsid)?];
         let rw = RwFields::decode(sqe);
         let (_, len) = namespace.range(&rw)?;
-        if namespace.read_only {
+        if namespace.is_read_only() {
             return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
         }
         if len > COMMAND_BYTES {

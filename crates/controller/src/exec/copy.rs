@@ -275,7 +275,7 @@ pub(super) fn parse_copy(
     if fields.desfmt >= 2 && sources.iter().any(overlaps) {
         return Err(Status::OVERLAPPING_IO_RANGE.with_dnr());
     }
-    if namespace.read_only {
+    if namespace.is_read_only() {
         return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
     }
     let copy = ParsedCopy { namespace: index, sources: sources.into(), to, fua: fields.fua };

@@ -140,7 +140,7 @@ fn prepare<const SLOW: bool>(
     }
     let (op, kind) = match op {
         NvmOpcode::Read => (Op::Read, Kind::Read(len)),
-        NvmOpcode::Write if namespace.read_only => {
+        NvmOpcode::Write if namespace.is_read_only() => {
             return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
         }
         NvmOpcode::Write => (Op::Write { fua: rw.fua || write_through }, Kind::Write(len)),
@@ -600,7 +600,7 @@ impl Engine {
         write_through: bool,
     ) -> bool {
         matches!(request.op, Op::Read | Op::Compare | Op::Verify)
-            && namespace.volatile_cache
+            && namespace.has_volatile_cache()
             && !write_through
             && RwFields::decode(sqe).fua
     }
@@ -737,7 +737,7 @@ impl Engine {
             let request = Request { op: Op::Verify, offset, len };
             return Ok(Requests::One(index, request, Kind::Verify(len)));
         }
-        if namespace.read_only {
+        if namespace.is_read_only() {
             return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
         }
         if len > self.limits.max_zeroes {
@@ -784,7 +784,7 @@ impl Engine {
         // The other attributes are hints about access patterns, which we have no use for.
         if !dsm.ad {
             parts.clear();
-        } else if namespace.read_only {
+        } else if namespace.is_read_only() {
             return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
         }
         Ok(Requests::Several(parts))
@@ -907,7 +907,7 @@ impl Engine {
 
     /// Flushes every namespace, for the controller itself; `latch` is dropped when that is done.
     pub(crate) fn flush_all(&mut self, latch: Latch) {
-        let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].read_only);
+        let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].is_read_only());
         let parts = writable.map(|index| (index, FLUSH)).collect();
         self.begin_own(parts, latch);
     }
