@@ -56,6 +56,7 @@ mod event_log;
 mod faults;
 mod flush;
 mod hand_over;
+mod keeper_watch;
 mod keeping;
 mod launch_hint;
 mod making;
@@ -94,6 +95,7 @@ use apply::Reload;
 use asides::{Answering, Asides, Powers};
 use bytesize::ByteSize;
 use event_log::EventLog;
+use keeper_watch::KeeperWatch;
 use keeping::Keeping;
 use phases::Phases;
 use pulse::Pulse;
@@ -204,6 +206,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             }
         }
         _ => {
+            // A disk may be somewhere else, and what answers for it may say nothing.
+            let _watch = link.map(KeeperWatch::start).transpose()?;
             let asides = Asides::listen(&config, keeper_pid)?;
             let keep = keeping.as_ref().map(|keeping| {
                 |controllers: &[_], reactor: &mut _, ports: &[_]| {

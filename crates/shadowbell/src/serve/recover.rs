@@ -14,6 +14,7 @@
 
 use super::arriving::begin_trace;
 use super::event::EventQueue;
+use super::keeper_watch::KeeperWatch;
 use super::keeping::{Complete, FENCE, Keeping, KeptController};
 use super::making;
 use super::phases::Phases;
@@ -27,7 +28,7 @@ use crate::controller_config::ConfigureError;
 use crate::items::{COMPLETE, Item, Items};
 use crate::keeper_link::to_keeper;
 use crate::limits;
-use crate::{disk_recovery, disk_spec, exit};
+use crate::{disk_recovery, disk_spec};
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
@@ -39,7 +40,7 @@ use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use tracing::{debug, info, warn};
 
@@ -127,40 +128,6 @@ pub(super) fn recover(
         server.controllers().len()
     );
     Ok(Some(server))
-}
-
-/// Ends the process if its keeper ends, whatever the process waits for: a disk may be somewhere
-/// else, and what answers for it may say nothing. Until this is dropped.
-struct KeeperWatch(Arc<AtomicBool>);
-
-impl KeeperWatch {
-    /// # Errors
-    /// The system's.
-    fn start(link: &WorkerLink) -> anyhow::Result<Self> {
-        let link = link.as_fd().try_clone_to_owned()?;
-        let is_over = Arc::new(AtomicBool::new(false));
-        let its = Arc::clone(&is_over);
-        let watch = move || {
-            let timeout = Timespec::try_from(TELL).ok();
-            while !its.load(Ordering::Acquire) {
-                // Nothing is read here: only its end is looked for.
-                let mut fds = [PollFd::from_borrowed_fd(link.as_fd(), PollFlags::empty())];
-                let seen = poll(&mut fds, timeout.as_ref());
-                let has_ended = fds.iter().any(|fd| fd.revents().contains(PollFlags::HUP));
-                if seen.is_ok() && has_ended && !its.load(Ordering::Acquire) {
-                    std::process::exit(i32::from(exit::FAILED));
-                }
-            }
-        };
-        std::thread::Builder::new().name("sb-keeper-end".into()).spawn(watch)?;
-        Ok(Self(is_over))
-    }
-}
-
-impl Drop for KeeperWatch {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
-    }
 }
 
 /// Makes everything from what the dead process was, when nothing of it is under way any more.

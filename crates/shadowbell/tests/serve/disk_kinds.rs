@@ -136,6 +136,25 @@ fn who_can_not_go_on_yet_ends_with_its_keeper() {
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
 }
 
+/// The same of one that begins.
+#[test]
+fn who_can_not_begin_yet_ends_with_its_keeper() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("nbd");
+    let _mute = UnixListener::bind(&socket).unwrap();
+    let mut command = program();
+    command.args(["serve", &format!("nbd+unix:///?socket={}", socket.display())]);
+    command.args(["--socket", "vm.sock", "--sandbox", "off"]);
+    let server = Server::spawn(command, tempfile::tempdir().unwrap(), &[]);
+    until("the worker", || !children(server.pid()).is_empty());
+    let its = worker(&server);
+    std::thread::sleep(Duration::from_millis(300));
+    crate::keeper::signal(server.pid(), Signal::KILL);
+    let began = Instant::now();
+    until("the worker's end", || has_ended(its));
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+}
+
 #[test]
 fn an_export_of_an_nbd_server_goes_on_through_kills() {
     let directory = tempfile::tempdir().unwrap();
