@@ -159,8 +159,12 @@ impl Decoder {
         if fds.is_empty() {
             return;
         }
+        // If the message that is awaited ends before, these are not its own.
+        let held = self.end - self.start;
+        let is_next = self.header().is_some_and(|header| (header.size as usize) < held);
+        let before = if is_next { 0 } else { self.pending_fds };
         self.pending_fds += fds.len();
-        if self.pending_fds > MAX_MESSAGE_FDS {
+        if before + fds.len() > MAX_MESSAGE_FDS {
             self.fail(DecodeError::TooManyFds);
             return;
         }

@@ -135,6 +135,27 @@ fn a_hoard_of_descriptors_is_an_error() {
     assert!(decoder.batches.is_empty(), "they are closed, not kept");
 }
 
+/// As many as a message may bring, before its end, which comes together with the next message and
+/// what that brings.
+#[test]
+fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
+    let mut decoder = Decoder::new(4096);
+    let (one, two) = (message(1, 0, &[0; 100]), message(2, 0, &[0; 100]));
+    let many = |count: usize| (0..count).map(|_| descriptor()).collect::<Vec<_>>();
+    feed(&mut decoder, &one[..50], many(MAX_MESSAGE_FDS));
+    assert!(decoder.decode().unwrap().is_none());
+    feed(&mut decoder, &[&one[50..], &two[..60]].concat(), many(2));
+    assert_eq!(decoder.decode().unwrap().unwrap().fds.len(), MAX_MESSAGE_FDS);
+    assert!(decoder.decode().unwrap().is_none());
+    feed(&mut decoder, &two[60..], many(1));
+    assert_eq!(decoder.decode().unwrap().unwrap().fds.len(), 3);
+    // Still that many for each of them.
+    feed(&mut decoder, &one[..50], many(MAX_MESSAGE_FDS));
+    assert!(decoder.decode().unwrap().is_none());
+    feed(&mut decoder, &one[50..], many(1));
+    assert_eq!(decoder.decode().unwrap_err(), DecodeError::TooManyFds);
+}
+
 #[test]
 fn an_error_reply_has_a_number_and_nothing_else() {
     let mut out = SendQueue::default();
