@@ -22,9 +22,9 @@
 //!
 //! # What it does not implement
 //!
-//! Metadata and protection information, firmware update, zoned and key-value command sets, controller
-//! memory buffers,
-//! pin-based interrupts. A command that is not implemented ends in Invalid Command Opcode.
+//! Metadata and protection information, firmware update, zoned and key-value command sets,
+//! controller memory buffers, pin-based interrupts. A command that is not implemented ends in
+//! Invalid Command Opcode.
 #![forbid(unsafe_code)]
 
 mod admin;

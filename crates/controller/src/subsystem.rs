@@ -53,7 +53,8 @@ pub struct Subsystem {
 
 impl Subsystem {
     /// Makes one. What its hosts have reserved is kept in the file `state`, which is empty or has
-    /// been one before; without that, nothing persists through a loss of power, or goes on in another process.
+    /// been one before; without that, nothing persists through a loss of power, or goes on in
+    /// another process.
     ///
     /// # Errors
     /// The file can not be read, or is none of this kind; or there are no more threads.

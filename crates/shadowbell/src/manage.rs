@@ -1,8 +1,8 @@
 //! What changes the namespaces of a controller: nvme-cli's verbs, under its names.
 //!
 //! `create-ns`, `delete-ns`, `attach-ns`, `detach-ns`, `format` and `sanitize` are for controllers
-//! that can do that, and `write-uncor` marks blocks. The driver is the controller's host for as long
-//! as that takes. What destroys data wants `--force`.
+//! that can do that, and `write-uncor` marks blocks. The driver is the controller's host for as
+//! long as that takes. What destroys data wants `--force`.
 
 use crate::exit::bad_input;
 use crate::parse;

@@ -8,9 +8,9 @@ use shadowbell_vfio_user::server::Limits;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// Most rings that this process may have: a thread keeps up to 64 to signal peers' eventfds with, of
-/// which it makes one when it has another eventfd to signal and all are in use. Besides these there
-/// are those of disks, which come and go.
+/// Most rings that this process may have: a thread keeps up to 64 to signal peers' eventfds with,
+/// of which it makes one when it has another eventfd to signal and all are in use. Besides these
+/// there are those of disks, which come and go.
 const RINGS: usize = 80;
 
 /// How many descriptors this process has, apart from rings. The first run leaves some for good, so

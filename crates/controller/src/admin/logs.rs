@@ -402,8 +402,8 @@ const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::DeviceSelfTest,
 ];
 
-/// Those that there are with a pool of namespaces, and what else they change. What is outstanding of
-/// a namespace that is formatted, and of all that are sanitized, comes to nothing.
+/// Those that there are with a pool of namespaces, and what else they change. What is outstanding
+/// of a namespace that is formatted, and of all that are sanitized, comes to nothing.
 const POOL_COMMANDS: &[(AdminOpcode, CommandEffects)] = &[
     (AdminOpcode::NamespaceManagement, CommandEffects::new().with_nic(true)),
     (AdminOpcode::NamespaceAttachment, CommandEffects::new().with_nic(true)),

@@ -48,8 +48,8 @@ pub(crate) fn data_length(sqe: &Sqe) -> usize {
     if is_creation { DATA } else { 0 }
 }
 
-/// Namespace Management. `uuid` is the one that a namespace gets; `is_given` says whether there is a
-/// namespace of the command's NSID that is not of the pool.
+/// Namespace Management. `uuid` is the one that a namespace gets; `is_given` says whether there is
+/// a namespace of the command's NSID that is not of the pool.
 ///
 /// # Errors
 /// The status that the command completes with.
@@ -102,8 +102,8 @@ fn create(wanted: &NamespaceToCreate) -> Result<(u64, u32), Status> {
     Ok((nsze, block_size))
 }
 
-/// Namespace Attachment, to or from the controller `cntlid`, which takes the command and is the only
-/// one.
+/// Namespace Attachment, to or from the controller `cntlid`, which takes the command and is the
+/// only one.
 ///
 /// # Errors
 /// The status that the command completes with.

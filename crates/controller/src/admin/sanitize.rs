@@ -1,5 +1,5 @@
-//! Sanitize: nothing is left of what any namespace of the pool has held. Base 2.1, 5.1.22, 5.1.12.1.33
-//! and 8.1.24.
+//! Sanitize: nothing is left of what any namespace of the pool has held. Base 2.1, 5.1.22,
+//! 5.1.12.1.33 and 8.1.24.
 
 use crate::pool::{PoolAct, PoolState, SanitizePhase, SanitizeStatus};
 use shadowbell_spec::Sqe;
@@ -15,8 +15,8 @@ pub(crate) fn capabilities() -> Sanicap {
     Sanicap::new().with_bes(true).with_ows(true).with_ndi(true).with_nodmmas(1)
 }
 
-/// Sanitize. `given`: the controller has namespaces that are not of the pool, which would have to be
-/// sanitized as well, and are not the host's to erase.
+/// Sanitize. `given`: the controller has namespaces that are not of the pool, which would have to
+/// be sanitized as well, and are not the host's to erase.
 ///
 /// # Errors
 /// The status that the command completes with.
@@ -47,9 +47,9 @@ pub(crate) fn sanitize(sqe: &Sqe, state: &PoolState, given: bool) -> Result<Pool
     }
 }
 
-/// Whether a command is carried out while an operation is under way or has failed (Base 2.1, 8.1.24,
-/// "Sanitize Operations - Admin Commands Allowed"). What the command itself allows is another
-/// matter.
+/// Whether a command is carried out while an operation is under way or has failed (Base 2.1,
+/// 8.1.24, "Sanitize Operations - Admin Commands Allowed"). What the command itself allows is
+/// another matter.
 pub(crate) fn allows(opcode: AdminOpcode) -> bool {
     !matches!(
         opcode,

@@ -1,8 +1,8 @@
 //! What the control plane has to do with reservations: it passes on what the
 //! [subsystem](crate::subsystem) says, to workers and to the host.
 //!
-//! None of that waits for a relocation or for a rest: it goes to wherever queues are, and those that
-//! arrive somewhere open their namespaces as they are then.
+//! None of that waits for a relocation or for a rest: it goes to wherever queues are, and those
+//! that arrive somewhere open their namespaces as they are then.
 
 use super::Control;
 use super::admin::{Data, Executed, Outcome};

@@ -15,8 +15,8 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Bits of a namespace's flags: it takes no writes; its disk has a volatile cache; some of its blocks
-/// are marked as uncorrectable, so all commands are long.
+/// Bits of a namespace's flags: it takes no writes; its disk has a volatile cache; some of its
+/// blocks are marked as uncorrectable, so all commands are long.
 const READ_ONLY: u8 = 1;
 const VOLATILE_CACHE: u8 = 2;
 const MARKED: u8 = 4;
@@ -36,8 +36,8 @@ pub(crate) struct NamespaceQueue {
     pub(super) queue: Box<dyn Queue>,
 }
 
-// The place of one in a list is a multiple that the processor has in its addresses (5 times 8): with
-// 48 bytes an I/O takes 7 instructions more, most of them for registers that are not enough.
+// The place of one in a list is a multiple that the processor has in its addresses (5 times 8):
+// with 48 bytes an I/O takes 7 instructions more, most of them for registers that are not enough.
 const _: () = assert!(size_of::<NamespaceQueue>() == 40);
 
 /// What a namespace is in a subsystem.

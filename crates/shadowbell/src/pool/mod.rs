@@ -1,10 +1,10 @@
 //! A pool of namespaces: a directory, in which each namespace has a sparse file, and an index.
 //!
-//! All files are there before the process is in its sandbox: from then on one of them is made longer
-//! or shorter, and none comes or goes. The index says which are namespaces; what it says counts, and
-//! not the length of a file. The bytes of all namespaces together are never more than the capacity.
-//! They are not reserved: a file system that is full before that has writes end with Capacity
-//! Exceeded, as those of any sparse image.
+//! All files are there before the process is in its sandbox: from then on one of them is made
+//! longer or shorter, and none comes or goes. The index says which are namespaces; what it says
+//! counts, and not the length of a file. The bytes of all namespaces together are never more than
+//! the capacity. They are not reserved: a file system that is full before that has writes end with
+//! Capacity Exceeded, as those of any sparse image.
 //!
 //! | module | what it is |
 //! |---|---|
@@ -66,8 +66,8 @@ struct Kept {
 }
 
 impl HostPool {
-    /// Opens a pool, and makes what is missing of it. With `locked` nobody else may have it; else it
-    /// is [locked](Self::lock) later, when the process before has let go of it.
+    /// Opens a pool, and makes what is missing of it. With `locked` nobody else may have it; else
+    /// it is [locked](Self::lock) later, when the process before has let go of it.
     fn open(spec: &PoolSpec, locked: bool) -> anyhow::Result<Self> {
         make(&spec.directory)?;
         let path = spec.directory.join(INDEX);
@@ -228,7 +228,8 @@ pub(crate) fn opened(spec: &PoolSpec) -> Option<Arc<HostPool>> {
     POOLS.lock().get(&spec.directory).cloned()
 }
 
-/// Opens the pools of the controllers of a server that begins. Before the process is in its sandbox.
+/// Opens the pools of the controllers of a server that begins. Before the process is in its
+/// sandbox.
 ///
 /// # Errors
 /// One of them can not be had.
