@@ -96,13 +96,17 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// Puts the shadow entry and its EventIdx under this doorbell, both set to the current value.
-    /// To be called before Doorbell Buffer Config is submitted.
+    /// To be called before Doorbell Buffer Config is submitted, or for a queue that is created
+    /// later, before that. An EventIdx outside of the ring stays: a controller that asks for
+    /// nothing has put it there for all queues that are to come.
     ///
     /// From here on every update is in the shadow entry *and* in the register, so the controller
     /// may change over from one to the other whenever it executes the command, with commands in
     /// flight, and miss nothing.
     pub fn mirror(&mut self, value: C, event_idx: C) {
-        event_idx.store_release(u32::from(self.current));
+        if event_idx.load_relaxed() as u16 <= self.last {
+            event_idx.store_release(u32::from(self.current));
+        }
         value.store_release(u32::from(self.current));
         self.shadow = Some(HostShadow { value, event_idx, trusted: false });
     }

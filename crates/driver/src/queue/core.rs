@@ -91,9 +91,7 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    pub(crate) fn new(mut parts: CoreParts) -> Self {
-        parts.sq_doorbell.set_ring(parts.sq_size);
-        parts.cq_doorbell.set_ring(parts.cq_size);
+    pub(crate) fn new(parts: CoreParts) -> Self {
         // One entry of the submission queue always stays empty, and the completion queue is as
         // long at least, so neither can overflow whatever the device does.
         let capacity = parts.sq_size.entries().min(parts.cq_size.entries()) - 1;
@@ -518,9 +516,7 @@ impl Core {
 
     /// Makes the rings as new, with these doorbells. The slots stay as they are.
     pub(super) fn reset_rings(&mut self, doorbells: [Doorbell; 2]) {
-        let [mut sq_doorbell, mut cq_doorbell] = doorbells;
-        sq_doorbell.set_ring(self.sq_size);
-        cq_doorbell.set_ring(self.cq_size);
+        let [sq_doorbell, cq_doorbell] = doorbells;
         self.stats.sq_doorbell_mmio_writes += self.sq_doorbell.trapped;
         self.stats.cq_doorbell_mmio_writes += self.cq_doorbell.trapped;
         self.stats.mmio_saved += self.sq_doorbell.saved() + self.cq_doorbell.saved();
