@@ -57,13 +57,17 @@
 //! the crate is an error of the disk, which does nothing more from then on.
 #![deny(unsafe_code)]
 
+mod claims;
 mod completions;
 mod create;
 mod disk;
 mod error;
+mod fast;
 mod header;
 mod image;
 mod kept;
+mod learn;
+mod map;
 mod mend;
 mod open;
 mod pool;
