@@ -88,3 +88,40 @@ impl Image {
         !self.broken.load(Ordering::Relaxed) && (!writes || self.check().is_ok())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::image::{ALIGNMENT, Image};
+    use crate::open::{ByPath, open};
+    use imago::io_buffers::IoBuffer;
+    use shadowbell_backend::{DiskInfo, FileOptions, Op, Request};
+
+    /// Between a write that has allocated a cluster and the moment when the tables are in the file,
+    /// another write there must wait for them, too: so it goes the long way.
+    #[test]
+    fn a_cluster_is_written_straight_when_its_table_is_in_the_file() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = directory.path().join("disk.qcow2");
+        crate::create(&path, 64 << 20).unwrap();
+        let opened = open(&path, &FileOptions::default(), &mut ByPath).unwrap();
+        let image = Image::new(opened, DiskInfo::new(512, (64 << 20) / 512), String::new());
+        let map = image.map.as_ref().unwrap();
+        let known = |at: u64| [false, true].map(|writes| map.enter(at, 512, writes).is_some());
+        let write = |at: u64| {
+            let mut buffer = IoBuffer::new(4096, ALIGNMENT).unwrap();
+            buffer.as_mut().into_slice().fill(7);
+            let request = Request { op: Op::Write { fua: false }, offset: at, len: 4096 };
+            image.run(&request, Some(&mut buffer)).unwrap();
+        };
+        write(0);
+        assert_eq!(known(0), [true, true], "nobody goes on with it");
+        image.last().unwrap();
+        assert_eq!(known(0), [true, true], "its table is there");
+        write(1 << 20);
+        assert_eq!(known(1 << 20), [true, false]);
+        write((1 << 20) + 4096);
+        assert_eq!(known(1 << 20), [true, false]);
+        image.write_back().unwrap();
+        assert_eq!(known(1 << 20), [true, true]);
+    }
+}
