@@ -21,10 +21,16 @@
 //! time. Who connects meanwhile waits in the socket.
 
 mod answers;
+mod controllers;
 mod http;
+mod limit_groups;
 mod measure;
 mod metrics;
+mod namespaces;
+mod pages;
+mod requested;
 mod routes;
+mod server;
 mod trace;
 mod view;
 mod wire;
