@@ -269,7 +269,10 @@ impl Image {
         }
     }
 
-    pub(crate) fn contained(&self, f: impl FnOnce() -> Result<(), DiskError>) -> Result<(), DiskError> {
+    pub(crate) fn contained(
+        &self,
+        f: impl FnOnce() -> Result<(), DiskError>,
+    ) -> Result<(), DiskError> {
         contain_panic(f).unwrap_or_else(|why| {
             self.give_up(&format!("the image is damaged, or its reader has a fault ({why})"));
             Err(DiskError::Io(libc::EIO))

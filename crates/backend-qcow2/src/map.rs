@@ -317,14 +317,15 @@ mod tests {
         assert_eq!(map.enter(4 * CLUSTER, 2 * CLUSTER, false), None, "a part of it is closed");
         map.close(4 * CLUSTER, CLUSTER);
         let learning = map.learning().unwrap();
-        assert_eq!(learning.unknown(4 * CLUSTER, CLUSTER), [4..5], "not the whole part again");
+        let unknown = learning.unknown(4 * CLUSTER, CLUSTER);
+        assert!(unknown.into_iter().flatten().eq(4..5), "not the whole part again");
     }
 
     #[test]
     fn a_range_is_entered_if_it_is_in_one_piece() {
         let map = map(1000);
         let learning = map.learning().unwrap();
-        assert_eq!(learning.unknown(0, CLUSTER), [0..PART]);
+        assert!(learning.unknown(0, CLUSTER).into_iter().flatten().eq(0..PART));
         for (cluster, host) in [(0, 7), (1, 8), (2, 9), (3, 11), (4, 12)] {
             learning.learn(cluster, host * CLUSTER, cluster != 4);
         }
