@@ -1,5 +1,6 @@
 //! What a keeper is. What it does is in the modules beside this one.
 
+use super::by_recovery::Replacement;
 use super::control::Control;
 use super::deaths::Deaths;
 use super::journal::Journal;
@@ -48,6 +49,8 @@ pub(super) struct Keeper {
     pub(super) upgrade: Option<Upgrade>,
     /// It is about to become another program.
     pub(super) renewal: Option<Renewal>,
+    /// A worker is to go on for one that was ended for it.
+    pub(super) replacement: Option<Replacement>,
     /// They have handed over, and are about to end.
     pub(super) leaving: Vec<(Worker, Instant)>,
     pub(super) deaths: Deaths,
