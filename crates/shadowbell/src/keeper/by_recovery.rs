@@ -6,12 +6,12 @@
 //! with what the first one has left, and who asked hears why.
 
 use super::renewal::Renewal;
+use super::replacement::Replacement;
 use super::say::say;
 use super::state::Keeper;
 use super::upgrade::{Step, tell_outcome};
 use super::worker::{Worker, how};
-use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -19,15 +19,6 @@ use std::time::{Duration, Instant};
 const GOES_ON: Duration = Duration::from_secs(30);
 /// The program of this process, whatever is at its path by now.
 const OURSELVES: &str = "/proc/self/exe";
-
-/// A worker that goes on for one that was ended for it.
-pub(super) struct Replacement {
-    program: PathBuf,
-    /// Who waits for the outcome.
-    asker: Option<OwnedFd>,
-    began: Instant,
-    pub(super) until: Instant,
-}
 
 impl Keeper {
     /// The worker rests for good, so that another one goes on for it.

@@ -57,6 +57,7 @@ mod process;
 mod record;
 mod renewal;
 mod renewing;
+mod replacement;
 mod replacing;
 mod rest;
 mod resuming;

@@ -1,10 +1,10 @@
 //! What a keeper is. What it does is in the modules beside this one.
 
-use super::by_recovery::Replacement;
 use super::control::Control;
 use super::deaths::Deaths;
 use super::journal::Journal;
 use super::renewal::Renewal;
+use super::replacement::Replacement;
 use super::rest::Rest;
 use super::upgrade::Upgrade;
 use super::watchdog::Watchdog;
