@@ -246,7 +246,8 @@ impl Watch {
             let text = [output.stdout, output.stderr].concat();
             let text = String::from_utf8_lossy(&text).into_owned();
             // The process that was killed has the image until the system has taken its ring apart.
-            if !text.contains("Failed to get") || Instant::now() > until {
+            let is_held = text.contains("Failed to get") || text.contains("Failed to lock byte");
+            if !is_held || Instant::now() > until {
                 return Ok((output.status.code().unwrap_or(-1), text));
             }
             std::thread::sleep(Duration::from_millis(1));
