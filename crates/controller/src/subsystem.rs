@@ -15,6 +15,7 @@ use crate::notice::{ControlHandle, Notice};
 use crate::reservation_file::ReservationFile;
 use crate::reservations::{Access, Action, AllReservations, Consequences, HostId, Reservations};
 use parking_lot::Mutex;
+use shadowbell_spec::log::AnaState;
 use shadowbell_spec::reservation::{
     EXTENDED_STATUS_HEAD, RegisteredController, RegisteredControllerExtended, ReservationStatus,
 };
@@ -23,9 +24,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use zerocopy::IntoBytes;
+
+/// The most groups of namespaces of a subsystem, each with a state of its own.
+pub const MAX_ANA_GROUPS: u32 = 16;
 
 /// The most controllers of a subsystem.
 pub const MAX_CONTROLLERS: u16 = 64;
@@ -90,7 +94,7 @@ impl Subsystem {
         };
         state.members.insert(cntlid, MemberState::default());
         let (shared, jobs) = (Arc::clone(&self.shared), self.jobs.clone());
-        Ok(Arc::new(Member { cntlid, shared, jobs }))
+        Ok(Arc::new(Member { cntlid, shared, jobs, groups: OnceLock::new() }))
     }
 }
 
@@ -99,6 +103,8 @@ pub struct Member {
     cntlid: u16,
     shared: Arc<Shared>,
     jobs: Sender<Job>,
+    /// The ANA group of each namespace that is not in the first.
+    groups: OnceLock<BTreeMap<u32, u32>>,
 }
 
 impl fmt::Debug for Member {
@@ -162,6 +168,8 @@ struct MemberState {
     changes: Vec<Change>,
     /// What its host is to be told, about which namespace.
     told: Vec<(Uuid, u8)>,
+    /// The state of each ANA group that is not optimized for it.
+    ana: BTreeMap<u32, AnaState>,
 }
 
 impl State {
@@ -380,10 +388,47 @@ impl Member {
     }
 
     /// What the controller may do with a namespace.
-    pub(crate) fn access(&self, uuid: &Uuid) -> Access {
+    pub(crate) fn access(&self, nsid: u32, uuid: &Uuid) -> Access {
         let state = self.shared.state.lock();
-        let host = state.members.get(&self.cntlid).and_then(|member| member.host);
-        state.all.get(uuid).map_or(Access::ALL, |its| its.access(host))
+        let member = state.members.get(&self.cntlid);
+        let host = member.and_then(|member| member.host);
+        let access = state.all.get(uuid).map_or(Access::ALL, |its| its.access(host));
+        let group = self.ana_group(nsid);
+        let way = member.and_then(|member| member.ana.get(&group)).copied().unwrap_or_default();
+        Access { way, ..access }
+    }
+
+    /// Says how the controller begins: which ANA group each namespace is in that is not in the
+    /// first, and the states of groups that are not optimized. For whoever has just
+    /// [joined](Subsystem::join), before there is a controller. What is no group is left out.
+    #[must_use]
+    pub fn with_ana(
+        self: Arc<Self>,
+        groups: impl IntoIterator<Item = (u32, u32)>,
+        states: impl IntoIterator<Item = (u32, AnaState)>,
+    ) -> Arc<Self> {
+        let is_one = |group: u32| (1..=MAX_ANA_GROUPS).contains(&group);
+        let groups = groups.into_iter().filter(|(_, group)| is_one(*group)).collect();
+        let _ = self.groups.set(groups);
+        for (group, state) in states.into_iter().filter(|(group, _)| is_one(*group)) {
+            self.set_ana_state(group, state);
+        }
+        self
+    }
+
+    /// The ANA group of a namespace.
+    pub(crate) fn ana_group(&self, nsid: u32) -> u32 {
+        self.groups.get().and_then(|groups| groups.get(&nsid)).copied().unwrap_or(1)
+    }
+
+    /// The state of a group for the controller.
+    pub(crate) fn ana_state(&self, group: u32) -> AnaState {
+        self.with(|member| member.ana.get(&group).copied().unwrap_or_default())
+    }
+
+    /// The groups of this state are that from here on. What follows from it is left to the caller.
+    pub(crate) fn set_ana_state(&self, group: u32, state: AnaState) {
+        self.with(|member| member.ana.insert(group, state));
     }
 
     /// Who the host is, if it has said so.

@@ -9,6 +9,7 @@
 mod admin;
 mod admin_progress;
 mod alone;
+mod ana;
 mod commands;
 pub(crate) mod control_override;
 mod deferred;
@@ -100,12 +101,14 @@ pub(crate) struct Control {
 
 impl Control {
     pub(crate) fn new(cx: &Context) -> Self {
+        let mut commands = AdminCommands::new(&cx.config);
+        commands.ana.begin(cx);
         Self {
             registers: Registers::new(cx.config.max_queue_entries),
             lifecycle: Lifecycle::new(),
             memory: HostMemory::new(cx.shared.id),
             port: AdminPort::default(),
-            commands: AdminCommands::new(&cx.config),
+            commands,
             queues: IoQueues::new(cx.config.io_queues),
             namespace_changes: NamespaceChanges::default(),
             alone: OneAlone::default(),
@@ -474,6 +477,7 @@ impl Control {
             member.set_host(None);
         }
         self.commands.reset();
+        self.commands.ana.begin(cx);
         deferred.latches.extend(cx.lba_status.forget());
         self.port.events.clear();
         self.lifecycle.reset_at = Instant::now();
@@ -699,6 +703,7 @@ impl Control {
             Notice::ReservationEnded { ticket, status } => {
                 self.end_reservation(cx, ticket, status);
             }
+            Notice::AnaChanged { ticket } => self.ana_changed(ticket, deferred),
             Notice::MemoryReleased { ticket } => {
                 deferred.callbacks.extend(self.memory.released(ticket));
             }
