@@ -2,6 +2,8 @@
 //!
 //! A function each, which may wait: they run on threads of their own.
 
+use super::ana;
+use super::lookup::{find, problem};
 use super::measure;
 use super::metrics;
 use super::routes::Route;
@@ -90,6 +92,7 @@ impl Answer {
         add_namespace,
         remove_namespace,
         change_namespace,
+        ana::set_ana,
         apply,
         configuration,
         limit_groups,
@@ -148,6 +151,9 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
         }
         Route::ChangeNamespace { id, nsid } => {
             Answer::json(200, &change_namespace(view, &id, nsid, &parse(body)?)?)
+        }
+        Route::SetAna { id, group } => {
+            Answer::json(200, &ana::set_ana(view, &id, group, &parse(body)?)?)
         }
         Route::Apply => Answer::json(200, &apply(view, &parse(body)?)?),
         Route::LimitGroups => Answer::json(200, &limit_groups()),
@@ -508,17 +514,6 @@ fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
     Ok(asked)
 }
 
-/// An error of a change, as an answer.
-fn problem(error: anyhow::Error) -> Problem {
-    let code = match exit::status(&error) {
-        exit::BAD_INPUT => Code::BadRequest,
-        exit::NOT_THERE => Code::NotFound,
-        exit::CONFLICT => Code::Conflict,
-        _ => Code::Failed,
-    };
-    Problem::new(code, exit::line(&error))
-}
-
 /// What Identify shows the guest
 ///
 /// It is answered whether or not a guest has the controller, and changes nothing.
@@ -569,13 +564,6 @@ fn inquire(view: &View, id: &str, inquiry: Inquiry) -> Result<Vec<u8>, Problem> 
 
 fn bytes(body: Vec<u8>) -> Answer {
     Answer { status: 200, content_type: OCTETS, body: whole(body) }
-}
-
-fn find(view: &View, id: &str) -> Result<Arc<ServedController>, Problem> {
-    view.controllers.find_by_any(id).ok_or_else(|| {
-        let why = format!("there is no controller `{id}`; `shadowbell ctl controllers` lists them");
-        Problem::new(Code::NotFound, why)
-    })
 }
 
 /// All namespaces of all controllers
@@ -705,6 +693,7 @@ fn describe(served: &ServedController) -> Controller {
         state: state(&served.controller),
         max_queues: config.io_queues,
         namespaces: namespaces_of(served).collect(),
+        ana: ana::groups(served).collect(),
     }
 }
 
@@ -745,6 +734,7 @@ mod tests {
         let paths = document["paths"].as_object().unwrap();
         for (path, methods) in paths {
             let uri = path.replace("{id}", "x").replace("{nsid}", "1").replace("{name}", "x");
+            let uri = uri.replace("{group}", "1");
             let uri = uri.replace("{cns}", "1").replace("{lid}", "1").parse().unwrap();
             for method in methods.as_object().unwrap().keys() {
                 let method = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();

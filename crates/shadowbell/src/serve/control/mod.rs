@@ -20,8 +20,10 @@
 //! way have 50 ms to end, and a connection between two requests is closed, as it may be at any
 //! time. Who connects meanwhile waits in the socket.
 
+mod ana;
 mod answers;
 mod http;
+mod lookup;
 mod measure;
 mod metrics;
 mod routes;

@@ -1,0 +1,26 @@
+//! What a request is about, and why it can not be had.
+
+use super::view::View;
+use crate::control::api::{Code, Problem};
+use crate::exit;
+use crate::serve::registry::ServedController;
+use std::sync::Arc;
+
+/// An error of a change, as an answer.
+pub(super) fn problem(error: anyhow::Error) -> Problem {
+    let code = match exit::status(&error) {
+        exit::BAD_INPUT => Code::BadRequest,
+        exit::NOT_THERE => Code::NotFound,
+        exit::CONFLICT => Code::Conflict,
+        _ => Code::Failed,
+    };
+    Problem::new(code, exit::line(&error))
+}
+
+/// The controller that a request calls so.
+pub(super) fn find(view: &View, id: &str) -> Result<Arc<ServedController>, Problem> {
+    view.controllers.find_by_any(id).ok_or_else(|| {
+        let why = format!("there is no controller `{id}`; `shadowbell ctl controllers` lists them");
+        Problem::new(Code::NotFound, why)
+    })
+}
