@@ -154,6 +154,6 @@ mod tests {
         assert_eq!(check(&[&[1], &[], &[2]]), Ok(()));
         assert!(check(&[&[1], &[1]]).unwrap_err().contains("twice"));
         assert!(check(&[&[3]]).unwrap_err().contains("which there is not"));
-        assert!(check(&[&[]; 17]).unwrap_err().contains("16"));
+        assert!(check(&[&[] as &[u32]; 17]).unwrap_err().contains("16"));
     }
 }

@@ -5,6 +5,7 @@
 //! flush, which is of the whole disk, and the command's own.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
+use super::long::FLUSH;
 use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::status::status_of;
@@ -121,7 +122,6 @@ impl ForcedReads {
         namespaces: &mut [NamespaceQueue],
         in_flight: &mut InFlightTable,
     ) {
-        const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
         let to = (command.parent, command.namespace);
         if submit(namespaces, in_flight, to, &FLUSH, &mut Segments::new()).is_some() {
             command.stage = Stage::Flushing;

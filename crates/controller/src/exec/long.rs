@@ -14,6 +14,9 @@ use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 
+/// A request to flush a disk.
+pub(super) const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
+
 /// Requests of all long commands of a controller that its disks have in hand, at most; and as many
 /// of its copies.
 pub(super) const UNDER_WAY: u32 = 32;

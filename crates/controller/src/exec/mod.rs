@@ -2,13 +2,18 @@
 
 mod alone;
 mod carry_out_alone;
+mod changed_namespaces;
 mod copy;
 mod engine;
 mod forced;
+mod giving_up;
 mod in_flight;
+mod less_common;
 mod long;
 mod namespace;
+mod own_requests;
 pub(crate) mod prefetch;
+mod progress;
 mod quota;
 mod reservation;
 mod reservation_commands;
@@ -16,6 +21,7 @@ mod resolve;
 mod retired;
 mod spans;
 mod status;
+mod transfer;
 
 pub(crate) use engine::{Closed, Engine, Started};
 pub(crate) use in_flight::CompletedCommand;

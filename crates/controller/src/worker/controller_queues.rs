@@ -6,20 +6,17 @@ use super::observer::Observer;
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
 use super::recovery::Recovery;
-use super::relocation::{Departure, Opening, Relocated};
-use super::replay::Inheritance;
+use super::relocation::{Departure, Opening};
 use crate::admin::self_test::Piece;
 use crate::exec::{Closed, Exceeded, NamespaceQueue};
-use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
 use crate::namespace::Namespaces;
 use crate::notice::Notice;
-use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
-use crate::shared::{ControllerShared, DSTRD};
+use crate::queue::Cq;
+use crate::shared::ControllerShared;
 use shadowbell_doorbell::{Arming, Fenced, Sleeper};
 use shadowbell_memory::page_tables::{self, Look};
-use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
-use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use shadowbell_memory::{DmaTable, EventFd, ViewWatch};
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -27,7 +24,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What is forgotten once nothing of it is under way.
-enum Deleting {
+pub(super) enum Deleting {
     /// The submission queue of this index.
     Sq(usize),
     /// The queue to a disk that is retired at this place, and what has woken the worker for it.
@@ -40,33 +37,33 @@ enum Deleting {
 
 /// One controller's queues on one worker.
 pub(crate) struct ControllerQueues {
-    set: QueueSet,
-    overriding: Option<Box<dyn QueueOverride>>,
-    shadow: Option<(u64, u64)>,
+    pub(super) set: QueueSet,
+    pub(super) overriding: Option<Box<dyn QueueOverride>>,
+    pub(super) shadow: Option<(u64, u64)>,
     /// Descriptors that have the worker look at this controller's doorbells.
-    doorbell_eventfds: Vec<Arc<EventFd>>,
+    pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     /// Old DMA maps that commands in flight may still use, with who waits for their end: and for
     /// that of all before, because what is in one map may have been in those, too.
-    draining: VecDeque<(ViewWatch, Vec<Latch>)>,
+    pub(super) draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// What is to be forgotten once nothing of it is under way.
-    deleting: Vec<(Deleting, Latch)>,
-    detaching: Option<Latch>,
+    pub(super) deleting: Vec<(Deleting, Latch)>,
+    pub(super) detaching: Option<Latch>,
     /// `memory::sigbus::losses` when it was last looked at: what was lost before the first queue
     /// was created is still in the map.
-    losses: u64,
+    pub(super) losses: u64,
     /// The loss of something in the present map has been reported.
-    lost: bool,
+    pub(super) lost: bool,
     /// The submission queue that is looked at first in the next pass: behind the one at which the
     /// budget of the last one ended.
-    first: usize,
+    pub(super) first: usize,
     /// What it was opened from.
-    opening: Opening,
+    pub(super) opening: Opening,
     /// It is to be served by another worker from when nothing of it is under way.
-    departure: Option<Departure>,
+    pub(super) departure: Option<Departure>,
     /// What it waits for, because it has touched so much of the host's memory here and there.
-    look: Option<Look>,
+    pub(super) look: Option<Look>,
     /// What is left of a process that is dead.
-    recovery: Option<Box<Recovery>>,
+    pub(super) recovery: Option<Box<Recovery>>,
 }
 
 impl ControllerQueues {
@@ -166,89 +163,8 @@ impl ControllerQueues {
         &self.doorbell_eventfds
     }
 
-    fn table(&self) -> Arc<DmaTable> {
+    pub(super) fn table(&self) -> Arc<DmaTable> {
         Arc::clone(self.set.engine.view().table())
-    }
-
-    fn shadow_cells(&self, offset: u64) -> Option<ShadowCells> {
-        ShadowCells::resolve(&self.table(), self.shadow?, offset)
-    }
-
-    pub(crate) fn create_cq(&mut self, layout: QueueLayout, vector: Option<u16>, limit: HoldLimit) {
-        let shared = &self.set.shared;
-        let irq = vector.map(|v| IrqLine::new(Arc::clone(&shared.irqs), v));
-        let mut cq = Cq::new(layout, shared, irq, limit);
-        // Unmapped memory was refused by the control plane; if it went since, the queue waits.
-        let _ = cq.resolve(&self.table());
-        cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
-        insert(&mut self.set.cqs, cq);
-        self.write_down();
-    }
-
-    pub(crate) fn create_sq(&mut self, layout: QueueLayout, cqid: u16) -> Result<(), Status> {
-        let cq = self.set.find_cq(cqid).ok_or(Status::CQ_INVALID.with_dnr())?;
-        let mut sq = Sq::new(layout, &self.set.shared, cq);
-        let _ = sq.resolve(&self.table());
-        sq.shadow(self.shadow_cells(sq_entry_offset(layout.qid, DSTRD)));
-        insert(&mut self.set.sqs, sq);
-        self.write_down();
-        Ok(())
-    }
-
-    /// Writes down where all queues are: one has begun, or their doorbells have another place.
-    fn write_down(&self) {
-        if let Some(journal) = &self.set.journal {
-            for sq in self.set.sqs.iter().flatten() {
-                let cq = self.set.cqs.get(sq.cq).and_then(Option::as_ref);
-                sq.write_down(journal, cq.map_or(0, Cq::posted));
-            }
-            self.set.cqs.iter().flatten().for_each(|cq| cq.write_down(journal));
-        }
-    }
-
-    pub(crate) fn delete_sq(&mut self, qid: u16, latch: Latch) {
-        let Some(index) = self.set.find_sq(qid) else { return };
-        if let Some(sq) = &mut self.set.sqs[index] {
-            sq.stopped = true;
-        }
-        self.set.engine.cancel_all(Some(index));
-        if let Some(overriding) = &mut self.overriding {
-            overriding.delete_sq(&mut self.set, index);
-        }
-        self.deleting.push((Deleting::Sq(index), latch));
-    }
-
-    pub(crate) fn delete_cq(&mut self, qid: u16) {
-        let index = self.set.find_cq(qid);
-        if let Some(cq) = index.and_then(|i| self.set.cqs[i].take()) {
-            self.set.shared.retire_cq(&cq.counters);
-        }
-    }
-
-    /// Doorbell Buffer Config: every queue gets its entry, with commands in flight or not.
-    pub(crate) fn enable_shadow(&mut self, pages: (u64, u64)) {
-        self.shadow = Some(pages);
-        let table = self.table();
-        for sq in self.set.sqs.iter_mut().flatten() {
-            sq.shadow(ShadowCells::resolve(&table, pages, sq_entry_offset(sq.layout.qid, DSTRD)));
-        }
-        for cq in self.set.cqs.iter_mut().flatten() {
-            cq.shadow(ShadowCells::resolve(&table, pages, cq_entry_offset(cq.layout.qid, DSTRD)));
-        }
-        self.write_down();
-    }
-
-    /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
-    /// has them; a shadow entry is kept as it is (its state survives the remapping).
-    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
-        let old = self.set.engine.change_view(View::new(Arc::clone(&table)));
-        self.lost = false;
-        self.draining.push_back((old.watch(), latches));
-        drop(old);
-        let pages = self.shadow;
-        self.set.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
-        self.set.cqs.iter_mut().flatten().for_each(|cq| cq.remap(&table, pages));
-        self.write_down();
     }
 
     pub(crate) fn flush(&mut self, latch: Latch) {
@@ -355,147 +271,6 @@ impl ControllerQueues {
     /// Whether somebody waits for something that ends here.
     fn is_waited_for(&self) -> bool {
         !(self.draining.is_empty() && self.deleting.is_empty()) || self.override_is_waiting()
-    }
-
-    /// Has it leave for another worker: nothing more is fetched here, and when nothing is under way
-    /// [`is_over`](Self::is_over) says so.
-    pub(crate) fn leave(&mut self, departure: Departure) {
-        self.set.engine.close(Closed::Leaves);
-        self.departure = Some(departure);
-    }
-
-    /// It does not leave after all, unless it has left already.
-    pub(crate) fn stay(&mut self) {
-        if self.departure.take().is_some() {
-            self.set.engine.open(Closed::Leaves);
-        }
-    }
-
-    /// It is to leave soon: a reset waits for that.
-    pub(crate) fn hurry(&mut self) {
-        if self.departure.is_some() {
-            self.recovery = None;
-            self.set.engine.cancel_all(None);
-            if let Some(overriding) = &mut self.overriding {
-                overriding.reset();
-            }
-        }
-    }
-
-    /// Leaves from `worker`, unless it is being detached: whether it has left.
-    pub(crate) fn depart(&mut self, worker: usize) -> bool {
-        let Some(Departure { to, latch }) = self.departure.take() else { return false };
-        if self.detaching.is_some() {
-            return false;
-        }
-        let table = self.table();
-        // A change of the namespaces may come to its end there before this one is dropped, and
-        // nothing of a disk that goes may be here then.
-        self.set.engine.forget_namespaces();
-        // Nor is anything in flight, and whoever moves the guest may look at once.
-        self.set.engine.view().hand_in_log();
-        // Who goes to another process, or another worker, is served there as any other one.
-        self.recovery = None;
-        self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);
-        if let Some(journal) = &self.set.journal {
-            self.set.cqs.iter_mut().flatten().for_each(|cq| cq.leave_journal(journal));
-        }
-        let relocated = Relocated {
-            shared: Arc::clone(&self.set.shared),
-            control: self.set.control.clone(),
-            opening: self.opening.take(),
-            table,
-            counters: Arc::clone(&self.set.engine.counters),
-            shadow: self.shadow,
-            sqs: std::mem::take(&mut self.set.sqs),
-            cqs: std::mem::take(&mut self.set.cqs),
-            overriding: self.overriding.take(),
-            doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
-            losses: self.losses,
-            lost: self.lost,
-            inheritance: Inheritance::default(),
-            latch: Some(latch),
-        };
-        // Who writes a doorbell looks at its owner once more after that: so either the doorbell is
-        // seen there, or the writer sees that the queue has gone there.
-        self.set.shared.change_owner(worker, to.worker);
-        to.arrivals.deliver(Box::new(relocated));
-        true
-    }
-
-    /// Arrives at the calling thread. What it has in hand is dropped if a disk can not be opened.
-    /// The thread is that of `worker`.
-    pub(crate) fn arrive(
-        relocated: Relocated,
-        worker: usize,
-    ) -> Result<(Self, Option<Latch>), std::io::Error> {
-        let Relocated { shared, control, opening, table, shadow, sqs, cqs, .. } = relocated;
-        let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
-        let Relocated { counters, inheritance, .. } = relocated;
-        let journal = shared.journal_part(worker, opening.generation)?;
-        counters.set_worker(worker);
-        let mut set = QueueSet::new(shared, control, opening.open(table, counters)?, journal);
-        (set.sqs, set.cqs) = (sqs, cqs);
-        if let Some(journal) = &mut set.journal {
-            set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
-        }
-        let arrived = Self {
-            recovery: Recovery::new(inheritance, &mut set),
-            set,
-            overriding,
-            shadow,
-            doorbell_eventfds,
-            draining: VecDeque::new(),
-            deleting: Vec::new(),
-            detaching: None,
-            losses,
-            lost,
-            first: 0,
-            opening,
-            departure: None,
-            look: None,
-        };
-        arrived.write_down();
-        Ok((arrived, latch))
-    }
-
-    /// Takes in queues of the same controller that come from another worker.
-    pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
-        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
-        self.set.shared.join_parts(&counters, &self.set.engine.counters);
-        // They were found in the map that was in force there.
-        let (table, pages) = (self.table(), self.shadow);
-        let mut places = Vec::with_capacity(cqs.len());
-        for cq in cqs {
-            let journal = self.set.journal.as_mut();
-            places.push(cq.map(|mut cq| {
-                cq.remap(&table, pages);
-                if let Some(journal) = journal {
-                    cq.join_journal(journal);
-                }
-                insert(&mut self.set.cqs, cq)
-            }));
-        }
-        let mut indices = Vec::with_capacity(sqs.len());
-        for sq in sqs {
-            indices.push(sq.and_then(|mut sq| {
-                // A submission queue has its completion queue on the same worker.
-                sq.cq = places.get(sq.cq).copied().flatten()?;
-                sq.remap(&table, pages);
-                Some(insert(&mut self.set.sqs, sq))
-            }));
-        }
-        // Queues that were placed at several workers may be recovered by one.
-        let inheritance = inheritance.moved(|sq| indices.get(sq).copied().flatten());
-        if let Some(more) = Recovery::new(inheritance, &mut self.set) {
-            match &mut self.recovery {
-                Some(recovery) => recovery.join(*more),
-                None => self.recovery = Some(more),
-            }
-        }
-        self.doorbell_eventfds.extend(doorbell_eventfds);
-        self.write_down();
-        latch
     }
 
     /// Its turns take too long for those that it shares this worker with.
@@ -776,7 +551,7 @@ impl ControllerQueues {
 }
 
 /// Puts a queue in the first hole, so that indices stay what they are. Its index.
-fn insert<T>(list: &mut Vec<Option<T>>, item: T) -> usize {
+pub(super) fn insert<T>(list: &mut Vec<Option<T>>, item: T) -> usize {
     let place = list.iter().position(Option::is_none).unwrap_or(list.len());
     if place == list.len() {
         list.push(None);

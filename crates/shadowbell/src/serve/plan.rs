@@ -323,6 +323,23 @@ mod tests {
     }
 
     #[test]
+    fn a_state_of_an_ana_group_is_told_and_other_groups_are_another_controller() {
+        let of = |groups: &str, ana: &str| {
+            let text = format!(
+                "[[subsystem]]\nname = \"pair\"\nstate = \"/s\"\n{groups}\n[[controller]]\n\
+                 socket = \"/vm0.sock\"\nsubsystem = \"pair\"\ndisks = [\"/a.img\", \"/b.img\"]\n{ana}"
+            );
+            parse(&text, "vms.toml").unwrap().controllers.remove(0)
+        };
+        let two = "ana-groups = [[1], [2]]";
+        let (before, after) = (of(two, "ana = \"change\""), of(two, "ana = [\"change\"]"));
+        assert_eq!(steps(&before, &before, |_| true), Some(vec![]));
+        let step = Step::Ana(2, AnaWord::Optimized);
+        assert_eq!(steps(&before, &after, |_| true), Some(vec![step]));
+        assert_eq!(steps(&before, &of("", "ana = \"change\""), |_| true), None);
+    }
+
+    #[test]
     fn what_a_guest_can_not_be_told_of_takes_it() {
         let before = "disks = [\"/a.img\"]";
         for after in [

@@ -55,6 +55,8 @@
 mod attachment;
 #[cfg(test)]
 mod attachment_model;
+mod decode;
+mod describe;
 mod inbox;
 mod limits;
 mod listener;
@@ -65,6 +67,7 @@ mod requests;
 mod saved;
 mod session;
 mod sys;
+mod turn;
 
 pub use inbox::{Handle, PortId};
 pub use limits::{Limits, MAX_MSG_FDS};

@@ -1,85 +1,33 @@
 //! From a message to a call of the device, and from its answer to the reply.
 
 use std::io;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use shadowbell_state::{Descriptors, StateError};
 
 use tracing::debug;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::inbox::{self, Inbox, PortId};
-use super::limits::{Limits, MAX_MSG_FDS};
+use super::decode::{dma_map, dma_unmap, flag, set_irqs};
+use super::limits::MAX_MSG_FDS;
 use super::migrating::{Asked, Migrating, Progress};
 use super::saved::{Agreed, SavedLink};
+use super::turn::Context;
 use crate::Errno;
-use crate::capabilities::{Capabilities, MigrationCapability};
-use crate::codec::{MESSAGE_OVERHEAD, Message, SendQueue};
+use crate::codec::{Message, SendQueue};
 use crate::descriptor::Descriptor;
-use crate::device::{
-    Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo, SetIrqs,
-};
-use crate::exchange::Exchange;
+use crate::device::{Device, Later};
 use crate::migration::{LoggingReport, MigrationState};
 use crate::wire::{self, Header, command, split, wire_size};
 
-/// Regions beyond those that a device has, about which a client may ask in vain without being
-/// refused. SPDK's client gives up if any of ten cannot be described.
-const ASKABLE_REGIONS: u32 = 16;
-
-/// The most interrupts of a kind that a PCI function has.
-const MAX_VECTORS: usize = 2048;
-
-/// What a request needs to know of its surroundings.
-pub(super) struct Context<'a> {
-    pub(super) inbox: &'a Arc<Inbox>,
-    pub(super) port: PortId,
-    pub(super) limits: &'a Limits,
-    /// Counts the [`Done`]s of this port, so that one that comes late is known as such.
-    pub(super) sequence: &'a mut u64,
-    /// When others are to have their turn.
-    pub(super) slice: Slice,
-    /// What a client does is recorded, in case that this process dies.
-    pub(super) is_recorded: bool,
-    /// Answers those that are recorded.
-    pub(super) exchange: Option<&'a mut Exchange>,
-}
-
-/// How long the requests of one client are handled before the others get their turn. (It is
-/// looked at between two requests, or two of those writes that come as one.)
-const SLICE: Duration = Duration::from_micros(100);
-
-/// A client's turn.
-pub(super) struct Slice(Instant);
-
-impl Slice {
-    pub(super) fn begin() -> Self {
-        Self(Instant::now() + SLICE)
-    }
-
-    pub(super) fn is_over(&self) -> bool {
-        Instant::now() >= self.0
-    }
-}
-
-impl Context<'_> {
-    /// A handle, and the number under which its completion arrives.
-    pub(super) fn done(&mut self) -> (u64, Done) {
-        *self.sequence += 1;
-        (*self.sequence, inbox::done(self.inbox, self.port, *self.sequence))
-    }
-}
-
 /// A request whose answer depends on a [`Done`].
-struct Waiting {
+pub(super) struct Waiting {
     sequence: u64,
     header: Header,
     then: Then,
 }
 
 /// What to do when the [`Done`] has come, and it was good.
-enum Then {
+pub(super) enum Then {
     /// Repeat the request.
     Unmapped(wire::DmaUnmap),
     /// Reply to a write.
@@ -94,23 +42,23 @@ enum Then {
 #[derive(Default)]
 pub(super) struct Link {
     pub(super) out: SendQueue,
-    agreed: Option<Agreed>,
-    waiting: Option<Waiting>,
+    pub(super) agreed: Option<Agreed>,
+    pub(super) waiting: Option<Waiting>,
     /// Writes that came as one, of which some are left for the next turn, or the like.
-    unfinished: Option<Unfinished>,
-    migrating: Migrating,
+    pub(super) unfinished: Option<Unfinished>,
+    pub(super) migrating: Migrating,
     /// Something has happened that a successor has to know.
-    changed: bool,
+    pub(super) changed: bool,
 }
 
 /// A request that is carried out in parts.
-struct Unfinished {
+pub(super) struct Unfinished {
     header: Header,
     rest: Rest,
 }
 
 /// What is left of it.
-enum Rest {
+pub(super) enum Rest {
     /// These writes, of so many.
     Writes { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
     /// The device is on its way to another state.
@@ -290,52 +238,6 @@ impl Link {
             "request refused: {errno}"
         );
         self.out.put_error(header, errno);
-    }
-
-    fn version(
-        &mut self,
-        header: &Header,
-        payload: &[u8],
-        device: &mut dyn Device,
-        context: &mut Context<'_>,
-    ) -> Result<(), Errno> {
-        let (theirs, data) = split::<wire::Version>(payload)?;
-        if data.len() > MESSAGE_OVERHEAD {
-            debug!("version data of {} bytes", data.len());
-            return Err(Errno::INVAL);
-        }
-        if theirs.major != wire::VERSION.0 {
-            debug!(theirs.major, theirs.minor, "unknown protocol version");
-            return Err(Errno::INVAL);
-        }
-        let proposed = Capabilities::from_version_data(data).map_err(|error| {
-            debug!("version data: {error}");
-            Errno::INVAL
-        })?;
-        let ours = Capabilities {
-            max_msg_fds: MAX_MSG_FDS,
-            max_data_xfer_size: context.limits.max_data_xfer_size.into(),
-            max_dma_maps: device.max_dma_maps(),
-            // Only what was proposed may be agreed to. A message of several writes of one doorbell
-            // can not be carried out twice, as may become necessary.
-            write_multiple: proposed.write_multiple && !context.is_recorded,
-            migration: proposed
-                .migration
-                .filter(|_| device.migration().is_some())
-                .map(|_| MigrationCapability::of_server(context.limits.max_data_xfer_size.into())),
-        };
-        let version =
-            wire::Version { major: theirs.major, minor: theirs.minor.min(wire::VERSION.1) };
-        self.out.put_reply(header, &[version.as_bytes(), &ours.to_version_data()]);
-        let info = device.info();
-        let max_fds = proposed.max_msg_fds.min(MAX_MSG_FDS);
-        self.changed = true;
-        self.agreed = Some(Agreed { max_xfer: context.limits.max_data_xfer_size, max_fds, info });
-        device.connected(&Peer {
-            max_msg_fds: proposed.max_msg_fds,
-            max_data_xfer_size: proposed.max_data_xfer_size,
-        });
-        Ok(())
     }
 
     fn dispatch(
@@ -575,110 +477,6 @@ impl Link {
         let is_register = access.region == crate::device::region::BAR0;
         if is_register && !self.migrating.is_running() { Err(Errno::BUSY) } else { Ok(()) }
     }
-
-    fn region_info(
-        &mut self,
-        agreed: Agreed,
-        header: &Header,
-        payload: &[u8],
-        device: &mut dyn Device,
-    ) -> Result<(), Errno> {
-        let (asked, _) = split::<wire::RegionInfo>(payload)?;
-        let fixed = wire_size::<wire::RegionInfo>();
-        if asked.argsz < fixed {
-            return Err(Errno::INVAL);
-        }
-        let RegionInfo { size, readable, writable, mapping } = if asked.index < agreed.info.regions
-        {
-            device.region_info(asked.index)?
-        } else if asked.index < ASKABLE_REGIONS {
-            RegionInfo::default()
-        } else {
-            return Err(Errno::INVAL);
-        };
-        let mut info = wire::RegionInfo {
-            argsz: fixed,
-            flags: flag(readable, wire::region_flags::READ)
-                | flag(writable, wire::region_flags::WRITE),
-            index: asked.index,
-            cap_offset: 0,
-            size,
-            offset: 0,
-        };
-        let Some(mapping) = mapping else {
-            self.out.put_reply(header, &[info.as_bytes()]);
-            return Ok(());
-        };
-        info.flags |= wire::region_flags::MMAP;
-        info.offset = mapping.offset;
-        let mut capabilities = Vec::new();
-        if !mapping.areas.is_empty() {
-            let count = u32::try_from(mapping.areas.len()).map_err(|_| Errno::OVERFLOW)?;
-            let id = wire::CAPABILITY_SPARSE_MMAP;
-            let start = wire::CapabilityHeader { id, version: 1, next: 0 };
-            capabilities.extend_from_slice(start.as_bytes());
-            let sparse = wire::SparseMmap { nr_areas: count, reserved: 0 };
-            capabilities.extend_from_slice(sparse.as_bytes());
-            for area in &mapping.areas {
-                let area = wire::SparseArea { offset: area.offset, size: area.len };
-                capabilities.extend_from_slice(area.as_bytes());
-            }
-            info.argsz += u32::try_from(capabilities.len()).map_err(|_| Errno::OVERFLOW)?;
-            // Stated even if they do not fit and are left out: QEMU takes a capability flag with
-            // an offset of 0 for an error, rather than for an invitation to ask again.
-            info.flags |= wire::region_flags::CAPS;
-            info.cap_offset = fixed;
-        }
-        if asked.argsz < info.argsz {
-            capabilities.clear();
-        }
-        self.out.put_reply_with_fds(header, &[info.as_bytes(), &capabilities], [mapping.fd]);
-        Ok(())
-    }
-
-    fn io_fds(
-        &mut self,
-        agreed: Agreed,
-        header: &Header,
-        payload: &[u8],
-        device: &mut dyn Device,
-    ) -> Result<(), Errno> {
-        let (asked, _) = split::<wire::RegionIoFds>(payload)?;
-        if asked.index >= agreed.info.regions || asked.flags != 0 || asked.count != 0 {
-            return Err(Errno::INVAL);
-        }
-        let IoFds { mut events, areas } = device.region_io_fds(asked.index)?;
-        // What does not travel with one message is left out: a write does as well.
-        events.truncate(usize::try_from(agreed.max_fds).unwrap_or(usize::MAX));
-        let mut list = Vec::new();
-        let mut count = 0;
-        for (area, event) in areas.into_iter().filter(|(_, event)| *event < events.len()) {
-            let entry = wire::IoFd {
-                offset: area.offset,
-                size: area.len,
-                fd_index: u32::try_from(event).map_err(|_| Errno::OVERFLOW)?,
-                kind: wire::IO_FD_EVENT,
-                flags: 0,
-                padding: 0,
-                datamatch: 0,
-            };
-            list.extend_from_slice(entry.as_bytes());
-            count += 1;
-        }
-        if count == 0 {
-            return Err(Errno::OPNOTSUPP);
-        }
-        let size = size_of::<wire::RegionIoFds>() + list.len();
-        let argsz = u32::try_from(size).map_err(|_| Errno::OVERFLOW)?;
-        let info = wire::RegionIoFds { argsz, flags: 0, index: asked.index, count };
-        if asked.argsz < argsz {
-            // The client learns how much room it takes, and asks again.
-            self.out.put_reply(header, &[info.as_bytes()]);
-        } else {
-            self.out.put_reply_with_fds(header, &[info.as_bytes(), &list], events);
-        }
-        Ok(())
-    }
 }
 
 impl Agreed {
@@ -732,80 +530,4 @@ fn region_write(
     };
     device.region_write(access.region, access.offset, data, &mut Later::new(&mut make))?;
     Ok(taken)
-}
-
-fn dma_map(payload: &[u8], mut fds: Vec<Descriptor>) -> Result<DmaMap, Errno> {
-    let (map, _) = split::<wire::DmaMap>(payload)?;
-    if map.size == 0
-        || map.address.checked_add(map.size).is_none()
-        || map.offset.checked_add(map.size).is_none()
-        || fds.len() > 1
-    {
-        return Err(Errno::INVAL);
-    }
-    let fd = match fds.pop() {
-        None => None,
-        Some(Descriptor::Memory(file)) => Some(file),
-        Some(_) => return Err(Errno::INVAL),
-    };
-    Ok(DmaMap {
-        iova: map.address,
-        len: map.size,
-        readable: map.flags & wire::dma_map_flags::READ != 0,
-        writable: map.flags & wire::dma_map_flags::WRITE != 0,
-        fd,
-        fd_offset: map.offset,
-    })
-}
-
-fn dma_unmap(unmap: &wire::DmaUnmap) -> Result<DmaUnmap, Errno> {
-    if unmap.flags & wire::dma_unmap_flags::GET_DIRTY_BITMAP != 0 {
-        return Err(Errno::OPNOTSUPP);
-    }
-    if unmap.flags & wire::dma_unmap_flags::ALL != 0 {
-        return match (unmap.address, unmap.size) {
-            (0, 0) => Ok(DmaUnmap::All),
-            _ => Err(Errno::INVAL),
-        };
-    }
-    if unmap.size == 0 || unmap.address.checked_add(unmap.size).is_none() {
-        return Err(Errno::INVAL);
-    }
-    Ok(DmaUnmap::Range { iova: unmap.address, len: unmap.size })
-}
-
-fn set_irqs(agreed: Agreed, payload: &[u8], fds: Vec<Descriptor>) -> Result<SetIrqs, Errno> {
-    use wire::set_irqs_flags as flags;
-    let (set, rest) = split::<wire::SetIrqs>(payload)?;
-    if set.index >= agreed.info.irqs || set.start.checked_add(set.count).is_none() {
-        return Err(Errno::INVAL);
-    }
-    let action = match set.flags & flags::ACTION_BITS {
-        flags::ACTION_MASK => IrqAction::Mask,
-        flags::ACTION_UNMASK => IrqAction::Unmask,
-        flags::ACTION_TRIGGER => IrqAction::Trigger,
-        _ => return Err(Errno::INVAL),
-    };
-    let count = usize::try_from(set.count).map_err(|_| Errno::INVAL)?;
-    let data = match set.flags & flags::DATA_MASK {
-        flags::DATA_NONE => IrqData::None,
-        // No function has more vectors.
-        flags::DATA_BOOL if count <= MAX_VECTORS => {
-            let bytes = rest.get(..count).ok_or(Errno::INVAL)?;
-            IrqData::Bools(bytes.iter().map(|byte| *byte != 0).collect())
-        }
-        flags::DATA_EVENTFD if fds.is_empty() || fds.len() == count => {
-            let events = fds.into_iter().map(|fd| match fd {
-                Descriptor::Event(fd) => Ok(fd),
-                _ => Err(Errno::INVAL),
-            });
-            IrqData::Eventfds(events.collect::<Result<_, _>>()?)
-        }
-        _ => return Err(Errno::INVAL),
-    };
-    Ok(SetIrqs { index: set.index, start: set.start, count: set.count, action, data })
-}
-
-fn flag(set: bool, bit: u32) -> u32 {
-    if set { bit } else { 0 }
 }

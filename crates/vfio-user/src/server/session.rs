@@ -9,8 +9,9 @@ use shadowbell_state::{AbortPoint, Descriptors, abort_point};
 
 use super::inbox::Request;
 use super::limits::Limits;
-use super::requests::{Context, Link, Violation};
+use super::requests::{Link, Violation};
 use super::saved::{Handled, SavedSession};
+use super::turn::Context;
 use crate::Errno;
 use crate::codec::{DecodeError, Decoder, SavedDecoder, SendQueue};
 use crate::descriptor::{Inspector, Stream};

@@ -1,6 +1,6 @@
 //! The states of ANA groups.
 
-use super::lookup::{find, problem};
+use super::requested::{find, problem};
 use super::view::View;
 use crate::control::api::{AnaGroup, AnaStateChange, Code, Problem};
 use crate::serve::registry::ServedController;

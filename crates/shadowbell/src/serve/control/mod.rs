@@ -22,11 +22,16 @@
 
 mod ana;
 mod answers;
+mod controllers;
 mod http;
-mod lookup;
+mod limit_groups;
 mod measure;
 mod metrics;
+mod namespaces;
+mod pages;
+mod requested;
 mod routes;
+mod server;
 mod trace;
 mod view;
 mod wire;

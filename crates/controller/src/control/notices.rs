@@ -1,0 +1,138 @@
+//! What workers give notice of.
+
+use super::Control;
+use super::control_override::Response;
+use super::deferred::Deferred;
+use super::reset::ShutdownFlush;
+use crate::context::Context;
+use crate::event::Event;
+use crate::inbox::MissedErrors;
+use crate::notice::{Notice, Operation};
+use crate::trace::Kind;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::regs::{self};
+use shadowbell_spec::status::Status;
+
+impl Control {
+    /// There were errors of which no notice is left.
+    pub(crate) fn receive_missed(
+        &mut self,
+        cx: &Context,
+        missed: &MissedErrors,
+        deferred: &mut Deferred,
+    ) {
+        self.port.errors.skip(missed.count);
+        let full = missed.full.iter().map(|nsid| (*nsid, Status::CAPACITY_EXCEEDED));
+        for failed in full.chain(missed.write_fault) {
+            self.commands.command_failed(cx, failed, deferred);
+        }
+    }
+
+    /// A worker has given notice.
+    pub(crate) fn receive(&mut self, cx: &Context, notice: Notice, deferred: &mut Deferred) {
+        match notice {
+            Notice::InvalidDoorbell { qid } => {
+                tracing::debug!(qid, "invalid doorbell value");
+                if self.is_ready() {
+                    self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
+                }
+            }
+            Notice::CommandError { sqid, cid, status, nsid, lba } => {
+                self.port.log_error(sqid, cid, status, nsid, lba);
+                let failed = (nsid, status);
+                self.commands.command_failed(cx, failed, deferred);
+            }
+            Notice::MemoryLost => {
+                let why = "memory that the host shared was taken away (truncated)";
+                self.fail(cx, why, deferred);
+            }
+            Notice::Condition(condition) => {
+                let ready = self.is_ready();
+                let response = self.overriding.as_mut().map(|o| o.condition(condition, ready));
+                match response.unwrap_or(Response::Nothing) {
+                    Response::Nothing => {}
+                    Response::Fail(why) => self.fail(cx, why, deferred),
+                    Response::Reset => self.begin_reset(cx, true, deferred),
+                }
+            }
+            // Before a reset is over nobody waits for anything.
+            Notice::WantsToBeAlone if self.is_ready() => self.alone.want(),
+            Notice::WantsToBeAlone => {}
+            Notice::AdminDoorbell => {}
+            Notice::SlowTurns { took } => self.too_slow(cx, took, deferred),
+            Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
+            Notice::Left => self.queues_left(cx, deferred),
+            Notice::Stranded => {
+                self.fail(cx, "a thread of its own could not take over its queues", deferred);
+            }
+            Notice::NamespaceChanged { nsid, status } => {
+                self.namespace_changed(cx, nsid, status, deferred);
+            }
+            Notice::PoolEnded { generation, cid, status, dw0 } => {
+                self.pool_ended(cx, (generation, cid), (status, dw0), deferred);
+            }
+            Notice::Sanitized => self.sanitized(cx, deferred),
+            Notice::Shared => self.pass_on_changes(cx, deferred),
+            Notice::ReservationEnded { ticket, status } => {
+                self.end_reservation(cx, ticket, status);
+            }
+            Notice::AnaChanged { ticket } => self.ana_changed(ticket, deferred),
+            Notice::MemoryReleased { ticket } => {
+                deferred.callbacks.extend(self.memory.released(ticket));
+            }
+            // What began before a reset concerns nobody.
+            Notice::Ended { generation, .. } if generation != self.lifecycle.generation => {}
+            Notice::Ended { operation, status, .. } => {
+                self.operation_ended(cx, operation, status, deferred);
+            }
+        }
+    }
+
+    /// All workers that took part in `operation` are done with it.
+    pub(super) fn operation_ended(
+        &mut self,
+        cx: &Context,
+        operation: Operation,
+        status: Status,
+        deferred: &mut Deferred,
+    ) {
+        let (queues, port) = (&mut self.queues, &mut self.port);
+        match operation {
+            Operation::CreateCq { qid, cid } => queues.cq_created(cx, port, (qid, cid), status),
+            Operation::CreateSq { qid, cid } => {
+                queues.sq_created(cx, port, (qid, cid), status, deferred);
+            }
+            Operation::DeleteCq { qid, cid } => queues.cq_deleted(cx, port, (qid, cid)),
+            Operation::DeleteSq { qid, cid } => queues.sq_deleted(cx, port, (qid, cid)),
+            Operation::ShadowDoorbells { cid } => {
+                self.commands.shadow_configured(port, cid);
+                cx.trace(Kind::ShadowConfigured, 0, 0, 0);
+                deferred.event(Event::ShadowDoorbells);
+            }
+            Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
+            Operation::LbaStatus { cid } => self.commands.lba_status_ended(cx, port, cid),
+            // Without the cache, writes that come now are on the medium in any case.
+            Operation::Flush { cid } | Operation::Feature { cid } if status.is_success() => {
+                port.complete(cid, status, 0);
+            }
+            Operation::Flush { cid } | Operation::Feature { cid } => port.fail(cid, status, 0),
+            Operation::Pause | Operation::Alone => self.next_alone(cx, deferred),
+            Operation::Recorded => self.alone_recorded(cx, deferred),
+            Operation::Settled => self.alone_settled(cx),
+            Operation::SelfTest { run, nsid } => self.verified(cx, (run, nsid), status),
+            Operation::Shutdown => {
+                let flush = std::mem::replace(&mut self.lifecycle.flush, ShutdownFlush::None);
+                match flush {
+                    ShutdownFlush::None => {}
+                    ShutdownFlush::Again => self.shut_down(cx, deferred),
+                    ShutdownFlush::UnderWay => {
+                        self.let_workers_go(cx, deferred);
+                        self.registers.csts.set_shst(regs::SHST_COMPLETE);
+                        deferred.event(Event::Shutdown);
+                    }
+                }
+            }
+            Operation::Reset => self.end_reset(cx, deferred),
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! A controller whose queues go to another worker.
+
+use super::Control;
+use super::deferred::Deferred;
+use super::rest::Step;
+use crate::context::Context;
+use crate::event::Event;
+use crate::notice::Notice;
+use crate::route::RelocateError;
+use crate::worker::message::Message;
+use crate::worker::relocation::Departure;
+use std::time::Duration;
+
+impl Control {
+    /// The controller's turns take too long for its neighbours.
+    pub(super) fn too_slow(&mut self, cx: &Context, took: Duration, deferred: &mut Deferred) {
+        match self.isolate(cx) {
+            Ok(()) => {
+                self.log_isolated(cx, took);
+                deferred.event(Event::Isolated(took));
+            }
+            // It was isolated meanwhile, or is about to be served by another process.
+            Err(RelocateError::Placed | RelocateError::Frozen) => {}
+            Err(error) => tracing::warn!(
+                serial = cx.config.serial,
+                %error,
+                "the controller holds up others for {took:?} at a time"
+            ),
+        }
+    }
+
+    /// Has the controller served by a thread of its own.
+    pub(crate) fn isolate(&mut self, cx: &Context) -> Result<(), RelocateError> {
+        self.check_relocation(cx)?;
+        let worker = cx.pool.claim()?.ok_or(RelocateError::TooMany)?;
+        self.relocate(cx, worker)
+    }
+
+    /// Has the controller served by this worker.
+    pub(crate) fn pin_to(&mut self, cx: &Context, worker: usize) -> Result<(), RelocateError> {
+        if worker >= cx.pool.len() {
+            return Err(RelocateError::NoSuchWorker(worker, cx.pool.len()));
+        }
+        self.check_relocation(cx)?;
+        self.relocate(cx, worker)
+    }
+
+    pub(super) fn check_relocation(&self, cx: &Context) -> Result<(), RelocateError> {
+        if self.rest.step != Step::Working {
+            Err(RelocateError::Frozen)
+        } else if cx.route.is_diverted() {
+            Err(RelocateError::Placed)
+        } else {
+            Ok(())
+        }
+    }
+
+    pub(super) fn relocate(&mut self, cx: &Context, worker: usize) -> Result<(), RelocateError> {
+        let Some(to) = cx.pool.destination(worker) else {
+            return Err(RelocateError::NoSuchWorker(worker, cx.pool.len()));
+        };
+        cx.route.divert(&cx.pool, worker, self.queues.workers(), |from| {
+            let latch = cx.latch(Notice::Relocated { from });
+            let departure = Departure { to: to.clone(), latch };
+            Message::Leave { controller: cx.shared.id, departure }
+        });
+        Ok(())
+    }
+}

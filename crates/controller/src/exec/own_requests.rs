@@ -1,0 +1,50 @@
+//! Requests that the controller makes for itself, not for a command of the host.
+
+use super::engine::Engine;
+use super::in_flight::{InFlight, Kind, Owner};
+use super::long::{FLUSH, LongCommand, Part};
+use super::namespace::index_of;
+use crate::admin::self_test::Piece;
+use crate::latch::Latch;
+use crate::namespace::INACTIVE;
+use shadowbell_backend::{Op, Request};
+use shadowbell_spec::sqe::NSID_ALL;
+
+impl Engine {
+    /// Flushes every namespace, for the controller itself; `latch` is dropped when that is done.
+    pub(crate) fn flush_all(&mut self, latch: Latch) {
+        let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].is_read_only());
+        let parts = writable.map(|index| (index, FLUSH)).collect();
+        self.begin_own(parts, latch);
+    }
+
+    /// Verifies a piece of a namespace, for the controller itself; `latch` is dropped when that is
+    /// done, and has the status of an error.
+    pub(crate) fn verify(&mut self, piece: Piece, latch: Latch) {
+        let Piece { nsid, offset, len } = piece;
+        let index = index_of(&self.namespaces, nsid);
+        let end = |index: usize| {
+            let namespace = &self.namespaces[index];
+            namespace.blocks << namespace.block_shift
+        };
+        match index {
+            Ok(index) if offset.checked_add(len).is_some_and(|to| to <= end(index)) => {
+                self.begin_own(vec![(index, Request { op: Op::Verify, offset, len })], latch);
+            }
+            Ok(_) => latch.set_status(INACTIVE),
+            Err(status) => latch.set_status(status),
+        }
+    }
+
+    fn begin_own(&mut self, parts: Vec<Part>, latch: Latch) {
+        let tag = self.in_flight.next_tag();
+        let mut entry =
+            InFlight::new(Owner::Internal, 0, Kind::Other).at(NSID_ALL, 0).of_requests();
+        entry.waiting = Some(latch);
+        self.in_flight.insert(tag, entry);
+        let Self { long, namespaces, in_flight, budget, .. } = self;
+        if long.begin(LongCommand::new(tag, None, parts), namespaces, in_flight, budget) {
+            self.end(tag);
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! How commands that are under way go on and end.
+
+use super::copy::CopyEnd;
+use super::engine::Engine;
+use super::in_flight::{CompletedCommand, InFlight, Owner};
+use super::namespace::NamespaceQueue;
+use super::status::status_of;
+use shadowbell_backend::DiskError;
+use shadowbell_memory::Segments;
+use shadowbell_spec::status::Status;
+
+/// The most room for pieces that an emptied buffer is kept with, and how many are kept: what the
+/// commands of common hosts need. A guest that had more pieces once gives the memory back.
+const SPARE_ROOM: usize = 512;
+const SPARE: usize = 256;
+
+impl Engine {
+    /// Hands all that was submitted to the system.
+    #[inline]
+    pub(crate) fn commit(&mut self) {
+        if self.pending() != 0 {
+            self.namespaces.iter_mut().for_each(|ns| ns.queue.commit());
+            self.retired.iter_mut().for_each(|ns| ns.queue.commit());
+        }
+    }
+
+    /// Calls `ended` for every command that has ended. Whether there is more to do at once, which
+    /// no disk announces.
+    pub(crate) fn reap(&mut self, mut ended: impl FnMut(CompletedCommand)) -> bool {
+        let mut namespaces = std::mem::take(&mut self.namespaces);
+        self.reap_queues(namespaces.iter_mut(), &mut ended);
+        self.namespaces = namespaces;
+        if !self.retired.is_empty() {
+            let mut retired = std::mem::take(&mut self.retired);
+            self.reap_queues(retired.iter_mut(), &mut ended);
+            self.retired = retired;
+        }
+        let several = self.long.len() + self.forced.len() + self.alone.len();
+        if self.copies.is_empty() && several + self.reservations.len() == 0 {
+            return false;
+        }
+        self.advance(&mut ended)
+    }
+
+    #[inline]
+    fn reap_queues<'a>(
+        &mut self,
+        queues: impl Iterator<Item = &'a mut NamespaceQueue>,
+        ended: &mut impl FnMut(CompletedCommand),
+    ) {
+        for namespace in queues {
+            if namespace.queue.pending() == 0 {
+                continue;
+            }
+            namespace.queue.reap(&mut |tag, outcome, data| {
+                self.recycle(data);
+                if let Some(command) = self.request_ended(tag, outcome) {
+                    ended(command);
+                }
+            });
+        }
+    }
+
+    /// Keeps the room of a buffer that is not needed any more, if it is not too much.
+    fn recycle(&mut self, mut data: Segments) {
+        if data.room() <= SPARE_ROOM && self.spare.len() < SPARE {
+            data.clear();
+            self.spare.push(data);
+        }
+    }
+
+    /// Goes on with the commands that are many requests. Whether there is more to do at once.
+    #[cold]
+    fn advance(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
+        let Self { copies, long, forced, namespaces, in_flight, .. } = self;
+        // Half of what there is: the queues are to have the rest.
+        let half = (self.budget + 1) / 2;
+        let mut left = half;
+        let copied = copies.advance(namespaces, in_flight, &mut left);
+        let mut over = long.advance(namespaces, in_flight, &mut left);
+        over.extend(forced.advance(namespaces, in_flight, &mut left));
+        over.append(&mut self.reservations.ended);
+        self.budget -= half - left;
+        for CopyEnd { parent, status, dw0 } in copied {
+            if !status.is_success() {
+                self.in_flight.fail(parent, status);
+            }
+            self.alone.dw0 = dw0;
+            if let Some(end) = self.end(parent) {
+                ended(CompletedCommand { dw0, ..end });
+            }
+        }
+        for parent in over {
+            if let Some(end) = self.end(parent) {
+                ended(end);
+            }
+        }
+        if self.alone.len() != 0 {
+            self.advance_alone(ended);
+        }
+        self.can_advance()
+    }
+
+    /// Whether there is more to do at once, which no disk announces.
+    pub(crate) fn can_advance(&self) -> bool {
+        self.copies.can_advance()
+            || self.long.can_advance()
+            || self.forced.can_advance()
+            || self.alone.can_advance()
+            || !self.reservations.ended.is_empty()
+    }
+
+    /// A request has ended: the command that has ended with it, if there is one.
+    fn request_ended(
+        &mut self,
+        tag: u32,
+        outcome: Result<(), DiskError>,
+    ) -> Option<CompletedCommand> {
+        if let Err(error) = outcome {
+            let reading = self.in_flight.get_mut(tag)?.kind.is_reading();
+            self.in_flight.fail(tag, status_of(error, reading));
+        }
+        self.end(tag)
+    }
+
+    /// An entry has come to its end: the command that has ended with it, if there is one.
+    pub(super) fn end(&mut self, tag: u32) -> Option<CompletedCommand> {
+        let InFlight { owner, status, kind, nsid, lba, waiting, .. } =
+            self.in_flight.remove(tag)?;
+        if let (Some(latch), Status::ABORT_REQUESTED) = (&waiting, status.code()) {
+            latch.set_status(Status::ABORT_REQUESTED);
+        }
+        match owner {
+            Owner::Part { parent } => {
+                if !status.is_success() {
+                    self.in_flight.fail(parent, status);
+                }
+                self.long.part_ended(parent);
+                self.forced.part_ended(parent);
+                None
+            }
+            Owner::Dropped { parent } => {
+                self.long.part_ended(parent);
+                None
+            }
+            Owner::Range { copy, range } => {
+                self.copies.range_ended(copy, range, status);
+                None
+            }
+            Owner::Internal => {
+                if !status.is_success() {
+                    tracing::warn!(%status, "what the controller wanted for itself has failed");
+                    if let Some(latch) = &waiting {
+                        latch.set_status(status);
+                    }
+                }
+                None
+            }
+            Owner::Alone { sq, cid, permit } => {
+                if status.is_success() {
+                    self.count(kind);
+                } else {
+                    self.count_error(status);
+                }
+                self.alone_ended((sq, cid), permit, status);
+                None
+            }
+            Owner::Command { sq, cid, permit } => {
+                if status.is_success() {
+                    self.count(kind);
+                } else {
+                    self.count_error(status);
+                }
+                Some(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0: 0 })
+            }
+        }
+    }
+}

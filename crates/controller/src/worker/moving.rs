@@ -1,0 +1,155 @@
+//! Queues that leave for another worker, and arrive from one.
+
+use super::controller_queues::ControllerQueues;
+use super::controller_queues::insert;
+use super::queue_set::QueueSet;
+use super::recovery::Recovery;
+use super::relocation::{Departure, Relocated};
+use super::replay::Inheritance;
+use crate::exec::Closed;
+use crate::latch::Latch;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+impl ControllerQueues {
+    /// Has it leave for another worker: nothing more is fetched here, and when nothing is under way
+    /// [`is_over`](Self::is_over) says so.
+    pub(crate) fn leave(&mut self, departure: Departure) {
+        self.set.engine.close(Closed::Leaves);
+        self.departure = Some(departure);
+    }
+
+    /// It does not leave after all, unless it has left already.
+    pub(crate) fn stay(&mut self) {
+        if self.departure.take().is_some() {
+            self.set.engine.open(Closed::Leaves);
+        }
+    }
+
+    /// It is to leave soon: a reset waits for that.
+    pub(crate) fn hurry(&mut self) {
+        if self.departure.is_some() {
+            self.recovery = None;
+            self.set.engine.cancel_all(None);
+            if let Some(overriding) = &mut self.overriding {
+                overriding.reset();
+            }
+        }
+    }
+
+    /// Leaves from `worker`, unless it is being detached: whether it has left.
+    pub(crate) fn depart(&mut self, worker: usize) -> bool {
+        let Some(Departure { to, latch }) = self.departure.take() else { return false };
+        if self.detaching.is_some() {
+            return false;
+        }
+        let table = self.table();
+        // A change of the namespaces may come to its end there before this one is dropped, and
+        // nothing of a disk that goes may be here then.
+        self.set.engine.forget_namespaces();
+        // Nor is anything in flight, and whoever moves the guest may look at once.
+        self.set.engine.view().hand_in_log();
+        // Who goes to another process, or another worker, is served there as any other one.
+        self.recovery = None;
+        self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);
+        if let Some(journal) = &self.set.journal {
+            self.set.cqs.iter_mut().flatten().for_each(|cq| cq.leave_journal(journal));
+        }
+        let relocated = Relocated {
+            shared: Arc::clone(&self.set.shared),
+            control: self.set.control.clone(),
+            opening: self.opening.take(),
+            table,
+            counters: Arc::clone(&self.set.engine.counters),
+            shadow: self.shadow,
+            sqs: std::mem::take(&mut self.set.sqs),
+            cqs: std::mem::take(&mut self.set.cqs),
+            overriding: self.overriding.take(),
+            doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
+            losses: self.losses,
+            lost: self.lost,
+            inheritance: Inheritance::default(),
+            latch: Some(latch),
+        };
+        // Who writes a doorbell looks at its owner once more after that: so either the doorbell is
+        // seen there, or the writer sees that the queue has gone there.
+        self.set.shared.change_owner(worker, to.worker);
+        to.arrivals.deliver(Box::new(relocated));
+        true
+    }
+
+    /// Arrives at the calling thread. What it has in hand is dropped if a disk can not be opened.
+    /// The thread is that of `worker`.
+    pub(crate) fn arrive(
+        relocated: Relocated,
+        worker: usize,
+    ) -> Result<(Self, Option<Latch>), std::io::Error> {
+        let Relocated { shared, control, opening, table, shadow, sqs, cqs, .. } = relocated;
+        let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
+        let Relocated { counters, inheritance, .. } = relocated;
+        let journal = shared.journal_part(worker, opening.generation)?;
+        counters.set_worker(worker);
+        let mut set = QueueSet::new(shared, control, opening.open(table, counters)?, journal);
+        (set.sqs, set.cqs) = (sqs, cqs);
+        if let Some(journal) = &mut set.journal {
+            set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
+        }
+        let arrived = Self {
+            recovery: Recovery::new(inheritance, &mut set),
+            set,
+            overriding,
+            shadow,
+            doorbell_eventfds,
+            draining: VecDeque::new(),
+            deleting: Vec::new(),
+            detaching: None,
+            losses,
+            lost,
+            first: 0,
+            opening,
+            departure: None,
+            look: None,
+        };
+        arrived.write_down();
+        Ok((arrived, latch))
+    }
+
+    /// Takes in queues of the same controller that come from another worker.
+    pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
+        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
+        self.set.shared.join_parts(&counters, &self.set.engine.counters);
+        // They were found in the map that was in force there.
+        let (table, pages) = (self.table(), self.shadow);
+        let mut places = Vec::with_capacity(cqs.len());
+        for cq in cqs {
+            let journal = self.set.journal.as_mut();
+            places.push(cq.map(|mut cq| {
+                cq.remap(&table, pages);
+                if let Some(journal) = journal {
+                    cq.join_journal(journal);
+                }
+                insert(&mut self.set.cqs, cq)
+            }));
+        }
+        let mut indices = Vec::with_capacity(sqs.len());
+        for sq in sqs {
+            indices.push(sq.and_then(|mut sq| {
+                // A submission queue has its completion queue on the same worker.
+                sq.cq = places.get(sq.cq).copied().flatten()?;
+                sq.remap(&table, pages);
+                Some(insert(&mut self.set.sqs, sq))
+            }));
+        }
+        // Queues that were placed at several workers may be recovered by one.
+        let inheritance = inheritance.moved(|sq| indices.get(sq).copied().flatten());
+        if let Some(more) = Recovery::new(inheritance, &mut self.set) {
+            match &mut self.recovery {
+                Some(recovery) => recovery.join(*more),
+                None => self.recovery = Some(more),
+            }
+        }
+        self.doorbell_eventfds.extend(doorbell_eventfds);
+        self.write_down();
+        latch
+    }
+}

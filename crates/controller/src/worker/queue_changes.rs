@@ -1,0 +1,95 @@
+//! Queues that are created, deleted and moved in memory.
+
+use super::controller_queues::ControllerQueues;
+use super::controller_queues::{Deleting, insert};
+use crate::interrupt::{HoldLimit, IrqLine};
+use crate::latch::Latch;
+use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
+use crate::shared::DSTRD;
+use shadowbell_memory::{DmaTable, View};
+use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use shadowbell_spec::status::Status;
+use std::sync::Arc;
+
+impl ControllerQueues {
+    pub(super) fn shadow_cells(&self, offset: u64) -> Option<ShadowCells> {
+        ShadowCells::resolve(&self.table(), self.shadow?, offset)
+    }
+
+    pub(crate) fn create_cq(&mut self, layout: QueueLayout, vector: Option<u16>, limit: HoldLimit) {
+        let shared = &self.set.shared;
+        let irq = vector.map(|v| IrqLine::new(Arc::clone(&shared.irqs), v));
+        let mut cq = Cq::new(layout, shared, irq, limit);
+        // Unmapped memory was refused by the control plane; if it went since, the queue waits.
+        let _ = cq.resolve(&self.table());
+        cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
+        insert(&mut self.set.cqs, cq);
+        self.write_down();
+    }
+
+    pub(crate) fn create_sq(&mut self, layout: QueueLayout, cqid: u16) -> Result<(), Status> {
+        let cq = self.set.find_cq(cqid).ok_or(Status::CQ_INVALID.with_dnr())?;
+        let mut sq = Sq::new(layout, &self.set.shared, cq);
+        let _ = sq.resolve(&self.table());
+        sq.shadow(self.shadow_cells(sq_entry_offset(layout.qid, DSTRD)));
+        insert(&mut self.set.sqs, sq);
+        self.write_down();
+        Ok(())
+    }
+
+    /// Writes down where all queues are: one has begun, or their doorbells have another place.
+    pub(super) fn write_down(&self) {
+        if let Some(journal) = &self.set.journal {
+            for sq in self.set.sqs.iter().flatten() {
+                let cq = self.set.cqs.get(sq.cq).and_then(Option::as_ref);
+                sq.write_down(journal, cq.map_or(0, Cq::posted));
+            }
+            self.set.cqs.iter().flatten().for_each(|cq| cq.write_down(journal));
+        }
+    }
+
+    pub(crate) fn delete_sq(&mut self, qid: u16, latch: Latch) {
+        let Some(index) = self.set.find_sq(qid) else { return };
+        if let Some(sq) = &mut self.set.sqs[index] {
+            sq.stopped = true;
+        }
+        self.set.engine.cancel_all(Some(index));
+        if let Some(overriding) = &mut self.overriding {
+            overriding.delete_sq(&mut self.set, index);
+        }
+        self.deleting.push((Deleting::Sq(index), latch));
+    }
+
+    pub(crate) fn delete_cq(&mut self, qid: u16) {
+        let index = self.set.find_cq(qid);
+        if let Some(cq) = index.and_then(|i| self.set.cqs[i].take()) {
+            self.set.shared.retire_cq(&cq.counters);
+        }
+    }
+
+    /// Doorbell Buffer Config: every queue gets its entry, with commands in flight or not.
+    pub(crate) fn enable_shadow(&mut self, pages: (u64, u64)) {
+        self.shadow = Some(pages);
+        let table = self.table();
+        for sq in self.set.sqs.iter_mut().flatten() {
+            sq.shadow(ShadowCells::resolve(&table, pages, sq_entry_offset(sq.layout.qid, DSTRD)));
+        }
+        for cq in self.set.cqs.iter_mut().flatten() {
+            cq.shadow(ShadowCells::resolve(&table, pages, cq_entry_offset(cq.layout.qid, DSTRD)));
+        }
+        self.write_down();
+    }
+
+    /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
+    /// has them; a shadow entry is kept as it is (its state survives the remapping).
+    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
+        let old = self.set.engine.change_view(View::new(Arc::clone(&table)));
+        self.lost = false;
+        self.draining.push_back((old.watch(), latches));
+        drop(old);
+        let pages = self.shadow;
+        self.set.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
+        self.set.cqs.iter_mut().flatten().for_each(|cq| cq.remap(&table, pages));
+        self.write_down();
+    }
+}

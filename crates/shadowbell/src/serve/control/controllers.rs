@@ -1,0 +1,148 @@
+//! Controllers: what they are, and how they come and go.
+
+use super::ana;
+use super::requested::{find, problem, uuid};
+use super::view::{View, namespaces_of};
+use crate::control::api::{Code, Controller, ControllerSpec, ControllerState, Problem};
+use crate::controller_config::{ControllerConfig, DiskConfig};
+use crate::serve::config_file::{self};
+use crate::serve::registry::ServedController;
+use crate::serve::server_config::{Own, SocketConfig, WorkerChoice};
+use shadowbell_spec::regs;
+use std::path::PathBuf;
+
+/// All controllers, in the order of the configuration
+#[utoipa::path(get, path = "/v1/controllers", operation_id = "controllers", tag = "controllers",
+    responses((status = 200, description = "All of them", body = Vec<Controller>)))]
+pub(super) fn controllers(view: &View) -> Vec<Controller> {
+    view.controllers.all().iter().map(|served| describe(served)).collect()
+}
+
+/// One controller
+#[utoipa::path(get, path = "/v1/controllers/{id}", operation_id = "controller",
+    tag = "controllers",
+    params(("id" = String, Path, description = "The controller's `id`")),
+    responses(
+        (status = 200, description = "It is there", body = Controller),
+        (status = 404, description = "It is not", body = Problem)
+    ))]
+pub(super) fn controller(view: &View, id: &str) -> Result<Controller, Problem> {
+    find(view, id).map(|served| describe(&served))
+}
+
+/// Serve another controller
+///
+/// The same request again changes nothing (200), so it may be repeated.
+#[utoipa::path(put, path = "/v1/controllers/{id}", operation_id = "add_controller",
+    tag = "controllers",
+    params(("id" = String, Path, description = "What it is to be called")),
+    request_body = ControllerSpec,
+    responses(
+        (status = 200, description = "It is there already", body = Controller),
+        (status = 201, description = "It is served", body = Controller),
+        (status = 400, description = "There can be no such controller", body = Problem),
+        (status = 409, description = "There is another of that id", body = Problem)
+    ))]
+pub(super) fn add_controller(
+    view: &View,
+    id: &str,
+    wanted: &ControllerSpec,
+) -> Result<(bool, Controller), Problem> {
+    let wrong = |why: String| Problem::new(Code::BadRequest, why);
+    let asked = asked(id, wanted).map_err(wrong)?;
+    let is_new = view.changes.add(asked).map_err(problem)?;
+    Ok((is_new, controller(view, id)?))
+}
+
+/// Serve a controller no more
+///
+/// Its socket is removed, its disks are flushed and closed.
+#[utoipa::path(delete, path = "/v1/controllers/{id}", operation_id = "remove_controller",
+    tag = "controllers",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("force" = Option<bool>, Query, description = "Take it away from a client that has it")
+    ),
+    responses(
+        (status = 204, description = "It is gone"),
+        (status = 404, description = "There is none", body = Problem),
+        (status = 409, description = "A client has it", body = Problem)
+    ))]
+pub(super) fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> {
+    view.changes.remove(id, force).map_err(problem)
+}
+
+/// A controller as it was asked for by a request.
+pub(super) fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
+    let socket = PathBuf::from(&spec.socket);
+    if !socket.is_absolute() {
+        return Err(format!("`socket` is a path from the root, not `{}`", spec.socket));
+    }
+    if spec.disks.is_empty() {
+        return Err("a controller has one disk at least".to_owned());
+    }
+    if spec.queues.is_some_and(|queues| !(1..=64).contains(&queues)) {
+        return Err("`queues` is 1 to 64".to_owned());
+    }
+    if spec.queue_entries.is_some_and(|entries| !(2..=4096).contains(&entries)) {
+        return Err("`queue_entries` is 2 to 4096".to_owned());
+    }
+    let disks = spec.disks.iter().map(|disk| {
+        let uuid = disk.uuid.as_deref().map(uuid).transpose()?;
+        Ok(DiskConfig::with(disk.disk.clone(), uuid, disk.nsid))
+    });
+    let worker = spec.worker.as_deref().map(|worker| match worker {
+        "own" => Ok(WorkerChoice::Own(Own::Own)),
+        number => number.parse().map(WorkerChoice::Shared).map_err(|_| {
+            format!("`worker` is the number of a worker, from 0, or `own`, not `{number}`")
+        }),
+    });
+    let controller = ControllerConfig {
+        disks: disks.collect::<Result<_, String>>()?,
+        serial: spec.serial.clone(),
+        model: spec.model.clone(),
+        queues: spec.queues,
+        queue_entries: spec.queue_entries,
+        max_transfer: spec.max_transfer,
+        doorbells: spec.doorbells,
+        read_only: spec.read_only,
+        pool: None,
+        subsystem: None,
+    };
+    config_file::check_nsids(&controller.disks)?;
+    let mut asked =
+        SocketConfig { id: None, socket, controller, worker: worker.transpose()?, origin: None };
+    // A socket is an id without being given.
+    if asked.id() != id {
+        config_file::check_id(id)?;
+        asked.id = Some(id.to_owned());
+    }
+    Ok(asked)
+}
+
+pub(super) fn describe(served: &ServedController) -> Controller {
+    let config = served.controller.config();
+    Controller {
+        id: served.id.clone(),
+        socket: served.socket.clone(),
+        serial: config.serial.clone(),
+        model: config.model.clone(),
+        client: served.has_client(),
+        state: state(&served.controller),
+        max_queues: config.io_queues,
+        namespaces: namespaces_of(served).collect(),
+        ana: ana::groups(served).collect(),
+    }
+}
+
+pub(super) fn state(controller: &shadowbell_controller::Controller) -> ControllerState {
+    let mut bytes = [0; 4];
+    controller.read(regs::CSTS, &mut bytes);
+    let csts = regs::Csts::from_bits(u32::from_le_bytes(bytes));
+    match csts {
+        _ if csts.cfs() => ControllerState::Failed,
+        _ if csts.shst() != 0 => ControllerState::ShutDown,
+        _ if csts.rdy() => ControllerState::Ready,
+        _ => ControllerState::Disabled,
+    }
+}

@@ -1,0 +1,121 @@
+//! Namespaces of a controller: what they are, and how they come, go and change.
+
+use super::requested::{find, problem, uuid};
+use super::view::{View, namespaces_of};
+use crate::control::api::{Code, Namespace, NamespaceChange, NamespaceSpec, Problem, Size};
+use crate::controller_config::DiskConfig;
+
+/// Add a namespace to a controller
+///
+/// The guest is told, and may use it at once. The same request again changes nothing (200), so it
+/// may be repeated.
+#[utoipa::path(put, path = "/v1/controllers/{id}/namespaces/{nsid}",
+    operation_id = "add_namespace", tag = "namespaces",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("nsid" = u32, Path, description = "The number that it is to have, from 1")
+    ),
+    request_body = NamespaceSpec,
+    responses(
+        (status = 200, description = "It is there already", body = Namespace),
+        (status = 201, description = "It is served", body = Namespace),
+        (status = 400, description = "There can be no such namespace", body = Problem),
+        (status = 404, description = "There is no such controller", body = Problem),
+        (status = 409, description = "There is another of that number", body = Problem)
+    ))]
+pub(super) fn add_namespace(
+    view: &View,
+    id: &str,
+    nsid: u32,
+    wanted: &NamespaceSpec,
+) -> Result<(bool, Namespace), Problem> {
+    let wrong = |why: String| Problem::new(Code::BadRequest, why);
+    let uuid = wanted.uuid.as_deref().map(uuid).transpose().map_err(wrong)?;
+    let disk = DiskConfig::with(wanted.disk.clone(), uuid, Some(nsid));
+    let is_new = view.changes.add_namespace(id, nsid, &disk).map_err(problem)?;
+    Ok((is_new, namespace(view, id, nsid)?))
+}
+
+/// Remove a namespace of a controller
+///
+/// The guest is told. Commands that are under way end with an error; what was written is flushed,
+/// and the disk is closed.
+#[utoipa::path(delete, path = "/v1/controllers/{id}/namespaces/{nsid}",
+    operation_id = "remove_namespace", tag = "namespaces",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("nsid" = u32, Path, description = "Its number")
+    ),
+    responses(
+        (status = 204, description = "It is gone"),
+        (status = 404, description = "There is none", body = Problem),
+        (status = 409, description = "It is the last one", body = Problem)
+    ))]
+pub(super) fn remove_namespace(view: &View, id: &str, nsid: u32) -> Result<(), Problem> {
+    view.changes.remove_namespace(id, nsid).map_err(problem)
+}
+
+/// Change a namespace: its size, its disk, whether it takes writes, or how many
+///
+/// The guest is told. If it is so already, nothing changes.
+#[utoipa::path(patch, path = "/v1/controllers/{id}/namespaces/{nsid}",
+    operation_id = "change_namespace", tag = "namespaces",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("nsid" = u32, Path, description = "Its number")
+    ),
+    request_body = NamespaceChange,
+    responses(
+        (status = 200, description = "It is so", body = Namespace),
+        (status = 400, description = "It can not be that", body = Problem),
+        (status = 404, description = "There is none", body = Problem),
+        (status = 409, description = "Its disk, or the server, is not in a state for it",
+            body = Problem)
+    ))]
+pub(super) fn change_namespace(
+    view: &View,
+    id: &str,
+    nsid: u32,
+    wanted: &NamespaceChange,
+) -> Result<Namespace, Problem> {
+    use crate::serve::namespaces::NamespaceChange as Change;
+    let change = match wanted.clone() {
+        NamespaceChange { size: Some(Size::Whole), disk: None, read_only: None, limits: None } => {
+            Change::Size(None)
+        }
+        NamespaceChange {
+            size: Some(Size::Bytes(bytes)),
+            disk: None,
+            read_only: None,
+            limits: None,
+        } => Change::Size(Some(bytes)),
+        NamespaceChange { size: None, disk: Some(disk), read_only: None, limits: None } => {
+            Change::Disk(disk)
+        }
+        NamespaceChange { size: None, disk: None, read_only: Some(on), limits: None } => {
+            Change::ReadOnly(on)
+        }
+        NamespaceChange { size: None, disk: None, read_only: None, limits: Some(limits) } => {
+            Change::Limits(limits.parse().map_err(|why| Problem::new(Code::BadRequest, why))?)
+        }
+        _ => {
+            let why = "one of `size`, `disk`, `read_only` and `limits` is to be given";
+            return Err(Problem::new(Code::BadRequest, why));
+        }
+    };
+    view.changes.change_namespace(id, nsid, &change).map_err(problem)?;
+    namespace(view, id, nsid)
+}
+
+pub(super) fn namespace(view: &View, id: &str, nsid: u32) -> Result<Namespace, Problem> {
+    let served = find(view, id)?;
+    let found = namespaces_of(&served).find(|namespace| namespace.nsid == nsid);
+    found.ok_or_else(|| Problem::new(Code::NotFound, format!("there is no namespace {nsid}")))
+}
+
+/// All namespaces of all controllers
+#[utoipa::path(get, path = "/v1/namespaces", operation_id = "namespaces", tag = "controllers",
+    responses((status = 200, description = "All of them", body = Vec<Namespace>)))]
+pub(super) fn namespaces(view: &View) -> Vec<Namespace> {
+    view.controllers.all().iter().flat_map(|served| namespaces_of(served)).collect()
+}

@@ -1,0 +1,30 @@
+//! What a request names, and why it can not be had.
+
+use super::view::View;
+use crate::control::api::{Code, Problem};
+use crate::exit;
+use crate::serve::registry::ServedController;
+use crate::uuid_text::parse_uuid;
+use std::sync::Arc;
+
+pub(super) fn find(view: &View, id: &str) -> Result<Arc<ServedController>, Problem> {
+    view.controllers.find_by_any(id).ok_or_else(|| {
+        let why = format!("there is no controller `{id}`; `shadowbell ctl controllers` lists them");
+        Problem::new(Code::NotFound, why)
+    })
+}
+
+/// An error of a change, as an answer.
+pub(super) fn problem(error: anyhow::Error) -> Problem {
+    let code = match exit::status(&error) {
+        exit::BAD_INPUT => Code::BadRequest,
+        exit::NOT_THERE => Code::NotFound,
+        exit::CONFLICT => Code::Conflict,
+        _ => Code::Failed,
+    };
+    Problem::new(code, exit::line(&error))
+}
+
+pub(super) fn uuid(text: &str) -> Result<[u8; 16], String> {
+    parse_uuid(text).ok_or_else(|| format!("`{text}` is no UUID"))
+}
