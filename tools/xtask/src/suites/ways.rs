@@ -44,7 +44,7 @@ impl Control<'_> {
     fn counts(&self) -> Result<[u64; 2]> {
         let stats: Value = serde_json::from_str(&self.ctl(&["stats", "--json"])?)?;
         let all = stats["controllers"].as_array().context("no controllers")?;
-        let count = |socket: &PathBuf| {
+        let count = |socket: &PathBuf| -> Result<u64> {
             let name = socket.display().to_string();
             let of = all.iter().find(|one| one["socket"].as_str() == Some(&name));
             let io = &of.with_context(|| format!("no {name} in {stats}"))?["io"];
