@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use shadowbell_guest::Guest;
 
+use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
 use super::setup::MINUTE;
 use crate::report::Report;
@@ -123,6 +124,8 @@ pub(crate) fn check(
             names[0]
         );
         refused(guest, &read, &[INACCESSIBLE])?;
+        // Of how that was sent, the kernel complains.
+        guest.sh("dmesg -c >/dev/null", MINUTE)?;
         control.set(0, "optimized")?;
         known(guest, &names[0], "optimized")
     });
@@ -163,6 +166,7 @@ pub(crate) fn check(
         }
         Ok(())
     });
+    report.check("the kernel complains of none of that", |_| dmesg::clean(guest, 2));
     report.check("with no path at all the load waits, and goes on", |_| {
         for state in ["inaccessible", "change"] {
             control.set(0, state)?;
@@ -173,7 +177,9 @@ pub(crate) fn check(
             control.moves(1)?;
             control.set(0, "optimized")?;
         }
-        Ok(())
+        let log = guest.dmesg()?;
+        ensure!(log.contains("no usable path"), "{log}");
+        guest.sh("dmesg -c >/dev/null", MINUTE).map(drop)
     });
     report.check("the load has seen no error", |_| ended(guest));
 }
