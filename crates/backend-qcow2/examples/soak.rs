@@ -239,11 +239,18 @@ impl Watch {
     }
 
     fn qemu_img(&self, arguments: &[&str], more: &[&Path]) -> Result<(i32, String), String> {
-        let output = Command::new("qemu-img").args(arguments).args(more).output();
-        let output = output.map_err(|error| format!("qemu-img: {error}"))?;
-        let text = [output.stdout, output.stderr].concat();
-        let text = String::from_utf8_lossy(&text).into_owned();
-        Ok((output.status.code().unwrap_or(-1), text))
+        let until = Instant::now() + Duration::from_secs(10);
+        loop {
+            let output = Command::new("qemu-img").args(arguments).args(more).output();
+            let output = output.map_err(|error| format!("qemu-img: {error}"))?;
+            let text = [output.stdout, output.stderr].concat();
+            let text = String::from_utf8_lossy(&text).into_owned();
+            // The process that was killed has the image until the system has taken its ring apart.
+            if !text.contains("Failed to get") || Instant::now() > until {
+                return Ok((output.status.code().unwrap_or(-1), text));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn create(&self, clusters: &str) -> Result<(), String> {

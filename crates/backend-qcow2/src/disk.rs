@@ -27,7 +27,8 @@ pub struct Qcow2Disk {
 }
 
 impl Qcow2Disk {
-    /// Opens the image at `path`. Of the options, `format` is not looked at, and neither is `aio`.
+    /// Opens the image at `path`. Of the options, `format` is not looked at. With `aio=threads`, or
+    /// where there is no io_uring, all requests go by threads.
     ///
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong with the image and what to do.
@@ -88,6 +89,19 @@ impl Qcow2Disk {
         info.granularity = ((1 << opened.header.cluster_bits) / block_size).max(1);
         let pool = Arc::new(Pool::new(Image::new(opened, info, name)));
         Ok(Self { pool, path: path.to_owned() })
+    }
+
+    /// Whether a request for these bytes goes straight to the image's file now: it reads, or `writes`,
+    /// clusters that are allocated, not shared and not compressed, in one piece of the file, and a
+    /// request has gone to them or near them before.
+    #[must_use]
+    pub fn goes_straight(&self, offset: u64, len: u64, writes: bool) -> bool {
+        let Some(map) = &self.pool.image().map else { return false };
+        let entered = map.enter(offset, len, writes);
+        if let Some((_, entered)) = entered {
+            map.leave(entered);
+        }
+        entered.is_some()
     }
 
     /// What the image is, in a few words: `qcow2 version 3, clusters of 64 KiB, 1 MiB in the file`.

@@ -1,12 +1,14 @@
 //! A request as calls of the crate that knows the format. Everything here may wait for the storage.
 
 use crate::header::Header;
+use crate::map::Map;
 use crate::open::Opened;
 use crate::storage::FileStorage;
 use imago::io_buffers::IoBuffer;
 use imago::{FormatAccess, Mapping};
 use parking_lot::{Mutex, RwLock};
-use shadowbell_backend::{DiskError, DiskInfo, Extent, ImageFile, Op, Request, Tell};
+use rustix::fs::SeekFrom;
+use shadowbell_backend::{DiskError, DiskInfo, Extent, ImageBytes, ImageFile, Op, Request, Tell};
 use shadowbell_memory::contain_panic;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -20,9 +22,9 @@ const DISCARD_PIECE: u64 = 256 << 20;
 
 /// An open image.
 pub(crate) struct Image {
-    /// Nothing once it is closed. Alone with it is who discards: what was looked up is not where it
-    /// was after that.
-    format: RwLock<Option<FormatAccess<FileStorage>>>,
+    /// Nothing once it is closed. Alone with it is who discards or zeroes clusters: what was looked
+    /// up is not where it was after that.
+    pub(crate) format: RwLock<Option<FormatAccess<FileStorage>>>,
     pub(crate) header: Header,
     pub(crate) info: DiskInfo,
     file: ImageFile,
@@ -30,7 +32,7 @@ pub(crate) struct Image {
     pub(crate) below: Vec<ImageFile>,
     pub(crate) is_direct: bool,
     /// Nothing can be said of what is in the image any more.
-    broken: AtomicBool,
+    pub(crate) broken: AtomicBool,
     /// The error number of the first sync that has lost data, or 0.
     lost: AtomicI32,
     /// The longest that the file was.
@@ -46,12 +48,20 @@ pub(crate) struct Image {
     has_changed: AtomicBool,
     /// Who is to know that data are lost.
     on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
+    /// The file, and the clusters in it that need nothing of the format.
+    pub(crate) bytes: Option<ImageBytes>,
+    pub(crate) map: Option<Map>,
+    /// Such clusters may be written, too.
+    pub(crate) is_sound: bool,
+    /// Those of them whose tables are not in the file yet.
+    pub(crate) unsaved: Mutex<Vec<u64>>,
 }
 
 impl Image {
     pub(crate) fn new(opened: Opened, info: DiskInfo, name: String) -> Self {
-        let Opened { format, header, file, below, is_direct } = opened;
-        let longest = AtomicU64::new(file.file().metadata().map_or(0, |about| about.len()));
+        let Opened { format, header, file, below, is_direct, bytes, is_sound } = opened;
+        let longest = AtomicU64::new(rustix::fs::seek(file.file(), SeekFrom::End(0)).unwrap_or(0));
+        let map = bytes.as_ref().map(|_| Map::new(header.cluster_bits, header.size));
         Self {
             format: RwLock::new(Some(format)),
             header,
@@ -67,6 +77,10 @@ impl Image {
             lasts: AtomicBool::new(false),
             has_changed: AtomicBool::new(false),
             on_loss: Mutex::default(),
+            bytes,
+            map,
+            is_sound,
+            unsaved: Mutex::default(),
         }
     }
 
@@ -116,6 +130,9 @@ impl Image {
         };
         // What was read beyond the end of a file that has become shorter is zeroes.
         let result = result.and_then(|()| self.check());
+        if result.is_ok() {
+            self.learn(request);
+        }
         self.note_room(request, result);
         result
     }
@@ -155,7 +172,9 @@ impl Image {
             format.flush().map_err(|error| {
                 self.has_changed.fetch_or(has_changed, Ordering::SeqCst);
                 error_of(&error)
-            })
+            })?;
+            self.tables_are_saved();
+            Ok(())
         })
     }
 
@@ -219,8 +238,13 @@ impl Image {
         self.file.file().metadata().map_or(0, |about| about.blocks() * 512)
     }
 
+    /// The longest that the file was, or how long the device is.
+    pub(crate) fn longest(&self) -> u64 {
+        self.longest.load(Ordering::Acquire)
+    }
+
     /// Whether the image is still as it was left.
-    fn check(&self) -> Result<(), DiskError> {
+    pub(crate) fn check(&self) -> Result<(), DiskError> {
         if self.broken.load(Ordering::Relaxed) {
             return Err(DiskError::Io(libc::EIO));
         }
@@ -245,7 +269,10 @@ impl Image {
         }
     }
 
-    fn contained(&self, f: impl FnOnce() -> Result<(), DiskError>) -> Result<(), DiskError> {
+    pub(crate) fn contained(
+        &self,
+        f: impl FnOnce() -> Result<(), DiskError>,
+    ) -> Result<(), DiskError> {
         contain_panic(f).unwrap_or_else(|why| {
             self.give_up(&format!("the image is damaged, or its reader has a fault ({why})"));
             Err(DiskError::Io(libc::EIO))
@@ -324,6 +351,7 @@ impl Image {
             // What has no cluster needs no entry in a table either.
             if !unallocated {
                 self.has_changed.store(true, Ordering::SeqCst);
+                self.close_clusters(offset, there);
                 format.discard_to_zero(offset, there)?;
             }
             offset += there;
@@ -341,38 +369,96 @@ impl Image {
         let end = offset + len;
         let mut zeroes = None;
         while offset < end {
-            let format = self.format.read();
-            let Some(format) = &*format else { return Err(gone()) };
-            let (mapping, there) = format.get_mapping(offset, (end - offset).min(DISCARD_PIECE))?;
-            let is_zero = matches!(mapping, Mapping::Zero { .. });
-            let mut now = there;
-            if there == 0 {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            } else if is_zero {
-            } else if has_zeroes {
-                self.has_changed.store(true, Ordering::SeqCst);
-                format.write_zeroes(offset, there)?;
+            let now = if has_zeroes {
+                self.zero_clusters(offset, end - offset)?
             } else {
-                now = there.min(PIECE as u64);
-                let zeroes = match &mut zeroes {
-                    Some(zeroes) => zeroes,
-                    none => {
-                        let mut buffer = IoBuffer::new(PIECE, ALIGNMENT)?;
-                        buffer.as_mut().into_slice().fill(0);
-                        none.insert(buffer)
-                    }
-                };
-                self.note_change(format, offset, now);
-                format.write(zeroes.as_ref_range(0..now as usize), offset)?;
-            }
+                self.write_zeroes(offset, end - offset, &mut zeroes)?
+            };
             offset += now;
         }
         Ok(())
     }
 
+    /// Has the beginning of a range read as zeroes, by what the format has for that. How much of it.
+    fn zero_clusters(&self, offset: u64, len: u64) -> io::Result<u64> {
+        let cluster = 1 << self.header.cluster_bits;
+        // Alone with the whole clusters only: what is left of others is written.
+        let (skew, is_last) = (offset % cluster, offset + len == self.header.size);
+        let whole = if is_last { len } else { len - len % cluster };
+        let len = match (skew, whole) {
+            (0, 0) => len,
+            (0, whole) => whole.min(DISCARD_PIECE),
+            (skew, _) => len.min(cluster - skew),
+        };
+        if skew != 0 || (len < cluster && !is_last) {
+            let format = self.format.read();
+            let Some(format) = &*format else { return Err(gone()) };
+            return self.zero_piece(format, offset, len);
+        }
+        let format = self.format.write();
+        let Some(format) = &*format else { return Err(gone()) };
+        self.close_clusters(offset, len);
+        self.zero_piece(format, offset, len)
+    }
+
+    fn zero_piece(
+        &self,
+        format: &FormatAccess<FileStorage>,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<u64> {
+        let (mapping, there) = format.get_mapping(offset, len)?;
+        if there == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if !matches!(mapping, Mapping::Zero { .. }) {
+            self.has_changed.store(true, Ordering::SeqCst);
+            format.write_zeroes(offset, there)?;
+        }
+        Ok(there)
+    }
+
+    /// Writes zeroes to the beginning of a range. To how much of it.
+    fn write_zeroes(
+        &self,
+        offset: u64,
+        len: u64,
+        zeroes: &mut Option<IoBuffer>,
+    ) -> io::Result<u64> {
+        let format = self.format.read();
+        let Some(format) = &*format else { return Err(gone()) };
+        let (mapping, there) = format.get_mapping(offset, len.min(DISCARD_PIECE))?;
+        if there == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if matches!(mapping, Mapping::Zero { .. }) {
+            return Ok(there);
+        }
+        let now = there.min(PIECE as u64);
+        let zeroes = match zeroes {
+            Some(zeroes) => zeroes,
+            none => {
+                let mut buffer = IoBuffer::new(PIECE, ALIGNMENT)?;
+                buffer.as_mut().into_slice().fill(0);
+                none.insert(buffer)
+            }
+        };
+        self.note_change(format, offset, now);
+        format.write(zeroes.as_ref_range(0..now as usize), offset)?;
+        Ok(now)
+    }
+
+    /// Has nobody at work in these clusters past the format, and nobody begin. With `format` locked
+    /// by who is alone with it.
+    fn close_clusters(&self, offset: u64, len: u64) {
+        if let Some(map) = &self.map {
+            map.close(offset, len);
+        }
+    }
+
     /// Remembers where there was no room, until the same place is written with success, as a raw
     /// image does.
-    fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
+    pub(crate) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
         let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
         match result {
             Err(DiskError::NoSpace) => self.full.store(at + 1, Ordering::Relaxed),
@@ -388,7 +474,7 @@ impl Image {
     }
 }
 
-fn access(
+pub(crate) fn access(
     format: &Option<FormatAccess<FileStorage>>,
 ) -> Result<&FormatAccess<FileStorage>, DiskError> {
     format.as_ref().ok_or(DiskError::Io(libc::EIO))
@@ -399,7 +485,7 @@ fn gone() -> io::Error {
 }
 
 /// What a failure means for the request.
-fn error_of(error: &io::Error) -> DiskError {
+pub(crate) fn error_of(error: &io::Error) -> DiskError {
     use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     match (error.kind(), error.raw_os_error()) {
         (StorageFull | QuotaExceeded | FileTooLarge, _) => DiskError::NoSpace,

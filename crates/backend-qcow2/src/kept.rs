@@ -5,12 +5,16 @@
 //! The storage is read and written by threads. A thread that is in a call when its process is
 //! killed ends that call before the process has gone, and the lock on the image goes with the last
 //! of them: the next process opens the image anew, by a descriptor that only names it, and waits
-//! for the lock. The files below are only read, into memory that was the dead process's alone.
+//! for the lock. What the dead process had given to io_uring keeps the open file, and so the lock,
+//! until it has ended, as of a raw image; and where a lock does not show it, the ring keeps the end of
+//! a pipe ([`fence`](shadowbell_backend::fence)). The files below are only read, into memory that was
+//! the dead process's alone.
 //!
 //! # What is in the image then
 //!
 //! What was answered is in the file: while an image is kept for the next process, a write is
-//! answered when the tables that name its clusters are written (`Image::last`). What was not
+//! answered when the tables that name its clusters are written (`Image::last`), and a cluster is
+//! overwritten past the format only after that. What was not
 //! answered is there, or in part, or not at all, and is carried out again. Counts of clusters are
 //! [looked at](crate::mend) before anything else is written, as in any image that is opened.
 

@@ -10,6 +10,10 @@
 //! | `open` | opening an image and what it is the difference to |
 //! | `header` | what an image says of itself, checked before anything else is read of it |
 //! | `queue` | a worker's queue on it, and the buffers of its requests |
+//! | `map` | where the clusters are that need nothing of the format |
+//! | `learn` | how it comes to know them |
+//! | `fast` | a queue's requests on those |
+//! | `claims` | whether each cluster of a file has one use |
 //! | `pool` | the threads that carry requests out, which all queues of a disk share |
 //! | `image` | a request as calls of the crate `imago`, which knows the format |
 //! | `storage`, `sys` | the image's file, as that crate reads and writes it |
@@ -23,7 +27,13 @@
 //! on threads of the disk's own, at most [`MAX_THREADS`]. No thread that serves queues waits for
 //! it.
 //!
-//! A request's data are in a buffer of the queue's: threads never see the guest's memory. What is
+//! Clusters that are allocated, and neither compressed nor shared, need nothing of that to be read or
+//! overwritten. Where they are is in a map that all queues read without a lock, and a request on them
+//! goes from the host's memory to the file by the queue's own io_uring, as those of
+//! `shadowbell-backend` do. Whoever moves a cluster closes it first, and waits for who is at work
+//! there.
+//!
+//! On the long way, a request's data are in a buffer of the queue's: threads never see the guest's memory. What is
 //! to be written is copied when the request begins, and what was read when it is reaped. So a read
 //! that is cancelled ends at once, however long the storage takes. A write that has begun ends as
 //! it would have: it must not reach the disk after the host was told that it is over.
@@ -47,23 +57,30 @@
 //! requests that end at the same time share. What overwrites clusters waits for nothing.
 //!
 //! What the page cache has lost stays lost, as in `shadowbell-backend`: flushes fail until the
-//! image is opened again. If the file becomes shorter under us, everything fails.
+//! image is opened again. If the file becomes shorter under us, everything fails from the moment on
+//! when that is found: before a write, and where a read ends.
 //!
 //! # Trust
 //!
 //! An image may be made by somebody else. Its header is checked before the crate sees it. It opens
 //! no other file: data files are refused, and backing files unless they are allowed, which are then
-//! opened read-only and by the format that the image states, never by what they hold. A panic in
+//! opened read-only and by the format that the image states, never by what they hold. An image that
+//! names its own tables as a part of the disk is not written, and one that names a cluster twice not
+//! past the crate. A panic in
 //! the crate is an error of the disk, which does nothing more from then on.
 #![deny(unsafe_code)]
 
+mod claims;
 mod completions;
 mod create;
 mod disk;
 mod error;
+mod fast;
 mod header;
 mod image;
 mod kept;
+mod learn;
+mod map;
 mod mend;
 mod open;
 mod pool;

@@ -8,17 +8,21 @@
 //! as free would be given away a second time. So before anything is written to an image, of which
 //! nothing says whether its last user was killed, whatever its tables name is looked up in the
 //! counts, and what is 0 there is made 1. What is counted and not used stays so:
-//! `qemu-img check -r leaks` gives it back.
+//! `qemu-img check -r leaks` gives it back. The tables and the header are counted, too: an image that
+//! says that they are free would have them given away.
+//!
+//! On the same way it is found out whether [each cluster has one use](crate::claims).
 //!
 //! The tables are the image's, which somebody else may have made: what makes no sense in them is
 //! passed over, as whoever reads it will find it out, and there are no more of them than the file
 //! has bytes.
 
+use crate::claims::{Claims, Overlap, clusters_of_compressed};
 use crate::error::OpenError;
 use crate::header::{Header, Table};
 use rustix::io::{ReadWriteFlags, pwritev2, retry_on_intr};
 use shadowbell_backend::ImageFile;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
@@ -30,16 +34,27 @@ const COMPRESSED: u64 = 1 << 62;
 /// Blocks of counts that are in memory at once.
 const BLOCKS: usize = 256;
 
-/// Counts whatever is used. How many clusters were not counted.
+/// What was found.
+pub(crate) struct Mended {
+    /// How many clusters were used and not counted.
+    pub(crate) count: u64,
+    /// No cluster has two uses.
+    pub(crate) is_sound: bool,
+}
+
+/// Counts whatever is used.
 ///
 /// # Errors
 /// [`OpenError`]: the image can not be read or written, or is damaged.
-pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<u64, OpenError> {
+pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<Mended, OpenError> {
     let name = || path.display().to_string();
     let outcome = Mending::new(file, header).and_then(|mut mending| {
         let fault = mending.count_all()?;
-        mending.write_blocks()?;
-        Ok((mending.mended, fault))
+        if fault.is_none() {
+            mending.write_blocks()?;
+        }
+        let is_sound = mending.claims.are_sound();
+        Ok((Mended { count: mending.mended, is_sound }, fault))
     });
     match outcome {
         Ok((mended, None)) => Ok(mended),
@@ -66,6 +81,7 @@ struct Mending<'a> {
     /// As many tables as this fit into what the file takes of its file system.
     most_tables: u64,
     mended: u64,
+    claims: Claims,
 }
 
 impl<'a> Mending<'a> {
@@ -83,35 +99,78 @@ impl<'a> Mending<'a> {
             // Holes of an honest image are in its data.
             most_tables: (taken >> header.cluster_bits).saturating_add(16),
             mended: 0,
+            claims: Claims::default(),
         })
     }
 
     /// Why the image is damaged, if it is.
     fn count_all(&mut self) -> io::Result<Option<String>> {
-        let cluster = 1_u64 << self.header.cluster_bits;
-        let mut seen = HashSet::new();
-        for entry in read_table(self.file, self.header.l1)? {
-            let at = entry & OFFSET;
-            if at == 0 || !at.is_multiple_of(cluster) || !seen.insert(at) {
-                continue;
-            }
-            if seen.len() as u64 > self.most_tables {
-                return Ok(Some("it names more tables than its file has room for".to_owned()));
-            }
-            let table = Table { offset: at, entries: cluster / 8 };
-            let clusters = read_table(self.file, table)?;
-            let clusters = clusters.into_iter().filter(|entry| entry & COMPRESSED == 0);
-            for at in [at].into_iter().chain(clusters.map(|entry| entry & OFFSET)) {
-                if at != 0 && at.is_multiple_of(cluster) && !self.count(at / cluster)? {
-                    let why = format!(
-                        "the cluster at byte {at} is used, and has no place in the \
-                                       reference counts"
-                    );
+        let tables = match self.claim_tables()? {
+            Ok(tables) => tables,
+            Err(why) => return Ok(Some(why)),
+        };
+        for table in tables {
+            let entries = 1 << (self.header.cluster_bits - 3);
+            for entry in read_table(self.file, Table { offset: table, entries })? {
+                if let Err(why) = self.count_data(entry)? {
                     return Ok(Some(why));
                 }
             }
         }
         Ok(None)
+    }
+
+    /// Counts the header and all tables. Where those are that name the clusters of the disk.
+    fn claim_tables(&mut self) -> io::Result<Result<Vec<u64>, String>> {
+        let cluster = 1_u64 << self.header.cluster_bits;
+        let is_place = |at: &u64| *at != 0 && at.is_multiple_of(cluster);
+        let of_table = |table: Table| {
+            let first = table.offset / cluster;
+            first..first + (table.entries * 8).div_ceil(cluster)
+        };
+        let blocks: Vec<u64> = self.refcounts.iter().map(|entry| entry & !0x1ff).collect();
+        let l1 = read_table(self.file, self.header.l1)?;
+        let l2: Vec<u64> = l1.iter().map(|entry| entry & OFFSET).filter(is_place).collect();
+        if l2.len() as u64 > self.most_tables {
+            return Ok(Err("it names more tables than its file has room for".to_owned()));
+        }
+        let all = (0..1)
+            .chain(of_table(self.header.l1))
+            .chain(of_table(self.header.refcounts))
+            .chain(blocks.into_iter().filter(is_place).map(|at| at / cluster))
+            .chain(l2.iter().map(|at| at / cluster));
+        for nth in all {
+            if let Err(Overlap { cluster: nth }) = self.claims.table(nth) {
+                return Ok(Err(format!("two of its tables are at byte {}", nth * cluster)));
+            }
+            if !self.count(nth)? {
+                return Ok(Err(uncounted(nth * cluster)));
+            }
+        }
+        Ok(Ok(l2))
+    }
+
+    /// Counts what an entry of a table names; or why the image is damaged.
+    fn count_data(&mut self, entry: u64) -> io::Result<Result<(), String>> {
+        let bits = self.header.cluster_bits;
+        let at = entry & OFFSET;
+        let claimed = if entry & COMPRESSED != 0 {
+            self.claims.compressed(clusters_of_compressed(entry, bits))
+        } else if at == 0 || !at.is_multiple_of(1 << bits) {
+            return Ok(Ok(()));
+        } else {
+            self.claims.data(at >> bits)
+        };
+        if let Err(Overlap { cluster }) = claimed {
+            return Ok(Err(format!(
+                "a part of the disk is at byte {}, where one of its own tables is",
+                cluster << bits
+            )));
+        }
+        if entry & COMPRESSED == 0 && !self.count(at >> bits)? {
+            return Ok(Err(uncounted(at)));
+        }
+        Ok(Ok(()))
     }
 
     /// Has a cluster counted, if it is not. Whether it has a place for its count.
@@ -152,6 +211,10 @@ impl<'a> Mending<'a> {
         }
         Ok(())
     }
+}
+
+fn uncounted(at: u64) -> String {
+    format!("the cluster at byte {at} is used, and has no place in the reference counts")
 }
 
 /// Makes a count 1 that is 0, of `2^order` bits; whether it was.

@@ -7,7 +7,7 @@ use crate::storage::FileStorage;
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
-use shadowbell_backend::{Alignment, Direct, FileOptions, ImageFile};
+use shadowbell_backend::{Alignment, Direct, FileOptions, ImageBytes, ImageFile};
 use shadowbell_memory::contain_panic;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -25,6 +25,10 @@ pub(crate) struct Opened {
     pub(crate) below: Vec<ImageFile>,
     /// The page cache is bypassed.
     pub(crate) is_direct: bool,
+    /// The image's file, for what needs nothing else of the format; nothing without io_uring.
+    pub(crate) bytes: Option<ImageBytes>,
+    /// No cluster of the file is used twice.
+    pub(crate) is_sound: bool,
 }
 
 /// How the files are opened: the image first, then each that it is the difference to.
@@ -50,16 +54,19 @@ pub(crate) fn open(
 ) -> Result<Opened, OpenError> {
     let file = files.open(path, options.read_only)?;
     let header = read_header(path, &file)?;
+    let mut is_sound = true;
     if !file.is_read_only() {
         // Nothing in it says whether its last user was killed.
         let mended = mend(path, &file, &header)?;
-        if mended != 0 {
+        if mended.count != 0 {
             tracing::info!(
-                "{}: whoever had it last was killed, and had not counted {mended} clusters that it \
+                "{}: whoever had it last was killed, and had not counted {} clusters that it \
                  uses, which was made good",
-                path.display()
+                path.display(),
+                mended.count
             );
         }
+        is_sound = mended.is_sound;
     }
     let mut below = Vec::new();
     let backing = match &header.backing {
@@ -72,7 +79,10 @@ pub(crate) fn open(
     };
     let alignment = file.set_direct(options.direct, 512)?;
     let format = format(path, &file, alignment, !file.is_read_only(), backing)?;
-    Ok(Opened { format, header, file, below, is_direct: alignment.is_some() })
+    let block_size = options.block_size.unwrap_or(512);
+    let bytes = ImageBytes::new(&file, alignment, block_size, options.aio)?;
+    let is_direct = alignment.is_some();
+    Ok(Opened { format, header, file, below, is_direct, bytes, is_sound })
 }
 
 fn read_header(path: &Path, file: &ImageFile) -> Result<Header, OpenError> {

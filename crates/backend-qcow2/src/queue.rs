@@ -1,6 +1,7 @@
 //! One thread's queue on an image.
 
 use crate::completions::{Completions, Ended};
+use crate::fast::{Back, Fast};
 use crate::image::ALIGNMENT;
 use crate::pool::{Job, Pool};
 use imago::io_buffers::IoBuffer;
@@ -19,6 +20,10 @@ const KEPT: usize = 64;
 
 pub(crate) struct QcowQueue {
     pool: Arc<Pool>,
+    /// For requests that need nothing of the format, if there is io_uring.
+    fast: Option<Fast>,
+    /// Those that have to go the long way after all; kept for its room.
+    back: Vec<Back>,
     completions: Arc<Completions>,
     bounds: Bounds,
     /// Requests that the caller waits for, by the number of their job.
@@ -48,9 +53,14 @@ struct Pending {
 
 impl QcowQueue {
     pub(crate) fn new(pool: Arc<Pool>) -> io::Result<Self> {
+        let completions = Completions::new()?;
+        let bytes = pool.image().bytes.as_ref();
+        let fast = bytes.map(|bytes| bytes.queue(completions.fd())).transpose()?;
         Ok(Self {
             bounds: pool.image().info.bounds(),
-            completions: Arc::new(Completions::new()?),
+            fast: fast.map(Fast::new),
+            back: Vec::new(),
+            completions: Arc::new(completions),
             pool,
             requests: HashMap::new(),
             by_tag: HashMap::new(),
@@ -62,6 +72,15 @@ impl QcowQueue {
             ended: Vec::new(),
             begun: Vec::new(),
         })
+    }
+
+    /// Has a request wait for threads.
+    fn enqueue(&mut self, tag: u32, request: Request, data: Segments) {
+        let id = self.next_id;
+        self.next_id += 1;
+        self.requests.insert(id, Pending { tag, request, data, has_begun: false });
+        self.by_tag.insert(tag, id);
+        self.waiting.push_back(id);
     }
 
     /// Hands over what waits, as far as there is room.
@@ -155,20 +174,31 @@ impl Queue for QcowQueue {
             Op::Discard if !info.discard => return Submitted::Done(Ok(())),
             _ => {}
         }
-        let id = self.next_id;
-        self.next_id += 1;
-        self.requests
-            .insert(id, Pending { tag, request: *request, data: data.take(), has_begun: false });
-        self.by_tag.insert(tag, id);
-        self.waiting.push_back(id);
+        if let Some(fast) = &mut self.fast
+            && let Some(submitted) = fast.submit(self.pool.image(), tag, request, data)
+        {
+            return submitted;
+        }
+        self.enqueue(tag, *request, data.take());
         Submitted::Pending
     }
 
     fn commit(&mut self) {
+        if let Some(fast) = &mut self.fast {
+            fast.commit();
+        }
         self.begin();
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        if let Some(fast) = &mut self.fast {
+            let mut back = std::mem::take(&mut self.back);
+            fast.reap(self.pool.image(), &mut back, done);
+            for Back { tag, request, data } in back.drain(..) {
+                self.enqueue(tag, request, data);
+            }
+            self.back = back;
+        }
         let mut ended = std::mem::take(&mut self.ended);
         self.completions.take(&mut ended);
         for Ended { id, mut result, buffer } in ended.drain(..) {
@@ -194,6 +224,9 @@ impl Queue for QcowQueue {
     }
 
     fn cancel(&mut self, tag: u32) {
+        if self.fast.as_mut().is_some_and(|fast| fast.cancel(tag)) {
+            return;
+        }
         let Some(&id) = self.by_tag.get(&tag) else { return };
         let Some(pending) = self.requests.get(&id) else { return };
         let reads = matches!(pending.request.op, Op::Read | Op::Compare | Op::Verify);
@@ -214,10 +247,22 @@ impl Queue for QcowQueue {
     }
 
     fn pending(&self) -> usize {
-        self.requests.len()
+        self.requests.len() + self.fast.as_ref().map_or(0, Fast::pending)
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.completions.fd())
+        match &self.fast {
+            Some(fast) => fast.wake_fd(),
+            None => Some(self.completions.fd()),
+        }
+    }
+}
+
+impl Drop for QcowQueue {
+    /// What is under way ends before the image may be closed.
+    fn drop(&mut self) {
+        if let Some(fast) = self.fast.take() {
+            fast.close(self.pool.image());
+        }
     }
 }

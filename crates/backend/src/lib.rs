@@ -43,7 +43,7 @@ pub use extent::{Extent, Tell};
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use file::Script;
-pub use file::{Access, Opener, open_image, open_images_by};
+pub use file::{Access, BytesQueue, ImageBytes, Opener, open_image, open_images_by};
 pub use file::{Aio, Alignment, Direct, FileDisk, FileOptions, Format, ImageFile, Wait};
 pub use format::ImageFormat;
 pub use hand_over::HandOverError;

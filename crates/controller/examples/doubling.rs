@@ -5,7 +5,8 @@
 //!     valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*measured*' \
 //!         target/release/examples/doubling reset 500
 //!
-//! All of it takes place on one thread, so every run executes the same instructions.
+//! All that is counted takes place on one thread, so runs execute the same instructions, but for
+//! a turn more or less where a subsystem is waited for.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -15,12 +16,16 @@ mod held;
 use common::{BASE, Host, MEMORY, Queue, meanwhile};
 use held::Held;
 use shadowbell_backend::Disk;
-use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use shadowbell_controller::{
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Subsystem, Turns,
+};
 use shadowbell_memory::SharedBytes;
-use shadowbell_spec::admin::Abort;
+use shadowbell_spec::admin::{Abort, SetFeatures};
+use shadowbell_spec::feature::fid;
 use shadowbell_spec::nvm::DatasetManagement;
-use shadowbell_spec::{Sqe, regs};
+use shadowbell_spec::{Sqe, Status, regs};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Entries of the I/O queue: more than any number here.
 const ENTRIES: u32 = 2048;
@@ -28,6 +33,8 @@ const ENTRIES: u32 = 2048;
 struct Field {
     host: Host,
     queue: Queue,
+    /// Another host of the same namespace.
+    other: Option<(Host, Queue)>,
     turns: Turns,
     held: Held,
 }
@@ -46,9 +53,13 @@ fn main() {
         "ranges" => ranges,
         "map" => map,
         "unmap" => unmap,
+        "preempt" => preempt,
+        "register" => register,
         _ => panic!("there is no operation {what}"),
     };
-    let mut field = Field::new();
+    let subsystem = Subsystem::new(None).expect("a subsystem");
+    let shares = ["preempt", "register"].contains(&what.as_str());
+    let mut field = Field::new(shares.then_some(&subsystem));
     operation(&mut field, count);
     // What is left is not waited for.
     std::process::exit(0);
@@ -61,20 +72,39 @@ fn measured<T>(what: impl FnOnce() -> T) -> T {
 }
 
 impl Field {
-    fn new() -> Self {
+    /// A host, and a second one if they share the namespace.
+    fn new(subsystem: Option<&Subsystem>) -> Self {
         let held = Held::new(1 << 16);
-        let disk: Arc<dyn Disk> = Arc::new(held.clone());
-        let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
-        let config = Config { namespaces, ..Config::default() };
         let (pool, mut turns) = Pool::driven(Polling::Never).expect("a pool");
-        let controller = Controller::new(config, pool, Carrier::default()).expect("a controller");
-        let (host, queue) = meanwhile(&mut turns, move || {
-            let mut host = Host::attach(controller);
-            host.enable();
-            let queue = host.create(1, ENTRIES, false);
-            (host, queue)
-        });
-        Self { host, queue, turns, held }
+        let mut host = |id: u64| {
+            let disk: Arc<dyn Disk> = Arc::new(held.clone());
+            let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+            let member = subsystem.map(|subsystem| subsystem.join(None).expect("a member"));
+            let config = Config { namespaces, member, ..Config::default() };
+            let made = Controller::new(config, pool.clone(), Carrier::default());
+            let controller = made.expect("a controller");
+            let is_shared = subsystem.is_some();
+            meanwhile(&mut turns, move || {
+                let mut host = Host::attach(controller);
+                host.enable();
+                let mut queue = host.create(1, ENTRIES, false);
+                if is_shared {
+                    let at = host.alloc(4096);
+                    host.poke(at, &id.to_le_bytes());
+                    let fields =
+                        SetFeatures { fid: fid::HOST_IDENTIFIER, ..SetFeatures::default() };
+                    let sqe = Sqe::set_features(0, fields, 0).with_prps(at, 0);
+                    assert_eq!(host.admin(sqe).0, Status::SUCCESS);
+                    host.poke(at, &[[0; 8], id.to_le_bytes()].concat());
+                    let sqe = Sqe::new(0x0d, 0, 1).with_prps(at, 0);
+                    assert_eq!(host.run(&mut queue, sqe).0, Status::SUCCESS);
+                }
+                (host, queue)
+            })
+        };
+        let (first, queue) = host(1);
+        let other = subsystem.map(|_| host(2));
+        Self { host: first, queue, other, turns, held }
     }
 
     /// So many reads that do not end.
@@ -187,5 +217,58 @@ fn unmap(field: &mut Field, count: u16) {
             field.host.controller.unmap_dma(at, 4096, || ()).expect("a map");
             field.turns.turn();
         }
+    });
+}
+
+/// A subsystem has a thread of its own. Waiting for it is not to be counted.
+fn turns_until<T>(turns: &mut Turns, mut done: impl FnMut() -> Option<T>) -> T {
+    loop {
+        while turns.turn() {}
+        match done() {
+            Some(done) => return done,
+            None => std::thread::sleep(Duration::from_millis(30)),
+        }
+    }
+}
+
+/// Takes a namespace from another host, which has so many commands under way.
+fn preempt(field: &mut Field, count: u16) {
+    // Exclusive access: for host 1, and then for host 2.
+    let Field { host, queue, turns, .. } = field;
+    let acquire = |host: &mut Host, queue: &mut Queue, action: u32, keys: [u64; 2]| {
+        let at = host.alloc(4096);
+        host.poke(at, &keys.map(u64::to_le_bytes).concat());
+        let cdw10 = 2 << 8 | action;
+        host.submit(queue, &Sqe { cdw10, ..Sqe::new(0x11, 0, 1) }.with_prps(at, 0));
+    };
+    acquire(host, queue, 0, [1, 0]);
+    assert_eq!(turns_until(turns, || host.reap(queue)).1, Status::SUCCESS);
+    field.hold(count);
+    let Field { other, turns, held, .. } = field;
+    let (other, queue) = other.as_mut().expect("two hosts");
+    measured(|| {
+        acquire(other, queue, 2, [2, 1]);
+        turns_until(turns, || (held.cancelled() == usize::from(count)).then_some(()));
+        held.order(|orders| orders.hold = false);
+        assert_eq!(turns_until(turns, || other.reap(queue)).1, Status::SUCCESS);
+    });
+}
+
+/// Registers so many times.
+fn register(field: &mut Field, count: u16) {
+    let Field { host, queue, turns, .. } = field;
+    let at = host.alloc(4096);
+    host.poke(at, &[1, 1].map(u64::to_le_bytes).concat());
+    let sqe = Sqe::new(0x0d, 0, 1).with_prps(at, 0);
+    (0..count).for_each(|cid| host.put(queue, &Sqe { cid, ..sqe }));
+    host.ring(queue, 0);
+    measured(|| {
+        let mut left = count;
+        turns_until(turns, || {
+            while host.reap(queue).is_some() {
+                left -= 1;
+            }
+            (left == 0).then_some(())
+        });
     });
 }

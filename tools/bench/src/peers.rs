@@ -97,6 +97,19 @@ impl NbdServer {
 
     /// `qemu-storage-daemon`'s NBD export of a qcow2 image, past the page cache.
     pub(crate) fn storage_daemon(image: &Path) -> Result<Self> {
+        // A server that was just killed has the image until the system has taken its ring apart.
+        let until = Instant::now() + Duration::from_secs(5);
+        loop {
+            match Self::storage_daemon_now(image) {
+                Err(error) if error.to_string().contains("Failed to") && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn storage_daemon_now(image: &Path) -> Result<Self> {
         Self::start("qemu-storage-daemon", None, |socket| {
             let mut command = child(Path::new("qemu-storage-daemon"));
             let file = format!(

@@ -127,6 +127,10 @@ impl ImageFile {
         &self.file
     }
 
+    pub(super) fn shared(&self) -> Arc<File> {
+        Arc::clone(&self.file)
+    }
+
     /// Whether it takes no writes.
     #[must_use]
     pub fn is_read_only(&self) -> bool {

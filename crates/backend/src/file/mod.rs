@@ -49,6 +49,7 @@
 //! Verify reads through the page cache if the disk uses it; only direct I/O reaches the storage.
 
 mod atom;
+mod bytes;
 mod device;
 mod disk;
 mod flusher;
@@ -67,6 +68,7 @@ mod task;
 #[cfg(test)]
 mod tests;
 
+pub use bytes::{BytesQueue, ImageBytes};
 pub use disk::FileDisk;
 pub use image::{ImageFile, Wait};
 pub use opener::{Access, Opener, open as open_image, open_images_by};

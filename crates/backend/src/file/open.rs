@@ -119,7 +119,7 @@ pub(super) fn engine(
 
 /// Whether the file system can not be asked to fail a read rather than wait for it. It says so
 /// before it looks at anything.
-fn waits(file: &File) -> bool {
+pub(super) fn waits(file: &File) -> bool {
     let mut room = [0; 512];
     let into = &mut [io::IoSliceMut::new(&mut room)];
     rustix::io::preadv2(file, into, 0, ReadWriteFlags::NOWAIT) == Err(Errno::OPNOTSUPP)

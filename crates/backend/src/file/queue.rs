@@ -73,6 +73,11 @@ impl FileQueue {
         })
     }
 
+    /// Has the wake descriptor readable when `fd` is, too. Of io_uring only.
+    pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.ring.watch(fd)
+    }
+
     /// Prepares the task's next call. `false` if it has to wait for something.
     fn start(&mut self, key: Key) -> bool {
         if self.ring.get(key).is_none_or(|(task, ..)| task.cancelled) {

@@ -452,6 +452,14 @@ impl<T> Ring<T> {
         }
     }
 
+    /// Makes the descriptor readable whenever `fd` is, too, if io_uring makes the calls.
+    pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        match &self.engine {
+            Engine::Uring(it) => it.watch(fd),
+            Engine::Threads(_) => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+
     /// A descriptor: readable when [`collect`](Self::collect) has something to do.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         with!(&self.engine, it => it.fd())

@@ -4,6 +4,7 @@ use crate::latch::Latch;
 use crate::queue::Permit;
 use shadowbell_backend::Lists;
 use shadowbell_spec::status::Status;
+use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 
 /// A command that ended: which one, and how.
@@ -160,8 +161,8 @@ pub(super) struct InFlightTable {
     /// Bytes of data of those that are under way, and the pieces of host memory that these lie in.
     bytes: u64,
     pieces: usize,
-    /// Who waits for the end of which entry, beside those that the entries have.
-    waiting: Vec<(u32, Latch)>,
+    /// Who waits for the end of an entry, beside those that the entries have.
+    waiting: HashMap<u32, Vec<Latch>>,
 }
 
 impl InFlightTable {
@@ -290,12 +291,12 @@ impl InFlightTable {
 
     /// The latch is let go of when this entry has ended.
     pub(super) fn wait_for(&mut self, tag: u32, latch: &Latch) {
-        self.waiting.push((tag, latch.clone()));
+        self.waiting.entry(tag).or_default().push(latch.clone());
     }
 
     #[cold]
     fn let_go(&mut self, tag: u32) {
-        self.waiting.retain(|(of, _)| *of != tag);
+        drop(self.waiting.remove(&tag));
     }
 
     /// The first error of an entry's requests is the command's.

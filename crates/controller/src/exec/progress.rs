@@ -79,7 +79,7 @@ impl Engine {
         let copied = copies.advance(namespaces, in_flight, &mut left);
         let mut over = long.advance(namespaces, in_flight, &mut left);
         over.extend(forced.advance(namespaces, in_flight, &mut left));
-        over.append(&mut self.reservations.ended);
+        over.extend(self.reservations.take_ended());
         self.budget -= half - left;
         for CopyEnd { parent, status, dw0 } in copied {
             if !status.is_success() {
@@ -107,7 +107,7 @@ impl Engine {
             || self.long.can_advance()
             || self.forced.can_advance()
             || self.alone.can_advance()
-            || !self.reservations.ended.is_empty()
+            || self.reservations.has_ended()
     }
 
     /// A request has ended: the command that has ended with it, if there is one.

@@ -152,7 +152,7 @@ impl Engine {
         let entry = InFlight::new(owner, index, Kind::Other).at(sqe.nsid, 0);
         self.in_flight.insert(tag, entry.of_requests());
         self.last_tag = tag;
-        self.reservations.waiting.push((ticket, tag));
+        self.reservations.begin(ticket, tag);
         let ended = Notice::ReservationEnded { ticket, status: Status::SUCCESS };
         let latch = Latch::new(control, ended);
         shared.member.submit(Job::Act { uuid: shared.uuid, command, latch });
@@ -233,13 +233,11 @@ impl Engine {
 
     /// The subsystem is done with the command of this ticket, if it is one of ours.
     pub(crate) fn reservation_ended(&mut self, ticket: u64, status: Status) {
-        let waiting = &mut self.reservations.waiting;
-        let Some(at) = waiting.iter().position(|(its, _)| *its == ticket) else { return };
-        let (_, tag) = waiting.swap_remove(at);
-        if !status.is_success() {
+        if let Some(tag) = self.reservations.end(ticket)
+            && !status.is_success()
+        {
             self.in_flight.fail(tag, status);
         }
-        self.reservations.ended.push(tag);
     }
 }
 

@@ -100,20 +100,22 @@ pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
 /// What a host can ask for many of, and how many are asked for first: then twice as many. Each
 /// change of a map copies a chunk of up to 512 of them, so only with more than that is the work
 /// even.
-const DOUBLED: [(&str, u32); 6] = [
+const DOUBLED: [(&str, u32); 8] = [
     ("reset", 500),
     ("delete", 500),
     ("abort", 500),
     ("ranges", 50),
     ("map", 8000),
     ("unmap", 4000),
+    ("preempt", 900),
+    ("register", 900),
 ];
 /// How much more work twice as much may be.
 const DOUBLE: f64 = 2.3;
 
 /// Checks that what takes a number of a host's choice takes work in proportion to it, and no more:
 /// to cancel and to end what is in flight, to find one of it, to complete ranges, to map and to
-/// unmap (`crates/controller/examples/doubling.rs`).
+/// unmap, to take a namespace from a host with commands in flight and to register (`crates/controller/examples/doubling.rs`).
 pub(crate) fn check_doubling() -> Result<()> {
     machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
     let program = build("shadowbell-controller", "doubling")?;

@@ -1,0 +1,126 @@
+//! A queue's requests on clusters that need nothing of the format: straight from and to the image's
+//! file, by io_uring, as a raw image has it.
+
+use crate::image::Image;
+use crate::map::Entered;
+use shadowbell_backend::{BytesQueue, DiskError, Op, Queue, Request, Submitted, Tasks};
+use shadowbell_memory::Segments;
+use std::os::fd::BorrowedFd;
+
+pub(crate) struct Fast {
+    queue: BytesQueue,
+    /// By their tag; the key is their tag in `queue`.
+    under_way: Tasks<Way>,
+    /// It was looked whether the file is as it was, for the writes that come together.
+    is_checked: bool,
+}
+
+/// A request that goes this way.
+struct Way {
+    /// As it came.
+    request: Request,
+    entered: Entered,
+}
+
+/// One that has to go the long way after all.
+pub(crate) struct Back {
+    pub(crate) tag: u32,
+    pub(crate) request: Request,
+    pub(crate) data: Segments,
+}
+
+impl Fast {
+    pub(crate) fn new(queue: BytesQueue) -> Self {
+        Self { queue, under_way: Tasks::default(), is_checked: false }
+    }
+
+    /// Begins a request that was checked; nothing if it has to go the long way.
+    pub(crate) fn submit(
+        &mut self,
+        image: &Image,
+        tag: u32,
+        request: &Request,
+        data: &mut Segments,
+    ) -> Option<Submitted> {
+        let writes = match request.op {
+            Op::Read => false,
+            Op::Write { fua: false } => true,
+            _ => return None,
+        };
+        let map = image.map.as_ref()?;
+        let (offset, entered) = map.enter(request.offset, request.len, writes)?;
+        if !image.is_as_left(writes && !self.is_checked) {
+            map.leave(entered);
+            return None;
+        }
+        self.is_checked |= writes;
+        let key = self.under_way.insert(tag, Way { request: *request, entered });
+        match self.queue.submit(key, &Request { offset, ..*request }, data) {
+            Submitted::Pending => Some(Submitted::Pending),
+            Submitted::Done(result) => {
+                self.under_way.remove(key);
+                map.leave(entered);
+                (result != Err(DiskError::OutOfRange)).then_some(Submitted::Done(result))
+            }
+        }
+    }
+
+    pub(crate) fn commit(&mut self) {
+        self.is_checked = false;
+        self.queue.commit();
+    }
+
+    /// Hands back what has ended, and puts into `back` what has to go the long way.
+    pub(crate) fn reap(
+        &mut self,
+        image: &Image,
+        back: &mut Vec<Back>,
+        done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments),
+    ) {
+        self.is_checked = false;
+        let under_way = &mut self.under_way;
+        self.queue.reap(&mut |key, result, data| {
+            let Some((tag, Way { request, entered })) = under_way.remove(key) else { return };
+            if let Some(map) = &image.map {
+                map.leave(entered);
+            }
+            // The file has ended there, which is looked into.
+            if result == Err(DiskError::OutOfRange) {
+                return back.push(Back { tag, request, data });
+            }
+            if result == Err(DiskError::NoSpace) || image.is_full() {
+                image.note_room(&request, result);
+            }
+            done(tag, result, data);
+        });
+    }
+
+    /// Asks for the end of a request, if it is one of these. Whether it is.
+    pub(crate) fn cancel(&mut self, tag: u32) -> bool {
+        let key = self.under_way.find(tag);
+        if let Some(key) = key {
+            self.queue.cancel(key);
+        }
+        key.is_some()
+    }
+
+    pub(crate) fn pending(&self) -> usize {
+        self.under_way.len()
+    }
+
+    pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.queue.wake_fd()
+    }
+
+    /// Waits for what is under way, and leaves what it has entered.
+    pub(crate) fn close(self, image: &Image) {
+        let Self { queue, mut under_way, .. } = self;
+        drop(queue);
+        let keys: Vec<u32> = under_way.keys().collect();
+        for (_, Way { entered, .. }) in keys.into_iter().filter_map(|key| under_way.remove(key)) {
+            if let Some(map) = &image.map {
+                map.leave(entered);
+            }
+        }
+    }
+}

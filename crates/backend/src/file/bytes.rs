@@ -1,0 +1,126 @@
+//! The bytes of an image of another format, as a queue reads and writes them: for what a disk of
+//! that format finds to lie in its file as it is.
+
+use super::atom::Atom;
+use super::flusher::Flusher;
+use super::image::ImageFile;
+use super::open::{engine, waits, zeroes};
+use super::options::Aio;
+use super::queue::FileQueue;
+use super::shared::{Alignment, FileShared, Hold, ranges};
+use crate::disk::Queue;
+use crate::error::OpenError;
+use crate::info::DiskInfo;
+use crate::request::{DiskError, Request, Submitted};
+use crate::sys::{self, EngineKind};
+use shadowbell_memory::Segments;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+/// The bytes of an [`ImageFile`], past whatever its format makes of them. Which of them a request
+/// may touch is for whoever knows the format to say. What is written is made durable by syncing
+/// the file: a queue on this takes no flush.
+#[derive(Debug)]
+pub struct ImageBytes {
+    shared: Arc<FileShared>,
+}
+
+impl ImageBytes {
+    /// Those of `image`, whose page cache is bypassed as `direct` says, for requests of blocks of so
+    /// many bytes. Nothing if there is no io_uring, or `aio` does not want one.
+    ///
+    /// # Errors
+    /// [`OpenError::Memory`].
+    pub fn new(
+        image: &ImageFile,
+        direct: Option<Alignment>,
+        block_size: u32,
+        aio: Aio,
+    ) -> Result<Option<Self>, OpenError> {
+        let Ok((EngineKind::Uring, no_uring)) = engine(aio, sys::available) else {
+            return Ok(None);
+        };
+        let file = image.shared();
+        let flusher = Flusher::new(Arc::clone(&file), direct.is_none());
+        let info = DiskInfo {
+            block_size,
+            // The file grows.
+            blocks: i64::MAX as u64 / u64::from(block_size),
+            read_only: image.read_only,
+            volatile_cache: false,
+            discard: false,
+            granularity: 1,
+        };
+        let atom =
+            Atom::of_file(&file, &image.metadata, image.is_block, direct.is_some(), block_size);
+        let shared = FileShared {
+            // The lock is the image's.
+            hold: Hold::new(&file, &flusher, true),
+            flusher,
+            waits: waits(&file),
+            file,
+            info,
+            atom,
+            ranges: ranges(direct, block_size),
+            direct,
+            engine: EngineKind::Uring,
+            no_uring,
+            regular: !image.is_block,
+            end: AtomicU64::new(u64::MAX),
+            full: AtomicU64::new(0),
+            no_zero_range: AtomicBool::new(false),
+            no_punch: AtomicBool::new(false),
+            zeroes: zeroes()?,
+            #[cfg(feature = "scripted")]
+            script: None,
+        };
+        Ok(Some(Self { shared: Arc::new(shared) }))
+    }
+
+    /// Opens a queue for the calling thread. It is readable, too, when `also` is.
+    ///
+    /// # Errors
+    /// The system's, when it has no more of what a queue needs.
+    pub fn queue(&self, also: BorrowedFd<'_>) -> io::Result<BytesQueue> {
+        let queue = FileQueue::new(Arc::clone(&self.shared))?;
+        queue.watch(also)?;
+        Ok(BytesQueue(queue))
+    }
+}
+
+/// One thread's way to the bytes of an image.
+pub struct BytesQueue(FileQueue);
+
+impl Queue for BytesQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        self.0.submit(tag, request, data)
+    }
+
+    fn commit(&mut self) {
+        self.0.commit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        self.0.reap(done);
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        self.0.cancel(tag);
+    }
+
+    fn pending(&self) -> usize {
+        self.0.pending()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.wake_fd()
+    }
+}
+
+impl std::fmt::Debug for BytesQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("BytesQueue")
+    }
+}
