@@ -339,7 +339,7 @@ fn a_full_file_system_under_a_pool() {
     assert!(others.clone().all(|end| end.code() == Status::CAPACITY_EXCEEDED), "{ends:?}");
     server.says("there is no room left for namespace 1");
     let reads_back = |guest: &mut Guest| {
-        for (page, end) in (0..).zip(&ends) {
+        for (page, end) in (0_u32..).zip(&ends) {
             let expected = if end.is_success() { page as u8 | 1 } else { 0 };
             assert_eq!(guest.read(1, u64::from(page) * 8), Ok(expected), "page {page}");
         }
