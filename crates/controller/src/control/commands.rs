@@ -1,7 +1,6 @@
 //! The admin command set: which command does what.
 
 use super::admin::{AdminPort, Data, Executed, Outcome};
-use super::ana::{self, Ana};
 use super::control_override::ControlOverride;
 use super::deferred::Deferred;
 use super::diagnostics::{Diagnostics, areas, hours, media};
@@ -10,6 +9,7 @@ use super::memory::HostMemory;
 use super::pool::{self, OrderContext, PoolCommands};
 use super::registers::Registers;
 use super::reset::Lifecycle;
+use super::ways::{self, Ana};
 use crate::admin::features::{self, Effect, Features, Limits};
 use crate::admin::host_identifier::host_identifier_bytes;
 use crate::admin::identify::Identity;
@@ -565,7 +565,7 @@ fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         }
         None => return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
     };
-    ana::check(env.cx, sqe.nsid)?;
+    ways::check(env.cx, sqe.nsid)?;
     let length = command.length();
     let list = size_of::<LbaStatusList>() as u64;
     if length > 4096 << env.cx.config.mdts || length < list {

@@ -40,6 +40,8 @@ mod tend;
 
 #[cfg(feature = "faults")]
 pub(crate) use admin::Executed;
+mod ways;
+
 pub(crate) use admin::{Attach, Data, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
 pub use io_queues::DoorbellEventfds;
