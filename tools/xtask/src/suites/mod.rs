@@ -12,7 +12,6 @@ mod nvme_cli;
 mod pool;
 mod recover;
 mod reset;
-mod rivals;
 mod s2;
 mod s3;
 mod s4;

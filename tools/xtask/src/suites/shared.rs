@@ -21,7 +21,7 @@ const DISK: u64 = 256 << 20;
 const CONFLICT: u16 = 0x083;
 
 /// A server of a configuration file, which is killed when this is dropped.
-pub(crate) struct Served(Child);
+struct Served(Child);
 
 impl Drop for Served {
     fn drop(&mut self) {
@@ -32,12 +32,7 @@ impl Drop for Served {
 
 impl Served {
     /// Two controllers of a subsystem at these sockets, with this image.
-    pub(crate) fn start(
-        binary: &Path,
-        run: &RunDir,
-        sockets: &[PathBuf; 2],
-        image: &Path,
-    ) -> Result<Self> {
+    fn start(binary: &Path, run: &RunDir, sockets: &[PathBuf; 2], image: &Path) -> Result<Self> {
         let state = run.file("reservations");
         let controllers = sockets.iter().map(|socket| {
             let (socket, image) = (socket.display(), image.display());
