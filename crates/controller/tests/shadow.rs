@@ -280,6 +280,25 @@ fn values_outside_the_ring_are_refused_with_the_event() {
     }
 }
 
+/// Also while there is room for completions, so that nothing waits for the head.
+#[test]
+fn a_mapped_head_that_can_not_be_is_reported_before_it_is_needed() {
+    let carrier = Carrier { mapped_doorbells: true, listener: None };
+    let config = common::config(&["null:1GiB"]);
+    let controller = Controller::new(config, common::pool(SLEEPY), carrier).unwrap();
+    let mut host = Host::attach(controller);
+    host.enable();
+    let mut queue = host.create(1, 16, false);
+    stream(&mut host, &mut queue, 8, 20);
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    host.submit(&mut admin, &Sqe::async_event_request(99));
+    host.doorbell(false, shadowbell_spec::regs::cq_doorbell_offset(1, 0), 0, 17);
+    let (cid, status, dw0) = host.wait(&mut admin);
+    assert_eq!((cid, status), (99, Status::SUCCESS));
+    assert_eq!(dw0 & 0xffff, 0x0100, "error, invalid doorbell write value");
+    host.admin = admin;
+}
+
 #[test]
 fn a_doorbell_that_no_queue_has_is_reported() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);

@@ -2,7 +2,7 @@
 
 use core::marker::PhantomData;
 
-use crate::{Cell, Fence, FullFence, HostStats};
+use crate::{Cell, Fence, FullFence, HostStats, RingSize};
 
 /// Which question a host asks to find out whether an update needs an MMIO write.
 ///
@@ -41,11 +41,17 @@ impl Predicate {
 /// values are stored in the shadow entry as well, and with [`trust`] the shadow entry is enough
 /// whenever EventIdx says so.
 ///
+/// An EventIdx that is no position of the ring asks for nothing: no value is greater than it, which
+/// is what NVMe Base 2.2, B.5.1 makes the condition. Controllers that poll have it there, SPDK's
+/// for one, and take a write at each turn as slowly as a message that nobody hurries for.
+///
 /// [`mirror`]: Self::mirror
 /// [`trust`]: Self::trust
 #[derive(Debug)]
 pub struct HostDoorbell<C, F = FullFence> {
     current: u16,
+    /// The last position of the ring.
+    last: u16,
     /// The value before the one that was [published](Self::publish_deferred), if EventIdx has not
     /// been looked at yet.
     deferred: Option<u16>,
@@ -62,11 +68,19 @@ struct HostShadow<C> {
 }
 
 impl<C: Cell, F: Fence> HostDoorbell<C, F> {
-    /// A doorbell whose queue is at `current`; 0 for a queue that was just created.
+    /// A doorbell whose queue is at `current`; 0 for a queue that was just created. A queue with
+    /// fewer entries than there can be says how many, with [`set_ring`](Self::set_ring).
     #[inline]
     pub const fn new(current: u16) -> Self {
         let stats = HostStats { published: 0, mmio_needed: 0, mmio_saved: 0 };
-        Self { current, deferred: None, shadow: None, stats, fence: PhantomData }
+        let last = u16::MAX;
+        Self { current, last, deferred: None, shadow: None, stats, fence: PhantomData }
+    }
+
+    /// Says how many positions there are: an EventIdx beyond them asks for no notification.
+    #[inline]
+    pub const fn set_ring(&mut self, size: RingSize) {
+        self.last = (size.entries() - 1) as u16;
     }
 
     /// The last value published.
@@ -82,13 +96,17 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// Puts the shadow entry and its EventIdx under this doorbell, both set to the current value.
-    /// To be called before Doorbell Buffer Config is submitted.
+    /// To be called before Doorbell Buffer Config is submitted, or for a queue that is created
+    /// later, before that. An EventIdx outside of the ring stays: a controller that asks for
+    /// nothing has put it there for all queues that are to come.
     ///
     /// From here on every update is in the shadow entry *and* in the register, so the controller
     /// may change over from one to the other whenever it executes the command, with commands in
     /// flight, and miss nothing.
     pub fn mirror(&mut self, value: C, event_idx: C) {
-        event_idx.store_release(u32::from(self.current));
+        if event_idx.load_relaxed() as u16 <= self.last {
+            event_idx.store_release(u32::from(self.current));
+        }
         value.store_release(u32::from(self.current));
         self.shadow = Some(HostShadow { value, event_idx, trusted: false });
     }
@@ -206,7 +224,9 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         // Pairs with the fence between `arm` and `recheck`: either the controller sees our value
         // there, or we see its EventIdx here.
         F::full();
-        predicate.needs_mmio(shadow.event_idx.load_relaxed(), old, self.current)
+        let event_idx = shadow.event_idx.load_relaxed();
+        // Asked in this order, because the first answer is nearly always no.
+        predicate.needs_mmio(event_idx, old, self.current) && event_idx as u16 <= self.last
     }
 }
 

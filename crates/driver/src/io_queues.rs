@@ -82,7 +82,7 @@ impl IoQueueTable {
                 why: "the controller grants no more, and all are in use",
             });
         };
-        let doorbells = doorbells(admin, info, qid);
+        let doorbells = doorbells(admin, info, qid, info.io_memory.sizes(size));
         let pair = info.io_memory.pair(u64::from(qid) - 1, qid, size, doorbells);
         let (mut core, mut layout) = pair.ok_or_else(|| {
             let what = "its queues have no room in memory";
@@ -247,8 +247,13 @@ impl IoQueueTable {
     }
 }
 
-/// The doorbells of queue pair `qid`, for queues that are about to be created.
-pub(crate) fn doorbells(admin: &AdminPlane, info: &ControllerInfo, qid: u16) -> [Doorbell; 2] {
+/// The doorbells of queue pair `qid`, for queues of these sizes that are about to be created.
+pub(crate) fn doorbells(
+    admin: &AdminPlane,
+    info: &ControllerInfo,
+    qid: u16,
+    sizes: [RingSize; 2],
+) -> [Doorbell; 2] {
     let transport = &admin.device.transport;
     let page = (info.doorbells == Doorbells::Mapped).then(|| transport.doorbell_page()).flatten();
     let mut doorbells = offsets(admin, qid).map(|offset| {
@@ -264,7 +269,8 @@ pub(crate) fn doorbells(admin: &AdminPlane, info: &ControllerInfo, qid: u16) -> 
         })
     });
     if let Some(shadows) = info.shadow.as_ref().and_then(|pages| pages.of(qid)) {
-        for (doorbell, shadow) in doorbells.iter_mut().zip(shadows) {
+        for ((doorbell, shadow), size) in doorbells.iter_mut().zip(shadows).zip(sizes) {
+            doorbell.set_ring(size);
             doorbell.mirror(shadow);
             doorbell.trust();
         }

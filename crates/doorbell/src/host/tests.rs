@@ -3,6 +3,7 @@
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use super::{HostDoorbell, Predicate};
+use crate::RingSize;
 
 type Host<'a> = HostDoorbell<&'a AtomicU32>;
 
@@ -104,4 +105,50 @@ fn what_was_posted_is_asked_for_later_and_once() {
     assert!(!host.needs_notification(), "there is nothing to ask any more");
     let stats = host.stats();
     assert_eq!((stats.published, stats.mmio_needed + stats.mmio_saved), (10, 10));
+}
+
+#[test]
+fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
+    for (entries, event_idx, writes) in [
+        (128, u32::MAX, 0),
+        (128, 128, 0),
+        (128, 0x7f, 3),
+        // Bits 31:16 of the entry are reserved.
+        (128, 0xffff_007f, 3),
+        (2, 2, 0),
+        (3, 1, 3),
+    ] {
+        let (shadow, cell) = <(AtomicU32, AtomicU32)>::default();
+        let mut host: Host<'_> = HostDoorbell::new(0);
+        let size = RingSize::new(entries).unwrap();
+        host.set_ring(size);
+        cell.store(event_idx, Ordering::Relaxed);
+        host.mirror(&shadow, &cell);
+        host.trust();
+        // Theirs stays if it asks for nothing; otherwise the first update is not missed.
+        assert_eq!(load(&cell), if writes == 0 { event_idx } else { 0 });
+        cell.store(event_idx, Ordering::Relaxed);
+        let mut at = 0;
+        for turn in 0..3 * entries {
+            at = size.next(at);
+            let written = if turn % 2 == 0 {
+                host.publish(at)
+            } else {
+                // The answer for this one comes with the next.
+                assert!(!host.publish_deferred(at));
+                host.needs_notification()
+            };
+            assert!(!written || writes != 0, "{entries} entries, EventIdx {event_idx:#x}");
+        }
+        assert_eq!(host.stats().mmio_needed, writes, "{entries} entries, EventIdx {event_idx:#x}");
+    }
+    // Of the largest ring, every value is a position.
+    let (shadow, cell) = (AtomicU32::new(0), AtomicU32::new(0));
+    let mut host: Host<'_> = HostDoorbell::new(0xffff);
+    host.set_ring(RingSize::new(RingSize::MAX).unwrap());
+    host.mirror(&shadow, &cell);
+    host.trust();
+    assert!(host.publish(0));
+    cell.store(0, Ordering::Relaxed);
+    assert!(host.publish(1));
 }

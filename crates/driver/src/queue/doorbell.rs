@@ -1,7 +1,7 @@
 //! A doorbell of a queue: the shadow entry, if there is one, and the register behind it.
 
 use crate::transport::{Transport, TransportError};
-use shadowbell_doorbell::{Cell, HostDoorbell};
+use shadowbell_doorbell::{Cell, HostDoorbell, RingSize};
 use shadowbell_memory::{EventFd, SharedU32};
 use std::sync::Arc;
 
@@ -38,6 +38,11 @@ pub(crate) struct Doorbell {
 impl Doorbell {
     pub(crate) fn new(register: Register) -> Self {
         Self { host: HostDoorbell::new(0), register, trapped: 0 }
+    }
+
+    /// See [`HostDoorbell::set_ring`].
+    pub(crate) fn set_ring(&mut self, size: RingSize) {
+        self.host.set_ring(size);
     }
 
     /// A shadow entry from here on, not relied upon yet: see [`HostDoorbell::mirror`].

@@ -84,6 +84,12 @@ impl QueueMemory {
         Some((bytes, iova))
     }
 
+    /// The sizes of the queues of a pair with at most `sq` entries.
+    pub(crate) fn sizes(&self, sq: RingSize) -> [RingSize; 2] {
+        let shape = self.shape;
+        [if sq.entries() < shape.sq.entries() { sq } else { shape.sq }, shape.cq]
+    }
+
     /// Queue pair `index`, zeroed, as `qid` with at most `sq` entries, which the controller does
     /// not know of yet. No two uses of one index may be alive at once, at either end.
     pub(crate) fn pair(
@@ -102,7 +108,7 @@ impl QueueMemory {
         // A completion queue entry that an earlier queue left there would look like a new one.
         cq_bytes.fill(0, cq_bytes.len(), 0)?;
         sq_bytes.fill(0, sq_bytes.len(), 0)?;
-        let sq = if sq.entries() < shape.sq.entries() { sq } else { shape.sq };
+        let [sq, _] = self.sizes(sq);
         let slots = sq.entries().min(shape.cq.entries()) as usize - 1;
         let [sq_doorbell, cq_doorbell] = doorbells;
         let core = Core::new(CoreParts {

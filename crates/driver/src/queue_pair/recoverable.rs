@@ -238,7 +238,8 @@ impl RecoverableQueue {
     ) -> Result<(), String> {
         let (admin, info) = (controller.plane(), &controller.info);
         let qid = self.core.qid();
-        let restarted = self.retries.restart(&mut self.core, doorbells(admin, info, qid));
+        let sizes = [self.layout.sq, self.layout.cq];
+        let restarted = self.retries.restart(&mut self.core, doorbells(admin, info, qid, sizes));
         count(&controller.counters.repeated, restarted.repeated);
         count(&controller.counters.ended, restarted.ended);
         if restarted.ended != 0 {

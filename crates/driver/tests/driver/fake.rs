@@ -69,6 +69,8 @@ pub(crate) struct State {
     pub(crate) identify_lies: BTreeMap<u8, Vec<u8>>,
     /// With shadow doorbells: do not ask for register writes.
     pub(crate) polling: bool,
+    /// What EventIdx is while `polling`, instead of one that keeps out of the way.
+    pub(crate) event_idx: Option<u32>,
     /// With shadow doorbells: the admin queue's registers are looked at all the same.
     pub(crate) admin_by_register: bool,
 
@@ -132,6 +134,7 @@ impl Fake {
             io_status: Status::SUCCESS,
             identify_lies: BTreeMap::new(),
             polling: false,
+            event_idx: None,
             admin_by_register: false,
             cc: Cc::new(),
             csts: Csts::new(),
@@ -265,16 +268,16 @@ impl State {
             if let Some((value, event_idx)) = shadow {
                 use shadowbell_doorbell::Cell;
                 queue.tail = value.load_acquire();
-                let idx = if self.polling { queue.tail.wrapping_sub(1) } else { queue.tail };
-                event_idx.store_release(idx & 0xffff);
+                let behind = |at: u32| self.event_idx.unwrap_or(at.wrapping_sub(1) & 0xffff);
+                let idx = if self.polling { behind(queue.tail) } else { queue.tail };
+                event_idx.store_release(idx);
                 // Nothing waits for room in the completion queue: out of the way of its head too.
                 if self.polling
                     && let Some((values, event_idxs)) = &self.shadow
                 {
                     let entry = usize::try_from(dbbuf::cq_entry_offset(qid, dstrd)).unwrap();
                     let head = values.read::<u32>(entry).unwrap();
-                    let idx = head.wrapping_sub(1) & 0xffff;
-                    event_idxs.write(entry, &idx).unwrap();
+                    event_idxs.write(entry, &behind(head)).unwrap();
                 }
             }
             if let Some(page) = &self.doorbell_page
