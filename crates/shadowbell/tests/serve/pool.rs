@@ -203,6 +203,8 @@ fn a_sanitize_operation_goes_on_after_a_death() {
     assert_eq!(said["sprog"], 65535);
     verb(&server, "sanitize", &["-a", "2", "--force"]);
     until("the end", || verb(&server, "sanitize-log", &[]).contains("successful"));
+    let events = verb(&server, "persistent-event-log", &["--json"]);
+    assert!(events.contains("\"cdw11\"") && events.contains("\"sanitize_prog\""), "{events}");
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
