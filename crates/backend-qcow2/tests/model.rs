@@ -3,91 +3,16 @@
 
 mod common;
 
-use common::{Random, check_whole, content, directory, memory, open, qemu_img_does, run, segments};
+use common::{check_whole, content, directory, open, qemu_img_does};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use shadowbell_backend::{Disk, DiskError, Op, Request};
-use shadowbell_memory::Segments;
+use shadowbell_backend::Disk;
+use shadowbell_testing::disks::{Random, batch};
 use std::path::Path;
 
 /// The disk.
 const SIZE: usize = 4 << 20;
-/// Requests in a batch, each in its own part of the disk.
-const LANES: usize = 16;
 const BATCHES: usize = 12;
-
-fn op(random: &mut Random) -> Op {
-    let fua = random.below(8) == 0;
-    match random.below(12) {
-        0..4 => Op::Read,
-        4..8 => Op::Write { fua },
-        8 => Op::WriteZeroes { deallocate: random.below(2) == 0, fua },
-        9 => Op::Discard,
-        10 => Op::Compare,
-        _ => Op::Verify,
-    }
-}
-
-/// A batch on the disk and on the model, whose results and data must be the same.
-fn batch(
-    disk: &dyn Disk,
-    queue: &mut dyn shadowbell_backend::Queue,
-    model: &mut [u8],
-    random: &mut Random,
-) {
-    let block = disk.info().block_size as usize;
-    let lanes = if random.below(4) == 0 { 1 } else { LANES };
-    let lane_len = SIZE / lanes;
-    let bytes = memory(SIZE);
-    let mut requests = Vec::new();
-    let mut expected = Vec::new();
-    for lane in 0..lanes {
-        let blocks = lane_len / block;
-        let start = random.below(blocks as u64) as usize;
-        // Short ones and long ones.
-        let most = (blocks - start).min(if random.below(2) == 0 { 8 } else { blocks });
-        let len = (1 + random.below(most as u64) as usize) * block;
-        let at = lane * lane_len + start * block;
-        let op = op(random);
-        let mut result = Ok(());
-        let mut data = segments(&bytes, at, len);
-        match op {
-            Op::Write { .. } => {
-                let fresh = random.bytes(len);
-                bytes.write_from(at, &fresh).unwrap();
-                model[at..at + len].copy_from_slice(&fresh);
-            }
-            Op::Compare => {
-                let mut same = model[at..at + len].to_vec();
-                if random.below(2) == 0 {
-                    same[random.below(len as u64) as usize] ^= 1;
-                    result = Err(DiskError::CompareFailed);
-                }
-                bytes.write_from(at, &same).unwrap();
-            }
-            Op::WriteZeroes { .. } => model[at..at + len].fill(0),
-            Op::Discard if disk.info().discard => model[at..at + len].fill(0),
-            _ => {}
-        }
-        if !matches!(op, Op::Read | Op::Write { .. } | Op::Compare) {
-            data = Segments::new();
-        }
-        requests.push((Request { op, offset: at as u64, len: len as u64 }, data));
-        expected.push(result);
-    }
-    if random.below(3) == 0 {
-        requests.push((Request { op: Op::Flush, offset: 0, len: 0 }, Segments::new()));
-        expected.push(Ok(()));
-    }
-    let plan: Vec<_> = requests.iter().map(|(request, _)| *request).collect();
-    assert_eq!(run(queue, requests), expected, "{plan:?}");
-    for request in plan.iter().filter(|request| request.op == Op::Read) {
-        let (at, len) = (request.offset as usize, request.len as usize);
-        let mut data = vec![0; len];
-        bytes.read_into(at, &mut data).unwrap();
-        assert!(data == model[at..at + len], "{request:?} in {plan:?}");
-    }
-}
 
 /// Random batches on images that `fresh` makes, whose first content it returns.
 fn cases(path: &Path, options: &str, fresh: impl Fn() -> Vec<u8>) {

@@ -73,6 +73,9 @@ pub(crate) mod to_worker {
     pub(crate) const HAND_OVER: u8 = b'H';
     /// The same, one controller after the other: both [can](super::to_keeper::MOVES).
     pub(crate) const MOVE: u8 = b'M';
+    /// The same, or come to rest for good, and say [`RESTS`](super::to_keeper::RESTS): it
+    /// [can](super::to_keeper::CAN_REST).
+    pub(crate) const REPLACE: u8 = b'Q';
     /// Take over from whoever is at the other end of the descriptor.
     pub(crate) const TAKE_OVER: u8 = b'T';
     /// The worker before has died by a fault, and was not killed: comes before its items.
@@ -108,6 +111,10 @@ pub(crate) mod to_keeper {
     pub(crate) const UPGRADE: u8 = b'U';
     /// It can hand over, and take over, one controller after the other. Comes first.
     pub(crate) const MOVES: u8 = b'M';
+    /// It can come to rest for good, so that another one goes on as after its death. Comes first.
+    pub(crate) const CAN_REST: u8 = b'W';
+    /// It rests for good, and is to be ended.
+    pub(crate) const RESTS: u8 = b'Z';
     /// It hands over one controller after the other, and there is no way back any more. Said again
     /// from time to time, as long as that takes.
     pub(crate) const MOVING: u8 = b'N';

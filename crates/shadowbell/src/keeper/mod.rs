@@ -20,6 +20,9 @@
 //! keeper ends the other one, and starts a third one that goes on with what both have left
 //! (`both_end` in [`upgrading`]).
 //!
+//! Of a server with disks that can not be handed over the old worker comes to rest, and a worker of the
+//! new program goes on as after its death ([`by_recovery`]).
+//!
 //! Until the old one commits, it can go on, and does if anything fails or takes too long. From then
 //! on it can not. So nobody ever serves together with the other, and whoever dies on the way is
 //! seen by the end of its socket.
@@ -41,6 +44,7 @@
 //!
 //! [`items`]: crate::items
 
+mod by_recovery;
 mod clock;
 mod command_line;
 mod control;
@@ -53,6 +57,7 @@ mod process;
 mod record;
 mod renewal;
 mod renewing;
+mod replacement;
 mod replacing;
 mod rest;
 mod resuming;
@@ -129,6 +134,7 @@ impl Keeper {
             worker: None,
             upgrade: None,
             renewal: None,
+            replacement: None,
             leaving: Vec::new(),
             deaths: Deaths::default(),
             died: None,
@@ -208,7 +214,8 @@ impl Keeper {
         let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
         let deadlines = deadlines.chain(self.renewal.as_ref().map(Renewal::deadline));
         let deadlines = deadlines.chain(self.journal.as_ref().and_then(Journal::deadline));
-        let deadlines = deadlines.chain(self.rest.deadline());
+        let replacement = self.replacement.as_ref().map(|replacement| replacement.until);
+        let deadlines = deadlines.chain(self.rest.deadline()).chain(replacement);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
             // Not a moment before it.
@@ -296,7 +303,14 @@ impl Keeper {
                         worker.moves = true;
                     }
                 }
+                to_keeper::CAN_REST => {
+                    if let Some(worker) = &mut self.worker {
+                        worker.can_rest = true;
+                    }
+                }
+                to_keeper::RESTS => self.worker_rests(),
                 to_keeper::TAKEN => {
+                    self.replacement_has_taken();
                     self.left = None;
                     if let Some(worker) = &mut self.worker {
                         worker.takes();
@@ -339,6 +353,11 @@ impl Keeper {
                         upgrade.new.moves = true;
                     }
                 }
+                to_keeper::CAN_REST => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.new.can_rest = true;
+                    }
+                }
                 to_keeper::SHARED => {
                     if let Some(upgrade) = &mut self.upgrade {
                         upgrade.is_shared = true;
@@ -378,6 +397,7 @@ impl Keeper {
                 say(&format!("process {pid} goes on with the clients, {took} ms after that"));
             }
         }
+        self.replacement_serves();
         if std::mem::replace(&mut self.is_ready, true) {
             notify::tell(&notify::status(status));
         } else {
@@ -390,6 +410,9 @@ impl Keeper {
             if *until <= now {
                 worker.kill();
             }
+        }
+        if self.replacement.as_ref().is_some_and(|replacement| replacement.until <= now) {
+            self.replacement_is_late();
         }
         if self.restart.is_some_and(|at| at <= now) && self.over.is_none() {
             self.restart = None;

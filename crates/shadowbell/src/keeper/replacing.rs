@@ -50,6 +50,9 @@ impl Keeper {
         }
         let served = if worker.has_begun() { "served" } else { "was to serve" };
         let what = format!("process {pid}, which {served}, {}", how(status));
+        if self.is_replaced(&mut worker, status) {
+            return;
+        }
         match status.code() {
             None => {
                 if worker.has_begun() {

@@ -68,6 +68,8 @@ struct SavedWorker {
     /// Earlier releases do not know it.
     #[serde(default)]
     moves: bool,
+    #[serde(default)]
+    can_rest: bool,
     has_taken: bool,
     why: Option<String>,
     items: SavedItems,
@@ -144,6 +146,7 @@ impl Worker {
             serves_since: self.serves_since.map(|since| clock.write(since)),
             answers: self.answers,
             moves: self.moves,
+            can_rest: self.can_rest,
             has_taken: self.has_taken,
             why: self.why.clone(),
             items: self.items.save(fds),
@@ -178,6 +181,7 @@ impl Worker {
             serves_since: saved.serves_since.map(|since| clock.read(since)),
             answers: saved.answers,
             moves: saved.moves,
+            can_rest: saved.can_rest,
             has_taken: saved.has_taken,
             why: saved.why,
             items,

@@ -4,6 +4,7 @@ use super::control::Control;
 use super::deaths::Deaths;
 use super::journal::Journal;
 use super::renewal::Renewal;
+use super::replacement::Replacement;
 use super::rest::Rest;
 use super::upgrade::Upgrade;
 use super::watchdog::Watchdog;
@@ -48,6 +49,8 @@ pub(super) struct Keeper {
     pub(super) upgrade: Option<Upgrade>,
     /// It is about to become another program.
     pub(super) renewal: Option<Renewal>,
+    /// A worker is to go on for one that was ended for it.
+    pub(super) replacement: Option<Replacement>,
     /// They have handed over, and are about to end.
     pub(super) leaving: Vec<(Worker, Instant)>,
     pub(super) deaths: Deaths,

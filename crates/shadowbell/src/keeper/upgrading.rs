@@ -71,8 +71,11 @@ impl Keeper {
         upgrade.step = Step::HandingOver;
         // One that does not know how is told what every release knows.
         let moves = worker.moves && upgrade.new.moves;
-        let (letter, most) =
-            if moves { (to_worker::MOVE, REHEARSE) } else { (to_worker::HAND_OVER, HAND_OVER) };
+        let (letter, most) = match moves {
+            true if worker.can_rest => (to_worker::REPLACE, REHEARSE),
+            true => (to_worker::MOVE, REHEARSE),
+            false => (to_worker::HAND_OVER, HAND_OVER),
+        };
         upgrade.until = Instant::now() + most;
         worker.say(letter, versions, Some(transfer.as_fd()));
     }

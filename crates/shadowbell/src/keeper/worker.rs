@@ -40,6 +40,8 @@ pub(super) struct Worker {
     pub(super) answers: bool,
     /// It can hand over, and take over, one controller after the other.
     pub(super) moves: bool,
+    /// It can come to rest for good, so that another one goes on for it.
+    pub(super) can_rest: bool,
     /// It goes on for another one, and says that what it has left itself counts.
     pub(super) has_taken: bool,
     /// Why it can not go on, as it says itself.
@@ -97,6 +99,7 @@ impl Worker {
             serves_since: None,
             answers: false,
             moves: false,
+            can_rest: false,
             has_taken: false,
             why: None,
             items: Items::default(),
@@ -349,6 +352,7 @@ mod tests {
             serves_since: None,
             answers: true,
             moves: false,
+            can_rest: false,
             has_taken: false,
             why: None,
             items,

@@ -62,6 +62,18 @@ pub(super) fn hand_over(
 /// # Errors
 /// That.
 pub(super) fn is_possible(server: &Server, versions: &str) -> anyhow::Result<()> {
+    reads_ours(versions)?;
+    for disk in server.disks() {
+        disk.hand_over(&mut Descriptors::default())?;
+    }
+    Ok(())
+}
+
+/// Whether a process that reads these versions reads what this one writes.
+///
+/// # Errors
+/// It does not.
+pub(super) fn reads_ours(versions: &str) -> anyhow::Result<()> {
     let versions = parse_versions(versions).context("the new process reads no state")?;
     if !versions.contains(&VERSION) {
         bail!(
@@ -70,9 +82,6 @@ pub(super) fn is_possible(server: &Server, versions: &str) -> anyhow::Result<()>
             versions.start(),
             versions.end()
         );
-    }
-    for disk in server.disks() {
-        disk.hand_over(&mut Descriptors::default())?;
     }
     Ok(())
 }

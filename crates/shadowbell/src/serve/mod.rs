@@ -25,6 +25,7 @@
 //! | `stats_file` | the counters, as a file of JSON |
 //! | `stats_socket` | the counters for `top`, while the server runs |
 //! | `reactor_thread` | the thread that serves the sockets, and takes a rest |
+//! | `by_recovery` | a server that gives way to another process as if it had died |
 //! | `hand_over`, `take_over` | a server and its successor in another process |
 //! | `move_out`, `move_in` | the same, one controller after the other |
 //! | `arriving` | what comes to a successor |
@@ -48,6 +49,7 @@ mod apply;
 mod args;
 mod arriving;
 mod asides;
+mod by_recovery;
 mod changes;
 mod config_file;
 mod control;
@@ -349,7 +351,7 @@ fn wait<'a>(
                         reload(Box::new(move |outcome| link.say(to_keeper::READ, outcome)));
                     }
                     to_worker::VISIT => link.visit(server),
-                    to_worker::HAND_OVER | to_worker::MOVE => {
+                    to_worker::HAND_OVER | to_worker::MOVE | to_worker::REPLACE => {
                         return Ok(End::Successor(link, packet));
                     }
                     _ => {}
@@ -369,13 +371,18 @@ fn hand_over(
     packet: Packet,
 ) -> anyhow::Result<bool> {
     let versions = packet.text();
-    let is_asked = packet.letter == to_worker::MOVE;
+    let is_asked = packet.letter != to_worker::HAND_OVER;
+    let may_rest = packet.letter == to_worker::REPLACE && by_recovery::is_needed(server);
     let Some(fd) = packet.fd() else { return Ok(false) };
     let transfer = UnixStream::from(fd);
     let Some(resting) = answering.take().map(Answering::rest) else { return Ok(false) };
     let changes = Arc::clone(server.changes());
     let outcome = match changes.pause() {
         // Both processes may die on the way, and have to be held for that.
+        Some(_paused) if may_rest && can_move(server) => {
+            by_recovery::rest_for_good(server, &transfer, &versions, link)
+        }
+        Some(_paused) if may_rest => by_recovery::is_possible(server),
         Some(_paused) if is_asked && can_move(server) => {
             move_out::move_out(server, &resting, &transfer, &versions, link)
         }

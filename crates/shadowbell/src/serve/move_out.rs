@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 
 /// How long the new process may take for what no guest waits for.
-const PREPARES: Duration = Duration::from_secs(5);
+pub(super) const PREPARES: Duration = Duration::from_secs(5);
 /// How long it may take for a controller once there is no way back.
 const TAKES: Duration = Duration::from_secs(5);
 /// How often the keeper is told that there is no end yet.
@@ -240,20 +240,35 @@ impl MoveOut<'_> {
     }
 
     fn send(&self, parcel: &Parcel, time: Duration) -> anyhow::Result<()> {
-        self.transfer.set_write_timeout(Some(time))?;
-        parcel.send(self.transfer).map_err(|error| ended().context(error.to_string()))
+        send(self.transfer, parcel, time)
     }
 
-    /// Waits for a letter of the new one.
     fn expect(&self, letter: u8, time: Duration) -> anyhow::Result<()> {
-        self.transfer.set_read_timeout(Some(time))?;
-        match transfer::hear(self.transfer) {
-            Ok(Some(heard)) if heard == letter => Ok(()),
-            Ok(_) => Err(ended()),
-            Err(_) => {
-                let most = time.as_millis();
-                Err(anyhow!("the new process did not take over within {most} ms"))
-            }
+        expect(self.transfer, letter, time)
+    }
+}
+
+/// Sends something to the new one.
+///
+/// # Errors
+/// It is gone, or does not read it in time.
+pub(super) fn send(transfer: &UnixStream, parcel: &Parcel, time: Duration) -> anyhow::Result<()> {
+    transfer.set_write_timeout(Some(time))?;
+    parcel.send(transfer).map_err(|error| ended().context(error.to_string()))
+}
+
+/// Waits for a letter of the new one.
+///
+/// # Errors
+/// It is gone, or does not say it in time.
+pub(super) fn expect(transfer: &UnixStream, letter: u8, time: Duration) -> anyhow::Result<()> {
+    transfer.set_read_timeout(Some(time))?;
+    match transfer::hear(transfer) {
+        Ok(Some(heard)) if heard == letter => Ok(()),
+        Ok(_) => Err(ended()),
+        Err(_) => {
+            let most = time.as_millis();
+            Err(anyhow!("the new process did not take over within {most} ms"))
         }
     }
 }

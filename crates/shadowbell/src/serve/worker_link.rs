@@ -63,6 +63,7 @@ impl WorkerLink {
         let link = Self(Arc::new(link));
         if !is_as_before() {
             link.say(to_keeper::MOVES, "");
+            link.say(to_keeper::CAN_REST, "");
         }
         Ok(link)
     }

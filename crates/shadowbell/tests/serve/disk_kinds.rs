@@ -45,7 +45,7 @@ impl Drop for Export {
 }
 
 /// Under a keeper, and free to open what it likes.
-fn keeper(disk: &str) -> Server {
+pub(crate) fn keeper(disk: &str) -> Server {
     Server::start(&[disk], &["--keeper", "--sandbox", "off"])
 }
 
@@ -73,7 +73,7 @@ fn qemu_img(arguments: &[&str]) -> Option<i32> {
 }
 
 /// Clusters that are counted and used by nothing are all that is wrong with the image.
-fn is_consistent(path: &Path) {
+pub(crate) fn is_consistent(path: &Path) {
     let code = qemu_img(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
     assert!(matches!(code, None | Some(0 | 3)), "{code:?}");
 }

@@ -38,3 +38,4 @@ mod steps;
 mod top;
 mod trace;
 mod upgrade;
+mod upgrade_disks;

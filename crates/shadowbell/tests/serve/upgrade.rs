@@ -265,7 +265,7 @@ fn a_client_that_waits_is_answered() {
 }
 
 /// A program that does what `script` says.
-fn fake(server: &Server, script: &str) -> PathBuf {
+pub(crate) fn fake(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("fake");
     std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -350,13 +350,13 @@ fn a_new_program_that_hangs_is_given_up() {
 
 #[test]
 fn what_can_not_be_handed_over_is_said_and_kept() {
-    let below = Server::start(&["mem:4MiB"], &[]);
-    let disk = format!("vfio-user:{}/1", below.socket().display());
-    let server = Server::start(&[&disk], &["--keeper"]);
+    let below = crate::disk_kinds::Export::start("mem:4MiB");
+    // It does not say how long its server takes for what it has received.
+    let server = crate::disk_kinds::keeper(&below.uri(""));
     let before = worker(&server);
     let (status, _, errors) = upgrade(&server.socket().display().to_string(), None);
     assert_eq!(status, Some(1), "{errors}");
-    assert!(errors.contains("can not be handed over to another process"), "{errors}");
+    assert!(errors.contains("no other process can go on") && errors.contains("settle"), "{errors}");
     assert_eq!(worker(&server), before);
 
     let server = self::server(1, &[]);

@@ -1,0 +1,101 @@
+//! Upgrades of servers with disks that can not be handed over: the next process opens them anew.
+
+use crate::disk_kinds::{Export, is_consistent, keeper};
+use crate::harness::{Server, image, program, until};
+use crate::keeper::worker;
+use crate::recover::lost_nothing;
+use crate::upgrade::{Client, Load, fake, upgrade};
+use shadowbell_backend_qcow2::create;
+
+/// Replaces the server's process some times, under a load that verifies what it reads.
+fn replaced(server: &mut Server) {
+    let load = Load::at(&server.socket(), 1);
+    until("the load's queue", || server.stderr().contains("I/O queue"));
+    let socket = server.socket().display().to_string();
+    for _ in 0..3 {
+        let before = worker(server);
+        let (status, output, errors) = upgrade(&socket, None);
+        assert_eq!(status, Some(0), "{output}{errors}\n{}", server.stderr());
+        assert!(output.contains("its disks were opened anew"), "{output}");
+        assert_ne!(worker(server), before);
+    }
+    load.lost_nothing();
+    lost_nothing(server);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+#[test]
+fn a_server_with_a_qcow2_image_is_replaced_under_a_verifying_load() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    create(&path, 16 << 20).unwrap();
+    replaced(&mut Server::start(&[path.to_str().unwrap(), "mem:1MiB"], &["--keeper"]));
+    is_consistent(&path);
+}
+
+#[test]
+fn a_server_with_an_export_is_replaced_under_a_verifying_load() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = image(directory.path(), "disk.img", 16 << 20);
+    let below = Export::start(file.to_str().unwrap());
+    replaced(&mut keeper(&below.uri("&settle=50ms")));
+}
+
+#[test]
+fn a_server_with_a_controller_of_another_is_replaced_under_a_verifying_load() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = image(directory.path(), "disk.img", 16 << 20);
+    let below = Server::start(&[file.to_str().unwrap()], &[]);
+    replaced(&mut keeper(&format!("vfio-user:{}/1", below.socket().display())));
+}
+
+/// A program that begins well and can not go on.
+#[test]
+fn the_program_before_goes_on_if_the_new_one_can_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    create(&path, 16 << 20).unwrap();
+    let mut server = Server::start(&[path.to_str().unwrap()], &["--keeper"]);
+    let mut client = Client::attach(&server.socket());
+    client.write(1, 0, 7);
+    let real = program().get_program().to_str().unwrap().to_owned();
+    let socket = server.socket().display().to_string();
+    for (then, why) in [
+        ("echo no disk >&2; exit 1", "ended with exit status 1"),
+        ("kill -9 $$", "was ended by signal 9"),
+    ] {
+        let script = format!("case \"$*\" in *recover*) {then};; esac\nexec {real} \"$@\"");
+        let program = fake(&server, &script);
+        let before = worker(&server);
+        let (status, output, errors) = upgrade(&socket, Some(&program));
+        assert_eq!(status, Some(1), "{output}{errors}");
+        assert!(errors.contains(why), "{errors}");
+        assert!(errors.contains("that served before goes on with the clients"), "{errors}");
+        until("the one before", || server.stderr().contains("goes on with the clients, "));
+        assert_eq!(client.read(1, 0), 7);
+        client.write(1, 8, 8);
+        assert_ne!(worker(&server), before);
+    }
+    // And it can be replaced by one that can.
+    let (status, output, errors) = upgrade(&socket, None);
+    assert_eq!(status, Some(0), "{output}{errors}");
+    assert_eq!((client.read(1, 0), client.read(1, 8)), (7, 8));
+    lost_nothing(&server);
+    drop(client);
+    assert!(server.stop().success(), "{}", server.stderr());
+    is_consistent(&path);
+}
+
+/// A program that does not even begin costs nobody anything.
+#[test]
+fn a_program_that_does_not_begin_leaves_the_process_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    create(&path, 16 << 20).unwrap();
+    let server = Server::start(&[path.to_str().unwrap()], &["--keeper"]);
+    let before = worker(&server);
+    let program = fake(&server, "exit 3");
+    let (status, _, errors) = upgrade(&server.socket().display().to_string(), Some(&program));
+    assert_eq!(status, Some(1), "{errors}");
+    assert_eq!(worker(&server), before);
+}
