@@ -17,8 +17,8 @@ use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::successor::{RestoreError, SaveError};
 use crate::trace::{COMPLETION_QUEUE, Kind};
-use crate::worker::Pool;
 use crate::worker::message::Message;
+use crate::worker::{Pool, ThreadJob};
 use shadowbell_backend::Disk;
 use shadowbell_memory::{DirtyLog, DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::Status;
@@ -258,6 +258,15 @@ impl Controller {
     /// [`RelocateError`].
     pub fn pin_to(&self, worker: usize) -> Result<(), RelocateError> {
         self.0.relocate(|control, cx| control.pin_to(cx, worker))
+    }
+
+    /// Has `job` run on the thread of the worker that serves I/O submission queue `sqid`, as a
+    /// [`LentThread`](crate::LentThread).
+    ///
+    /// # Errors
+    /// There is no such queue, or its worker has another job, or no thread of its own: the job.
+    pub fn lend_thread(&self, sqid: u16, job: ThreadJob) -> Result<(), ThreadJob> {
+        self.0.lend_thread(sqid, job)
     }
 
     /// The controller's insides, for what builds on it in this crate.

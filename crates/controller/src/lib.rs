@@ -87,7 +87,9 @@ pub use saved::{Death, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use successor::{RestoreError, SaveError};
-pub use worker::{CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, Turns};
+pub use worker::{
+    CLAIMABLE, LentThread, MAX_WORKERS, Polling, Pool, PoolOptions, ThreadJob, Turns,
+};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

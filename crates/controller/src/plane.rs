@@ -14,6 +14,7 @@ use crate::recorder::Recorder;
 use crate::route::RelocateError;
 use crate::saved::{Death, Recorded, SavedController, SavedJournal, SavedPart};
 use crate::successor::{RestoreError, SaveError};
+use crate::worker::ThreadJob;
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
 use shadowbell_memory::EventFd;
@@ -176,6 +177,13 @@ impl ControllerInner {
         for vector in vectors {
             self.context.shared.irqs.trigger(usize::from(*vector));
         }
+    }
+
+    /// Has `job` run on the thread of the worker that serves a submission queue.
+    pub(crate) fn lend_thread(&self, sqid: u16, job: ThreadJob) -> Result<(), ThreadJob> {
+        let cx = &self.context;
+        let Some(placed) = self.control.lock().worker_of(sqid) else { return Err(job) };
+        cx.pool.lend(cx.shared.id, cx.route.resolve(placed), job)
     }
 
     /// Lets go of the lock, and does what has to be done without it.

@@ -4,6 +4,7 @@
 //! A round polls what was woken, so that everything that came in together goes to the controller
 //! with one doorbell, and then takes whatever has completed, to be answered together.
 
+use crate::queue_server::QueueServer;
 use crate::tasks::Tasks;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -25,10 +26,12 @@ use std::time::{Duration, Instant};
 const OWN_EVENT: u64 = 0;
 /// The queue's device may have gone.
 const HANG_UP: u64 = 1;
+/// The thread's queues have something to do.
+const SERVED: u64 = 2;
 /// The first number for others.
-pub(crate) const FIRST: u64 = 2;
+pub(crate) const FIRST: u64 = 3;
 /// Descriptors that one wait can report.
-const EVENTS: usize = 4;
+const EVENTS: usize = 5;
 
 /// What ended a wait, apart from the thread's own events: the number that belongs to a descriptor,
 /// and what it is ready for.
@@ -42,6 +45,8 @@ pub(crate) struct IoThread<F> {
     /// The driver is prepared for a sleep.
     asleep: bool,
     timer: Timer,
+    /// The queues that are served on this thread have something to do, as their event says.
+    served: bool,
     epoll: OwnedFd,
 }
 
@@ -91,7 +96,19 @@ impl<F: Future> IoThread<F> {
         let flags = EventFlags::IN | EventFlags::ET;
         epoll::add(&epoll, tasks.event(), EventData::new_u64(OWN_EVENT), flags)?;
         let timer = Timer::default();
-        Ok(Self { tasks, queue: disk.queue().cloned(), driver: None, asleep: false, timer, epoll })
+        let queue = disk.queue().cloned();
+        Ok(Self { tasks, queue, driver: None, asleep: false, timer, served: false, epoll })
+    }
+
+    /// Queues are served on this thread, by `server`: to be called before its first turn.
+    pub(crate) fn serves(&self, server: &dyn QueueServer) -> io::Result<()> {
+        self.add_fd(server.event(), SERVED, EventFlags::IN)
+    }
+
+    /// They are not any more.
+    pub(crate) fn serves_no_more(&mut self, server: &dyn QueueServer) {
+        let _ = epoll::delete(&self.epoll, server.event());
+        self.served = false;
     }
 
     /// The requests.
@@ -127,15 +144,29 @@ impl<F: Future> IoThread<F> {
 
     /// Begins with what was started, submits, takes what has completed, and hands the futures that
     /// are ready to `done`. Whether there was anything.
-    pub(crate) fn run_once(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
+    ///
+    /// With a `server`, the commands are carried out on this thread as well.
+    pub(crate) fn run_once(
+        &mut self,
+        server: Option<&mut (dyn QueueServer + '_)>,
+        mut done: impl FnMut(usize, F::Output),
+    ) -> bool {
         let mut busy = self.tasks.run(&mut done);
         if self.driver.is_none() && self.tasks.reserved() > 0 {
             self.start_driving();
         }
         if let Some(driver) = &mut self.driver {
             busy |= driver.step();
-            busy |= self.tasks.run(done);
         }
+        if let Some(server) = server
+            && server.turn()
+        {
+            busy = true;
+            if let Some(driver) = &mut self.driver {
+                driver.step();
+            }
+        }
+        busy |= self.tasks.run(done);
         busy
     }
 
@@ -225,6 +256,27 @@ impl<F: Future> IoThread<F> {
         self.driver.as_ref().and_then(Driver::sleep_until)
     }
 
+    /// As [`wait`](Self::wait), on a thread that serves queues.
+    pub(crate) fn wait_serving(
+        &mut self,
+        server: &mut dyn QueueServer,
+        until: Option<Instant>,
+        mut ready: impl FnMut(Readiness),
+    ) {
+        let slept = server.sleep(&mut |limit| {
+            let limit = limit.and_then(|limit| Instant::now().checked_add(limit));
+            let until = match (until, limit) {
+                (Some(a), Some(b)) => Some(a.min(b)),
+                (a, b) => a.or(b),
+            };
+            self.wait(until, &mut ready);
+            std::mem::take(&mut self.served)
+        });
+        if !slept {
+            self.after_sleep(false);
+        }
+    }
+
     /// Waits until there is something to do, or `until`. What added descriptors are ready for goes
     /// to `ready`.
     pub(crate) fn wait(&mut self, until: Option<Instant>, mut ready: impl FnMut(Readiness)) {
@@ -249,6 +301,7 @@ impl<F: Future> IoThread<F> {
             match event.data.u64() {
                 OWN_EVENT => {}
                 HANG_UP => gone = true,
+                SERVED => self.served = true,
                 number => ready((number, event.flags)),
             }
         }

@@ -10,6 +10,7 @@
 //! | [`ublk`] | the disk as a block device of this machine, through the kernel's `ublk_drv` |
 //! | `io_thread` | a thread that serves requests: it drives the queue that they go through |
 //! | `tasks` | requests in flight, as futures in numbered slots of the thread that serves them |
+//! | `queue_server` | a thread that serves the disk's queues, lent to whoever serves a client |
 //! | `failures` | counts requests that failed because the disk did |
 //!
 //! Every way to export has threads of its own, each of which uses one of the disk's queues. What
@@ -28,11 +29,16 @@ mod io_thread;
 #[cfg(feature = "nbd")]
 pub mod nbd;
 #[cfg(any(feature = "nbd", feature = "ublk", feature = "vhost"))]
+mod queue_server;
+#[cfg(any(feature = "nbd", feature = "ublk", feature = "vhost"))]
 mod tasks;
 #[cfg(feature = "ublk")]
 pub mod ublk;
 #[cfg(feature = "vhost")]
 pub mod vhost;
+
+#[cfg(any(feature = "nbd", feature = "ublk", feature = "vhost"))]
+pub use queue_server::{LendsThread, QueueServer, QueueServerJob};
 
 #[cfg(all(doctest, feature = "nbd"))]
 #[doc = include_str!("../README.md")]

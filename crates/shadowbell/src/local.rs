@@ -3,7 +3,6 @@
 use crate::controller_config::{ConfigureError, ControllerConfig, OfferedDoorbells};
 use shadowbell_backend::Disk;
 use shadowbell_controller::{Carrier, PoolOptions};
-use shadowbell_driver::Transport;
 use shadowbell_frontend::InProcess;
 use std::sync::Arc;
 
@@ -11,7 +10,7 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// The disk is not possible, or the system has no more threads.
-pub fn connect(disk: Arc<dyn Disk>, mapped: bool) -> anyhow::Result<Arc<dyn Transport>> {
+pub fn connect(disk: Arc<dyn Disk>, mapped: bool) -> anyhow::Result<Arc<InProcess>> {
     let doorbells = if mapped { OfferedDoorbells::Mapped } else { OfferedDoorbells::Shadow };
     let asked = ControllerConfig { doorbells, ..ControllerConfig::default() };
     let name = format!("local:{}", disk.name());

@@ -19,6 +19,8 @@ pub struct Session {
     asked: u16,
     /// What came of its interrupts, if they are the kernel's to send.
     steered: Option<Steered>,
+    /// The other end, if it is in this process.
+    local: Option<shadowbell_controller::Controller>,
     /// The controller.
     pub controller: Controller,
 }
@@ -30,6 +32,7 @@ impl Session {
     /// With exit status [`exit::BAD_INPUT`] if nobody serves there or there is no such disk, and
     /// otherwise the driver's.
     pub fn attach(target: &Target, options: &AttachOptions) -> anyhow::Result<Self> {
+        let mut local = None;
         let transport = match target {
             Target::Local { disk } => {
                 let disk = disk_spec::open(disk).map_err(|error| match error {
@@ -38,11 +41,19 @@ impl Session {
                     }
                     error => error.into_error(),
                 })?;
-                local::connect(disk, options.doorbells == Doorbells::Mapped)?
+                let here = local::connect(disk, options.doorbells == Doorbells::Mapped)?;
+                local = Some(here.controller().clone());
+                here
             }
             remote => transport::to(remote)?,
         };
-        Self::over(target.clone(), transport, options)
+        Ok(Self { local, ..Self::over(target.clone(), transport, options)? })
+    }
+
+    /// The controller at the other end, if it is in this process.
+    #[must_use]
+    pub fn local(&self) -> Option<&shadowbell_controller::Controller> {
+        self.local.as_ref()
     }
 
     /// Attaches to the controller at the other end of `transport`, which is that of `target`.
@@ -63,7 +74,8 @@ impl Session {
             }
             _ => None,
         };
-        let session = Self { target, asked: options.queue_pairs, steered, controller };
+        let asked = options.queue_pairs;
+        let session = Self { target, asked, steered, local: None, controller };
         for line in session.banner() {
             tracing::debug!("{line}");
         }

@@ -198,6 +198,11 @@ impl Control {
         self.queues.doorbell_eventfds(cx)
     }
 
+    /// The worker that a submission queue was placed at, if there is one.
+    pub(crate) fn worker_of(&self, sqid: u16) -> Option<usize> {
+        self.queues.worker_of(sqid)
+    }
+
     fn is_ready(&self) -> bool {
         self.lifecycle.phase == Phase::Ready && !self.registers.csts.cfs()
     }

@@ -1,6 +1,7 @@
 //! What the control plane tells a worker. A worker reads its messages between two passes over its
 //! queues, so no lock is ever taken while commands are served.
 
+use super::lent_thread::ThreadJob;
 use super::queue_override::QueueOverride;
 use super::relocation::{Departure, Relocated};
 use crate::admin::self_test::Piece;
@@ -180,6 +181,11 @@ pub(crate) enum Message {
     Trace(Option<TraceRing>),
     /// Measure how long commands take from here on, or do so no more.
     Measure(bool),
+    /// The thread is lent to this, by a controller.
+    Run {
+        controller: u32,
+        job: ThreadJob,
+    },
     /// Somebody wants to know whether the worker comes to its messages: it drops this.
     Visit(Visit),
     Stop,
@@ -211,6 +217,7 @@ impl Message {
             | Self::GoOn { controller }
             | Self::Leave { controller, .. }
             | Self::Hurry { controller }
+            | Self::Run { controller, .. }
             | Self::Stay { controller }
             | Self::Override { controller, .. } => Some(*controller),
             Self::Arrive(relocated) => Some(relocated.id()),

@@ -183,6 +183,12 @@ impl PollGroup {
         active.find(|t| t.id() == id && !t.is_detaching())
     }
 
+    /// Whether the queues of a controller are here, and not on their way out.
+    pub(super) fn has(&self, id: u32) -> bool {
+        let mut others = self.active.iter().chain(&self.dormant).map(|entry| &entry.queues);
+        self.parked.contains_key(&id) || others.any(|t| t.id() == id && !t.is_detaching())
+    }
+
     /// The trace begins here.
     pub(super) fn begin_trace(&mut self) {
         let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());

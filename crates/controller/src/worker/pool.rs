@@ -1,5 +1,6 @@
 //! The workers of a process, and who sends them what.
 
+use super::lent_thread::ThreadJob;
 use super::mailbox::Mailbox;
 use super::message::Message;
 use super::poll_window::Polling;
@@ -15,7 +16,7 @@ use parking_lot::Mutex;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::io;
 use std::marker::PhantomData;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -64,6 +65,8 @@ struct Handle {
     /// Queues that it serves, for placing the next one.
     load: AtomicUsize,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// The thread is lent, or about to be.
+    is_lent: Arc<AtomicBool>,
 }
 
 impl Handle {
@@ -88,7 +91,12 @@ impl Handle {
             }
         })?;
         outcome.recv().map_err(|_| io::Error::other("a worker did not start"))??;
-        Ok(Self { mailbox, load: 0.into(), thread: Mutex::new(Some(thread)) })
+        Ok(Self {
+            mailbox,
+            load: 0.into(),
+            thread: Mutex::new(Some(thread)),
+            is_lent: Arc::default(),
+        })
     }
 }
 
@@ -152,7 +160,9 @@ impl Pool {
         let mailbox = Arc::new(Mailbox::new()?);
         let worker = Worker::new(0, Arc::clone(&mailbox), polling)?;
         let ours = Arc::clone(&mailbox);
-        let handle = Handle { mailbox: ours, load: 0.into(), thread: Mutex::new(None) };
+        // There is no thread to be lent.
+        let is_lent = Arc::new(AtomicBool::new(true));
+        let handle = Handle { mailbox: ours, load: 0.into(), thread: Mutex::new(None), is_lent };
         let control = ControlThread::inline(move || {
             mailbox.wake();
         });
@@ -202,6 +212,26 @@ impl Pool {
     /// controller needs one.
     pub(crate) fn give_back(&self, worker: usize) {
         self.0.spare.lock().push(worker);
+    }
+
+    /// Has `job` of a controller run on the thread of `worker`, unless that is lent to another.
+    pub(crate) fn lend(
+        &self,
+        controller: u32,
+        worker: usize,
+        job: ThreadJob,
+    ) -> Result<(), ThreadJob> {
+        let Some(handle) = self.handle(worker) else { return Err(job) };
+        if handle.is_lent.swap(true, AcqRel) {
+            return Err(job);
+        }
+        let is_lent = Arc::clone(&handle.is_lent);
+        let job: ThreadJob = Box::new(move |thread| {
+            job(thread);
+            is_lent.store(false, Release);
+        });
+        handle.mailbox.send(Message::Run { controller, job });
+        Ok(())
     }
 
     fn handle(&self, worker: usize) -> Option<&Handle> {

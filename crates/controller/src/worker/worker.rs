@@ -9,6 +9,7 @@
 use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
+use super::lent_thread::{LentThread, ThreadJob};
 use super::mailbox::Mailbox;
 use super::message::{Message, QueueContext};
 use super::observer::{self, Observer};
@@ -25,7 +26,7 @@ use shadowbell_memory::{EventFd, epoll_wait};
 use shadowbell_spec::status::Status;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -57,6 +58,8 @@ pub(super) struct Worker {
     woken: bool,
     /// While it may touch hosts' memory.
     awake: Option<Awake>,
+    /// What the thread is lent to next, and by which controller.
+    job: Option<(u32, ThreadJob)>,
 }
 
 impl Worker {
@@ -77,6 +80,7 @@ impl Worker {
             trace: None,
             woken: false,
             awake: Some(Awake::new()),
+            job: None,
         })
     }
 
@@ -84,30 +88,54 @@ impl Worker {
         loop {
             match self.turn() {
                 Err(Stop) => return,
+                Ok(true) if self.job.is_some() => {
+                    if self.lend() {
+                        return;
+                    }
+                    continue;
+                }
                 Ok(true) => {
-                    let Self { window, poll_group, .. } = self;
-                    window.found(|| poll_group.ended());
+                    self.found();
                     continue;
                 }
                 Ok(false) => {}
             }
-            std::hint::spin_loop();
-            let Self { window, poll_group, .. } = self;
-            match window.next(|| (poll_group.is_pending(), poll_group.ended())) {
-                Next::Look => continue,
-                Next::Yield => {
-                    std::thread::yield_now();
-                    continue;
-                }
-                Next::Sleep => {}
+            if !self.looks_again() {
+                self.sleep(None);
+                self.window.restart();
             }
-            if self.poll_group.active.iter().any(|entry| entry.queues.is_about_to_notify()) {
-                std::thread::yield_now();
-                continue;
-            }
-            self.sleep(None);
-            self.window.restart();
         }
+    }
+
+    /// After a turn that found nothing: whether to look again before a sleep.
+    fn looks_again(&mut self) -> bool {
+        std::hint::spin_loop();
+        let Self { window, poll_group, .. } = self;
+        let polite = match window.next(|| (poll_group.is_pending(), poll_group.ended())) {
+            Next::Look => return true,
+            Next::Yield => true,
+            Next::Sleep => poll_group.active.iter().any(|e| e.queues.is_about_to_notify()),
+        };
+        if polite {
+            std::thread::yield_now();
+        }
+        polite
+    }
+
+    /// A turn has found something.
+    fn found(&mut self) {
+        let Self { window, poll_group, .. } = self;
+        window.found(|| poll_group.ended());
+    }
+
+    /// Lends the thread until the job is done. Whether the pool is gone.
+    fn lend(&mut self) -> bool {
+        let Some((controller, job)) = self.job.take() else { return false };
+        let mut lent = Lent { worker: self, controller, is_stopped: false };
+        job(&mut lent);
+        let is_stopped = lent.is_stopped;
+        self.window.restart();
+        is_stopped
     }
 
     /// Messages, then a pass over the queues of all active controllers. Whether there was anything
@@ -143,6 +171,23 @@ impl Worker {
 
     /// Arms, looks once more, and sleeps if there is nothing, for `limit` at most. Whether it did.
     pub(super) fn sleep(&mut self, limit: Option<Duration>) -> bool {
+        self.sleep_by(limit, wait)
+    }
+
+    /// As [`sleep`](Self::sleep), in a `sleep` of somebody else that says whether the worker's
+    /// own descriptor has ended it.
+    pub(super) fn sleep_in(&mut self, sleep: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
+        self.sleep_by(None, |epoll, timeout, trace, signalled| {
+            !sleep(timeout) || wait(epoll, Some(Duration::ZERO), trace, signalled)
+        })
+    }
+
+    /// As [`sleep`](Self::sleep), with `wait` for [`wait`].
+    fn sleep_by(
+        &mut self,
+        limit: Option<Duration>,
+        wait: impl FnOnce(&OwnedFd, Option<Duration>, &mut Option<Observer>, &mut Vec<u64>) -> bool,
+    ) -> bool {
         self.poll_group.park_idle(&mut self.trace);
         let mut arming = self.sleeper.prepare();
         for entry in &mut self.poll_group.active {
@@ -385,6 +430,7 @@ impl Worker {
                 observer::measure(&mut self.trace, on);
                 self.poll_group.begin_trace();
             }
+            Message::Run { controller, job } => self.job = Some((controller, job)),
             Message::Visit(visit) => drop(visit),
             Message::Stop => {}
         }
@@ -444,6 +490,48 @@ impl Worker {
             }
         }
         self.queues(shared.id)
+    }
+}
+
+/// The worker in the hands of whom its thread is lent to.
+struct Lent<'a> {
+    worker: &'a mut Worker,
+    /// Who has lent it.
+    controller: u32,
+    /// The pool is gone.
+    is_stopped: bool,
+}
+
+impl LentThread for Lent<'_> {
+    fn turn(&mut self) -> bool {
+        if self.is_stopped {
+            return false;
+        }
+        let turn = self.worker.turn();
+        self.is_stopped = turn.is_err();
+        let busy = turn.unwrap_or(false);
+        if busy {
+            self.worker.found();
+        }
+        busy
+    }
+
+    fn looks_again(&mut self) -> bool {
+        !self.is_stopped && self.worker.looks_again()
+    }
+
+    fn sleep(&mut self, wait: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
+        let slept = !self.is_stopped && self.worker.sleep_in(wait);
+        self.worker.window.restart();
+        slept
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        self.worker.epoll.as_fd()
+    }
+
+    fn serves_lender(&self) -> bool {
+        !self.is_stopped && self.worker.poll_group.has(self.controller)
     }
 }
 

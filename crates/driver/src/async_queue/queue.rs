@@ -89,6 +89,12 @@ impl AsyncQueue {
         self.shared().lock().stats
     }
 
+    /// The identifier of its submission queue, and of its completion queue.
+    #[must_use]
+    pub fn qid(&self) -> u16 {
+        self.shared().qid
+    }
+
     /// How many commands may be outstanding at once; further ones wait.
     #[must_use]
     pub fn capacity(&self) -> usize {

@@ -13,19 +13,23 @@
 use super::answers::{Answer, Answers, Sent};
 use super::clients::NewClient;
 use super::data::{Data, DataMemory};
+use super::depth::Depth;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
 use super::request::{Action, Checked, Completed, EXTENTS, Job, carry_out, check, number};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT, INPUT};
 use crate::io_thread::IoThread;
+use crate::queue_server::{QueueServer, QueueServerJob};
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockError};
+use shadowbell_driver::AsyncQueue;
 use shadowbell_nbd::reply::Head;
 use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
 use std::future::Future;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
 use std::time::Instant;
 
 /// Requests of one client that are in flight or not answered yet.
@@ -100,6 +104,7 @@ struct Connection<F> {
     answers: Answers,
     held: usize,
     memory: DataMemory,
+    depth: Depth,
     /// The last request was a write, and a long one.
     writes_long: bool,
     /// A read that must be answered whole is under way, in pieces: nothing else is begun.
@@ -112,6 +117,13 @@ struct Connection<F> {
     hung_up: bool,
 }
 
+/// Why a connection is not served on, where it was.
+enum Stop {
+    Over,
+    /// Another kind of thread suits the client better: one that serves the queue too, or its own.
+    Move,
+}
+
 /// Serves the client at the other end of `socket`, until it leaves or [`ServerShared::is_ending`].
 pub(super) fn serve(
     socket: OwnedFd,
@@ -119,13 +131,13 @@ pub(super) fn serve(
     disk: BlockDevice,
     shared: &Arc<ServerShared>,
 ) -> Result<(), ConnectionError> {
-    let mut io = IoThread::new(&disk, SLOTS).map_err(ConnectionError::Event)?;
+    let mut io = IoThread::new(&disk, SLOTS)?;
     let mut socket = ClientSocket::new(socket, &io)?;
-    let _registered = shared.register(io.waker().map_err(ConnectionError::Event)?);
+    let _registered = shared.register(io.waker()?);
     let outcome = negotiate(&mut socket, &mut io, shared, new.peer)?;
     let Some((agreed, _place)) = outcome else { return Ok(()) };
     drop(new);
-    let mut connection = Connection {
+    let connection = Box::new(Connection {
         socket,
         disk,
         shared: Arc::clone(shared),
@@ -137,23 +149,97 @@ pub(super) fn serve(
         answers: Answers::with_capacity(SLOTS),
         held: 0,
         memory: DataMemory::new(SLOTS),
+        depth: Depth::default(),
         writes_long: false,
         alone: false,
         broken: false,
         last: false,
         hung_up: false,
-    };
-    let outcome = connection.run(carry_out);
-    connection.socket.close();
-    outcome
+    });
+    transmit(connection, carry_out)
+}
+
+/// Serves a client with which all is agreed, here and on a thread that serves the queue.
+fn transmit<F>(
+    mut connection: Box<Connection<F>>,
+    make: impl Fn(BlockDevice, Job) -> F + Copy + Send + 'static,
+) -> Result<(), ConnectionError>
+where
+    F: Future<Output = Completed> + Send + 'static,
+{
+    let qid = connection.disk.queue().map_or(0, AsyncQueue::qid);
+    let lender = connection.shared.lender.clone();
+    loop {
+        // What the connection shares with the controller is taken back when it is dropped, by
+        // whoever serves the queue. So that happens on this thread, with whatever outcome.
+        if let Stop::Over = connection.run(None, make)? {
+            return Ok(());
+        }
+        let Some(lender) = &lender else {
+            connection.depth.refused();
+            continue;
+        };
+        let (sender, back) = sync_channel(1);
+        let job: QueueServerJob = Box::new(move |server| {
+            let outcome = match server {
+                Some(server) => {
+                    tracing::debug!("the thread that serves the queue serves a client too");
+                    connection.depth.lent();
+                    let outcome = connection.run(Some(server), make);
+                    connection.depth.back();
+                    tracing::debug!("a client is served by a thread of its own again");
+                    outcome
+                }
+                None => {
+                    connection.depth.refused();
+                    Ok(Stop::Move)
+                }
+            };
+            let _ = sender.send((connection, outcome));
+        });
+        lender.lend(qid, job).unwrap_or_else(|job| job(None));
+        let outcome;
+        // If it does not come back, the controller is gone, and the connection with it.
+        (connection, outcome) = match back.recv() {
+            Ok(back) => back,
+            Err(_) => return Ok(()),
+        };
+        if let Stop::Over = outcome? {
+            return Ok(());
+        }
+    }
 }
 
 impl<F: Future<Output = Completed>> Connection<F> {
-    fn run(&mut self, make: impl Fn(BlockDevice, Job) -> F) -> Result<(), ConnectionError> {
+    fn run(
+        &mut self,
+        mut server: Option<&mut (dyn QueueServer + '_)>,
+        make: impl Fn(BlockDevice, Job) -> F,
+    ) -> Result<Stop, ConnectionError> {
+        if let Some(server) = &server {
+            self.io.serves(&**server)?;
+        }
+        let outcome = self.run_on(server.as_deref_mut(), make);
+        match (&outcome, server) {
+            (Ok(Stop::Move), Some(server)) => self.io.serves_no_more(server),
+            (Ok(Stop::Move), None) => {}
+            (Ok(Stop::Over) | Err(_), _) => self.socket.close(),
+        }
+        outcome
+    }
+
+    fn run_on(
+        &mut self,
+        mut server: Option<&mut (dyn QueueServer + '_)>,
+        make: impl Fn(BlockDevice, Job) -> F,
+    ) -> Result<Stop, ConnectionError> {
         let mut drain_deadline = None;
         loop {
             self.take_requests(&make)?;
-            let busy = self.collect();
+            if self.depth.wants_to_move() {
+                return Ok(Stop::Move);
+            }
+            let busy = self.collect(server.as_deref_mut());
             let freed = self.send(&make)?;
             let is_sent = self.answers.is_empty() && !self.socket.has_pending();
             if self.broken && is_sent {
@@ -170,7 +256,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 // What a client has sent in part only, it never asked for.
                 let arriving = usize::from(self.arriving.is_some());
                 if in_flight <= arriving && (is_sent || self.hung_up && self.answers.is_empty()) {
-                    return Ok(());
+                    return Ok(Stop::Over);
                 }
             }
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
@@ -189,8 +275,24 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if perhaps && takes && self.receive()? {
                 continue;
             }
-            if !busy && !self.io.spin() && self.io.prepare_sleep() {
-                self.socket.wait(&mut self.io, drain_deadline)?;
+            if busy {
+                continue;
+            }
+            let again = match &mut server {
+                Some(server) => {
+                    let again = server.looks_again();
+                    if again {
+                        // Nothing but an attempt says that the client has sent something, or that
+                        // the socket takes more.
+                        self.socket.readable = true;
+                        self.socket.blocked = false;
+                    }
+                    again
+                }
+                None => self.io.spin(),
+            };
+            if !again && self.io.prepare_sleep() {
+                self.socket.wait(&mut self.io, server.as_deref_mut(), drain_deadline)?;
             }
         }
     }
@@ -332,6 +434,9 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 self.alone = pending.is_whole && pending.has_more();
                 let request = pending.piece().unwrap_or(checked);
                 self.io.tasks().start(slot, make(self.disk.clone(), Job { request, data }));
+                let more = self.socket.readable || !self.socket.input.rest().is_empty();
+                let in_flight = self.io.tasks().reserved();
+                self.depth.begun(in_flight, more);
             }
             Err((error, text)) => {
                 let head = self.refusal(request.cookie, error, text);
@@ -349,9 +454,9 @@ impl<F: Future<Output = Completed>> Connection<F> {
     }
 
     /// Submits what was begun with, and takes what has completed. Whether there was anything.
-    fn collect(&mut self) -> bool {
+    fn collect(&mut self, server: Option<&mut (dyn QueueServer + '_)>) -> bool {
         let Self { io, pending, answers, agreed, shared, broken, .. } = self;
-        io.run_once(|slot, Completed { outcome, data, extents }| {
+        io.run_once(server, |slot, Completed { outcome, data, extents }| {
             let pending = pending.get(slot).copied().unwrap_or_default();
             if let Err(error) = &outcome {
                 shared.failed(error);

@@ -8,6 +8,7 @@
 //! | `request` | what a request asks for, and whether it may |
 //! | `connection` | one client: a thread and its requests |
 //! | `negotiate`, `socket`, `answers` | the handshake over a socket; what is received and sent |
+//! | `depth` | how many requests a client keeps in flight, and which thread suits that |
 //! | `data`, `sys` | the data of requests: where they lie, and how they are sent and received |
 //! | `shared` | what a server and its connections share |
 //! | [`Server`] | a socket, and the clients that come to it |
@@ -27,6 +28,12 @@
 //! TLS, for all clients or for none: one that may do without could be talked out of it by whoever
 //! is in between. Each client's thread does its cryptography.
 //!
+//! # Threads
+//!
+//! A client has a thread. If the controller is in this process, that of its worker can serve a
+//! client too that keeps several requests in flight ([`Options::lender`]): they are carried out
+//! where they are received, and no thread wakes another. The client's own thread waits meanwhile.
+//!
 //! # What it does not implement
 //!
 //! Extended headers.
@@ -36,8 +43,10 @@ mod answers;
 mod clients;
 mod connection;
 mod data;
+mod depth;
 pub mod handshake;
 mod negotiate;
+mod options;
 mod request;
 mod server;
 mod shared;
@@ -46,5 +55,6 @@ mod socket;
 mod sys;
 
 pub use address::Address;
-pub use server::{Options, Server, StartError};
+pub use options::Options;
+pub use server::{Server, StartError};
 pub use shadowbell_nbd::{reply, wire};

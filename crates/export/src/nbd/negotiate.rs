@@ -89,7 +89,7 @@ pub(super) fn negotiate<F: Future>(
             continue;
         }
         if io.prepare_sleep() {
-            socket.wait(io, Some(deadline))?;
+            socket.wait(io, None, Some(deadline))?;
         }
     }
 }

@@ -4,6 +4,7 @@ use super::address::Address;
 use super::clients::{Clients, NewClient, Peer};
 use super::connection;
 use super::handshake::Export;
+use super::options::Options;
 use super::shared::{Registered, ServerShared};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -11,7 +12,6 @@ use rustix::net::{SocketFlags, accept_with};
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::{MAX_STRING, transmission};
-use shadowbell_tls::ServerTls;
 use shadowbell_vfio_user::server::BindError;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -22,29 +22,6 @@ use std::time::Duration;
 
 /// How long to wait when the system has no descriptor for a client that waits.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
-
-/// How a disk is served.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Options {
-    /// The export's name; a client that asks for no name gets it too.
-    pub name: String,
-    /// A line about it.
-    pub description: String,
-    /// The most clients at a time, of which a peer (a user of this machine, or an address) has
-    /// three quarters at most. Further ones are sent away. One that has not agreed with the server
-    /// on anything is not counted, and has to make room for the next.
-    pub max_clients: usize,
-    /// Clients have to begin with TLS. Those that do not are refused.
-    pub tls: Option<ServerTls>,
-}
-
-impl Default for Options {
-    /// No name, 64 clients, and no TLS.
-    fn default() -> Self {
-        Self { name: String::new(), description: String::new(), max_clients: 64, tls: None }
-    }
-}
 
 /// Why a server could not be started.
 #[derive(Debug, thiserror::Error)]
@@ -130,7 +107,7 @@ impl Server {
             preferred: geometry.block_size.max(4096),
             flags,
         };
-        let shared = Arc::new(ServerShared::new(export, options.tls.clone(), options.max_clients));
+        let shared = Arc::new(ServerShared::new(export, options));
         let event = EventFd::new().map_err(StartError::System)?;
         let waker = event.try_clone().map_err(StartError::System)?;
         let registered = shared.register(waker);

@@ -2,7 +2,9 @@
 
 use super::clients::Agreed;
 use super::handshake::Export;
+use super::options::Options;
 use crate::failures::FailureCount;
+use crate::queue_server::LendsThread;
 use parking_lot::Mutex;
 use shadowbell_block::BlockError;
 use shadowbell_memory::EventFd;
@@ -22,6 +24,8 @@ pub(super) struct ServerShared {
     next: AtomicU64,
     pub(super) failures: FailureCount,
     pub(super) agreed: Arc<Agreed>,
+    /// Has threads that serve the disk's queues, and may serve a client too.
+    pub(super) lender: Option<Arc<dyn LendsThread>>,
     /// Warnings that clients cause.
     pub(super) log: LogLimit,
 }
@@ -39,16 +43,17 @@ impl Drop for Registered {
 }
 
 impl ServerShared {
-    /// For at most so many clients at a time.
-    pub(super) fn new(export: Export, tls: Option<ServerTls>, most: usize) -> Self {
+    /// As the options say.
+    pub(super) fn new(export: Export, options: &Options) -> Self {
         Self {
             export: Arc::new(export),
-            tls,
+            tls: options.tls.clone(),
             ending: AtomicBool::new(false),
             wakers: Mutex::default(),
             next: AtomicU64::new(0),
             failures: FailureCount::default(),
-            agreed: Agreed::new(most),
+            agreed: Agreed::new(options.max_clients),
+            lender: options.lender.clone(),
             log: LogLimit::default(),
         }
     }

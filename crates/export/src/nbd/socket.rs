@@ -2,7 +2,8 @@
 
 use super::data::Data;
 use super::sys::{self, Part, Room};
-use crate::io_thread::{FIRST, IoThread};
+use crate::io_thread::{FIRST, IoThread, Readiness};
+use crate::queue_server::QueueServer;
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
@@ -42,7 +43,7 @@ pub(super) enum ConnectionError {
     #[error("the disk failed in the middle of an answer that the client had asked for whole")]
     Broken,
     #[error("the system has no event descriptor left: {0}")]
-    Event(std::io::Error),
+    Event(#[from] std::io::Error),
 }
 
 /// Bytes that were received and not used.
@@ -86,6 +87,8 @@ pub(super) struct ClientSocket {
     pub(super) closing: bool,
     /// The socket takes no more at the moment.
     pub(super) blocked: bool,
+    /// The thread is woken when it does.
+    wakes_to_send: bool,
 }
 
 impl ClientSocket {
@@ -94,7 +97,16 @@ impl ClientSocket {
         io.add_fd(fd.as_fd(), SOCKET, RECEIVE).map_err(ConnectionError::Event)?;
         let input = Input { bytes: vec![0; INPUT].into(), from: 0, to: 0 };
         let (tls, fault) = (None, None);
-        Ok(Self { fd, tls, fault, input, readable: true, closing: false, blocked: false })
+        Ok(Self {
+            fd,
+            tls,
+            fault,
+            input,
+            readable: true,
+            closing: false,
+            blocked: false,
+            wakes_to_send: false,
+        })
     }
 
     /// What is sent and received from now on goes through TLS.
@@ -107,17 +119,28 @@ impl ClientSocket {
     pub(super) fn wait<F: Future>(
         &mut self,
         io: &mut IoThread<F>,
+        server: Option<&mut (dyn QueueServer + '_)>,
         until: Option<Instant>,
     ) -> Result<(), ConnectionError> {
-        let Self { fd, readable, closing, blocked, .. } = self;
-        let was_blocked = *blocked;
-        io.wait(until, |(_, flags)| {
+        self.review_wakes(io)?;
+        let Self { readable, closing, blocked, .. } = self;
+        let ready = |(_, flags): Readiness| {
             *readable |= flags.intersects(EventFlags::IN | HANG_UP);
             *closing |= flags.intersects(HANG_UP);
             *blocked &= !flags.intersects(EventFlags::OUT | HANG_UP);
-        });
-        if was_blocked && !*blocked {
-            io.modify_fd(fd.as_fd(), SOCKET, RECEIVE).map_err(ConnectionError::Event)?;
+        };
+        match server {
+            Some(server) => io.wait_serving(server, until, ready),
+            None => io.wait(until, ready),
+        }
+        self.review_wakes(io)
+    }
+
+    /// The thread is not woken any more when the socket takes more, if it is known to.
+    fn review_wakes<F: Future>(&mut self, io: &IoThread<F>) -> Result<(), ConnectionError> {
+        if self.wakes_to_send && !self.blocked {
+            self.wakes_to_send = false;
+            io.modify_fd(self.fd.as_fd(), SOCKET, RECEIVE).map_err(ConnectionError::Event)?;
         }
         Ok(())
     }
@@ -229,6 +252,10 @@ impl ClientSocket {
     /// The socket takes no more: waits for it to do so again.
     pub(super) fn block<F: Future>(&mut self, io: &IoThread<F>) -> Result<(), ConnectionError> {
         self.blocked = true;
+        if self.wakes_to_send {
+            return Ok(());
+        }
+        self.wakes_to_send = true;
         let flags = RECEIVE | EventFlags::OUT;
         io.modify_fd(self.fd.as_fd(), SOCKET, flags).map_err(ConnectionError::Event)
     }

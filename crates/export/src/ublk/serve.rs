@@ -167,7 +167,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
     fn answer(&mut self) -> io::Result<bool> {
         let Self { queue, io, tags, done, status, .. } = self;
         let mut outcome = Ok(());
-        let busy = io.run_once(|slot, completed| {
+        let busy = io.run_once(None, |slot, completed| {
             done.push(slot);
             let Completed { result, error, buffer } = completed;
             if let Some(error) = error.filter(|error| error.errno() == Errno::IO) {

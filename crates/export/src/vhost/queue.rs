@@ -318,7 +318,7 @@ impl BlkQueue {
     /// Submits what was begun with, and answers what is done. Whether there was anything.
     fn collect(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
         let Self { io, pending, held, done, answered, tracker, .. } = self;
-        let busy = io.run_once(|slot, completed| {
+        let busy = io.run_once(None, |slot, completed| {
             done.push(slot);
             let Some(pending) = pending.get_mut(slot).and_then(Option::take) else { return };
             held.bytes = held.bytes.saturating_sub(pending.size.bytes);

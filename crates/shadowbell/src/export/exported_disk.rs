@@ -1,12 +1,15 @@
 //! What runs while a disk is exported.
 
 use super::args::Args;
+use super::lender::Lender;
 use crate::exit;
 use crate::session::Session;
 use crate::target::Target;
 use anyhow::{Context, anyhow};
 use shadowbell_block::{BlockDevice, BlockOptions, block_on_for};
+use shadowbell_controller::Controller;
 use shadowbell_driver::{AttachOptions, SpinPolicy, Timeouts};
+use shadowbell_export::LendsThread;
 use shadowbell_export::fuse::Mounted;
 use shadowbell_export::nbd::{self, Server};
 use shadowbell_export::ublk::{self, Ublk};
@@ -100,6 +103,10 @@ impl ExportedDisk {
         let mut options = nbd::Options::default();
         options.name.clone_from(&args.name);
         options.description = args.target.to_string();
+        let lender = |controller: &Controller| -> Arc<dyn LendsThread> {
+            Arc::new(Lender(controller.clone()))
+        };
+        options.lender = self.session.local().map(lender);
         if let Some(directory) = &args.tls_certificates {
             let tls = ServerTls::load(directory, args.tls_any_client);
             options.tls = Some(tls.map_err(exit::bad_input)?);

@@ -14,6 +14,7 @@
 mod args;
 mod exported_disk;
 mod launch_hint;
+mod lender;
 
 pub(crate) use args::Args;
 

@@ -2,6 +2,7 @@
 
 mod killed;
 mod machine;
+mod nbd_deep;
 mod nbd_killed;
 mod vhost_killed;
 
@@ -51,7 +52,12 @@ impl Export {
 
     /// Starts an export, and waits until it exports.
     fn start(arguments: &[&str]) -> Self {
-        let mut export = Self::run(tempfile::tempdir().unwrap(), arguments);
+        Self::start_with(arguments, &[])
+    }
+
+    /// As `start`, with these variables.
+    fn start_with(arguments: &[&str], variables: &[(&str, &str)]) -> Self {
+        let mut export = Self::run_with(tempfile::tempdir().unwrap(), arguments, variables);
         let deadline = Instant::now() + TIMEOUT;
         while !export.stderr().contains("exporting") {
             let ended = export.child.try_wait().unwrap();

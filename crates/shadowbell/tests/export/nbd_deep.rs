@@ -1,0 +1,147 @@
+//! Clients that keep many requests in flight: the thread that serves the queue serves them too.
+
+use super::{Export, TIMEOUT};
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Instant;
+
+const LENT: &str = "the thread that serves the queue serves a client too";
+const BACK: &str = "a client is served by a thread of its own again";
+const BLOCK: usize = 4096;
+/// Requests at a time, and in a row: some more than the server decides by.
+const DEEP: usize = 32;
+const MANY: usize = 1100;
+
+struct Client(UnixStream);
+
+impl Client {
+    fn connect(socket: &Path) -> Self {
+        let mut client = UnixStream::connect(socket).unwrap();
+        client.set_read_timeout(Some(TIMEOUT)).unwrap();
+        let mut greeting = [0; 18];
+        client.read_exact(&mut greeting).unwrap();
+        client.write_all(&3u32.to_be_bytes()).unwrap();
+        client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+        client.read_exact(&mut [0; 10]).unwrap();
+        Self(client)
+    }
+
+    /// A read (0) or a write (1) of a block; the cookie is its number.
+    fn request(command: u16, block: usize, data: &[u8]) -> Vec<u8> {
+        let mut request = 0x2560_9513u32.to_be_bytes().to_vec();
+        request.extend(0u16.to_be_bytes());
+        request.extend(command.to_be_bytes());
+        request.extend((block as u64).to_be_bytes());
+        request.extend(((block * BLOCK) as u64).to_be_bytes());
+        request.extend((BLOCK as u32).to_be_bytes());
+        request.extend(data);
+        request
+    }
+
+    /// The block that an answer is about.
+    fn answer(&mut self) -> usize {
+        let mut reply = [0; 16];
+        self.0.read_exact(&mut reply).unwrap();
+        assert_eq!((&reply[..4], &reply[4..8]), (&b"\x67\x44\x66\x98"[..], &[0; 4][..]));
+        u64::from_be_bytes(reply[8..].try_into().unwrap()) as usize
+    }
+
+    /// Writes these blocks, so many at a time, each filled with its own byte of `salt`.
+    fn write(&mut self, blocks: std::ops::Range<usize>, depth: usize, salt: usize) {
+        let all: Vec<_> = blocks.collect();
+        for some in all.chunks(depth) {
+            let requests = some
+                .iter()
+                .flat_map(|block| Self::request(1, *block, &[fill(*block, salt); BLOCK]));
+            self.0.write_all(&requests.collect::<Vec<u8>>()).unwrap();
+            let mut answered: Vec<_> = some.iter().map(|_| self.answer()).collect();
+            answered.sort_unstable();
+            assert_eq!(answered, some);
+        }
+    }
+
+    /// Reads these blocks, so many at a time, and checks them.
+    fn check(&mut self, blocks: std::ops::Range<usize>, depth: usize, salt: usize) {
+        let all: Vec<_> = blocks.collect();
+        for some in all.chunks(depth) {
+            let requests = some.iter().flat_map(|block| Self::request(0, *block, &[]));
+            self.0.write_all(&requests.collect::<Vec<u8>>()).unwrap();
+            let mut found = HashMap::new();
+            for _ in some {
+                let block = self.answer();
+                let mut data = vec![0; BLOCK];
+                self.0.read_exact(&mut data).unwrap();
+                found.insert(block, data);
+            }
+            for block in some {
+                assert_eq!(found[block], vec![fill(*block, salt); BLOCK], "block {block}");
+            }
+        }
+    }
+}
+
+fn fill(block: usize, salt: usize) -> u8 {
+    (block * 31 + salt * 7) as u8
+}
+
+#[track_caller]
+fn says(export: &Export, what: &str, times: usize) {
+    let deadline = Instant::now() + TIMEOUT;
+    while export.stderr().matches(what).count() < times {
+        assert!(Instant::now() < deadline, "not {times} times {what}: {}", export.stderr());
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+}
+
+/// Deep, one at a time, deep again; beside another client of either kind; and the server ends while
+/// it is lent.
+fn a_client_comes_and_goes(target: &str) {
+    let arguments = [target, "--nbd", "unix:DIR/nbd"];
+    let export = Export::start_with(&arguments, &[("RUST_LOG", "debug")]);
+    let socket = export.path("nbd");
+    let mut client = Client::connect(&socket);
+    client.write(0..MANY, DEEP, 1);
+    says(&export, LENT, 1);
+    client.check(0..MANY, DEEP, 1);
+    // Others are served meanwhile: on another thread, by commands to the same queues.
+    let mut other = Client::connect(&socket);
+    std::thread::scope(|scope| {
+        scope.spawn(|| other.write(MANY..2 * MANY, DEEP, 2));
+        client.write(0..MANY, DEEP, 3);
+    });
+    client.check(MANY..2 * MANY, DEEP, 2);
+    other.check(0..MANY, DEEP, 3);
+    assert_eq!(export.stderr().matches(BACK).count(), 0, "{}", export.stderr());
+    // One that waits for each request goes back, and comes again.
+    client.check(0..MANY, 1, 3);
+    client.check(0..MANY, 1, 3);
+    says(&export, BACK, 1);
+    client.write(0..2 * MANY, DEEP, 4);
+    says(&export, LENT, 2);
+    client.check(0..2 * MANY, DEEP, 4);
+    // One that hangs up in the middle leaves the thread to the next.
+    let unread = (0..DEEP).flat_map(|block| Client::request(1, block, &[fill(block, 4); BLOCK]));
+    client.0.write_all(&unread.collect::<Vec<u8>>()).unwrap();
+    drop((client, other));
+    says(&export, BACK, 2);
+    let mut next = Client::connect(&socket);
+    next.check(0..2 * MANY, DEEP, 4);
+    says(&export, LENT, 3);
+    // The server ends while its thread is lent.
+    export.stop();
+}
+
+#[test]
+fn a_deep_client_of_memory_is_served_by_the_thread_of_the_queue() {
+    a_client_comes_and_goes("mem:16MiB");
+}
+
+#[test]
+fn a_deep_client_of_a_file_is_served_by_the_thread_of_the_queue() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("image");
+    std::fs::File::create(&image).unwrap().set_len(16 << 20).unwrap();
+    a_client_comes_and_goes(image.to_str().unwrap());
+}
