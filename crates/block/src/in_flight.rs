@@ -22,7 +22,11 @@ const RETRIES: u8 = 3;
 /// One that was aborted is not among them: the driver has done what can be done about that.
 fn may_succeed(status: Status) -> bool {
     const PATH: u8 = 3;
+    // A namespace that this controller is no way to is not there a moment later either: whoever has
+    // another controller asks that one.
+    let is_no_way = matches!(status.code(), Status::ANA_INACCESSIBLE | Status::ANA_PERSISTENT_LOSS);
     !status.dnr()
+        && !is_no_way
         && (status.sct() == PATH
             || matches!(
                 status.code(),

@@ -22,6 +22,7 @@ use crate::worker::{Pool, ThreadJob};
 use shadowbell_backend::Disk;
 use shadowbell_memory::{DirtyLog, DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::Status;
+use shadowbell_spec::log::{AnaGroup, AnaState};
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use shadowbell_state::Descriptors;
 use std::fmt;
@@ -323,6 +324,22 @@ impl Controller {
         self.0.note_change();
         self.0.release(control, deferred);
         Ok(nsid)
+    }
+
+    /// Has an ANA group, from 1, be in this state for this controller, which is one of a
+    /// [`Subsystem`](crate::Subsystem). The host is told by the event Asymmetric Namespace Access
+    /// Change, if it wants to know. Commands that come for the group's namespaces from here on are
+    /// carried out or refused as the state has it; those that are under way end as they would have.
+    /// `done` runs when none of them is left; it is dropped if the controller goes before.
+    pub fn set_ana_state(&self, group: u32, state: AnaState, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, cx| control.set_ana_state(cx, (group, state), Box::new(done)));
+    }
+
+    /// The ANA groups of its namespaces, each with its state and its NSIDs; nothing if the
+    /// controller is not one of a [`Subsystem`](crate::Subsystem).
+    #[must_use]
+    pub fn ana_groups(&self) -> Vec<AnaGroup> {
+        self.0.control().ana_groups(&self.0.context)
     }
 
     /// Removes a namespace while the host uses the controller. It is told by the event Namespace

@@ -85,7 +85,7 @@ pub use recorder::Recorder;
 pub use route::RelocateError;
 pub use saved::{Death, SavedController, SeenNamespace};
 pub use stats::Stats;
-pub use subsystem::{JoinError, MAX_CONTROLLERS, Member, Subsystem};
+pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use successor::{RestoreError, SaveError};
 pub use worker::{
     CLAIMABLE, LentThread, MAX_WORKERS, Polling, Pool, PoolOptions, ThreadJob, Turns,

@@ -80,6 +80,11 @@ pub(crate) enum Notice {
     },
     /// Something has changed in the controller's subsystem.
     Shared,
+    /// Nothing is under way any more that was when the state of an ANA group was changed.
+    AnaChanged {
+        /// Who waits for that.
+        ticket: u64,
+    },
     /// A reservation command is over.
     ReservationEnded {
         /// What the worker has called it.

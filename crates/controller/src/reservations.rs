@@ -2,6 +2,7 @@
 //! 8.1.22. Nothing here knows of controllers, queues or files.
 
 use serde::{Deserialize, Serialize};
+use shadowbell_spec::log::AnaState;
 use shadowbell_spec::reservation::{ReservationNotification, ReservationType};
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
@@ -52,11 +53,18 @@ pub(crate) struct Access {
     pub(crate) read: bool,
     /// Commands of the write group.
     pub(crate) write: bool,
+    /// What the way to the namespace is good for, whatever is reserved.
+    pub(crate) way: AnaState,
 }
 
 impl Access {
     /// Everything.
-    pub(crate) const ALL: Self = Self { read: true, write: true };
+    pub(crate) const ALL: Self = Self { read: true, write: true, way: AnaState::Optimized };
+
+    /// Whether it is less than everything. A way that is not the best takes all commands.
+    pub(crate) fn restricts(self) -> bool {
+        !self.read || !self.write || self.way.refusal().is_some()
+    }
 }
 
 /// A command that changes something.
@@ -151,7 +159,7 @@ impl Reservations {
         if is_holder || is_registrant && !kind.is_of_the_holder_alone() {
             return Access::ALL;
         }
-        Access { read: !kind.is_exclusive_access(), write: false }
+        Access { read: !kind.is_exclusive_access(), write: false, ..Access::ALL }
     }
 
     fn key(&self, host: HostId) -> Option<u64> {

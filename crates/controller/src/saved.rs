@@ -196,6 +196,18 @@ pub(crate) struct SavedSharing {
     /// Notices: number, type, namespace; and how many there were.
     pub(crate) notices: Vec<(u64, u8, u32)>,
     pub(crate) notices_made: u64,
+    /// What it can know of the states of ANA groups.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub(crate) ana: SavedAna,
+}
+
+/// What a host can know of the states of ANA groups.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavedAna {
+    /// Change Count.
+    pub(crate) count: u64,
+    /// Groups: identifier, state, and the count of its last change.
+    pub(crate) groups: Vec<(u32, u8, u64)>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -15,6 +15,7 @@ use crate::notice::{ControlHandle, Notice};
 use crate::reservation_file::ReservationFile;
 use crate::reservations::{Access, Action, AllReservations, Consequences, HostId, Reservations};
 use parking_lot::Mutex;
+use shadowbell_spec::log::AnaState;
 use shadowbell_spec::reservation::{
     EXTENDED_STATUS_HEAD, RegisteredController, RegisteredControllerExtended, ReservationStatus,
 };
@@ -23,9 +24,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use zerocopy::IntoBytes;
+
+/// The most groups of namespaces of a subsystem, each with a state of its own.
+pub const MAX_ANA_GROUPS: u32 = 16;
 
 /// The most controllers of a subsystem.
 pub const MAX_CONTROLLERS: u16 = 64;
@@ -90,7 +94,7 @@ impl Subsystem {
         };
         state.members.insert(cntlid, MemberState::default());
         let (shared, jobs) = (Arc::clone(&self.shared), self.jobs.clone());
-        Ok(Arc::new(Member { cntlid, shared, jobs }))
+        Ok(Arc::new(Member { cntlid, shared, jobs, groups: OnceLock::new() }))
     }
 }
 
@@ -99,6 +103,8 @@ pub struct Member {
     cntlid: u16,
     shared: Arc<Shared>,
     jobs: Sender<Job>,
+    /// The ANA group of each namespace that is not in the first.
+    groups: OnceLock<BTreeMap<u32, u32>>,
 }
 
 impl fmt::Debug for Member {
@@ -162,6 +168,8 @@ struct MemberState {
     changes: Vec<Change>,
     /// What its host is to be told, about which namespace.
     told: Vec<(Uuid, u8)>,
+    /// The state of each ANA group that is not optimized for it.
+    ana: BTreeMap<u32, AnaState>,
 }
 
 impl State {
@@ -380,10 +388,47 @@ impl Member {
     }
 
     /// What the controller may do with a namespace.
-    pub(crate) fn access(&self, uuid: &Uuid) -> Access {
+    pub(crate) fn access(&self, nsid: u32, uuid: &Uuid) -> Access {
         let state = self.shared.state.lock();
-        let host = state.members.get(&self.cntlid).and_then(|member| member.host);
-        state.all.get(uuid).map_or(Access::ALL, |its| its.access(host))
+        let member = state.members.get(&self.cntlid);
+        let host = member.and_then(|member| member.host);
+        let access = state.all.get(uuid).map_or(Access::ALL, |its| its.access(host));
+        let group = self.ana_group(nsid);
+        let way = member.and_then(|member| member.ana.get(&group)).copied().unwrap_or_default();
+        Access { way, ..access }
+    }
+
+    /// Says how the controller begins: which ANA group each namespace is in that is not in the
+    /// first, and the states of groups that are not optimized. For whoever has just
+    /// [joined](Subsystem::join), before there is a controller. What is no group is left out.
+    #[must_use]
+    pub fn with_ana(
+        self: Arc<Self>,
+        groups: impl IntoIterator<Item = (u32, u32)>,
+        states: impl IntoIterator<Item = (u32, AnaState)>,
+    ) -> Arc<Self> {
+        let is_one = |group: u32| (1..=MAX_ANA_GROUPS).contains(&group);
+        let groups = groups.into_iter().filter(|(_, group)| is_one(*group)).collect();
+        let _ = self.groups.set(groups);
+        for (group, state) in states.into_iter().filter(|(group, _)| is_one(*group)) {
+            self.set_ana_state(group, state);
+        }
+        self
+    }
+
+    /// The ANA group of a namespace.
+    pub(crate) fn ana_group(&self, nsid: u32) -> u32 {
+        self.groups.get().and_then(|groups| groups.get(&nsid)).copied().unwrap_or(1)
+    }
+
+    /// The state of a group for the controller.
+    pub(crate) fn ana_state(&self, group: u32) -> AnaState {
+        self.with(|member| member.ana.get(&group).copied().unwrap_or_default())
+    }
+
+    /// The groups of this state are that from here on. What follows from it is left to the caller.
+    pub(crate) fn set_ana_state(&self, group: u32, state: AnaState) {
+        self.with(|member| member.ana.insert(group, state));
     }
 
     /// Who the host is, if it has said so.
@@ -493,99 +538,4 @@ impl Drop for Member {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::latch::tests::Notices;
-
-    const UUID: Uuid = [7; 16];
-    const HOST: HostId = HostId::Short(1);
-
-    fn open(path: &std::path::Path) -> File {
-        let mut options = File::options();
-        options.read(true).write(true).create(true).truncate(false).open(path).unwrap()
-    }
-
-    /// Has a command carried out, and waits for its end.
-    fn act(member: &Member, host: HostId, action: Action, persistent: Option<bool>) -> Status {
-        let notices = Arc::new(Notices::default());
-        let ended = Notice::ReservationEnded { ticket: 1, status: Status::SUCCESS };
-        let latch = Latch::new(notices.handle(), ended);
-        let command = Command { host, action, persistent, aborts: false };
-        member.submit(Job::Act { uuid: UUID, command, latch });
-        loop {
-            match notices.0.lock().pop() {
-                Some(Notice::ReservationEnded { status, .. }) => return status,
-                Some(other) => panic!("{other:?}"),
-                None => std::thread::yield_now(),
-            }
-        }
-    }
-
-    #[test]
-    fn identifiers_are_handed_out_and_come_back() {
-        let subsystem = Subsystem::new(None).unwrap();
-        let first = subsystem.join(None).unwrap();
-        let third = subsystem.join(Some(3)).unwrap();
-        assert_eq!(subsystem.join(Some(3)).unwrap_err(), JoinError::Taken(3));
-        let second = subsystem.join(None).unwrap();
-        assert_eq!([&first, &second, &third].map(|member| member.cntlid()), [1, 2, 3]);
-        assert_eq!(first.controllers(), [1, 2, 3]);
-        drop(second);
-        assert_eq!(first.controllers(), [1, 3]);
-        assert_eq!(subsystem.join(None).unwrap().cntlid(), 2);
-        for wrong in [0, MAX_CONTROLLERS + 1, 0xffff] {
-            assert_eq!(subsystem.join(Some(wrong)).unwrap_err(), JoinError::NoRoom);
-        }
-    }
-
-    #[test]
-    fn what_is_to_persist_is_there_after_a_start_and_all_of_it_for_a_successor() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("state");
-        let make = || Subsystem::new(Some(open(&path))).unwrap().join(None).unwrap();
-        let is_registered = |member: &Member| member.report(&UUID, false).unwrap().len() > 24;
-        let member = make();
-        member.power_on();
-        let register = Action::Register { key: 5 };
-        assert_eq!(act(&member, HOST, register, None), Status::SUCCESS);
-        let successor = make();
-        successor.go_on();
-        assert!(is_registered(&successor));
-        let restarted = make();
-        restarted.power_on();
-        assert!(!is_registered(&restarted));
-        // And that it is gone is written down.
-        successor.go_on();
-        assert!(!is_registered(&successor));
-        // One that was made before the last change is no worse for it.
-        let early = make();
-        assert_eq!(act(&restarted, HOST, register, Some(true)), Status::SUCCESS);
-        early.go_on();
-        assert!(is_registered(&early) && early.is_persistent(&UUID));
-        let restarted = make();
-        restarted.power_on();
-        assert!(is_registered(&restarted));
-    }
-
-    #[test]
-    fn a_file_of_another_kind_is_refused_and_one_that_can_not_be_written_fails_the_command() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("state");
-        std::fs::write(&path, "a disk image, perhaps").unwrap();
-        let error = Subsystem::new(Some(open(&path))).unwrap_err();
-        assert!(error.to_string().contains("reservations"), "{error}");
-        std::fs::write(&path, "").unwrap();
-        let member = Subsystem::new(Some(File::open(&path).unwrap())).unwrap();
-        let member = member.join(None).unwrap();
-        let status = act(&member, HOST, Action::Register { key: 5 }, None);
-        assert_eq!(status, Status::INTERNAL);
-        assert_eq!(member.report(&UUID, false).unwrap().len(), 24, "nothing has changed");
-    }
-
-    #[test]
-    fn without_a_file_nothing_is_to_persist() {
-        let member = Subsystem::new(None).unwrap().join(None).unwrap();
-        let status = act(&member, HOST, Action::Register { key: 5 }, Some(true));
-        assert_eq!(status, Status::INVALID_FIELD.with_dnr());
-    }
-}
+mod tests;

@@ -53,6 +53,8 @@ enum Verb {
     Sanitize(manage::SanitizeArgs),
     /// Show how far a sanitize operation is
     SanitizeLog(inspect::Args),
+    /// Show which namespaces a controller is a good way to (Asymmetric Namespace Access)
+    AnaLog(inspect::Args),
     WriteUncor(manage::UncorrectableArgs),
     Read(transfer::ReadArgs),
     Write(transfer::WriteArgs),
@@ -98,6 +100,7 @@ impl Verb {
             Self::Format(args) => manage::format(&args),
             Self::Sanitize(args) => manage::sanitize(&args),
             Self::SanitizeLog(args) => inspect::sanitize_log(&args),
+            Self::AnaLog(args) => inspect::ana_log(&args),
             Self::WriteUncor(args) => manage::write_uncorrectable(&args),
             Self::Read(args) => transfer::read(&args),
             Self::Write(args) => transfer::write(&args),

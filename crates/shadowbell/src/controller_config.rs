@@ -165,7 +165,13 @@ impl ControllerConfig {
     /// Whether both are the same but for their disks.
     #[must_use]
     pub(crate) fn is_same_but_disks(&self, other: &Self) -> bool {
-        let bare = |config: &Self| Self { disks: Vec::new(), ..config.clone() };
+        let bare = |config: &Self| {
+            let mut bare = Self { disks: Vec::new(), ..config.clone() };
+            if let Some(place) = &mut bare.subsystem {
+                place.state = self_as_is::absolute(&place.state);
+            }
+            bare
+        };
         bare(self) == bare(other)
     }
 

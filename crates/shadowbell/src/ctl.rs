@@ -8,6 +8,7 @@ use crate::control::api::{
 use crate::control::client::{Client, part};
 use crate::control::find;
 use crate::controller_config::OfferedDoorbells;
+use crate::ctl_ana::{AnaArgs, ana};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::disk_spec;
@@ -99,6 +100,10 @@ enum What {
     /// Limit how much a namespace takes in a second, or a group of namespaces, or show the groups.
     /// What is not given is not limited; requests that come too early wait
     Limit(LimitArgs),
+    /// Show which controllers of a subsystem are good ways to which groups of namespaces
+    /// (Asymmetric Namespace Access), or change what a group is for one of them. What is under way
+    /// ends first
+    Ana(AnaArgs),
     /// Show all counters, as `serve --stats-json` writes them
     Stats,
     /// Record every decision about a doorbell, for `shadowbell trace`, or show whether that is so
@@ -299,6 +304,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         What::Namespace(verb) => change_namespace(&client, verb, json),
         What::Limit(args) => limit(&client, args, json),
         What::SaveConfig { file } => save_config(&client, file, json),
+        What::Ana(args) => ana(&client, args, controller_path, json),
         What::Stats => stats(&client, json),
         What::Trace { verb } => trace(&client, verb.as_ref(), json),
         What::Measure { switch } => {

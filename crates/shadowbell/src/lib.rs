@@ -32,6 +32,7 @@
 //! | `banner` | what was attached, for a person |
 //! | `local` | a controller in this process, as the driver reaches it |
 //! | `controller_config` | a controller as a person asks for it, and its configuration |
+//! | `ana_word` | what a controller makes of a group of namespaces |
 //! | `offered_doorbells` | how doorbells come to a controller |
 //! | `disk_spec` | disks as people write them |
 //! | `disk_recovery` | the disks of a process that has died, in the next one |
@@ -61,6 +62,7 @@
 //! | `logging`, `exit` | lines on standard error; what the exit status means |
 #![forbid(unsafe_code)]
 
+mod ana_word;
 mod attach_many;
 mod banner;
 mod bench;
@@ -71,6 +73,7 @@ mod control;
 mod controller_config;
 mod cpu_list;
 mod ctl;
+mod ctl_ana;
 mod ctl_plan;
 mod ctl_trace;
 mod demo;

@@ -3,6 +3,7 @@
 //! They are of the process, like the groups of limits. Their files are opened at its start, before
 //! it enters its sandbox, and so there is no other time at which one can come.
 
+use crate::ana_word::AnaGroups;
 use crate::disk_spec::DiskSpecError;
 use anyhow::{Context, anyhow};
 use parking_lot::Mutex;
@@ -26,6 +27,9 @@ pub(crate) struct Place {
     pub(crate) serial: Option<String>,
     /// The controller's identifier.
     pub(crate) cntlid: u16,
+    /// The groups of the namespaces, and their states for the controller.
+    #[serde(default)]
+    pub(crate) ana: AnaGroups,
 }
 
 /// A subsystem of this process.
@@ -78,7 +82,9 @@ pub(crate) fn join(place: &Place) -> anyhow::Result<Arc<Member>> {
     }
     let subsystem = found.subsystem.as_ref().ok_or_else(|| anyhow!("it could not be made"))?;
     let joined = subsystem.join(Some(place.cntlid));
-    joined.map_err(|error: JoinError| anyhow!("the subsystem {}: {error}", place.name))
+    let joined =
+        joined.map_err(|error: JoinError| anyhow!("the subsystem {}: {error}", place.name));
+    Ok(joined?.with_ana(place.ana.by_nsid(), place.ana.by_group()))
 }
 
 /// The disk that another controller of the subsystem has at this place, or that `open` opens.

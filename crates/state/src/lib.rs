@@ -7,6 +7,7 @@ mod channel;
 mod descriptors;
 mod error;
 mod parcel;
+mod two_places;
 mod version;
 
 pub use abort_point::{
@@ -17,4 +18,5 @@ pub use bytes::Bytes;
 pub use descriptors::{Descriptors, FdRef, LastingChange};
 pub use error::StateError;
 pub use parcel::Parcel;
+pub use two_places::{HeadOrder, Newest, TwoPlaces};
 pub use version::{READABLE, VERSION};

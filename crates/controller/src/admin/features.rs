@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// The events that a host may switch on: all critical warnings, the notices that OAES of Identify
-/// Controller has, and that telemetry was captured.
+/// Controller has, and that telemetry was captured; beside those of ANA, if it has these.
 const EVENTS: AsyncEventConfig =
     AsyncEventConfig::new().with_smart(0xff).with_nan(true).with_tln(true);
 /// Any number of commands at a time: what the controller starts with.
@@ -42,6 +42,8 @@ pub(crate) struct Limits {
     pub(crate) active: bool,
     /// Whether a namespace has a volatile write cache (VWC of Identify Controller).
     pub(crate) volatile_cache: bool,
+    /// Whether the controller is one of several.
+    pub(crate) is_shared: bool,
 }
 
 /// What the control plane has to do after a feature was set.
@@ -412,7 +414,8 @@ impl Features {
             fid::ASYNC_EVENT_CONFIGURATION => {
                 // Bits that the controller has no events for are dropped, not refused: a host that
                 // switches on all that it knows gets all that there is.
-                self.events = AsyncEventConfig::from_bits(value & EVENTS.into_bits());
+                let has = EVENTS.with_anacn(limits.is_shared);
+                self.events = AsyncEventConfig::from_bits(value & has.into_bits());
                 effect = Effect::AsyncEventConfig(self.events);
             }
             fid::TIMESTAMP => {

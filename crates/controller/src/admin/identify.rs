@@ -1,5 +1,6 @@
 //! Identify: what the controller and its namespaces are. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
 
+use super::ana::TRANSITION_SECONDS;
 use super::keep_alive;
 use super::limits::{
     ABORT_LIMIT, CRITICAL_TEMPERATURE, ERROR_LOG_ENTRIES, EXTENDED_MINUTES, FIRMWARE_REVISION,
@@ -7,7 +8,7 @@ use super::limits::{
 };
 use crate::config::{Config, PCI_VENDOR_ID};
 use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises};
-use crate::subsystem::Member;
+use crate::subsystem::{MAX_ANA_GROUPS, Member};
 use crate::uncorrectable::COMMAND_BYTES;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
@@ -16,6 +17,7 @@ use shadowbell_spec::identify::{
     IdentifyNvmNamespace, IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList,
     Nmic, Nsfeat, Oacs, Oaes, Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
 };
+use shadowbell_spec::log::{ANACAP_ALL_STATES, ANACAP_FIXED_GROUPS, AnaState};
 use shadowbell_spec::regs::Vs;
 use shadowbell_spec::reservation::{RESCAP_ALL, RESCAP_PTPL};
 use shadowbell_spec::sqe::NSID_ALL;
@@ -87,6 +89,8 @@ impl Identity {
                 let bytes = namespaces.iter().map(|ns| u128::from(ns.info().bytes())).sum::<u128>();
                 controller.tnvmcap = bytes.into();
                 controller.nn = namespaces.highest();
+                // Base 2.1, "Maximum Number of Allowed Namespaces": of ANA reporting, not 0.
+                controller.mnan = if controller.cmic.anars() { controller.nn } else { 0 };
                 controller.vwc.set_vwcp(namespaces.promises.volatile_cache);
                 Ok(page(&*controller))
             }
@@ -181,11 +185,14 @@ fn controller(config: &Config) -> IdentifyController {
         ieee: [oui2, oui1, oui0],
         mdts: config.mdts,
         cntlid: member.map_or(CNTLID, |member| member.cntlid()),
-        cmic: Cmic::new().with_mports(member.is_some()).with_mctrs(member.is_some()),
+        cmic: Cmic::new()
+            .with_mports(member.is_some())
+            .with_mctrs(member.is_some())
+            .with_anars(member.is_some()),
         ctratt: Ctratt::new().with_hids(member.is_some()),
         ver: VERSION.into_bits(),
         rtd3e: SHUTDOWN_MICROSECONDS,
-        oaes: Oaes::new().with_nsan(true),
+        oaes: Oaes::new().with_nsan(true).with_anacn(member.is_some()),
         cntrltype: ControllerType::Io as u8,
         oacs: Oacs::new()
             .with_doorbell_buffer_config(config.shadow_doorbells)
@@ -231,6 +238,11 @@ fn controller(config: &Config) -> IdentifyController {
         sgls: Sgls::new().with_support(0b01).with_bit_bucket(true).with_longer_than_data(true),
         ..IdentifyController::default()
     };
+    if member.is_some() {
+        controller.anacap = ANACAP_ALL_STATES | ANACAP_FIXED_GROUPS;
+        controller.anatt = TRANSITION_SECONDS;
+        (controller.anagrpmax, controller.nanagrpid) = (MAX_ANA_GROUPS, MAX_ANA_GROUPS);
+    }
     if let Some(name) = nqn_field(&qualified_name(&config.serial)) {
         controller.subnqn = name;
     }
@@ -271,8 +283,15 @@ pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
         msrc: (COPY_RANGES - 1) as u8,
         nmic: nmic(namespace),
         rescap: rescap(namespace),
+        anagrpid: ana_group(namespace),
         ..IdentifyNamespace::default()
     };
+    // Base 2.1, "Namespace Utilization": cleared in the two states that are without a way in. NSZE
+    // and NCAP stay: a host takes a namespace without them for one that has gone.
+    let state = namespace.member().map(|member| member.ana_state(identify.anagrpid));
+    if matches!(state, Some(AnaState::Inaccessible | AnaState::PersistentLoss)) {
+        identify.nuse = 0;
+    }
     let granularity0 = info.granularity.saturating_sub(1);
     if let Some(granularity0) = u16::try_from(granularity0).ok().filter(|g| *g != 0) {
         identify.nsfeat.set_optperf(0b01);
@@ -292,6 +311,11 @@ fn nmic(namespace: &Namespace) -> Nmic {
     Nmic::new().with_shrns(namespace.member().is_some())
 }
 
+/// ANA Group Identifier; 0 of a namespace that is one controller's.
+fn ana_group(namespace: &Namespace) -> u32 {
+    namespace.member().map_or(0, |member| member.ana_group(namespace.nsid()))
+}
+
 /// Reservation Capabilities.
 fn rescap(namespace: &Namespace) -> u8 {
     match namespace.member() {
@@ -308,6 +332,7 @@ fn independent(namespace: &Namespace) -> IdentifyIndependentNamespace {
         nstat: IdentifyIndependentNamespace::NSTAT_READY,
         nmic: nmic(namespace),
         rescap: rescap(namespace),
+        anagrpid: ana_group(namespace),
         ..IdentifyIndependentNamespace::default()
     }
 }

@@ -370,7 +370,8 @@ const MI_PAGE_BYTES: usize = 4096;
 fn supported_pages(has_pool: bool, is_shared: bool) -> SupportedLogPages {
     let mut page = SupportedLogPages::default();
     let own = PAGES.iter().filter(|lid| has_pool || **lid != lid::SANITIZE_STATUS);
-    for lid in own.chain(is_shared.then_some(&lid::RESERVATION_NOTIFICATION)) {
+    let shared = [lid::ANA, lid::RESERVATION_NOTIFICATION];
+    for lid in own.chain(shared.iter().filter(|_| is_shared)) {
         // Of Persistent Event: Establish Context and Read 512 Bytes of Header is there.
         let lidsp = u16::from(*lid == lid::PERSISTENT_EVENTS);
         page.lids[usize::from(*lid)] = LogPageSupport::new().with_lsupp(true).with_lidsp(lidsp);

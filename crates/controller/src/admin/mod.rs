@@ -1,5 +1,6 @@
 //! What administrative commands ask for: data and answers, without the controller around them.
 
+pub(crate) mod ana;
 pub(crate) mod budget;
 pub(crate) mod events;
 pub(crate) mod features;

@@ -10,10 +10,10 @@ use crate::config::PCI_VENDOR_ID;
 use crate::saved::SavedEventLog;
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::log::persistent_event::{
-    PersistentEvent, PersistentEventLog, ReportingContext, ResetInformation, TimestampChange,
-    VendorEvent, action, event_type,
+    PersistentEvent, PersistentEventLog, ReportingContext, ResetInformation, SanitizeCompletion,
+    SanitizeStart, TimestampChange, VendorEvent, action, event_type,
 };
-use shadowbell_spec::log::{SmartHealth, lid};
+use shadowbell_spec::log::{SanitizeLog, SmartHealth, lid};
 use shadowbell_spec::status::Status;
 use shadowbell_state::Bytes;
 use std::collections::VecDeque;
@@ -29,10 +29,12 @@ const HEADER: usize = size_of::<PersistentEventLog>();
 const _: () = assert!(HEADER + MOST_BYTES <= (PELS as usize) << 16);
 
 /// The types of events that there may be.
-const TYPES: [u8; 5] = [
+const TYPES: [u8; 7] = [
     event_type::SMART,
     event_type::TIMESTAMP_CHANGE,
     event_type::POWER_ON_OR_RESET,
+    event_type::SANITIZE_START,
+    event_type::SANITIZE_COMPLETION,
     event_type::TELEMETRY_CREATED,
     event_type::VENDOR,
 ];
@@ -123,6 +125,23 @@ impl EventLog {
     /// Telemetry was captured, of which this is the header.
     pub(crate) fn telemetry_created(&mut self, at: &Moment, header: &[u8]) {
         self.push(event_type::TELEMETRY_CREATED, at, &[header]);
+    }
+
+    /// A sanitize operation has begun, by a command of these dwords.
+    pub(crate) fn sanitize_started(&mut self, at: &Moment, sanicap: u32, dwords: (u32, u32)) {
+        let (cdw10, cdw11) = (dwords.0.into(), dwords.1.into());
+        let start = SanitizeStart { sanicap: sanicap.into(), cdw10, cdw11 };
+        self.push(event_type::SANITIZE_START, at, &[start.as_bytes()]);
+    }
+
+    /// It has ended like this.
+    pub(crate) fn sanitize_ended(&mut self, at: &Moment, log: &SanitizeLog) {
+        let completion = SanitizeCompletion {
+            sprog: log.sprog.into(),
+            sstat: log.sstat.into_bits().into(),
+            ..SanitizeCompletion::default()
+        };
+        self.push(event_type::SANITIZE_COMPLETION, at, &[completion.as_bytes()]);
     }
 
     /// Something of our own, with a sentence.
@@ -301,7 +320,7 @@ mod tests {
         assert_eq!((head.lid, head.generation.get(), head.context().exists()), (13, 1, false));
         assert_eq!((head.poh.get(), head.pcc.get(), head.sn), (2, 3, [b'S'; 20]));
         assert_eq!(head.supported[0], 0b0001_1010);
-        assert_eq!((head.supported[1], head.supported[27]), (0b1_0000, 1 << 6));
+        assert_eq!((head.supported[1], head.supported[27]), (0b1_0110, 1 << 6));
         let all = events(&page);
         assert_eq!([&all[0], &all[1]].map(|event| (event.0, event.1)), [(3, 1), (4, 1)]);
         let change = TimestampChange::read_from_bytes(&all[0].2).unwrap();

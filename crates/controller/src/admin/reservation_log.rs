@@ -1,7 +1,7 @@
 //! The log page Reservation Notification, and which notices a host wants. Base 2.1, 5.1.12.1,
 //! "Reservation Notification", and 5.1.25, "Reservation Notification Mask".
 
-use crate::saved::SavedSharing;
+use crate::saved::{SavedAna, SavedSharing};
 use shadowbell_spec::reservation::ReservationNotification;
 use std::collections::{BTreeMap, VecDeque};
 use zerocopy::IntoBytes;
@@ -71,11 +71,11 @@ impl ReservationLog {
         self.notices.retain(|(_, _, of)| *of != nsid);
     }
 
-    /// As plain data, beside the host's identifier.
-    pub(crate) fn save(&self, host: Vec<u8>) -> SavedSharing {
+    /// As plain data, beside the host's identifier and what it can know of ANA groups.
+    pub(crate) fn save(&self, host: Vec<u8>, ana: SavedAna) -> SavedSharing {
         let masks = self.masks.iter().map(|(nsid, mask)| (*nsid, *mask)).collect();
         let notices = self.notices.iter().copied().collect();
-        SavedSharing { host, masks, notices, notices_made: self.made }
+        SavedSharing { host, masks, notices, notices_made: self.made, ana }
     }
 
     /// The other side of [`save`](Self::save).
@@ -104,7 +104,7 @@ mod tests {
         assert_eq!(log.mask(2), 0b1110);
         assert!(log.tell(1, 1) && !log.tell(2, 1) && log.tell(1, 3));
         assert_eq!(read(&log), (1, 1, 1, 1));
-        assert_eq!(ReservationLog::restore(&log.save(Vec::new())), log);
+        assert_eq!(ReservationLog::restore(&log.save(Vec::new(), SavedAna::default())), log);
         log.was_read();
         assert_eq!(read(&log), (2, 3, 0, 1));
         log.was_read();

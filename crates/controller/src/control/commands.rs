@@ -9,6 +9,7 @@ use super::memory::HostMemory;
 use super::pool::{self, OrderContext, PoolCommands};
 use super::registers::Registers;
 use super::reset::Lifecycle;
+use super::ways::{self, Ana};
 use crate::admin::features::{self, Effect, Features, Limits};
 use crate::admin::host_identifier::host_identifier_bytes;
 use crate::admin::identify::Identity;
@@ -71,6 +72,7 @@ pub(super) struct AdminCommands {
     pub(super) diagnostics: Diagnostics,
     pub(super) pool: PoolCommands,
     pub(super) reservations: ReservationLog,
+    pub(super) ana: Ana,
 }
 
 impl AdminCommands {
@@ -87,6 +89,7 @@ impl AdminCommands {
             diagnostics: Diagnostics::default(),
             pool: PoolCommands::default(),
             reservations: ReservationLog::default(),
+            ana: Ana::default(),
         }
     }
 
@@ -321,6 +324,9 @@ impl AdminCommands {
         }
         if command.lid == lid::RESERVATION_NOTIFICATION && env.cx.config.member.is_some() {
             return self.get_reservation_page(sqe, &command);
+        }
+        if let (lid::ANA, Some(member)) = (command.lid, &env.cx.config.member) {
+            return self.get_ana_page(env.cx, member, sqe, &command);
         }
         if logs::is_elsewhere(command.lid) {
             return self.get_diagnostic_page(env, sqe, &command);
@@ -559,6 +565,7 @@ fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         }
         None => return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
     };
+    ways::check(env.cx, sqe.nsid)?;
     let length = command.length();
     let list = size_of::<LbaStatusList>() as u64;
     if length > 4096 << env.cx.config.mdts || length < list {
@@ -612,5 +619,6 @@ fn limits(env: &CommandEnvironment<'_>, nsid: u32) -> Limits {
         active: namespaces.get(nsid).is_some(),
         queues_exist: !env.queues.is_empty(),
         volatile_cache: env.cx.has_volatile_cache(),
+        is_shared: env.cx.config.member.is_some(),
     }
 }

@@ -169,6 +169,7 @@ impl Control {
             member.set_host(None);
         }
         self.commands.reset();
+        self.commands.ana.begin(cx);
         deferred.latches.extend(cx.lba_status.forget());
         self.port.events.clear();
         self.lifecycle.reset_at = Instant::now();

@@ -10,6 +10,7 @@ mod admin;
 mod admin_execution;
 mod admin_progress;
 mod alone;
+mod ana;
 mod commands;
 pub(crate) mod control_override;
 mod deferred;
@@ -39,6 +40,8 @@ mod tend;
 
 #[cfg(feature = "faults")]
 pub(crate) use admin::Executed;
+mod ways;
+
 pub(crate) use admin::{Attach, Data, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
 pub use io_queues::DoorbellEventfds;
@@ -94,12 +97,14 @@ pub(crate) struct Control {
 
 impl Control {
     pub(crate) fn new(cx: &Context) -> Self {
+        let mut commands = AdminCommands::new(&cx.config);
+        commands.ana.begin(cx);
         Self {
             registers: Registers::new(cx.config.max_queue_entries),
             lifecycle: Lifecycle::new(),
             memory: HostMemory::new(cx.shared.id),
             port: AdminPort::default(),
-            commands: AdminCommands::new(&cx.config),
+            commands,
             queues: IoQueues::new(cx.config.io_queues),
             namespace_changes: NamespaceChanges::default(),
             alone: OneAlone::default(),

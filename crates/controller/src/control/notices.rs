@@ -76,6 +76,7 @@ impl Control {
             Notice::ReservationEnded { ticket, status } => {
                 self.end_reservation(cx, ticket, status);
             }
+            Notice::AnaChanged { ticket } => self.ana_changed(ticket, deferred),
             Notice::MemoryReleased { ticket } => {
                 deferred.callbacks.extend(self.memory.released(ticket));
             }

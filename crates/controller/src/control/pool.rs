@@ -23,6 +23,8 @@ pub(super) struct PoolCommands {
     /// The UUID of the namespace that a creation has begun with last. A process that goes on for
     /// this one orders the same again, and gets no second namespace.
     creating: Option<[u8; 16]>,
+    /// What the pool has in hand is the beginning of this operation.
+    sanitizing: Option<decode::Sanitize>,
 }
 
 impl PoolCommands {
@@ -36,7 +38,7 @@ impl PoolCommands {
     }
 
     pub(super) fn restore(creating: Option<[u8; 16]>) -> Self {
-        Self { under_way: false, creating }
+        Self { creating, ..Self::default() }
     }
 
     /// The UUID for a namespace that is to be created.
@@ -105,8 +107,10 @@ pub(super) struct OrderContext<'a> {
 
 impl PoolCommands {
     /// The pool has carried an order out, or has not.
-    pub(super) fn ended(&mut self) {
+    /// Which sanitize operation it was to begin, if it was that.
+    pub(super) fn ended(&mut self) -> Option<decode::Sanitize> {
         self.under_way = false;
+        self.sanitizing.take()
     }
 
     /// Namespace Management, Namespace Attachment, Format NVM, Sanitize.
@@ -155,6 +159,12 @@ impl PoolCommands {
             _ => sanitize::sanitize(sqe, &state, given)?,
         };
         self.under_way = true;
+        self.sanitizing = match &act {
+            PoolAct::Sanitize(command) if command.sanact != decode::Sanitize::EXIT_FAILURE => {
+                Some(*command)
+            }
+            _ => None,
+        };
         let barred = barred(&act, &state);
         let mut serving = cx.serving();
         for (nsid, status) in barred {

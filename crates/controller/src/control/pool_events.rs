@@ -2,6 +2,7 @@
 
 use super::Control;
 use super::deferred::Deferred;
+use crate::admin::sanitize;
 use crate::context::Context;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
@@ -15,7 +16,13 @@ impl Control {
         (status, dw0): (Status, u32),
         deferred: &mut Deferred,
     ) {
-        self.commands.pool.ended();
+        let sanitizing = self.commands.pool.ended();
+        if let Some(command) = sanitizing.filter(|_| status.is_success()) {
+            let moment = self.commands.moment(&self.lifecycle);
+            let dwords = (command.dword10(), command.ovrpat);
+            let sanicap = sanitize::capabilities().into_bits();
+            self.commands.diagnostics.events.sanitize_started(&moment, sanicap, dwords);
+        }
         self.review_barred(cx, deferred);
         if generation != self.lifecycle.generation {
             return;
@@ -29,6 +36,11 @@ impl Control {
     /// A sanitize operation has ended.
     pub(super) fn sanitized(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.review_barred(cx, deferred);
+        if let Some(pool) = &cx.config.pool {
+            let moment = self.commands.moment(&self.lifecycle);
+            let log = sanitize::page(&pool.state().sanitize);
+            self.commands.diagnostics.events.sanitize_ended(&moment, &log);
+        }
         self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
     }
 

@@ -54,7 +54,8 @@ impl Control {
 
     pub(super) fn save_sharing(&self, cx: &Context) -> SavedSharing {
         let Some(member) = &cx.config.member else { return SavedSharing::default() };
-        self.commands.reservations.save(member.host().map(HostId::bytes).unwrap_or_default())
+        let host = member.host().map(HostId::bytes).unwrap_or_default();
+        self.commands.reservations.save(host, self.commands.ana.save())
     }
 
     pub(super) fn restore_sharing(&mut self, cx: &Context, saved: &SavedSharing) {
@@ -62,6 +63,7 @@ impl Control {
         member.go_on();
         member.set_host(HostId::from_bytes(&saved.host));
         self.commands.reservations = ReservationLog::restore(saved);
+        self.restore_ana(cx, &saved.ana);
     }
 }
 

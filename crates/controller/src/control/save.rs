@@ -193,6 +193,7 @@ impl Control {
         self.port.progress = AdminProgress::recover(saved, queue.to_post());
         self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
         self.poll_admin_doorbells(cx);
+        self.tell_ana(cx);
     }
 }
 

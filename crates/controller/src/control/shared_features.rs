@@ -4,6 +4,7 @@
 use super::admin::{Data, Executed, Outcome};
 use super::commands::{AdminCommands, CommandEnvironment};
 use super::io_queues::ended;
+use super::ways;
 use crate::admin::host_identifier::host_identifier_bytes;
 use crate::notice::Operation;
 use crate::reservations::HostId;
@@ -76,6 +77,7 @@ impl AdminCommands {
         member: &Arc<Member>,
     ) -> Executed {
         let chosen = namespaces(env, sqe.nsid, true)?;
+        chosen.iter().try_for_each(|(nsid, _)| ways::check(env.cx, *nsid))?;
         if command.fid == fid::RESERVATION_NOTIFICATION_MASK {
             for (nsid, _) in chosen {
                 self.reservations.set_mask(nsid, command.cdw11);
@@ -135,6 +137,7 @@ impl AdminCommands {
             return Ok(Outcome::Data(Data { bytes, len, dw0: 0, log: None }));
         }
         let (nsid, uuid) = namespaces(env, sqe.nsid, false)?.pop().ok_or(INVALID)?;
+        ways::check(env.cx, nsid)?;
         let value = if command.fid == fid::RESERVATION_PERSISTENCE {
             u32::from(member.is_persistent(&uuid))
         } else {

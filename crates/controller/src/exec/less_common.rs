@@ -38,8 +38,8 @@ impl Engine {
         if sqe.flags != 0 {
             self.touch(MAX_PLACES);
         }
-        if self.conflicts(op, sqe) {
-            return Started::Failed(permit, Status::RESERVATION_CONFLICT.with_dnr());
+        if let Some(status) = self.refusal(op, sqe) {
+            return Started::Failed(permit, status);
         }
         if matches!(op, NvmOpcode::WriteZeroes | NvmOpcode::Verify) {
             match self.marks_of(op, sqe) {
@@ -154,8 +154,8 @@ impl Engine {
             Ok(parsed) => parsed,
             Err(status) => return Started::Failed(permit, status),
         };
-        if self.copy_conflicts(&copy) {
-            return Started::Failed(permit, Status::RESERVATION_CONFLICT.with_dnr());
+        if let Some(status) = self.copy_refusal(&copy) {
+            return Started::Failed(permit, status);
         }
         match self.marks_of_copy(&copy) {
             Marked::No => {}

@@ -45,6 +45,7 @@ const _: () = assert!(size_of::<NamespaceQueue>() == 40);
 pub(super) struct SharedNamespace {
     pub(super) member: Arc<Member>,
     pub(super) uuid: [u8; 16],
+    nsid: u32,
     /// What a reservation leaves the controller. If that is not everything, all commands are long.
     access: Access,
 }
@@ -56,11 +57,12 @@ fn long_from(block_shift: u8) -> u32 {
 impl NamespaceQueue {
     pub(crate) fn open(namespace: &Namespace) -> io::Result<Self> {
         let queue = namespace.disk().queue()?;
-        let uuid = namespace.uuid();
+        let (nsid, uuid) = (namespace.nsid(), namespace.uuid());
         let shared = namespace
             .member()
             .cloned()
-            .map(|member| Box::new(SharedNamespace { member, uuid, access: Access::ALL }));
+            .map(|member| SharedNamespace { member, uuid, nsid, access: Access::ALL })
+            .map(Box::new);
         let block_shift = namespace.block_shift() as u8;
         let mut opened = Self {
             blocks: namespace.blocks(),
@@ -109,14 +111,14 @@ impl NamespaceQueue {
     }
 
     fn review_long(&mut self) {
-        let all_are = self.is_marked() || self.access() != Access::ALL;
+        let all_are = self.is_marked() || self.access().restricts();
         self.long_from = if all_are { 0 } else { long_from(self.block_shift) };
     }
 
     /// Looks what a reservation leaves the controller.
     pub(super) fn review_access(&mut self) {
         if let Some(shared) = &mut self.shared {
-            shared.access = shared.member.access(&shared.uuid);
+            shared.access = shared.member.access(shared.nsid, &shared.uuid);
         }
         self.review_long();
     }

@@ -45,34 +45,43 @@ fn lacks(op: NvmOpcode, access: Access) -> bool {
     }
 }
 
+/// How a command ends that may not be. Who has no way to a namespace does not know what is reserved.
+fn refused(op: NvmOpcode, access: Access) -> Option<Status> {
+    let conflict = || lacks(op, access).then_some(Status::RESERVATION_CONFLICT.with_dnr());
+    access.way.refusal().or_else(conflict)
+}
+
 impl Engine {
-    /// Whether a reservation keeps a command away.
+    /// How a command ends that a reservation keeps away, or the state of the way to its namespace.
     #[inline]
-    pub(super) fn conflicts(&self, op: NvmOpcode, sqe: &Sqe) -> bool {
-        self.reservations.is_restricted && self.looks_for_conflict(op, sqe)
+    pub(super) fn refusal(&self, op: NvmOpcode, sqe: &Sqe) -> Option<Status> {
+        if self.reservations.is_restricted { self.look_for_refusal(op, sqe) } else { None }
     }
 
     #[cold]
-    fn looks_for_conflict(&self, op: NvmOpcode, sqe: &Sqe) -> bool {
+    fn look_for_refusal(&self, op: NvmOpcode, sqe: &Sqe) -> Option<Status> {
         // A Flush of all namespaces is one of those that it may not flush, too.
         if op == NvmOpcode::Flush && sqe.nsid == NSID_ALL {
-            return self.namespaces.iter().any(|namespace| !namespace.access().write);
+            return self.namespaces.iter().find_map(|namespace| refused(op, namespace.access()));
         }
         let namespace = (sqe.nsid as usize).checked_sub(1).and_then(|at| self.namespaces.get(at));
-        namespace.is_some_and(|namespace| lacks(op, namespace.access()))
+        namespace.and_then(|namespace| refused(op, namespace.access()))
     }
 
-    /// As [`conflicts`](Self::conflicts), of a copy.
-    pub(super) fn copy_conflicts(&self, copy: &ParsedCopy) -> bool {
-        let access = |at: usize| self.namespaces[at].access();
-        self.reservations.is_restricted
-            && (!access(copy.namespace).write || copy.sources().any(|(at, ..)| !access(at).read))
+    /// As [`refusal`](Self::refusal), of a copy.
+    pub(super) fn copy_refusal(&self, copy: &ParsedCopy) -> Option<Status> {
+        if !self.reservations.is_restricted {
+            return None;
+        }
+        let refused = |op, at: usize| refused(op, self.namespaces[at].access());
+        refused(NvmOpcode::Write, copy.namespace)
+            .or_else(|| copy.sources().find_map(|(at, ..)| refused(NvmOpcode::Read, at)))
     }
 
     /// Looks whether a namespace is restricted.
     pub(super) fn review_restrictions(&mut self) {
         let mut all = self.namespaces.iter().map(|namespace| namespace.access());
-        self.reservations.is_restricted = all.any(|access| access != Access::ALL);
+        self.reservations.is_restricted = all.any(Access::restricts);
     }
 
     /// The controller may do something else with a namespace from here on. The latch is let go of
@@ -238,9 +247,9 @@ mod tests {
 
     #[test]
     fn rights_that_commands_need() {
-        let none = Access { read: false, write: false };
-        let reads = Access { read: true, write: false };
-        let writes = Access { read: false, write: true };
+        let none = Access { read: false, write: false, ..Access::ALL };
+        let reads = Access { read: true, write: false, ..Access::ALL };
+        let writes = Access { read: false, write: true, ..Access::ALL };
         let needs = |access| {
             let all = NvmOpcode::ALL.iter().copied();
             all.filter(|op| lacks(*op, access)).map(u8::from).collect::<Vec<u8>>()

@@ -147,8 +147,8 @@ impl Engine {
         if sqe.fuse() != Fuse::Normal {
             return Started::Fused(permit);
         }
-        if self.conflicts(op, sqe) {
-            return Started::Failed(permit, Status::RESERVATION_CONFLICT.with_dnr());
+        if let Some(status) = self.refusal(op, sqe) {
+            return Started::Failed(permit, status);
         }
         match self.marks_of(op, sqe) {
             Marked::No => self.transfer::<true>(op, sqe, sq, permit),

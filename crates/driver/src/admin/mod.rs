@@ -7,10 +7,12 @@
 //! | `plane` | the registers and the admin queue: what there is before Identify |
 //! | `identify`, `log` | Identify and Get Log Page |
 //! | `lba_status` | Get LBA Status |
+//! | `ana` | the ways to namespaces that several controllers have |
 //! | `namespaces` | namespaces that are made, formatted, sanitized |
 //! | `diagnostics` | self-tests, telemetry, the log of events |
 //! | `handle` | [`Admin`], the program's handle on an attached controller |
 
+mod ana;
 mod data;
 mod diagnostics;
 mod handle;

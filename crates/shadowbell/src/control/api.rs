@@ -1,5 +1,6 @@
 //! The requests and answers of the control socket. Their documentation is that of the document.
 
+use crate::ana_word::AnaWord;
 use crate::limits::{self, DiskLimits};
 use crate::offered_doorbells::OfferedDoorbells;
 use serde::{Deserialize, Serialize};
@@ -52,6 +53,29 @@ pub(crate) struct Controller {
     pub max_queues: u16,
     /// Its namespaces.
     pub namespaces: Vec<Namespace>,
+    /// What the groups of its namespaces are for it, if it is one of a subsystem.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ana: Vec<AnaGroup>,
+}
+
+/// A group of namespaces that several controllers have, and what it is for one of these: Asymmetric
+/// Namespace Access.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct AnaGroup {
+    /// Its number, from 1.
+    pub group: u32,
+    /// Its state.
+    pub state: AnaWord,
+    /// The numbers of its namespaces.
+    pub namespaces: Vec<u32>,
+}
+
+/// What a group is to be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AnaStateChange {
+    /// Its state.
+    pub state: AnaWord,
 }
 
 /// What the registers of a controller say.

@@ -14,9 +14,12 @@ use shadowbell_driver::Telemetry;
 use shadowbell_spec::Status;
 use shadowbell_spec::feature::Timestamp;
 use shadowbell_spec::log::persistent_event::{
-    PersistentEvent, PersistentEventLog, ResetInformation, TimestampChange, VendorEvent, event_type,
+    PersistentEvent, PersistentEventLog, ResetInformation, SanitizeCompletion, SanitizeStart,
+    TimestampChange, VendorEvent, event_type,
 };
-use shadowbell_spec::log::{SelfTestLog, SelfTestResult, self_test_result, stc};
+use shadowbell_spec::log::{
+    SanitizeState, SelfTestLog, SelfTestResult, self_test_result, sos, stc,
+};
 use shadowbell_spec::sqe::NSID_ALL;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -275,6 +278,21 @@ fn event_of(head: &PersistentEvent, data: &[u8]) -> Fields {
             if let Ok((change, _)) = TimestampChange::read_from_prefix(data) {
                 f.number("prev_timestamp", change.previous.get());
                 f.number("milliseconds_since_reset", change.since_reset_ms.get());
+            }
+        }
+        event_type::SANITIZE_START => {
+            if let Ok((start, _)) = SanitizeStart::read_from_prefix(data) {
+                f.bits("sanicap", start.sanicap.get());
+                f.bits("cdw10", start.cdw10.get()).bits("cdw11", start.cdw11.get());
+            }
+        }
+        event_type::SANITIZE_COMPLETION => {
+            if let Ok((end, _)) = SanitizeCompletion::read_from_prefix(data) {
+                let state = SanitizeState::from_bits(end.sstat.get());
+                f.number("sanitize_prog", end.sprog.get());
+                f.bits("sanitize_status", end.sstat.get());
+                f.meaning(sos::name(state.sos()).unwrap_or("unknown"));
+                f.number("completion_info", end.information.get());
             }
         }
         event_type::VENDOR => {

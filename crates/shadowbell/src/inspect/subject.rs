@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use shadowbell_driver::{AttachOptions, CommandError};
 use shadowbell_spec::Status;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
-use shadowbell_spec::log::{ErrorLogEntry, SanitizeLog, SelfTestLog, SmartHealth, lid};
+use shadowbell_spec::log::{AnaLog, ErrorLogEntry, SanitizeLog, SelfTestLog, SmartHealth, lid};
 use zerocopy::FromBytes;
 
 pub(super) enum Subject {
@@ -120,6 +120,19 @@ impl Subject {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().sanitize_log()?),
             Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SANITIZE_STATUS)),
+        }
+    }
+
+    /// The ways to namespaces that several controllers have; `None`: they are not reported.
+    pub(super) fn ana_log(&self) -> anyhow::Result<Option<AnaLog>> {
+        match self {
+            Self::Attached(session) => Ok(session.controller.admin().ana_log()?),
+            Self::Served { controller, .. } if controller.ana.is_empty() => Ok(None),
+            Self::Served { .. } => {
+                let page = self.bytes(&format!("log-page/{}", lid::ANA))?;
+                let log = AnaLog::decode(&page).context("the server's answer is too short")?;
+                Ok(Some(log))
+            }
         }
     }
 

@@ -1,14 +1,15 @@
-//! What a pool has written down of its namespaces: one small file, in which there are two places.
+//! What a pool has written down of its namespaces: one small file of [two places](TwoPlaces).
 //!
-//! A state goes to the place of the older one, with a number and a checksum, and is synchronised:
-//! until that has ended the other place counts. So nothing has to be made or renamed while the
-//! server runs, which its sandbox would not let it, and a full file system is no reason to fail.
+//! A state goes to the place of the older one, and both are there from the beginning. So nothing has
+//! to be made or renamed while the server runs, which its sandbox would not let it, and a full file
+//! system is no reason to fail.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{PoolNamespace, PoolState, SanitizePhase, SanitizeStatus};
 use shadowbell_spec::admin::Sanitize;
+use shadowbell_state::{HeadOrder, TwoPlaces};
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io;
 
 /// Namespaces that a pool may have: each has a file, which is there from the beginning.
 pub(crate) const MOST: u32 = 64;
@@ -16,10 +17,12 @@ pub(crate) const MOST: u32 = 64;
 pub(super) const VACANT: u64 = 4096;
 /// How long a place is; with [`MOST`] namespaces a state is shorter.
 const PLACE: u64 = 32 << 10;
-/// How a place begins.
-const MAGIC: &[u8; 16] = b"shadowbell-pool1";
-/// What comes before the state: the magic, the number, the checksum, the length.
-const HEAD: usize = 16 + 8 + 8 + 8;
+const PLACES: TwoPlaces = TwoPlaces {
+    magic: b"shadowbell-pool1",
+    order: HeadOrder::ChecksumFirst,
+    place: PLACE,
+    is_padded: true,
+};
 
 /// What is written down.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -122,63 +125,25 @@ impl Index {
     }
 }
 
-/// A hash that tells a state which was written as a whole from one that was not (64-bit FNV-1a).
-fn checksum(number: u64, body: &[u8]) -> u64 {
-    number.to_le_bytes().iter().chain(body).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
-}
-
 /// The newest state of the file, and its number.
 ///
 /// # Errors
 /// It can not be read; or there is none.
-pub(super) fn read(mut file: &File) -> io::Result<(u64, Index)> {
-    let mut newest: Option<(u64, Index)> = None;
-    for nth in 0..2 {
-        let mut place = vec![0; PLACE as usize];
-        file.seek(SeekFrom::Start(nth * PLACE))?;
-        if file.read_exact(&mut place).is_ok()
-            && let Some((number, index)) = understand(&place)
-            && newest.as_ref().is_none_or(|(newest, _)| *newest < number)
-        {
-            newest = Some((number, index));
-        }
-    }
+pub(super) fn read(file: &File) -> io::Result<(u64, Index)> {
+    let newest = PLACES.read(file, |body| {
+        let index: Index = serde_json::from_slice(body).ok()?;
+        index.is_possible().then_some(index)
+    });
+    let newest = newest.map(|newest| (newest.number, newest.value));
     newest.ok_or_else(|| io::Error::other("there is no state of a pool in it"))
-}
-
-fn understand(place: &[u8]) -> Option<(u64, Index)> {
-    let (head, rest) = place.split_at_checked(HEAD)?;
-    let word = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
-    let (number, sum, len) = (word(16)?, word(24)?, word(32)?);
-    let body = rest.get(..usize::try_from(len).ok()?)?;
-    if !head.starts_with(MAGIC) || checksum(number, body) != sum {
-        return None;
-    }
-    let index: Index = serde_json::from_slice(body).ok()?;
-    index.is_possible().then_some((number, index))
 }
 
 /// Writes the state of this number, and has it on stable storage.
 ///
 /// # Errors
 /// The system's: which of the two states counts is not known then, until it is read again.
-pub(super) fn write(mut file: &File, number: u64, index: &Index) -> io::Result<()> {
-    let body = serde_json::to_vec(index)?;
-    let mut place = Vec::with_capacity(PLACE as usize);
-    place.extend_from_slice(MAGIC);
-    for word in [number, checksum(number, &body), body.len() as u64] {
-        place.extend_from_slice(&word.to_le_bytes());
-    }
-    place.extend_from_slice(&body);
-    if place.len() as u64 > PLACE {
-        return Err(io::ErrorKind::FileTooLarge.into());
-    }
-    place.resize(PLACE as usize, 0);
-    file.seek(SeekFrom::Start(number % 2 * PLACE))?;
-    file.write_all(&place)?;
-    Ok(rustix::fs::fdatasync(file)?)
+pub(super) fn write(file: &File, number: u64, index: &Index) -> io::Result<()> {
+    PLACES.write(file, number % 2, number, &serde_json::to_vec(index)?)
 }
 
 #[cfg(test)]
@@ -217,6 +182,17 @@ mod tests {
             file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
             assert_eq!(read(&file).unwrap().0, 5, "{at}");
         }
+    }
+
+    #[test]
+    fn a_file_of_an_earlier_version_is_read() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(2 * PLACE).unwrap();
+        let mut as_before = b"shadowbell-pool1\x02\0\0\0\0\0\0\0".to_vec();
+        as_before.extend_from_slice(&0xeed5d1b0f6e78945_u64.to_le_bytes());
+        as_before.extend_from_slice(b"\x11\0\0\0\0\0\0\0{\"namespaces\":[]}");
+        file.write_all_at(&as_before, 0).unwrap();
+        assert_eq!(read(&file).unwrap(), (2, Index::default()));
     }
 
     #[test]

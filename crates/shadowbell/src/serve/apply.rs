@@ -77,7 +77,7 @@ impl<'a> Ready<'a> {
                 match step {
                     Step::Add(nsid, disk) => coming.push((Arc::clone(&served), *nsid, disk)),
                     Step::Remove(nsid) => taken.extend(served.asked().takes_for(*nsid)),
-                    Step::Change(..) => {}
+                    Step::Change(..) | Step::Ana(..) => {}
                 }
             }
         }
@@ -113,6 +113,7 @@ impl<'a> Ready<'a> {
                     Step::Change(nsid, change) => {
                         changes.alter_namespace(&served, *nsid, change).map(drop)
                     }
+                    Step::Ana(group, state) => changes.alter_ana(&served, *group, *state).map(drop),
                 });
                 failed.extend(outcome.err());
             }

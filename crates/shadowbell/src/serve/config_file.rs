@@ -84,6 +84,7 @@ struct ControllerTable {
     read_only: bool,
     worker: Option<Spanned<WorkerChoice>>,
     subsystem: Option<Spanned<String>>,
+    ana: Option<Spanned<AnaStates>>,
 }
 
 /// A disk: a string, or a table.
@@ -274,7 +275,12 @@ impl Check<'_> {
             });
             let place =
                 table.subsystem.as_ref().map(|name| (self.line(name), name.get_ref().clone()));
+            let ana = table.ana.as_ref().map(|ana| (self.line(ana), ana.get_ref().clone()));
             let mut controller = self.controller(table);
+            if let (None, Some((line, _))) = (&place, &ana) {
+                let why = "`ana` is of a controller with a `subsystem`: leave it out";
+                self.wrong.push((*line, why.to_owned()));
+            }
             if let Some((line, _)) = &place
                 && controller.pool.is_some()
             {
@@ -282,7 +288,7 @@ impl Check<'_> {
                 self.wrong.push((*line, why.to_owned()));
             }
             if let Some((line, name)) = place {
-                match shared.place(&name, &controller) {
+                match shared.place(&name, &controller, ana.map(|(_, ana)| ana)) {
                     Ok(place) => controller.subsystem = Some(place),
                     Err(why) => self.wrong.push((line, why)),
                 }
@@ -432,7 +438,7 @@ pub(super) fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
 
 mod shared;
 mod write;
-use shared::{SubsystemTable, Subsystems};
+use shared::{AnaStates, SubsystemTable, Subsystems};
 pub(super) use write::{Settings, write};
 
 #[cfg(test)]

@@ -349,6 +349,16 @@ impl Kept {
         self.say_again();
     }
 
+    /// A controller is asked for like this from here on, with the same disks.
+    pub(super) fn ask_otherwise(&self, index: usize, asked: &SocketConfig) {
+        let mut state = self.state.lock();
+        if let Some(kept) = state.controllers.get_mut(&index) {
+            kept.asked = asked.clone();
+        }
+        drop(state);
+        self.say_again();
+    }
+
     /// What is not of a controller has changed.
     pub(super) fn say_again(&self) {
         self.state.lock().is_changed = true;

@@ -44,6 +44,7 @@
 //! `crate::log_thread`), one that answers `top` if it may ask, one that has the control socket, and
 //! the main thread, which waits for signals. None of them has a timer while nobody asks.
 
+mod ana;
 mod apply;
 mod args;
 mod arriving;

@@ -7,8 +7,9 @@
 use super::namespaces::{NamespaceChange, explicit};
 use super::registry::{Registry, ServedController};
 use super::server_config::{Own, SocketConfig, WorkerChoice};
+use crate::ana_word::AnaWord;
 use crate::control::api::Difference;
-use crate::controller_config::{DiskConfig, nsids};
+use crate::controller_config::{ControllerConfig, DiskConfig, nsids};
 use crate::disk_spec;
 use crate::limits::{self, DiskLimits, Group};
 use crate::pool::PoolSpec;
@@ -45,6 +46,8 @@ pub(super) enum Step {
     Remove(u32),
     /// It becomes another.
     Change(u32, NamespaceChange),
+    /// An ANA group has this state for the controller.
+    Ana(u32, AnaWord),
 }
 
 impl Plan {
@@ -120,7 +123,8 @@ fn steps(
 ) -> Option<Vec<Step>> {
     let is_same = before.known_socket() == after.known_socket()
         && before.worker == after.worker
-        && before.controller.is_same_but_disks(&after.controller);
+        && before.controller.is_same_but_disks(&with_ana_of(before, after));
+    let ana = states(before, after);
     let (before, after) = (disks(before), disks(after));
     // A controller has one namespace at least, also in between.
     if !is_same || !after.keys().any(|nsid| before.contains_key(nsid)) {
@@ -135,9 +139,31 @@ fn steps(
         let changes = changes(old, disk, || takes_writes(*nsid))?;
         steps.extend(changes.into_iter().map(|change| Step::Change(*nsid, change)));
     }
+    steps.extend(ana);
     let gone = before.keys().filter(|nsid| !after.contains_key(nsid));
     steps.extend(gone.map(|nsid| Step::Remove(*nsid)));
     Some(steps)
+}
+
+/// A controller as it is after, with the states of before.
+fn with_ana_of(before: &SocketConfig, after: &SocketConfig) -> ControllerConfig {
+    let mut wanted = after.controller.clone();
+    if let (Some(before), Some(after)) = (&before.controller.subsystem, &mut wanted.subsystem) {
+        after.ana.states.clone_from(&before.ana.states);
+    }
+    wanted
+}
+
+/// The states of ANA groups that are others.
+fn states(before: &SocketConfig, after: &SocketConfig) -> Vec<Step> {
+    let both = before.controller.subsystem.as_ref().zip(after.controller.subsystem.as_ref());
+    let changes = both.map(|(before, after)| {
+        let (before, after) = (&before.ana, &after.ana);
+        let groups = 1..=after.count();
+        let others = groups.filter(|group| before.state(*group) != after.state(*group));
+        others.map(|group| Step::Ana(group, after.state(group))).collect()
+    });
+    changes.unwrap_or_default()
 }
 
 /// What makes a namespace another. `None`: nothing does.
@@ -219,7 +245,7 @@ fn differences(
 }
 
 /// What can be said of a controller, but for its disks, under the names of the file.
-fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 10] {
+fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 11] {
     let config = &of.controller;
     let doorbells = config.doorbells.to_possible_value().map(|value| value.get_name().to_owned());
     let worker = of.worker.map(|worker| match worker {
@@ -238,6 +264,7 @@ fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 10] {
         ("read-only", config.read_only.then(|| "true".to_owned())),
         ("worker", worker),
         ("pool", config.pool.as_ref().map(PoolSpec::to_string)),
+        ("ana", config.subsystem.as_ref().and_then(|place| place.ana.text())),
     ]
 }
 
@@ -293,6 +320,23 @@ mod tests {
         let locked = asked("?read-only=on");
         assert_eq!(between(&locked, &asked("")), None, "it was opened to be read");
         assert!(between(&locked.replace('9', "8"), &asked("").replace('9', "8")).is_some());
+    }
+
+    #[test]
+    fn a_state_of_an_ana_group_is_told_and_other_groups_are_another_controller() {
+        let of = |groups: &str, ana: &str| {
+            let text = format!(
+                "[[subsystem]]\nname = \"pair\"\nstate = \"/s\"\n{groups}\n[[controller]]\n\
+                 socket = \"/vm0.sock\"\nsubsystem = \"pair\"\ndisks = [\"/a.img\", \"/b.img\"]\n{ana}"
+            );
+            parse(&text, "vms.toml").unwrap().controllers.remove(0)
+        };
+        let two = "ana-groups = [[1], [2]]";
+        let (before, after) = (of(two, "ana = \"change\""), of(two, "ana = [\"change\"]"));
+        assert_eq!(steps(&before, &before, |_| true), Some(vec![]));
+        let step = Step::Ana(2, AnaWord::Optimized);
+        assert_eq!(steps(&before, &after, |_| true), Some(vec![step]));
+        assert_eq!(steps(&before, &of("", "ana = \"change\""), |_| true), None);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The program `serve`, from outside: a process, its sockets, and clients of every kind.
 
+mod ana;
 mod bad_input;
 mod changes;
 mod clients;

@@ -58,11 +58,15 @@ impl Guest {
 
     #[track_caller]
     fn write(&mut self, nsid: u32, lba: u64, value: u8) {
+        let status = self.try_write(nsid, lba, value);
+        assert!(status.is_success(), "{status}");
+    }
+
+    fn try_write(&mut self, nsid: u32, lba: u64, value: u8) -> Status {
         let namespace = self.0.namespace(nsid).unwrap().clone();
         let mut buffer = self.0.buffers(1, 4096).unwrap().take().unwrap();
         buffer.fill(value);
-        let done = run(&mut self.1, namespace.write(lba, 1).unwrap(), Some(buffer));
-        assert!(done.status.is_success(), "{}", done.status);
+        run(&mut self.1, namespace.write(lba, 1).unwrap(), Some(buffer)).status
     }
 
     fn read(&mut self, nsid: u32, lba: u64) -> Result<u8, Status> {
@@ -199,6 +203,8 @@ fn a_sanitize_operation_goes_on_after_a_death() {
     assert_eq!(said["sprog"], 65535);
     verb(&server, "sanitize", &["-a", "2", "--force"]);
     until("the end", || verb(&server, "sanitize-log", &[]).contains("successful"));
+    let events = verb(&server, "persistent-event-log", &["--json"]);
+    assert!(events.contains("\"cdw11\"") && events.contains("\"sanitize_prog\""), "{events}");
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
@@ -217,4 +223,98 @@ fn blocks_are_marked_as_uncorrectable() {
     }
     guest.write(1, 5, 1);
     assert_eq!(guest.read(1, 5), Ok(1));
+}
+
+/// The key of the configuration file: what a guest has made is there after a start, and in the file
+/// that comes to what is served the pool is, and not what it has.
+#[test]
+fn a_pool_of_a_configuration_file() {
+    let config = "control-socket = \"ctl.sock\"\n[[controller]]\nsocket = \"vm.sock\"\n\
+                  pool = \"pool?capacity=16MiB\"\n";
+    let serve = |directory: TempDir| {
+        std::fs::write(directory.path().join("vm.toml"), config).unwrap();
+        let mut command = program();
+        command.args(["serve", "--config", "vm.toml"]);
+        Server::spawn(command, directory, &["vm.sock"])
+    };
+    let mut server = serve(tempfile::tempdir().unwrap());
+    refused(&server, "create-ns", &["-s", "17MiB"], "Namespace Insufficient Capacity");
+    verb(&server, "create-ns", &["-s", "8MiB"]);
+    verb(&server, "attach-ns", &["-n", "1"]);
+    let mut guest = Guest::attach(&server);
+    guest.write(1, 3, 9);
+    let ctl = |words: &[&str]| {
+        let mut command = program();
+        command.args(["ctl", "-s", "./ctl.sock"]).args(words).current_dir(server.directory());
+        finish(command)
+    };
+    let (status, saved, errors) = ctl(&["save-config", "-"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(saved.contains("pool?capacity=16") && saved.contains("disks = []"), "{saved}");
+    // The file that it was started with is what is served, whatever the guest has made since.
+    let (status, said, errors) = ctl(&["apply", "vm.toml", "--dry-run"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(said.contains("0 change, 1 stay"), "{said}");
+    kill(&server, Signal::KILL);
+    assert_eq!(guest.read(1, 3), Ok(9));
+    drop(guest);
+    assert!(server.stop().success(), "{}", server.stderr());
+    let mut server = serve(server.into_directory());
+    let mut guest = Guest::attach(&server);
+    assert_eq!((guest.nsids(), guest.read(1, 3)), (vec![1], Ok(9)));
+    drop(guest);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// The file system has less room than the pool promises: a write that finds none is refused, what
+/// was written before stays, and so does what the pool has written down.
+#[test]
+fn a_full_file_system_under_a_pool() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::create_dir(directory.path().join("pool")).unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--map-root-user"]);
+    let mut probe = Command::new("unshare");
+    probe.args(["--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]);
+    if !probe.output().is_ok_and(|output| output.status.success()) {
+        eprintln!("not tried: this system gives us no mount namespace");
+        return;
+    }
+    let script = "mount -t tmpfs -o size=1m,huge=never tmpfs pool && exec \"$@\"";
+    command.args(["sh", "-c", script, "sh", env!("CARGO_BIN_EXE_shadowbell")]);
+    command.args(["serve", "--socket", "vm.sock"]).args(POOL);
+    let server = Server::spawn(command, directory, &["vm.sock"]);
+    verb(&server, "create-ns", &["-s", "8MiB"]);
+    verb(&server, "attach-ns", &["-n", "1"]);
+    let mut guest = Guest::attach(&server);
+    let mut ends = Vec::new();
+    for page in 0..512_u32 {
+        ends.push(guest.try_write(1, u64::from(page) * 8, page as u8 | 1));
+    }
+    let written = ends.iter().filter(|end| end.is_success()).count();
+    assert!((64..256).contains(&written), "{written} of 1 MiB");
+    let others = ends.iter().filter(|end| !end.is_success());
+    assert!(others.clone().all(|end| end.code() == Status::CAPACITY_EXCEEDED), "{ends:?}");
+    server.says("there is no room left for namespace 1");
+    let reads_back = |guest: &mut Guest| {
+        for (page, end) in (0_u32..).zip(&ends) {
+            let expected = if end.is_success() { page as u8 | 1 } else { 0 };
+            assert_eq!(guest.read(1, u64::from(page) * 8), Ok(expected), "page {page}");
+        }
+    };
+    reads_back(&mut guest);
+    // The pool itself needs no room for what it writes down: namespaces come and go as before, and
+    // a process that goes on knows them.
+    let admin = guest.0.admin();
+    assert_eq!(admin.create_namespace(2048, 0).unwrap(), 2);
+    admin.attach_namespace(2, &[1], true).unwrap();
+    kill(&server, Signal::KILL);
+    guest.0.refresh_namespaces().unwrap();
+    assert_eq!(guest.nsids(), [1, 2]);
+    reads_back(&mut guest);
+    assert_eq!(guest.try_write(2, 0, 1).code(), Status::CAPACITY_EXCEEDED);
+    // Room again: by what was deallocated, and by a namespace that goes.
+    guest.0.admin().delete_namespace(1).unwrap();
+    guest.write(2, 0, 5);
+    assert_eq!(guest.read(2, 0), Ok(5));
 }

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 use shadowbell_spec::Status;
 use std::path::Path;
 
-const CONFIG: &str = r#"
+pub(crate) const CONFIG: &str = r#"
     workers = 2
     control-socket = "ctl.sock"
     [[subsystem]]
@@ -26,13 +26,18 @@ const CONFIG: &str = r#"
 "#;
 
 fn serve(directory: tempfile::TempDir) -> Server {
-    std::fs::write(directory.path().join("pair.toml"), CONFIG).unwrap();
+    serve_config(directory, CONFIG)
+}
+
+/// Serves what a configuration says, of this pair.
+pub(crate) fn serve_config(directory: tempfile::TempDir, config: &str) -> Server {
+    std::fs::write(directory.path().join("pair.toml"), config).unwrap();
     let mut command = program();
     command.args(["serve", "--config", "pair.toml"]);
     Server::spawn(command, directory, &["vm0.sock", "vm1.sock"])
 }
 
-fn start() -> Server {
+pub(crate) fn start() -> Server {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 16 << 20);
     serve(directory)

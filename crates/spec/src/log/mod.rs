@@ -1,5 +1,6 @@
 //! Log pages. Base 2.1, 5.1.12.1 "Log Specific Information".
 
+mod ana;
 mod effects;
 mod pages;
 pub mod persistent_event;
@@ -7,6 +8,10 @@ mod sanitize;
 mod self_test;
 mod telemetry;
 
+pub use ana::{
+    ANACAP_ALL_STATES, ANACAP_FIXED_GROUPS, AnaGroup, AnaGroupDescriptor, AnaLog, AnaLogHeader,
+    AnaState, RETURN_GROUPS_ONLY,
+};
 pub use effects::{
     CommandEffects, CommandsSupportedEffects, FeatureEffects, FeaturesSupportedEffects,
     LogPageSupport, SupportedLogPages,

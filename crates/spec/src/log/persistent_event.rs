@@ -32,6 +32,10 @@ pub mod event_type {
     pub const POWER_ON_OR_RESET: u8 = 0x04;
     /// NVM Subsystem Hardware Error.
     pub const HARDWARE_ERROR: u8 = 0x05;
+    /// Sanitize Start: [`SanitizeStart`](super::SanitizeStart).
+    pub const SANITIZE_START: u8 = 0x09;
+    /// Sanitize Completion: [`SanitizeCompletion`](super::SanitizeCompletion).
+    pub const SANITIZE_COMPLETION: u8 = 0x0a;
     /// Telemetry Log Created: the first 512 bytes of the log page.
     pub const TELEMETRY_CREATED: u8 = 0x0c;
     /// Vendor Specific Event: [`VendorEvent`](super::VendorEvent)s, each with its data.
@@ -45,6 +49,8 @@ pub mod event_type {
             TIMESTAMP_CHANGE => "Timestamp Change",
             POWER_ON_OR_RESET => "Power-on or Reset",
             HARDWARE_ERROR => "NVM Subsystem Hardware Error",
+            SANITIZE_START => "Sanitize Start",
+            SANITIZE_COMPLETION => "Sanitize Completion",
             TELEMETRY_CREATED => "Telemetry Log Created",
             VENDOR => "Vendor Specific Event",
             _ => return None,
@@ -192,6 +198,36 @@ pub struct TimestampChange {
 
 zero_default!(TimestampChange);
 
+/// The data of a Sanitize Start Event.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct SanitizeStart {
+    /// Sanitize Capabilities, as Identify Controller has them.
+    pub sanicap: U32,
+    /// Dword 10 of the command.
+    pub cdw10: U32,
+    /// Dword 11 of the command.
+    pub cdw11: U32,
+}
+
+zero_default!(SanitizeStart);
+
+/// The data of a Sanitize Completion Event.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct SanitizeCompletion {
+    /// Sanitize Progress, as the log page Sanitize Status has it.
+    pub sprog: U16,
+    /// Sanitize Status, as that has it.
+    pub sstat: U16,
+    /// Completion Information: for a failure, what the vendor has to say.
+    pub information: U16,
+    /// Reserved.
+    pub reserved6: [u8; 2],
+}
+
+zero_default!(SanitizeCompletion);
+
 /// The head of a Vendor Specific Event Descriptor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -240,6 +276,10 @@ mod tests {
             timestamp: 28,
         });
         assert_layout!(TimestampChange, 16, { previous: 0, since_reset_ms: 8 });
+        assert_layout!(SanitizeStart, 12, { sanicap: 0, cdw10: 4, cdw11: 8 });
+        assert_layout!(SanitizeCompletion, 8, {
+            sprog: 0, sstat: 2, information: 4, reserved6: 6,
+        });
         assert_layout!(VendorEvent, 6, { code: 0, data_type: 2, uuid: 3, len: 4 });
         let context = ReportingContext::new().with_exists(true);
         assert_eq!(context.into_bits(), 1 << 18);

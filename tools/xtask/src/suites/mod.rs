@@ -21,6 +21,7 @@ mod smoke;
 mod suite;
 mod unbroken;
 mod vfio;
+mod ways;
 mod writer;
 
 pub(crate) use setup::{ControllerKind, Setup};

@@ -1,5 +1,5 @@
-//! Two controllers of one subsystem in a Linux guest: one disk with two paths, of which one goes
-//! away under load; and reservations by nvme-cli, from the one controller against the other.
+//! Two controllers of one subsystem in a Linux guest: one disk with two paths, of which one is not to
+//! be taken (`ways`), or goes away under load; and reservations by nvme-cli, from the one controller against the other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,6 +14,7 @@ use shadowbell_guest::{Device, Guest, Kernel, RunDir};
 use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
 use super::setup::{MINUTE, Setup, names};
+use super::ways::{self, Control};
 use crate::report::Report;
 
 const DISK: u64 = 256 << 20;
@@ -30,6 +31,7 @@ impl Drop for Served {
 }
 
 impl Served {
+    /// Two controllers of a subsystem at these sockets, with this image.
     fn start(binary: &Path, run: &RunDir, sockets: &[PathBuf; 2], image: &Path) -> Result<Self> {
         let state = run.file("reservations");
         let controllers = sockets.iter().map(|socket| {
@@ -90,6 +92,10 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         ensure!(list.matches("0x").count() >= 2, "list-ctrl: {list}");
         Ok(())
     });
+    let names_of_both = [one.clone(), other.clone()];
+    let control =
+        Control { program: &program, socket: run.socket("control"), controllers: &sockets };
+    ways::check(&mut guest, report, &control, (&names_of_both, &disk), &load(&disk));
     report.check("a path goes away and comes back, five times, while fio verifies", |_| {
         guest.sh(&load(&disk), MINUTE)?;
         let address = pci_address(0);
@@ -99,9 +105,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             guest.sh("sleep 1; echo 1 > /sys/bus/pci/rescan", MINUTE)?;
             names(&mut guest, 0)?;
         }
-        let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
-                    sleep 0.1; done; tail -n 20 /tmp/fio.out; exit $(cat /tmp/fio.done || echo 99)";
-        guest.sh(wait, 2 * MINUTE).map(drop)
+        ways::ended(&mut guest)
     });
     report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 2));
     let one = names(&mut guest, 0).map_or(one, |(name, _)| name);

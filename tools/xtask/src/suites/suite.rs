@@ -32,7 +32,8 @@ pub(crate) enum Suite {
     Namespaces,
     /// The guest makes namespaces with nvme-cli, formats, sanitizes and deletes them.
     Pool,
-    /// One disk behind two controllers: paths that go away under load, and reservations.
+    /// One disk behind two controllers: paths that are good, bad, or go away under load, and
+    /// reservations.
     Shared,
     /// OVMF starts a kernel from a disk of shadowbell's.
     Boot,

@@ -2,6 +2,7 @@ use super::*;
 use proptest::prelude::*;
 
 const LIMITS: Limits = Limits {
+    is_shared: false,
     io_queues: 64,
     queues_exist: false,
     vectors: 65,

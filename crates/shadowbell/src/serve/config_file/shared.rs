@@ -1,6 +1,7 @@
 //! The subsystems of a configuration file, and which controllers they have.
 
-use crate::controller_config::{ControllerConfig, DiskConfig};
+use crate::ana_word::{AnaGroups, AnaWord};
+use crate::controller_config::{ControllerConfig, DiskConfig, nsids as nsids_of};
 use crate::limits;
 use crate::subsystems::Place;
 use serde::Deserialize;
@@ -15,6 +16,20 @@ pub(super) struct SubsystemTable {
     name: String,
     state: PathBuf,
     serial: Option<String>,
+    #[serde(default)]
+    ana_groups: Vec<Vec<u32>>,
+}
+
+/// The states of the ANA groups for a controller: one for all, or one for each.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "`ana` is `optimized`, `non-optimized`, `inaccessible`, `persistent-loss` or \
+                 `change`, or a list of these, one for each group"
+)]
+pub(super) enum AnaStates {
+    All(AnaWord),
+    Each(Vec<AnaWord>),
 }
 
 /// A subsystem, as far as the file was read.
@@ -67,6 +82,7 @@ impl Subsystems {
         &mut self,
         name: &str,
         controller: &ControllerConfig,
+        ana: Option<AnaStates>,
     ) -> Result<Place, String> {
         let known = self.0.get_mut(name).ok_or_else(|| {
             format!("there is no `[[subsystem]]` `{name}`: add one of this name, or correct it")
@@ -80,12 +96,30 @@ impl Subsystems {
                        `read-only`: write the same for each";
             return Err(why.to_owned());
         }
+        let nsids = known.table.ana_groups.clone();
+        AnaGroups::check(&nsids, &nsids_of(&controller.disks).collect::<Vec<_>>())?;
+        let mut groups = AnaGroups { nsids, states: Vec::new() };
+        let states = match ana {
+            None => Vec::new(),
+            Some(AnaStates::All(state)) => vec![state; groups.count() as usize],
+            Some(AnaStates::Each(states)) if states.len() > groups.count() as usize => {
+                let count = groups.count();
+                return Err(format!(
+                    "`ana` has {} states, and there are {count} groups: the \
+                                    subsystem's `ana-groups` names them",
+                    states.len()
+                ));
+            }
+            Some(AnaStates::Each(states)) => states,
+        };
+        (1..).zip(states).for_each(|(group, state)| groups.set(group, state));
         known.count += 1;
         Ok(Place {
             name: name.to_owned(),
             state: known.table.state.clone(),
             serial: known.table.serial.clone(),
             cntlid: known.count,
+            ana: groups,
         })
     }
 }

@@ -324,3 +324,47 @@ fn controllers_of_a_subsystem_have_their_places_in_order() {
         assert!(why.contains(words), "{why}");
     }
 }
+
+#[test]
+fn groups_and_their_states_are_those_of_a_subsystem() {
+    let text = r#"
+        [[subsystem]]
+        name = "pair"
+        state = "/srv/pair"
+        ana-groups = [[1], [2]]
+
+        [[controller]]
+        socket = "/run/a"
+        disks = ["/srv/a.img", "/srv/b.img", "/srv/c.img"]
+        subsystem = "pair"
+        ana = ["inaccessible", "change"]
+
+        [[controller]]
+        socket = "/run/b"
+        disks = ["/srv/a.img", "/srv/b.img", "/srv/c.img"]
+        subsystem = "pair"
+        ana = "non-optimized"
+    "#;
+    let config = parse(text, "x").unwrap();
+    let texts = |config: &ServerConfig| {
+        let all = config.controllers.iter().map(|one| one.controller.subsystem.clone().unwrap());
+        all.map(|place| (place.ana.nsids.clone(), place.ana.text().unwrap())).collect::<Vec<_>>()
+    };
+    let nsids = vec![vec![1], vec![2]];
+    let states = ["inaccessible, change", "non-optimized, non-optimized"];
+    assert_eq!(texts(&config), states.map(|states| (nsids.clone(), states.to_owned())));
+    let served: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
+    let again = write(&Settings::of(&config), "x", &served);
+    assert_eq!(texts(&parse(&again, "x").unwrap()), texts(&config));
+    for (from, to, words) in [
+        ("[[1], [2]]", "[[1], [1]]", "x:10: `ana-groups` has namespace 1 twice"),
+        ("[[1], [2]]", "[[1], [4]]", "namespace 4, which there is not"),
+        ("[\"inaccessible\", \"change\"]", "\"best\"", "`ana` is `optimized`, `non-optimized`"),
+        ("\"change\"]", "\"change\", \"change\"]", "x:10: `ana` has 3 states, and there are 2"),
+        ("subsystem = \"pair\"", "", "x:11: `ana` is of a controller with a `subsystem`"),
+    ] {
+        assert!(text.contains(from));
+        let why = parse(&text.replacen(from, to, 1), "x").unwrap_err();
+        assert!(why.contains(words), "{why}");
+    }
+}

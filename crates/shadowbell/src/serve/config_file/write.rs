@@ -1,5 +1,6 @@
 //! The other way: what is served, as a configuration file.
 
+use crate::ana_word::AnaWord;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::disk_spec;
 use crate::limits::{self, Group};
@@ -93,10 +94,12 @@ struct File {
 }
 
 #[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
 struct Subsystem {
     name: String,
     state: PathBuf,
     serial: Option<String>,
+    ana_groups: Option<Vec<Vec<u32>>>,
 }
 
 #[derive(Serialize)]
@@ -114,6 +117,7 @@ struct Controller {
     worker: Option<Worker>,
     pool: Option<String>,
     subsystem: Option<String>,
+    ana: Option<Vec<AnaWord>>,
     disks: Vec<Disk>,
 }
 
@@ -184,7 +188,9 @@ fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Subsystem> {
     for place in controllers.iter().filter_map(|asked| asked.controller.subsystem.as_ref()) {
         if all.iter().all(|other| other.name != place.name) {
             let (name, serial) = (place.name.clone(), place.serial.clone());
-            all.push(Subsystem { name, state: absolute(&place.state), serial });
+            let groups = Some(place.ana.nsids.clone()).filter(|groups| !groups.is_empty());
+            let state = absolute(&place.state);
+            all.push(Subsystem { name, state, serial, ana_groups: groups });
         }
     }
     all
@@ -209,6 +215,11 @@ fn controller(asked: &SocketConfig) -> Controller {
             WorkerChoice::Shared(number) => Worker::Shared(number),
             WorkerChoice::Own(Own::Own) => Worker::Own("own"),
         }),
+        ana: config
+            .subsystem
+            .as_ref()
+            .map(|place| place.ana.states.clone())
+            .filter(|states| !states.is_empty()),
         subsystem: config.subsystem.map(|place| place.name),
         disks,
         pool: config.pool.as_ref().map(PoolSpec::to_string),

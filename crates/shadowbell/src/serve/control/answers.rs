@@ -2,6 +2,7 @@
 //!
 //! A function each, which may wait: they run on threads of their own.
 
+use super::ana;
 use super::controllers;
 use super::limit_groups;
 use super::measure;
@@ -76,6 +77,7 @@ impl Answer {
         namespaces::add_namespace,
         namespaces::remove_namespace,
         namespaces::change_namespace,
+        ana::set_ana,
         server::apply,
         server::configuration,
         limit_groups::limit_groups,
@@ -134,6 +136,9 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
         }
         Route::ChangeNamespace { id, nsid } => {
             Answer::json(200, &namespaces::change_namespace(view, &id, nsid, &parse(body)?)?)
+        }
+        Route::SetAna { id, group } => {
+            Answer::json(200, &ana::set_ana(view, &id, group, &parse(body)?)?)
         }
         Route::Apply => Answer::json(200, &server::apply(view, &parse(body)?)?),
         Route::LimitGroups => Answer::json(200, &limit_groups::limit_groups()),
@@ -202,6 +207,7 @@ mod tests {
         let paths = document["paths"].as_object().unwrap();
         for (path, methods) in paths {
             let uri = path.replace("{id}", "x").replace("{nsid}", "1").replace("{name}", "x");
+            let uri = uri.replace("{group}", "1");
             let uri = uri.replace("{cns}", "1").replace("{lid}", "1").parse().unwrap();
             for method in methods.as_object().unwrap().keys() {
                 let method = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();

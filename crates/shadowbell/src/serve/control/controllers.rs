@@ -1,5 +1,6 @@
 //! Controllers: what they are, and how they come and go.
 
+use super::ana;
 use super::requested::{find, problem, uuid};
 use super::view::{View, namespaces_of};
 use crate::control::api::{Code, Controller, ControllerSpec, ControllerState, Problem};
@@ -130,6 +131,7 @@ pub(super) fn describe(served: &ServedController) -> Controller {
         state: state(&served.controller),
         max_queues: config.io_queues,
         namespaces: namespaces_of(served).collect(),
+        ana: ana::groups(served).collect(),
     }
 }
 

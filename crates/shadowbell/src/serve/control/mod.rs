@@ -20,6 +20,7 @@
 //! way have 50 ms to end, and a connection between two requests is closed, as it may be at any
 //! time. Who connects meanwhile waits in the socket.
 
+mod ana;
 mod answers;
 mod controllers;
 mod http;

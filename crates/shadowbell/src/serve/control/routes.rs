@@ -26,6 +26,7 @@ pub(super) enum Route {
     AddNamespace { id: String, nsid: u32 },
     RemoveNamespace { id: String, nsid: u32 },
     ChangeNamespace { id: String, nsid: u32 },
+    SetAna { id: String, group: u32 },
     Apply,
     Configuration,
     LimitGroups,
@@ -116,6 +117,11 @@ pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refus
                 _ => None,
             };
             of("DELETE, PATCH, PUT", route)
+        }
+        ["v1", "controllers", id, "ana", group] => {
+            let Ok(group) = group.parse() else { return Err(missing()) };
+            let route = Route::SetAna { id: id.to_owned(), group };
+            of("PUT", (method == Method::PUT).then_some(route))
         }
         ["v1", "controllers", id, "identify", cns, nsid] => {
             let (Ok(cns), Ok(nsid)) = (cns.parse(), nsid.parse()) else { return Err(missing()) };

@@ -1,0 +1,113 @@
+//! Asymmetric Namespace Access in the control plane: a state that somebody has changed, and what of
+//! the admin commands has to do with it. Base 2.1, 8.1.1.
+//!
+//! A change has an order. First the log page has it, so that a host which is refused a command and
+//! looks why finds the reason there. Then the event is raised, and then the workers are told. What
+//! they have begun comes to the end that it would have had: the medium is the same behind all
+//! controllers. What they fetch from then on is refused, if the state is one that refuses.
+
+use super::Control;
+use super::admin::{Data, Executed, Outcome};
+use super::commands::AdminCommands;
+use super::deferred::{Callback, Deferred};
+use super::ways::groups;
+use crate::admin::ana::AnaChanges;
+use crate::admin::logs;
+use crate::context::Context;
+use crate::notice::Notice;
+use crate::saved::SavedAna;
+use crate::subsystem::Member;
+use crate::worker::message::Message;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::GetLogPage;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::log::{AnaGroup, AnaState, RETURN_GROUPS_ONLY, lid};
+
+impl Control {
+    /// Has a group be in this state for this controller. `done` is called when nothing is under way
+    /// any more that was begun before.
+    pub(crate) fn set_ana_state(
+        &mut self,
+        cx: &Context,
+        (group, state): (u32, AnaState),
+        done: Callback,
+    ) -> Deferred {
+        let mut deferred = Deferred::default();
+        let Some(member) = &cx.config.member else {
+            deferred.callbacks.push(done);
+            return deferred;
+        };
+        self.commands.ana.review(cx);
+        member.set_ana_state(group, state);
+        self.tell_ana(cx);
+        let ticket = self.commands.ana.next_ticket;
+        self.commands.ana.next_ticket += 1;
+        self.commands.ana.waiting.push((ticket, done));
+        let latch = cx.latch(Notice::AnaChanged { ticket });
+        let namespaces = cx.identified();
+        let of_group =
+            namespaces.iter().filter(|namespace| member.ana_group(namespace.nsid()) == group);
+        for uuid in of_group.map(|namespace| namespace.uuid()) {
+            for worker in cx.route.everywhere(self.queues.workers()) {
+                let (controller, latch) = (cx.shared.id, latch.clone());
+                let message = Message::ReviewAccess { controller, uuid, aborts: false, latch };
+                cx.pool.send(worker, message);
+            }
+        }
+        deferred.latches.push(latch);
+        deferred
+    }
+
+    /// The groups as they are now.
+    pub(crate) fn ana_groups(&self, cx: &Context) -> Vec<AnaGroup> {
+        let Some(member) = &cx.config.member else { return Vec::new() };
+        let group = |(id, nsids): (u32, Vec<u32>)| {
+            let state = Some(member.ana_state(id));
+            AnaGroup { id, state, nsids, ..AnaGroup::default() }
+        };
+        groups(cx, member).into_iter().map(group).collect()
+    }
+
+    /// Raises the event, if a state is not what the host can know.
+    pub(super) fn tell_ana(&mut self, cx: &Context) {
+        if self.commands.ana.review(cx) && self.is_ready() {
+            self.port.raise(AsyncEvent::ANA_CHANGE);
+        }
+    }
+
+    /// Nothing is under way any more of what was when a state was changed.
+    pub(super) fn ana_changed(&mut self, ticket: u64, deferred: &mut Deferred) {
+        let waiting = &mut self.commands.ana.waiting;
+        if let Some(at) = waiting.iter().position(|(its, _)| *its == ticket) {
+            deferred.callbacks.push(waiting.swap_remove(at).1);
+        }
+    }
+
+    /// Goes on from what another process has written down. [`tell_ana`](Self::tell_ana) has to
+    /// follow when there is an admin queue: a state may have changed since.
+    pub(super) fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
+        self.commands.ana.changes = AnaChanges::restore(saved);
+        if saved == &SavedAna::default() {
+            self.commands.ana.begin(cx);
+        }
+    }
+}
+
+impl AdminCommands {
+    /// Get Log Page, Asymmetric Namespace Access.
+    pub(super) fn get_ana_page(
+        &mut self,
+        cx: &Context,
+        member: &Member,
+        sqe: &Sqe,
+        command: &GetLogPage,
+    ) -> Executed {
+        logs::check(command, sqe.nsid)?;
+        self.ana.review(cx);
+        let groups_only = command.lsp & RETURN_GROUPS_ONLY != 0;
+        let page = self.ana.changes.page(&groups(cx, member), groups_only);
+        let bytes = logs::part(command, &page)?;
+        let (len, log) = (command.length() as usize, Some((lid::ANA, command.rae)));
+        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
+    }
+}

@@ -1,0 +1,46 @@
+//! The ways to namespaces that several controllers have: Asymmetric Namespace Access. Base 2.1,
+//! 5.1.12.1 and 8.1.1.
+
+use super::handle::Admin;
+use super::log::LogRequest;
+use crate::error::CommandError;
+use shadowbell_spec::log::{AnaGroupDescriptor, AnaLog, AnaLogHeader, lid};
+use zerocopy::FromBytes;
+
+/// Bytes that a page may have. A device that says more is not believed: it is 4 bytes for each
+/// namespace, and 32 for each group.
+const LONGEST: usize = 1 << 20;
+/// How often the page is read that changes while it is read.
+const ATTEMPTS: u32 = 4;
+
+impl Admin {
+    /// Asymmetric Namespace Access, log page 0Ch: the groups of the namespaces, and what the
+    /// controller is for each. `None`: the controller does not report that. A state that changes
+    /// while the page is read in pieces has it read anew.
+    ///
+    /// # Errors
+    /// [`CommandError`].
+    pub fn ana_log(&self) -> Result<Option<AnaLog>, CommandError> {
+        let identity = self.identify_controller()?;
+        if !identity.cmic.anars() {
+            return Ok(None);
+        }
+        for attempt in 1.. {
+            let len = size_of::<AnaLogHeader>();
+            let request = LogRequest { rae: true, ..LogRequest::new(lid::ANA, len) };
+            let head = self.log_page(request)?;
+            let head = AnaLogHeader::read_from_bytes(&head).map_err(|_| self.too_short())?;
+            let groups = usize::from(head.nagd) * size_of::<AnaGroupDescriptor>();
+            let nsids = usize::try_from(identity.nn).unwrap_or(usize::MAX).saturating_mul(4);
+            let len = len.saturating_add(groups).saturating_add(nsids).min(LONGEST);
+            let page = self.log_page(LogRequest::new(lid::ANA, len))?;
+            // The first piece is older than the last one.
+            let request = LogRequest { rae: true, ..LogRequest::new(lid::ANA, 8) };
+            let is_same = self.log_page(request)?.get(..8) == page.get(..8);
+            if is_same || attempt == ATTEMPTS {
+                return AnaLog::decode(&page).map(Some).ok_or_else(|| self.too_short());
+            }
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,62 @@
+//! `shadowbell ctl ana`: the ways to namespaces that several controllers have.
+
+use crate::ana_word::AnaWord;
+use crate::control::api::{AnaGroup, AnaStateChange, Controller};
+use crate::control::client::Client;
+use crate::output::show;
+use crate::table::Table;
+use hyper::Method;
+use std::io::{self, Write};
+
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct AnaArgs {
+    /// Only the controller with this id, or at this socket
+    pub(crate) controller: Option<String>,
+    /// The number of a group of namespaces, from 1
+    #[arg(requires = "state")]
+    pub(crate) group: Option<u32>,
+    /// What it is to be for the controller
+    #[arg(value_enum)]
+    pub(crate) state: Option<AnaWord>,
+}
+
+/// Runs the verb. `path` is that of the requests of the controller.
+///
+/// # Errors
+/// Why the server refuses.
+pub(crate) fn ana(
+    client: &Client,
+    args: &AnaArgs,
+    path: impl Fn(&str) -> String,
+    json: bool,
+) -> anyhow::Result<()> {
+    let of_one = args.controller.as_deref().map(path);
+    if let (Some(path), Some(group), Some(state)) = (&of_one, args.group, args.state) {
+        let wanted = AnaStateChange { state };
+        let path = format!("{path}/ana/{group}");
+        let now: AnaGroup = client.send(&Method::PUT, &path, &wanted)?;
+        return show(&now, json, |out, now| writeln!(out, "group {} is {}", now.group, now.state));
+    }
+    let all: Vec<Controller> = match of_one {
+        Some(path) => vec![client.get(&path)?],
+        None => client.get("/v1/controllers")?,
+    };
+    let all: Vec<_> = all.into_iter().filter(|controller| !controller.ana.is_empty()).collect();
+    show(&all, json, groups)
+}
+
+fn groups(out: &mut dyn Write, all: &Vec<Controller>) -> io::Result<()> {
+    let mut table = Table::new(["Controller", "Group", "State", "Namespaces"]);
+    for controller in all {
+        for AnaGroup { group, state, namespaces } in &controller.ana {
+            let namespaces: Vec<_> = namespaces.iter().map(u32::to_string).collect();
+            table.line([
+                controller.id.clone(),
+                group.to_string(),
+                state.to_string(),
+                namespaces.join(", "),
+            ]);
+        }
+    }
+    write!(out, "{table}")
+}

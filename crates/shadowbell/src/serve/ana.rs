@@ -1,0 +1,76 @@
+//! The states of ANA groups, which change while hosts use the controllers.
+
+use super::changes::Changes;
+use super::registry::ServedController;
+use crate::ana_word::AnaWord;
+use crate::exit;
+use anyhow::anyhow;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+use tracing::info;
+
+/// How long what is under way at the namespaces may take.
+const UNDER_WAY: Duration = Duration::from_secs(30);
+
+impl Changes {
+    /// Has an ANA group have this state for a controller. Whether it had another.
+    ///
+    /// # Errors
+    /// There is no such group; or what was under way takes too long.
+    pub(super) fn set_ana(&self, id: &str, group: u32, state: AnaWord) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        let served = self.find(id)?;
+        self.alter_ana(&served, group, state)
+    }
+
+    /// The same, for whoever has the turn. A keeper is told first: whoever goes on after a death
+    /// has the state that was asked for, and tells the host.
+    ///
+    /// # Errors
+    /// As above.
+    pub(super) fn alter_ana(
+        &self,
+        served: &ServedController,
+        group: u32,
+        state: AnaWord,
+    ) -> anyhow::Result<bool> {
+        let mut asked = (*served.asked()).clone();
+        let Some(place) = &mut asked.controller.subsystem else {
+            return Err(exit::conflict(anyhow!(
+                "{} is not one of a subsystem: its namespaces have no other way, and no groups",
+                served.name
+            )));
+        };
+        let count = place.ana.count();
+        if !(1..=count).contains(&group) {
+            return Err(exit::not_there(anyhow!(
+                "the subsystem {} has ANA groups 1 to {count}, and none {group}",
+                place.name
+            )));
+        }
+        if place.ana.state(group) == state {
+            return Ok(false);
+        }
+        place.ana.set(group, state);
+        if let Some(kept) = self.kept() {
+            kept.ask_otherwise(served.index, &asked);
+        }
+        served.set_asked(asked);
+        self.set_changed();
+        let (ends, end) = channel();
+        served.controller.set_ana_state(group, state.into(), move || {
+            let _ = ends.send(());
+        });
+        info!("{}: ANA group {group} is {state}", served.name);
+        match end.recv_timeout(UNDER_WAY) {
+            // Without an answer the controller has gone.
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(true),
+            Err(RecvTimeoutError::Timeout) => Err(anyhow!(
+                "ANA group {group} of {} is {state} for all that comes, and something that was \
+                 under way before has not ended within {} s",
+                served.name,
+                UNDER_WAY.as_secs()
+            )),
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The states of ANA groups.
+
+use super::requested::{find, problem};
+use super::view::View;
+use crate::control::api::{AnaGroup, AnaStateChange, Code, Problem};
+use crate::serve::registry::ServedController;
+
+/// Change what an ANA group is for a controller of a subsystem
+///
+/// The guest is told, and may send no more commands that way, or may again. Those that are under way
+/// end as they would have; it is answered when none of them is left. If the group is in that state
+/// already, nothing changes.
+#[utoipa::path(put, path = "/v1/controllers/{id}/ana/{group}", operation_id = "set_ana",
+    tag = "namespaces",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("group" = u32, Path, description = "The number of the group, from 1")
+    ),
+    request_body = AnaStateChange,
+    responses(
+        (status = 200, description = "It is so", body = AnaGroup),
+        (status = 404, description = "There is no such controller, or group", body = Problem),
+        (status = 409, description = "The controller is not one of a subsystem", body = Problem)
+    ))]
+pub(super) fn set_ana(
+    view: &View,
+    id: &str,
+    group: u32,
+    wanted: &AnaStateChange,
+) -> Result<AnaGroup, Problem> {
+    view.changes.set_ana(id, group, wanted.state).map_err(problem)?;
+    let served = find(view, id)?;
+    let group = groups(&served).find(|its| its.group == group);
+    // A group that has no namespace is none that a guest sees.
+    group.ok_or_else(|| Problem::new(Code::NotFound, "the group has no namespace"))
+}
+
+/// The groups of a controller that have namespaces.
+pub(super) fn groups(served: &ServedController) -> impl Iterator<Item = AnaGroup> {
+    let groups = served.controller.ana_groups().into_iter();
+    groups.map(|group| AnaGroup {
+        group: group.id,
+        state: group.state.unwrap_or_default().into(),
+        namespaces: group.nsids,
+    })
+}
