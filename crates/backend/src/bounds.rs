@@ -75,6 +75,7 @@ mod tests {
             volatile_cache: false,
             discard: true,
             granularity: 1,
+            metadata: None,
         }
     }
 

@@ -4,6 +4,7 @@ use crate::extent::{Extent, Tell};
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::limit::Limiter;
+use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
 use shadowbell_memory::{DmaTable, Segments};
@@ -141,6 +142,21 @@ pub trait Queue {
     /// Starts `request` with the buffer `data` (empty for operations without data). `tag` comes
     /// back at [`reap`](Self::reap) and is the caller's own, unique among its pending requests.
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
+
+    /// As [`submit`](Self::submit), for a disk whose blocks have
+    /// [metadata](crate::DiskInfo::metadata). A request that comes without a word of them is
+    /// carried out as if they were not transferred, and as if nothing were to be checked. The
+    /// default has none.
+    fn submit_with_metadata(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: &Metadata,
+        data: &mut Segments,
+    ) -> Submitted {
+        let _ = (tag, request, metadata, data);
+        Submitted::Done(Err(DiskError::Unsupported))
+    }
 
     /// Whether the queue is to be told by [`begin_turn`](Self::begin_turn) whose requests come.
     fn takes_turns(&self) -> bool {

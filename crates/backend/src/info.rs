@@ -1,5 +1,6 @@
 //! What a disk is.
 
+use crate::metadata::MetadataFormat;
 use serde::{Deserialize, Serialize};
 
 /// What a disk is.
@@ -18,6 +19,9 @@ pub struct DiskInfo {
     pub discard: bool,
     /// Blocks to which discards and other requests are best aligned, in logical blocks; at least 1.
     pub granularity: u32,
+    /// What metadata each block has, if it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<MetadataFormat>,
 }
 
 impl DiskInfo {
@@ -32,6 +36,7 @@ impl DiskInfo {
             volatile_cache: false,
             discard: false,
             granularity: 1,
+            metadata: None,
         }
     }
 

@@ -10,12 +10,14 @@
 //! * [`MemDisk`] keeps its blocks in memory, for as long as the process lives;
 //! * [`FileDisk`] is a raw image or a block device, through io_uring or threads;
 //! * [`LimitedDisk`] is any of them with limits of what a second may bring;
+//! * [`MetadataDisk`] is any of them with metadata and protection information;
 //! * [`open`] opens any of them by what a person writes: `disk.img`, `mem:1GiB`, `null:1TiB`.
 #![deny(unsafe_code)]
 
 mod bounds;
 mod compare;
 mod disk;
+mod either_fd;
 mod error;
 mod extent;
 mod file;
@@ -25,6 +27,7 @@ mod info;
 mod limit;
 mod lists;
 mod mem;
+mod metadata;
 mod null;
 mod regions;
 mod request;
@@ -51,6 +54,7 @@ pub use info::DiskInfo;
 pub use limit::{Clock, LimitedDisk, Limiter, Limits, Rate};
 pub use lists::Lists;
 pub use mem::MemDisk;
+pub use metadata::{Metadata, MetadataBuffer, MetadataDisk, MetadataFormat};
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
 pub use resize::ResizeError;

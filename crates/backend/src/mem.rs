@@ -101,6 +101,7 @@ impl MemDisk {
             volatile_cache: false,
             discard: true,
             granularity: (PAGE as u32 / block_size).max(1),
+            metadata: None,
         }
     }
 

@@ -38,6 +38,7 @@ impl NullDisk {
                 volatile_cache: false,
                 discard: true,
                 granularity: 1,
+                metadata: None,
             },
             read_zeroes: false,
         }

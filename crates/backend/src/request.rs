@@ -58,6 +58,15 @@ pub enum DiskError {
     /// The data of a Compare differ.
     #[error("the data differ from the disk's")]
     CompareFailed,
+    /// The guard of a block is not that of its data.
+    #[error("a block's guard is not that of its data")]
+    GuardCheck,
+    /// A block has another application tag than the one that is expected.
+    #[error("a block has another application tag than the one that is expected")]
+    ApplicationTagCheck,
+    /// A block has another reference tag than the one that is expected.
+    #[error("a block has another reference tag than the one that is expected")]
+    ReferenceTagCheck,
     /// The data buffer is shorter than the range, or not of the right direction: a caller's bug.
     #[error("the data buffer does not fit the request")]
     BadBuffer,

@@ -40,6 +40,12 @@ pub enum ResizeError {
         /// Bytes that are to be there.
         wanted: u64,
     },
+    /// Where its metadata are depends on its size.
+    #[error("{disk}: its blocks have metadata, whose place depends on its size: that is settled")]
+    Metadata {
+        /// The disk.
+        disk: String,
+    },
     /// The size is none that a disk can have.
     #[error(
         "{disk}: {bytes} bytes are no size of a disk with blocks of {block_size} bytes: it has to \

@@ -7,6 +7,7 @@
 //! ([`Controller::add_namespace`](crate::Controller::add_namespace)).
 
 use crate::notice::{ControlHandle, Notice};
+use shadowbell_backend::{MetadataDisk, MetadataFormat};
 use shadowbell_spec::admin::Sanitize;
 use shadowbell_spec::status::Status;
 use std::fmt;
@@ -22,15 +23,29 @@ pub struct PoolNamespace {
     pub blocks: u64,
     /// Bytes of a logical block: 512 or 4096.
     pub block_size: u32,
+    /// What metadata each block has, if it has any.
+    pub metadata: Option<MetadataFormat>,
     /// Whether the controller has it.
     pub attached: bool,
 }
 
 impl PoolNamespace {
-    /// Its size in bytes.
+    /// Its size in bytes, with its metadata.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.blocks.saturating_mul(self.block_size.into())
+        bytes_of(self.blocks, self.block_size, self.metadata.as_ref()).unwrap_or(u64::MAX)
+    }
+}
+
+/// How many bytes so many blocks take, with their metadata; `None` if 64 bits do not hold it.
+pub(crate) fn bytes_of(
+    blocks: u64,
+    block_size: u32,
+    metadata: Option<&MetadataFormat>,
+) -> Option<u64> {
+    match metadata {
+        None => blocks.checked_mul(block_size.into()),
+        Some(format) => MetadataDisk::bytes_for(blocks, block_size, format),
     }
 }
 
@@ -112,6 +127,8 @@ pub enum PoolAct {
         blocks: u64,
         /// Bytes of a logical block.
         block_size: u32,
+        /// What metadata each has.
+        metadata: Option<MetadataFormat>,
     },
     /// These namespaces are to be gone, with what they hold.
     Delete(Vec<u32>),
@@ -119,13 +136,15 @@ pub enum PoolAct {
     Attach(u32),
     /// It is to have it no more.
     Detach(u32),
-    /// These namespaces are to have blocks of this size, and to hold nothing of what they held.
+    /// These namespaces are to have such blocks, and to hold nothing of what they held.
     /// The size in bytes stays, without what is no whole block.
     Format {
         /// The namespaces.
         nsids: Vec<u32>,
         /// Bytes of a logical block.
         block_size: u32,
+        /// What metadata each has.
+        metadata: Option<MetadataFormat>,
     },
     /// A sanitize operation is to begin, of all namespaces; the order is carried out when it has
     /// begun, and [`PoolPort::sanitized`] tells of its end. With Exit Failure Mode, a failed one is

@@ -28,6 +28,7 @@ impl Disk for Placeholder {
 pub(crate) fn placeholder(namespace: &PoolNamespace) -> NamespaceConfig {
     let mut info = DiskInfo::new(namespace.block_size, namespace.blocks);
     (info.volatile_cache, info.discard) = (true, true);
+    info.metadata = namespace.metadata;
     NamespaceConfig { disk: unserved(info), uuid: namespace.uuid }
 }
 

@@ -101,7 +101,7 @@ impl MemPool {
 
     fn carry_out(&self, act: PoolAct) -> PoolOutcome {
         match act {
-            PoolAct::Create { uuid, blocks, block_size } => {
+            PoolAct::Create { uuid, blocks, block_size, metadata } => {
                 let taken = |state: &PoolState, nsid| state.get(nsid).is_some();
                 let given = self.controller.lock().unwrap().as_ref().unwrap().0.namespaces();
                 let given: Vec<_> = given.into_iter().map(|(nsid, _)| nsid).collect();
@@ -110,7 +110,8 @@ impl MemPool {
                 });
                 let disk = Arc::new(MemDisk::new(blocks, block_size).unwrap());
                 self.disks.lock().unwrap().insert(nsid, disk);
-                let made = PoolNamespace { nsid, uuid, blocks, block_size, attached: false };
+                let made =
+                    PoolNamespace { nsid, uuid, blocks, block_size, metadata, attached: false };
                 self.change(|state| {
                     state.namespaces.push(made);
                     state.namespaces.sort_by_key(|namespace| namespace.nsid);
@@ -137,7 +138,7 @@ impl MemPool {
                 self.detach(nsid);
                 Ok(0)
             }
-            PoolAct::Format { nsids, block_size } => {
+            PoolAct::Format { nsids, block_size, .. } => {
                 for nsid in nsids {
                     let is_attached = self.attached().contains(&nsid);
                     if is_attached {
@@ -365,7 +366,7 @@ fn a_namespace_is_made_used_and_deleted() {
     assert_eq!((id.tnvmcap.get(), id.unvmcap.get()), (CAPACITY.into(), CAPACITY.into()));
     assert_eq!(id.nn, 256);
     let common: IdentifyNamespace = ours.identify(cns::NAMESPACE, NSID_ALL).unwrap();
-    assert_eq!((common.nlbaf, common.lbaf[0].lbads, common.lbaf[1].lbads), (1, 9, 12));
+    assert_eq!((common.nlbaf, common.lbaf[0].lbads, common.lbaf[1].lbads), (11, 9, 12));
 
     let (status, nsid) = ours.create(&wanted(256, 1));
     assert_eq!((status, nsid), (Status::SUCCESS, 1));
@@ -374,7 +375,7 @@ fn a_namespace_is_made_used_and_deleted() {
     let inactive: IdentifyNamespace = ours.identify(cns::NAMESPACE, 1).unwrap();
     assert_eq!(inactive, IdentifyNamespace::new_zeroed());
     let own: IdentifyNamespace = ours.identify(cns::ALLOCATED_NAMESPACE, 1).unwrap();
-    assert_eq!((own.nsze, own.nlbaf, own.flbas.index()), (256, 1, 1));
+    assert_eq!((own.nsze, own.nlbaf, own.flbas.index()), (256, 11, 1));
     let none: IdentifyNamespace = ours.identify(cns::ALLOCATED_NAMESPACE, 2).unwrap();
     assert_eq!(none, IdentifyNamespace::new_zeroed());
     let id: IdentifyController = ours.identify(cns::CONTROLLER, 0).unwrap();
@@ -427,10 +428,10 @@ fn what_can_not_be_made_is_refused() {
     for (of, ends) in [
         (wanted(most + 1, 0), Status::NAMESPACE_INSUFFICIENT_CAPACITY),
         (wanted(u64::MAX, 1), Status::NAMESPACE_INSUFFICIENT_CAPACITY),
-        (wanted(64, 2), Status::INVALID_FORMAT),
+        (wanted(64, 12), Status::INVALID_FORMAT),
         (wanted(0, 0), Status::INVALID_FIELD),
         (with(&|of| of.ncap = 32), Status::THIN_PROVISIONING_NOT_SUPPORTED),
-        (with(&|of| of.dps.set_pit(1)), Status::INVALID_FIELD),
+        (with(&|of| of.dps.set_pit(1)), Status::INVALID_FORMAT),
         (with(&|of| of.nmic.set_shrns(true)), Status::INVALID_FIELD),
         (with(&|of| of.endgid = 1), Status::INVALID_FIELD),
     ] {
@@ -501,7 +502,7 @@ fn a_format_gives_other_blocks_and_nothing_of_before() {
     assert_eq!(ours.write(&mut queue, other, 9, 7), Status::SUCCESS);
     let plain = FormatNvm::default();
     for fields in [
-        FormatNvm { lbaf: 2, ..plain },
+        FormatNvm { lbaf: 12, ..plain },
         FormatNvm { mset: true, ..plain },
         FormatNvm { pi: 1, ..plain },
         FormatNvm { ses: 2, ..plain },

@@ -235,6 +235,70 @@ impl Segments {
         }
     }
 
+    /// Parts of these data in `into`, in order: `count` of them, each as long as the range
+    /// (offset and length) says, from one `stride` to the next. `None` if there are not so many.
+    #[must_use]
+    pub fn select(
+        &self,
+        (offset, len): (usize, usize),
+        stride: usize,
+        count: usize,
+        into: &mut Self,
+    ) -> Option<()> {
+        into.clear();
+        (into.writable, into.keep) = (self.writable, self.keep.clone());
+        let (mut pieces, mut start) = (self.list.iter(), 0);
+        let mut piece = pieces.next();
+        for nth in 0..count {
+            let mut at = nth.checked_mul(stride)?.checked_add(offset)?;
+            let end = at.checked_add(len).filter(|end| *end <= self.total)?;
+            while at < end {
+                let now = piece?;
+                if at >= start + now.len {
+                    start += now.len;
+                    piece = pieces.next();
+                    continue;
+                }
+                let n = (end - at).min(start + now.len - at);
+                // SAFETY: `at` is within the piece, which begins at `start`.
+                into.add(unsafe { now.ptr.add(at - start) }, n);
+                at += n;
+            }
+        }
+        into.total = len * count;
+        Some(())
+    }
+
+    /// Leaves the first `len` bytes.
+    pub fn truncate(&mut self, len: usize) {
+        let mut left = len.min(self.total);
+        self.total = left;
+        self.list.retain_mut(|piece| {
+            piece.len = piece.len.min(left);
+            left -= piece.len;
+            piece.len != 0
+        });
+    }
+
+    /// Adds `[iova, iova + len)` of the memory that the data were resolved through: what else
+    /// belongs to them.
+    ///
+    /// # Errors
+    /// [`Fault`], and the data are as they were.
+    pub fn extend(&mut self, view: &View, iova: u64, len: usize) -> Result<(), Fault> {
+        let (pieces, total) = (self.list.len(), self.total);
+        let last = self.list.last().copied();
+        let outcome = self.push(view, iova, len);
+        if outcome.is_err() {
+            self.list.truncate(pieces);
+            if let (Some(place), Some(last)) = (self.list.last_mut(), last) {
+                *place = last;
+            }
+            self.total = total;
+        }
+        outcome
+    }
+
     /// The length of the data in bytes.
     #[inline]
     #[must_use]
@@ -486,6 +550,48 @@ mod tests {
         assert!(segments.copy_to(0, &other, 16384 - 11, 12).is_none());
         assert!(segments.copy_from(0, &other, usize::MAX, 12).is_none());
         assert!(segments.push(&view, 12287, 2).is_err());
+    }
+
+    #[test]
+    fn parts_are_selected_and_more_is_added() {
+        let whole = Mapping::anonymous(16384).unwrap().bytes();
+        let all: Vec<u8> = (0..16384u32).map(|i| ((i * 7) >> 3) as u8).collect();
+        whole.write_from(0, &all).unwrap();
+        let mut space = DmaSpace::default();
+        space.map(0, 4096, &whole.slice(8192, 4096).unwrap()).unwrap();
+        space.map(4096, 4096, &whole.slice(0, 4096).unwrap()).unwrap();
+        let view = View::new(Arc::clone(space.table()));
+        let mut segments = Segments::new();
+        segments.start(&view, true);
+        segments.push(&view, 100, 7900).unwrap();
+        let mut data = vec![0; 7900];
+        segments.read_into(0, &mut data).unwrap();
+        let mut parts = Segments::new();
+        for (range, stride, count) in
+            [((0, 512), 520, 15), ((512, 8), 520, 15), ((0, 7900), 7900, 1), ((7, 0), 1, 3)]
+        {
+            segments.select(range, stride, count, &mut parts).unwrap();
+            let expected: Vec<u8> = (0..count)
+                .flat_map(|nth| &data[nth * stride + range.0..][..range.1])
+                .copied()
+                .collect();
+            let mut selected = vec![0; parts.len()];
+            parts.read_into(0, &mut selected).unwrap();
+            assert_eq!(selected, expected);
+            assert!(parts.is_writable());
+        }
+        assert!(segments.select((0, 512), 520, 16, &mut parts).is_none());
+        assert!(segments.select((0, 512), usize::MAX, 3, &mut parts).is_none());
+        // The next byte is a neighbour of the last piece, and the one after the last is not there.
+        assert!(segments.extend(&view, 8000, 193).is_err());
+        let mut back = vec![0; 7900];
+        segments.read_into(0, &mut back).unwrap();
+        assert_eq!((segments.len(), segments.pieces().len(), back), (7900, 2, data));
+        segments.extend(&view, 8000, 192).unwrap();
+        segments.extend(&view, 3, 5).unwrap();
+        let mut more = vec![0; 5];
+        segments.read_into(7900 + 192, &mut more).unwrap();
+        assert_eq!(more, all[8195..8200]);
     }
 
     #[test]

@@ -32,8 +32,9 @@ pub(crate) fn recover(
     fds: &mut Descriptors,
     wait: Wait<'_>,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    let (spec, limits) = disk_spec::split(spec)?;
-    Ok(limits.limit(recover_unlimited(&spec, state, fds, wait)?))
+    let (spec, layers) = disk_spec::split(spec)?;
+    let disk = recover_unlimited(&spec, state, fds, wait)?;
+    disk_spec::put_around(&spec, &layers, disk)
 }
 
 fn recover_unlimited(

@@ -1,7 +1,7 @@
 //! Disks as people write them: what a namespace keeps its bytes in, or a namespace of another
 //! controller, which the driver takes over.
 
-use crate::limits::DiskLimits;
+use crate::layers::Layers;
 use crate::self_as_is;
 use crate::target::{Target, not_a_disk};
 use crate::uuid_text::{no_uuid, parse_uuid};
@@ -87,6 +87,9 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
 /// | `read-only` | `on`, `off` | `off`; `on` for a namespace that takes no writes |
 /// | `zero-copy` | `on`: let the device reach the guest's memory where it can; `off` | `on` |
 ///
+/// Any of them has blocks with metadata, if it says so (`metadata=8&pi=1`):
+/// [`MetadataFormat`](shadowbell_backend::MetadataFormat).
+///
 /// Any of them has limits, if it says so (`iops=1000`, `write-bandwidth=100MiB:1GiB`), and can be in
 /// a group that shares others (`limit-group=db`): [`Limits::set`](shadowbell_backend::Limits::set).
 ///
@@ -114,19 +117,31 @@ pub(crate) fn adopt(
     state: &serde_json::Value,
     fds: &mut Descriptors,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    let (spec, limits) = split(spec)?;
-    Ok(limits.limit(shadowbell_backend::adopt(&spec, state, fds)?))
+    let (spec, layers) = split(spec)?;
+    put_around(&spec, &layers, shadowbell_backend::adopt(&spec, state, fds)?)
 }
 
-/// What a specification says without its limits, and these.
-pub(crate) fn split(spec: &str) -> Result<(String, DiskLimits), DiskSpecError> {
+/// The disk of `spec` with what is around it.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn put_around(
+    spec: &str,
+    layers: &Layers,
+    disk: Arc<dyn Disk>,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    layers.put_around(disk).map_err(|why| wrong(spec, why))
+}
+
+/// What a specification says without what is around the disk, and that.
+pub(crate) fn split(spec: &str) -> Result<(String, Layers), DiskSpecError> {
     // It says nothing of the disk itself.
     let (spec, uuid) = take_option(spec, "uuid");
     let spec = &spec[..];
     if let Some(text) = uuid.filter(|text| parse_uuid(text).is_none()) {
         return Err(wrong(spec, no_uuid(&text)));
     }
-    DiskLimits::split(spec).map_err(|why| {
+    Layers::split(spec).map_err(|why| {
         let spec = spec.to_owned();
         shadowbell_backend::OpenError::Spec { spec, why }.into()
     })
@@ -259,13 +274,13 @@ pub(crate) fn from_root(spec: &str) -> String {
 type Open = fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>;
 
 fn open_by(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    let (spec, limits) = split(spec)?;
+    let (spec, layers) = split(spec)?;
     check_name(&spec)?;
     let disk = open_unlimited(&spec, open)?;
     if let Some(remark) = write_protection(&spec, disk.info().read_only)? {
         tracing::warn!("{remark}");
     }
-    Ok(limits.limit(disk))
+    put_around(&spec, &layers, disk)
 }
 
 /// `-` is what other programs call their input and output.

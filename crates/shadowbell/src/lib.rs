@@ -90,6 +90,7 @@ mod keeper_link;
 mod keeper_query;
 mod late_close;
 mod latency;
+mod layers;
 mod limits;
 mod live_stats;
 mod load;

@@ -88,6 +88,15 @@ pub(crate) struct FormatArgs {
     /// 0 for no secure erase, 1 for user data erase
     #[arg(short, long, value_name = "0|1", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..8))]
     ses: u8,
+    /// Type of protection information, 1 to 3; 0 for none. The format has to have metadata
+    #[arg(short = 'i', long, value_name = "TYPE", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..4))]
+    pi: u8,
+    /// It is the first bytes of the metadata, not the last
+    #[arg(short, long)]
+    pil: bool,
+    /// Metadata are transferred at the end of each block, not in a buffer of their own
+    #[arg(short, long)]
+    mset: bool,
     #[command(flatten)]
     force: Force,
 }
@@ -294,7 +303,8 @@ pub(crate) fn format(args: &FormatArgs) -> anyhow::Result<ExitCode> {
         (None, Some(block_size)) => format_of(&identify(&session, nsid)?, block_size)?,
         (None, None) => identify(&session, nsid)?.flbas.index(),
     };
-    let fields = FormatNvm { lbaf, ses: args.ses, ..FormatNvm::default() };
+    let FormatArgs { ses, pi, pil, mset, .. } = *args;
+    let fields = FormatNvm { lbaf, ses, pi, pil, mset };
     told(&args.target, session.controller.admin().format(nsid, fields))?;
     session.detach()?;
     println!("Success formatting namespace:{nsid:x}");

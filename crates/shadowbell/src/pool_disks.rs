@@ -11,9 +11,10 @@ use std::path::Path;
 /// The disk that a namespace keeps its bytes in. That it is raw has to be said: its first bytes
 /// are its host's.
 pub(crate) fn disk(pool: &HostPool, entry: &Entry) -> DiskConfig {
-    let Entry { nsid, uuid, block_size, .. } = *entry;
+    let Entry { nsid, uuid, block_size, metadata, .. } = *entry;
     let file = pool.file(nsid);
-    let disk = format!("{}?format=raw&block-size={block_size}", file.display());
+    let metadata = metadata.map(|own| format!("&{}", own.options())).unwrap_or_default();
+    let disk = format!("{}?format=raw&block-size={block_size}{metadata}", file.display());
     DiskConfig { disk, uuid: Some(uuid), nsid: Some(nsid) }
 }
 

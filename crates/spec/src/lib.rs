@@ -57,6 +57,7 @@ pub mod log;
 pub mod nvm;
 pub mod opcode;
 pub mod pci;
+pub mod protection;
 pub mod regs;
 pub mod reservation;
 pub mod sgl;

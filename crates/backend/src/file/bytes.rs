@@ -52,6 +52,7 @@ impl ImageBytes {
             volatile_cache: false,
             discard: false,
             granularity: 1,
+            metadata: None,
         };
         let atom =
             Atom::of_file(&file, &image.metadata, image.is_block, direct.is_some(), block_size);

@@ -77,6 +77,7 @@ pub(super) fn take(
             volatile_cache: !read_only,
             discard,
             granularity: cluster / block_size,
+            metadata: None,
         },
         atom: Atom::of_file(&file, &metadata, is_block, direct.is_some(), block_size),
         ranges: ranges(direct, block_size),

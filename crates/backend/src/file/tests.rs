@@ -43,6 +43,7 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
             volatile_cache: true,
             discard: true,
             granularity: 1,
+            metadata: None,
         },
         direct: None,
         engine: ENGINE.get(),

@@ -6,12 +6,14 @@
 use super::limiter::Limiter;
 use super::timer::Timer;
 use crate::disk::Queue;
+use crate::either_fd::either;
 use crate::lists::Lists;
+use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::tasks::Tasks;
 use shadowbell_memory::{DmaTable, Segments};
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,6 +22,7 @@ const SOURCES: u32 = 0;
 
 struct Waiting {
     request: Request,
+    metadata: Option<Metadata>,
     data: Segments,
     /// The submission queue that it came from.
     source: u32,
@@ -35,6 +38,8 @@ pub(super) struct LimitedQueue {
     inner: Box<dyn Queue>,
     limiters: Arc<[Arc<Limiter>]>,
     timer: Arc<Timer>,
+    /// Readable if that has run out, or the timer of the disk has, if it has one.
+    either: Option<OwnedFd>,
     waiting: Tasks<Waiting>,
     /// The keys of those that wait, a list for each submission queue.
     by_source: Lists,
@@ -59,7 +64,9 @@ impl LimitedQueue {
     ) -> io::Result<Self> {
         let timer = Arc::new(Timer::new()?);
         limiters.iter().for_each(|limiter| limiter.add(&timer));
+        let either = inner.timer_fd().map(|of_disk| either([of_disk, timer.fd()])).transpose()?;
         Ok(Self {
+            either,
             inner,
             limiters,
             timer,
@@ -93,10 +100,12 @@ impl LimitedQueue {
         Slot { at: times.max().unwrap_or(0), generation }
     }
 
-    fn wait(&mut self, tag: u32, request: &Request, data: Segments) {
+    fn wait(&mut self, tag: u32, request: &Request, metadata: Option<&Metadata>, data: Segments) {
         let source = self.source;
         self.delayed.fetch_add(1, Ordering::Relaxed);
-        let key = self.waiting.insert(tag, Waiting { request: *request, data, source });
+        let key = self
+            .waiting
+            .insert(tag, Waiting { request: *request, metadata: metadata.copied(), data, source });
         self.by_source.push_back(source, key);
         if !self.sources.contains(source) {
             self.sources.push_back(SOURCES, source);
@@ -153,12 +162,50 @@ impl LimitedQueue {
                 }
                 continue;
             }
-            let Some((tag, Waiting { request, mut data, .. })) = self.pop() else { return };
-            match self.inner.submit(tag, &request, &mut data) {
+            let Some((tag, Waiting { request, metadata, mut data, .. })) = self.pop() else {
+                return;
+            };
+            match self.pass_on(tag, &request, metadata.as_ref(), &mut data) {
                 Submitted::Done(outcome) => done(tag, outcome, data),
                 Submitted::Pending => {}
             }
         }
+    }
+
+    fn pass_on(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: Option<&Metadata>,
+        data: &mut Segments,
+    ) -> Submitted {
+        match metadata {
+            None => self.inner.submit(tag, request, data),
+            Some(metadata) => self.inner.submit_with_metadata(tag, request, metadata, data),
+        }
+    }
+
+    fn take_in(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: Option<&Metadata>,
+        data: &mut Segments,
+    ) -> Submitted {
+        if self.waiting.is_empty() {
+            let now = self.now();
+            let slot = self.take_time(request, now);
+            if slot.at <= now || self.is_open() {
+                return self.pass_on(tag, request, metadata, data);
+            }
+            self.timer.arm(slot.at, now);
+            self.slot = Some(slot);
+            if self.slot.as_ref().is_some_and(|slot| slot.generation != self.generation()) {
+                self.timer.fire();
+            }
+        }
+        self.wait(tag, request, metadata, data.take());
+        Submitted::Pending
     }
 }
 
@@ -167,20 +214,17 @@ impl Queue for LimitedQueue {
         if request.op == Op::Flush {
             return self.inner.submit(tag, request, data);
         }
-        if self.waiting.is_empty() {
-            let now = self.now();
-            let slot = self.take_time(request, now);
-            if slot.at <= now || self.is_open() {
-                return self.inner.submit(tag, request, data);
-            }
-            self.timer.arm(slot.at, now);
-            self.slot = Some(slot);
-            if self.slot.as_ref().is_some_and(|slot| slot.generation != self.generation()) {
-                self.timer.fire();
-            }
-        }
-        self.wait(tag, request, data.take());
-        Submitted::Pending
+        self.take_in(tag, request, None, data)
+    }
+
+    fn submit_with_metadata(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: &Metadata,
+        data: &mut Segments,
+    ) -> Submitted {
+        self.take_in(tag, request, Some(metadata), data)
     }
 
     fn takes_turns(&self) -> bool {
@@ -249,6 +293,6 @@ impl Queue for LimitedQueue {
     }
 
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.timer.fd())
+        Some(self.either.as_ref().map_or(self.timer.fd(), |either| either.as_fd()))
     }
 }

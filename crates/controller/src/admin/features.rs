@@ -1,6 +1,6 @@
 //! Get Features and Set Features. Base 2.1, 5.1.11 and 5.1.25.
 
-use super::host_behavior::host_behavior;
+use super::host_behavior::{extended_and_copy, host_behavior};
 use super::keep_alive;
 use super::limits::WARNING_TEMPERATURE;
 use crate::saved::SavedFeatures;
@@ -516,8 +516,10 @@ impl Features {
                 return Ok(Get { dw0: 0, data: Some(data) });
             }
             fid::HOST_BEHAVIOR_SUPPORT => {
-                let (acre, cdfe) = (values.knows_interrupted.into(), values.copy_formats);
-                let behavior = HostBehaviorSupport { acre, cdfe, ..HostBehaviorSupport::default() };
+                let acre = values.knows_interrupted.into();
+                let (lbafee, cdfe) = extended_and_copy(values.copy_formats);
+                let behavior =
+                    HostBehaviorSupport { acre, lbafee, cdfe, ..HostBehaviorSupport::default() };
                 return Ok(Get { dw0: 0, data: Some(behavior.as_bytes().to_vec()) });
             }
             fid::IO_COMMAND_SET_PROFILE => IoCommandSetProfile::new().into_bits(),

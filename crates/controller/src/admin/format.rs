@@ -1,8 +1,9 @@
-//! Format NVM: another block size, and nothing that was there before. Base 2.1, 5.1.10; NVM 1.1,
+//! Format NVM: other blocks, and nothing that was there before. Base 2.1, 5.1.10; NVM 1.1,
 //! 4.1.2.
 
-use super::namespace_management::{block_size, find};
-use crate::pool::{PoolAct, PoolState};
+use super::namespace_management::find;
+use super::pool_formats::{BlockFormat, block_format};
+use crate::pool::{PoolAct, PoolState, bytes_of};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::FormatNvm;
 use shadowbell_spec::sqe::NSID_ALL;
@@ -24,11 +25,10 @@ pub(crate) fn format(
     (is_given, given): (bool, bool),
 ) -> Result<PoolAct, Status> {
     let command = FormatNvm::decode(sqe);
-    let block_size = block_size(command.lbaf)?;
-    // No metadata, and so no protection information.
-    if command.mset || command.pil || command.pi != 0 {
-        return Err(Status::INVALID_FORMAT.with_dnr());
-    }
+    let protection = (command.pi, command.pil);
+    let BlockFormat { block_size, metadata } =
+        block_format(command.lbaf, command.mset, protection)?;
+    let least = bytes_of(1, block_size, metadata.as_ref()).unwrap_or(u64::MAX);
     if !matches!(command.ses, NO_ERASE | USER_DATA_ERASE) {
         return Err(Status::INVALID_FIELD.with_dnr());
     }
@@ -44,9 +44,9 @@ pub(crate) fn format(
         vec![sqe.nsid]
     };
     for namespace in state.namespaces.iter().filter(|ns| nsids.contains(&ns.nsid)) {
-        if namespace.bytes() < block_size.into() {
+        if namespace.bytes() < least {
             return Err(Status::INVALID_FORMAT.with_dnr());
         }
     }
-    Ok(PoolAct::Format { nsids, block_size })
+    Ok(PoolAct::Format { nsids, block_size, metadata })
 }

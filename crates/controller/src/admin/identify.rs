@@ -10,12 +10,14 @@ use crate::config::{Config, PCI_VENDOR_ID};
 use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises};
 use crate::subsystem::{MAX_ANA_GROUPS, Member};
 use crate::uncorrectable::COMMAND_BYTES;
+use shadowbell_backend::MetadataFormat;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
-    Cmic, ControllerList, ControllerType, Ctratt, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE,
-    IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmController,
-    IdentifyNvmNamespace, IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList,
-    Nmic, Nsfeat, Oacs, Oaes, Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
+    Cmic, ControllerList, ControllerType, Ctratt, Dlfeat, Dpc, Dps, EntrySizes, Frmw,
+    IDENTIFY_SIZE, IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace,
+    IdentifyNvmController, IdentifyNvmNamespace, IoCommandSets, LbaFormat, Lpa, Mc, NamespaceId,
+    NamespaceIds, NamespaceList, Nmic, Nsfeat, Oacs, Oaes, Oncs, Sgls, Vwc, ascii_field, cns, csi,
+    nqn_field,
 };
 use shadowbell_spec::log::{ANACAP_ALL_STATES, ANACAP_FIXED_GROUPS, AnaState};
 use shadowbell_spec::regs::Vs;
@@ -101,13 +103,11 @@ impl Identity {
                 Ok(page(&ids(namespace)))
             }
             cns::CSI_NAMESPACE => {
-                find(nsid, namespaces)?;
+                let namespace = find(nsid, namespaces)?;
                 if cmd.csi != csi::NVM {
                     return Err(Status::INVALID_IO_COMMAND_SET.with_dnr());
                 }
-                // All of it is about protection information, or about what NSFEAT says is not
-                // there.
-                Ok(page(&IdentifyNvmNamespace::default()))
+                Ok(page(&namespace.map(nvm_namespace).unwrap_or_default()))
             }
             cns::CSI_CONTROLLER if cmd.csi == csi::NVM => {
                 Ok(page(&nvm_controller(&namespaces.promises)))
@@ -189,7 +189,7 @@ fn controller(config: &Config) -> IdentifyController {
             .with_mports(member.is_some())
             .with_mctrs(member.is_some())
             .with_anars(member.is_some()),
-        ctratt: Ctratt::new().with_hids(member.is_some()),
+        ctratt: Ctratt::new().with_hids(member.is_some()).with_elbas(true),
         ver: VERSION.into_bits(),
         rtd3e: SHUTDOWN_MICROSECONDS,
         oaes: Oaes::new().with_nsan(true).with_anacn(member.is_some()),
@@ -302,7 +302,33 @@ pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
         identify.nows = granularity0;
     }
     if let Some(format) = identify.lbaf.first_mut() {
-        *format = LbaFormat { lbads: namespace.block_shift() as u8, ..LbaFormat::default() };
+        let ms = info.metadata.map_or(0, |metadata| metadata.size);
+        *format = LbaFormat { ms, lbads: namespace.block_shift() as u8, rp: 0 };
+    }
+    if let Some(metadata) = &info.metadata {
+        add_metadata(&mut identify, metadata);
+    }
+    identify
+}
+
+/// What is said of the metadata that the blocks of a namespace have, and of no others.
+fn add_metadata(identify: &mut IdentifyNamespace, metadata: &MetadataFormat) {
+    let MetadataFormat { extended, protection, first, .. } = *metadata;
+    identify.flbas.set_extended(extended);
+    identify.mc = Mc::new().with_extended(extended).with_separate(!extended);
+    identify.dps = Dps::new().with_pit(protection).with_pip(first);
+    if protection != 0 {
+        let types = Dpc::from_bits(1 << (protection - 1));
+        identify.dpc = types.with_first(first).with_last(!first);
+    }
+}
+
+/// Extended LBA formats: what kind of guard there is. Storage tags have no bits.
+pub(super) fn nvm_namespace(namespace: &Namespace) -> IdentifyNvmNamespace {
+    let mut identify = IdentifyNvmNamespace::default();
+    if let (Some(format), Some(metadata)) = (identify.elbaf.first_mut(), &namespace.info().metadata)
+    {
+        *format = metadata.guard().code() << 7;
     }
     identify
 }

@@ -1,16 +1,18 @@
 //! What Identify tells of a pool: allocated namespaces, capacity, and what can be done with them.
 //! Base 2.1, 5.1.13.
 
-use super::identify::{CNTLID, Page, identify_namespace, invalid_namespace, list, page};
-use super::namespace_management::{FORMATS, format_of};
+use super::identify::{
+    CNTLID, Page, identify_namespace, invalid_namespace, list, nvm_namespace, page,
+};
+use super::pool_formats::{BlockFormat, add_formats, extended_formats};
 use super::sanitize;
 use crate::namespace::{Namespace, Namespaces, Promises};
 use crate::pool::{PoolNamespace, PoolState};
 use crate::unserved::placeholder;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
-    ControllerList, Flbas, IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace,
-    IdentifyNvmNamespace, LbaFormat, cns, csi,
+    ControllerList, IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace,
+    IdentifyNvmNamespace, cns, csi,
 };
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
@@ -30,9 +32,12 @@ pub(crate) fn identify(
     Some(match cmd.cns {
         // What all namespaces have in common.
         cns::NAMESPACE if nsid == NSID_ALL => Ok(page(&common())),
-        cns::CSI_NAMESPACE if nsid == NSID_ALL && is_nvm => {
-            Ok(page(&IdentifyNvmNamespace::default()))
-        }
+        cns::CSI_NAMESPACE if nsid == NSID_ALL && is_nvm => Ok(page(&extended_formats())),
+        cns::CSI_NAMESPACE if state.get(nsid).is_some() && is_nvm => is_valid(nsid, namespaces)
+            .map(|()| match namespaces.get(nsid) {
+                Some(_) => page(&extended_formats()),
+                None => page(&IdentifyNvmNamespace::default()),
+            }),
         cns::INDEPENDENT_NAMESPACE if nsid == NSID_ALL => {
             Ok(page(&IdentifyIndependentNamespace::default()))
         }
@@ -44,7 +49,11 @@ pub(crate) fn identify(
             is_valid(nsid, namespaces).map(|()| page(&find(nsid, namespaces, state)))
         }
         cns::CSI_ALLOCATED_NAMESPACE if is_nvm => {
-            is_valid(nsid, namespaces).map(|()| page(&IdentifyNvmNamespace::default()))
+            is_valid(nsid, namespaces).map(|()| match (state.get(nsid), namespaces.get(nsid)) {
+                (Some(_), _) => page(&extended_formats()),
+                (None, Some(given)) => page(&nvm_namespace(given)),
+                (None, None) => page(&IdentifyNvmNamespace::default()),
+            })
         }
         cns::NAMESPACE_CONTROLLERS if nsid != NSID_ALL => is_valid(nsid, namespaces).map(|()| {
             let attached = namespaces.get(nsid).map(|_| CNTLID);
@@ -76,7 +85,7 @@ fn find(nsid: u32, namespaces: &Namespaces, state: &PoolState) -> IdentifyNamesp
         (None, None) => return IdentifyNamespace::default(),
     };
     if let Some(own) = own {
-        add_formats(&mut found, own.block_size);
+        add_formats(&mut found, &format_of(own));
     }
     found
 }
@@ -86,17 +95,13 @@ fn detached(own: &PoolNamespace, promises: &Promises) -> Namespace {
     Namespace::new(own.nsid, &placeholder(own), promises)
 }
 
-fn add_formats(namespace: &mut IdentifyNamespace, block_size: u32) {
-    namespace.nlbaf = (FORMATS.len() - 1) as u8;
-    namespace.flbas = Flbas::new().with_low(format_of(block_size));
-    for (format, block_size) in namespace.lbaf.iter_mut().zip(FORMATS) {
-        *format = LbaFormat { lbads: block_size.trailing_zeros() as u8, ..LbaFormat::default() };
-    }
+fn format_of(own: &PoolNamespace) -> BlockFormat {
+    BlockFormat { block_size: own.block_size, metadata: own.metadata }
 }
 
 fn common() -> IdentifyNamespace {
     let mut common = IdentifyNamespace::default();
-    add_formats(&mut common, FORMATS[0]);
+    add_formats(&mut common, &BlockFormat { block_size: 512, metadata: None });
     common
 }
 
@@ -123,7 +128,7 @@ pub(crate) fn amend(
         cns::NAMESPACE if namespaces.get(nsid).is_some() => {
             let namespace = IdentifyNamespace::mut_from_bytes(structure);
             if let (Ok(namespace), Some(own)) = (namespace, state.get(nsid)) {
-                add_formats(namespace, own.block_size);
+                add_formats(namespace, &format_of(own));
             }
         }
         _ => {}

@@ -1,7 +1,8 @@
 //! Namespace Management and Namespace Attachment: what a host wants of a pool. Base 2.1, 5.1.20 and
 //! 5.1.21; NVM 1.1, 4.1.6.
 
-use crate::pool::{PoolAct, PoolState};
+use super::pool_formats::{BlockFormat, block_format};
+use crate::pool::{PoolAct, PoolState, bytes_of};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{NamespaceAttachment, NamespaceManagement};
 use shadowbell_spec::identify::{ControllerList, NamespaceToCreate, csi};
@@ -9,26 +10,11 @@ use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use zerocopy::FromBytes;
 
-/// Bytes of a logical block, by the index of the LBA format: without metadata.
-pub(crate) const FORMATS: [u32; 2] = [512, 4096];
 /// What both commands take from the host.
 pub(crate) const DATA: usize = 4096;
 
 const INVALID_FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
-
-/// The block size of an LBA format.
-///
-/// # Errors
-/// Invalid Format.
-pub(crate) fn block_size(lbaf: u8) -> Result<u32, Status> {
-    FORMATS.get(usize::from(lbaf)).copied().ok_or(Status::INVALID_FORMAT.with_dnr())
-}
-
-/// The index of the LBA format with blocks of this size.
-pub(crate) fn format_of(block_size: u32) -> u8 {
-    u8::from(block_size == FORMATS[1])
-}
 
 /// A namespace that the command is about: one of the pool's.
 ///
@@ -66,12 +52,13 @@ pub(crate) fn management(
                 return Err(Status::INVALID_IO_COMMAND_SET.with_dnr());
             }
             let wanted = data.and_then(|data| NamespaceToCreate::read_from_bytes(data).ok());
-            let (blocks, block_size) = create(&wanted.ok_or(Status::INTERNAL)?)?;
-            let bytes = blocks.checked_mul(block_size.into());
+            let wanted = wanted.ok_or(Status::INTERNAL)?;
+            let (blocks, BlockFormat { block_size, metadata }) = create(&wanted)?;
+            let bytes = bytes_of(blocks, block_size, metadata.as_ref());
             if bytes.is_none_or(|bytes| bytes > state.unallocated()) {
                 return Err(Status::NAMESPACE_INSUFFICIENT_CAPACITY.with_dnr());
             }
-            Ok(PoolAct::Create { uuid, blocks, block_size })
+            Ok(PoolAct::Create { uuid, blocks, block_size, metadata })
         }
         NamespaceManagement::DELETE if sqe.nsid == NSID_ALL => {
             Ok(PoolAct::Delete(state.namespaces.iter().map(|namespace| namespace.nsid).collect()))
@@ -84,22 +71,23 @@ pub(crate) fn management(
     }
 }
 
-/// Its blocks, and the size of each.
-fn create(wanted: &NamespaceToCreate) -> Result<(u64, u32), Status> {
+/// How many blocks it has, and of which kind.
+fn create(wanted: &NamespaceToCreate) -> Result<(u64, BlockFormat), Status> {
     let NamespaceToCreate { nsze, ncap, flbas, dps, nmic, anagrpid, nvmsetid, endgid, .. } =
         *wanted;
-    let block_size = block_size(flbas.index())?;
+    let protection = (dps.pit(), dps.pip());
+    let format = block_format(flbas.index(), flbas.extended(), protection)?;
     // It is provisioned as a whole, or not at all: a namespace with less capacity than blocks is
     // refused (Base 2.1, 3.2.1.6, NSFEAT.THINP). Those that are not there are not chosen from.
     if nsze != ncap {
         return Err(Status::THIN_PROVISIONING_NOT_SUPPORTED.with_dnr());
     }
-    let is_plain = dps.into_bits() == 0 && !flbas.extended() && nmic.into_bits() == 0;
+    let is_plain = dps.into_bits() >> 4 == 0 && nmic.into_bits() == 0;
     let has_no_group = anagrpid == 0 && nvmsetid == 0 && endgid == 0;
     if nsze == 0 || !is_plain || !has_no_group {
         return Err(INVALID_FIELD);
     }
-    Ok((nsze, block_size))
+    Ok((nsze, format))
 }
 
 /// Namespace Attachment, to or from the controller `cntlid`, which takes the command and is the

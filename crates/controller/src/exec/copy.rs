@@ -13,11 +13,13 @@
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::long::UNDER_WAY;
 use super::namespace::{NamespaceQueue, index_of};
+use super::protected_copy::Protection;
 use super::quota::cost;
 use super::resolve::read_list;
 use super::status::status_of;
+use super::with_metadata::submit_any;
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
-use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
 use shadowbell_spec::nvm::{CopyFields, CopyRange, LongCopyRange};
 use shadowbell_spec::sqe::Sqe;
@@ -26,6 +28,9 @@ use zerocopy::FromBytes;
 
 /// Buffers that a worker has for one controller, at most: copies that are under way at once.
 const BUFFERS: usize = 4;
+
+/// Bytes of each: a block of 512 bytes has up to 64 bytes of metadata.
+const BUFFER: usize = COPY_BYTES + COPY_BYTES / 8;
 
 /// The descriptor formats that need not be enabled: bit n for format n. They name no namespace.
 pub(super) const ALWAYS_ENABLED: u16 = 1 << 0 | 1 << 1;
@@ -37,6 +42,9 @@ struct Source {
     namespace: usize,
     offset: u64,
     len: u64,
+    /// Bytes of its metadata, and what reading it has to do with them.
+    metadata_len: u64,
+    metadata: Option<Metadata>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,11 +69,15 @@ pub(super) struct Copy {
     /// Where the destination begins, in bytes of the disk.
     to: u64,
     fua: bool,
+    /// What writing the first block has to do with metadata.
+    metadata: Option<Metadata>,
     buffer: Option<SharedBytes>,
     stride: Stride,
     /// The source range that this stride comes to next, and where its data are in the buffer.
     next: usize,
     at: u64,
+    /// The metadata before that: they follow the data of each range.
+    metadata_at: u64,
     /// Requests of this stride that the disk has in hand.
     left: u32,
     /// The lowest source range that failed in this stride, and how.
@@ -119,6 +131,7 @@ pub(super) struct ParsedCopy {
     sources: Box<[Source]>,
     to: u64,
     fua: bool,
+    metadata: Option<Metadata>,
 }
 
 impl ParsedCopy {
@@ -185,7 +198,7 @@ impl Copies {
         if let Some(buffer) = self.buffers.pop() {
             return Some(buffer);
         }
-        let buffer = Mapping::anonymous(COPY_BYTES as u64).ok()?.bytes();
+        let buffer = Mapping::anonymous(BUFFER as u64).ok()?.bytes();
         self.buffers_made += 1;
         Some(buffer)
     }
@@ -232,6 +245,7 @@ pub(super) fn parse_copy(
     read_list(view, sqe, page_size, scratch, raw)?;
 
     let namespace = &namespaces[index];
+    let protection = Protection::of_copy(namespace, sqe, &fields, formats)?;
     let shift = namespace.block_shift;
     let most = (COPY_BYTES >> shift) as u64;
     let (mut total, mut outside) = (0, false);
@@ -245,7 +259,7 @@ pub(super) fn parse_copy(
             _ => index_of(namespaces, range.snsid)?,
         };
         let source = &namespaces[from];
-        if source.block_shift != shift {
+        if source.block_shift != shift || source.metadata() != namespace.metadata() {
             return Err(Status::INCOMPATIBLE_NAMESPACE_OR_FORMAT.with_dnr());
         }
         let blocks = u64::from(range.nlb0) + 1;
@@ -260,7 +274,9 @@ pub(super) fn parse_copy(
             continue;
         }
         let (offset, len) = (range.slba << shift, blocks << shift);
-        sources.push(Source { namespace: from, offset, len });
+        let metadata = protection.as_ref().map(|own| own.source(entry, &range)).transpose()?;
+        let metadata_len = protection.as_ref().map_or(0, |own| own.len(blocks));
+        sources.push(Source { namespace: from, offset, len, metadata_len, metadata });
     }
     let end = fields.sdlba.checked_add(total);
     if outside || end.is_none_or(|end| end > namespace.blocks) {
@@ -278,14 +294,16 @@ pub(super) fn parse_copy(
     if namespace.is_read_only() {
         return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
     }
-    let copy = ParsedCopy { namespace: index, sources: sources.into(), to, fua: fields.fua };
+    let metadata = protection.map(|own| own.destination());
+    let sources = sources.into();
+    let copy = ParsedCopy { namespace: index, sources, to, fua: fields.fua, metadata };
     Ok((copy, Kind::Copy(total)))
 }
 
 impl Copies {
     /// Takes a copy on, for the command in entry `parent`, of submission queue `sq`.
     pub(super) fn push(&mut self, copy: ParsedCopy, parent: u32, sq: usize, write_through: bool) {
-        let ParsedCopy { namespace, sources, to, fua } = copy;
+        let ParsedCopy { namespace, sources, to, fua, metadata } = copy;
         self.list.push(Copy {
             parent,
             sq,
@@ -293,10 +311,12 @@ impl Copies {
             sources,
             to,
             fua: fua || write_through,
+            metadata,
             buffer: None,
             stride: Stride::Waiting,
             next: 0,
             at: 0,
+            metadata_at: 0,
             left: 0,
             failed: None,
             cancelled: false,
@@ -362,12 +382,13 @@ impl Copy {
                 Stride::Waiting => Stride::Reading,
                 Stride::Reading | Stride::Writing => Stride::Writing,
             };
-            (self.next, self.at) = (0, 0);
+            (self.next, self.at, self.metadata_at) = (0, 0, 0);
         }
         let reading = self.stride == Stride::Reading;
         while *budget > 0 && *room > 0 && self.has_more() {
             let range = self.next as u32;
-            let Source { namespace: from, offset, len } = self.sources[self.next];
+            let source = self.sources[self.next];
+            let Source { namespace: from, offset, len, metadata_len, .. } = source;
             let (index, request, kind) = if reading {
                 (from, Request { op: Op::Read, offset, len }, Kind::Read(len))
             } else {
@@ -376,15 +397,19 @@ impl Copy {
                 (self.namespace, request, Kind::Write(len))
             };
             // The sum of all ranges was checked against the size of the buffer.
-            let place = buffer.slice(self.at as usize, len as usize);
+            let place = (self.at + self.metadata_at) as usize;
+            let place = buffer.slice(place, (len + metadata_len) as usize);
+            let metadata = if reading { source.metadata } else { self.part(&namespaces[index]) };
             self.at += len;
+            self.metadata_at += metadata_len;
             self.next += 1;
             let Some(place) = place else {
                 return self.fail(range, Status::INTERNAL);
             };
             let mut data = Segments::from_bytes(&place);
             let tag = in_flight.next_tag();
-            match namespaces[index].queue.submit(tag, &request, &mut data) {
+            let queue = &mut *namespaces[index].queue;
+            match submit_any(queue, tag, &request, metadata.as_ref(), &mut data) {
                 Submitted::Done(Ok(())) => *budget -= cost::of_command(len),
                 Submitted::Done(Err(error)) => {
                     *budget -= cost::of_command(0);
@@ -399,5 +424,11 @@ impl Copy {
                 }
             }
         }
+    }
+
+    /// What the next range of the destination has to do with metadata.
+    fn part(&self, namespace: &NamespaceQueue) -> Option<Metadata> {
+        let format = namespace.metadata()?;
+        Some(self.metadata?.after(self.at >> namespace.block_shift, format))
     }
 }

@@ -9,7 +9,8 @@ use super::long::FLUSH;
 use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::status::status_of;
-use shadowbell_backend::{Op, Request, Submitted};
+use super::with_metadata::submit_any;
+use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
 
@@ -36,6 +37,8 @@ pub(super) struct ForcedRead {
     pub(super) namespace: usize,
     /// What it asks for, once what the cache holds is committed.
     pub(super) request: Request,
+    /// And what that has to do with metadata.
+    metadata: Option<Metadata>,
     pub(super) data: Segments,
     stage: Stage,
     cancelled: bool,
@@ -45,10 +48,11 @@ impl ForcedRead {
     pub(super) fn new(
         (parent, sq): (u32, usize),
         namespace: usize,
-        request: Request,
+        (request, metadata): (Request, Option<Metadata>),
         data: Segments,
     ) -> Self {
-        Self { parent, sq, namespace, request, data, stage: Stage::Flushed, cancelled: false }
+        let stage = Stage::Flushed;
+        Self { parent, sq, namespace, request, metadata, data, stage, cancelled: false }
     }
 
     /// Gives the disk the next request, if it is its turn.
@@ -69,9 +73,10 @@ impl ForcedRead {
             self.stage = Stage::Over;
             return;
         }
-        let Self { request, data, .. } = self;
+        let Self { request, metadata, data, .. } = self;
         *budget -= cost::of_request(request.len);
-        self.stage = submit(namespaces, in_flight, (self.parent, self.namespace), request, data)
+        let to = (self.parent, self.namespace);
+        self.stage = submit(namespaces, in_flight, to, (request, metadata.as_ref()), data)
             .map_or(Stage::Over, |()| Stage::Reading);
     }
 }
@@ -81,7 +86,7 @@ fn submit(
     namespaces: &mut [NamespaceQueue],
     in_flight: &mut InFlightTable,
     (parent, namespace): (u32, usize),
-    request: &Request,
+    (request, metadata): (&Request, Option<&Metadata>),
     data: &mut Segments,
 ) -> Option<()> {
     if namespaces[namespace].is_none() {
@@ -90,7 +95,7 @@ fn submit(
     }
     let tag = in_flight.next_tag();
     let reading = request.op != Op::Flush;
-    match namespaces[namespace].queue.submit(tag, request, data) {
+    match submit_any(&mut *namespaces[namespace].queue, tag, request, metadata, data) {
         Submitted::Pending => {
             // For the sake of its errors: its bytes are the command's.
             let kind = if reading { Kind::Verify(0) } else { Kind::Other };
@@ -123,7 +128,7 @@ impl ForcedReads {
         in_flight: &mut InFlightTable,
     ) {
         let to = (command.parent, command.namespace);
-        if submit(namespaces, in_flight, to, &FLUSH, &mut Segments::new()).is_some() {
+        if submit(namespaces, in_flight, to, (&FLUSH, None), &mut Segments::new()).is_some() {
             command.stage = Stage::Flushing;
         }
         self.0.push(command);

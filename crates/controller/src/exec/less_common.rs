@@ -9,8 +9,9 @@ use super::namespace::index_of;
 use super::quota::cost;
 use super::resolve::read_list;
 use super::status::status_of;
+use super::with_metadata::submit_any;
 use crate::queue::Permit;
-use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};
 use shadowbell_spec::opcode::NvmOpcode;
@@ -48,6 +49,14 @@ impl Engine {
                 Marked::Fails => return Started::Failed(permit, Status::UNRECOVERED_READ),
             }
         }
+        let metadata = match op {
+            NvmOpcode::WriteZeroes | NvmOpcode::Verify => self.metadata_without_data(op, sqe),
+            _ => Ok(None),
+        };
+        let metadata = match metadata {
+            Ok(metadata) => metadata,
+            Err(status) => return Started::Failed(permit, status),
+        };
         let requests = match op {
             NvmOpcode::WriteUncorrectable => return self.write_uncorrectable(sqe, sq, permit),
             NvmOpcode::Compare => return self.transfer::<false>(op, sqe, sq, permit),
@@ -67,18 +76,20 @@ impl Engine {
                 if Self::is_forced(&self.namespaces[index], &request, sqe, self.write_through) =>
             {
                 self.scratch.rewind();
-                self.force(index, request, (kind, 0), sqe, sq, permit)
+                self.force(index, (request, metadata), (kind, 0), sqe, sq, permit)
             }
             Ok(Requests::One(index, request, kind)) => {
                 let longest = self.namespaces[index].queue.longest_inline();
                 if piece(&request, longest) == request.len {
-                    self.submit(index, &request, kind, sqe, sq, permit)
+                    self.submit(index, (&request, metadata), kind, sqe, sq, permit)
                 } else {
                     let lba = sqe.cdw10_11();
-                    self.begin(vec![(index, request)], (kind, lba), sqe, sq, permit)
+                    self.begin((vec![(index, request)], metadata), (kind, lba), sqe, sq, permit)
                 }
             }
-            Ok(Requests::Several(parts)) => self.begin(parts, (Kind::Other, 0), sqe, sq, permit),
+            Ok(Requests::Several(parts)) => {
+                self.begin((parts, None), (Kind::Other, 0), sqe, sq, permit)
+            }
         }
     }
 
@@ -191,7 +202,7 @@ impl Engine {
     fn submit(
         &mut self,
         index: usize,
-        request: &Request,
+        (request, metadata): (&Request, Option<Metadata>),
         kind: Kind,
         sqe: &Sqe,
         sq: usize,
@@ -199,7 +210,8 @@ impl Engine {
     ) -> Started {
         let tag = self.in_flight.next_tag();
         self.scratch.rewind();
-        match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
+        let queue = &mut *self.namespaces[index].queue;
+        match submit_any(queue, tag, request, metadata.as_ref(), &mut self.scratch) {
             Submitted::Done(Ok(())) => {
                 self.count(kind);
                 self.long_done(request.len, permit)
@@ -220,7 +232,7 @@ impl Engine {
     /// about block `lba`.
     fn begin(
         &mut self,
-        parts: Vec<Part>,
+        (parts, metadata): (Vec<Part>, Option<Metadata>),
         (kind, lba): (Kind, u64),
         sqe: &Sqe,
         sq: usize,
@@ -232,7 +244,7 @@ impl Engine {
         self.in_flight.insert(tag, entry);
         self.budget -= cost::of_command(0);
         let Self { long, namespaces, in_flight, budget, .. } = self;
-        let command = LongCommand::new(tag, Some(sq), parts);
+        let command = LongCommand::new(tag, Some(sq), parts).with(metadata);
         if !long.begin(command, namespaces, in_flight, budget) {
             self.review_quota();
             self.last_tag = tag;

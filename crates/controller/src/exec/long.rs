@@ -9,7 +9,8 @@ use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::status::status_of;
-use shadowbell_backend::{Op, Request, Submitted};
+use super::with_metadata::submit_any;
+use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
@@ -32,6 +33,8 @@ pub(super) struct LongCommand {
     /// Its submission queue; `None` for what the controller wants for itself.
     sq: Option<usize>,
     parts: Box<[Part]>,
+    /// What its only part has to do with metadata.
+    metadata: Option<Metadata>,
     /// The part to be submitted next, and how many bytes of it have been.
     next: usize,
     within: u64,
@@ -45,7 +48,12 @@ impl LongCommand {
     /// The command in entry `parent`.
     pub(super) fn new(parent: u32, sq: Option<usize>, parts: Vec<Part>) -> Self {
         let parts = parts.into();
-        Self { parent, sq, parts, next: 0, within: 0, left: 0, cancelled: false }
+        Self { parent, sq, parts, metadata: None, next: 0, within: 0, left: 0, cancelled: false }
+    }
+
+    /// It has one part, which has to do with metadata, if there are any.
+    pub(super) fn with(self, metadata: Option<Metadata>) -> Self {
+        Self { metadata, ..self }
     }
 
     fn has_more(&self) -> bool {
@@ -67,7 +75,14 @@ impl LongCommand {
     ) {
         while *budget > 0 && *room > 0 && self.has_more() {
             let (index, whole) = self.parts[self.next];
-            let queue = &mut namespaces[index].queue;
+            let namespace = &mut namespaces[index];
+            let metadata = match (self.metadata, namespace.metadata()) {
+                (Some(all), Some(format)) => {
+                    Some(all.after(self.within >> namespace.block_shift, format))
+                }
+                _ => None,
+            };
+            let queue = &mut namespace.queue;
             let len = (whole.len - self.within).min(piece(&whole, queue.longest_inline()));
             let request = Request { op: whole.op, offset: whole.offset + self.within, len };
             self.within += len;
@@ -76,7 +91,8 @@ impl LongCommand {
             }
             let tag = in_flight.next_tag();
             let reading = request.op == Op::Verify;
-            match queue.submit(tag, &request, &mut Segments::new()) {
+            let data = &mut Segments::new();
+            match submit_any(&mut **queue, tag, &request, metadata.as_ref(), data) {
                 Submitted::Done(outcome) => {
                     *budget -= cost::of_command(len);
                     if let Err(error) = outcome {

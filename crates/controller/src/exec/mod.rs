@@ -14,6 +14,8 @@ mod namespace;
 mod own_requests;
 pub(crate) mod prefetch;
 mod progress;
+mod protected;
+mod protected_copy;
 mod quota;
 mod reservation;
 mod reservation_commands;
@@ -22,6 +24,7 @@ mod retired;
 mod spans;
 mod status;
 mod transfer;
+mod with_metadata;
 
 pub(crate) use engine::{Closed, Engine, Started};
 pub(crate) use in_flight::CompletedCommand;

@@ -5,7 +5,7 @@ use crate::namespace::{INACTIVE, Namespace, Namespaces};
 use crate::reservations::Access;
 use crate::subsystem::Member;
 use rustix::event::epoll::{self, EventData, EventFlags};
-use shadowbell_backend::{DiskError, Op, Queue, Request, Submitted};
+use shadowbell_backend::{DiskError, Metadata, MetadataFormat, Op, Queue, Request, Submitted};
 use shadowbell_memory::{DmaTable, Ring, Segments};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;
@@ -31,14 +31,22 @@ pub(crate) struct NamespaceQueue {
     long_from: u32,
     /// How a command ends if there is no namespace.
     pub(super) absence: Status,
-    /// Other controllers have it, too.
-    shared: Option<Box<SharedNamespace>>,
+    /// What most namespaces do not have.
+    extra: Option<Box<Extra>>,
     pub(super) queue: Box<dyn Queue>,
 }
 
 // The place of one in a list is a multiple that the processor has in its addresses (5 times 8):
 // with 48 bytes an I/O takes 7 instructions more, most of them for registers that are not enough.
 const _: () = assert!(size_of::<NamespaceQueue>() == 40);
+
+/// What most namespaces do not have. With metadata, all commands are long.
+#[derive(Clone, Debug)]
+struct Extra {
+    /// Other controllers have it, too.
+    shared: Option<SharedNamespace>,
+    metadata: Option<MetadataFormat>,
+}
 
 /// What a namespace is in a subsystem.
 #[derive(Clone, Debug)]
@@ -58,11 +66,15 @@ impl NamespaceQueue {
     pub(crate) fn open(namespace: &Namespace) -> io::Result<Self> {
         let queue = namespace.disk().queue()?;
         let (nsid, uuid) = (namespace.nsid(), namespace.uuid());
-        let shared = namespace
-            .member()
-            .cloned()
-            .map(|member| SharedNamespace { member, uuid, nsid, access: Access::ALL })
-            .map(Box::new);
+        let shared = namespace.member().cloned().map(|member| SharedNamespace {
+            member,
+            uuid,
+            nsid,
+            access: Access::ALL,
+        });
+        let metadata = namespace.info().metadata;
+        let has_extra = shared.is_some() || metadata.is_some();
+        let extra = has_extra.then(|| Box::new(Extra { shared, metadata }));
         let block_shift = namespace.block_shift() as u8;
         let mut opened = Self {
             blocks: namespace.blocks(),
@@ -71,7 +83,7 @@ impl NamespaceQueue {
                 | if namespace.info().volatile_cache { VOLATILE_CACHE } else { 0 },
             long_from: long_from(block_shift),
             absence: INACTIVE,
-            shared,
+            extra,
             queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
         };
         opened.review_access();
@@ -99,7 +111,7 @@ impl NamespaceQueue {
             flags: READ_ONLY,
             long_from: long_from(9),
             absence: INACTIVE,
-            shared: None,
+            extra: None,
             queue: Box::new(Nothing),
         }
     }
@@ -111,13 +123,13 @@ impl NamespaceQueue {
     }
 
     fn review_long(&mut self) {
-        let all_are = self.is_marked() || self.access().restricts();
+        let all_are = self.is_marked() || self.access().restricts() || self.metadata().is_some();
         self.long_from = if all_are { 0 } else { long_from(self.block_shift) };
     }
 
     /// Looks what a reservation leaves the controller.
     pub(super) fn review_access(&mut self) {
-        if let Some(shared) = &mut self.shared {
+        if let Some(shared) = self.extra.as_mut().and_then(|extra| extra.shared.as_mut()) {
             shared.access = shared.member.access(shared.nsid, &shared.uuid);
         }
         self.review_long();
@@ -125,12 +137,17 @@ impl NamespaceQueue {
 
     /// What a reservation leaves the controller.
     pub(super) fn access(&self) -> Access {
-        self.shared.as_ref().map_or(Access::ALL, |shared| shared.access)
+        self.shared().map_or(Access::ALL, |shared| shared.access)
     }
 
     /// What it is in a subsystem, if it is shared.
     pub(super) fn shared(&self) -> Option<&SharedNamespace> {
-        self.shared.as_deref()
+        self.extra.as_ref()?.shared.as_ref()
+    }
+
+    /// What metadata its blocks have, if they have some.
+    pub(super) fn metadata(&self) -> Option<&MetadataFormat> {
+        self.extra.as_ref()?.metadata.as_ref()
     }
 
     /// Whether some of its blocks are marked as uncorrectable.
@@ -257,14 +274,29 @@ impl Queue for Nothing {
 /// The queue to a disk whose volatile cache the host does not know of.
 struct WriteThrough(Box<dyn Queue>);
 
+/// The same, onto the medium.
+fn forced(op: Op) -> Op {
+    match op {
+        Op::Write { .. } => Op::Write { fua: true },
+        Op::WriteZeroes { deallocate, .. } => Op::WriteZeroes { deallocate, fua: true },
+        other => other,
+    }
+}
+
 impl Queue for WriteThrough {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        let op = match request.op {
-            Op::Write { .. } => Op::Write { fua: true },
-            Op::WriteZeroes { deallocate, .. } => Op::WriteZeroes { deallocate, fua: true },
-            other => other,
-        };
-        self.0.submit(tag, &Request { op, ..*request }, data)
+        self.0.submit(tag, &Request { op: forced(request.op), ..*request }, data)
+    }
+
+    fn submit_with_metadata(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: &Metadata,
+        data: &mut Segments,
+    ) -> Submitted {
+        let request = Request { op: forced(request.op), ..*request };
+        self.0.submit_with_metadata(tag, &request, metadata, data)
     }
 
     fn takes_turns(&self) -> bool {

@@ -8,8 +8,9 @@ use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::resolve::resolve_flagged;
 use super::status::status_of;
+use super::with_metadata::weigh_pieces;
 use crate::queue::Permit;
-use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;
@@ -79,19 +80,15 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         // An SGL can be made of many short pieces; PRPs are of whole pages.
-        let (mut pieces, mut places) = (if SLOW { self.scratch.pieces().len() } else { 0 }, 0);
+        let (mut pieces, mut places) = (0, 0);
         if SLOW {
-            self.budget -= cost::of_pieces(pieces);
-            if self.may_touch != u64::MAX {
-                let all = self.scratch.pieces().iter();
-                let fresh = self.spans.touch(all.map(|piece| (piece.address(), piece.len())));
-                places = fresh + if sqe.flags == 0 { 0 } else { self.scratch.lists() };
-                pieces += fresh * (self.fresh_weight - 1);
-            }
+            let Self { scratch, spans, budget, .. } = self;
+            let weight = (self.may_touch != u64::MAX).then_some(self.fresh_weight);
+            (pieces, places) = weigh_pieces(scratch, spans, budget, weight, sqe);
         }
         if SLOW && Self::is_forced(namespace, &request, sqe, self.write_through) {
             self.touch(places);
-            return self.force(index, request, (kind, pieces), sqe, sq, permit);
+            return self.force(index, (request, None), (kind, pieces), sqe, sq, permit);
         }
         let tag = self.in_flight.next_tag();
         let submitted = namespace.queue.submit(tag, &request, &mut self.scratch);
@@ -151,7 +148,12 @@ impl Engine {
             return Started::Failed(permit, status);
         }
         match self.marks_of(op, sqe) {
-            Marked::No => self.transfer::<true>(op, sqe, sq, permit),
+            Marked::No => match self.format_of(sqe) {
+                None => self.transfer::<true>(op, sqe, sq, permit),
+                Some((index, format)) => {
+                    self.transfer_with_metadata(op, (index, &format), sqe, sq, permit)
+                }
+            },
             Marked::Park => self.park(sqe, sq, permit),
             Marked::Fails => Started::Failed(permit, Status::UNRECOVERED_READ),
         }
@@ -186,7 +188,7 @@ impl Engine {
     pub(super) fn force(
         &mut self,
         index: usize,
-        request: Request,
+        request: (Request, Option<Metadata>),
         (kind, pieces): (Kind, usize),
         sqe: &Sqe,
         sq: usize,

@@ -5,6 +5,7 @@
 //! system is no reason to fail.
 
 use serde::{Deserialize, Serialize};
+use shadowbell_backend::{MetadataDisk, MetadataFormat};
 use shadowbell_controller::{PoolNamespace, PoolState, SanitizePhase, SanitizeStatus};
 use shadowbell_spec::admin::Sanitize;
 use shadowbell_state::{HeadOrder, TwoPlaces};
@@ -31,6 +32,9 @@ pub(crate) struct Index {
     /// The namespace that is being formatted, and the block size that it gets.
     #[serde(default)]
     pub(crate) formatting: Option<(u32, u32)>,
+    /// And what metadata its blocks get.
+    #[serde(default)]
+    pub(crate) formatting_metadata: Option<MetadataFormat>,
     #[serde(default)]
     pub(crate) sanitize: SavedSanitize,
 }
@@ -42,12 +46,36 @@ pub(crate) struct Entry {
     pub(crate) uuid: [u8; 16],
     pub(crate) blocks: u64,
     pub(crate) block_size: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) metadata: Option<MetadataFormat>,
     pub(crate) attached: bool,
 }
 
 impl Entry {
+    /// How long its file is.
     pub(crate) fn bytes(&self) -> u64 {
-        self.blocks.saturating_mul(self.block_size.into())
+        self.checked_bytes().unwrap_or(u64::MAX)
+    }
+
+    fn checked_bytes(&self) -> Option<u64> {
+        match &self.metadata {
+            None => self.blocks.checked_mul(self.block_size.into()),
+            Some(format) => MetadataDisk::bytes_for(self.blocks, self.block_size, format),
+        }
+    }
+
+    /// As many other blocks as take no more bytes.
+    pub(crate) fn reformatted(
+        &self,
+        block_size: u32,
+        metadata: Option<MetadataFormat>,
+    ) -> Option<Self> {
+        let each = u64::from(block_size) + metadata.map_or(0, |own| own.size.into());
+        let mut new = Self { blocks: self.bytes() / each, block_size, metadata, ..self.clone() };
+        while new.blocks != 0 && new.bytes() > self.bytes() {
+            new.blocks -= 1;
+        }
+        (new.blocks != 0).then_some(new)
     }
 }
 
@@ -91,6 +119,7 @@ impl Index {
             uuid: entry.uuid,
             blocks: entry.blocks,
             block_size: entry.block_size,
+            metadata: entry.metadata,
             attached: entry.attached,
         };
         let SavedSanitize { phase, command: (dword10, dword11), passes, .. } = self.sanitize;
@@ -117,7 +146,8 @@ impl Index {
             (1..=MOST).contains(&entry.nsid)
                 && matches!(entry.block_size, 512 | 4096)
                 && entry.blocks != 0
-                && entry.blocks.checked_mul(entry.block_size.into()).is_some()
+                && entry.metadata.is_none_or(|own| own.is_possible())
+                && entry.checked_bytes().is_some()
                 && entry.uuid != [0; 16]
         };
         self.namespaces.iter().all(is_possible)
@@ -157,6 +187,7 @@ mod tests {
             uuid: [0xff; 16],
             blocks: u64::MAX / 512,
             block_size: 512,
+            metadata: None,
             attached: true,
         };
         Index { namespaces: (1..=count).map(entry).collect(), ..Index::default() }

@@ -15,6 +15,7 @@ use crate::pool_disks;
 use anyhow::Context;
 use parking_lot::MutexGuard;
 use rustix::io::Errno;
+use shadowbell_backend::MetadataFormat;
 use shadowbell_controller::{PoolAct, PoolOrder, PoolOutcome};
 use shadowbell_spec::Status;
 use shadowbell_spec::admin::Sanitize;
@@ -134,7 +135,7 @@ impl Carrier {
         }
         if let Some((nsid, block_size)) = index.formatting {
             let _turn = self.turn();
-            self.format_one(nsid, block_size)?;
+            self.format_one(nsid, block_size, index.formatting_metadata)?;
         }
         let _turn = self.turn();
         self.match_controller()
@@ -194,16 +195,20 @@ impl Carrier {
         // The process is about to be replaced: the host may try again.
         let Some(_turn) = self.changes.pause() else { return Err(Status::COMMAND_INTERRUPTED) };
         let outcome = match act {
-            PoolAct::Create { uuid, blocks, block_size } => {
-                self.create(*uuid, *blocks, *block_size)
+            PoolAct::Create { uuid, blocks, block_size, metadata } => {
+                let (nsid, attached) = (0, false);
+                let (uuid, blocks, block_size) = (*uuid, *blocks, *block_size);
+                let metadata = *metadata;
+                self.create(Entry { nsid, uuid, blocks, block_size, metadata, attached })
             }
             PoolAct::Delete(nsids) => {
                 nsids.iter().try_for_each(|nsid| self.delete(*nsid)).map(|()| 0)
             }
             PoolAct::Attach(nsid) => self.attach(*nsid).map(|()| 0),
             PoolAct::Detach(nsid) => self.detach(*nsid).map(|()| 0),
-            PoolAct::Format { nsids, block_size } => {
-                nsids.iter().try_for_each(|nsid| self.format(*nsid, *block_size)).map(|()| 0)
+            PoolAct::Format { nsids, block_size, metadata } => {
+                let mut format = |nsid: &u32| self.format(*nsid, *block_size, *metadata);
+                nsids.iter().try_for_each(&mut format).map(|()| 0)
             }
             PoolAct::Sanitize(command) => self.begin_sanitizing(*command).map(|()| 0),
         };
@@ -213,12 +218,11 @@ impl Carrier {
         })
     }
 
-    fn create(&self, uuid: [u8; 16], blocks: u64, block_size: u32) -> Result<u32, Failed> {
+    fn create(&self, mut entry: Entry) -> Result<u32, Failed> {
         let index = self.pool.index();
-        if let Some(there) = index.namespaces.iter().find(|entry| entry.uuid == uuid) {
+        if let Some(there) = index.namespaces.iter().find(|there| there.uuid == entry.uuid) {
             return Ok(there.nsid);
         }
-        let mut entry = Entry { nsid: 0, uuid, blocks, block_size, attached: false };
         let taken = index.namespaces.iter().map(Entry::bytes);
         let taken = taken.fold(entry.bytes(), u64::saturating_add);
         if taken > self.pool.capacity() {
@@ -280,26 +284,38 @@ impl Carrier {
         })
     }
 
-    fn format(&self, nsid: u32, block_size: u32) -> Result<(), Failed> {
-        self.pool.change(|index| index.formatting = Some((nsid, block_size)))?;
-        self.format_one(nsid, block_size)?;
+    fn format(
+        &self,
+        nsid: u32,
+        block_size: u32,
+        metadata: Option<MetadataFormat>,
+    ) -> Result<(), Failed> {
+        self.pool.change(|index| {
+            (index.formatting, index.formatting_metadata) = (Some((nsid, block_size)), metadata);
+        })?;
+        self.format_one(nsid, block_size, metadata)?;
         self.match_controller()?;
         info!("{}: the guest has formatted namespace {nsid}", self.id);
         Ok(())
     }
 
     /// Formats the namespace that the index says is being formatted.
-    fn format_one(&self, nsid: u32, block_size: u32) -> anyhow::Result<()> {
+    fn format_one(
+        &self,
+        nsid: u32,
+        block_size: u32,
+        metadata: Option<MetadataFormat>,
+    ) -> anyhow::Result<()> {
         self.take_away(nsid)?;
         let index = self.pool.index();
-        let blocks = index.find(nsid).map_or(0, |entry| entry.bytes() / u64::from(block_size));
-        if blocks != 0 {
-            wipe(&self.pool, nsid, blocks * u64::from(block_size))?;
+        let new = index.find(nsid).and_then(|entry| entry.reformatted(block_size, metadata));
+        if let Some(new) = &new {
+            wipe(&self.pool, nsid, new.bytes())?;
         }
         self.pool.change(|index| {
-            index.formatting = None;
-            if let Some(entry) = index.find_mut(nsid).filter(|_| blocks != 0) {
-                (entry.blocks, entry.block_size) = (blocks, block_size);
+            (index.formatting, index.formatting_metadata) = (None, None);
+            if let (Some(entry), Some(new)) = (index.find_mut(nsid), new) {
+                *entry = new;
             }
         })?;
         Ok(())

@@ -20,6 +20,7 @@ mod keeper;
 mod killers;
 mod local;
 mod log;
+mod metadata;
 mod metrics;
 mod migrate;
 mod moving;

@@ -211,7 +211,7 @@ fn a_host_says_what_it_knows() {
     // What the controller has none of, and what is no value.
     for odd in [
         HostBehaviorSupport { acre: 2, ..plain },
-        HostBehaviorSupport { lbafee: 1, ..plain },
+        HostBehaviorSupport { lbafee: 2, ..plain },
         HostBehaviorSupport { cdfe: 1 << 4, ..plain },
         HostBehaviorSupport { cdfe: 1, ..plain },
     ] {
@@ -221,6 +221,10 @@ fn a_host_says_what_it_knows() {
     let copies = HostBehaviorSupport { cdfe: 0b1100, ..knows };
     assert_eq!(set(&mut features, copies), Ok(Effect::CopyFormats(0b1100)));
     assert_eq!(Features::restore(&features.save()), features);
+    // Formats whose guards have more than 16 bits are beside those of Copy.
+    let extended = HostBehaviorSupport { lbafee: 1, ..copies };
+    assert_eq!(set(&mut features, extended), Ok(Effect::CopyFormats(0b1100 | 1 << 15)));
+    assert_eq!(set(&mut features, copies), Ok(Effect::CopyFormats(0b1100)));
     features.reset();
     assert_eq!(acre(&features), 0);
     assert_eq!(features.save().copy_formats, 0);

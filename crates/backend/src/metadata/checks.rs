@@ -1,0 +1,207 @@
+//! Metadata on their way between a host and a disk: protection information is made, checked, and
+//! stored inverted.
+
+use super::format::MetadataFormat;
+use crate::request::DiskError;
+use shadowbell_memory::{Segments, SharedBytes};
+use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_PRACT, PRINFO_REFTAG};
+use shadowbell_spec::protection::{ProtectionFields, ProtectionInfo};
+
+/// The longest block, and the most metadata that it has.
+const BLOCK: usize = 4096;
+const METADATA: usize = 64;
+
+/// Where the metadata of a request are in its buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MetadataBuffer {
+    /// Nowhere: they are not transferred. Written blocks get zeroes.
+    #[default]
+    None,
+    /// Behind all data.
+    Behind,
+    /// Behind the data of each block.
+    Extended,
+}
+
+/// What a request has to do with metadata.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Metadata {
+    /// What its command says of protection information. PRACT has it made for what is written; how
+    /// it is transferred is in `buffer` alone.
+    pub fields: ProtectionFields,
+    /// Where the metadata are.
+    pub buffer: MetadataBuffer,
+}
+
+impl Metadata {
+    /// For the block after `nth` others of the request.
+    #[must_use]
+    pub fn after(self, nth: u64, format: &MetadataFormat) -> Self {
+        let ref_tag = self.fields.ref_tag_of(format.protection, format.guard(), nth);
+        Self { fields: ProtectionFields { ref_tag, ..self.fields }, ..self }
+    }
+}
+
+/// The blocks of a request, in a host's memory and in what is stored.
+pub(super) struct Blocks<'a> {
+    pub(super) format: &'a MetadataFormat,
+    pub(super) metadata: &'a Metadata,
+    pub(super) block_size: usize,
+    pub(super) count: usize,
+    /// The buffer of the request.
+    pub(super) data: &'a Segments,
+    /// What is stored of the metadata, and where in it that of the first block is.
+    pub(super) stored: &'a SharedBytes,
+    pub(super) at: usize,
+}
+
+impl Blocks<'_> {
+    fn size(&self) -> usize {
+        self.format.size.into()
+    }
+
+    fn data_at(&self, nth: usize) -> usize {
+        match self.metadata.buffer {
+            MetadataBuffer::Extended => nth * (self.block_size + self.size()),
+            _ => nth * self.block_size,
+        }
+    }
+
+    /// Where the metadata of a block are in the buffer.
+    fn metadata_at(&self, nth: usize) -> Option<usize> {
+        match self.metadata.buffer {
+            MetadataBuffer::None => None,
+            MetadataBuffer::Behind => Some(self.count * self.block_size + nth * self.size()),
+            MetadataBuffer::Extended => Some(self.data_at(nth) + self.block_size),
+        }
+    }
+
+    /// Turns what is stored into what a host knows, or back.
+    fn invert(&self, own: &mut [u8]) {
+        let at = self.format.protection_at();
+        let range = at..at + self.format.protection_size();
+        own.get_mut(range).into_iter().flatten().for_each(|byte| *byte = !*byte);
+    }
+
+    fn load(&self, nth: usize, own: &mut [u8]) -> Result<(), DiskError> {
+        let at = self.at + nth * self.size();
+        self.stored.read_into(at, own).ok_or(DiskError::BadBuffer)?;
+        self.invert(own);
+        Ok(())
+    }
+
+    fn store(&self, nth: usize, own: &mut [u8]) -> Result<(), DiskError> {
+        self.invert(own);
+        let at = self.at + nth * self.size();
+        self.stored.write_from(at, own).ok_or(DiskError::BadBuffer)
+    }
+
+    fn checks(&self, bit: u8) -> bool {
+        self.format.protection != 0 && self.metadata.fields.prinfo & bit != 0
+    }
+
+    /// The guard of a block, of the data in the buffer or of zeroes, and of the metadata before it.
+    fn guard(&self, nth: usize, own: &[u8], of_zeroes: bool) -> Result<u64, DiskError> {
+        let mut block = [0; BLOCK];
+        let block = block.get_mut(..self.block_size).ok_or(DiskError::BadBuffer)?;
+        if !of_zeroes {
+            self.data.read_into(self.data_at(nth), block).ok_or(DiskError::BadBuffer)?;
+        }
+        let before = own.get(..self.format.protection_at()).unwrap_or_default();
+        Ok(self.format.guard().guard(block, before))
+    }
+
+    /// Checks the protection information of a block, as far as it is to be.
+    fn check(&self, nth: usize, own: &[u8]) -> Result<(), DiskError> {
+        if !self.checks(PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG) {
+            return Ok(());
+        }
+        let (format, fields) = (self.format, &self.metadata.fields);
+        let (kind, pi_type) = (format.guard(), format.protection);
+        let info = own.get(format.protection_at()..).unwrap_or_default();
+        let info = ProtectionInfo::decode(kind, info);
+        if info.is_escape(pi_type, kind) {
+            return Ok(());
+        }
+        if self.checks(PRINFO_GUARD) && self.guard(nth, own, false)? != info.guard {
+            return Err(DiskError::GuardCheck);
+        }
+        if self.checks(PRINFO_APPTAG) && (info.app_tag ^ fields.app_tag) & fields.app_mask != 0 {
+            return Err(DiskError::ApplicationTagCheck);
+        }
+        let expected = fields.ref_tag_of(pi_type, kind, nth as u64);
+        if self.checks(PRINFO_REFTAG) && pi_type != 3 && info.ref_tag != expected {
+            return Err(DiskError::ReferenceTagCheck);
+        }
+        Ok(())
+    }
+
+    /// The metadata of written blocks, as they are to be stored: with `of_zeroes`, the data are
+    /// that, and metadata are not transferred.
+    pub(super) fn write(&self, of_zeroes: bool) -> Result<(), DiskError> {
+        let makes = self.checks(PRINFO_PRACT);
+        if of_zeroes && !makes {
+            // As if they had never been written.
+            let len = self.count * self.size();
+            return self.stored.fill(self.at, len, 0).ok_or(DiskError::BadBuffer);
+        }
+        let mut own = [0; METADATA];
+        let own = own.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;
+        let (kind, fields) = (self.format.guard(), &self.metadata.fields);
+        for nth in 0..self.count {
+            match self.metadata_at(nth).filter(|_| !of_zeroes) {
+                Some(at) => self.data.read_into(at, own).ok_or(DiskError::BadBuffer)?,
+                None => own.fill(0),
+            }
+            if makes {
+                let info = ProtectionInfo {
+                    guard: self.guard(nth, own, of_zeroes)?,
+                    app_tag: fields.app_tag,
+                    ref_tag: fields.ref_tag_of(self.format.protection, kind, nth as u64),
+                };
+                let at = self.format.protection_at();
+                let bytes = info.encode(kind);
+                own.iter_mut().skip(at).zip(&bytes[..kind.size()]).for_each(|(to, b)| *to = *b);
+            } else {
+                self.check(nth, own)?;
+            }
+            self.store(nth, own)?;
+        }
+        Ok(())
+    }
+
+    /// The blocks were read: checks them, and gives the host their metadata.
+    pub(super) fn read(&self) -> Result<(), DiskError> {
+        let mut own = [0; METADATA];
+        let own = own.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;
+        for nth in 0..self.count {
+            self.load(nth, own)?;
+            if let Some(at) = self.metadata_at(nth) {
+                self.data.write_from(at, own).ok_or(DiskError::BadBuffer)?;
+            }
+            self.check(nth, own)?;
+        }
+        Ok(())
+    }
+
+    /// The data are what is stored: checks them, and compares the metadata apart from protection
+    /// information.
+    pub(super) fn compare(&self) -> Result<(), DiskError> {
+        let (mut own, mut theirs) = ([0; METADATA], [0; METADATA]);
+        let own = own.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;
+        let theirs = theirs.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;
+        let start = self.format.protection_at();
+        let protection = start..start + self.format.protection_size();
+        for nth in 0..self.count {
+            self.load(nth, own)?;
+            self.check(nth, own)?;
+            let Some(at) = self.metadata_at(nth) else { continue };
+            self.data.read_into(at, theirs).ok_or(DiskError::BadBuffer)?;
+            let mut both = own.iter().zip(theirs.iter()).enumerate();
+            if both.any(|(at, (own, theirs))| own != theirs && !protection.contains(&at)) {
+                return Err(DiskError::CompareFailed);
+            }
+        }
+        Ok(())
+    }
+}

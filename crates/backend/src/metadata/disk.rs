@@ -1,0 +1,120 @@
+//! A disk around another one, whose blocks have metadata.
+
+use super::format::MetadataFormat;
+use super::layout::{Layout, bytes_for};
+use super::locks::Locks;
+use super::queue::MetadataQueue;
+use crate::disk::{Disk, Queue};
+use crate::extent::Tell;
+use crate::hand_over::HandOverError;
+use crate::info::DiskInfo;
+use crate::limit::Limiter;
+use crate::resize::ResizeError;
+use shadowbell_state::Descriptors;
+use std::io;
+use std::sync::Arc;
+
+/// A disk around another one, whose blocks have metadata: these lie in the last part of the other
+/// one. Its size is settled for as long as there is something in it.
+#[derive(Clone, Debug)]
+pub struct MetadataDisk {
+    inner: Arc<dyn Disk>,
+    layout: Layout,
+    locks: Arc<Locks>,
+}
+
+impl MetadataDisk {
+    /// On `disk`, whose blocks have no metadata.
+    ///
+    /// # Errors
+    /// Why not, in a sentence: it is too small, or its blocks have some already.
+    pub fn new(disk: Arc<dyn Disk>, format: MetadataFormat) -> Result<Self, String> {
+        let info = disk.info();
+        if info.metadata.is_some() {
+            return Err(format!("{}: its blocks have metadata already", disk.name()));
+        }
+        if !matches!(info.block_size, 512 | 4096) || !format.is_possible() {
+            return Err(format!("{}: its blocks can not have such metadata", disk.name()));
+        }
+        let layout = Layout::new(format, info.block_size, info.bytes());
+        if layout.blocks == 0 {
+            return Err(format!("{}: it is too small to have metadata", disk.name()));
+        }
+        Ok(Self { inner: disk, layout, locks: Arc::default() })
+    }
+
+    /// How many bytes a disk has to have for so many blocks with metadata. `None` if that is more
+    /// than 64 bits hold.
+    #[must_use]
+    pub fn bytes_for(blocks: u64, block_size: u32, format: &MetadataFormat) -> Option<u64> {
+        bytes_for(blocks, block_size, format)
+    }
+}
+
+impl Disk for MetadataDisk {
+    fn info(&self) -> DiskInfo {
+        DiskInfo {
+            blocks: self.layout.blocks,
+            metadata: Some(self.layout.format),
+            ..self.inner.info()
+        }
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        let (queue, info) = (self.inner.queue()?, self.info());
+        Ok(Box::new(MetadataQueue::new(queue, self.layout, &info, Arc::clone(&self.locks))?))
+    }
+
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn limiters(&self) -> &[Arc<Limiter>] {
+        self.inner.limiters()
+    }
+
+    fn remark(&self) -> Option<String> {
+        self.inner.remark()
+    }
+
+    fn is_full(&self) -> bool {
+        self.inner.is_full()
+    }
+
+    fn has_lost(&self) -> bool {
+        self.inner.has_lost()
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        self.inner.counters()
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        self.inner.extents(offset, len, tell);
+    }
+
+    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        self.inner.hand_over(fds)
+    }
+
+    fn resized(&self, _: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        Err(ResizeError::Metadata { disk: self.name() })
+    }
+
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        let inner = self.inner.with_writes(taken)?;
+        Ok(Arc::new(Self { inner, ..self.clone() }))
+    }
+
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        self.inner.keep(fds)
+    }
+
+    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
+        self.inner.on_change(changed);
+    }
+
+    fn share_lock(&self, shared: bool) {
+        self.inner.share_lock(shared);
+    }
+}

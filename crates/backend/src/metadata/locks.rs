@@ -1,0 +1,155 @@
+//! Which requests wait for each other, so that data and metadata of a block belong together.
+
+use parking_lot::Mutex;
+use shadowbell_memory::EventFd;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Tells a queue which of its requests need not wait any longer.
+#[derive(Debug)]
+pub(super) struct Bell {
+    event: EventFd,
+    rings: AtomicBool,
+    granted: Mutex<Vec<u64>>,
+}
+
+impl Bell {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self {
+            event: EventFd::new()?,
+            rings: AtomicBool::new(false),
+            granted: Mutex::default(),
+        })
+    }
+
+    pub(super) fn event(&self) -> &EventFd {
+        &self.event
+    }
+
+    /// The request is to be looked at, because it need not wait any longer.
+    pub(super) fn ring(&self, serial: u64) {
+        let mut granted = self.granted.lock();
+        granted.push(serial);
+        self.rings.store(true, Ordering::Release);
+        drop(granted);
+        self.event.signal();
+    }
+
+    /// The requests that may begin.
+    pub(super) fn take(&self) -> Vec<u64> {
+        if !self.rings.load(Ordering::Acquire) {
+            return Vec::new();
+        }
+        self.event.drain();
+        let mut granted = self.granted.lock();
+        self.rings.store(false, Ordering::Relaxed);
+        std::mem::take(&mut granted)
+    }
+}
+
+/// What a request reads or writes, in logical blocks.
+#[derive(Clone, Debug)]
+pub(super) struct Claim {
+    pub(super) blocks: Range<u64>,
+    /// Those blocks, and others whose metadata are in the same blocks of the disk below.
+    pub(super) around: Range<u64>,
+    pub(super) writes: bool,
+}
+
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+impl Claim {
+    fn meets(&self, other: &Self) -> bool {
+        match (self.writes, other.writes) {
+            (false, false) => false,
+            (true, true) => overlap(&self.around, &other.around),
+            _ => overlap(&self.blocks, &other.blocks),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    claim: Claim,
+    serial: u64,
+    of: Arc<Bell>,
+    /// How many it waits for.
+    before: usize,
+}
+
+/// The requests of all queues of a disk, in the order in which they came.
+#[derive(Debug, Default)]
+pub(super) struct Locks {
+    list: Mutex<Vec<Entry>>,
+}
+
+impl Locks {
+    /// Enters a request, by a number that no other of the queue has ever had. Whether it may begin;
+    /// else its bell says when.
+    pub(super) fn enter(&self, claim: Claim, serial: u64, of: &Arc<Bell>) -> bool {
+        let mut list = self.list.lock();
+        let before = list.iter().filter(|entry| entry.claim.meets(&claim)).count();
+        list.push(Entry { claim, serial, of: Arc::clone(of), before });
+        before == 0
+    }
+
+    /// A request has ended, or is not wanted any more.
+    pub(super) fn leave(&self, serial: u64, of: &Arc<Bell>) {
+        let mut list = self.list.lock();
+        let is_it = |entry: &Entry| entry.serial == serial && Arc::ptr_eq(&entry.of, of);
+        if let Some(at) = list.iter().position(is_it) {
+            let gone = list.remove(at);
+            // Those before it have not waited for it.
+            for later in list.iter_mut().skip(at).filter(|later| later.claim.meets(&gone.claim)) {
+                later.before -= 1;
+                if later.before == 0 {
+                    later.of.ring(later.serial);
+                }
+            }
+        }
+    }
+
+    /// The queue is gone, with all that it had.
+    pub(super) fn leave_all(&self, of: &Arc<Bell>) {
+        let theirs: Vec<u64> = {
+            let list = self.list.lock();
+            let theirs = list.iter().filter(|entry| Arc::ptr_eq(&entry.of, of));
+            theirs.map(|entry| entry.serial).collect()
+        };
+        theirs.into_iter().for_each(|serial| self.leave(serial, of));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(blocks: Range<u64>, writes: bool) -> Claim {
+        let around = blocks.start / 8 * 8..blocks.end.div_ceil(8) * 8;
+        Claim { blocks, around, writes }
+    }
+
+    #[test]
+    fn who_waits_for_whom() {
+        let (locks, one, two) = (Locks::default(), Bell::new().unwrap(), Bell::new().unwrap());
+        let (one, two) = (Arc::new(one), Arc::new(two));
+        assert!(locks.enter(claim(0..4, true), 1, &one));
+        assert!(locks.enter(claim(4..8, false), 2, &one), "its metadata alone are near");
+        assert!(!locks.enter(claim(3..5, false), 1, &two));
+        assert!(!locks.enter(claim(4..8, true), 2, &two), "as are those that it writes");
+        assert!(locks.enter(claim(8..9, true), 3, &two));
+        assert!(two.take().is_empty());
+        locks.leave(1, &one);
+        assert_eq!(two.take(), [1]);
+        locks.leave(2, &one);
+        assert!(two.take().is_empty(), "it waits for a reader, too");
+        locks.leave(1, &two);
+        assert_eq!(two.take(), [2]);
+        locks.leave_all(&two);
+        assert!(locks.list.lock().is_empty() && one.take().is_empty());
+    }
+}

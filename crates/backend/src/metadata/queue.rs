@@ -1,0 +1,407 @@
+//! One thread's queue on a disk whose blocks have metadata.
+
+use super::checks::{Metadata, MetadataBuffer};
+use super::layout::Layout;
+use super::locks::{Bell, Locks};
+use super::task::{Stage, Task, Way};
+use crate::bounds::Bounds;
+use crate::disk::Queue;
+use crate::either_fd::either;
+use crate::info::DiskInfo;
+use crate::request::{DiskError, Op, Request, Submitted};
+use crate::tasks::Tasks;
+use shadowbell_memory::{DmaTable, Mapping, Segments, SharedBytes};
+use shadowbell_spec::nvm::PRINFO_PRACT;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// A piece of memory that stored metadata are moved in, and how many are kept.
+const PIECE: usize = 64 << 10;
+const SPARE: usize = 64;
+/// The longest request without data that is carried out at once: its data are read if they are
+/// checked, and its metadata written.
+const LONGEST: u64 = 1 << 20;
+
+pub(super) struct MetadataQueue {
+    inner: Box<dyn Queue>,
+    layout: Layout,
+    bounds: Bounds,
+    discards: bool,
+    locks: Arc<Locks>,
+    bell: Arc<Bell>,
+    /// Readable if the bell rings or the disk below has something to do at a time.
+    timer: Option<OwnedFd>,
+    tasks: Tasks<Task>,
+    serial: u64,
+    spare: Vec<SharedBytes>,
+    spare_lists: Vec<Segments>,
+    /// What the disk below has ended, kept for its room.
+    ended: Vec<(u32, Result<(), DiskError>, Segments)>,
+}
+
+/// The request of the disk below for the data of a task, or for its metadata.
+fn tag_of(key: u32, is_metadata: bool) -> u32 {
+    key << 1 | u32::from(is_metadata)
+}
+
+impl MetadataQueue {
+    pub(super) fn new(
+        inner: Box<dyn Queue>,
+        layout: Layout,
+        info: &DiskInfo,
+        locks: Arc<Locks>,
+    ) -> io::Result<Self> {
+        let bell = Arc::new(Bell::new()?);
+        let both = |timer| either([timer, bell.event().as_fd()]);
+        Ok(Self {
+            timer: inner.timer_fd().map(both).transpose()?,
+            inner,
+            layout,
+            bounds: info.bounds(),
+            discards: info.discard,
+            locks,
+            bell,
+            tasks: Tasks::default(),
+            serial: 0,
+            spare: Vec::new(),
+            spare_lists: Vec::new(),
+            ended: Vec::new(),
+        })
+    }
+
+    fn check(
+        &self,
+        request: &Request,
+        metadata: &Metadata,
+        data: &Segments,
+    ) -> Result<(), DiskError> {
+        request.check(&self.bounds, data)?;
+        let takes = matches!(request.op, Op::Read | Op::Write { .. } | Op::Compare);
+        let blocks = request.len / u64::from(self.layout.block_size);
+        let more = blocks * u64::from(self.layout.format.size);
+        let has = metadata.buffer != MetadataBuffer::None;
+        if takes && has && (data.len() as u64) < request.len + more {
+            return Err(DiskError::BadBuffer);
+        }
+        Ok(())
+    }
+
+    /// What a request does with metadata that comes without a word of them: they are made as for a
+    /// command that says the least.
+    fn unsaid(&self, request: &Request) -> Metadata {
+        let mut metadata = Metadata::default();
+        if request.op != Op::Discard {
+            metadata.fields.prinfo = PRINFO_PRACT;
+        }
+        metadata.fields.ref_tag = request.offset / u64::from(self.layout.block_size);
+        metadata
+    }
+
+    fn memory(&mut self, len: usize) -> Result<SharedBytes, DiskError> {
+        if len <= PIECE
+            && let Some(spare) = self.spare.pop()
+        {
+            return Ok(spare);
+        }
+        let mapping = Mapping::anonymous(len.max(PIECE) as u64);
+        mapping.map(|mapping| mapping.bytes()).map_err(|_| DiskError::Io(12))
+    }
+
+    /// Begins a request that need not wait. Whether it is over.
+    fn begin(&mut self, key: u32) -> bool {
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        let (way, place) = (task.way(&self.layout), task.place);
+        // It was cancelled while it waited.
+        if task.outcome.is_err() {
+            return true;
+        }
+        if way == Way::Plain {
+            return self.move_all(key, way);
+        }
+        let memory = self.memory((place.to - place.from) as usize);
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        match memory {
+            Ok(memory) => task.stored = Some(memory),
+            Err(error) => {
+                task.outcome = Err(error);
+                return true;
+            }
+        }
+        let writes = matches!(way, Way::Write | Way::Zero);
+        if writes && place.has_others() {
+            task.stage = Stage::Reading;
+            self.submit_metadata(key, Op::Read);
+            return self.advance(key);
+        }
+        self.move_all(key, way)
+    }
+
+    /// Goes on with a request, if the disk below has nothing of it in hand. Whether it is over.
+    fn advance(&mut self, key: u32) -> bool {
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        if task.left != 0 {
+            return false;
+        }
+        let way = task.way(&self.layout);
+        match task.stage {
+            Stage::Waiting => false,
+            Stage::Reading if task.outcome.is_ok() => self.move_all(key, way),
+            Stage::Reading => true,
+            Stage::Moving => {
+                if task.outcome.is_ok() {
+                    task.outcome = match way {
+                        Way::Read => task.blocks(&self.layout).and_then(|blocks| blocks.read()),
+                        Way::Compare => {
+                            task.blocks(&self.layout).and_then(|blocks| blocks.compare())
+                        }
+                        Way::Plain | Way::Write | Way::Zero => Ok(()),
+                    };
+                }
+                true
+            }
+        }
+    }
+
+    /// Has data and metadata read or written. Whether the request is over.
+    fn move_all(&mut self, key: u32, way: Way) -> bool {
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        task.stage = Stage::Moving;
+        let (op, mut metadata_op) = (task.request.op, None);
+        match way {
+            Way::Plain => {}
+            Way::Read | Way::Compare => metadata_op = Some(Op::Read),
+            Way::Write | Way::Zero => {
+                let made = task.blocks(&self.layout).and_then(|b| b.write(way == Way::Zero));
+                if made.is_err() {
+                    task.outcome = made;
+                    return true;
+                }
+                let fua = match op {
+                    Op::Write { fua } | Op::WriteZeroes { fua, .. } => fua,
+                    _ => false,
+                };
+                metadata_op = Some(Op::Write { fua });
+            }
+        }
+        if let Some(op) = metadata_op {
+            self.submit_metadata(key, op);
+        }
+        self.submit_data(key, way);
+        self.advance(key)
+    }
+
+    fn submit_metadata(&mut self, key: u32, op: Op) {
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        let place = task.place;
+        let request = Request { op, offset: place.from, len: place.to - place.from };
+        let Some(mut data) = task.stored_data() else {
+            task.outcome = Err(DiskError::BadBuffer);
+            return;
+        };
+        if op == Op::Read {
+            // Not every disk puts something there (`null`).
+            let _ = data.fill(0, data.len(), 0);
+        }
+        let submitted = self.inner.submit(tag_of(key, true), &request, &mut data);
+        self.submitted(key, submitted);
+    }
+
+    fn submit_data(&mut self, key: u32, way: Way) {
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        let mut data = self.spare_lists.pop().unwrap_or_default();
+        if matches!(way, Way::Read | Way::Compare | Way::Write)
+            && let Err(error) = task.select(&self.layout, &mut data)
+        {
+            task.outcome = Err(error);
+            return;
+        }
+        let op = if way == Way::Read { Op::Read } else { task.request.op };
+        let request = Request { op, ..task.request };
+        let submitted = self.inner.submit(tag_of(key, false), &request, &mut data);
+        if submitted != Submitted::Pending {
+            self.keep_list(data);
+        }
+        self.submitted(key, submitted);
+    }
+
+    fn keep_list(&mut self, mut data: Segments) {
+        if self.spare_lists.len() < SPARE {
+            data.clear();
+            self.spare_lists.push(data);
+        }
+    }
+
+    fn submitted(&mut self, key: u32, submitted: Submitted) {
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        match submitted {
+            Submitted::Pending => task.left += 1,
+            Submitted::Done(outcome) => task.outcome = task.outcome.and(outcome),
+        }
+    }
+
+    /// A request is over: how it has ended, and its buffer.
+    fn end(&mut self, key: u32) -> Option<(u32, Result<(), DiskError>, Segments)> {
+        let (tag, task) = self.tasks.remove(key)?;
+        if task.way(&self.layout) != Way::Plain {
+            self.locks.leave(task.serial, &self.bell);
+        }
+        if let Some(stored) = task.stored
+            && stored.len() == PIECE
+            && self.spare.len() < SPARE
+        {
+            self.spare.push(stored);
+        }
+        Some((tag, task.outcome, task.data))
+    }
+
+    fn start(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: &Metadata,
+        data: &mut Segments,
+    ) -> Submitted {
+        if let Err(error) = self.check(request, metadata, data) {
+            return Submitted::Done(Err(error));
+        }
+        // Nothing happens to the data, and so nothing to the metadata.
+        if request.op == Op::Discard && !self.discards {
+            return Submitted::Done(Ok(()));
+        }
+        self.serial += 1;
+        let task = Task::new(self.serial, request, metadata, &self.layout, data.take());
+        let claims = task.way(&self.layout) != Way::Plain;
+        let claim = task.claim(&self.layout);
+        let key = self.tasks.insert(tag, task);
+        if claims && !self.locks.enter(claim, self.serial, &self.bell) {
+            return Submitted::Pending;
+        }
+        if !self.begin(key) {
+            return Submitted::Pending;
+        }
+        match self.end(key) {
+            Some((_, outcome, back)) => {
+                *data = back;
+                Submitted::Done(outcome)
+            }
+            None => Submitted::Done(Err(DiskError::BadBuffer)),
+        }
+    }
+}
+
+impl Queue for MetadataQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        self.start(tag, request, &self.unsaid(request), data)
+    }
+
+    fn submit_with_metadata(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: &Metadata,
+        data: &mut Segments,
+    ) -> Submitted {
+        self.start(tag, request, metadata, data)
+    }
+
+    fn takes_turns(&self) -> bool {
+        self.inner.takes_turns()
+    }
+
+    fn begin_turn(&mut self, source: u32) {
+        self.inner.begin_turn(source);
+    }
+
+    fn wants_prefetch_hints(&self) -> bool {
+        self.inner.wants_prefetch_hints()
+    }
+
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
+        self.inner.prefetch_hint(op, offset, len, distance);
+    }
+
+    fn longest_inline(&self) -> u64 {
+        self.inner.longest_inline().min(LONGEST)
+    }
+
+    fn commit(&mut self) {
+        self.inner.commit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.inner.reap(&mut |tag, outcome, data| ended.push((tag, outcome, data)));
+        let mut over = Vec::new();
+        for (tag, outcome, data) in ended.drain(..) {
+            let (key, is_metadata) = (tag >> 1, tag & 1 != 0);
+            if !is_metadata {
+                self.keep_list(data);
+            }
+            let Some(task) = self.tasks.get_mut(key) else { continue };
+            task.left -= 1;
+            task.outcome = task.outcome.and(outcome);
+            if self.advance(key) {
+                over.push(key);
+            }
+        }
+        self.ended = ended;
+        for serial in self.bell.take() {
+            let waits = |task: &Task| task.serial == serial && task.stage == Stage::Waiting;
+            let found = self.tasks.keys().collect::<Vec<_>>().into_iter();
+            let mut found = found.filter(|key| self.tasks.get_mut(*key).is_some_and(|t| waits(t)));
+            if let Some(key) = found.next()
+                && self.begin(key)
+            {
+                over.push(key);
+            }
+        }
+        for key in over {
+            if let Some((tag, outcome, data)) = self.end(key) {
+                done(tag, outcome, data);
+            }
+        }
+        // What was begun here is under way at once.
+        self.inner.commit();
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let Some(key) = self.tasks.find(tag) else { return };
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        if task.stage == Stage::Waiting {
+            // It is over when the bell is heard.
+            task.outcome = Err(DiskError::Cancelled);
+            return self.bell.ring(task.serial);
+        }
+        for is_metadata in [false, true] {
+            self.inner.cancel(tag_of(key, is_metadata));
+        }
+    }
+
+    fn memory_changed(&mut self, table: &DmaTable) {
+        self.spare_lists.clear();
+        self.inner.memory_changed(table);
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.wake_fd()
+    }
+
+    fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.timer.as_ref().map_or(self.bell.event().as_fd(), |timer| timer.as_fd()))
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        self.inner.wakes_by_edges()
+    }
+}
+
+impl Drop for MetadataQueue {
+    fn drop(&mut self) {
+        self.locks.leave_all(&self.bell);
+    }
+}

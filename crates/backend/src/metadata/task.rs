@@ -1,0 +1,133 @@
+//! A request for blocks with metadata, and how far it is.
+
+use super::checks::{Blocks, Metadata, MetadataBuffer};
+use super::layout::{Layout, Place};
+use super::locks::Claim;
+use crate::request::{DiskError, Op, Request};
+use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_REFTAG};
+
+/// How far a request is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Others have what it wants.
+    Waiting,
+    /// What is stored beside the metadata that it writes is being read.
+    Reading,
+    /// Its data and metadata are under way.
+    Moving,
+}
+
+/// One request.
+#[derive(Debug)]
+pub(super) struct Task {
+    /// No other request of the queue has ever had this.
+    pub(super) serial: u64,
+    pub(super) request: Request,
+    pub(super) metadata: Metadata,
+    /// What came with it.
+    pub(super) data: Segments,
+    pub(super) place: Place,
+    pub(super) stage: Stage,
+    /// The stored metadata.
+    pub(super) stored: Option<SharedBytes>,
+    /// Requests that the disk below has in hand.
+    pub(super) left: u8,
+    pub(super) outcome: Result<(), DiskError>,
+}
+
+/// What a request does with the disk below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// What the disk below does with it, and nothing else.
+    Plain,
+    Read,
+    /// What is compared is read, too.
+    Compare,
+    Write,
+    /// Data that are zeroes from here on.
+    Zero,
+}
+
+impl Task {
+    pub(super) fn new(
+        serial: u64,
+        request: &Request,
+        metadata: &Metadata,
+        layout: &Layout,
+        data: Segments,
+    ) -> Self {
+        let block = u64::from(layout.block_size);
+        Self {
+            serial,
+            request: *request,
+            metadata: *metadata,
+            data,
+            place: layout.place(request.offset / block, request.len / block),
+            stage: Stage::Waiting,
+            stored: None,
+            left: 0,
+            outcome: Ok(()),
+        }
+    }
+
+    pub(super) fn way(&self, layout: &Layout) -> Way {
+        const CHECKS: u8 = PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG;
+        let checks = layout.format.protection != 0 && self.metadata.fields.prinfo & CHECKS != 0;
+        match self.request.op {
+            Op::Read => Way::Read,
+            Op::Verify if checks => Way::Read,
+            Op::Compare => Way::Compare,
+            Op::Write { .. } => Way::Write,
+            Op::WriteZeroes { .. } | Op::Discard => Way::Zero,
+            Op::Flush | Op::Verify => Way::Plain,
+        }
+    }
+
+    /// What others have to leave alone meanwhile.
+    pub(super) fn claim(&self, layout: &Layout) -> Claim {
+        let block = u64::from(layout.block_size);
+        let (offset, len) = (self.request.offset, self.request.len);
+        Claim {
+            blocks: offset / block..(offset + len) / block,
+            around: layout.around(&self.place),
+            writes: matches!(self.way(layout), Way::Write | Way::Zero),
+        }
+    }
+
+    /// The stored metadata, in whole blocks of the disk below.
+    pub(super) fn stored_data(&self) -> Option<Segments> {
+        let len = (self.place.to - self.place.from) as usize;
+        Some(Segments::from_bytes(&self.stored.as_ref()?.slice(0, len)?))
+    }
+
+    /// The data alone, for the disk below: into `into`.
+    pub(super) fn select(&mut self, layout: &Layout, into: &mut Segments) -> Result<(), DiskError> {
+        let len = self.request.len as usize;
+        if self.request.op == Op::Verify && self.way(layout) == Way::Read {
+            // Nobody wants the data, and they are checked.
+            let mapping = Mapping::anonymous(len as u64).map_err(|_| DiskError::Io(12))?;
+            self.data = Segments::from_bytes(&mapping.bytes());
+        }
+        let block = layout.block_size as usize;
+        let stride = block + usize::from(layout.format.size);
+        let selected = match self.metadata.buffer {
+            MetadataBuffer::Extended => self.data.select((0, block), stride, len / block, into),
+            _ => self.data.select((0, len), len, 1, into),
+        };
+        selected.ok_or(DiskError::BadBuffer)
+    }
+
+    pub(super) fn blocks<'a>(&'a self, layout: &'a Layout) -> Result<Blocks<'a>, DiskError> {
+        let block_size = layout.block_size as usize;
+        Ok(Blocks {
+            format: &layout.format,
+            metadata: &self.metadata,
+            block_size,
+            count: self.request.len as usize / block_size,
+            data: &self.data,
+            stored: self.stored.as_ref().ok_or(DiskError::BadBuffer)?,
+            at: self.place.at,
+        })
+    }
+}

@@ -1,0 +1,73 @@
+//! What a specification puts around a disk: metadata, and limits around these.
+
+use crate::limits::DiskLimits;
+use shadowbell_backend::{Disk, MetadataDisk, MetadataFormat};
+use std::sync::Arc;
+
+/// What is around a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Layers {
+    pub(crate) metadata: Option<MetadataFormat>,
+    pub(crate) limits: DiskLimits,
+}
+
+impl Layers {
+    /// Splits what `spec` says of them from the rest.
+    ///
+    /// # Errors
+    /// What is wrong with it, in a sentence.
+    pub(crate) fn split(spec: &str) -> Result<(String, Self), String> {
+        let (spec, limits) = DiskLimits::split(spec)?;
+        let Some((disk, options)) = spec.split_once('?') else {
+            return Ok((spec, Self { metadata: None, limits }));
+        };
+        let is_own = |option: &&str| {
+            option.split_once('=').is_some_and(|(name, _)| MetadataFormat::OPTIONS.contains(&name))
+        };
+        let (own, rest): (Vec<_>, Vec<_>) = options.split('&').partition(is_own);
+        let own = own.iter().filter_map(|option| option.split_once('='));
+        let metadata = MetadataFormat::parse(own)?;
+        let rest = match &rest[..] {
+            [] => disk.to_owned(),
+            rest => format!("{disk}?{}", rest.join("&")),
+        };
+        Ok((rest, Self { metadata, limits }))
+    }
+
+    /// `disk` with what is around it. Limits count what a host does, and not the metadata of it, so
+    /// they are not below these.
+    ///
+    /// # Errors
+    /// Why that can not be, in a sentence.
+    pub(crate) fn put_around(&self, disk: Arc<dyn Disk>) -> Result<Arc<dyn Disk>, String> {
+        let disk = match self.metadata {
+            None => disk,
+            Some(format) => Arc::new(MetadataDisk::new(disk, format)?),
+        };
+        Ok(self.limits.limit(disk))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_options_of_any_disk() {
+        let (rest, layers) = Layers::split("a.img?pi=1&direct=on&metadata=8&iops=7").unwrap();
+        assert_eq!(rest, "a.img?direct=on");
+        assert_eq!(layers.metadata.map(|format| (format.size, format.protection)), Some((8, 1)));
+        let disk = shadowbell_backend::open("mem:1MiB").unwrap();
+        let disk = layers.put_around(disk).unwrap();
+        assert_eq!((disk.info().metadata, disk.limiters().len()), (layers.metadata, 1));
+        for spec in ["a.img", "a.img?direct=on", "mem:1MiB?x", "a?"] {
+            assert_eq!(Layers::split(spec), Ok((spec.to_owned(), Layers::default())));
+        }
+        assert_eq!(Layers::split("a?metadata=0").unwrap().0, "a");
+        for spec in ["a?metadata=9", "a?pi=1", "a?metadata=8&guard=64", "a?iops=fast"] {
+            Layers::split(spec).unwrap_err();
+        }
+        let small = shadowbell_backend::open("mem:512").unwrap();
+        layers.put_around(small).unwrap_err();
+    }
+}
