@@ -10,6 +10,7 @@ mod idle;
 mod namespaces;
 mod nvme_cli;
 mod pool;
+mod protection;
 mod recover;
 mod reset;
 mod s2;

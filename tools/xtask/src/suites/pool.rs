@@ -8,6 +8,7 @@ use shadowbell_guest::{Guest, Kernel, RunDir};
 
 use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
+use super::protection;
 use super::setup::{MINUTE, Setup, finish};
 use crate::report::Report;
 
@@ -88,6 +89,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             }
         }
         Ok(())
+    });
+    report.check("protection information is made and checked", |_| {
+        protection::check(guest_ref, 3, "nvme0n3")
     });
     report.check("what is deleted is gone", |_| {
         nvme(guest_ref, "delete-ns /dev/nvme0 -n 1")?;

@@ -1,0 +1,66 @@
+//! A namespace with protection information, as Linux's block layer and nvme-cli use it.
+
+use anyhow::{Result, ensure};
+use shadowbell_guest::Guest;
+
+use super::nvme_cli::{nvme, refused};
+use super::setup::MINUTE;
+
+/// LBA format 2 of a pool: 512 bytes, and 8 of metadata.
+const FORMAT: u32 = 2;
+const BLOCKS: u64 = 16384;
+
+const GUARD_CHECK: u16 = 0x282;
+const INVALID_PROTECTION_INFORMATION: u16 = 0x181;
+
+/// Makes a namespace `nsid` of type 1, whose device has this name, uses it, and deletes it.
+pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
+    let size = format!("--nsze={BLOCKS} --ncap={BLOCKS}");
+    nvme(guest, &format!("create-ns /dev/nvme0 {size} --flbas={FORMAT} --dps=1"))?;
+    nvme(guest, &format!("attach-ns /dev/nvme0 -n {nsid} -c 1"))?;
+    // The block layer makes what is written, and checks what is read.
+    let integrity = format!(
+        "for try in $(seq 100); do [ -b /dev/{name} ] && break; sleep 0.1; done; \
+         cd /sys/block/{name}/integrity && cat format tag_size read_verify write_generate"
+    );
+    let found = guest.sh(&integrity, MINUTE)?;
+    ensure!(found.contains("T10-DIF-TYPE1-CRC"), "the kernel has {found}");
+    guest.sh(
+        &format!(
+            "dd if=/tmp/data of=/dev/{name} bs=1M oflag=direct 2>/dev/null && \
+             dd if=/dev/{name} bs=1M count=4 iflag=direct 2>/dev/null | cmp - /tmp/data"
+        ),
+        MINUTE,
+    )?;
+    let fio = format!(
+        "fio --name=verify --filename=/dev/{name} --rw=randwrite --bs=4k --size=4m --direct=1 \
+         --ioengine=libaio --iodepth=16 --verify=crc32c --do_verify=1 --verify_fatal=1"
+    );
+    guest.sh(&fio, MINUTE)?;
+    // Block 5 as it is: its reference tag is its number.
+    let block = |command: &str, prinfo: u32, tag: u32, metadata: &str| {
+        format!(
+            "{command} /dev/{name} --start-block=5 --block-count=0 --data-size=512 \
+             --metadata-size=8 --data=/tmp/block --metadata={metadata} --prinfo={prinfo} \
+             --ref-tag={tag}"
+        )
+    };
+    nvme(guest, &block("read", 7, 5, "/tmp/good"))?;
+    let tag = guest.sh("od -An -tx1 -j4 -N4 /tmp/good", MINUTE)?;
+    ensure!(tag.split_whitespace().eq(["00", "00", "00", "05"]), "the reference tag is {tag}");
+    // Another one is none of type 1.
+    refused(guest, &block("read", 1, 6, "/tmp/other"), &[INVALID_PROTECTION_INFORMATION])?;
+    // What is right is taken, and another guard is not.
+    nvme(guest, &block("write", 7, 5, "/tmp/good"))?;
+    guest.sh(
+        "cp /tmp/good /tmp/wrong && printf '\\377\\376' | \
+              dd of=/tmp/wrong bs=1 conv=notrunc 2>/dev/null",
+        MINUTE,
+    )?;
+    refused(guest, &block("write", 4, 5, "/tmp/wrong"), &[GUARD_CHECK])?;
+    // Unchecked it is, and then a read finds it.
+    nvme(guest, &block("write", 0, 5, "/tmp/wrong"))?;
+    refused(guest, &block("read", 4, 5, "/tmp/other"), &[GUARD_CHECK])?;
+    nvme(guest, &block("write", 7, 5, "/tmp/good"))?;
+    nvme(guest, &format!("delete-ns /dev/nvme0 -n {nsid}")).map(drop)
+}
