@@ -552,21 +552,32 @@ mod tests {
 
     #[test]
     fn turns_go_round() {
+        // If this thread is held up while it asks, another one takes the first turns meanwhile.
+        assert!((0..50).any(|_| went_round()));
+    }
+
+    /// Whether all had asked before the first turn could begin, and then the turns went round.
+    fn went_round() -> bool {
         let (said, turns) = channel();
         let thread = ControlThread::start().unwrap();
         let (open, gate) = channel();
         let first = counting(9, 1, &said, Some(gate));
         ask(&thread, &first);
+        let began = Instant::now();
         assert_eq!(turns.recv_timeout(TIMEOUT), Ok(9));
         let others: Vec<_> = (0..3).map(|name| counting(name, 3, &said, None)).collect();
         others.iter().for_each(|who| ask(&thread, who));
         // Who has asked is in the queue already.
         others.iter().for_each(|who| ask(&thread, who));
+        let in_time = began.elapsed() < HELD_UP / 2;
         drop(open);
         let order: Vec<_> = (0..9).map(|_| turns.recv_timeout(TIMEOUT).unwrap()).collect();
-        assert_eq!(order, [0, 1, 2, 0, 1, 2, 0, 1, 2]);
+        if in_time {
+            assert_eq!(order, [0, 1, 2, 0, 1, 2, 0, 1, 2]);
+        }
         assert!(turns.try_recv().is_err());
         thread.stop();
+        in_time
     }
 
     #[test]
