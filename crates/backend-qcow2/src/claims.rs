@@ -3,8 +3,8 @@
 //! An honest image uses each cluster for one thing. One that was made by somebody else may name its
 //! own tables as a part of the disk, so that a guest would write them; or name one cluster twice,
 //! of which the second use is left when the first gives it back, and a table may be the next to get
-//! it. The first kind is not opened to write to it. In the second, nothing is written past the crate
-//! that knows the format.
+//! it. The first kind is not opened to write to it. In the second, nothing is written past the
+//! crate that knows the format.
 
 use std::collections::{HashMap, HashSet};
 

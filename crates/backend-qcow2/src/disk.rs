@@ -91,9 +91,9 @@ impl Qcow2Disk {
         Ok(Self { pool, path: path.to_owned() })
     }
 
-    /// Whether a request for these bytes goes straight to the image's file now: it reads, or `writes`,
-    /// clusters that are allocated, not shared and not compressed, in one piece of the file, and a
-    /// request has gone to them or near them before.
+    /// Whether a request for these bytes goes straight to the image's file now: it reads, or
+    /// `writes`, clusters that are allocated, not shared and not compressed, in one piece of the
+    /// file, and a request has gone to them or near them before.
     #[must_use]
     pub fn goes_straight(&self, offset: u64, len: u64, writes: bool) -> bool {
         let Some(map) = &self.pool.image().map else { return false };

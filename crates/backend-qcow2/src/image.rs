@@ -379,7 +379,8 @@ impl Image {
         Ok(())
     }
 
-    /// Has the beginning of a range read as zeroes, by what the format has for that. How much of it.
+    /// Has the beginning of a range read as zeroes, by what the format has for that. How much of
+    /// it.
     fn zero_clusters(&self, offset: u64, len: u64) -> io::Result<u64> {
         let cluster = 1 << self.header.cluster_bits;
         // Alone with the whole clusters only: what is left of others is written.

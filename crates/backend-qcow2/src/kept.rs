@@ -6,9 +6,9 @@
 //! killed ends that call before the process has gone, and the lock on the image goes with the last
 //! of them: the next process opens the image anew, by a descriptor that only names it, and waits
 //! for the lock. What the dead process had given to io_uring keeps the open file, and so the lock,
-//! until it has ended, as of a raw image; and where a lock does not show it, the ring keeps the end of
-//! a pipe ([`fence`](shadowbell_backend::fence)). The files below are only read, into memory that was
-//! the dead process's alone.
+//! until it has ended, as of a raw image; and where a lock does not show it, the ring keeps the end
+//! of a pipe ([`fence`](shadowbell_backend::fence)). The files below are only read, into memory
+//! that was the dead process's alone.
 //!
 //! # What is in the image then
 //!

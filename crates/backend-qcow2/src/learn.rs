@@ -59,9 +59,9 @@ impl Image {
             && host.checked_add(used).is_some_and(|end| end <= self.longest())
     }
 
-    /// Whether a cluster that is the disk's alone can be written there, too: what ends in it is to be
-    /// found by the next process if the image is kept for that, so the table that names it has to be
-    /// in the file.
+    /// Whether a cluster that is the disk's alone can be written there, too: what ends in it is to
+    /// be found by the next process if the image is kept for that, so the table that names it has
+    /// to be in the file.
     fn may_write(&self, cluster: u64) -> bool {
         if self.info.read_only || !self.is_sound {
             return false;

@@ -27,16 +27,17 @@
 //! on threads of the disk's own, at most [`MAX_THREADS`]. No thread that serves queues waits for
 //! it.
 //!
-//! Clusters that are allocated, and neither compressed nor shared, need nothing of that to be read or
-//! overwritten. Where they are is in a map that all queues read without a lock, and a request on them
-//! goes from the host's memory to the file by the queue's own io_uring, as those of
+//! Clusters that are allocated, and neither compressed nor shared, need nothing of that to be read
+//! or overwritten. Where they are is in a map that all queues read without a lock, and a request on
+//! them goes from the host's memory to the file by the queue's own io_uring, as those of
 //! `shadowbell-backend` do. Whoever moves a cluster closes it first, and waits for who is at work
 //! there.
 //!
-//! On the long way, a request's data are in a buffer of the queue's: threads never see the guest's memory. What is
-//! to be written is copied when the request begins, and what was read when it is reaped. So a read
-//! that is cancelled ends at once, however long the storage takes. A write that has begun ends as
-//! it would have: it must not reach the disk after the host was told that it is over.
+//! On the long way, a request's data are in a buffer of the queue's: threads never see the guest's
+//! memory. What is to be written is copied when the request begins, and what was read when it is
+//! reaped. So a read that is cancelled ends at once, however long the storage takes. A write that
+//! has begun ends as it would have: it must not reach the disk after the host was told that it is
+//! over.
 //!
 //! # What is durable when
 //!
@@ -65,9 +66,9 @@
 //! An image may be made by somebody else. Its header is checked before the crate sees it. It opens
 //! no other file: data files are refused, and backing files unless they are allowed, which are then
 //! opened read-only and by the format that the image states, never by what they hold. An image that
-//! names its own tables as a part of the disk is not written, and one that names a cluster twice not
-//! past the crate. A panic in
-//! the crate is an error of the disk, which does nothing more from then on.
+//! names its own tables as a part of the disk is not written, and one that names a cluster twice
+//! not past the crate. A panic in the crate is an error of the disk, which does nothing more from
+//! then on.
 #![deny(unsafe_code)]
 
 mod claims;

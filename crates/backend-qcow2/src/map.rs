@@ -4,20 +4,20 @@
 //! # Who may do what
 //!
 //! Any thread looks a cluster up and *enters* it, without a lock: the same word that says where the
-//! cluster is counts the requests that are at work there. Whoever changes where a cluster is *closes*
-//! it first: nobody enters it any more, and those who have are waited for. So a request never works
-//! on a place that is another cluster's by then, or a table's. Requests on clusters that are here
-//! neither allocate nor free anything.
+//! cluster is counts the requests that are at work there. Whoever changes where a cluster is
+//! *closes* it first: nobody enters it any more, and those who have are waited for. So a request
+//! never works on a place that is another cluster's by then, or a table's. Requests on clusters
+//! that are here neither allocate nor free anything.
 //!
 //! An entry is *learnt* when a request has gone the long way, by whoever carries it out. Learning
-//! and changing exclude each other (`Image::format`), or what was looked up before a change would be
-//! noted after it.
+//! and changing exclude each other (`Image::format`), or what was looked up before a change would
+//! be noted after it.
 //!
 //! # Its size
 //!
 //! Entries are in parts of [`PART`] clusters, of which there are as many as the disk has, and
-//! [`MAX_PARTS`] at most. On larger disks parts share places, and one that is learnt takes the place
-//! of another that nobody is at work in.
+//! [`MAX_PARTS`] at most. On larger disks parts share places, and one that is learnt takes the
+//! place of another that nobody is at work in.
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::OnceLock;
@@ -167,8 +167,8 @@ impl Map {
         }
     }
 
-    /// Closes a range of bytes, and waits until nobody is at work there. Whoever calls it lets nobody
-    /// learn anything until the change is over.
+    /// Closes a range of bytes, and waits until nobody is at work there. Whoever calls it lets
+    /// nobody learn anything until the change is over.
     pub(crate) fn close(&self, offset: u64, len: u64) {
         let mut clusters = self.clusters(offset, len);
         // Of many clusters most parts may not be here.
@@ -210,8 +210,8 @@ pub(crate) struct Learning<'a> {
 }
 
 impl Learning<'_> {
-    /// Which clusters to look up because of a request for these bytes: their whole parts, where that
-    /// was not done yet, or those of them that are not known.
+    /// Which clusters to look up because of a request for these bytes: their whole parts, where
+    /// that was not done yet, or those of them that are not known.
     pub(crate) fn unknown(&self, offset: u64, len: u64) -> Vec<std::ops::Range<u64>> {
         let map = self.map;
         let clusters = map.clusters(offset, len);

@@ -8,8 +8,8 @@
 //! as free would be given away a second time. So before anything is written to an image, of which
 //! nothing says whether its last user was killed, whatever its tables name is looked up in the
 //! counts, and what is 0 there is made 1. What is counted and not used stays so:
-//! `qemu-img check -r leaks` gives it back. The tables and the header are counted, too: an image that
-//! says that they are free would have them given away.
+//! `qemu-img check -r leaks` gives it back. The tables and the header are counted, too: an image
+//! that says that they are free would have them given away.
 //!
 //! On the same way it is found out whether [each cluster has one use](crate::claims).
 //!

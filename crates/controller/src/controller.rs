@@ -261,7 +261,7 @@ impl Controller {
     }
 
     /// Has `job` run on the thread of the worker that serves I/O submission queue `sqid`, as a
-    /// [`LentThread`](crate::LentThread).
+    /// [`WorkerThread`](crate::WorkerThread).
     ///
     /// # Errors
     /// There is no such queue, or its worker has another job, or no thread of its own: the job.

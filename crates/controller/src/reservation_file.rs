@@ -1,7 +1,7 @@
 //! The file in which reservations are kept.
 //!
-//! It has [two places](TwoPlaces), which take turns, so there is always one that counts, whenever the
-//! power goes.
+//! It has [two places](TwoPlaces), which take turns, so there is always one that counts, whenever
+//! the power goes.
 
 use crate::reservations::{AllReservations, Reservations};
 use parking_lot::Mutex;

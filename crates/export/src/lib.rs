@@ -38,7 +38,7 @@ pub mod ublk;
 pub mod vhost;
 
 #[cfg(any(feature = "nbd", feature = "ublk", feature = "vhost"))]
-pub use queue_server::{LendsThread, QueueServer, QueueServerJob};
+pub use queue_server::{QueueServer, QueueServerJob, QueueThreads};
 
 #[cfg(all(doctest, feature = "nbd"))]
 #[doc = include_str!("../README.md")]

@@ -1,7 +1,7 @@
 //! A thread that serves the disk's queues, lent to whoever serves a client.
 //!
 //! Where the controller is in this process, a request goes from the thread that serves the client
-//! to the one that serves the queue, and back. If the second one is lent ([`LendsThread`]), it
+//! to the one that serves the queue, and back. If the second one is lent ([`QueueThreads`]), it
 //! serves the client too, and no thread wakes another.
 
 use std::fmt::Debug;
@@ -12,7 +12,7 @@ use std::time::Duration;
 pub type QueueServerJob = Box<dyn FnOnce(Option<&mut dyn QueueServer>) + Send>;
 
 /// Has threads that serve the disk's queues.
-pub trait LendsThread: Debug + Send + Sync {
+pub trait QueueThreads: Debug + Send + Sync {
     /// Has `job` run on the thread that serves the submission queue `qid`.
     ///
     /// # Errors

@@ -18,8 +18,8 @@ pub enum HeadOrder {
     ChecksumFirst,
 }
 
-/// How a file of two places is laid out. A place is the magic bytes, three words (the number first),
-/// and the body.
+/// How a file of two places is laid out. A place is the magic bytes, three words (the number
+/// first), and the body.
 #[derive(Clone, Copy, Debug)]
 pub struct TwoPlaces {
     /// How a place begins.

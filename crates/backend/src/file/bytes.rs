@@ -28,8 +28,8 @@ pub struct ImageBytes {
 }
 
 impl ImageBytes {
-    /// Those of `image`, whose page cache is bypassed as `direct` says, for requests of blocks of so
-    /// many bytes. Nothing if there is no io_uring, or `aio` does not want one.
+    /// Those of `image`, whose page cache is bypassed as `direct` says, for requests of blocks of
+    /// so many bytes. Nothing if there is no io_uring, or `aio` does not want one.
     ///
     /// # Errors
     /// [`OpenError::Memory`].

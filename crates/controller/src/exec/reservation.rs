@@ -45,7 +45,8 @@ fn lacks(op: NvmOpcode, access: Access) -> bool {
     }
 }
 
-/// How a command ends that may not be. Who has no way to a namespace does not know what is reserved.
+/// How a command ends that may not be. Who has no way to a namespace does not know what is
+/// reserved.
 fn refused(op: NvmOpcode, access: Access) -> Option<Status> {
     let conflict = || lacks(op, access).then_some(Status::RESERVATION_CONFLICT.with_dnr());
     access.way.refusal().or_else(conflict)

@@ -1,9 +1,9 @@
 //! What the control plane tells a worker. A worker reads its messages between two passes over its
 //! queues, so no lock is ever taken while commands are served.
 
-use super::lent_thread::ThreadJob;
 use super::queue_override::QueueOverride;
 use super::relocation::{Departure, Relocated};
+use super::worker_thread::ThreadJob;
 use crate::admin::self_test::Piece;
 use crate::doorbell_source::DoorbellSource;
 use crate::exec::Quota;

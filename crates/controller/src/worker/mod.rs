@@ -9,7 +9,6 @@ mod controller_queues;
 mod doorbell_sources;
 pub(crate) mod errors;
 mod fused;
-mod lent_thread;
 mod mailbox;
 pub(crate) mod message;
 mod meter;
@@ -29,7 +28,8 @@ mod slow;
 pub(crate) mod trace;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;
+mod worker_thread;
 
-pub use lent_thread::{LentThread, ThreadJob};
 pub use poll_window::Polling;
 pub use pool::{CLAIMABLE, MAX_WORKERS, Pool, PoolOptions, Turns};
+pub use worker_thread::{ThreadJob, WorkerThread};

@@ -1,11 +1,11 @@
 //! The workers of a process, and who sends them what.
 
-use super::lent_thread::ThreadJob;
 use super::mailbox::Mailbox;
 use super::message::Message;
 use super::poll_window::Polling;
 use super::relocation::{Arrivals, Destination};
 use super::worker::{MAPPED_POLL, Worker};
+use super::worker_thread::ThreadJob;
 use crate::control_thread::ControlThread;
 use crate::interrupt::HoldLimit;
 use crate::shared::ControllerShared;

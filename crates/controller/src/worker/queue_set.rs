@@ -464,8 +464,8 @@ impl QueueSet {
         fenced.note(engine.can_advance());
         // What waits for something to end does not keep the worker awake.
         let is_full = engine.is_full();
-        // A head that is wrong traps nowhere if it is mapped, and while completions have room nobody
-        // needs it. One that has moved is taken into account below.
+        // A head that is wrong traps nowhere if it is mapped, and while completions have room
+        // nobody needs it. One that has moved is taken into account below.
         for cq in cqs.iter_mut().flatten().filter(|_| shared.mapped) {
             if let Err(error) = cq.look() {
                 invalid.push((cq.layout.qid | COMPLETION_QUEUE, error));

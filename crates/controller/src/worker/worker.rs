@@ -9,7 +9,6 @@
 use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
-use super::lent_thread::{LentThread, ThreadJob};
 use super::mailbox::Mailbox;
 use super::message::{Message, QueueContext};
 use super::observer::{self, Observer};
@@ -17,6 +16,7 @@ use super::poll_group::{PollEntry, PollGroup};
 use super::poll_window::{Next, PollWindow, Polling};
 use super::queue_set::SleepCell;
 use super::relocation::Relocated;
+use super::worker_thread::{ThreadJob, WorkerThread};
 use crate::notice::Notice;
 use crate::trace::Kind;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -131,7 +131,7 @@ impl Worker {
     /// Lends the thread until the job is done. Whether the pool is gone.
     fn lend(&mut self) -> bool {
         let Some((controller, job)) = self.job.take() else { return false };
-        let mut lent = Lent { worker: self, controller, is_stopped: false };
+        let mut lent = JobThread { worker: self, controller, is_stopped: false };
         job(&mut lent);
         let is_stopped = lent.is_stopped;
         self.window.restart();
@@ -494,7 +494,7 @@ impl Worker {
 }
 
 /// The worker in the hands of whom its thread is lent to.
-struct Lent<'a> {
+struct JobThread<'a> {
     worker: &'a mut Worker,
     /// Who has lent it.
     controller: u32,
@@ -502,7 +502,7 @@ struct Lent<'a> {
     is_stopped: bool,
 }
 
-impl LentThread for Lent<'_> {
+impl WorkerThread for JobThread<'_> {
     fn turn(&mut self) -> bool {
         if self.is_stopped {
             return false;

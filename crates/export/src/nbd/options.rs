@@ -1,6 +1,6 @@
 //! How a disk is exported.
 
-use crate::queue_server::LendsThread;
+use crate::queue_server::QueueThreads;
 use shadowbell_tls::ServerTls;
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub struct Options {
     pub tls: Option<ServerTls>,
     /// Threads that serve the disk's queues, and may serve a client too: of one that has no thread
     /// of another's, each request takes two threads that wake each other.
-    pub lender: Option<Arc<dyn LendsThread>>,
+    pub lender: Option<Arc<dyn QueueThreads>>,
 }
 
 impl Default for Options {

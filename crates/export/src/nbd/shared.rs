@@ -4,7 +4,7 @@ use super::clients::Agreed;
 use super::handshake::Export;
 use super::options::Options;
 use crate::failures::FailureCount;
-use crate::queue_server::LendsThread;
+use crate::queue_server::QueueThreads;
 use parking_lot::Mutex;
 use shadowbell_block::BlockError;
 use shadowbell_memory::EventFd;
@@ -25,7 +25,7 @@ pub(super) struct ServerShared {
     pub(super) failures: FailureCount,
     pub(super) agreed: Arc<Agreed>,
     /// Has threads that serve the disk's queues, and may serve a client too.
-    pub(super) lender: Option<Arc<dyn LendsThread>>,
+    pub(super) lender: Option<Arc<dyn QueueThreads>>,
     /// Warnings that clients cause.
     pub(super) log: LogLimit,
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, anyhow};
 use shadowbell_block::{BlockDevice, BlockOptions, block_on_for};
 use shadowbell_controller::Controller;
 use shadowbell_driver::{AttachOptions, SpinPolicy, Timeouts};
-use shadowbell_export::LendsThread;
+use shadowbell_export::QueueThreads;
 use shadowbell_export::fuse::Mounted;
 use shadowbell_export::nbd::{self, Server};
 use shadowbell_export::ublk::{self, Ublk};
@@ -103,7 +103,7 @@ impl ExportedDisk {
         let mut options = nbd::Options::default();
         options.name.clone_from(&args.name);
         options.description = args.target.to_string();
-        let lender = |controller: &Controller| -> Arc<dyn LendsThread> {
+        let lender = |controller: &Controller| -> Arc<dyn QueueThreads> {
             Arc::new(Lender(controller.clone()))
         };
         options.lender = self.session.local().map(lender);

@@ -1,7 +1,7 @@
 //! Lends the threads of a controller in this process to those that serve clients.
 
-use shadowbell_controller::{Controller, LentThread};
-use shadowbell_export::{LendsThread, QueueServer, QueueServerJob};
+use shadowbell_controller::{Controller, WorkerThread};
+use shadowbell_export::{QueueServer, QueueServerJob, QueueThreads};
 use shadowbell_memory::EventFd;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ use std::time::Duration;
 #[derive(Debug)]
 pub(super) struct Lender(pub(super) Controller);
 
-impl LendsThread for Lender {
+impl QueueThreads for Lender {
     fn lend(&self, qid: u16, job: QueueServerJob) -> Result<(), QueueServerJob> {
         let place = Arc::new(Mutex::new(Some(job)));
         let (taken, controller) = (Arc::clone(&place), self.0.clone());
@@ -37,7 +37,7 @@ impl LendsThread for Lender {
 /// Completions of the client's own queue need no interrupt: whoever takes them does so after each
 /// turn. The driver has its interrupts of queue n by vector n.
 struct Served<'a> {
-    thread: &'a mut dyn LentThread,
+    thread: &'a mut dyn WorkerThread,
     controller: &'a Controller,
     vector: usize,
     /// What the vector signals otherwise.
@@ -45,7 +45,7 @@ struct Served<'a> {
 }
 
 impl<'a> Served<'a> {
-    fn new(thread: &'a mut dyn LentThread, controller: &'a Controller, qid: u16) -> Self {
+    fn new(thread: &'a mut dyn WorkerThread, controller: &'a Controller, qid: u16) -> Self {
         let vector = usize::from(qid);
         let event = controller.interrupt(vector).and_then(|event| event.try_clone().ok());
         if event.is_some() {

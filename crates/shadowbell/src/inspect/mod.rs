@@ -1,11 +1,11 @@
 //! What a controller says of itself: nvme-cli's verbs, under its names.
 //!
 //! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log`, `get-feature`, `device-self-test`,
-//! `self-test-log`, `telemetry-log`, `persistent-event-log`, `sanitize-log` and `ana-log` attach the
-//! driver, ask over the admin queue, and leave. A controller has one host at a time. While a virtual
-//! machine has it, its server is asked instead, by its control socket (`subject`); but those that
-//! change something, and those about it, have to wait, and so have all of them where no such socket
-//! is found.
+//! `self-test-log`, `telemetry-log`, `persistent-event-log`, `sanitize-log` and `ana-log` attach
+//! the driver, ask over the admin queue, and leave. A controller has one host at a time. While a
+//! virtual machine has it, its server is asked instead, by its control socket (`subject`); but
+//! those that change something, and those about it, have to wait, and so have all of them where no
+//! such socket is found.
 
 mod ana;
 mod controller;

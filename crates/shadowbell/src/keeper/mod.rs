@@ -20,8 +20,8 @@
 //! keeper ends the other one, and starts a third one that goes on with what both have left
 //! (`both_end` in [`upgrading`]).
 //!
-//! Of a server with disks that can not be handed over the old worker comes to rest, and a worker of the
-//! new program goes on as after its death ([`by_recovery`]).
+//! Of a server with disks that can not be handed over the old worker comes to rest, and a worker of
+//! the new program goes on as after its death ([`by_recovery`]).
 //!
 //! Until the old one commits, it can go on, and does if anything fails or takes too long. From then
 //! on it can not. So nobody ever serves together with the other, and whoever dies on the way is

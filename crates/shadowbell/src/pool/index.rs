@@ -1,8 +1,8 @@
 //! What a pool has written down of its namespaces: one small file of [two places](TwoPlaces).
 //!
-//! A state goes to the place of the older one, and both are there from the beginning. So nothing has
-//! to be made or renamed while the server runs, which its sandbox would not let it, and a full file
-//! system is no reason to fail.
+//! A state goes to the place of the older one, and both are there from the beginning. So nothing
+//! has to be made or renamed while the server runs, which its sandbox would not let it, and a full
+//! file system is no reason to fail.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::{MetadataDisk, MetadataFormat};

@@ -1,7 +1,7 @@
 //! An upgrade of a server with disks that can not be handed over to another process: qcow2 images,
 //! exports, namespaces of other controllers. What the keeper holds for the time after a death is
-//! enough to go on with them. So the server comes to rest for good, with nothing under way at a disk,
-//! and has the keeper end it: the next process does what it would do after a death.
+//! enough to go on with them. So the server comes to rest for good, with nothing under way at a
+//! disk, and has the keeper end it: the next process does what it would do after a death.
 //!
 //! Before that the successor has shown that it begins, and that it would serve the same.
 

@@ -115,7 +115,8 @@ const DOUBLE: f64 = 2.3;
 
 /// Checks that what takes a number of a host's choice takes work in proportion to it, and no more:
 /// to cancel and to end what is in flight, to find one of it, to complete ranges, to map and to
-/// unmap, to take a namespace from a host with commands in flight and to register (`crates/controller/examples/doubling.rs`).
+/// unmap, to take a namespace from a host with commands in flight and to register
+/// (`crates/controller/examples/doubling.rs`).
 pub(crate) fn check_doubling() -> Result<()> {
     machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
     let program = build("shadowbell-controller", "doubling")?;

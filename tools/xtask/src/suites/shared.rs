@@ -1,5 +1,6 @@
-//! Two controllers of one subsystem in a Linux guest: one disk with two paths, of which one is not to
-//! be taken (`ways`), or goes away under load; and reservations by nvme-cli, from the one controller against the other.
+//! Two controllers of one subsystem in a Linux guest: one disk with two paths, of which one is not
+//! to be taken (`ways`), or goes away under load; and reservations by nvme-cli, from the one
+//! controller against the other.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -3,7 +3,7 @@
 //! A program that reaches a controller in its own process has two threads in each command: its own
 //! and the worker's, each of which wakes the other. Where one thread does both, nobody is woken. So
 //! a worker can be lent to a job, which runs on the worker's thread, calls
-//! [`turn`](LentThread::turn) often, and sleeps by [`sleep`](LentThread::sleep), together with
+//! [`turn`](WorkerThread::turn) often, and sleeps by [`sleep`](WorkerThread::sleep), together with
 //! whatever else it waits for.
 
 use std::os::fd::BorrowedFd;
@@ -13,10 +13,10 @@ use std::time::Duration;
 ///
 /// It must not wait for anything that the worker has to do (a queue to be created or deleted,
 /// memory to be let go of): that is done in its own turns.
-pub type ThreadJob = Box<dyn FnOnce(&mut dyn LentThread) + Send>;
+pub type ThreadJob = Box<dyn FnOnce(&mut dyn WorkerThread) + Send>;
 
 /// The worker of the calling thread.
-pub trait LentThread {
+pub trait WorkerThread {
     /// Takes messages, then passes once over every queue: fetches, executes, posts, interrupts.
     /// Whether there was anything to do.
     fn turn(&mut self) -> bool;
