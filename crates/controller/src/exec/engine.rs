@@ -1,6 +1,7 @@
 //! Everything that executing I/O commands for one controller takes, on one worker.
 
 use super::alone::Alone;
+use super::appends::Appends;
 use super::copy::Copies;
 use super::forced::ForcedReads;
 use super::in_flight::{InFlightTable, Kind};
@@ -95,6 +96,7 @@ pub(crate) struct Engine {
     pub(super) forced: ForcedReads,
     pub(super) alone: Alone,
     pub(super) reservations: ReservationCommands,
+    pub(super) appends: Appends,
     /// What was done, for others to read.
     pub(crate) counters: Arc<PartCounters>,
     pub(super) transfers: TransferStats,
@@ -144,6 +146,7 @@ impl Engine {
             forced: ForcedReads::default(),
             alone: Alone::default(),
             reservations: ReservationCommands::default(),
+            appends: Appends::default(),
             transfers: counters.io.transfers(),
             counters,
         };
@@ -287,6 +290,11 @@ impl Engine {
     #[inline]
     pub(crate) fn pending(&self) -> usize {
         self.in_flight.len()
+    }
+
+    /// Whether the commands from here on may have been begun by a process that is dead.
+    pub(crate) fn set_replays(&mut self, replays: bool) {
+        self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(replays));
     }
 
     /// How many requests and commands that were under way have ended.

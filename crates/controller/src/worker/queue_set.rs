@@ -325,10 +325,13 @@ impl QueueSet {
                 journal.start_spare(*spare, command);
             }
             abort_command(CommandStep::Start, sqe.cdw10_11());
-            match command.decision {
+            engine.set_replays(true);
+            let started = match command.decision {
                 Some(_) => engine.park_second(sqe, *index, permit),
                 None => engine.start(sqe, *index, permit),
-            }
+            };
+            engine.set_replays(false);
+            started
         };
         let (permit, status) = match started {
             Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
@@ -367,7 +370,8 @@ impl QueueSet {
             let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
             let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return };
             abort_command(CommandStep::End, ended.lba);
-            let cqe = sq.complete(ended.cid, ended.status, ended.dw0);
+            let mut cqe = sq.complete(ended.cid, ended.status, ended.dw0);
+            cqe.dw1 = ended.dw1;
             if !cqe.status().is_success() {
                 report_ended(control, sq.layout.qid, &ended);
             }
