@@ -40,11 +40,16 @@ impl Layers {
     }
 
     /// `disk` with what is around it. Limits count what a host does, and not the metadata of it, so
-    /// they are not below these.
+    /// they are not below these. With `goes_on` another process has had the disk, and its host goes
+    /// on.
     ///
     /// # Errors
     /// Why that can not be, in a sentence.
-    pub(crate) fn put_around(&self, disk: Arc<dyn Disk>) -> Result<Arc<dyn Disk>, String> {
+    pub(crate) fn put_around(
+        &self,
+        disk: Arc<dyn Disk>,
+        goes_on: bool,
+    ) -> Result<Arc<dyn Disk>, String> {
         let disk = match self.metadata {
             None => disk,
             Some(format) => Arc::new(MetadataDisk::new(disk, format)?),

@@ -13,6 +13,7 @@ mod pool;
 mod protection;
 mod recover;
 mod reset;
+mod rivals;
 mod s2;
 mod s3;
 mod s4;
@@ -24,7 +25,6 @@ mod unbroken;
 mod vfio;
 mod ways;
 mod writer;
-mod zoned;
 
 pub(crate) use setup::{ControllerKind, Setup};
 pub(crate) use suite::Suite;
