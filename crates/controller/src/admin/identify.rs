@@ -107,7 +107,7 @@ impl Identity {
                 let namespace = find(nsid, namespaces)?;
                 match cmd.csi {
                     csi::NVM => Ok(page(&namespace.map(nvm_namespace).unwrap_or_default())),
-                    csi::ZONED => zoned::namespace(namespace),
+                    csi::ZONED => Ok(page(&zoned::namespace(namespace)?)),
                     _ => Err(Status::INVALID_IO_COMMAND_SET.with_dnr()),
                 }
             }

@@ -1,14 +1,13 @@
 //! What Identify tells of the Zoned Namespace command set.
 
-use super::identify::{Page, page};
 use crate::namespace::{Namespace, Namespaces};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::zns::{IdentifyZonedController, IdentifyZonedNamespace, ZonedLbaFormat};
 
 /// The structure of a namespace that has zones; all zeroes for an inactive one.
-pub(super) fn namespace(namespace: Option<&Namespace>) -> Result<Page, Status> {
+pub(super) fn namespace(namespace: Option<&Namespace>) -> Result<IdentifyZonedNamespace, Status> {
     let Some(namespace) = namespace else {
-        return Ok(page(&IdentifyZonedNamespace::default()));
+        return Ok(IdentifyZonedNamespace::default());
     };
     let format = namespace.info().zoned.as_ref().ok_or(Status::INVALID_FIELD.with_dnr())?;
     // 0's based, and all ones without a limit.
@@ -23,7 +22,7 @@ pub(super) fn namespace(namespace: Option<&Namespace>) -> Result<Page, Status> {
         let zsze = format.size >> namespace.block_shift();
         *first = ZonedLbaFormat { zsze, zdes: format.extension, ..ZonedLbaFormat::default() };
     }
-    Ok(page(&identify))
+    Ok(identify)
 }
 
 /// The structure of the controller: the shortest limit of its namespaces, which a host takes for

@@ -292,9 +292,13 @@ impl Engine {
         self.in_flight.len()
     }
 
-    /// Whether the commands from here on may have been begun by a process that is dead.
-    pub(crate) fn set_replays(&mut self, replays: bool) {
-        self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(replays));
+    /// As [`start`](Self::start), a command that a process that is dead may have begun.
+    #[cold]
+    pub(crate) fn start_again(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(true));
+        let started = self.start(sqe, sq, permit);
+        self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(false));
+        started
     }
 
     /// How many requests and commands that were under way have ended.

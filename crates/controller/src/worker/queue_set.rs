@@ -325,13 +325,10 @@ impl QueueSet {
                 journal.start_spare(*spare, command);
             }
             abort_command(CommandStep::Start, sqe.cdw10_11());
-            engine.set_replays(true);
-            let started = match command.decision {
+            match command.decision {
                 Some(_) => engine.park_second(sqe, *index, permit),
-                None => engine.start(sqe, *index, permit),
-            };
-            engine.set_replays(false);
-            started
+                None => engine.start_again(sqe, *index, permit),
+            }
         };
         let (permit, status) = match started {
             Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
