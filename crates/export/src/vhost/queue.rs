@@ -203,6 +203,10 @@ impl BlkQueue {
             return Direct::Refused;
         }
         let seen = (vring.changes(), device.changes());
+        // Who stops it after this is noticed by that; who has stopped it before would not be.
+        if !vring.runs() {
+            return Direct::Served;
+        }
         // What was there before these were looked at may be another.
         let Some((table, ring)) = find() else { return Direct::Impossible };
         let context = Context {
@@ -228,6 +232,12 @@ impl BlkQueue {
                 Direct::Impossible
             }
         }
+    }
+
+    /// Whether nothing that was taken from the queue is still to be carried out or answered.
+    pub(super) fn is_idle(&mut self) -> bool {
+        let is_left = self.stalled.is_some() || !self.again.is_empty();
+        !is_left && self.io.tasks().reserved() == 0
     }
 
     /// The frontend stops the queue, or is gone. As [`finish`](Self::finish); whether the disk has

@@ -155,6 +155,10 @@ impl VringT<Current> for Ring {
     fn set_enabled(&self, enabled: bool) {
         self.state.set_enabled(enabled);
         self.changes.add();
+        // A notification that came while it was not may have been read.
+        if enabled && let Some(kick) = &*self.kick.read() {
+            kick.signal();
+        }
     }
 
     fn set_queue_info(&self, descriptors: u64, available: u64, used: u64) -> Result<(), Error> {
