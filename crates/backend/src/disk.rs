@@ -158,6 +158,19 @@ pub trait Queue {
         Submitted::Done(Err(DiskError::Unsupported))
     }
 
+    /// Writes all of `data` from byte `offset` on, at once, which need not be whole blocks. What a
+    /// [`submit`](Self::submit) of the same bytes finds is from before it or from after it. `None`,
+    /// and nothing is done, if the queue can not: the default.
+    fn write_bytes(&mut self, offset: u64, data: &[u8]) -> Option<Result<(), DiskError>> {
+        let _ = (offset, data);
+        None
+    }
+
+    /// Whether [`write_bytes`](Self::write_bytes) can. The default can not.
+    fn writes_bytes(&self) -> bool {
+        false
+    }
+
     /// Whether the queue is to be told by [`begin_turn`](Self::begin_turn) whose requests come.
     fn takes_turns(&self) -> bool {
         false

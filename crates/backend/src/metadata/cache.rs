@@ -87,16 +87,27 @@ impl Cache {
         }
     }
 
-    /// A write of the blocks of `place`, which no other write overlapped, has ended: well, or nobody
-    /// knows how.
-    pub(super) fn was_written(&self, place: &Place, stored: Option<&SharedBytes>) {
+    /// A write of the metadata of `place`, which no other write overlapped, has ended: well, or
+    /// nobody knows how. With `others`, `stored` has all of the blocks that they are in.
+    pub(super) fn was_written(&self, place: &Place, others: bool, stored: Option<&SharedBytes>) {
         for (nth, block) in self.blocks(place) {
             let mut line = self.line(block).lock();
             line.version = line.version.wrapping_add(1);
+            let is_here = line.block == block;
             match stored {
-                Some(stored) => self.keep(&mut line, block, nth, stored),
-                None if line.block == block => line.block = NONE,
-                None => {}
+                Some(stored) if is_here => {
+                    let start = nth * self.block_size;
+                    let from = place.at.max(start) - start;
+                    let to = (place.at + place.len).min(start + self.block_size) - start;
+                    let own = line.bytes.get_mut(from..to);
+                    let kept = own.and_then(|own| stored.read_into(start + from, own));
+                    if kept.is_none() {
+                        line.block = NONE;
+                    }
+                }
+                Some(stored) if others => self.keep(&mut line, block, nth, stored),
+                None if is_here => line.block = NONE,
+                _ => {}
             }
         }
     }
@@ -136,12 +147,14 @@ mod tests {
         assert_eq!([near(503), near(504), near(519), near(520)], [9, 1, 1, 9]);
         assert!(cache.load(&two, true, &found));
         assert_eq!([near(0), near(503), near(1023), near(1024)], [1, 1, 1, 9]);
-        cache.was_written(&place(8, 9, 0, 8), Some(&memory(2)));
+        cache.was_written(&place(8, 9, 0, 4), true, Some(&memory(2)));
         assert!(cache.load(&two, false, &found));
-        assert_eq!([near(511), near(512)], [1, 2]);
-        cache.was_written(&place(8, 9, 0, 8), None);
+        assert_eq!([near(511), near(512), near(515), near(516)], [1, 2, 2, 1]);
+        cache.was_written(&place(8, 9, 0, 8), true, None);
         assert!(!cache.load(&two, false, &found), "nobody knows what is there");
         assert!(cache.load(&place(7, 8, 0, 8), false, &found));
+        cache.was_written(&place(8, 9, 0, 8), false, Some(&memory(3)));
+        assert!(!cache.load(&two, false, &found), "there is only a part of it");
     }
 
     #[test]
@@ -150,7 +163,7 @@ mod tests {
         let (one, found) = (place(3, 4, 0, 8), memory(0));
         for stored in [Some(memory(2)), None] {
             let before = cache.versions(&one);
-            cache.was_written(&one, stored.as_ref());
+            cache.was_written(&one, true, stored.as_ref());
             cache.was_read(&one, &before, &memory(1));
             assert_eq!(cache.load(&one, false, &found), stored.is_some());
         }
@@ -164,7 +177,7 @@ mod tests {
         assert_eq!(lines * 4096, BYTES);
         let place = |block| Place { from: block * 4096, to: (block + 1) * 4096, at: 0, len: 8 };
         for (block, other) in [(5, 5 + lines), (5 + 2 * lines, 5)] {
-            cache.was_written(&place(block), Some(&memory(1)));
+            cache.was_written(&place(block), true, Some(&memory(1)));
             assert!(cache.load(&place(block), false, &memory(0)));
             assert!(!cache.load(&place(other), false, &memory(0)));
         }

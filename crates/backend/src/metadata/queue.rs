@@ -2,7 +2,7 @@
 
 use super::cache::Cache;
 use super::checks::{Metadata, MetadataBuffer, Scratch};
-use super::layout::Layout;
+use super::layout::{Layout, Place};
 use super::locks::{Bell, Locks};
 use super::task::{Stage, Task, Way};
 use crate::bounds::Bounds;
@@ -24,6 +24,8 @@ const SPARE: usize = 64;
 /// The longest request without data that is carried out at once: its data are read if they are
 /// checked, and its metadata written.
 const LONGEST: u64 = 1 << 20;
+/// The most bytes of metadata that are written by themselves, if the disk below can do that.
+const SHORT: usize = 512;
 
 pub(super) struct MetadataQueue {
     inner: Box<dyn Queue>,
@@ -55,7 +57,7 @@ impl Drop for OfAll {
     fn drop(&mut self) {
         for claim in self.locks.writes_of(&self.bell) {
             let Range { start, end } = claim.blocks;
-            self.cache.was_written(&self.layout.place(start, end - start), None);
+            self.cache.was_written(&self.layout.place(start, end - start), false, None);
         }
         self.locks.leave_all(&self.bell);
     }
@@ -150,13 +152,19 @@ impl MetadataQueue {
             }
         }
         let writes = matches!(way, Way::Write | Way::Zero);
-        if writes && place.has_others() && !self.is_cached(key, true) {
+        let needs_others = writes && place.has_others() && !self.writes_bytes(&place);
+        if needs_others && !self.is_cached(key, true) {
             let Some(task) = self.tasks.get_mut(key) else { return false };
             task.stage = Stage::Reading;
             self.submit_metadata(key, Op::Read);
             return self.advance(key);
         }
         self.move_all(key, way)
+    }
+
+    /// Whether these metadata are written by themselves, and not with others.
+    fn writes_bytes(&self, place: &Place) -> bool {
+        place.len <= SHORT && self.inner.writes_bytes()
     }
 
     /// Whether the stored metadata need not be read, and are where they would be read to.
@@ -235,6 +243,18 @@ impl MetadataQueue {
     fn submit_metadata(&mut self, key: u32, op: Op) {
         let Some(task) = self.tasks.get_mut(key) else { return };
         let place = task.place;
+        if op != Op::Read && place.len <= SHORT && self.inner.writes_bytes() {
+            // Their neighbours need not have been read.
+            let mut bytes = [0; SHORT];
+            let bytes = bytes.get_mut(..place.len).unwrap_or_default();
+            let stored = task.stored.as_ref().and_then(|stored| stored.read_into(place.at, bytes));
+            let outcome = match stored {
+                Some(()) => self.inner.write_bytes(place.from + place.at as u64, bytes),
+                None => None,
+            };
+            task.outcome = task.outcome.and(outcome.unwrap_or(Err(DiskError::BadBuffer)));
+            return;
+        }
         let request = Request { op, offset: place.from, len: place.to - place.from };
         let mut data = self.spare_lists.pop().unwrap_or_default();
         if let Err(error) = task.stored_data(&mut data) {
@@ -301,7 +321,9 @@ impl MetadataQueue {
         let OfAll { locks, cache, bell, .. } = &self.of_all;
         if task.has_written {
             let stored = task.stored.as_ref().filter(|_| task.outcome.is_ok());
-            cache.was_written(&task.place, stored);
+            let by_bytes = task.place.len <= SHORT && self.inner.writes_bytes();
+            let others = !task.place.has_others() || !by_bytes;
+            cache.was_written(&task.place, others, stored);
         }
         if task.way(&self.layout) != Way::Plain {
             locks.leave(task.serial, bell);
