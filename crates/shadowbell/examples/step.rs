@@ -10,7 +10,8 @@
 //!
 //! More arguments say the disk, an opcode, what metadata its blocks have and the bits of PRINFO:
 //! `10000 32 mem:256MiB 2`, and `10000 32 mem:256MiB 2 'metadata=8&pi=3' 12` for reads whose guards
-//! are checked. The last figure is how many nanoseconds an I/O takes both sides.
+//! are checked. The last figure is how many nanoseconds an I/O takes both sides. It says something
+//! of a disk that ends every request at once, as memory does; nobody waits for another.
 
 use shadowbell_backend::{Disk, MetadataDisk, MetadataFormat, Op, Request, Submitted};
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
