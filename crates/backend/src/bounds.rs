@@ -53,10 +53,16 @@ impl Request {
             _ if !inside => Err(DiskError::OutOfRange),
             Op::Read if short || !data.is_writable() => Err(DiskError::BadBuffer),
             Op::Compare if short => Err(DiskError::BadBuffer),
-            Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard if bounds.read_only => {
+            Op::Write { .. }
+            | Op::WriteZeroes { .. }
+            | Op::Discard
+            | Op::Append { .. }
+            | Op::Zone { .. }
+                if bounds.read_only =>
+            {
                 Err(DiskError::ReadOnly)
             }
-            Op::Write { .. } if short => Err(DiskError::BadBuffer),
+            Op::Write { .. } | Op::Append { .. } if short => Err(DiskError::BadBuffer),
             _ => Ok(()),
         }
     }
@@ -76,6 +82,7 @@ mod tests {
             discard: true,
             granularity: 1,
             metadata: None,
+            zoned: None,
         }
     }
 

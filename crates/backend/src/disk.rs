@@ -7,7 +7,8 @@ use crate::limit::Limiter;
 use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
-use shadowbell_memory::{DmaTable, Segments};
+use crate::zoned::Zones;
+use shadowbell_memory::{DmaTable, Segments, SharedBytes};
 use shadowbell_state::Descriptors;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -130,6 +131,14 @@ pub trait Disk: Send + Sync + fmt::Debug {
         drop(changed);
     }
 
+    /// The first `len` bytes of the disk as memory, if it can be had: what is stored there is a part
+    /// of the disk at once, stays when this process dies, and is on the medium after a flush. The
+    /// default is not memory.
+    fn map(&self, len: u64) -> Option<SharedBytes> {
+        let _ = len;
+        None
+    }
+
     /// Whether another process has the disk by the same descriptors. As long as one has, dropping
     /// this disk leaves the lock on it: it is the lock of both. The default has no lock.
     fn share_lock(&self, shared: bool) {
@@ -169,6 +178,24 @@ pub trait Queue {
     /// Whether [`write_bytes`](Self::write_bytes) can. The default can not.
     fn writes_bytes(&self) -> bool {
         false
+    }
+
+    /// The zones of the disk, if it is made of some. The default has none.
+    fn zones(&self) -> Option<&Zones> {
+        None
+    }
+
+    /// Where the data of the [`Append`](Op::Append) with this tag, which has ended or was completed
+    /// at once, were put: in bytes of the disk. To be asked once.
+    fn appended(&mut self, tag: u32) -> Option<u64> {
+        let _ = tag;
+        None
+    }
+
+    /// Whether what is submitted from here on may have been carried out by a process that is dead:
+    /// a write whose place was taken by that is no mistake.
+    fn set_replays(&mut self, replays: bool) {
+        let _ = replays;
     }
 
     /// Whether the queue is to be told by [`begin_turn`](Self::begin_turn) whose requests come.

@@ -1,6 +1,7 @@
 //! What a disk is.
 
 use crate::metadata::MetadataFormat;
+use crate::zoned::ZoneFormat;
 use serde::{Deserialize, Serialize};
 
 /// What a disk is.
@@ -22,6 +23,9 @@ pub struct DiskInfo {
     /// What metadata each block has, if it has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<MetadataFormat>,
+    /// What its zones are, if it has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zoned: Option<ZoneFormat>,
 }
 
 impl DiskInfo {
@@ -37,6 +41,7 @@ impl DiskInfo {
             discard: false,
             granularity: 1,
             metadata: None,
+            zoned: None,
         }
     }
 

@@ -11,6 +11,7 @@
 //! * [`FileDisk`] is a raw image or a block device, through io_uring or threads;
 //! * [`LimitedDisk`] is any of them with limits of what a second may bring;
 //! * [`MetadataDisk`] is any of them with metadata and protection information;
+//! * [`ZonedDisk`] is memory or a raw image made of zones;
 //! * [`open`] opens any of them by what a person writes: `disk.img`, `mem:1GiB`, `null:1TiB`.
 #![deny(unsafe_code)]
 
@@ -37,6 +38,7 @@ mod size;
 mod sys;
 mod tasks;
 mod uri;
+mod zoned;
 
 pub use bounds::Bounds;
 pub use compare::compare;
@@ -65,6 +67,7 @@ pub use sys::End;
 pub use sys::{fence, unpin};
 pub use tasks::Tasks;
 pub use uri::{FileSpec, adopt, open, open_lasting, recover};
+pub use zoned::{ZoneFormat, ZoneReport, ZonedDisk, Zones};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -102,6 +102,7 @@ impl MemDisk {
             discard: true,
             granularity: (PAGE as u32 / block_size).max(1),
             metadata: None,
+            zoned: None,
         }
     }
 
@@ -199,6 +200,10 @@ impl Disk for MemDisk {
         Ok(Arc::new(Self::of(mapping, info, Arc::clone(&self.regions))))
     }
 
+    fn map(&self, len: u64) -> Option<SharedBytes> {
+        self.bytes.slice(0, usize::try_from(len).ok()?)
+    }
+
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
         // Whatever was under way has ended with the process.
         self.hand_over(fds)
@@ -246,6 +251,7 @@ impl MemQueue {
                 .write(at, len, |done, at, len| data.copy_to(done, disk, at, len).ok_or(missing)),
             Op::Flush | Op::Verify => Ok(()),
             Op::WriteZeroes { .. } | Op::Discard => self.zero(at, len),
+            Op::Append { .. } | Op::Zone { .. } => Err(DiskError::Unsupported),
             Op::Compare => {
                 regions.read(at, len, |done, at, len| compare(data, done, disk, at, len))
             }

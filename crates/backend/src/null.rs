@@ -39,6 +39,7 @@ impl NullDisk {
                 discard: true,
                 granularity: 1,
                 metadata: None,
+                zoned: None,
             },
             read_zeroes: false,
         }

@@ -1,5 +1,7 @@
 //! What is asked of a disk, and how it ends.
 
+use shadowbell_spec::zns::ZoneAction;
+
 /// What is to be done. A queue answers what it does not know with [`DiskError::Unsupported`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -27,6 +29,19 @@ pub enum Op {
     Compare,
     /// Reads the range from the storage below and throws the data away.
     Verify,
+    /// Data to the write pointer of the zone that begins at the offset;
+    /// [`Queue::appended`](crate::Queue::appended) says where that was.
+    Append {
+        /// Force unit access.
+        fua: bool,
+    },
+    /// Changes the state of the zone that begins at the offset.
+    Zone {
+        /// To what.
+        action: ZoneAction,
+        /// Of all zones that can be changed so instead.
+        all: bool,
+    },
 }
 
 /// One request, in bytes of the disk: both are multiples of the block size, and the range lies
@@ -67,6 +82,33 @@ pub enum DiskError {
     /// A block has another reference tag than the one that is expected.
     #[error("a block has another reference tag than the one that is expected")]
     ReferenceTagCheck,
+    /// The request goes beyond what a zone has.
+    #[error("the request goes beyond what the zone has")]
+    ZoneBoundary,
+    /// Nothing more can be written to the zone.
+    #[error("the zone is full")]
+    ZoneFull,
+    /// The zone can only be read.
+    #[error("the zone is read-only")]
+    ZoneReadOnly,
+    /// The zone can not be read.
+    #[error("the zone is offline")]
+    ZoneOffline,
+    /// A write is not at the write pointer of its zone.
+    #[error("the write is not at the zone's write pointer")]
+    ZoneInvalidWrite,
+    /// Too many zones are open or closed.
+    #[error("too many zones are active")]
+    TooManyActiveZones,
+    /// Too many zones are open.
+    #[error("too many zones are open")]
+    TooManyOpenZones,
+    /// The zone is in no state for that.
+    #[error("the zone is in no state for that")]
+    ZoneTransition,
+    /// What is asked of a zone makes no sense: it does not begin there, or has no such thing.
+    #[error("no zone begins there, or it has no such thing")]
+    InvalidZone,
     /// The data buffer is shorter than the range, or not of the right direction: a caller's bug.
     #[error("the data buffer does not fit the request")]
     BadBuffer,

@@ -46,6 +46,12 @@ pub enum ResizeError {
         /// The disk.
         disk: String,
     },
+    /// How many zones there are is settled when they are made.
+    #[error("{disk}: how many zones it has was settled when they were made")]
+    Zoned {
+        /// The disk.
+        disk: String,
+    },
     /// The size is none that a disk can have.
     #[error(
         "{disk}: {bytes} bytes are no size of a disk with blocks of {block_size} bytes: it has to \

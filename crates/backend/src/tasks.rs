@@ -96,6 +96,11 @@ impl<T> Tasks<T> {
         self.places.get_mut(key as usize)?.as_mut().map(|(_, task)| task)
     }
 
+    /// The tag of a request.
+    pub fn tag_of(&self, key: u32) -> Option<u32> {
+        self.places.get(key as usize)?.as_ref().map(|(tag, _)| *tag)
+    }
+
     /// The key of the request with this tag.
     pub fn find(&self, tag: u32) -> Option<u32> {
         let has_it = |place: &Option<(u32, T)>| place.as_ref().is_some_and(|(of, _)| *of == tag);

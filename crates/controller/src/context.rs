@@ -14,7 +14,9 @@ use crate::trace::Kind;
 use crate::worker::Pool;
 use crate::worker::message::Message;
 use parking_lot::Mutex;
+use shadowbell_spec::regs::CC_CSS_ALL;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The namespaces as workers serve them, and as the host is told of them: while one is changed, one
 /// of the two is ahead.
@@ -28,6 +30,8 @@ pub(crate) struct Context {
     /// Without its namespaces.
     pub(crate) config: Config,
     namespaces: Mutex<Views>,
+    /// The host has selected all I/O command sets, not the NVM command set alone.
+    all_command_sets: AtomicBool,
     pub(crate) shared: Arc<ControllerShared>,
     pub(crate) pool: Pool,
     /// Which worker serves what was placed at another.
@@ -65,6 +69,7 @@ impl Context {
             // A disk that is removed is let go of.
             config: Config { namespaces: Vec::new(), nsids: Vec::new(), ..config },
             namespaces: Mutex::new(Views { serving, identified }),
+            all_command_sets: AtomicBool::new(false),
             shared,
             pool,
             route: Route::default(),
@@ -82,6 +87,21 @@ impl Context {
     /// The namespaces as the host is told of them.
     pub(crate) fn identified(&self) -> Arc<Namespaces> {
         Arc::clone(&self.namespaces.lock().identified)
+    }
+
+    /// As [`serving`](Self::serving), without those of command sets that the host has not selected.
+    pub(crate) fn visible(&self) -> Arc<Namespaces> {
+        self.serving().visible(self.all_command_sets.load(Ordering::Relaxed))
+    }
+
+    /// As [`identified`](Self::identified), likewise.
+    pub(crate) fn identified_and_visible(&self) -> Arc<Namespaces> {
+        self.identified().visible(self.all_command_sets.load(Ordering::Relaxed))
+    }
+
+    /// Which I/O command sets the host has selected (CC.CSS).
+    pub(crate) fn select_command_sets(&self, css: u8) {
+        self.all_command_sets.store(css == CC_CSS_ALL, Ordering::Relaxed);
     }
 
     /// Whoever serves the controller from here on serves these.

@@ -5,6 +5,7 @@ use crate::pool::PoolState;
 use crate::subsystem::Member;
 use crate::unserved::{placeholder, unserved};
 use shadowbell_backend::{Disk, DiskInfo};
+use shadowbell_spec::identify::csi;
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -121,6 +122,17 @@ impl Namespaces {
         self.barred.get(&nsid).copied().unwrap_or(INACTIVE)
     }
 
+    /// Those that a host sees that has selected all I/O command sets, or the NVM command set alone.
+    pub(crate) fn visible(self: &Arc<Self>, to_all: bool) -> Arc<Self> {
+        let is_hidden = |namespace: &Namespace| namespace.csi() != csi::NVM;
+        if to_all || !self.active.values().any(is_hidden) {
+            return Arc::clone(self);
+        }
+        let mut visible = Self::clone(self);
+        visible.active.retain(|_, namespace| !is_hidden(namespace));
+        Arc::new(visible)
+    }
+
     fn put(&mut self, nsid: u32, namespace: Option<Namespace>) {
         match namespace {
             Some(namespace) => {
@@ -217,6 +229,11 @@ impl Namespace {
     /// Its size in logical blocks.
     pub(crate) fn blocks(&self) -> u64 {
         self.info.blocks
+    }
+
+    /// Its I/O command set.
+    pub(crate) fn csi(&self) -> u8 {
+        if self.info.zoned.is_some() { csi::ZONED } else { csi::NVM }
     }
 
     /// The size of a logical block as a power of two: 9 or 12.

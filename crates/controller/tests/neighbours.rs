@@ -98,6 +98,10 @@ fn an_abort_stops_a_command_of_many_ranges() {
         host.submit(&mut queue, &sqe.with_cid(cid));
     }
     host.until("the first ranges", || held.seen().len() == PARTS);
+    // What has not been fetched is not aborted.
+    host.until("both to be fetched", || {
+        host.controller.stats().submission_queues.iter().any(|sq| (sq.qid, sq.commands) == (1, 2))
+    });
     let abort = |cid| Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid }, 0);
     // The second has not begun: it ends at once.
     assert_eq!(host.must(abort(1)) & 1, 0, "aborted");

@@ -34,7 +34,7 @@ pub(crate) fn recover(
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = disk_spec::split(spec)?;
     let disk = recover_unlimited(&spec, state, fds, wait)?;
-    disk_spec::put_around(&spec, &layers, disk)
+    disk_spec::put_around(&spec, (&layers, true), disk)
 }
 
 fn recover_unlimited(

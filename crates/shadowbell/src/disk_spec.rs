@@ -90,6 +90,9 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
 /// Any of them has blocks with metadata, if it says so (`metadata=8&pi=1`):
 /// [`MetadataFormat`](shadowbell_backend::MetadataFormat).
 ///
+/// Memory and raw images are made of zones, if they say so (`zoned=64MiB`):
+/// [`ZoneFormat`](shadowbell_backend::ZoneFormat).
+///
 /// Any of them has limits, if it says so (`iops=1000`, `write-bandwidth=100MiB:1GiB`), and can be in
 /// a group that shares others (`limit-group=db`): [`Limits::set`](shadowbell_backend::Limits::set).
 ///
@@ -118,19 +121,19 @@ pub(crate) fn adopt(
     fds: &mut Descriptors,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = split(spec)?;
-    put_around(&spec, &layers, shadowbell_backend::adopt(&spec, state, fds)?)
+    put_around(&spec, (&layers, true), shadowbell_backend::adopt(&spec, state, fds)?)
 }
 
-/// The disk of `spec` with what is around it.
+/// The disk of `spec` with what is around it; whether another process has had it, whose hosts go on.
 ///
 /// # Errors
 /// [`DiskSpecError`].
 pub(crate) fn put_around(
     spec: &str,
-    layers: &Layers,
+    (layers, goes_on): (&Layers, bool),
     disk: Arc<dyn Disk>,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    layers.put_around(disk).map_err(|why| wrong(spec, why))
+    layers.put_around(disk, goes_on).map_err(|why| wrong(spec, why))
 }
 
 /// What a specification says without what is around the disk, and that.
@@ -280,7 +283,7 @@ fn open_by(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
     if let Some(remark) = write_protection(&spec, disk.info().read_only)? {
         tracing::warn!("{remark}");
     }
-    put_around(&spec, &layers, disk)
+    put_around(&spec, (&layers, false), disk)
 }
 
 /// `-` is what other programs call their input and output.

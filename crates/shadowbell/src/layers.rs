@@ -1,13 +1,14 @@
-//! What a specification puts around a disk: metadata, and limits around these.
+//! What a specification puts around a disk: metadata or zones, and limits around these.
 
 use crate::limits::DiskLimits;
-use shadowbell_backend::{Disk, MetadataDisk, MetadataFormat};
+use shadowbell_backend::{Disk, MetadataDisk, MetadataFormat, ZoneFormat, ZonedDisk};
 use std::sync::Arc;
 
 /// What is around a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layers {
     pub(crate) metadata: Option<MetadataFormat>,
+    pub(crate) zoned: Option<ZoneFormat>,
     pub(crate) limits: DiskLimits,
 }
 
@@ -19,30 +20,49 @@ impl Layers {
     pub(crate) fn split(spec: &str) -> Result<(String, Self), String> {
         let (spec, limits) = DiskLimits::split(spec)?;
         let Some((disk, options)) = spec.split_once('?') else {
-            return Ok((spec, Self { metadata: None, limits }));
+            return Ok((spec, Self { limits, ..Self::default() }));
         };
-        let is_own = |option: &&str| {
-            option.split_once('=').is_some_and(|(name, _)| MetadataFormat::OPTIONS.contains(&name))
+        let is_of = |options: &[&str], option: &str| {
+            option.split_once('=').is_some_and(|(name, _)| options.contains(&name))
         };
-        let (own, rest): (Vec<_>, Vec<_>) = options.split('&').partition(is_own);
-        let own = own.iter().filter_map(|option| option.split_once('='));
-        let metadata = MetadataFormat::parse(own)?;
+        let (metadata, rest): (Vec<&str>, Vec<_>) =
+            options.split('&').partition(|option| is_of(&MetadataFormat::OPTIONS, option));
+        let (zoned, rest): (Vec<&str>, Vec<_>) =
+            rest.into_iter().partition(|option| is_of(&ZoneFormat::OPTIONS, option));
+        let metadata =
+            MetadataFormat::parse(metadata.iter().filter_map(|option| option.split_once('=')))?;
+        let zoned = ZoneFormat::parse(zoned.iter().filter_map(|option| option.split_once('=')))?;
         let rest = match &rest[..] {
             [] => disk.to_owned(),
             rest => format!("{disk}?{}", rest.join("&")),
         };
-        Ok((rest, Self { metadata, limits }))
+        Ok((rest, Self { metadata, zoned, limits }))
     }
 
     /// `disk` with what is around it. Limits count what a host does, and not the metadata of it, so
-    /// they are not below these.
+    /// they are not below these. With `goes_on` another process has had the disk, and its host goes
+    /// on.
     ///
     /// # Errors
     /// Why that can not be, in a sentence.
-    pub(crate) fn put_around(&self, disk: Arc<dyn Disk>) -> Result<Arc<dyn Disk>, String> {
+    pub(crate) fn put_around(
+        &self,
+        disk: Arc<dyn Disk>,
+        goes_on: bool,
+    ) -> Result<Arc<dyn Disk>, String> {
         let disk = match self.metadata {
             None => disk,
             Some(format) => Arc::new(MetadataDisk::new(disk, format)?),
+        };
+        let disk = match self.zoned {
+            None => disk,
+            Some(format) => {
+                let disk = ZonedDisk::new(disk, format, goes_on)?;
+                if let Some(damaged) = disk.damaged() {
+                    tracing::warn!("{damaged}");
+                }
+                Arc::new(disk) as Arc<dyn Disk>
+            }
         };
         Ok(self.limits.limit(disk))
     }
@@ -58,7 +78,7 @@ mod tests {
         assert_eq!(rest, "a.img?direct=on");
         assert_eq!(layers.metadata.map(|format| (format.size, format.protection)), Some((8, 1)));
         let disk = shadowbell_backend::open("mem:1MiB").unwrap();
-        let disk = layers.put_around(disk).unwrap();
+        let disk = layers.put_around(disk, false).unwrap();
         assert_eq!((disk.info().metadata, disk.limiters().len()), (layers.metadata, 1));
         for spec in ["a.img", "a.img?direct=on", "mem:1MiB?x", "a?"] {
             assert_eq!(Layers::split(spec), Ok((spec.to_owned(), Layers::default())));
@@ -67,7 +87,20 @@ mod tests {
         for spec in ["a?metadata=9", "a?pi=1", "a?metadata=8&guard=64", "a?iops=fast"] {
             Layers::split(spec).unwrap_err();
         }
+        let (rest, layers) =
+            Layers::split("mem:4MiB?zoned=1MiB&max-open=2&block-size=4096&iops=7").unwrap();
+        assert_eq!(rest, "mem:4MiB?block-size=4096");
+        let disk = shadowbell_backend::open(&rest).unwrap();
+        let disk = layers.put_around(disk, false).unwrap();
+        assert_eq!((disk.info().zoned, disk.info().blocks), (layers.zoned, 3 << 8));
+        for spec in ["a?zoned=1000", "a?max-open=1", "a?zoned=1MiB&zone-capacity=2MiB"] {
+            Layers::split(spec).unwrap_err();
+        }
+        let (_, layers) = Layers::split("a?metadata=8&zoned=64KiB").unwrap();
+        let both = layers.put_around(shadowbell_backend::open("mem:4MiB").unwrap(), false);
+        assert!(both.unwrap_err().contains("have no metadata"));
+        let (_, layers) = Layers::split("a?metadata=8&pi=1").unwrap();
         let small = shadowbell_backend::open("mem:512").unwrap();
-        layers.put_around(small).unwrap_err();
+        layers.put_around(small, false).unwrap_err();
     }
 }

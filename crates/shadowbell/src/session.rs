@@ -41,6 +41,13 @@ impl Session {
                     }
                     error => error.into_error(),
                 })?;
+                if disk.info().zoned.is_some() {
+                    return Err(exit::bad_input(anyhow!(
+                        "{}: it is made of zones, which this program serves to guests and does \
+                         not use itself; leave out `zoned`, or serve it",
+                        disk.name()
+                    )));
+                }
                 let here = local::connect(disk, options.doorbells == Doorbells::Mapped)?;
                 local = Some(here.controller().clone());
                 here

@@ -16,6 +16,7 @@
 //! | [`identify`], [`log`], [`feature`] | the data of Identify, Get Log Page, Get and Set Features |
 //! | [`event`] | asynchronous events |
 //! | [`dbbuf`] | where a queue's shadow doorbell and EventIdx are |
+//! | [`zns`] | the Zoned Namespace command set: commands, zone reports, Identify |
 //! | [`pci`] | what NVMe fixes of PCI: class code, MSI-X |
 //!
 //! # Which documents
@@ -63,6 +64,7 @@ pub mod reservation;
 pub mod sgl;
 pub mod sqe;
 pub mod status;
+pub mod zns;
 
 pub use cqe::Cqe;
 pub use sqe::Sqe;

@@ -117,8 +117,8 @@ opcodes! {
 }
 
 opcodes! {
-    /// I/O commands of the NVM command set, and those common to all I/O command sets. Base 2.1, 7,
-    /// and NVM 1.1, 3, "Opcodes for NVM Commands".
+    /// I/O commands of the NVM and the Zoned Namespace command sets, and those common to all. Base
+    /// 2.1, 7; NVM 1.1, 3, "Opcodes for NVM Commands"; ZNS 1.1, "Opcodes".
     NvmOpcode {
         Flush = 0x00, "Flush";
         Write = 0x01, "Write";
@@ -136,6 +136,10 @@ opcodes! {
         Cancel = 0x18, "Cancel";
         Copy = 0x19, "Copy";
         IoManagementSend = 0x1d, "I/O Management Send";
+        /// Of the Zoned Namespace command set, as the two below.
+        ZoneManagementSend = 0x79, "Zone Management Send";
+        ZoneManagementReceive = 0x7a, "Zone Management Receive";
+        ZoneAppend = 0x7d, "Zone Append";
     }
 }
 

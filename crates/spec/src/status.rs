@@ -292,6 +292,14 @@ statuses! {
     FAST_COPY_NOT_POSSIBLE = (1, 0x86), "Fast Copy Not Possible";
     OVERLAPPING_IO_RANGE = (1, 0x87), "Overlapping I/O Range";
     INSUFFICIENT_RESOURCES = (1, 0x89), "Insufficient Resources";
+    ZONE_BOUNDARY_ERROR = (1, 0xb8), "Zone Boundary Error";
+    ZONE_IS_FULL = (1, 0xb9), "Zone Is Full";
+    ZONE_IS_READ_ONLY = (1, 0xba), "Zone Is Read Only";
+    ZONE_IS_OFFLINE = (1, 0xbb), "Zone Is Offline";
+    ZONE_INVALID_WRITE = (1, 0xbc), "Zone Invalid Write";
+    TOO_MANY_ACTIVE_ZONES = (1, 0xbd), "Too Many Active Zones";
+    TOO_MANY_OPEN_ZONES = (1, 0xbe), "Too Many Open Zones";
+    INVALID_ZONE_STATE_TRANSITION = (1, 0xbf), "Invalid Zone State Transition";
     // Media and Data Integrity Errors
     WRITE_FAULT = (2, 0x80), "Write Fault";
     UNRECOVERED_READ = (2, 0x81), "Unrecovered Read Error";

@@ -14,6 +14,7 @@
 //! | [`driver`] | a controller that does anything | the driver: attach, queues, recovery |
 //! | [`client`] | a vfio-user server | the client |
 //! | [`resets`] | a guest that resets at any moment | the controller, with a small quota |
+//! | [`subsystem`] | hosts that share namespaces: reservations, and ways that are none | controllers of one subsystem, against a model of both |
 //! | [`mod@file`] | a file system: short, failing and late calls | a file as a disk, against a model |
 //! | [`vhost`] | a virtio-blk guest: chains, rings, memory | a queue of the vhost-user device |
 //! | [`nbd`] | an NBD client, and a server | the server; the decoder of replies |
@@ -34,6 +35,7 @@ pub mod queues;
 pub mod resets;
 pub mod session;
 pub mod shared;
+pub mod subsystem;
 pub mod text;
 pub mod vhost;
 

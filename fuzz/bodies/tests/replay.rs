@@ -68,6 +68,7 @@ targets! {
     driver: 200 of 1000;
     client: 1000 of 1000;
     resets: 600 of 2000;
+    subsystem: 60 of 1000;
     file: 400 of 2000;
     vhost: 400 of 2000;
     nbd: 500 of 1000;

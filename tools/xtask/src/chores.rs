@@ -146,6 +146,7 @@ fn guest(report: &mut Report) {
                     | Suite::CloudHypervisor
                     | Suite::Namespaces
                     | Suite::Shared
+                    | Suite::Rivals
             );
             if newer_only && kernel != Kernel::V7_2 {
                 continue;

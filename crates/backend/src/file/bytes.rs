@@ -53,6 +53,7 @@ impl ImageBytes {
             discard: false,
             granularity: 1,
             metadata: None,
+            zoned: None,
         };
         let atom =
             Atom::of_file(&file, &image.metadata, image.is_block, direct.is_some(), block_size);

@@ -15,6 +15,7 @@ use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::resize::ResizeError;
 use rustix::fs::OFlags;
+use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_state::Descriptors;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -152,6 +153,17 @@ impl Disk for FileDisk {
         let info = DiskInfo { read_only: !taken, ..self.info() };
         let shared = self.shared.resized(info, self.shared.end.load(Ordering::Relaxed));
         Ok(Arc::new(Self { shared: Arc::new(shared), path: self.path.clone() }))
+    }
+
+    fn map(&self, len: u64) -> Option<SharedBytes> {
+        let flags = rustix::fs::fcntl_getfl(&self.shared.file).ok()?;
+        let writable = flags.contains(OFlags::RDWR);
+        let protection = if writable { Protection::ReadWrite } else { Protection::Read };
+        if len > self.info().bytes() {
+            return None;
+        }
+        let mapping = Mapping::from_fd(&*self.shared.file, 0, len, protection).ok()?;
+        mapping.bytes().slice(0, usize::try_from(len).ok()?)
     }
 
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {

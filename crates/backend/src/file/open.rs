@@ -78,6 +78,7 @@ pub(super) fn take(
             discard,
             granularity: cluster / block_size,
             metadata: None,
+            zoned: None,
         },
         atom: Atom::of_file(&file, &metadata, is_block, direct.is_some(), block_size),
         ranges: ranges(direct, block_size),

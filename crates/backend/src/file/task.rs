@@ -94,6 +94,7 @@ impl Task {
             Op::Discard if !shared.info.discard => return Err(Ok(())),
             Op::Discard => zeroing(true, shared),
             Op::WriteZeroes { deallocate, .. } => zeroing(deallocate, shared),
+            Op::Append { .. } | Op::Zone { .. } => return Err(Err(DiskError::Unsupported)),
         };
         let syncs_after = match request.op {
             Op::WriteZeroes { fua, .. } => fua,

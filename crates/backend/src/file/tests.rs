@@ -44,6 +44,7 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
             discard: true,
             granularity: 1,
             metadata: None,
+            zoned: None,
         },
         direct: None,
         engine: ENGINE.get(),

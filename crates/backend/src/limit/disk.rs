@@ -7,6 +7,7 @@ use crate::extent::Tell;
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::resize::ResizeError;
+use shadowbell_memory::SharedBytes;
 use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
@@ -89,6 +90,10 @@ impl Disk for LimitedDisk {
 
     fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
         self.inner.with_writes(taken).map(|inner| self.of(inner))
+    }
+
+    fn map(&self, len: u64) -> Option<SharedBytes> {
+        self.inner.map(len)
     }
 
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {

@@ -11,6 +11,7 @@ use crate::lists::Lists;
 use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::tasks::Tasks;
+use crate::zoned::Zones;
 use shadowbell_memory::{DmaTable, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -225,6 +226,18 @@ impl Queue for LimitedQueue {
         data: &mut Segments,
     ) -> Submitted {
         self.take_in(tag, request, Some(metadata), data)
+    }
+
+    fn zones(&self) -> Option<&Zones> {
+        self.inner.zones()
+    }
+
+    fn appended(&mut self, tag: u32) -> Option<u64> {
+        self.inner.appended(tag)
+    }
+
+    fn set_replays(&mut self, replays: bool) {
+        self.inner.set_replays(replays);
     }
 
     fn takes_turns(&self) -> bool {

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Tells a queue which of its requests need not wait any longer.
 #[derive(Debug)]
-pub(super) struct Bell {
+pub(crate) struct Bell {
     event: EventFd,
     rings: AtomicBool,
     granted: Mutex<Vec<u64>>,
 }
 
 impl Bell {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         Ok(Self {
             event: EventFd::new()?,
             rings: AtomicBool::new(false),
@@ -24,12 +24,12 @@ impl Bell {
         })
     }
 
-    pub(super) fn event(&self) -> &EventFd {
+    pub(crate) fn event(&self) -> &EventFd {
         &self.event
     }
 
     /// The request is to be looked at, because it need not wait any longer.
-    pub(super) fn ring(&self, serial: u64) {
+    pub(crate) fn ring(&self, serial: u64) {
         let mut granted = self.granted.lock();
         granted.push(serial);
         self.rings.store(true, Ordering::Release);
@@ -38,7 +38,7 @@ impl Bell {
     }
 
     /// The requests that may begin.
-    pub(super) fn take(&self) -> Vec<u64> {
+    pub(crate) fn take(&self) -> Vec<u64> {
         if !self.rings.load(Ordering::Acquire) {
             return Vec::new();
         }

@@ -30,3 +30,4 @@ mod task;
 pub use checks::{Metadata, MetadataBuffer};
 pub use disk::MetadataDisk;
 pub use format::MetadataFormat;
+pub(crate) use locks::Bell;

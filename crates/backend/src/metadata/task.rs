@@ -87,7 +87,7 @@ impl Task {
             Op::Compare => Way::Compare,
             Op::Write { .. } => Way::Write,
             Op::WriteZeroes { .. } | Op::Discard => Way::Zero,
-            Op::Flush | Op::Verify => Way::Plain,
+            Op::Flush | Op::Verify | Op::Append { .. } | Op::Zone { .. } => Way::Plain,
         }
     }
 

@@ -1,6 +1,7 @@
 //! Identify: what the controller and its namespaces are. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
 
 use super::ana::TRANSITION_SECONDS;
+use super::identify_zoned as zoned;
 use super::keep_alive;
 use super::limits::{
     ABORT_LIMIT, CRITICAL_TEMPERATURE, ERROR_LOG_ENTRIES, EXTENDED_MINUTES, FIRMWARE_REVISION,
@@ -104,15 +105,22 @@ impl Identity {
             }
             cns::CSI_NAMESPACE => {
                 let namespace = find(nsid, namespaces)?;
-                if cmd.csi != csi::NVM {
-                    return Err(Status::INVALID_IO_COMMAND_SET.with_dnr());
+                match cmd.csi {
+                    csi::NVM => Ok(page(&namespace.map(nvm_namespace).unwrap_or_default())),
+                    csi::ZONED => Ok(page(&zoned::namespace(namespace)?)),
+                    _ => Err(Status::INVALID_IO_COMMAND_SET.with_dnr()),
                 }
-                Ok(page(&namespace.map(nvm_namespace).unwrap_or_default()))
             }
             cns::CSI_CONTROLLER if cmd.csi == csi::NVM => {
                 Ok(page(&nvm_controller(&namespaces.promises)))
             }
-            cns::CSI_ACTIVE_NAMESPACES if cmd.csi == csi::NVM => list(nsid, nsids()),
+            cns::CSI_CONTROLLER if cmd.csi == csi::ZONED => {
+                Ok(page(&zoned::controller(namespaces)))
+            }
+            cns::CSI_ACTIVE_NAMESPACES if matches!(cmd.csi, csi::NVM | csi::ZONED) => {
+                let own = namespaces.iter().filter(|namespace| namespace.csi() == cmd.csi);
+                list(nsid, own.map(Namespace::nsid))
+            }
             cns::INDEPENDENT_NAMESPACE => {
                 let namespace = find(nsid, namespaces)?;
                 Ok(page(&namespace.map(independent).unwrap_or_default()))
@@ -127,7 +135,7 @@ impl Identity {
                 if cmd.cntid == THIS_CONTROLLER || self.controllers().contains(&cmd.cntid) =>
             {
                 let mut sets = IoCommandSets::default();
-                sets.vectors[0] = 1 << csi::NVM;
+                sets.vectors[0] = 1 << csi::NVM | 1 << csi::ZONED;
                 Ok(page(&sets))
             }
             _ => Err(Status::INVALID_FIELD.with_dnr()),
@@ -368,7 +376,7 @@ fn ids(namespace: &Namespace) -> NamespaceIds {
         NamespaceId::Uuid(namespace.uuid()),
         NamespaceId::Nguid(namespace.nguid()),
         NamespaceId::Eui64(namespace.eui64()),
-        NamespaceId::Csi(csi::NVM),
+        NamespaceId::Csi(namespace.csi()),
     ])
 }
 

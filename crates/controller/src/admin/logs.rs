@@ -338,11 +338,14 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
         }
         lid::COMMANDS_SUPPORTED_EFFECTS => {
             // Base 2.1, 5.1.12.1.6: the page of the I/O command set that CSI names.
-            if cmd.csi != csi::NVM {
-                return Err(Status::INVALID_FIELD.with_dnr());
-            }
             let offers = (context.pool.is_some(), context.is_shared);
-            commands(context.shadow_doorbells, offers).as_bytes().to_vec()
+            let mut page = commands(context.shadow_doorbells, offers);
+            match cmd.csi {
+                csi::NVM => {}
+                csi::ZONED => zoned_commands(&mut page),
+                _ => return Err(Status::INVALID_FIELD.with_dnr()),
+            }
+            page.as_bytes().to_vec()
         }
         lid::SANITIZE_STATUS => match context.pool {
             Some(state) => sanitize::page(&state.sanitize).as_bytes().to_vec(),
@@ -432,6 +435,19 @@ const RESERVATIONS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::ReservationAcquire, false),
     (NvmOpcode::ReservationRelease, false),
 ];
+
+/// The commands for zoned namespaces, instead of those for others.
+fn zoned_commands(page: &mut CommandsSupportedEffects) {
+    let supported = CommandEffects::new().with_csupp(true);
+    for (opcode, effects) in [
+        (NvmOpcode::WriteUncorrectable, CommandEffects::new()),
+        (NvmOpcode::ZoneManagementSend, supported.with_lbcc(true)),
+        (NvmOpcode::ZoneManagementReceive, supported),
+        (NvmOpcode::ZoneAppend, supported.with_lbcc(true)),
+    ] {
+        page.io[usize::from(u8::from(opcode))] = effects;
+    }
+}
 
 fn commands(
     shadow_doorbells: bool,

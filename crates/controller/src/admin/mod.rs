@@ -9,6 +9,7 @@ pub(crate) mod host_behavior;
 pub(crate) mod host_identifier;
 pub(crate) mod identify;
 pub(crate) mod identify_pool;
+mod identify_zoned;
 pub(crate) mod keep_alive;
 pub(crate) mod limits;
 pub(crate) mod logs;

@@ -236,7 +236,8 @@ impl AdminCommands {
     fn identify(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::Identify::decode(sqe);
         pool::identify(env.cx, &command, sqe.nsid, || {
-            let data = self.identity.identify(&command, sqe.nsid, &env.cx.identified())?;
+            let data =
+                self.identity.identify(&command, sqe.nsid, &env.cx.identified_and_visible())?;
             Ok(Outcome::Data(Data { len: data.len(), bytes: data.to_vec(), dw0: 0, log: None }))
         })
     }
@@ -556,7 +557,7 @@ impl AdminCommands {
 /// Get LBA Status. The disk is asked elsewhere (`lba_status`).
 fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
     let command = decode::GetLbaStatus::decode(sqe);
-    let serving = env.cx.serving();
+    let serving = env.cx.visible();
     let namespace = match serving.get(sqe.nsid) {
         Some(namespace) => namespace,
         // One that may be, and is not there.
@@ -611,7 +612,7 @@ fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
 }
 
 fn limits(env: &CommandEnvironment<'_>, nsid: u32) -> Limits {
-    let namespaces = env.cx.identified();
+    let namespaces = env.cx.identified_and_visible();
     Limits {
         io_queues: env.cx.config.io_queues,
         vectors: env.cx.shared.irqs.len() as u16,

@@ -104,7 +104,7 @@ impl QueueEnvironment<'_> {
             shared: Arc::clone(&cx.shared),
             control: cx.control.clone(),
             table: Arc::clone(self.memory.table()),
-            namespaces: cx.serving(),
+            namespaces: cx.visible(),
             page_size: self.registers.page_size(),
             max_transfer: 4096usize << cx.config.mdts,
             quota: cx.config.quota,

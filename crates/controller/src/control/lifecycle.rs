@@ -39,6 +39,7 @@ impl Control {
         if let Err(why) = self.registers.check_enable() {
             return self.fail(cx, why, deferred);
         }
+        cx.select_command_sets(self.registers.cc.css());
         let Registers { aqa, asq, acq, .. } = self.registers;
         let (table, generation) = (Arc::clone(self.memory.table()), self.lifecycle.generation);
         match AdminQueue::new(&cx.shared, &table, aqa, asq, acq) {

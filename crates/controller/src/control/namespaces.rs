@@ -137,10 +137,11 @@ impl Control {
         cx.serve(Arc::clone(&namespaces));
         let latch = cx.latch(Notice::NamespaceChanged { nsid, status: Status::SUCCESS });
         cx.lba_status.wait_for(nsid, &latch);
+        let visible = cx.visible();
         cx.send_all(self.queues.workers(), |controller| Message::ChangeNamespace {
             controller,
             nsid,
-            namespaces: Arc::clone(&namespaces),
+            namespaces: Arc::clone(&visible),
             latch: latch.clone(),
         });
         deferred.latches.push(latch);

@@ -146,6 +146,7 @@ impl Control {
         self.port.errors = errors.ok_or(RestoreError::Invalid("the error log"))?;
         self.port.events = AsyncEvents::restore(&control.events);
         self.registers.restore(&control.registers);
+        cx.select_command_sets(self.registers.cc.css());
         self.commands.restore(&control.features, &control.changed);
         self.commands.diagnostics = Diagnostics::restore(&control.diagnostics);
         self.commands.pool = PoolCommands::restore(control.creating);
@@ -205,7 +206,7 @@ pub(super) fn restoring<'a>(
     generation: u64,
 ) -> Restoring<'a> {
     let opening = Opening {
-        namespaces: cx.serving(),
+        namespaces: cx.visible(),
         page_size: registers.page_size(),
         max_transfer: 4096usize << cx.config.mdts,
         quota: cx.config.quota,

@@ -177,7 +177,17 @@ impl Engine {
                 let Some(entry) = self.in_flight.remove(tag) else { continue };
                 let InFlight { owner, status, nsid, lba, .. } = entry;
                 if let Owner::Command { sq, cid, permit } = owner {
-                    ended(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0 });
+                    ended(CompletedCommand {
+                        sq,
+                        cid,
+                        tag,
+                        permit,
+                        status,
+                        nsid,
+                        lba,
+                        dw0,
+                        dw1: 0,
+                    });
                 }
             }
         }

@@ -1,6 +1,7 @@
 //! Everything that executing I/O commands for one controller takes, on one worker.
 
 use super::alone::Alone;
+use super::appends::Appends;
 use super::copy::Copies;
 use super::forced::ForcedReads;
 use super::in_flight::{InFlightTable, Kind};
@@ -95,6 +96,7 @@ pub(crate) struct Engine {
     pub(super) forced: ForcedReads,
     pub(super) alone: Alone,
     pub(super) reservations: ReservationCommands,
+    pub(super) appends: Appends,
     /// What was done, for others to read.
     pub(crate) counters: Arc<PartCounters>,
     pub(super) transfers: TransferStats,
@@ -144,6 +146,7 @@ impl Engine {
             forced: ForcedReads::default(),
             alone: Alone::default(),
             reservations: ReservationCommands::default(),
+            appends: Appends::default(),
             transfers: counters.io.transfers(),
             counters,
         };
@@ -287,6 +290,15 @@ impl Engine {
     #[inline]
     pub(crate) fn pending(&self) -> usize {
         self.in_flight.len()
+    }
+
+    /// As [`start`](Self::start), a command that a process that is dead may have begun.
+    #[cold]
+    pub(crate) fn start_again(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(true));
+        let started = self.start(sqe, sq, permit);
+        self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(false));
+        started
     }
 
     /// How many requests and commands that were under way have ended.

@@ -20,8 +20,9 @@ pub(crate) struct CompletedCommand {
     pub(crate) status: Status,
     pub(crate) nsid: u32,
     pub(crate) lba: u64,
-    /// Command specific result, dword 0.
+    /// Command specific result, dwords 0 and 1.
     pub(crate) dw0: u32,
+    pub(crate) dw1: u32,
 }
 
 /// What kind of command it is, for the statistics.

@@ -58,12 +58,21 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         let requests = match op {
+            // Zones are written from their start on.
+            NvmOpcode::WriteUncorrectable if self.zones_of(sqe.nsid).is_some() => {
+                Err(Status::INVALID_OPCODE.with_dnr())
+            }
+            NvmOpcode::ZoneManagementSend
+            | NvmOpcode::ZoneManagementReceive
+            | NvmOpcode::ZoneAppend => return self.zoned(op, sqe, sq, permit),
             NvmOpcode::WriteUncorrectable => return self.write_uncorrectable(sqe, sq, permit),
             NvmOpcode::Compare => return self.transfer::<false>(op, sqe, sq, permit),
             NvmOpcode::Copy => return self.copy(sqe, sq, permit),
             NvmOpcode::Flush => self.flush(sqe),
             NvmOpcode::DatasetManagement => self.dataset_management(sqe),
-            NvmOpcode::WriteZeroes | NvmOpcode::Verify => self.without_data(op, sqe),
+            NvmOpcode::WriteZeroes | NvmOpcode::Verify => {
+                self.check_zones(op, sqe).and_then(|()| self.without_data(op, sqe))
+            }
             NvmOpcode::ReservationRegister
             | NvmOpcode::ReservationReport
             | NvmOpcode::ReservationAcquire
@@ -166,6 +175,9 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         if let Some(status) = self.copy_refusal(&copy) {
+            return Started::Failed(permit, status);
+        }
+        if let Err(status) = self.check_copied_zones(&copy) {
             return Started::Failed(permit, status);
         }
         match self.marks_of_copy(&copy) {

@@ -1,6 +1,7 @@
 //! I/O commands: from a fetched entry to requests of a disk, and back to a status.
 
 mod alone;
+mod appends;
 mod carry_out_alone;
 mod changed_namespaces;
 mod copy;
@@ -25,6 +26,7 @@ mod spans;
 mod status;
 mod transfer;
 mod with_metadata;
+mod zoned;
 
 pub(crate) use engine::{Closed, Engine, Started};
 pub(crate) use in_flight::CompletedCommand;

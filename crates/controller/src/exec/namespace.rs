@@ -5,7 +5,9 @@ use crate::namespace::{INACTIVE, Namespace, Namespaces};
 use crate::reservations::Access;
 use crate::subsystem::Member;
 use rustix::event::epoll::{self, EventData, EventFlags};
-use shadowbell_backend::{DiskError, Metadata, MetadataFormat, Op, Queue, Request, Submitted};
+use shadowbell_backend::{
+    DiskError, Metadata, MetadataFormat, Op, Queue, Request, Submitted, Zones,
+};
 use shadowbell_memory::{DmaTable, Ring, Segments};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;
@@ -46,6 +48,8 @@ struct Extra {
     /// Other controllers have it, too.
     shared: Option<SharedNamespace>,
     metadata: Option<MetadataFormat>,
+    /// It is made of zones: all commands are long, too.
+    is_zoned: bool,
 }
 
 /// What a namespace is in a subsystem.
@@ -73,8 +77,9 @@ impl NamespaceQueue {
             access: Access::ALL,
         });
         let metadata = namespace.info().metadata;
-        let has_extra = shared.is_some() || metadata.is_some();
-        let extra = has_extra.then(|| Box::new(Extra { shared, metadata }));
+        let is_zoned = namespace.info().zoned.is_some();
+        let has_extra = shared.is_some() || metadata.is_some() || is_zoned;
+        let extra = has_extra.then(|| Box::new(Extra { shared, metadata, is_zoned }));
         let block_shift = namespace.block_shift() as u8;
         let mut opened = Self {
             blocks: namespace.blocks(),
@@ -123,7 +128,8 @@ impl NamespaceQueue {
     }
 
     fn review_long(&mut self) {
-        let all_are = self.is_marked() || self.access().restricts() || self.metadata().is_some();
+        let has_more = self.metadata().is_some() || self.is_zoned();
+        let all_are = self.is_marked() || self.access().restricts() || has_more;
         self.long_from = if all_are { 0 } else { long_from(self.block_shift) };
     }
 
@@ -148,6 +154,11 @@ impl NamespaceQueue {
     /// What metadata its blocks have, if they have some.
     pub(super) fn metadata(&self) -> Option<&MetadataFormat> {
         self.extra.as_ref()?.metadata.as_ref()
+    }
+
+    /// Whether it is made of zones.
+    pub(super) fn is_zoned(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| extra.is_zoned)
     }
 
     /// Whether some of its blocks are marked as uncorrectable.
@@ -279,6 +290,7 @@ fn forced(op: Op) -> Op {
     match op {
         Op::Write { .. } => Op::Write { fua: true },
         Op::WriteZeroes { deallocate, .. } => Op::WriteZeroes { deallocate, fua: true },
+        Op::Append { .. } => Op::Append { fua: true },
         other => other,
     }
 }
@@ -297,6 +309,18 @@ impl Queue for WriteThrough {
     ) -> Submitted {
         let request = Request { op: forced(request.op), ..*request };
         self.0.submit_with_metadata(tag, &request, metadata, data)
+    }
+
+    fn zones(&self) -> Option<&Zones> {
+        self.0.zones()
+    }
+
+    fn appended(&mut self, tag: u32) -> Option<u64> {
+        self.0.appended(tag)
+    }
+
+    fn set_replays(&mut self, replays: bool) {
+        self.0.set_replays(replays);
     }
 
     fn takes_turns(&self) -> bool {

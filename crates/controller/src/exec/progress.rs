@@ -1,5 +1,6 @@
 //! How commands that are under way go on and end.
 
+use super::appends::Appending;
 use super::copy::CopyEnd;
 use super::engine::Engine;
 use super::in_flight::{CompletedCommand, InFlight, Owner};
@@ -36,7 +37,8 @@ impl Engine {
             self.retired = retired;
         }
         let several = self.long.len() + self.forced.len() + self.alone.len();
-        if self.copies.is_empty() && several + self.reservations.len() == 0 {
+        let others = self.reservations.len() + self.appends.len();
+        if self.copies.is_empty() && several + others == 0 {
             return false;
         }
         self.advance(&mut ended)
@@ -95,6 +97,15 @@ impl Engine {
                 ended(end);
             }
         }
+        for (parent, Appending { place, tag: (index, tag) }) in self.appends.take() {
+            let namespace = &mut self.namespaces[index];
+            let place = place.or_else(|| namespace.queue.appended(tag)).unwrap_or(0);
+            let lba = place >> namespace.block_shift;
+            if let Some(end) = self.end(parent) {
+                let lba = if end.status.is_success() { lba } else { 0 };
+                ended(CompletedCommand { dw0: lba as u32, dw1: (lba >> 32) as u32, ..end });
+            }
+        }
         if self.alone.len() != 0 {
             self.advance_alone(ended);
         }
@@ -108,6 +119,7 @@ impl Engine {
             || self.forced.can_advance()
             || self.alone.can_advance()
             || self.reservations.has_ended()
+            || self.appends.has_ended()
     }
 
     /// A request has ended: the command that has ended with it, if there is one.
@@ -137,6 +149,7 @@ impl Engine {
                 }
                 self.long.part_ended(parent);
                 self.forced.part_ended(parent);
+                self.appends.ended(parent);
                 None
             }
             Owner::Dropped { parent } => {
@@ -171,7 +184,7 @@ impl Engine {
                 } else {
                     self.count_error(status);
                 }
-                Some(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0: 0 })
+                Some(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0: 0, dw1: 0 })
             }
         }
     }

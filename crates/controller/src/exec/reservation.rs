@@ -34,12 +34,17 @@ static NEXT_TICKET: AtomicU64 = AtomicU64::new(1);
 /// Whether a command of this kind needs a right that is not there.
 fn lacks(op: NvmOpcode, access: Access) -> bool {
     match op {
-        NvmOpcode::Read | NvmOpcode::Compare | NvmOpcode::Verify => !access.read,
+        NvmOpcode::Read
+        | NvmOpcode::Compare
+        | NvmOpcode::Verify
+        | NvmOpcode::ZoneManagementReceive => !access.read,
         NvmOpcode::Flush
         | NvmOpcode::Write
         | NvmOpcode::WriteUncorrectable
         | NvmOpcode::WriteZeroes
-        | NvmOpcode::DatasetManagement => !access.write,
+        | NvmOpcode::DatasetManagement
+        | NvmOpcode::ZoneManagementSend
+        | NvmOpcode::ZoneAppend => !access.write,
         // Copy is about several namespaces; the others look for themselves.
         _ => false,
     }
@@ -256,8 +261,8 @@ mod tests {
             all.filter(|op| lacks(*op, access)).map(u8::from).collect::<Vec<u8>>()
         };
         assert!(needs(Access::ALL).is_empty());
-        assert_eq!(needs(writes), [0x02, 0x05, 0x0c]);
-        assert_eq!(needs(reads), [0x00, 0x01, 0x04, 0x08, 0x09]);
-        assert_eq!(needs(none).len(), 8);
+        assert_eq!(needs(writes), [0x02, 0x05, 0x0c, 0x7a]);
+        assert_eq!(needs(reads), [0x00, 0x01, 0x04, 0x08, 0x09, 0x79, 0x7d]);
+        assert_eq!(needs(none).len(), 11);
     }
 }

@@ -327,7 +327,7 @@ impl QueueSet {
             abort_command(CommandStep::Start, sqe.cdw10_11());
             match command.decision {
                 Some(_) => engine.park_second(sqe, *index, permit),
-                None => engine.start(sqe, *index, permit),
+                None => engine.start_again(sqe, *index, permit),
             }
         };
         let (permit, status) = match started {
@@ -367,7 +367,8 @@ impl QueueSet {
             let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
             let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return };
             abort_command(CommandStep::End, ended.lba);
-            let cqe = sq.complete(ended.cid, ended.status, ended.dw0);
+            let mut cqe = sq.complete(ended.cid, ended.status, ended.dw0);
+            cqe.dw1 = ended.dw1;
             if !cqe.status().is_success() {
                 report_ended(control, sq.layout.qid, &ended);
             }

@@ -112,7 +112,8 @@ impl Index {
         self.namespaces.iter_mut().find(|entry| entry.nsid == nsid)
     }
 
-    /// For the controller. `parts` is how far a sanitize operation is.
+    /// For the controller. `parts` is how far a sanitize operation is, as far as this process knows:
+    /// it has gone at least as far as the index says.
     pub(crate) fn state(&self, capacity: u64, parts: u16) -> PoolState {
         let namespace = |entry: &Entry| PoolNamespace {
             nsid: entry.nsid,
@@ -129,7 +130,7 @@ impl Index {
             sanitize: SanitizeStatus {
                 phase: match phase {
                     Phase::Never => SanitizePhase::Never,
-                    Phase::InProgress => SanitizePhase::InProgress(parts),
+                    Phase::InProgress => SanitizePhase::InProgress(parts.max(self.sanitized())),
                     Phase::Successful => SanitizePhase::Successful,
                     Phase::Failed => SanitizePhase::Failed,
                     Phase::FailureLeft => SanitizePhase::FailureLeft,
@@ -138,6 +139,22 @@ impl Index {
                 passes,
             },
         }
+    }
+
+    /// How far an overwrite is by what is written down of it, in 65536th parts.
+    fn sanitized(&self) -> u16 {
+        let SavedSanitize { command: (dword10, dword11), passes, nsid, .. } = self.sanitize;
+        let command = Sanitize::from_dwords(dword10, dword11);
+        if command.sanact != Sanitize::OVERWRITE {
+            return 0;
+        }
+        let sum = |entries: &mut dyn Iterator<Item = &Entry>| {
+            entries.map(|entry| u128::from(entry.bytes())).sum::<u128>()
+        };
+        let all = sum(&mut self.namespaces.iter()).max(1);
+        let of_pass = sum(&mut self.namespaces.iter().filter(|entry| entry.nsid <= nsid));
+        let done = u128::from(passes) * all + of_pass;
+        u16::try_from(done * 65535 / (all * u128::from(command.passes()))).unwrap_or(u16::MAX)
     }
 
     /// Whether it can be what a pool was: it comes from a file, which somebody may have changed.

@@ -101,7 +101,8 @@ pub(crate) fn status_of(pid: u32, name: &str, key: &str) -> String {
     let mut threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let thread = threads.find_map(|thread| {
         let path = thread.unwrap().path();
-        let comm = std::fs::read_to_string(path.join("comm")).unwrap();
+        // One that has ended since it was listed is another one.
+        let comm = std::fs::read_to_string(path.join("comm")).ok()?;
         (comm.trim_end() == name).then_some(path)
     });
     let status = std::fs::read_to_string(thread.unwrap().join("status")).unwrap();

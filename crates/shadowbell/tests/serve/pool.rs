@@ -225,6 +225,54 @@ fn blocks_are_marked_as_uncorrectable() {
     assert_eq!(guest.read(1, 5), Ok(1));
 }
 
+/// An upgrade waits for a piece of an operation, and not for its end, which comes in another process.
+/// The log of events has its beginning and its end.
+#[test]
+fn a_sanitize_operation_goes_on_over_upgrades() {
+    let mut server = start(tempfile::tempdir().unwrap(), &[]);
+    verb(&server, "create-ns", &["-s", "16MiB"]);
+    verb(&server, "attach-ns", &["-n", "1"]);
+    let mut guest = Guest::attach(&server);
+    for lba in (0..32768).step_by(512) {
+        guest.write(1, lba, 7);
+    }
+    let overwrite =
+        Sanitize { sanact: Sanitize::OVERWRITE, owpass: 8, ovrpat: 0x5a5a, ..Sanitize::default() };
+    guest.0.admin().sanitize(overwrite).unwrap();
+    let mut progress = Vec::new();
+    for _ in 0..2 {
+        let before = guest.0.admin().sanitize_log().unwrap();
+        let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+        assert_eq!(status, Some(0), "{errors}\n{}", server.stderr());
+        until("the old one's end", || children(server.pid()).len() == 1);
+        let after = guest.0.admin().sanitize_log().unwrap();
+        assert_eq!(after.scdw10, before.scdw10, "the same operation");
+        progress.push((before.sstat.sos(), before.sprog, after.sstat.sos(), after.sprog));
+        if after.sstat.sos() == sos::IN_PROGRESS {
+            // Not more than a pass of a namespace is done again.
+            let a_pass = u16::MAX / 8 + 1;
+            assert!(after.sprog >= before.sprog.saturating_sub(a_pass), "{progress:?}");
+            match guest.read(1, 0) {
+                Err(status) => assert_eq!(status.code(), Status::SANITIZE_IN_PROGRESS),
+                Ok(value) => assert_eq!(value, 0, "it has ended meanwhile"),
+            }
+        }
+    }
+    assert_eq!(progress[0].0, sos::IN_PROGRESS, "upgraded before its end: {progress:?}");
+    let is_over = || guest.0.admin().sanitize_log().unwrap().sstat.sos() != sos::IN_PROGRESS;
+    until("its end", is_over);
+    let log = guest.0.admin().sanitize_log().unwrap();
+    assert_eq!((log.sstat.sos(), log.sstat.opc()), (sos::SUCCESSFUL, 8), "{progress:?}");
+    until("the namespace", || guest.read(1, 0) == Ok(0));
+    assert!((0..32768).step_by(512).all(|lba| guest.read(1, lba) == Ok(0)));
+    drop(guest);
+    let said: Value =
+        serde_json::from_str(&verb(&server, "persistent-event-log", &["--json"])).unwrap();
+    let said = said.to_string();
+    assert!(said.contains("\"cdw11\"") && said.contains("\"sanitize_prog\":65535"), "{said}");
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
 /// The key of the configuration file: what a guest has made is there after a start, and in the file
 /// that comes to what is served the pool is, and not what it has.
 #[test]

@@ -27,8 +27,13 @@ pub(crate) fn level(line: &str) -> u32 {
 
 /// An error with the kernel's complaints, if it has any about the first `devices` controllers.
 pub(crate) fn clean(guest: &mut Guest, devices: usize) -> Result<()> {
+    clean_in(&guest.dmesg()?, devices)
+}
+
+/// The same, of these lines of it.
+pub(crate) fn clean_in(log: &str, devices: usize) -> Result<()> {
     let addresses: Vec<_> = (0..devices).map(config::pci_address).collect();
-    let found = complaints(&guest.dmesg()?, &addresses);
+    let found = complaints(log, &addresses);
     if !found.is_empty() {
         bail!("the kernel complains:\n{}", found.join("\n"));
     }

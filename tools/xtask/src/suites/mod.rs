@@ -13,6 +13,7 @@ mod pool;
 mod protection;
 mod recover;
 mod reset;
+mod rivals;
 mod s2;
 mod s3;
 mod s4;

@@ -22,7 +22,7 @@ const DISK: u64 = 256 << 20;
 const CONFLICT: u16 = 0x083;
 
 /// A server of a configuration file, which is killed when this is dropped.
-struct Served(Child);
+pub(crate) struct Served(Child);
 
 impl Drop for Served {
     fn drop(&mut self) {
@@ -33,7 +33,12 @@ impl Drop for Served {
 
 impl Served {
     /// Two controllers of a subsystem at these sockets, with this image.
-    fn start(binary: &Path, run: &RunDir, sockets: &[PathBuf; 2], image: &Path) -> Result<Self> {
+    pub(crate) fn start(
+        binary: &Path,
+        run: &RunDir,
+        sockets: &[PathBuf; 2],
+        image: &Path,
+    ) -> Result<Self> {
         let state = run.file("reservations");
         let controllers = sockets.iter().map(|socket| {
             let (socket, image) = (socket.display(), image.display());

@@ -7,7 +7,7 @@ use shadowbell_guest::{Kernel, RunDir};
 use super::setup::Setup;
 use super::unbroken::{self, Event};
 use super::{
-    boot, cloud_hypervisor, fs, namespaces, pool, recover, reset, s2, s3, s4, shared, smoke,
+    boot, cloud_hypervisor, fs, namespaces, pool, recover, reset, rivals, s2, s3, s4, shared, smoke,
 };
 use crate::report::Report;
 
@@ -35,6 +35,8 @@ pub(crate) enum Suite {
     /// One disk behind two controllers: paths that are good, bad, or go away under load, and
     /// reservations.
     Shared,
+    /// Two guests that have one disk, and fight for it by reservations.
+    Rivals,
     /// OVMF starts a kernel from a disk of shadowbell's.
     Boot,
     /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
@@ -67,6 +69,7 @@ impl Suite {
                 Self::Namespaces => namespaces::run(setup, report, kernel, &run),
                 Self::Pool => pool::run(setup, report, kernel, &run),
                 Self::Shared => shared::run(setup, report, kernel, &run),
+                Self::Rivals => rivals::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
                 Self::S2 => s2::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),

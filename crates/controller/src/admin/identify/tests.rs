@@ -227,10 +227,14 @@ fn command_sets() {
         Identity::new(&config).identify(&cmd, 1, &namespaces(&config))
     };
     let sets = ask(cns::IO_COMMAND_SETS, 0, 0xffff).unwrap();
-    assert_eq!((sets[0], &sets[1..]), (1, &[0; 4095][..]));
+    assert_eq!((sets[0], &sets[1..]), (0b101, &[0; 4095][..]));
     assert_eq!(ask(cns::IO_COMMAND_SETS, 0, 1), Ok(sets));
     assert_eq!(ask(cns::IO_COMMAND_SETS, 0, 2), Err(INVALID_FIELD), "another controller");
-    for csi in 1..=255 {
+    // There are none of zones.
+    assert_eq!(ask(cns::CSI_NAMESPACE, csi::ZONED, 0), Err(INVALID_FIELD));
+    assert_eq!(ask(cns::CSI_ACTIVE_NAMESPACES, csi::ZONED, 0), Ok(Box::new([0; 4096])));
+    assert_eq!(ask(cns::CSI_CONTROLLER, csi::ZONED, 0), Ok(Box::new([0; 4096])));
+    for csi in (1..=255).filter(|csi| *csi != csi::ZONED) {
         assert_eq!(ask(cns::CSI_CONTROLLER, csi, 0), Err(INVALID_FIELD));
         assert_eq!(ask(cns::CSI_ACTIVE_NAMESPACES, csi, 0), Err(INVALID_FIELD));
         let other = Err(Status::INVALID_IO_COMMAND_SET.with_dnr());

@@ -159,9 +159,9 @@ fn commands() {
     let usual = CommandEffects::new().with_csupp(true).with_lbcc(true).into_bits();
     assert!(page.io.iter().all(|e| e.into_bits() & !usual == 0));
     assert!(!super::commands(false, (false, false)).admin[0x7c].csupp());
-    let zoned =
-        GetLogPage { lid: lid::COMMANDS_SUPPORTED_EFFECTS, csi: 2, ..GetLogPage::default() };
-    assert_eq!(source.ask(&zoned, 0), Err(INVALID_FIELD));
+    let local =
+        GetLogPage { lid: lid::COMMANDS_SUPPORTED_EFFECTS, csi: 3, ..GetLogPage::default() };
+    assert_eq!(source.ask(&local, 0), Err(INVALID_FIELD));
 }
 
 #[test]

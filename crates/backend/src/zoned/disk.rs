@@ -1,0 +1,155 @@
+//! A disk around another one, that is made of zones.
+
+use super::format::ZoneFormat;
+use super::queue::ZonedQueue;
+use super::table::{Found, Layout, Table};
+use super::zones::Zones;
+use crate::disk::{Disk, Queue};
+use crate::extent::{Extent, Tell};
+use crate::hand_over::HandOverError;
+use crate::info::DiskInfo;
+use crate::limit::Limiter;
+use crate::resize::ResizeError;
+use shadowbell_state::Descriptors;
+use std::io;
+use std::sync::Arc;
+
+/// A disk around another one, that is made of zones. What they are lies in the first part of the
+/// other one, which has to be memory or a raw image.
+#[derive(Clone, Debug)]
+pub struct ZonedDisk {
+    inner: Arc<dyn Disk>,
+    zones: Arc<Zones>,
+}
+
+impl ZonedDisk {
+    /// On `disk`. Zones are made if its first page is zeroes. Those that were open are closed,
+    /// unless the process `goes_on` with a disk of another one, whose host has noticed nothing.
+    ///
+    /// # Errors
+    /// Why not, in a sentence.
+    pub fn new(disk: Arc<dyn Disk>, format: ZoneFormat, goes_on: bool) -> Result<Self, String> {
+        let info = disk.info();
+        let name = disk.name();
+        let wrong = |why: String| format!("{name}: {why}");
+        format.check(info.block_size).map_err(wrong)?;
+        if info.metadata.is_some() {
+            return Err(wrong("blocks of zones have no metadata".to_owned()));
+        }
+        let no_way = || wrong("only memory and raw images can have zones".to_owned());
+        let page = disk.map(Table::LOOKS_AT).ok_or_else(no_way)?;
+        let (layout, is_new) = match Table::find(&page, format, info.block_size) {
+            Found::Else(why) => return Err(wrong(why)),
+            Found::Zones(layout) => (layout, false),
+            Found::Nothing => {
+                let fitting = Layout::fitting(format, info.block_size, info.bytes());
+                let layout =
+                    fitting.ok_or_else(|| wrong("it is too small for a zone".to_owned()))?;
+                (layout, true)
+            }
+        };
+        if !layout.fits(info.bytes()) {
+            return Err(wrong("it is smaller than when its zones were made".to_owned()));
+        }
+        let memory = disk.map(layout.table_bytes()).ok_or_else(no_way)?;
+        let table = Table::new(layout, memory);
+        if is_new && table.make().is_none() {
+            return Err(wrong("zones can not be made, because it takes no writes".to_owned()));
+        }
+        let zones = Arc::new(Zones::new(table, goes_on));
+        Ok(Self { inner: disk, zones })
+    }
+
+    /// What was wrong with what was stored of the zones, in a sentence.
+    #[must_use]
+    pub fn damaged(&self) -> Option<String> {
+        let (name, damaged) = (self.name(), self.zones.damaged);
+        let sentence =
+            format!("{name}: the state of {damaged} zones is damaged: they are read-only");
+        (damaged != 0).then_some(sentence)
+    }
+}
+
+impl Disk for ZonedDisk {
+    fn info(&self) -> DiskInfo {
+        let (layout, inner) = (self.zones.layout(), self.inner.info());
+        let bytes = layout.zones * layout.format.size;
+        DiskInfo {
+            blocks: bytes / u64::from(inner.block_size),
+            granularity: 1,
+            zoned: Some(layout.format),
+            ..inner
+        }
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        let (queue, zones) = (self.inner.queue()?, Arc::clone(&self.zones));
+        Ok(Box::new(ZonedQueue::new(queue, zones, &self.info())?))
+    }
+
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn limiters(&self) -> &[Arc<Limiter>] {
+        self.inner.limiters()
+    }
+
+    fn remark(&self) -> Option<String> {
+        self.inner.remark()
+    }
+
+    fn is_full(&self) -> bool {
+        self.inner.is_full()
+    }
+
+    fn has_lost(&self) -> bool {
+        self.inner.has_lost()
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        self.inner.counters()
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        let (mut at, end) = (offset, offset.saturating_add(len));
+        let size = self.zones.format().size;
+        while at < end {
+            // One zone at a time: what a call between two tells costs is bounded.
+            let to = end.min((at / size + 1) * size);
+            let written = self.zones.written(at, to - at, false).unwrap_or_default();
+            let data = written.first().map_or(0, |piece| piece.len);
+            for extent in [Extent::data(data), Extent::hole(to - at - data)] {
+                if extent.len != 0 && !tell(extent) {
+                    return;
+                }
+            }
+            at = to;
+        }
+    }
+
+    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        self.inner.hand_over(fds)
+    }
+
+    fn resized(&self, _: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        Err(ResizeError::Zoned { disk: self.name() })
+    }
+
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        let inner = self.inner.with_writes(taken)?;
+        Ok(Arc::new(Self { inner, zones: Arc::clone(&self.zones) }))
+    }
+
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        self.inner.keep(fds)
+    }
+
+    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
+        self.inner.on_change(changed);
+    }
+
+    fn share_lock(&self, shared: bool) {
+        self.inner.share_lock(shared);
+    }
+}

@@ -1,0 +1,495 @@
+//! Hosts of the controllers of one subsystem, which have the same namespaces: reservations of all
+//! kinds, ways that become better, worse or none (ANA), hosts that become others or nobody, resets,
+//! and commands that are carried out or refused by what comes of that.
+//!
+//! A model says how each command ends, by the rules of the specification: who is registered with
+//! which key, who holds what, and which way is one. Checked after each step, against it:
+//!
+//! * the status of the command, and what a read brings;
+//! * the generation, the type and the registrants of Reservation Report, to whoever has a way;
+//! * the states and the count of changes of the log page Asymmetric Namespace Access;
+//! * that every command and every change of a state comes to its end.
+
+use crate::limits::Limits;
+use crate::source::Source;
+use shadowbell_backend::Disk;
+use shadowbell_controller::{
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Subsystem, Turns,
+};
+use shadowbell_memory::{Mapping, SharedBytes};
+use shadowbell_spec::admin::{GetLogPage, SetFeatures};
+use shadowbell_spec::feature::fid;
+use shadowbell_spec::log::{AnaLog, AnaState, lid};
+use shadowbell_spec::nvm::{DatasetManagement, DsmRange};
+use shadowbell_spec::reservation::{RegisteredController, ReservationStatus};
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe, regs};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use zerocopy::{FromBytes, IntoBytes};
+
+const ACTIONS: usize = 200;
+const HOSTS: usize = 3;
+/// Two namespaces, each in an ANA group of its own, of so many blocks.
+const NAMESPACES: u32 = 2;
+const BLOCKS: u64 = 16;
+const PAGE: u64 = 4096;
+const BASE: u64 = 0x10_0000;
+const PAGES: u64 = 8;
+const ENTRIES: u32 = 8;
+/// Where data are, and keys and ranges.
+const DATA: u64 = BASE + 4 * PAGE;
+const LIST: u64 = BASE + 5 * PAGE;
+/// After so long, something hangs.
+const HUNG: Duration = Duration::from_secs(20);
+
+const CONFLICT: Status = Status::RESERVATION_CONFLICT;
+const INVALID: Status = Status::INVALID_FIELD;
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let mut source = Source::new(input);
+    let limits = Limits::begin();
+    let mut field = Field::new();
+    for _ in 0..ACTIONS {
+        if source.is_empty() {
+            break;
+        }
+        let which = source.below(HOSTS);
+        field.act(which, &mut source);
+        field.compare(which);
+        let Field { turns, hosts, .. } = &mut field;
+        limits.step_of("subsystem", turns, &hosts[which].controller);
+    }
+}
+
+/// What is reserved of a namespace, by the hosts' identifiers.
+#[derive(Clone, Debug, Default)]
+struct Reserved {
+    generation: u32,
+    keys: BTreeMap<u64, u64>,
+    /// Type and holder. Of a type whose registrants all hold it the holder means nothing.
+    held: Option<(u8, u64)>,
+    data: BTreeMap<u64, u8>,
+}
+
+/// What a reservation command asks for.
+#[derive(Clone, Copy, Debug)]
+enum Ask {
+    Register { key: u64 },
+    Unregister { key: Option<u64> },
+    Replace { key: Option<u64>, new: u64 },
+    Acquire { key: u64, kind: u8 },
+    Preempt { key: u64, of: u64, kind: u8 },
+    Release { key: u64, kind: u8 },
+    Clear { key: u64 },
+}
+
+fn is_of_all(kind: u8) -> bool {
+    kind >= 5
+}
+
+impl Reserved {
+    fn holds(&self, host: u64) -> bool {
+        match self.held {
+            None => false,
+            Some((kind, _)) if is_of_all(kind) => self.keys.contains_key(&host),
+            Some((_, holder)) => holder == host,
+        }
+    }
+
+    /// Whether a host may read, and may write.
+    fn rights(&self, host: Option<u64>) -> (bool, bool) {
+        let Some((kind, _)) = self.held else { return (true, true) };
+        let is_registrant = host.is_some_and(|host| self.keys.contains_key(&host));
+        if host.is_some_and(|host| self.holds(host)) || is_registrant && kind > 2 {
+            return (true, true);
+        }
+        (kind % 2 == 1, false)
+    }
+
+    fn unregister(&mut self, host: u64) {
+        let held = self.holds(host);
+        self.keys.remove(&host);
+        let goes_on = self.held.is_some_and(|(kind, _)| is_of_all(kind)) && !self.keys.is_empty();
+        if held && !goes_on {
+            self.held = None;
+        }
+    }
+
+    fn unregister_all(&mut self, which: impl Fn(u64, u64) -> bool) {
+        let chosen: Vec<u64> =
+            self.keys.iter().filter(|(h, k)| which(**h, **k)).map(|(h, _)| *h).collect();
+        chosen.into_iter().for_each(|host| self.unregister(host));
+    }
+
+    fn carry_out(&mut self, host: u64, ask: Ask) -> Result<(), Status> {
+        let own = self.keys.get(&host).copied();
+        let known = |key: Option<u64>| match own {
+            Some(own) if key.is_none_or(|key| key == own) => Ok(()),
+            _ => Err(CONFLICT),
+        };
+        match ask {
+            Ask::Register { key: 0 } | Ask::Replace { new: 0, .. } => return Err(INVALID),
+            Ask::Register { key } if own.is_some_and(|own| own != key) => return Err(CONFLICT),
+            Ask::Register { key } => drop(self.keys.insert(host, key)),
+            Ask::Unregister { key } => {
+                known(key)?;
+                self.unregister(host);
+            }
+            Ask::Replace { key, new } => {
+                if key.is_some() || own.is_some() {
+                    known(key)?;
+                }
+                self.keys.insert(host, new);
+            }
+            Ask::Acquire { key, kind } => {
+                known(Some(key))?;
+                match self.held {
+                    None => self.held = Some((kind, host)),
+                    Some((present, _)) if present == kind && self.holds(host) => {}
+                    Some(_) => return Err(CONFLICT),
+                }
+                return Ok(());
+            }
+            Ask::Preempt { key, of, kind } => {
+                known(Some(key))?;
+                let holder = self.held.filter(|(kind, _)| !is_of_all(*kind));
+                match (self.held, holder) {
+                    (Some((present, _)), _) if is_of_all(present) && of == 0 => {
+                        self.unregister_all(|other, _| other != host);
+                        self.held = Some((kind, host));
+                    }
+                    (_, Some(_)) if of == 0 => return Err(INVALID),
+                    (_, Some((_, holder))) if self.keys.get(&holder) == Some(&of) => {
+                        self.held = Some((kind, host));
+                        self.unregister_all(|other, key| other != host && key == of);
+                    }
+                    _ if of == 0 || self.keys.values().all(|key| *key != of) => {
+                        return Err(CONFLICT);
+                    }
+                    _ => self.unregister_all(|_, key| key == of),
+                }
+            }
+            Ask::Release { key, kind } => {
+                known(Some(key))?;
+                match self.held {
+                    Some((present, _)) if self.holds(host) && present != kind => {
+                        return Err(INVALID);
+                    }
+                    Some(_) if self.holds(host) => self.held = None,
+                    _ => {}
+                }
+                return Ok(());
+            }
+            Ask::Clear { key } => {
+                known(Some(key))?;
+                self.keys.clear();
+                self.held = None;
+            }
+        }
+        self.generation += 1;
+        Ok(())
+    }
+}
+
+/// A controller, and what its host has made of it.
+struct Host {
+    controller: Controller,
+    memory: SharedBytes,
+    /// Of the admin queue and the I/O queue: tail, head, phase.
+    queues: [(u32, u32, bool); 2],
+    id: Option<u64>,
+    states: [AnaState; NAMESPACES as usize],
+    /// Changes since the last reset.
+    changes: u64,
+}
+
+struct Field {
+    turns: Turns,
+    hosts: Vec<Host>,
+    reserved: Vec<Reserved>,
+}
+
+impl Field {
+    fn new() -> Self {
+        let (pool, turns) = Pool::driven(Polling::default()).expect("a worker");
+        let subsystem = Subsystem::new(None).expect("a subsystem");
+        let disks: Vec<Arc<dyn Disk>> = (0..NAMESPACES)
+            .map(|_| shadowbell_backend::open("mem:8KiB").expect("memory"))
+            .collect();
+        let host = |_| {
+            let namespaces = (1..).zip(&disks);
+            let namespaces = namespaces
+                .map(|(n, disk)| NamespaceConfig { disk: Arc::clone(disk), uuid: [n; 16] });
+            let member = subsystem.join(None).expect("a place").with_ana([(2, 2)], []);
+            let config = Config {
+                namespaces: namespaces.collect(),
+                io_queues: 1,
+                member: Some(member),
+                ..Config::default()
+            };
+            let controller =
+                Controller::new(config, pool.clone(), Carrier::default()).expect("a controller");
+            let memory = Mapping::shared("guest", PAGES * PAGE).expect("memory").bytes();
+            controller.map_dma(BASE, PAGES * PAGE, &memory).expect("a map");
+            let (states, queues) = Default::default();
+            Host { controller, memory, queues, id: None, states, changes: 0 }
+        };
+        let hosts = (0..HOSTS).map(host).collect();
+        let reserved = vec![Reserved::default(); NAMESPACES as usize];
+        let mut field = Self { turns, hosts, reserved };
+        (0..HOSTS).for_each(|which| field.enable(which));
+        field
+    }
+
+    /// Has turns until that is so.
+    fn until(&mut self, what: &str, mut holds: impl FnMut(&mut Self) -> bool) {
+        let end = Instant::now() + HUNG;
+        while !holds(self) {
+            assert!(Instant::now() < end, "{what} does not come");
+            if !self.turns.turn() {
+                // The subsystem has a thread.
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    fn csts(&self, which: usize) -> u32 {
+        let mut bytes = [0; 4];
+        self.hosts[which].controller.read(regs::CSTS, &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    fn enable(&mut self, which: usize) {
+        let host = &mut self.hosts[which];
+        host.memory.fill(0, (PAGES * PAGE) as usize, 0).expect("all of it");
+        host.queues = [(0, 0, true); 2];
+        let write = |at, value: u64| host.controller.write(at, &value.to_le_bytes());
+        host.controller.write(regs::AQA, &((ENTRIES - 1) << 16 | (ENTRIES - 1)).to_le_bytes());
+        write(regs::ASQ, BASE);
+        write(regs::ACQ, BASE + PAGE);
+        host.controller.write(regs::CC, &0x0046_0001_u32.to_le_bytes());
+        self.until("CSTS.RDY", |field| field.csts(which) & 1 == 1);
+        let size = (ENTRIES - 1) << 16 | 1;
+        for (opcode, at, cdw11) in [(0x05, 3, 1), (0x01, 2, 1 << 16 | 1)] {
+            let sqe = Sqe { cdw10: size, cdw11, ..Sqe::new(opcode, 0, 0) };
+            let (status, _) = self.execute(which, 0, sqe.with_prps(BASE + at * PAGE, 0));
+            assert!(status.is_success(), "a queue: {status}");
+        }
+    }
+
+    /// Carries out a command, in the admin queue (0) or the I/O queue.
+    fn execute(&mut self, which: usize, qid: usize, sqe: Sqe) -> (Status, u32) {
+        let (sq, cq) = ([0, 2 * PAGE][qid], [PAGE, 3 * PAGE][qid]);
+        let host = &mut self.hosts[which];
+        let (tail, head, phase) = host.queues[qid];
+        let at = sq + u64::from(tail) * Sqe::SIZE as u64;
+        host.memory.write_from(at as usize, sqe.as_bytes()).expect("in range");
+        let tail = (tail + 1) % ENTRIES;
+        host.queues[qid].0 = tail;
+        host.controller.write_doorbell(0x1000 + 8 * qid as u64, tail);
+        let at = (cq + u64::from(head) * Cqe::SIZE as u64) as usize;
+        let mut end = Cqe::default();
+        self.until("a completion", |field| {
+            let mut bytes = [0; Cqe::SIZE];
+            field.hosts[which].memory.read_into(at, &mut bytes).expect("in range");
+            end = Cqe::read_from_bytes(&bytes).expect("an entry");
+            end.phase() == phase
+        });
+        let host = &mut self.hosts[which];
+        let next = (head + 1) % ENTRIES;
+        host.queues[qid] = (tail, next, phase ^ (next == 0));
+        host.controller.write_doorbell(0x1004 + 8 * qid as u64, next);
+        (end.status(), end.dw0)
+    }
+
+    fn poke(&self, which: usize, iova: u64, bytes: &[u8]) {
+        self.hosts[which].memory.write_from((iova - BASE) as usize, bytes).expect("in range");
+    }
+
+    fn peek(&self, which: usize, iova: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.hosts[which].memory.read_into((iova - BASE) as usize, &mut bytes).expect("in range");
+        bytes
+    }
+
+    fn act(&mut self, which: usize, source: &mut Source<'_>) {
+        match source.below(16) {
+            0..=5 => self.reserve(which, source),
+            6..=12 => self.transfer(which, source),
+            13 => self.change_way(which, source),
+            14 => self.become_another(which, source),
+            _ => self.reset(which),
+        }
+    }
+
+    fn nsid(source: &mut Source<'_>) -> u32 {
+        1 + source.below(NAMESPACES as usize) as u32
+    }
+
+    /// How a command ends whatever is reserved.
+    fn no_way(&self, which: usize, nsid: u32) -> Option<Status> {
+        self.hosts[which].states[nsid as usize - 1].refusal()
+    }
+
+    fn reserve(&mut self, which: usize, source: &mut Source<'_>) {
+        let nsid = Self::nsid(source);
+        let keys = [1, 1, 2, 3, 0];
+        let (key, other) = (source.of(&keys), source.of(&keys));
+        let kind = 1 + source.below(6) as u8;
+        let ignores = source.rarely(3);
+        let given = (!ignores).then_some(key);
+        let aborts = source.bool();
+        let (opcode, cdw10, first, second, ask) = match source.below(7) {
+            0 => (0x0d, 0, key, other, Ask::Register { key: other }),
+            1 => (0x0d, 1, key, other, Ask::Unregister { key: given }),
+            2 => (0x0d, 2, key, other, Ask::Replace { key: given, new: other }),
+            3 => (0x11, 0, key, other, Ask::Acquire { key, kind }),
+            4 => {
+                let action = if aborts { 2 } else { 1 };
+                (0x11, action, key, other, Ask::Preempt { key, of: other, kind })
+            }
+            5 => (0x15, 0, key, other, Ask::Release { key, kind }),
+            _ => (0x15, 1, key, other, Ask::Clear { key }),
+        };
+        let is_register = opcode == 0x0d;
+        let iekey = u32::from(is_register && ignores) << 3;
+        let rtype = if is_register { 0 } else { u32::from(kind) << 8 };
+        let mut list = first.to_le_bytes().to_vec();
+        list.extend_from_slice(&second.to_le_bytes());
+        self.poke(which, LIST, &list);
+        let sqe = Sqe { cdw10: cdw10 | iekey | rtype, ..Sqe::new(opcode, 1, nsid) };
+        let (status, _) = self.execute(which, 1, sqe.with_prps(LIST, 0));
+        let expected = match (self.no_way(which, nsid), self.hosts[which].id) {
+            (Some(refused), _) => Err(refused),
+            (None, None) => Err(Status::HOST_ID_NOT_INITIALIZED),
+            (None, Some(host)) => self.reserved[nsid as usize - 1].carry_out(host, ask),
+        };
+        assert_eq!(status.code(), expected.err().unwrap_or(Status::SUCCESS), "{ask:?}");
+    }
+
+    /// A command that reads or writes, and how it has to end.
+    fn transfer(&mut self, which: usize, source: &mut Source<'_>) {
+        let (nsid, lba) = (Self::nsid(source), source.below(BLOCKS as usize) as u64);
+        let byte = source.u8() | 1;
+        let index = nsid as usize - 1;
+        let host = self.hosts[which].id;
+        let (reads, writes) = self.reserved[index].rights(host);
+        let kind = source.below(8);
+        let plain = |sqe: Sqe| sqe.with_prps(DATA, 0);
+        let known = self.reserved[index].data.get(&lba).copied().unwrap_or(0);
+        let (sqe, may) = match kind {
+            0 | 1 => {
+                self.poke(which, DATA, &[byte; 512]);
+                (plain(Sqe::write(nsid, lba, 0, 1)), writes)
+            }
+            2 | 3 => {
+                self.poke(which, DATA, &[0xee; 512]);
+                (plain(Sqe::read(nsid, lba, 0, 1)), reads)
+            }
+            4 => {
+                self.poke(which, DATA, &[known; 512]);
+                (plain(Sqe::compare(nsid, lba, 0, 1)), reads)
+            }
+            5 => (Sqe::write_zeroes(nsid, lba, 0, false, 1), writes),
+            6 => {
+                let range = DsmRange { attributes: 0, blocks: 1, slba: lba };
+                self.poke(which, LIST, range.as_bytes());
+                let fields = DatasetManagement { ad: true, ..DatasetManagement::default() };
+                (Sqe::dsm(nsid, fields, 1).with_prps(LIST, 0), writes)
+            }
+            _ => (Sqe::flush(if byte > 128 { u32::MAX } else { nsid }, 1), writes),
+        };
+        let (status, _) = self.execute(which, 1, sqe);
+        let refused =
+            |nsid: u32, may: bool| self.no_way(which, nsid).or((!may).then_some(CONFLICT));
+        let expected = match sqe.nsid {
+            u32::MAX => (1..=NAMESPACES)
+                .find_map(|nsid| refused(nsid, self.reserved[nsid as usize - 1].rights(host).1)),
+            _ => refused(nsid, may),
+        };
+        assert_eq!(status.code(), expected.unwrap_or(Status::SUCCESS), "command {kind} of {nsid}");
+        if expected.is_some() {
+            return;
+        }
+        let data = &mut self.reserved[index].data;
+        match kind {
+            0 | 1 => drop(data.insert(lba, byte)),
+            2 | 3 => assert_eq!(self.peek(which, DATA, 512), [known; 512], "block {lba}"),
+            5 | 6 => drop(data.remove(&lba)),
+            _ => {}
+        }
+    }
+
+    fn change_way(&mut self, which: usize, source: &mut Source<'_>) {
+        // A group that has no namespace is nobody's.
+        let group = 1 + source.below(NAMESPACES as usize + 1) as u32;
+        let state = source.of(&AnaState::ALL);
+        let done = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&done);
+        let host = &mut self.hosts[which];
+        host.controller.set_ana_state(group, state, move || flag.store(true, Ordering::Release));
+        if let Some(its) = host.states.get_mut(group as usize - 1)
+            && std::mem::replace(its, state) != state
+        {
+            host.changes += 1;
+        }
+        self.until("a change of a way", |_| done.load(Ordering::Acquire));
+    }
+
+    fn become_another(&mut self, which: usize, source: &mut Source<'_>) {
+        // Two may say that they are the same.
+        let id = source.of(&[0_u64, 1, 2, 3, 3]);
+        self.poke(which, LIST, &id.to_le_bytes());
+        let fields = SetFeatures { fid: fid::HOST_IDENTIFIER, ..SetFeatures::default() };
+        let (status, _) =
+            self.execute(which, 0, Sqe::set_features(0, fields, 1).with_prps(LIST, 0));
+        assert!(status.is_success(), "a host's identifier: {status}");
+        self.hosts[which].id = (id != 0).then_some(id);
+    }
+
+    fn reset(&mut self, which: usize) {
+        self.hosts[which].controller.write(regs::CC, &0x0046_0000_u32.to_le_bytes());
+        self.until("the end of a reset", |field| field.csts(which) & 1 == 0);
+        let host = &mut self.hosts[which];
+        (host.id, host.changes) = (None, 0);
+        self.enable(which);
+    }
+
+    /// What a controller says is what the model has.
+    fn compare(&mut self, which: usize) {
+        let fields = GetLogPage { lid: lid::ANA, numd0: 1023, ..GetLogPage::default() };
+        let sqe = Sqe::get_log_page(0, fields, 1).with_prps(DATA, 0);
+        assert!(self.execute(which, 0, sqe).0.is_success());
+        let log = AnaLog::decode(&self.peek(which, DATA, 4096)).expect("the log page");
+        let states: Vec<_> = log.groups.iter().map(|group| group.state).collect();
+        let host = &self.hosts[which];
+        assert_eq!(states, host.states.map(Some));
+        assert_eq!(log.changes, host.changes);
+        for nsid in 1..=NAMESPACES {
+            let sqe = Sqe { cdw10: 1023, ..Sqe::new(0x0e, 1, nsid) }.with_prps(DATA, 0);
+            let (status, _) = self.execute(which, 1, sqe);
+            let refused = self.no_way(which, nsid);
+            assert_eq!(status.code(), refused.unwrap_or(Status::SUCCESS));
+            if refused.is_some() {
+                continue;
+            }
+            let page = self.peek(which, DATA, 4096);
+            let (head, rest) = ReservationStatus::read_from_prefix(&page).expect("a head");
+            let its = &self.reserved[nsid as usize - 1];
+            assert_eq!(u32::from_le_bytes(head.generation), its.generation);
+            assert_eq!(head.rtype, its.held.map_or(0, |(kind, _)| kind));
+            let mut seen = BTreeMap::new();
+            let count = usize::from(u16::from_le_bytes(head.regctl));
+            for bytes in rest.chunks_exact(size_of::<RegisteredController>()).take(count) {
+                let one = RegisteredController::read_from_bytes(bytes).expect("a controller");
+                assert_eq!(one.rcsts & 1 == 1, its.holds(one.hostid), "{one:?}");
+                seen.insert(one.hostid, one.rkey);
+            }
+            assert_eq!(seen, its.keys, "the registrants of {nsid}");
+        }
+    }
+}
