@@ -1,6 +1,7 @@
 //! Counts requests that failed because the disk did.
 
 use shadowbell_block::BlockError;
+use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 #[derive(Default)]
@@ -9,6 +10,16 @@ pub(crate) struct FailureCount(AtomicU64);
 impl FailureCount {
     /// Counts a failure. The first one is logged; a disk that is gone fails them all.
     pub(crate) fn record(&self, error: &BlockError) {
+        self.record_any(error);
+    }
+
+    /// As [`record`](Self::record), of a disk without a controller.
+    #[cfg(feature = "vhost")]
+    pub(crate) fn record_disk(&self, error: &shadowbell_backend::DiskError) {
+        self.record_any(error);
+    }
+
+    fn record_any(&self, error: &dyn Display) {
         if self.0.fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::error!("a request failed, and further failures are only counted: {error}");
         }

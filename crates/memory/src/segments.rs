@@ -159,6 +159,34 @@ impl Segments {
         self.lists
     }
 
+    /// Becomes these ranges (address and length) of the memory that `view` has, one after the
+    /// other; `write` if the device is to write them, in which case every address is checked to be
+    /// writable.
+    ///
+    /// # Errors
+    /// [`Fault`], and then there are no data.
+    #[inline]
+    pub fn resolve_ranges(
+        &mut self,
+        view: &View,
+        ranges: &[(u64, usize)],
+        write: bool,
+    ) -> Result<(), Fault> {
+        if let [(iova, len)] = ranges
+            && self.set_whole(view, *iova, *len, write)
+        {
+            return Ok(());
+        }
+        self.start(view, write);
+        for (iova, len) in ranges {
+            if let Err(fault) = self.push(view, *iova, *len) {
+                self.rewind();
+                return Err(fault);
+            }
+        }
+        Ok(())
+    }
+
     /// One piece, if `[iova, iova + len)` lies in the map that was last hit: what most commands
     /// come to. `false`, and nothing changed, if not.
     #[inline(always)]

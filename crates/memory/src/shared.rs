@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::ops::Deref;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// A range of a [`Mapping`], which it keeps alive. Cloning it costs one atomic increment.
@@ -271,6 +271,33 @@ impl SharedBytes {
         }
         // SAFETY: as in `load_u64_acquire`.
         Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
+    }
+
+    /// Loads the aligned 16-bit word at `offset` with acquire ordering; `None` if it is not inside
+    /// or not aligned to 2 bytes.
+    #[inline]
+    #[must_use]
+    pub fn load_u16_acquire(&self, offset: usize) -> Option<u16> {
+        let ptr = self.at(offset, 2)?.cast::<AtomicU16>();
+        if !ptr.is_aligned() {
+            return None;
+        }
+        // SAFETY: as in `load_u64_acquire`.
+        Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
+    }
+
+    /// Stores the aligned 16-bit word at `offset` with release ordering. `None` if it is not
+    /// inside, not aligned, or read-only.
+    #[inline]
+    #[must_use]
+    pub fn store_u16_release(&self, offset: usize, value: u16) -> Option<()> {
+        let ptr = self.at_for_write(offset, 2)?.cast::<AtomicU16>();
+        if !ptr.is_aligned() {
+            return None;
+        }
+        // SAFETY: as in `load_u64_acquire`, and the memory is writable.
+        unsafe { ptr.as_ref() }.store(value, Ordering::Release);
+        Some(())
     }
 
     /// Stores the aligned 64-bit word at `offset` with release ordering: whoever sees it sees all

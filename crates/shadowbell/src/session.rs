@@ -4,7 +4,7 @@ use crate::disk_spec::{self, DiskSpecError};
 use crate::target::Target;
 use crate::{banner, exit, local, transport};
 use anyhow::{Context, anyhow};
-use shadowbell_backend::OpenError;
+use shadowbell_backend::{Disk, OpenError};
 use shadowbell_driver::{
     AttachOptions, Controller, Doorbells, Namespace, QueueMap, Steered, Transport, steer_interrupts,
 };
@@ -19,8 +19,8 @@ pub struct Session {
     asked: u16,
     /// What came of its interrupts, if they are the kernel's to send.
     steered: Option<Steered>,
-    /// The other end, if it is in this process.
-    local: Option<shadowbell_controller::Controller>,
+    /// The other end, if it is in this process, and its disk.
+    local: Option<(shadowbell_controller::Controller, Arc<dyn Disk>)>,
     /// The controller.
     pub controller: Controller,
 }
@@ -48,8 +48,9 @@ impl Session {
                         disk.name()
                     )));
                 }
-                let here = local::connect(disk, options.doorbells == Doorbells::Mapped)?;
-                local = Some(here.controller().clone());
+                let here =
+                    local::connect(Arc::clone(&disk), options.doorbells == Doorbells::Mapped)?;
+                local = Some((here.controller().clone(), disk));
                 here
             }
             remote => transport::to(remote)?,
@@ -60,7 +61,13 @@ impl Session {
     /// The controller at the other end, if it is in this process.
     #[must_use]
     pub fn local(&self) -> Option<&shadowbell_controller::Controller> {
-        self.local.as_ref()
+        self.local.as_ref().map(|(controller, _)| controller)
+    }
+
+    /// The disk of that controller.
+    #[must_use]
+    pub fn local_disk(&self) -> Option<&Arc<dyn Disk>> {
+        self.local.as_ref().map(|(_, disk)| disk)
     }
 
     /// Attaches to the controller at the other end of `transport`, which is that of `target`.

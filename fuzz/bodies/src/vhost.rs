@@ -13,12 +13,13 @@
 use crate::limits::Limits;
 use crate::source::Source;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use shadowbell_backend::Disk;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_export::vhost::testing::{Place, Queue, Region};
 use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 const ACTIONS: usize = 96;
 const SECTOR: usize = 512;
@@ -54,7 +55,8 @@ pub fn run(input: &[u8]) {
     let disk = disk().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut source = Source::new(input);
     let limits = Limits::begin();
-    let mut guest = Guest::new(&disk);
+    // Requests go to a controller, or straight to the disk.
+    let mut guest = Guest::new(&disk, input.len().is_multiple_of(2));
     for _ in 0..ACTIONS {
         if source.is_empty() {
             break;
@@ -65,17 +67,16 @@ pub fn run(input: &[u8]) {
 }
 
 /// A disk in this process, for all programs.
-fn disk() -> &'static Mutex<BlockDevice> {
-    static DISK: OnceLock<Mutex<BlockDevice>> = OnceLock::new();
+fn disk() -> &'static Mutex<(BlockDevice, Arc<dyn Disk>)> {
+    static DISK: OnceLock<Mutex<(BlockDevice, Arc<dyn Disk>)>> = OnceLock::new();
     DISK.get_or_init(|| {
         let disk = shadowbell_backend::open(&format!("mem:{}", SECTORS * SECTOR)).expect("a disk");
-        let ssd = shadowbell_frontend::InProcess::over(disk).expect("a controller");
+        let ssd = shadowbell_frontend::InProcess::over(Arc::clone(&disk)).expect("a controller");
         let options = ::shadowbell_driver::AttachOptions::default();
-        let controller =
-            ::shadowbell_driver::Controller::attach(std::sync::Arc::new(ssd), &options);
+        let controller = ::shadowbell_driver::Controller::attach(Arc::new(ssd), &options);
         let mut controller = controller.expect("to attach");
         let device = BlockDevice::open(&mut controller, 1, &BlockOptions::default());
-        Mutex::new(device.expect("a disk"))
+        Mutex::new((device.expect("a disk"), disk))
     })
 }
 
@@ -125,7 +126,7 @@ struct Guest {
 }
 
 impl Guest {
-    fn new(disk: &BlockDevice) -> Self {
+    fn new((disk, local): &(BlockDevice, Arc<dyn Disk>), is_direct: bool) -> Self {
         let files = PARTS.map(|(_, len)| {
             let file: OwnedFd = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
             ftruncate(&file, len as u64).expect("room");
@@ -135,7 +136,11 @@ impl Guest {
             let mapping = Mapping::from_fd(&files[n], 0, PARTS[n].1 as u64, Protection::ReadWrite);
             mapping.expect("memory").bytes()
         });
-        let mut queue = Queue::new(disk, "fuzz").expect("a queue");
+        let queue = match is_direct {
+            true => Queue::new_direct(disk, Arc::clone(local), "fuzz"),
+            false => Queue::new(disk, "fuzz"),
+        };
+        let mut queue = queue.expect("a queue");
         let (inflight, inflight_file) = inflight(&mut queue);
         let mut guest = Self {
             memory,

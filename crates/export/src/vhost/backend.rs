@@ -3,8 +3,9 @@
 use super::config;
 use super::guarded::Guarded;
 use super::inflight::Kept;
+use super::local_disk::LocalDisk;
 use super::memory::{Current, guard, lengths};
-use super::queue::BlkQueue;
+use super::queue::{BlkQueue, Direct};
 use super::request::QUEUE_SIZE;
 use super::ring::Ring;
 use super::shared::DeviceShared;
@@ -41,7 +42,8 @@ impl Device {
         disk: &BlockDevice,
         id: &str,
         failures: Arc<FailureCount>,
-        socket: UnixStream,
+        (socket, ending): (UnixStream, Arc<AtomicBool>),
+        local: Option<&LocalDisk>,
     ) -> io::Result<Self> {
         let count = disk.queues().min(MAX_QUEUES);
         let queues = (0..count).map(|queue| BlkQueue::new(disk, queue));
@@ -60,6 +62,9 @@ impl Device {
                 failures,
                 socket,
                 over: AtomicBool::new(false),
+                ending,
+                changes: AtomicU64::new(0),
+                local: local.filter(|local| local.is_direct(disk.geometry())).cloned(),
             },
         })
     }
@@ -82,6 +87,12 @@ impl Device {
     /// frontend for ever.
     pub(super) fn leave(&self) {
         self.shared.over.store(true, Ordering::SeqCst);
+        self.wakers.iter().for_each(EventFd::signal);
+    }
+
+    /// The memory or the features are others.
+    fn changed(&self) {
+        self.shared.changes.fetch_add(1, Ordering::SeqCst);
         self.wakers.iter().for_each(EventFd::signal);
     }
 
@@ -115,6 +126,7 @@ impl VhostUserBackend for Device {
 
     fn acked_features(&self, features: u64) {
         self.shared.acked.store(features, Ordering::Relaxed);
+        self.changed();
     }
 
     fn protocol_features(&self) -> VhostUserProtocolFeatures {
@@ -142,6 +154,7 @@ impl VhostUserBackend for Device {
         });
         self.shared.touches.memory_changed(lengths(&memory).into_iter());
         *self.shared.memory.write() = Some(memory);
+        self.changed();
         outcome
     }
 
@@ -162,7 +175,6 @@ impl VhostUserBackend for Device {
         thread: usize,
     ) -> io::Result<()> {
         self.shared.check_over()?;
-        let _touches_memory = Awake::new();
         let (Some(mut queue), Some(vring)) = (self.queue(thread), vrings.first()) else {
             return Ok(());
         };
@@ -175,12 +187,24 @@ impl VhostUserBackend for Device {
         if queue.vring.is_none() {
             queue.vring = Some(vring.clone());
         }
+        if let Some(waker) = self.wakers.get(thread) {
+            // Here the thread stays, while nothing changes.
+            while vring.runs() && !self.shared.is_over() {
+                match queue.serve_direct(&self.shared, vring, waker) {
+                    Direct::Served => {}
+                    Direct::Impossible => break,
+                    Direct::Refused => return self.shared.check_over(),
+                }
+            }
+            self.shared.check_over()?;
+        }
         if !vring.get_ref().get_queue().ready() {
             return Ok(());
         }
+        let _touches_memory = Awake::new();
         if let Err(error) = queue.serve(&self.shared, vring) {
             // An error here would end the thread, and with it the queue for good.
-            queue.complain(thread, &error);
+            queue.complain(&error);
         }
         // What woke it may have come while it was awake.
         self.shared.check_over()

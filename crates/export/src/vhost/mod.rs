@@ -2,7 +2,8 @@
 //!
 //! The virtio queues and the protocol are rust-vmm's; what is here is the device. A frontend has
 //! the socket to itself; when it leaves, the next one may come (a guest that is started again).
-//! Each virtio queue has a thread and one of the disk's queues.
+//! Each virtio queue has a thread and one of the disk's queues: one of the controller, or, where the
+//! disk is in this process, of the disk itself (`direct`).
 //!
 //! # Trust
 //!
@@ -21,10 +22,12 @@
 
 mod backend;
 mod config;
+mod direct;
 mod fd_filter;
 mod guarded;
 mod inflight;
 mod inflight_messages;
+mod local_disk;
 mod memory;
 mod queue;
 mod request;
@@ -36,6 +39,8 @@ mod sys;
 #[doc(hidden)]
 pub mod testing;
 mod touches;
+
+pub use local_disk::LocalDisk;
 
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;
@@ -80,7 +85,7 @@ pub enum StartError {
 }
 
 struct ServerShared {
-    ending: AtomicBool,
+    ending: Arc<AtomicBool>,
     event: EventFd,
     /// The socket of the frontend that is there.
     frontend: Mutex<Option<UnixStream>>,
@@ -111,20 +116,36 @@ impl VhostUserBlk {
     /// # Errors
     /// [`StartError`].
     pub fn start(disk: BlockDevice, path: &Path, id: &str) -> Result<Self, StartError> {
+        Self::start_on(disk, path, id, None)
+    }
+
+    /// As [`start`](Self::start), where `disk` is all of `local`, which is served in no other way
+    /// meanwhile: then requests go there, and not through the controller, if that is possible. It
+    /// is with blocks of 512 bytes, without metadata.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start_on(
+        disk: BlockDevice,
+        path: &Path,
+        id: &str,
+        local: Option<LocalDisk>,
+    ) -> Result<Self, StartError> {
         if path.is_dir() {
             return Err(StartError::Directory(path.to_owned()));
         }
         let listener = shadowbell_vfio_user::Listener::bind(path)?;
         let shared = Arc::new(ServerShared {
-            ending: AtomicBool::new(false),
+            ending: Arc::default(),
             event: EventFd::new()?,
             frontend: Mutex::default(),
             failures: Arc::default(),
         });
         let (ours, id) = (Arc::clone(&shared), id.to_owned());
+        let offered = Offered { disk, local, id };
         let thread = std::thread::Builder::new()
             .name("vhost-user-blk".into())
-            .spawn(move || accept(&listener, &disk, &id, &ours))?;
+            .spawn(move || accept(&listener, &offered, &ours))?;
         Ok(Self { shared, thread: Some(thread), path: path.to_owned() })
     }
 
@@ -153,13 +174,15 @@ impl Drop for VhostUserBlk {
     }
 }
 
+/// What is offered.
+struct Offered {
+    disk: BlockDevice,
+    local: Option<LocalDisk>,
+    id: String,
+}
+
 /// Serves one frontend after the other.
-fn accept(
-    listener: &shadowbell_vfio_user::Listener,
-    disk: &BlockDevice,
-    id: &str,
-    shared: &ServerShared,
-) {
+fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: &ServerShared) {
     let closer = Arc::default();
     loop {
         let mut fds = [
@@ -176,7 +199,7 @@ fn accept(
         let outcome = if Closer::is_overloaded(&closer) {
             Err("files that an earlier one sent are still being closed".into())
         } else {
-            accept_one(listener, disk, id, shared, &closer)
+            accept_one(listener, offered, shared, &closer)
         };
         let session = match outcome {
             Ok(None) => continue,
@@ -246,8 +269,7 @@ struct Session {
 /// Accepts the next frontend, if there is one.
 fn accept_one(
     listener: &shadowbell_vfio_user::Listener,
-    disk: &BlockDevice,
-    id: &str,
+    offered: &Offered,
     shared: &ServerShared,
     closer: &Arc<Closer>,
 ) -> Result<Option<Session>, Failed> {
@@ -259,7 +281,9 @@ fn accept_one(
     let frontend = Channel::new(socket, Arc::clone(closer));
     let socket = UnixStream::from(frontend.as_fd().try_clone_to_owned()?);
     let failures = Arc::clone(&shared.failures);
-    let device = Arc::new(Device::new(disk, id, failures, socket.try_clone()?)?);
+    let ends = (socket.try_clone()?, Arc::clone(&shared.ending));
+    let Offered { disk, local, id } = offered;
+    let device = Arc::new(Device::new(disk, id, failures, ends, local.as_ref())?);
     let mut daemon = Daemon::new(device)?;
     daemon.register_events(shared)?;
     let to_daemon = fd_filter::connect_daemon(listener.path(), |path| {

@@ -1,5 +1,6 @@
 //! One virtio queue of the device: takes requests, carries them out, and answers them.
 
+use super::direct::{self, Context, DirectQueue, SplitRing};
 use super::inflight::{Found, Senseless, Tracker};
 use super::request::{
     Chain, Completed, Job, QUEUE_SIZE, Refusal, Size, Status, carry_out, measure, parse, put,
@@ -8,7 +9,7 @@ use super::resubmit;
 use super::ring::Ring;
 use super::shared::DeviceShared;
 use crate::io_thread::IoThread;
-use ::shadowbell_memory::SharedBytes;
+use ::shadowbell_memory::{EventFd, SharedBytes};
 use shadowbell_block::{BlockDevice, BlockError};
 use std::collections::VecDeque;
 use std::future::Future;
@@ -36,6 +37,17 @@ struct Pending {
     size: Size,
 }
 
+/// What came of a queue that was to be served straight from the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direct {
+    /// It was, until something changed.
+    Served,
+    /// It has to be served in the other way.
+    Impossible,
+    /// The frontend was sent away.
+    Refused,
+}
+
 /// A queue, and the state of the thread that serves it.
 pub(super) struct BlkQueue {
     disk: BlockDevice,
@@ -50,6 +62,8 @@ pub(super) struct BlkQueue {
     stalled: Option<Chain>,
     /// Requests that a process before has left.
     again: VecDeque<Chain>,
+    /// As these, of a queue that is served straight from the disk.
+    again_direct: VecDeque<u16>,
     /// It was begun with, since the frontend has started it last.
     has_begun: bool,
     /// Where it is written down what is in flight.
@@ -74,6 +88,7 @@ impl BlkQueue {
             answered: false,
             stalled: None,
             again: VecDeque::new(),
+            again_direct: VecDeque::new(),
             has_begun: false,
             tracker: None,
             held: Size::default(),
@@ -84,17 +99,13 @@ impl BlkQueue {
     }
 
     /// Logs that the guest's queue makes no sense: the first time as a warning.
-    pub(super) fn complain(&mut self, queue: usize, error: &virtio_queue::Error) {
-        if std::mem::replace(&mut self.complained, true) {
-            tracing::debug!(queue, "the guest's queue makes no sense: {error}");
-        } else {
-            tracing::warn!(queue, "the guest's queue makes no sense: {error}");
-        }
+    pub(super) fn complain(&mut self, error: &virtio_queue::Error) {
+        complain(&mut self.complained, self.index, error);
     }
 
     /// Begins with the queue, if that is still to be done: with what a process before has left.
     /// Whether it may be served now.
-    fn begin_queue(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
+    fn begin_queue(&mut self, device: &DeviceShared, vring: &Ring, is_direct: bool) -> bool {
         if self.has_begun {
             return true;
         }
@@ -117,7 +128,7 @@ impl BlkQueue {
                 .map_err(|error| error.to_string())
                 .and_then(|(tracker, found)| {
                     self.tracker = Some(tracker);
-                    found.map_or(Ok(()), |found| self.go_on(vring, &found))
+                    found.map_or(Ok(()), |found| self.go_on(vring, &found, is_direct))
                 });
             if let Err(error) = started {
                 self.tracker = None;
@@ -135,18 +146,88 @@ impl BlkQueue {
     }
 
     /// Goes on where a process before has died, or where the queue was stopped.
-    fn go_on(&mut self, vring: &Ring, found: &Found) -> Result<(), String> {
-        let memory = vring.memory();
-        let chains = resubmit::chains(vring.get_ref().get_queue(), &memory, &found.heads);
-        self.again = chains.map_err(|error| error.to_string())?.into();
+    fn go_on(&mut self, vring: &Ring, found: &Found, is_direct: bool) -> Result<(), String> {
+        if is_direct {
+            self.again_direct = found.heads.iter().copied().collect();
+        } else {
+            let memory = vring.memory();
+            let chains = resubmit::chains(vring.get_ref().get_queue(), &memory, &found.heads);
+            self.again = chains.map_err(|error| error.to_string())?.into();
+        }
         vring.set_queue_next_avail(found.available);
-        if !self.again.is_empty() {
-            let (queue, requests) = (self.index, self.again.len());
+        if !found.heads.is_empty() {
+            let (queue, requests) = (self.index, found.heads.len());
             tracing::info!(queue, requests, "requests of a process before are carried out again");
         }
         // It may have died before it notified the guest.
         let _ = vring.signal_used_queue();
         Ok(())
+    }
+
+    /// Serves the queue straight from the disk, until anything changes.
+    pub(super) fn serve_direct(
+        &mut self,
+        device: &DeviceShared,
+        vring: &Ring,
+        waker: &EventFd,
+    ) -> Direct {
+        self.run_direct(device, vring, waker, |queue, complain| queue.serve(complain))
+    }
+
+    /// As [`serve_direct`](Self::serve_direct), by this `run`.
+    pub(super) fn run_direct(
+        &mut self,
+        device: &DeviceShared,
+        vring: &Ring,
+        waker: &EventFd,
+        run: impl FnOnce(DirectQueue<'_>, &mut dyn FnMut(&virtio_queue::Error)),
+    ) -> Direct {
+        let Some(local) = &device.local else { return Direct::Impossible };
+        let faults = ::shadowbell_memory::sigbus::faults();
+        if self.has_lost_memory(device) {
+            return Direct::Refused;
+        }
+        let find = || {
+            let table = direct::table(vring.current())?;
+            let ring = SplitRing::new(vring.get_ref().get_queue(), &table)?;
+            Some((table, ring))
+        };
+        if find().is_none() {
+            return Direct::Impossible;
+        }
+        // It may have been served otherwise until now.
+        if self.io.tasks().reserved() > 0 || self.stalled.is_some() || !self.again.is_empty() {
+            self.finish(device);
+        }
+        if !self.begin_queue(device, vring, true) {
+            return Direct::Refused;
+        }
+        let seen = (vring.changes(), device.changes());
+        // What was there before these were looked at may be another.
+        let Some((table, ring)) = find() else { return Direct::Impossible };
+        let context = Context {
+            index: self.index,
+            device,
+            vring,
+            local,
+            tracker: &mut self.tracker,
+            again: &mut self.again_direct,
+            waker,
+            seen,
+            faults,
+        };
+        let index = self.index;
+        match DirectQueue::new(context, ring, &table) {
+            Ok(queue) => {
+                let complained = &mut self.complained;
+                run(queue, &mut |error| complain(complained, index, error));
+                Direct::Served
+            }
+            Err(error) => {
+                tracing::warn!(queue = index, "a queue is not served from the disk: {error}");
+                Direct::Impossible
+            }
+        }
     }
 
     /// The frontend stops the queue, or is gone. As [`finish`](Self::finish); whether the disk has
@@ -206,7 +287,7 @@ impl BlkQueue {
         device: &DeviceShared,
         vring: &Ring,
     ) -> Result<(), virtio_queue::Error> {
-        if !self.begin_queue(device, vring) {
+        if !self.begin_queue(device, vring, false) {
             return Ok(());
         }
         // The queue said that there is a request.
@@ -364,6 +445,14 @@ impl BlkQueue {
         {
             tracing::debug!("the guest could not be notified of answers: {error}");
         }
+    }
+}
+
+fn complain(complained: &mut bool, queue: usize, error: &virtio_queue::Error) {
+    if std::mem::replace(complained, true) {
+        tracing::debug!(queue, "the guest's queue makes no sense: {error}");
+    } else {
+        tracing::warn!(queue, "the guest's queue makes no sense: {error}");
     }
 }
 

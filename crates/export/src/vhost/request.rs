@@ -12,18 +12,18 @@ pub(super) type Chain = DescriptorChain<Snapshot>;
 /// Entries of a queue, at most.
 pub(super) const QUEUE_SIZE: usize = 1024;
 /// Bytes of the header: type, four reserved bytes, sector.
-const HEADER: usize = 16;
+pub(super) const HEADER: usize = 16;
 /// The unit of everything, whatever the disk's blocks are.
 pub(super) const SECTOR: u64 = 512;
 /// The most bytes that one request moves.
 pub(super) const MAX_DATA: usize = 32 << 20;
 /// Pieces of memory that a request may lie in: a chain is no longer than the longest queue, tables
 /// of descriptors included (Virtio 1.2, 2.7.5.3.1).
-const MAX_PIECES: usize = QUEUE_SIZE;
+pub(super) const MAX_PIECES: usize = QUEUE_SIZE;
 /// Bytes of the answer to a request for the device's identifier.
-const ID: usize = 20;
+pub(super) const ID: usize = 20;
 /// Bytes of a range to discard or to make zero: sector, sectors, flags.
-const SEGMENT: usize = 16;
+pub(super) const SEGMENT: usize = 16;
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,43 +116,65 @@ pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8], size: Size) -> Resu
     let mut reader = chain.clone().reader(memory).map_err(|_| bad)?;
     let mut header = [0; HEADER];
     reader.read_exact(&mut header).map_err(|_| bad)?;
+    let given = reader.available_bytes();
+    let segment = || {
+        let mut segment = [0; SEGMENT];
+        reader.read_exact(&mut segment).ok().map(|()| segment)
+    };
+    let (action, offset) = understand(header, (given, room), rules, segment)?;
+    let data = match action {
+        Action::Read if room <= size.bytes => vec![0; room],
+        Action::Write { .. } if given <= size.bytes => {
+            let mut data = vec![0; given];
+            reader.read_exact(&mut data).map_err(|_| bad)?;
+            data
+        }
+        Action::Read | Action::Write { .. } => return Err(bad),
+        Action::Answer => identifier(id, room),
+        Action::Flush | Action::Discard { .. } | Action::WriteZeroes { .. } => Vec::new(),
+    };
+    Ok(Job { action, offset, data })
+}
+
+/// The answer to a request for the device's identifier, if there is room for so much.
+pub(super) fn identifier(id: &[u8], room: usize) -> Vec<u8> {
+    let mut data = id.get(..ID.min(id.len())).unwrap_or_default().to_vec();
+    data.resize(ID.min(room), 0);
+    data
+}
+
+/// What a request with this header asks for, and from which byte of the disk on: `given` bytes of
+/// data come with it, `segment` has the first of them, and there is `room` for as many.
+pub(super) fn understand(
+    header: [u8; HEADER],
+    (given, room): (usize, usize),
+    rules: &Rules,
+    segment: impl FnOnce() -> Option<[u8; SEGMENT]>,
+) -> Result<(Action, u64), Refusal> {
+    let bad = Refusal::Status(Status::IoError);
     let [k0, k1, k2, k3, _, _, _, _, sector @ ..] = header;
     let kind = u32::from_le_bytes([k0, k1, k2, k3]);
     let offset = u64::from_le_bytes(sector).checked_mul(SECTOR).ok_or(bad)?;
-    let given = reader.available_bytes();
-    let fits = |len: u64| {
-        let end = offset.checked_add(len);
-        end.is_some_and(|end| end <= rules.geometry.bytes)
-    };
     let whole = |len: usize| {
-        len <= size.bytes.min(MAX_DATA) && (len as u64).is_multiple_of(SECTOR) && fits(len as u64)
+        let end = offset.checked_add(len as u64);
+        len <= MAX_DATA
+            && (len as u64).is_multiple_of(SECTOR)
+            && end.is_some_and(|end| end <= rules.geometry.bytes)
     };
-    let changes = |job| if rules.geometry.read_only { Err(bad) } else { Ok(job) };
+    let changes = |found| if rules.geometry.read_only { Err(bad) } else { Ok(found) };
     match kind {
-        0 if whole(room) => Ok(Job { action: Action::Read, offset, data: vec![0; room] }),
-        1 if whole(given) => {
-            let mut data = vec![0; given];
-            reader.read_exact(&mut data).map_err(|_| bad)?;
-            changes(Job { action: Action::Write { fua: rules.write_through }, offset, data })
-        }
-        4 => Ok(Job { action: Action::Flush, offset: 0, data: Vec::new() }),
-        8 => {
-            let mut data = id.get(..ID.min(id.len())).unwrap_or_default().to_vec();
-            data.resize(ID.min(room), 0);
-            Ok(Job { action: Action::Answer, offset: 0, data })
-        }
+        0 if whole(room) => Ok((Action::Read, offset)),
+        1 if whole(given) => changes((Action::Write { fua: rules.write_through }, offset)),
+        4 => Ok((Action::Flush, 0)),
+        8 => Ok((Action::Answer, 0)),
         // One range at a time is what the configuration says.
-        11 | 13 if given == SEGMENT => {
-            let mut segment = [0; SEGMENT];
-            reader.read_exact(&mut segment).map_err(|_| bad)?;
-            changes(range(kind == 11, segment, rules)?)
-        }
+        11 | 13 if given == SEGMENT => changes(range(kind == 11, segment().ok_or(bad)?, rules)?),
         0 | 1 | 11 | 13 => Err(bad),
         _ => Err(Refusal::Status(Status::Unsupported)),
     }
 }
 
-fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<Job, Refusal> {
+fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<(Action, u64), Refusal> {
     let bad = Refusal::Status(Status::IoError);
     let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, flags @ ..] = segment;
     let sector = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
@@ -173,7 +195,7 @@ fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<Job, Re
         let how = Zeroes { deallocate: flags & 1 != 0, fua, fast_only: false };
         Action::WriteZeroes { len, how }
     };
-    Ok(Job { action, offset, data: Vec::new() })
+    Ok((action, offset))
 }
 
 /// Does what is asked for.

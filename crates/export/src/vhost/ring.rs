@@ -6,7 +6,7 @@ use ::shadowbell_memory::EventFd;
 use parking_lot::RwLock;
 use std::fs::File;
 use std::io;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 use vhost_user_backend::{VringRwLock, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error, QueueT};
@@ -20,11 +20,71 @@ pub(super) struct Ring {
     /// A read or a write of an eventfd can wait for another process that has it; these do not.
     kick: Arc<RwLock<Option<EventFd>>>,
     call: Arc<RwLock<Option<EventFd>>>,
+    changes: Arc<Changes>,
+}
+
+/// How often a queue was set up in another way, which whoever serves it has to notice.
+struct Changes {
+    count: AtomicU64,
+    event: EventFd,
+}
+
+impl Changes {
+    fn add(&self) {
+        self.count.fetch_add(1, Ordering::SeqCst);
+        self.event.signal();
+    }
 }
 
 impl Ring {
     pub(super) fn memory(&self) -> Snapshot {
         look(&self.memory)
+    }
+
+    pub(super) fn current(&self) -> &Current {
+        &self.memory
+    }
+
+    /// Whether requests may be taken from it.
+    pub(super) fn runs(&self) -> bool {
+        let state = self.state.get_ref();
+        state.is_enabled() && state.get_queue().ready()
+    }
+
+    /// A number that changes when anything is changed here.
+    #[inline]
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.count.load(Ordering::SeqCst)
+    }
+
+    /// Is signalled then.
+    pub(super) fn changed(&self) -> &EventFd {
+        &self.changes.event
+    }
+
+    /// What the guest notifies by.
+    pub(super) fn kick(&self) -> Option<EventFd> {
+        self.kick.read().as_ref().and_then(|kick| kick.try_clone().ok())
+    }
+
+    /// Notifies the guest.
+    pub(super) fn signal(&self) {
+        if let Some(call) = &*self.call.read() {
+            call.signal();
+        }
+    }
+
+    /// The places in the two rings where somebody is who began at others: unless the frontend has
+    /// put the queue somewhere else meanwhile.
+    pub(super) fn give_back(&self, began: (u16, u16), now: (u16, u16)) {
+        let mut state = self.state.get_mut();
+        let queue = state.get_queue_mut();
+        if queue.next_avail() == began.0 {
+            queue.set_next_avail(now.0);
+        }
+        if queue.next_used() == began.1 {
+            queue.set_next_used(now.1);
+        }
     }
 }
 
@@ -53,7 +113,10 @@ impl<'a> VringStateMutGuard<'a, Current> for Ring {
 impl VringT<Current> for Ring {
     fn new(memory: Current, max_queue_size: u16) -> Result<Self, Error> {
         let state = VringRwLock::new(memory.clone(), max_queue_size)?;
-        Ok(Self { state, memory, kick: Arc::default(), call: Arc::default() })
+        // rust-vmm has no error for that.
+        let event = EventFd::new().map_err(|_| Error::QueueNotReady)?;
+        let changes = Arc::new(Changes { count: AtomicU64::new(0), event });
+        Ok(Self { state, memory, kick: Arc::default(), call: Arc::default(), changes })
     }
 
     fn get_ref(&self) -> RwLockReadGuard<'_, VringState<Current>> {
@@ -70,9 +133,7 @@ impl VringT<Current> for Ring {
     }
 
     fn signal_used_queue(&self) -> io::Result<()> {
-        if let Some(call) = &*self.call.read() {
-            call.signal();
-        }
+        self.signal();
         Ok(())
     }
 
@@ -93,10 +154,13 @@ impl VringT<Current> for Ring {
 
     fn set_enabled(&self, enabled: bool) {
         self.state.set_enabled(enabled);
+        self.changes.add();
     }
 
     fn set_queue_info(&self, descriptors: u64, available: u64, used: u64) -> Result<(), Error> {
-        self.state.set_queue_info(descriptors, available, used)
+        let outcome = self.state.set_queue_info(descriptors, available, used);
+        self.changes.add();
+        outcome
     }
 
     fn queue_next_avail(&self) -> u16 {
@@ -105,10 +169,12 @@ impl VringT<Current> for Ring {
 
     fn set_queue_next_avail(&self, base: u16) {
         self.state.set_queue_next_avail(base);
+        self.changes.add();
     }
 
     fn set_queue_next_used(&self, index: u16) {
         self.state.set_queue_next_used(index);
+        self.changes.add();
     }
 
     fn queue_used_idx(&self) -> Result<u16, Error> {
@@ -119,14 +185,17 @@ impl VringT<Current> for Ring {
 
     fn set_queue_size(&self, size: u16) {
         self.state.set_queue_size(size);
+        self.changes.add();
     }
 
     fn set_queue_event_idx(&self, enabled: bool) {
         self.state.set_queue_event_idx(enabled);
+        self.changes.add();
     }
 
     fn set_queue_ready(&self, ready: bool) {
         self.state.set_queue_ready(ready);
+        self.changes.add();
         // Its thread is to look once: there may be requests of a process before, of which nobody
         // notifies it any more.
         if ready && let Some(kick) = &*self.kick.read() {
@@ -136,6 +205,7 @@ impl VringT<Current> for Ring {
 
     fn set_kick(&self, file: Option<File>) {
         self.state.set_kick(take(&self.kick, file));
+        self.changes.add();
     }
 
     fn read_kick(&self) -> io::Result<bool> {
@@ -147,6 +217,7 @@ impl VringT<Current> for Ring {
 
     fn set_call(&self, file: Option<File>) {
         take(&self.call, file);
+        self.changes.add();
     }
 
     fn set_err(&self, file: Option<File>) {

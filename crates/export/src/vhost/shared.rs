@@ -2,6 +2,7 @@
 
 use super::config::feature;
 use super::inflight::Kept;
+use super::local_disk::LocalDisk;
 use super::memory::{Current, is_poisoned};
 use super::request::Rules;
 use super::touches::Touches;
@@ -29,16 +30,37 @@ pub(super) struct DeviceShared {
     pub(super) socket: UnixStream,
     /// The frontend has gone, and the threads of the queues are to end.
     pub(super) over: AtomicBool,
+    /// The server ends.
+    pub(super) ending: Arc<AtomicBool>,
+    /// How often the memory or the features have changed.
+    pub(super) changes: AtomicU64,
+    /// What the queues are served from, if that is possible.
+    pub(super) local: Option<LocalDisk>,
 }
 
 impl DeviceShared {
     /// An error, which ends a queue's thread, if it is to end. rust-vmm has a descriptor for that,
     /// and does not close it.
     pub(super) fn check_over(&self) -> io::Result<()> {
-        if self.over.load(Ordering::SeqCst) {
+        if self.is_over() {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         Ok(())
+    }
+
+    #[inline]
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::SeqCst)
+    }
+
+    /// A number that changes when the memory or the features do.
+    #[inline]
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::SeqCst)
     }
 
     pub(super) fn rules(&self) -> Rules {

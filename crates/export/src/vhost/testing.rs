@@ -3,14 +3,16 @@
 
 use super::config::feature;
 use super::inflight::{Region as InflightRegion, Shape};
+use super::local_disk::LocalDisk;
 use super::memory::{Current, Memory, guard, is_poisoned};
-use super::queue::BlkQueue;
+use super::queue::{BlkQueue, Direct};
 use super::request::QUEUE_SIZE;
 use super::ring::Ring;
 use super::shared::DeviceShared;
 use super::touches::Touches;
 use ::shadowbell_memory::EventFd;
 use parking_lot::RwLock;
+use shadowbell_backend::Disk;
 use shadowbell_block::BlockDevice;
 use std::fs::File;
 use std::io;
@@ -18,6 +20,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 use vhost_user_backend::VringT;
 use virtio_queue::QueueT;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryAtomic, GuestRegionMmap, MmapRegion};
@@ -81,10 +84,27 @@ impl Queue {
             failures: Arc::default(),
             socket,
             over: AtomicBool::new(false),
+            ending: Arc::default(),
+            changes: AtomicU64::new(0),
+            local: None,
         };
         let ring = Ring::new(memory.clone(), QUEUE_SIZE as u16).map_err(io::Error::other)?;
         let disk = disk.clone();
         Ok(Self { queue: BlkQueue::new(&disk, 0)?, disk, device, memory, ring })
+    }
+
+    /// As [`new`](Self::new), of a disk that is all of `local`: the requests go there.
+    ///
+    /// # Errors
+    /// The system's, if it has no more descriptors.
+    pub fn new_direct(disk: &BlockDevice, local: Arc<dyn Disk>, id: &str) -> io::Result<Self> {
+        let mut queue = Self::new(disk, id)?;
+        let local = LocalDisk { disk: local, poll: Duration::ZERO, timeout: Duration::MAX };
+        if !local.is_direct(disk.geometry()) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        queue.device.local = Some(local);
+        Ok(queue)
     }
 
     /// The guest's memory from now on, as a frontend gives it.
@@ -167,6 +187,17 @@ impl Queue {
             return Ok(());
         }
         self.queue.vring.get_or_insert_with(|| self.ring.clone());
+        let waker = self.queue.io.waker().map_err(|error| error.to_string())?;
+        let mut senseless = None;
+        let direct = self.queue.run_direct(&self.device, &self.ring, &waker, |queue, complain| {
+            queue.run_dry(&mut |error| {
+                senseless = Some(error.to_string());
+                complain(error);
+            });
+        });
+        if direct != Direct::Impossible {
+            return senseless.map_or(Ok(()), Err);
+        }
         let served = self.queue.serve(&self.device, &self.ring);
         self.queue.finish(&self.device);
         served.map_err(|error| error.to_string())

@@ -7,6 +7,7 @@ mod nbd;
 mod tls;
 mod tools;
 mod vhost;
+mod vhost_direct;
 mod vhost_hostile;
 mod vhost_inflight;
 mod whole_blocks;

@@ -3,8 +3,9 @@
 use shadowbell_backend::{DiskError, Op};
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_driver::{AttachOptions, Controller};
-use shadowbell_export::vhost::{StartError, VhostUserBlk};
+use shadowbell_export::vhost::{LocalDisk, StartError, VhostUserBlk};
 use shadowbell_testing::block_device::{TestDisk, attach};
+use std::cell::Cell;
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -35,6 +36,36 @@ pub(crate) const EVENT_IDX: u64 = 1 << 29;
 const FLUSH: u64 = 1 << 9;
 const MQ: u64 = 1 << 12;
 
+thread_local! {
+    /// Whether the tests of this thread have requests go to the disk, and not to a controller.
+    static DIRECT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a test on each way that requests may take.
+pub(crate) fn each_way(test: impl Fn()) {
+    for direct in [false, true] {
+        DIRECT.set(direct);
+        println!("direct: {direct}");
+        test();
+    }
+}
+
+/// Runs a test with requests that go to the disk.
+pub(crate) fn direct(test: impl Fn()) {
+    DIRECT.set(true);
+    test();
+}
+
+/// The disk, if requests are to go there.
+fn local(disk: &TestDisk) -> Option<LocalDisk> {
+    let local = LocalDisk {
+        disk: Arc::new(disk.clone()),
+        poll: Duration::from_micros(50),
+        timeout: Duration::from_secs(60),
+    };
+    DIRECT.get().then_some(local)
+}
+
 pub(crate) struct Rig {
     pub(crate) backing: TestDisk,
     controller: Option<Controller>,
@@ -51,7 +82,8 @@ impl Rig {
         options.read_only = read_only;
         let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
         let directory = tempfile::tempdir().unwrap();
-        let device = VhostUserBlk::start(disk, &directory.path().join("vhost"), "a test").unwrap();
+        let path = directory.path().join("vhost");
+        let device = VhostUserBlk::start_on(disk, &path, "a test", local(&backing)).unwrap();
         Self { backing, controller: Some(controller), device: Some(device), directory }
     }
 
@@ -86,8 +118,23 @@ impl Ring {
         self.base + 0x3000
     }
 
-    fn write(&self, at: u64, bytes: &[u8]) {
+    pub(crate) fn write(&self, at: u64, bytes: &[u8]) {
         self.memory.write_slice(bytes, GuestAddress(at)).unwrap();
+    }
+
+    /// Bytes of the guest's memory.
+    pub(crate) fn memory_at(&self, at: u64, bytes: &mut [u8]) {
+        self.memory.read_slice(bytes, GuestAddress(at)).unwrap();
+    }
+
+    /// Whether there is no answer.
+    pub(crate) fn has_nothing(&self) -> bool {
+        u16::from_le_bytes(self.read(self.used() + 2)) == self.taken
+    }
+
+    /// Requests so far.
+    pub(crate) fn count(&self) -> u16 {
+        self.submitted
     }
 
     fn read<const N: usize>(&self, at: u64) -> [u8; N] {
@@ -100,11 +147,11 @@ impl Ring {
         DATA + (self.index * u64::from(SLOTS) + u64::from(slot)) % 30 * ROOM
     }
 
-    fn status(&self, slot: u16) -> u64 {
+    pub(crate) fn status(&self, slot: u16) -> u64 {
         STATUSES + self.index * 0x100 + u64::from(slot)
     }
 
-    fn descriptor(&self, index: u16, at: u64, len: u32, flags: u16, next: u16) {
+    pub(crate) fn descriptor(&self, index: u16, at: u64, len: u32, flags: u16, next: u16) {
         let mut bytes = at.to_le_bytes().to_vec();
         bytes.extend(len.to_le_bytes());
         bytes.extend(flags.to_le_bytes());
@@ -113,7 +160,7 @@ impl Ring {
     }
 
     /// Puts a chain that begins at this descriptor into the queue, and kicks.
-    fn offer(&mut self, head: u16) {
+    pub(crate) fn offer(&mut self, head: u16) {
         let at = self.available() + 4 + u64::from(self.submitted % QUEUE) * 2;
         self.write(at, &head.to_le_bytes());
         self.submitted = self.submitted.wrapping_add(1);
@@ -227,7 +274,7 @@ impl Ring {
         status
     }
 
-    fn bytes(&self, slot: u16, len: usize) -> Vec<u8> {
+    pub(crate) fn bytes(&self, slot: u16, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.memory.read_slice(&mut bytes, GuestAddress(self.data(slot))).unwrap();
         bytes
@@ -323,6 +370,16 @@ impl Guest {
         Self { frontend, rings, features, config }
     }
 
+    /// Shares its memory once more.
+    pub(crate) fn share_again(&mut self) {
+        let regions: Vec<_> = self.rings[0]
+            .memory
+            .iter()
+            .map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).unwrap())
+            .collect();
+        self.frontend.set_mem_table(&regions).unwrap();
+    }
+
     /// Whether it was not sent away.
     pub(crate) fn is_served(&mut self) -> bool {
         self.frontend.get_queue_num().is_ok()
@@ -349,235 +406,253 @@ fn segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
 
 #[test]
 fn a_guest_finds_its_disk_and_uses_it() {
-    let rig = Rig::new(false);
-    let mut guest = Guest::connect(&rig, 2, 0);
-    assert_eq!(guest.config[..8], 16384u64.to_le_bytes());
-    assert_eq!(guest.config[20..24], 512u32.to_le_bytes());
-    assert_eq!(guest.config[34..36], 2u16.to_le_bytes());
-    for ring in &mut guest.rings {
-        let data: Vec<u8> = (0..300 * 512).map(|i: u32| (i ^ i >> 8) as u8 | 1).collect();
-        assert_eq!(ring.run(WRITE, 7, &data, 0), 0);
-        ring.submit(3, READ, 7, b"", 300 * 512);
-        assert_eq!(ring.take(), (3, 300 * 512 + 1, 0));
-        assert!(ring.bytes(3, 300 * 512) == data);
-        assert_eq!(ring.run(FLUSH_REQUEST, 0, b"", 0), 0);
-        assert_eq!(ring.run(WRITE_ZEROES, 0, &segment(8, 2, 1), 0), 0);
-        assert_eq!(ring.run(DISCARD, 0, &segment(10, 2, 0), 0), 0);
-        assert_eq!(ring.run(READ, 7, b"", 5 * 512), 0);
-        let back = ring.bytes(0, 5 * 512);
-        assert!(back[..512] == data[..512] && back[512..] == [0; 4 * 512]);
-        assert_eq!(ring.run(GET_ID, 0, b"", 20), 0);
-        assert_eq!(&ring.bytes(0, 20), b"a test\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
-    }
-    for op in [Op::Flush, Op::WriteZeroes { deallocate: true, fua: false }, Op::Discard] {
-        assert_eq!(rig.backing.seen().iter().filter(|seen| seen.op == op).count(), 2, "{op:?}");
-    }
-    drop(guest);
-    rig.end(0);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 2, 0);
+        assert_eq!(guest.config[..8], 16384u64.to_le_bytes());
+        assert_eq!(guest.config[20..24], 512u32.to_le_bytes());
+        assert_eq!(guest.config[34..36], 2u16.to_le_bytes());
+        for ring in &mut guest.rings {
+            let data: Vec<u8> = (0..300 * 512).map(|i: u32| (i ^ i >> 8) as u8 | 1).collect();
+            assert_eq!(ring.run(WRITE, 7, &data, 0), 0);
+            ring.submit(3, READ, 7, b"", 300 * 512);
+            assert_eq!(ring.take(), (3, 300 * 512 + 1, 0));
+            assert!(ring.bytes(3, 300 * 512) == data);
+            assert_eq!(ring.run(FLUSH_REQUEST, 0, b"", 0), 0);
+            assert_eq!(ring.run(WRITE_ZEROES, 0, &segment(8, 2, 1), 0), 0);
+            assert_eq!(ring.run(DISCARD, 0, &segment(10, 2, 0), 0), 0);
+            assert_eq!(ring.run(READ, 7, b"", 5 * 512), 0);
+            let back = ring.bytes(0, 5 * 512);
+            assert!(back[..512] == data[..512] && back[512..] == [0; 4 * 512]);
+            assert_eq!(ring.run(GET_ID, 0, b"", 20), 0);
+            assert_eq!(&ring.bytes(0, 20), b"a test\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
+        }
+        for op in [Op::Flush, Op::WriteZeroes { deallocate: true, fua: false }, Op::Discard] {
+            assert_eq!(rig.backing.seen().iter().filter(|seen| seen.op == op).count(), 2, "{op:?}");
+        }
+        drop(guest);
+        rig.end(0);
+    });
 }
 
 #[test]
 fn queues_are_used_at_the_same_time_and_deeply() {
-    for without in [0, EVENT_IDX] {
-        let rig = Rig::new(false);
-        let guest = Guest::connect(&rig, 2, without);
-        std::thread::scope(|scope| {
-            for mut ring in guest.rings {
-                scope.spawn(move || {
-                    let me = ring.index;
-                    let mut free: Vec<u16> = (0..SLOTS.min(14)).collect();
-                    let mut busy = vec![None; usize::from(SLOTS)];
-                    let (mut submitted, mut done) = (0u64, 0);
-                    while done < 2000 {
-                        while submitted < 2000
-                            && let Some(slot) = free.pop()
-                        {
-                            // Every second sector, so that the queues share nothing.
-                            let sector = (submitted % 500) * 2 + me;
-                            let byte = (sector as u8).wrapping_mul(7) | 1;
-                            if submitted < 500 {
-                                ring.submit(slot, WRITE, sector, &[byte; 512], 0);
-                                busy[usize::from(slot)] = Some(None);
-                            } else {
-                                ring.submit(slot, READ, sector, b"", 512);
-                                busy[usize::from(slot)] = Some(Some(byte));
+    each_way(|| {
+        for without in [0, EVENT_IDX] {
+            let rig = Rig::new(false);
+            let guest = Guest::connect(&rig, 2, without);
+            std::thread::scope(|scope| {
+                for mut ring in guest.rings {
+                    scope.spawn(move || {
+                        let me = ring.index;
+                        let mut free: Vec<u16> = (0..SLOTS.min(14)).collect();
+                        let mut busy = vec![None; usize::from(SLOTS)];
+                        let (mut submitted, mut done) = (0u64, 0);
+                        while done < 2000 {
+                            while submitted < 2000
+                                && let Some(slot) = free.pop()
+                            {
+                                // Every second sector, so that the queues share nothing.
+                                let sector = (submitted % 500) * 2 + me;
+                                let byte = (sector as u8).wrapping_mul(7) | 1;
+                                if submitted < 500 {
+                                    ring.submit(slot, WRITE, sector, &[byte; 512], 0);
+                                    busy[usize::from(slot)] = Some(None);
+                                } else {
+                                    ring.submit(slot, READ, sector, b"", 512);
+                                    busy[usize::from(slot)] = Some(Some(byte));
+                                }
+                                submitted += 1;
+                                if submitted == 500 {
+                                    break;
+                                }
                             }
-                            submitted += 1;
                             if submitted == 500 {
-                                break;
+                                // All writes end before the first read begins.
+                                while done < 500 {
+                                    let (slot, _, status) = ring.take();
+                                    assert_eq!(status, 0);
+                                    assert!(busy[usize::from(slot)].take().is_some());
+                                    free.push(slot);
+                                    done += 1;
+                                }
+                                continue;
                             }
-                        }
-                        if submitted == 500 {
-                            // All writes end before the first read begins.
-                            while done < 500 {
-                                let (slot, _, status) = ring.take();
-                                assert_eq!(status, 0);
-                                assert!(busy[usize::from(slot)].take().is_some());
-                                free.push(slot);
-                                done += 1;
+                            let (slot, _, status) = ring.take();
+                            assert_eq!(status, 0);
+                            let expected = busy[usize::from(slot)].take().expect("answered twice");
+                            if let Some(byte) = expected {
+                                assert_eq!(ring.bytes(slot, 512), [byte; 512]);
                             }
-                            continue;
+                            free.push(slot);
+                            done += 1;
                         }
-                        let (slot, _, status) = ring.take();
-                        assert_eq!(status, 0);
-                        let expected = busy[usize::from(slot)].take().expect("answered twice");
-                        if let Some(byte) = expected {
-                            assert_eq!(ring.bytes(slot, 512), [byte; 512]);
-                        }
-                        free.push(slot);
-                        done += 1;
-                    }
-                });
-            }
-        });
-        rig.end(0);
-    }
+                    });
+                }
+            });
+            rig.end(0);
+        }
+    });
 }
 
 #[test]
 fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
-    let rig = Rig::new(false);
-    let mut guest = Guest::connect(&rig, 1, 0);
-    let ring = &mut guest.rings[0];
-    const IOERR: u8 = 1;
-    const UNSUPPORTED: u8 = 2;
-    for (kind, sector, data, room, status) in [
-        (READ, 16384, vec![], 512, IOERR),
-        (READ, u64::MAX, vec![], 512, IOERR),
-        (READ, u64::MAX / 512, vec![], 1024, IOERR),
-        (READ, 0, vec![], 511, IOERR),
-        (WRITE, 16383, vec![1; 1024], 0, IOERR),
-        (WRITE, 0, vec![1; 5], 0, IOERR),
-        (WRITE_ZEROES, 0, segment(16384, 1, 0), 0, IOERR),
-        (WRITE_ZEROES, 0, segment(u64::MAX, u32::MAX, 0), 0, IOERR),
-        (WRITE_ZEROES, 0, segment(0, 1, 2), 0, UNSUPPORTED),
-        (WRITE_ZEROES, 0, vec![0; 15], 0, IOERR),
-        (DISCARD, 0, segment(0, 1, 1), 0, UNSUPPORTED),
-        (DISCARD, 0, [segment(0, 1, 0), segment(1, 1, 0)].concat(), 0, IOERR),
-        (4711, 0, vec![], 512, UNSUPPORTED),
-    ] {
-        assert_eq!(ring.run(kind, sector, &data, room), status, "type {kind} at {sector}");
-    }
-    // A header that is too short.
-    ring.descriptor(0, HEADERS, 8, 1, 2);
-    ring.descriptor(2, ring.status(0), 1, 2, 0);
-    ring.offer(0);
-    assert_eq!(ring.take(), (0, 1, IOERR));
-    // Nowhere to put the status.
-    ring.write(ring.status(0), &[0xff]);
-    ring.descriptor(0, HEADERS, 16, 0, 0);
-    ring.offer(0);
-    assert_eq!(ring.take(), (0, 0, 0xff));
-    // A chain that goes round and round.
-    ring.descriptor(0, HEADERS, 16, 1, 0);
-    ring.offer(0);
-    ring.take();
-    // Data where there is no memory.
-    ring.descriptor(0, HEADERS, 16, 1, 1);
-    ring.descriptor(1, MEMORY + 4096, 512, 3, 2);
-    ring.descriptor(2, ring.status(0), 1, 2, 0);
-    ring.offer(0);
-    ring.take();
-    assert_eq!(ring.run(READ, 0, b"", 512), 0, "it goes on");
-    drop(guest);
-    rig.end(0);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        let ring = &mut guest.rings[0];
+        const IOERR: u8 = 1;
+        const UNSUPPORTED: u8 = 2;
+        for (kind, sector, data, room, status) in [
+            (READ, 16384, vec![], 512, IOERR),
+            (READ, u64::MAX, vec![], 512, IOERR),
+            (READ, u64::MAX / 512, vec![], 1024, IOERR),
+            (READ, 0, vec![], 511, IOERR),
+            (WRITE, 16383, vec![1; 1024], 0, IOERR),
+            (WRITE, 0, vec![1; 5], 0, IOERR),
+            (WRITE_ZEROES, 0, segment(16384, 1, 0), 0, IOERR),
+            (WRITE_ZEROES, 0, segment(u64::MAX, u32::MAX, 0), 0, IOERR),
+            (WRITE_ZEROES, 0, segment(0, 1, 2), 0, UNSUPPORTED),
+            (WRITE_ZEROES, 0, vec![0; 15], 0, IOERR),
+            (DISCARD, 0, segment(0, 1, 1), 0, UNSUPPORTED),
+            (DISCARD, 0, [segment(0, 1, 0), segment(1, 1, 0)].concat(), 0, IOERR),
+            (4711, 0, vec![], 512, UNSUPPORTED),
+        ] {
+            assert_eq!(ring.run(kind, sector, &data, room), status, "type {kind} at {sector}");
+        }
+        // A header that is too short.
+        ring.descriptor(0, HEADERS, 8, 1, 2);
+        ring.descriptor(2, ring.status(0), 1, 2, 0);
+        ring.offer(0);
+        assert_eq!(ring.take(), (0, 1, IOERR));
+        // Nowhere to put the status.
+        ring.write(ring.status(0), &[0xff]);
+        ring.descriptor(0, HEADERS, 16, 0, 0);
+        ring.offer(0);
+        assert_eq!(ring.take(), (0, 0, 0xff));
+        // A chain that goes round and round.
+        ring.descriptor(0, HEADERS, 16, 1, 0);
+        ring.offer(0);
+        ring.take();
+        // Data where there is no memory.
+        ring.descriptor(0, HEADERS, 16, 1, 1);
+        ring.descriptor(1, MEMORY + 4096, 512, 3, 2);
+        ring.descriptor(2, ring.status(0), 1, 2, 0);
+        ring.offer(0);
+        ring.take();
+        assert_eq!(ring.run(READ, 0, b"", 512), 0, "it goes on");
+        drop(guest);
+        rig.end(0);
+    });
 }
 
 #[test]
 fn a_guest_that_does_not_flush_has_durable_writes() {
-    let mut rig = Rig::new(false);
-    drop(rig.device.take());
-    rig.backing.cache = true;
-    let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-    let mut controller = attach(Arc::new(rig.backing.clone()), &attached);
-    let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
-    assert!(disk.geometry().volatile_cache);
-    rig.device = Some(VhostUserBlk::start(disk, &rig.socket(), "cached").unwrap());
-    for (without, fua) in [(0, false), (FLUSH, true)] {
-        rig.backing.order(|orders| orders.seen.clear());
-        let mut guest = Guest::connect(&rig, 1, without);
-        assert_eq!(guest.rings[0].run(WRITE, 3, &[5; 512], 0), 0);
-        assert_eq!(guest.rings[0].run(WRITE_ZEROES, 0, &segment(8, 2, 0), 0), 0);
-        let ops: Vec<_> = rig.backing.seen().iter().map(|seen| seen.op).collect();
-        assert_eq!(ops, [Op::Write { fua }, Op::WriteZeroes { deallocate: false, fua }]);
-    }
-    rig.end(0);
+    each_way(|| {
+        let mut rig = Rig::new(false);
+        drop(rig.device.take());
+        rig.backing.cache = true;
+        let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
+        let mut controller = attach(Arc::new(rig.backing.clone()), &attached);
+        let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+        assert!(disk.geometry().volatile_cache);
+        rig.device = Some(
+            VhostUserBlk::start_on(disk, &rig.socket(), "cached", local(&rig.backing)).unwrap(),
+        );
+        for (without, fua) in [(0, false), (FLUSH, true)] {
+            rig.backing.order(|orders| orders.seen.clear());
+            let mut guest = Guest::connect(&rig, 1, without);
+            assert_eq!(guest.rings[0].run(WRITE, 3, &[5; 512], 0), 0);
+            assert_eq!(guest.rings[0].run(WRITE_ZEROES, 0, &segment(8, 2, 0), 0), 0);
+            let ops: Vec<_> = rig.backing.seen().iter().map(|seen| seen.op).collect();
+            assert_eq!(ops, [Op::Write { fua }, Op::WriteZeroes { deallocate: false, fua }]);
+        }
+        rig.end(0);
+    });
 }
 
 #[test]
 fn a_disk_that_takes_no_writes_or_fails() {
-    let rig = Rig::new(true);
-    let mut guest = Guest::connect(&rig, 1, 0);
-    assert_ne!(guest.features & 1 << 5, 0, "VIRTIO_BLK_F_RO");
-    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 1);
-    assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
-    drop(guest);
-    rig.end(0);
-    let rig = Rig::new(false);
-    let mut guest = Guest::connect(&rig, 1, 0);
-    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
-    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 1);
-    rig.backing.order(|orders| orders.fail = None);
-    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
-    drop(guest);
-    rig.end(1);
+    each_way(|| {
+        let rig = Rig::new(true);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        assert_ne!(guest.features & 1 << 5, 0, "VIRTIO_BLK_F_RO");
+        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 1);
+        assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
+        drop(guest);
+        rig.end(0);
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
+        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 1);
+        rig.backing.order(|orders| orders.fail = None);
+        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+        drop(guest);
+        rig.end(1);
+    });
 }
 
 #[test]
 fn a_queue_is_stopped_when_what_it_took_is_answered() {
-    let rig = Rig::new(false);
-    let mut guest = Guest::connect(&rig, 1, 0);
-    rig.backing.order(|orders| orders.hold = true);
-    for slot in 0..8 {
-        guest.rings[0].submit(slot, WRITE, slot.into(), &[7; 512], 0);
-    }
-    rig.backing.expect(8);
-    let backing = rig.backing.clone();
-    let release = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(50));
-        backing.order(|orders| orders.hold = false);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        rig.backing.order(|orders| orders.hold = true);
+        for slot in 0..8 {
+            guest.rings[0].submit(slot, WRITE, slot.into(), &[7; 512], 0);
+        }
+        rig.backing.expect(8);
+        let backing = rig.backing.clone();
+        let release = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            backing.order(|orders| orders.hold = false);
+        });
+        assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 8);
+        let index = u16::from_le_bytes(guest.rings[0].read(guest.rings[0].used() + 2));
+        assert_eq!(index, 8, "all of them are answered");
+        release.join().unwrap();
+        drop(guest);
+        rig.end(0);
     });
-    assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 8);
-    let index = u16::from_le_bytes(guest.rings[0].read(guest.rings[0].used() + 2));
-    assert_eq!(index, 8, "all of them are answered");
-    release.join().unwrap();
-    drop(guest);
-    rig.end(0);
 }
 
 #[test]
 fn the_next_frontend_comes_after_the_last_and_a_stop_ends_one() {
-    let mut rig = Rig::new(false);
-    for round in 0..5u8 {
-        let mut guest = Guest::connect(&rig, 2, 0);
-        assert_eq!(guest.rings[1].run(WRITE, 0, &[round; 512], 0), 0);
-        if round % 2 == 0 {
-            // With a request under way.
-            guest.rings[0].submit(0, WRITE, 9, &[round; 512], 0);
+    each_way(|| {
+        let mut rig = Rig::new(false);
+        for round in 0..5u8 {
+            let mut guest = Guest::connect(&rig, 2, 0);
+            assert_eq!(guest.rings[1].run(WRITE, 0, &[round; 512], 0), 0);
+            if round % 2 == 0 {
+                // With a request under way.
+                guest.rings[0].submit(0, WRITE, 9, &[round; 512], 0);
+            }
         }
-    }
-    // A client that does not speak the protocol.
-    use std::io::Write;
-    let mut other = std::os::unix::net::UnixStream::connect(rig.socket()).unwrap();
-    let _ = other.write_all(&[0xff; 100]);
-    drop(other);
-    let mut guest = Guest::connect(&rig, 1, 0);
-    assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
-    assert_eq!(guest.rings[0].bytes(0, 512), [4; 512]);
-    assert_eq!(rig.device.take().unwrap().stop(), 0);
-    assert!(guest.frontend.get_features().is_err(), "the server has hung up");
+        // A client that does not speak the protocol.
+        use std::io::Write;
+        let mut other = std::os::unix::net::UnixStream::connect(rig.socket()).unwrap();
+        let _ = other.write_all(&[0xff; 100]);
+        drop(other);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
+        assert_eq!(guest.rings[0].bytes(0, 512), [4; 512]);
+        assert_eq!(rig.device.take().unwrap().stop(), 0);
+        assert!(guest.frontend.get_features().is_err(), "the server has hung up");
+    });
 }
 
 #[test]
 fn a_socket_in_use_is_refused() {
-    let rig = Rig::new(false);
-    let mut controller = attach(Arc::new(TestDisk::new(64, 512)), &AttachOptions::default());
-    let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
-    let Err(error) = VhostUserBlk::start(disk.clone(), &rig.socket(), "") else {
-        panic!("two at one socket");
-    };
-    assert!(error.to_string().contains("in use"), "{error}");
-    let error = VhostUserBlk::start(disk, rig.directory.path(), "").err().unwrap();
-    assert!(matches!(error, StartError::Directory(_)), "{error}");
-    rig.end(0);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let mut controller = attach(Arc::new(TestDisk::new(64, 512)), &AttachOptions::default());
+        let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+        let Err(error) = VhostUserBlk::start(disk.clone(), &rig.socket(), "") else {
+            panic!("two at one socket");
+        };
+        assert!(error.to_string().contains("in use"), "{error}");
+        let error = VhostUserBlk::start(disk, rig.directory.path(), "").err().unwrap();
+        assert!(matches!(error, StartError::Directory(_)), "{error}");
+        rig.end(0);
+    });
 }

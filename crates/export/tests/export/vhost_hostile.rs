@@ -1,6 +1,6 @@
 //! Frontends that mean no good, and those that come after them or stand next to them.
 
-use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE};
+use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE, each_way};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_testing::stalled::{self, Mount};
@@ -96,37 +96,39 @@ fn assert_sent_away(mut socket: UnixStream) {
 /// A file whose every use waits for its daemon, which never answers.
 #[test]
 fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
-    let rig = Rig::new(false);
-    // Ends before the rig does: what is stalled after all is let go then.
-    let Some(mount) = Mount::new("vhost_hostile::the_daemon") else { return };
-    // Closing it would wait here, too.
-    let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
-    let connect = || UnixStream::connect(rig.socket()).unwrap();
-    for (request, payload) in [
-        (SET_MEM_TABLE, table(0x10000)),
-        (SET_VRING_CALL, 0u64.to_ne_bytes().to_vec()),
-        (SET_LOG_FD, Vec::new()),
-        (4711, vec![7; 100]),
-    ] {
+    each_way(|| {
+        let rig = Rig::new(false);
+        // Ends before the rig does: what is stalled after all is let go then.
+        let Some(mount) = Mount::new("vhost_hostile::the_daemon") else { return };
+        // Closing it would wait here, too.
+        let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
+        let connect = || UnixStream::connect(rig.socket()).unwrap();
+        for (request, payload) in [
+            (SET_MEM_TABLE, table(0x10000)),
+            (SET_VRING_CALL, 0u64.to_ne_bytes().to_vec()),
+            (SET_LOG_FD, Vec::new()),
+            (4711, vec![7; 100]),
+        ] {
+            let socket = connect();
+            send(&socket, request, &payload, &[file.as_fd()]);
+            assert_sent_away(socket);
+        }
+        // Where it is to be ignored, in the middle of a message, and without waiting for what comes of
+        // it.
         let socket = connect();
-        send(&socket, request, &payload, &[file.as_fd()]);
+        send(&socket, REM_MEM_REG, &table(0x10000)[8..], &[file.as_fd()]);
+        drop(socket);
+        let socket = connect();
+        let (header, rest) = ([SET_MEM_TABLE, 1, 40].map(u32::to_ne_bytes).concat(), [0; 5]);
+        std::io::Write::write_all(&mut &socket, &header).unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds = [file.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        sendmsg(&socket, &[IoSlice::new(&rest)], &mut control, SendFlags::NOSIGNAL).unwrap();
         assert_sent_away(socket);
-    }
-    // Where it is to be ignored, in the middle of a message, and without waiting for what comes of
-    // it.
-    let socket = connect();
-    send(&socket, REM_MEM_REG, &table(0x10000)[8..], &[file.as_fd()]);
-    drop(socket);
-    let socket = connect();
-    let (header, rest) = ([SET_MEM_TABLE, 1, 40].map(u32::to_ne_bytes).concat(), [0; 5]);
-    std::io::Write::write_all(&mut &socket, &header).unwrap();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [file.as_fd()];
-    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
-    sendmsg(&socket, &[IoSlice::new(&rest)], &mut control, SendFlags::NOSIGNAL).unwrap();
-    assert_sent_away(socket);
-    assert_served(rig);
+        assert_served(rig);
+    });
 }
 
 /// What this process has for page tables, in MiB.
@@ -139,82 +141,88 @@ fn page_tables() -> u64 {
 /// A place here and there of memory that is not there: each is a page table.
 #[test]
 fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
-    const SPAN: u64 = 2 << 20;
-    const SIZE: u64 = 64 << 30;
-    let rig = Rig::new(false);
-    let file = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
-    ftruncate(&file, SIZE).unwrap();
-    let mut guest = Guest::connect_with(&rig, 1, 0, file.into(), QUEUE);
-    let before = page_tables();
-    let mut most = 0;
-    let places: Vec<u64> = (1..SIZE / SPAN).map(|n| n * SPAN).collect();
-    for some in places.chunks(usize::from(QUEUE) - 2) {
-        guest.rings[0].read_to(some.iter().copied());
-        assert_eq!(guest.rings[0].take().2, 0);
-        most = most.max(page_tables().saturating_sub(before));
-    }
-    // All of them would be 128 MiB. 16 MiB are there before anything is thrown away, and what is
-    // touched between two looks.
-    assert!(most <= 48, "{most} MiB");
-    drop(guest);
-    rig.end(0);
+    each_way(|| {
+        const SPAN: u64 = 2 << 20;
+        const SIZE: u64 = 64 << 30;
+        let rig = Rig::new(false);
+        let file = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, SIZE).unwrap();
+        let mut guest = Guest::connect_with(&rig, 1, 0, file.into(), QUEUE);
+        let before = page_tables();
+        let mut most = 0;
+        let places: Vec<u64> = (1..SIZE / SPAN).map(|n| n * SPAN).collect();
+        for some in places.chunks(usize::from(QUEUE) - 2) {
+            guest.rings[0].read_to(some.iter().copied());
+            assert_eq!(guest.rings[0].take().2, 0);
+            most = most.max(page_tables().saturating_sub(before));
+        }
+        // All of them would be 128 MiB. 16 MiB are there before anything is thrown away, and what is
+        // touched between two looks.
+        assert!(most <= 48, "{most} MiB");
+        drop(guest);
+        rig.end(0);
+    });
 }
 
 /// What is touched where a file has been cut off kills a process that does not look out.
 #[test]
 fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
-    let (rig, other) = (Rig::new(false), Rig::new(false));
-    let mut neighbour = Guest::connect(&other, 1, 0);
-    // Data of a request, its rings, all of it before there is a queue.
-    for left in [1 << 20, 4096, 0] {
-        let file = memfd_create("cut", MemfdFlags::CLOEXEC).unwrap();
-        ftruncate(&file, MEMORY).unwrap();
-        let theirs = File::from(file.try_clone().unwrap());
-        let mut guest = Guest::connect_with(&rig, 1, 0, theirs, 64);
-        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
-        if left == 1 << 20 {
-            // The request is there; what it reads into is not. Nothing is asked of the ring here.
-            rig.backing.order(|orders| orders.hold = true);
-            guest.rings[0].submit(1, READ, 0, b"", 512);
-            rig.backing.expect(2);
-        }
-        ftruncate(&file, left).unwrap();
-        rig.backing.order(|orders| orders.hold = false);
-        if left != 1 << 20 {
-            guest.rings[0].kick.write(1).unwrap();
-        }
-        rig.backing.order(|orders| orders.seen.clear());
-        let frontend = guest.frontend.clone();
-        soon("a frontend without memory", move || {
-            while frontend.get_features().is_ok() {
-                std::thread::sleep(Duration::from_millis(5));
+    each_way(|| {
+        let (rig, other) = (Rig::new(false), Rig::new(false));
+        let mut neighbour = Guest::connect(&other, 1, 0);
+        // Data of a request, its rings, all of it before there is a queue.
+        for left in [1 << 20, 4096, 0] {
+            let file = memfd_create("cut", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&file, MEMORY).unwrap();
+            let theirs = File::from(file.try_clone().unwrap());
+            let mut guest = Guest::connect_with(&rig, 1, 0, theirs, 64);
+            assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+            if left == 1 << 20 {
+                // The request is there; what it reads into is not. Nothing is asked of the ring here.
+                rig.backing.order(|orders| orders.hold = true);
+                guest.rings[0].submit(1, READ, 0, b"", 512);
+                rig.backing.expect(2);
             }
-        });
-        assert_eq!(neighbour.rings[0].run(WRITE, 1, &[3; 512], 0), 0);
-    }
-    drop(neighbour);
-    other.end(0);
-    assert_served(rig);
+            ftruncate(&file, left).unwrap();
+            rig.backing.order(|orders| orders.hold = false);
+            if left != 1 << 20 {
+                guest.rings[0].kick.write(1).unwrap();
+            }
+            rig.backing.order(|orders| orders.seen.clear());
+            let frontend = guest.frontend.clone();
+            soon("a frontend without memory", move || {
+                while frontend.get_features().is_ok() {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            });
+            assert_eq!(neighbour.rings[0].run(WRITE, 1, &[3; 512], 0), 0);
+        }
+        drop(neighbour);
+        other.end(0);
+        assert_served(rig);
+    });
 }
 
 /// A file of huge pages of which there are none: it can be mapped, and not touched.
 #[test]
 fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
-    let rig = Rig::new(false);
-    let file = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();
-    ftruncate(&file, 1 << 40).unwrap();
-    let socket = UnixStream::connect(rig.socket()).unwrap();
-    let payload = table(1 << 40);
-    send(&socket, SET_MEM_TABLE, &payload, &[file.as_fd()]);
-    // Its first queue's rings are in there: they are looked at when it learns where they are.
-    let mut rings = vec![0; 8];
-    for address in [0x1000_0000u64, 0x1000_3000, 0x1000_2000, 0] {
-        rings.extend(address.to_ne_bytes());
-    }
-    const SET_VRING_ADDR: u32 = 9;
-    send_plain(&socket, SET_VRING_ADDR, &rings);
-    drop(socket);
-    assert_served(rig);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let file = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();
+        ftruncate(&file, 1 << 40).unwrap();
+        let socket = UnixStream::connect(rig.socket()).unwrap();
+        let payload = table(1 << 40);
+        send(&socket, SET_MEM_TABLE, &payload, &[file.as_fd()]);
+        // Its first queue's rings are in there: they are looked at when it learns where they are.
+        let mut rings = vec![0; 8];
+        for address in [0x1000_0000u64, 0x1000_3000, 0x1000_2000, 0] {
+            rings.extend(address.to_ne_bytes());
+        }
+        const SET_VRING_ADDR: u32 = 9;
+        send_plain(&socket, SET_VRING_ADDR, &rings);
+        drop(socket);
+        assert_served(rig);
+    });
 }
 
 fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
@@ -226,81 +234,89 @@ fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
 /// A write to it waits until somebody reads, and a read until somebody writes.
 #[test]
 fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
-    let rig = Rig::new(false);
-    // Notified of each answer, and not only of those that it asks for.
-    let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
-    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
-    for event in [&guest.rings[0].call, &guest.rings[0].kick] {
-        rustix::io::ioctl_fionbio(event_fd(event), false).unwrap();
-    }
-    guest.rings[0].call.write(u64::MAX - 1).unwrap();
-    for slot in 0..8 {
-        guest.rings[0].submit(slot, READ, 0, b"", 512);
-    }
-    rig.backing.expect(9);
-    drop(guest);
-    assert_served(rig);
+    each_way(|| {
+        let rig = Rig::new(false);
+        // Notified of each answer, and not only of those that it asks for.
+        let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
+        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+        for event in [&guest.rings[0].call, &guest.rings[0].kick] {
+            rustix::io::ioctl_fionbio(event_fd(event), false).unwrap();
+        }
+        guest.rings[0].call.write(u64::MAX - 1).unwrap();
+        for slot in 0..8 {
+            guest.rings[0].submit(slot, READ, 0, b"", 512);
+        }
+        rig.backing.expect(9);
+        drop(guest);
+        assert_served(rig);
+    });
 }
 
 /// A guest can do this by itself.
 #[test]
 fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
-    let rig = Rig::new(false);
-    let mut guest = Guest::connect(&rig, 1, 0);
-    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
-    guest.rings[0].promise(20_000);
-    drop(guest);
-    assert_served(rig);
-    // And one that thinks better of it goes on.
-    let rig = Rig::new(false);
-    let mut guest = Guest::connect(&rig, 1, 0);
-    guest.rings[0].promise(20_000);
-    std::thread::sleep(Duration::from_millis(20));
-    guest.rings[0].promise(0);
-    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
-    drop(guest);
-    assert_served(rig);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+        guest.rings[0].promise(20_000);
+        drop(guest);
+        assert_served(rig);
+        // And one that thinks better of it goes on.
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        guest.rings[0].promise(20_000);
+        std::thread::sleep(Duration::from_millis(20));
+        guest.rings[0].promise(0);
+        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+        drop(guest);
+        assert_served(rig);
+    });
 }
 
 /// The memory is shared with its owner, whether its frontend is there or not.
 #[test]
 fn a_guest_that_never_stops_keeps_nobody_out() {
-    let rig = Rig::new(false);
-    let file = memfd_create("endless", MemfdFlags::CLOEXEC).unwrap();
-    ftruncate(&file, MEMORY).unwrap();
-    let guest = Guest::connect_with(&rig, 1, 0, file.into(), LONG_QUEUE);
-    let Guest { frontend, mut rings, .. } = guest;
-    let enough = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let (ring, enough) = (&mut rings[0], &enough);
-        let (begin, began) = std::sync::mpsc::channel();
-        scope.spawn(move || ring.never_stop(|| begin.send(()).unwrap(), enough));
-        began.recv().unwrap();
-        let served = soon_in(scope, "queues that are stopped", move || {
-            // It is stopped, and begins again.
-            frontend.get_vring_base(0).unwrap();
-            drop(frontend);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let file = memfd_create("endless", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, MEMORY).unwrap();
+        let guest = Guest::connect_with(&rig, 1, 0, file.into(), LONG_QUEUE);
+        let Guest { frontend, mut rings, .. } = guest;
+        let enough = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (ring, enough) = (&mut rings[0], &enough);
+            let (begin, began) = std::sync::mpsc::channel();
+            scope.spawn(move || ring.never_stop(|| begin.send(()).unwrap(), enough));
+            began.recv().unwrap();
+            let served = soon_in(scope, "queues that are stopped", move || {
+                // It is stopped, and begins again.
+                frontend.get_vring_base(0).unwrap();
+                drop(frontend);
+            });
+            let served = served && soon_in(scope, "the next one", || assert_served(rig));
+            enough.store(true, Ordering::Relaxed);
+            assert!(served);
         });
-        let served = served && soon_in(scope, "the next one", || assert_served(rig));
-        enough.store(true, Ordering::Relaxed);
-        assert!(served);
     });
 }
 
 /// Ten thousand frontends are a year of a guest that is started again every hour.
 #[test]
 fn frontends_that_have_gone_leave_nothing_behind() {
-    let rig = Rig::new(false);
-    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
-    let before = open();
-    for _ in 0..300 {
-        let frontend = Frontend::from_stream(UnixStream::connect(rig.socket()).unwrap(), 2);
-        frontend.get_features().unwrap();
-    }
-    // Others have some as well meanwhile.
-    let after = open();
-    assert!(after < before + 300, "{before} descriptors, and then {after}");
-    assert_served(rig);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+        let before = open();
+        for _ in 0..300 {
+            let frontend = Frontend::from_stream(UnixStream::connect(rig.socket()).unwrap(), 2);
+            frontend.get_features().unwrap();
+        }
+        // Others have some as well meanwhile.
+        let after = open();
+        assert!(after < before + 300, "{before} descriptors, and then {after}");
+        assert_served(rig);
+    });
 }
 
 /// One more descriptor for it.

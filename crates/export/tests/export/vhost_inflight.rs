@@ -1,6 +1,6 @@
 //! What is written down of requests in flight, and frontends that share what makes no sense.
 
-use crate::vhost::{Guest, MEMORY, QUEUE, READ, Rig, WRITE};
+use crate::vhost::{Guest, MEMORY, QUEUE, READ, Rig, WRITE, each_way};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -44,59 +44,61 @@ fn words(file: &File, queue: u64) -> Vec<u64> {
 /// The specification's structures, at the specification's places.
 #[test]
 fn requests_are_written_down_while_they_are_in_flight() {
-    let rig = Rig::new(false);
-    let mut made = None;
-    let mut guest = {
-        let prepare = |frontend: &mut Frontend| {
-            let queues = VhostUserInflight::new(0, 0, 2, QUEUE);
-            let (shape, file) = frontend.get_inflight_fd(&queues).unwrap();
-            let VhostUserInflight { mmap_size, mmap_offset, num_queues, queue_size } = shape;
-            assert_eq!((mmap_offset, num_queues, queue_size), (0, 2, QUEUE));
-            assert!(mmap_size >= 2 * REGION && file.metadata().unwrap().len() >= mmap_size);
-            assert!(ftruncate(&file, 0).is_err(), "nobody can cut it off");
-            frontend.set_inflight_fd(&shape, file.as_raw_fd()).unwrap();
-            made = Some(file);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let mut made = None;
+        let mut guest = {
+            let prepare = |frontend: &mut Frontend| {
+                let queues = VhostUserInflight::new(0, 0, 2, QUEUE);
+                let (shape, file) = frontend.get_inflight_fd(&queues).unwrap();
+                let VhostUserInflight { mmap_size, mmap_offset, num_queues, queue_size } = shape;
+                assert_eq!((mmap_offset, num_queues, queue_size), (0, 2, QUEUE));
+                assert!(mmap_size >= 2 * REGION && file.metadata().unwrap().len() >= mmap_size);
+                assert!(ftruncate(&file, 0).is_err(), "nobody can cut it off");
+                frontend.set_inflight_fd(&shape, file.as_raw_fd()).unwrap();
+                made = Some(file);
+            };
+            Guest::connect_prepared(&rig, 2, 0, memory(MEMORY), QUEUE, prepare)
         };
-        Guest::connect_prepared(&rig, 2, 0, memory(MEMORY), QUEUE, prepare)
-    };
-    let file = made.unwrap();
-    let ring = &mut guest.rings[1];
-    assert_eq!(ring.run(WRITE, 0, &[1; 512], 0), 0);
-    rig.backing.order(|orders| orders.hold = true);
-    for slot in [5, 2, 9] {
-        ring.submit(slot, WRITE, slot.into(), &[7; 512], 0);
-    }
-    rig.backing.expect(4);
-    let mark = |in_flight: u8| u64::from_ne_bytes([in_flight, 0, 0, 0, 0, 0, 0, 0]);
-    let header = |last: u16, used: u16| {
-        let fields = [1, QUEUE, last, used].map(u16::to_ne_bytes).concat();
-        u64::from_ne_bytes(fields.try_into().unwrap())
-    };
-    let found = words(&file, 1);
-    assert_eq!(found[..2], [0, header(0, 1)]);
-    for (slot, number) in [(5, 1), (2, 2), (9, 3)] {
-        // A slot has four descriptors.
-        assert_eq!(found[2 + 2 * 4 * slot..][..2], [mark(1), number], "slot {slot}");
-    }
-    let in_flight =
-        |words: &[u64]| words[2..].iter().step_by(2).filter(|word| **word == mark(1)).count();
-    assert_eq!((in_flight(&found), in_flight(&words(&file, 0))), (3, 0));
-    rig.backing.order(|orders| orders.hold = false);
-    let mut last = 0;
-    for _ in 0..3 {
-        last = ring.take().0 * 4;
-    }
-    let settled = || {
+        let file = made.unwrap();
+        let ring = &mut guest.rings[1];
+        assert_eq!(ring.run(WRITE, 0, &[1; 512], 0), 0);
+        rig.backing.order(|orders| orders.hold = true);
+        for slot in [5, 2, 9] {
+            ring.submit(slot, WRITE, slot.into(), &[7; 512], 0);
+        }
+        rig.backing.expect(4);
+        let mark = |in_flight: u8| u64::from_ne_bytes([in_flight, 0, 0, 0, 0, 0, 0, 0]);
+        let header = |last: u16, used: u16| {
+            let fields = [1, QUEUE, last, used].map(u16::to_ne_bytes).concat();
+            u64::from_ne_bytes(fields.try_into().unwrap())
+        };
         let found = words(&file, 1);
-        found[1] == header(last, 4) && in_flight(&found) == 0
-    };
-    let until = std::time::Instant::now() + Duration::from_secs(20);
-    while !settled() {
-        assert!(std::time::Instant::now() < until, "{:x?}", words(&file, 1));
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    drop(guest);
-    rig.end(0);
+        assert_eq!(found[..2], [0, header(0, 1)]);
+        for (slot, number) in [(5, 1), (2, 2), (9, 3)] {
+            // A slot has four descriptors.
+            assert_eq!(found[2 + 2 * 4 * slot..][..2], [mark(1), number], "slot {slot}");
+        }
+        let in_flight =
+            |words: &[u64]| words[2..].iter().step_by(2).filter(|word| **word == mark(1)).count();
+        assert_eq!((in_flight(&found), in_flight(&words(&file, 0))), (3, 0));
+        rig.backing.order(|orders| orders.hold = false);
+        let mut last = 0;
+        for _ in 0..3 {
+            last = ring.take().0 * 4;
+        }
+        let settled = || {
+            let found = words(&file, 1);
+            found[1] == header(last, 4) && in_flight(&found) == 0
+        };
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        while !settled() {
+            assert!(std::time::Instant::now() < until, "{:x?}", words(&file, 1));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(guest);
+        rig.end(0);
+    });
 }
 
 fn send(socket: &UnixStream, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
@@ -128,87 +130,93 @@ fn assert_served(rig: Rig) {
 
 #[test]
 fn messages_that_make_no_sense_end_the_connection() {
-    let rig = Rig::new(false);
-    let file = OwnedFd::from(memory(2 * REGION));
-    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-    let payload = |len: u64, offset: u64, queues: u16, entries: u16| {
-        let mut payload = [len, offset].map(u64::to_ne_bytes).concat();
-        payload.extend([queues, entries, 0, 0].map(u16::to_ne_bytes).concat());
-        payload
-    };
-    let good = payload(2 * REGION, 0, 2, QUEUE);
-    let one = &[file.as_fd()][..];
-    for (what, payload, fds) in [
-        ("no queues", payload(2 * REGION, 0, 0, QUEUE), one),
-        ("too many queues", payload(3 * REGION, 0, 3, QUEUE), one),
-        ("all queues", payload(u64::MAX, 0, u16::MAX, u16::MAX), one),
-        ("no entries", payload(2 * REGION, 0, 2, 0), one),
-        ("too many entries", payload(1 << 20, 0, 2, 1025), one),
-        ("too few bytes", payload(2 * REGION - 1, 0, 2, QUEUE), one),
-        ("an odd place", payload(2 * REGION, 8, 2, QUEUE), one),
-        ("a place that is none", payload(2 * REGION, u64::MAX - 4095, 2, QUEUE), one),
-        ("half a message", good[..16].to_vec(), one),
-        ("a long message", [&good[..], &[0; 8]].concat(), one),
-        ("no descriptor", good.clone(), &[]),
-        ("two descriptors", good.clone(), &[file.as_fd(), file.as_fd()]),
-        ("an eventfd", good.clone(), &[event.as_fd()]),
-    ] {
+    each_way(|| {
+        let rig = Rig::new(false);
+        let file = OwnedFd::from(memory(2 * REGION));
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let payload = |len: u64, offset: u64, queues: u16, entries: u16| {
+            let mut payload = [len, offset].map(u64::to_ne_bytes).concat();
+            payload.extend([queues, entries, 0, 0].map(u16::to_ne_bytes).concat());
+            payload
+        };
+        let good = payload(2 * REGION, 0, 2, QUEUE);
+        let one = &[file.as_fd()][..];
+        for (what, payload, fds) in [
+            ("no queues", payload(2 * REGION, 0, 0, QUEUE), one),
+            ("too many queues", payload(3 * REGION, 0, 3, QUEUE), one),
+            ("all queues", payload(u64::MAX, 0, u16::MAX, u16::MAX), one),
+            ("no entries", payload(2 * REGION, 0, 2, 0), one),
+            ("too many entries", payload(1 << 20, 0, 2, 1025), one),
+            ("too few bytes", payload(2 * REGION - 1, 0, 2, QUEUE), one),
+            ("an odd place", payload(2 * REGION, 8, 2, QUEUE), one),
+            ("a place that is none", payload(2 * REGION, u64::MAX - 4095, 2, QUEUE), one),
+            ("half a message", good[..16].to_vec(), one),
+            ("a long message", [&good[..], &[0; 8]].concat(), one),
+            ("no descriptor", good.clone(), &[]),
+            ("two descriptors", good.clone(), &[file.as_fd(), file.as_fd()]),
+            ("an eventfd", good.clone(), &[event.as_fd()]),
+        ] {
+            let socket = UnixStream::connect(rig.socket()).unwrap();
+            send(&socket, SET_PROTOCOL_FEATURES, &INFLIGHT_SHMFD.to_ne_bytes(), &[]);
+            send(&socket, SET_INFLIGHT_FD, &payload, fds);
+            assert_sent_away(socket, what);
+        }
+        // Without the feature.
         let socket = UnixStream::connect(rig.socket()).unwrap();
-        send(&socket, SET_PROTOCOL_FEATURES, &INFLIGHT_SHMFD.to_ne_bytes(), &[]);
-        send(&socket, SET_INFLIGHT_FD, &payload, fds);
-        assert_sent_away(socket, what);
-    }
-    // Without the feature.
-    let socket = UnixStream::connect(rig.socket()).unwrap();
-    send(&socket, SET_INFLIGHT_FD, &good, one);
-    assert_sent_away(socket, "no feature");
-    assert_served(rig);
+        send(&socket, SET_INFLIGHT_FD, &good, one);
+        assert_sent_away(socket, "no feature");
+        assert_served(rig);
+    });
 }
 
 #[test]
 fn memory_that_makes_no_sense_ends_the_connection() {
-    let rig = Rig::new(false);
-    let shape = VhostUserInflight::new(2 * REGION, 0, 2, QUEUE);
-    let header = |version: u16, entries: u16, last: u16, used: u16| {
-        [version, entries, last, used].map(u16::to_ne_bytes).concat()
-    };
-    for (what, at, bytes) in [
-        ("features", 0, vec![1; 8]),
-        ("a version", 8, header(2, QUEUE, 0, 0)),
-        ("entries", 8, header(1, QUEUE + 1, 0, 0)),
-        // The used ring is at 0, and something is in flight.
-        ("a head", 8, [header(1, QUEUE, QUEUE, 0xffff), vec![1]].concat()),
-        ("a used ring", 8, [header(1, QUEUE, 0, 0x8000), vec![1]].concat()),
-    ] {
-        let file = memory(2 * REGION);
-        file.write_all_at(&bytes, at).unwrap();
-        let mut guest = guest(&rig, &shape, &file);
-        let until = std::time::Instant::now() + Duration::from_secs(20);
-        while guest.is_served() {
-            assert!(std::time::Instant::now() < until, "{what} is taken");
-            std::thread::sleep(Duration::from_millis(1));
+    each_way(|| {
+        let rig = Rig::new(false);
+        let shape = VhostUserInflight::new(2 * REGION, 0, 2, QUEUE);
+        let header = |version: u16, entries: u16, last: u16, used: u16| {
+            [version, entries, last, used].map(u16::to_ne_bytes).concat()
+        };
+        for (what, at, bytes) in [
+            ("features", 0, vec![1; 8]),
+            ("a version", 8, header(2, QUEUE, 0, 0)),
+            ("entries", 8, header(1, QUEUE + 1, 0, 0)),
+            // The used ring is at 0, and something is in flight.
+            ("a head", 8, [header(1, QUEUE, QUEUE, 0xffff), vec![1]].concat()),
+            ("a used ring", 8, [header(1, QUEUE, 0, 0x8000), vec![1]].concat()),
+        ] {
+            let file = memory(2 * REGION);
+            file.write_all_at(&bytes, at).unwrap();
+            let mut guest = guest(&rig, &shape, &file);
+            let until = std::time::Instant::now() + Duration::from_secs(20);
+            while guest.is_served() {
+                assert!(std::time::Instant::now() < until, "{what} is taken");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let mut after = vec![0; bytes.len()];
+            file.read_exact_at(&mut after, at).unwrap();
+            assert_eq!(after, bytes, "{what} was changed");
         }
-        let mut after = vec![0; bytes.len()];
-        file.read_exact_at(&mut after, at).unwrap();
-        assert_eq!(after, bytes, "{what} was changed");
-    }
-    assert_served(rig);
+        assert_served(rig);
+    });
 }
 
 #[test]
 fn memory_that_is_cut_off_ends_the_connection() {
-    let rig = Rig::new(false);
-    let shape = VhostUserInflight::new(2 * REGION, 0, 2, QUEUE);
-    let file = memory(2 * REGION);
-    let mut guest = guest(&rig, &shape, &file);
-    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
-    ftruncate(&file, 0).unwrap();
-    guest.rings[0].submit(0, WRITE, 0, &[1; 512], 0);
-    let until = std::time::Instant::now() + Duration::from_secs(20);
-    while guest.is_served() {
-        assert!(std::time::Instant::now() < until, "it goes on");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    drop(guest);
-    assert_served(rig);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let shape = VhostUserInflight::new(2 * REGION, 0, 2, QUEUE);
+        let file = memory(2 * REGION);
+        let mut guest = guest(&rig, &shape, &file);
+        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+        ftruncate(&file, 0).unwrap();
+        guest.rings[0].submit(0, WRITE, 0, &[1; 512], 0);
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        while guest.is_served() {
+            assert!(std::time::Instant::now() < until, "it goes on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(guest);
+        assert_served(rig);
+    });
 }

@@ -63,7 +63,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub queues: Option<u16>,
     /// For how many microseconds to look for completions, at most, before sleeping [default: 50, or
-    /// 0 with up to two processors]
+    /// 0 with up to two processors; 100 for a VM's requests that go to the disk at once]
     #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub poll_max: Option<u32>,
     /// How many seconds a command may take until it has failed

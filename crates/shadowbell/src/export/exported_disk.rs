@@ -13,7 +13,7 @@ use shadowbell_export::QueueThreads;
 use shadowbell_export::fuse::Mounted;
 use shadowbell_export::nbd::{self, Server};
 use shadowbell_export::ublk::{self, Ublk};
-use shadowbell_export::vhost::VhostUserBlk;
+use shadowbell_export::vhost::{LocalDisk, VhostUserBlk};
 use shadowbell_tls::ServerTls;
 use std::path::Path;
 use std::sync::Arc;
@@ -28,6 +28,8 @@ const MOST_QUEUES: u16 = 4;
 
 /// For how many microseconds a queue looks for completions before it sleeps.
 const POLL_MAX: u32 = 50;
+/// As that, where one thread serves a queue all by itself.
+const LONGEST_POLL: u32 = 100;
 /// How much longer than any other command the last flush may take.
 const FLUSH_EXTRA: Duration = Duration::from_secs(5);
 
@@ -129,7 +131,7 @@ impl ExportedDisk {
         }
         if let Some(path) = &args.vhost_user_blk {
             let id = if args.name.is_empty() { "shadowbell" } else { &args.name };
-            let offered = VhostUserBlk::start(self.disk.clone(), path, id);
+            let offered = VhostUserBlk::start_on(self.disk.clone(), path, id, self.direct(args));
             self.vhost = Some(offered.map_err(exit::bad_input)?);
         }
         let servers = args.nbd.len()
@@ -169,6 +171,19 @@ impl ExportedDisk {
             self.fuse = Some(mounted.map_err(exit::bad_input)?);
         }
         Ok(())
+    }
+
+    /// The disk below, if it is in this process, and served to a VM alone.
+    fn direct(&self, args: &Args) -> Option<LocalDisk> {
+        if !args.nbd.is_empty() || args.fuse.is_some() || args.ublk {
+            return None;
+        }
+        let poll = args.poll_max.unwrap_or(LONGEST_POLL);
+        Some(LocalDisk {
+            disk: Arc::clone(self.session.local_disk()?),
+            poll: Duration::from_micros(poll.into()),
+            timeout: self.timeout,
+        })
     }
 
     /// Whether NBD clients need TLS.

@@ -1,0 +1,230 @@
+//! A virtio-blk request, read from the queue's descriptors, with its data left where they are.
+
+use super::super::request::{
+    Action, HEADER, MAX_PIECES, Refusal, Rules, SEGMENT, Status, understand,
+};
+use super::split_ring::{DESCRIPTOR, Descriptor, SplitRing};
+use ::shadowbell_memory::View;
+use shadowbell_backend::Op;
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+
+/// A piece of the guest's memory: its address and its length.
+pub(super) type Piece = (u64, usize);
+
+/// The memory that a request lies in: what the device reads, and what it writes.
+#[derive(Debug, Default)]
+pub(super) struct Chain {
+    pub(super) read: Vec<Piece>,
+    pub(super) write: Vec<Piece>,
+}
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Job {
+    Disk {
+        op: Op,
+        offset: u64,
+        len: u64,
+    },
+    /// The device's identifier, of which there is room for so much.
+    Identify {
+        room: usize,
+    },
+}
+
+/// A request that makes sense. What is left of the chain are its data.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Request {
+    pub(super) job: Job,
+    /// Where its status goes.
+    pub(super) status: u64,
+}
+
+/// How a request can not be carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Bad {
+    /// This is what to answer, and where.
+    Status(Status, u64),
+    /// There is nowhere to put an answer.
+    NoRoom,
+}
+
+impl Chain {
+    /// Pieces of memory.
+    pub(super) fn pieces(&self) -> usize {
+        self.read.len() + self.write.len()
+    }
+
+    /// Reads the descriptors from `head` on. A chain that breaks off ends there.
+    #[inline]
+    pub(super) fn read(&mut self, ring: &SplitRing, view: &View, head: u16) {
+        self.read.clear();
+        self.write.clear();
+        let (mut index, mut count, mut table) = (head, ring.size(), None);
+        let mut left = count;
+        while index < count && left > 0 {
+            left -= 1;
+            let found = match table {
+                None => ring.descriptor(index),
+                Some(at) => indirect(view, at, index),
+            };
+            let Some(descriptor) = found else { return };
+            if descriptor.flags & INDIRECT != 0 {
+                let entries = descriptor.len as usize / DESCRIPTOR;
+                // Of a table that is in a table, or too long, nothing is known.
+                let Ok(entries) = u16::try_from(entries) else { return };
+                if table.is_some() || usize::from(entries) > MAX_PIECES {
+                    return;
+                }
+                (table, index, count, left) = (Some(descriptor.address), 0, entries, entries);
+                continue;
+            }
+            let piece = (descriptor.address, descriptor.len as usize);
+            if descriptor.flags & WRITE != 0 {
+                self.write.push(piece);
+            } else {
+                self.read.push(piece);
+            }
+            if descriptor.flags & NEXT == 0 {
+                return;
+            }
+            index = descriptor.next;
+        }
+    }
+
+    /// What it asks for. What does not belong to the data is taken away.
+    #[inline]
+    pub(super) fn parse(&mut self, view: &View, rules: &Rules) -> Result<Request, Bad> {
+        let is_too_long = self.pieces() > MAX_PIECES;
+        let status = take_last(&mut self.write).ok_or(Bad::NoRoom)?;
+        let bad = Bad::Status(Status::IoError, status);
+        if is_too_long {
+            return Err(bad);
+        }
+        let mut header = [0; HEADER];
+        take_first(&mut self.read, view, &mut header).ok_or(bad)?;
+        let (given, room) = (total(&self.read), total(&self.write));
+        let segment = || {
+            let mut segment = [0; SEGMENT];
+            take_first(&mut self.read, view, &mut segment).map(|()| segment)
+        };
+        let understood = understand(header, (given, room), rules, segment);
+        let (action, offset) = understood.map_err(|refusal| match refusal {
+            Refusal::Status(answer) => Bad::Status(answer, status),
+            Refusal::NoRoom => Bad::NoRoom,
+        })?;
+        let disk = |op, len: u64| Job::Disk { op, offset, len };
+        let job = match action {
+            Action::Read => disk(Op::Read, room as u64),
+            Action::Write { fua } => disk(Op::Write { fua }, given as u64),
+            Action::Flush => disk(Op::Flush, 0),
+            Action::Discard { len } => disk(Op::Discard, len),
+            Action::WriteZeroes { len, how } => {
+                disk(Op::WriteZeroes { deallocate: how.deallocate, fua: how.fua }, len)
+            }
+            Action::Answer => Job::Identify { room },
+        };
+        Ok(Request { job, status })
+    }
+}
+
+fn indirect(view: &View, table: u64, index: u16) -> Option<Descriptor> {
+    let at = table.checked_add((DESCRIPTOR * usize::from(index)) as u64)?;
+    let mut bytes = [0; DESCRIPTOR];
+    view.read(at, &mut bytes).ok()?;
+    let (address, rest) = bytes.split_at(DESCRIPTOR / 2);
+    let word = |half: &[u8]| half.try_into().map(u64::from_ne_bytes).ok();
+    Some(Descriptor::of([word(address)?, word(rest)?]))
+}
+
+fn total(pieces: &[Piece]) -> usize {
+    pieces.iter().map(|(_, len)| len).sum()
+}
+
+/// Takes the last byte away: where it is.
+#[inline]
+fn take_last(pieces: &mut Vec<Piece>) -> Option<u64> {
+    loop {
+        let (at, len) = pieces.last_mut()?;
+        if let Some(rest) = len.checked_sub(1) {
+            *len = rest;
+            let last = at.checked_add(rest as u64);
+            if rest == 0 {
+                pieces.pop();
+            }
+            return last;
+        }
+        pieces.pop();
+    }
+}
+
+/// Takes as many bytes from the beginning as `into` has, and reads them.
+#[inline]
+fn take_first(pieces: &mut Vec<Piece>, view: &View, into: &mut [u8]) -> Option<()> {
+    let (mut done, mut whole) = (0, 0);
+    while done < into.len() {
+        let (at, len) = pieces.get_mut(whole)?;
+        let now = (*len).min(into.len() - done);
+        view.read(*at, into.get_mut(done..done + now)?).ok()?;
+        done += now;
+        if now == *len {
+            whole += 1;
+        } else {
+            (*at, *len) = (at.checked_add(now as u64)?, *len - now);
+        }
+    }
+    pieces.drain(..whole);
+    Some(())
+}
+
+/// The part of the pieces from `from` on that is `len` bytes long.
+pub(super) fn part(pieces: &[Piece], from: u64, len: u64, into: &mut Vec<Piece>) {
+    into.clear();
+    let (mut skip, mut left) = (from as usize, len as usize);
+    for (at, here) in pieces {
+        if left == 0 {
+            return;
+        }
+        if skip >= *here {
+            skip -= here;
+            continue;
+        }
+        let now = (here - skip).min(left);
+        into.push((at.wrapping_add(skip as u64), now));
+        (skip, left) = (0, left - now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_is_the_last_byte_wherever_it_is() {
+        for (pieces, last, rest) in [
+            (vec![(100, 512), (700, 1)], Some(700), vec![(100, 512)]),
+            (vec![(100, 513), (700, 0)], Some(612), vec![(100, 512)]),
+            (vec![(5, 0)], None, vec![]),
+            (vec![(u64::MAX, 2)], None, vec![(u64::MAX, 1)]),
+        ] {
+            let mut pieces = pieces;
+            assert_eq!(take_last(&mut pieces), last);
+            assert_eq!(pieces, rest);
+        }
+    }
+
+    #[test]
+    fn parts_follow_each_other_through_all_pieces() {
+        let pieces = [(0, 1000), (5000, 24), (9000, 1024)];
+        let mut found = Vec::new();
+        part(&pieces, 0, 1024, &mut found);
+        assert_eq!(found, [(0, 1000), (5000, 24)]);
+        part(&pieces, 512, 1024, &mut found);
+        assert_eq!(found, [(512, 488), (5000, 24), (9000, 512)]);
+        part(&pieces, 1536, 512, &mut found);
+        assert_eq!(found, [(9512, 512)]);
+    }
+}

@@ -1,0 +1,309 @@
+//! A split virtqueue, as its device has it. Virtio 1.2, 2.7.
+//!
+//! The guest's memory is looked up once, and then the rings are read and written in place.
+
+use ::shadowbell_memory::{DmaTable, SharedBytes};
+use std::sync::atomic::{Ordering, fence};
+use virtio_queue::{Error, Queue, QueueT};
+
+/// Bytes of a descriptor.
+pub(super) const DESCRIPTOR: usize = 16;
+/// Where the index of either ring is, and where its entries begin. The flags are at 0.
+const INDEX: usize = 2;
+const ENTRIES: usize = 4;
+/// Bytes of an entry of the used ring.
+const USED: usize = 8;
+/// A flag of the used ring: the guest need not notify.
+const NO_NOTIFY: u16 = 1;
+/// A flag of the available ring: the guest wants no notification.
+const NO_INTERRUPT: u16 = 1;
+
+/// A descriptor.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Descriptor {
+    pub(super) address: u64,
+    pub(super) len: u32,
+    pub(super) flags: u16,
+    pub(super) next: u16,
+}
+
+impl Descriptor {
+    pub(super) fn of([address, rest]: [u64; 2]) -> Self {
+        let rest = u64::from_le(rest);
+        let (len, flags, next) = (rest as u32, (rest >> 32) as u16, (rest >> 48) as u16);
+        Self { address: u64::from_le(address), len, flags, next }
+    }
+}
+
+/// A queue.
+pub(in super::super) struct SplitRing {
+    size: u16,
+    event_idx: bool,
+    descriptors: SharedBytes,
+    available: SharedBytes,
+    used: SharedBytes,
+    /// What is taken next, and the index of the available ring when it was last read.
+    next_available: u16,
+    seen: u16,
+    /// Where the next answer goes, and the index that the guest knows.
+    next_used: u16,
+    published: u16,
+    /// Where the used ring was when it was last decided whether to notify.
+    told: u16,
+    /// The guest was asked for notifications.
+    wants_kicks: bool,
+}
+
+impl SplitRing {
+    /// The queue as a frontend has set it up. Nothing, if a part of it does not lie in one region of
+    /// the guest's memory.
+    pub(in super::super) fn new(queue: &Queue, table: &DmaTable) -> Option<Self> {
+        let (size, event_idx) = (queue.size(), queue.event_idx_enabled());
+        if !size.is_power_of_two() {
+            return None;
+        }
+        let entries = usize::from(size);
+        let event = if event_idx { 2 } else { 0 };
+        let available = (ENTRIES + 2 * entries + event) as u64;
+        let used = (ENTRIES + USED * entries + event) as u64;
+        let ring = Self {
+            size,
+            event_idx,
+            descriptors: table.bytes(queue.desc_table(), (DESCRIPTOR * entries) as u64)?,
+            available: table.bytes(queue.avail_ring(), available)?,
+            used: table.bytes(queue.used_ring(), used)?,
+            next_available: queue.next_avail(),
+            seen: queue.next_avail(),
+            next_used: queue.next_used(),
+            published: queue.next_used(),
+            told: queue.next_used(),
+            wants_kicks: true,
+        };
+        // Their alignment, which makes every later access possible.
+        ring.available.load_u16_acquire(0)?;
+        ring.used.load_u16_acquire(0)?;
+        Some(ring)
+    }
+
+    pub(super) fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// The places in the two rings.
+    pub(super) fn places(&self) -> (u16, u16) {
+        (self.next_available, self.next_used)
+    }
+
+    fn slot(&self, index: u16) -> usize {
+        usize::from(index & (self.size - 1))
+    }
+
+    /// Takes a request: the index of its first descriptor.
+    ///
+    /// # Errors
+    /// The index of the ring promises more than there can be.
+    #[inline]
+    pub(super) fn take(&mut self) -> Result<Option<u16>, Error> {
+        if self.seen == self.next_available {
+            let index = self.available.load_u16_acquire(INDEX).map(u16::from_le);
+            let index = index.ok_or(Error::InvalidAvailRingIndex)?;
+            if index == self.next_available {
+                return Ok(None);
+            }
+            if index.wrapping_sub(self.next_available) > self.size {
+                return Err(Error::InvalidAvailRingIndex);
+            }
+            self.seen = index;
+        }
+        let at = ENTRIES + 2 * self.slot(self.next_available);
+        let head = self.available.read::<[u8; 2]>(at).ok_or(Error::InvalidAvailRingIndex)?;
+        self.next_available = self.next_available.wrapping_add(1);
+        Ok(Some(u16::from_le_bytes(head)))
+    }
+
+    /// A descriptor, if the queue has it.
+    #[inline]
+    pub(super) fn descriptor(&self, index: u16) -> Option<Descriptor> {
+        self.descriptors.read::<[u64; 2]>(DESCRIPTOR * usize::from(index)).map(Descriptor::of)
+    }
+
+    /// Puts an answer into the used ring; the guest sees it after [`publish`](Self::publish).
+    #[inline]
+    pub(super) fn put(&mut self, head: u16, len: u32) {
+        let at = ENTRIES + USED * self.slot(self.next_used);
+        let entry = (u64::from(head) | u64::from(len) << 32).to_le_bytes();
+        // It was looked up to be there, and writable.
+        let _ = self.used.write_from(at, &entry);
+        self.next_used = self.next_used.wrapping_add(1);
+    }
+
+    /// Shows the guest what was put there. Whether there is anything new.
+    #[inline]
+    pub(super) fn publish(&mut self) -> bool {
+        if self.published == self.next_used {
+            return false;
+        }
+        self.published = self.next_used;
+        let _ = self.used.store_u16_release(INDEX, self.next_used.to_le());
+        true
+    }
+
+    /// Whether the guest wants to be notified of what was published since this was last asked.
+    #[inline]
+    pub(super) fn wants_notification(&mut self) -> bool {
+        if self.told == self.published {
+            return false;
+        }
+        let old = std::mem::replace(&mut self.told, self.published);
+        // What it asks for may have changed until it has seen the new index.
+        fence(Ordering::SeqCst);
+        if self.event_idx {
+            let at = ENTRIES + 2 * usize::from(self.size);
+            let event = self.available.load_u16_acquire(at).map_or(0, u16::from_le);
+            let new = self.published;
+            return new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old);
+        }
+        let flags = self.available.load_u16_acquire(0).map_or(0, u16::from_le);
+        flags & NO_INTERRUPT == 0
+    }
+
+    /// The guest need not notify. With `VIRTIO_F_EVENT_IDX` it does so once at most.
+    #[inline]
+    pub(super) fn suppress_kicks(&mut self) {
+        if std::mem::take(&mut self.wants_kicks) && !self.event_idx {
+            let _ = self.used.store_u16_release(0, NO_NOTIFY.to_le());
+        }
+    }
+
+    /// The guest has to notify of the next request. Whether there is one already.
+    pub(super) fn ask_for_kicks(&mut self) -> bool {
+        if self.event_idx {
+            let at = ENTRIES + USED * usize::from(self.size);
+            let _ = self.used.store_u16_release(at, self.next_available.to_le());
+        } else {
+            let _ = self.used.store_u16_release(0, 0);
+        }
+        self.wants_kicks = true;
+        fence(Ordering::SeqCst);
+        let index = self.available.load_u16_acquire(INDEX).map_or(0, u16::from_le);
+        index != self.next_available
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ::shadowbell_memory::{DmaSpace, Mapping};
+
+    const SIZE: u16 = 4;
+    const AVAILABLE: u64 = 0x100;
+    const USED: u64 = 0x200;
+
+    /// A queue at the beginning of the guest's memory, and that memory.
+    fn ring(event_idx: bool, len: u64) -> (Option<SplitRing>, SharedBytes) {
+        let bytes = Mapping::anonymous(4096).unwrap().bytes();
+        let mut space = DmaSpace::default();
+        space.map(0, len, &bytes).unwrap();
+        let mut queue = Queue::new(SIZE).unwrap();
+        queue.set_desc_table_address(Some(0), Some(0));
+        queue.set_avail_ring_address(Some(AVAILABLE as u32), Some(0));
+        queue.set_used_ring_address(Some(USED as u32), Some(0));
+        queue.set_event_idx(event_idx);
+        (SplitRing::new(&queue, space.table()), bytes)
+    }
+
+    fn put(bytes: &SharedBytes, at: u64, value: u16) {
+        bytes.store_u16_release(at as usize, value).unwrap();
+    }
+
+    fn get(bytes: &SharedBytes, at: u64) -> u16 {
+        bytes.load_u16_acquire(at as usize).unwrap()
+    }
+
+    #[test]
+    fn a_ring_that_is_not_all_there_is_none() {
+        assert!(ring(false, 4096).0.is_some());
+        assert!(ring(false, USED + 4 + 4 * 8).0.is_some());
+        assert!(ring(false, USED + 4 + 4 * 8 - 1).0.is_none());
+        assert!(ring(true, USED + 4 + 4 * 8).0.is_none(), "no room for its event");
+    }
+
+    #[test]
+    fn requests_are_taken_in_order_and_no_more_than_there_can_be() {
+        let (ring, bytes) = ring(false, 4096);
+        let mut ring = ring.unwrap();
+        assert_eq!(ring.take().unwrap(), None);
+        for (n, head) in [3, 1, 2, 0].into_iter().enumerate() {
+            put(&bytes, AVAILABLE + 4 + 2 * n as u64, head);
+        }
+        put(&bytes, AVAILABLE + 2, 3);
+        for head in [3, 1, 2] {
+            assert_eq!(ring.take().unwrap(), Some(head));
+        }
+        assert_eq!(ring.take().unwrap(), None);
+        put(&bytes, AVAILABLE + 2, 3 + SIZE + 1);
+        assert!(ring.take().is_err());
+        put(&bytes, AVAILABLE + 2, 4);
+        assert_eq!(ring.take().unwrap(), Some(0));
+    }
+
+    #[test]
+    fn answers_are_seen_when_they_are_published() {
+        let (ring, bytes) = ring(false, 4096);
+        let mut ring = ring.unwrap();
+        assert!(!ring.publish());
+        ring.put(2, 513);
+        assert_eq!(get(&bytes, USED + 2), 0);
+        assert!(ring.publish() && !ring.publish());
+        assert_eq!(get(&bytes, USED + 2), 1);
+        assert_eq!(bytes.read::<[u8; 8]>(USED as usize + 4), Some([2, 0, 0, 0, 1, 2, 0, 0]));
+        assert_eq!(ring.places(), (0, 1));
+    }
+
+    #[test]
+    fn nobody_is_notified_who_polls() {
+        let (ring, bytes) = ring(false, 4096);
+        let mut ring = ring.unwrap();
+        ring.suppress_kicks();
+        assert_eq!(get(&bytes, USED), 1);
+        assert!(!ring.ask_for_kicks());
+        assert_eq!(get(&bytes, USED), 0);
+        put(&bytes, AVAILABLE + 2, 1);
+        assert!(ring.ask_for_kicks(), "there is one already");
+        let mut answer = |flags| {
+            put(&bytes, AVAILABLE, flags);
+            ring.put(0, 1);
+            ring.publish();
+            ring.wants_notification()
+        };
+        assert!(!answer(1) && answer(0));
+        assert!(!ring.wants_notification(), "it knows");
+    }
+
+    #[test]
+    fn an_event_index_says_for_what_to_notify() {
+        let (ring, bytes) = ring(true, 4096);
+        let mut ring = ring.unwrap();
+        let (event, avail_event) = (AVAILABLE + 4 + 8, USED + 4 + 32);
+        put(&bytes, AVAILABLE + 2, 2);
+        assert!(ring.take().unwrap().is_some() && ring.take().unwrap().is_some());
+        assert!(!ring.ask_for_kicks());
+        assert_eq!(get(&bytes, avail_event), 2);
+        ring.suppress_kicks();
+        assert_eq!((get(&bytes, avail_event), get(&bytes, USED)), (2, 0));
+        // For the second answer, and none before or after it.
+        put(&bytes, event, 1);
+        let mut wanted = Vec::new();
+        for _ in 0..3 {
+            ring.put(0, 1);
+            ring.publish();
+            wanted.push(ring.wants_notification());
+        }
+        assert_eq!(wanted, [false, true, false]);
+        // In one go it is among them.
+        put(&bytes, event, 4);
+        (0..3).for_each(|_| ring.put(0, 1));
+        ring.publish();
+        assert!(ring.wants_notification());
+    }
+}

@@ -1,0 +1,29 @@
+//! A disk of this process, as a device may be served from it.
+
+use super::request::SECTOR;
+use shadowbell_backend::Disk;
+use shadowbell_block::Geometry;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A disk of this process, which is what the exported namespace has below it.
+#[derive(Clone, Debug)]
+pub struct LocalDisk {
+    /// The disk.
+    pub disk: Arc<dyn Disk>,
+    /// For how long a queue's thread polls before it sleeps, at most.
+    pub poll: Duration,
+    /// How long a request may take until it is cancelled.
+    pub timeout: Duration,
+}
+
+impl LocalDisk {
+    /// Whether queues can be served straight from it; see `direct`.
+    pub(super) fn is_direct(&self, geometry: &Geometry) -> bool {
+        let info = self.disk.info();
+        u64::from(info.block_size) == SECTOR
+            && info.metadata.is_none()
+            && info.bytes() == geometry.bytes
+            && info.volatile_cache == geometry.volatile_cache
+    }
+}

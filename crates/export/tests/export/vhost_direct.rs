@@ -1,0 +1,150 @@
+//! Requests that go straight to a disk of this process.
+
+use crate::vhost::{EVENT_IDX, Guest, READ, Rig, Ring, WRITE, direct};
+use shadowbell_backend::Op;
+use std::time::{Duration, Instant};
+use vhost::VhostBackend;
+use vhost::vhost_user::VhostUserFrontend;
+
+/// Where a request with a table of descriptors has its header and its table.
+const HEADER: u64 = 0x60_0000;
+const TABLE: u64 = 0x60_1000;
+/// Where its data are: pieces of so many bytes, each in a place of its own.
+const PIECES: [(u64, u32); 4] =
+    [(0x10_0000, 300_001), (0x20_0003, 7), (0x30_0000, 400_000), (0x40_0100, 349_592)];
+
+/// Submits a request by a table of descriptors; of a write the data are there.
+fn scatter(ring: &mut Ring, kind: u32, sector: u64) {
+    const NEXT: u16 = 1;
+    const INDIRECT: u16 = 4;
+    let mut header = u64::from(kind).to_le_bytes().to_vec();
+    header.extend(sector.to_le_bytes());
+    ring.write(HEADER, &header);
+    ring.write(ring.status(0), &[0xff]);
+    let data = if kind == READ { 2 } else { 0 };
+    let middle = PIECES.iter().map(|(at, len)| (*at, *len, NEXT | data));
+    let ends = ((HEADER, 16, NEXT), (ring.status(0), 1, 2));
+    let all = [ends.0].into_iter().chain(middle).chain([ends.1]);
+    let entries = all.clone().count() as u32;
+    let table = all.zip(1u16..).flat_map(|((at, len, flags), next)| {
+        let mut bytes = at.to_le_bytes().to_vec();
+        bytes.extend(len.to_le_bytes());
+        bytes.extend([flags, next].map(u16::to_le_bytes).concat());
+        bytes
+    });
+    ring.write(TABLE, &table.collect::<Vec<_>>());
+    ring.descriptor(0, TABLE, 16 * entries, INDIRECT, 0);
+    ring.offer(0);
+}
+
+/// A controller takes no such request as a whole either, but from memory of the driver's: what the
+/// disk has seen says which way a request took.
+#[test]
+fn long_requests_come_to_the_disk_in_parts_of_a_mebibyte() {
+    direct(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        let ring = &mut guest.rings[0];
+        let len: u32 = PIECES.iter().map(|(_, len)| len).sum();
+        let data: Vec<u8> = (0..len).map(|n| (n ^ n >> 9) as u8).collect();
+        let mut from = 0;
+        for (at, len) in PIECES {
+            ring.write(at, &data[from..from + len as usize]);
+            from += len as usize;
+        }
+        scatter(ring, WRITE, 5);
+        assert_eq!(ring.take(), (0, 1, 0));
+        PIECES.iter().for_each(|(at, len)| ring.write(*at, &vec![0; *len as usize]));
+        scatter(ring, READ, 5);
+        assert_eq!(ring.take(), (0, len + 1, 0));
+        let mut found = Vec::new();
+        for (at, len) in PIECES {
+            let mut piece = vec![0; len as usize];
+            ring.memory_at(at, &mut piece);
+            found.extend(piece);
+        }
+        assert!(found == data);
+        let seen = rig.backing.seen();
+        let parts: Vec<_> = seen.iter().map(|seen| (seen.op, seen.offset, seen.len)).collect();
+        let (first, second) = ((5 * 512, 1 << 20), (5 * 512 + (1 << 20), 1024));
+        let write = Op::Write { fua: false };
+        let wanted = [write, Op::Read].map(|op| [(op, first.0, first.1), (op, second.0, second.1)]);
+        assert_eq!(parts, wanted.concat());
+        drop(guest);
+        rig.end(0);
+    });
+}
+
+/// What a frontend may change while its guest goes on.
+#[test]
+fn a_queue_goes_on_with_another_memory_and_other_events() {
+    for without in [0, EVENT_IDX] {
+        direct(|| {
+            let rig = Rig::new(false);
+            let mut guest = Guest::connect(&rig, 2, without);
+            for round in 0..10u8 {
+                assert_eq!(guest.rings[1].run(WRITE, round.into(), &[round; 512], 0), 0);
+                match round % 3 {
+                    0 => guest.share_again(),
+                    1 => {
+                        let call = guest.rings[1].call.try_clone().unwrap();
+                        guest.frontend.set_vring_call(1, &call).unwrap();
+                    }
+                    _ => {
+                        guest.frontend.set_vring_enable(1, false).unwrap();
+                        // It has come to that message, and then its thread to what it says.
+                        assert!(guest.is_served());
+                        std::thread::sleep(Duration::from_millis(5));
+                        guest.rings[1].submit(2, READ, round.into(), b"", 512);
+                        std::thread::sleep(Duration::from_millis(5));
+                        assert!(guest.rings[1].has_nothing(), "it is not enabled");
+                        guest.frontend.set_vring_enable(1, true).unwrap();
+                        assert_eq!(guest.rings[1].take(), (2, 513, 0));
+                    }
+                }
+                assert_eq!(guest.rings[1].run(READ, round.into(), b"", 512), 0);
+                assert_eq!(guest.rings[1].bytes(0, 512), [round; 512]);
+            }
+            // Stopped, and started where it was.
+            let place = guest.frontend.get_vring_base(1).unwrap();
+            let rings = &guest.rings;
+            assert_eq!(place, u32::from(rings[1].count()));
+            guest.frontend.set_vring_base(1, place as u16).unwrap();
+            guest.frontend.set_vring_call(1, &rings[1].call).unwrap();
+            guest.frontend.set_vring_kick(1, &rings[1].kick).unwrap();
+            assert_eq!(guest.rings[1].run(READ, 9, b"", 512), 0);
+            assert_eq!(guest.rings[1].bytes(0, 512), [9; 512]);
+            drop(guest);
+            rig.end(0);
+        });
+    }
+}
+
+/// A thread that polls is not one that does nothing else.
+#[test]
+fn a_queue_without_requests_keeps_no_thread_busy() {
+    direct(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 2, 0);
+        for _ in 0..50 {
+            assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        let used = || {
+            let times = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+            Duration::new(times.tv_sec as u64, times.tv_nsec as u32)
+        };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        // Other tests of this process have their time, too.
+        loop {
+            let before = used();
+            std::thread::sleep(Duration::from_millis(40));
+            if used() - before < Duration::from_millis(10) {
+                break;
+            }
+            assert!(Instant::now() < deadline, "a thread polls on");
+        }
+        drop(guest);
+        rig.end(0);
+    });
+}
