@@ -2,13 +2,14 @@
 //!
 //! Nothing is kept back: what is here is in the disk below, too. A block of metadata is here as it
 //! was when a request of this disk read or wrote it last. So nobody else may write the disk below
-//! meanwhile.
+//! meanwhile; when another process has had it, all is forgotten.
 
 use super::layout::Place;
 use parking_lot::Mutex;
 use shadowbell_memory::SharedBytes;
 
-/// The most bytes of metadata that are kept of a disk: those of 8 GiB of data, if 4096 bytes have 8.
+/// The most bytes of metadata that are kept of a disk: those of 8 GiB of data, if a block of 4096
+/// has 8.
 const BYTES: u64 = 16 << 20;
 /// How many blocks of metadata a request may have for what it reads to be kept.
 const MOST: usize = 8;
@@ -19,7 +20,7 @@ const NONE: u64 = u64::MAX;
 #[derive(Debug)]
 struct Line {
     block: u64,
-    /// How many writes have ended to any block that may be here.
+    /// How many writes have ended to any block that may be here, and how often all was forgotten.
     version: u32,
     bytes: Box<[u8]>,
 }
@@ -53,8 +54,8 @@ impl Cache {
         (0..).zip(place.from / block..place.to / block)
     }
 
-    /// Copies the metadata of `place` into `stored`, where they would be read to, if all of them are
-    /// here. With `others`, all of the blocks that they are in.
+    /// Copies the metadata of `place` into `stored`, where they would be read to, if all of them
+    /// are here. With `others`, all of the blocks that they are in.
     pub(super) fn load(&self, place: &Place, others: bool, stored: &SharedBytes) -> bool {
         let wanted = if others { 0..usize::MAX } else { place.at..place.at + place.len };
         self.blocks(place).all(|(nth, block)| {
@@ -109,6 +110,16 @@ impl Cache {
                 None if is_here => line.block = NONE,
                 _ => {}
             }
+        }
+    }
+
+    /// Somebody else may write the disk below, or has done so. What is being read is not kept,
+    /// either.
+    pub(super) fn forget(&self) {
+        for line in &self.lines {
+            let mut line = line.lock();
+            line.version = line.version.wrapping_add(1);
+            line.block = NONE;
         }
     }
 
@@ -168,6 +179,10 @@ mod tests {
             assert_eq!(cache.load(&one, false, &found), stored.is_some());
         }
         assert_eq!(found.read::<u8>(0), Some(2));
+        let before = cache.versions(&one);
+        cache.forget();
+        cache.was_read(&one, &before, &memory(1));
+        assert!(!cache.load(&one, false, &found), "it was read before");
     }
 
     #[test]

@@ -121,6 +121,8 @@ impl Disk for MetadataDisk {
     }
 
     fn share_lock(&self, shared: bool) {
+        // The other process may write: from here on, or until now.
+        self.cache.forget();
         self.inner.share_lock(shared);
     }
 }

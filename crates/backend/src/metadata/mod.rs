@@ -26,6 +26,8 @@ mod layout;
 mod locks;
 mod queue;
 mod task;
+#[cfg(test)]
+mod tests;
 
 pub use checks::{Metadata, MetadataBuffer};
 pub use disk::MetadataDisk;
