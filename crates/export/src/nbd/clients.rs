@@ -55,6 +55,11 @@ impl Agreed {
         Arc::new(Self { most: most.max(1), by_peer: Mutex::default() })
     }
 
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.by_peer.lock().values().sum()
+    }
+
     /// What of one peer is too much.
     fn most_of_one(&self) -> usize {
         self.most - self.most / 4
@@ -188,6 +193,7 @@ mod tests {
         assert_eq!(others.len(), 2);
         assert!(agreed.is_full(Peer::User(3)));
         places.pop();
+        assert_eq!(agreed.count(), 7);
         assert!(agreed.take(Peer::User(1)).is_some());
         drop((places, others));
         assert!(agreed.by_peer.lock().is_empty());

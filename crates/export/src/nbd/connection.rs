@@ -236,7 +236,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         let mut drain_deadline = None;
         loop {
             self.take_requests(&make)?;
-            if self.depth.wants_to_move() {
+            if self.depth.wants_to_move(|| self.shared.agreed.count() == 1) {
                 return Ok(Stop::Move);
             }
             let busy = self.collect(server.as_deref_mut());

@@ -1,4 +1,5 @@
-//! Clients that keep many requests in flight: the thread that serves the queue serves them too.
+//! Clients that keep many requests in flight, or one that is slow: the thread that serves the queue
+//! serves them too.
 
 use super::{Export, TIMEOUT};
 use std::collections::HashMap;
@@ -144,4 +145,33 @@ fn a_deep_client_of_a_file_is_served_by_the_thread_of_the_queue() {
     let image = directory.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(16 << 20).unwrap();
     a_client_comes_and_goes(image.to_str().unwrap());
+}
+
+#[test]
+fn a_slow_client_has_that_thread_while_it_is_the_only_one() {
+    let export =
+        Export::start_with(&["mem:16MiB", "--nbd", "unix:DIR/nbd"], &[("RUST_LOG", "debug")]);
+    let socket = export.path("nbd");
+    let mut client = Client::connect(&socket);
+    client.write(0..MANY, DEEP, 1);
+    // Requests that come so seldom are as good as those that take so long.
+    let mut check_slowly = || {
+        for block in 0..MANY {
+            std::thread::sleep(std::time::Duration::from_micros(50));
+            client.check(block..block + 1, 1, 1);
+        }
+    };
+    says(&export, LENT, 1);
+    check_slowly();
+    check_slowly();
+    assert_eq!(export.stderr().matches(BACK).count(), 0, "{}", export.stderr());
+    let other = Client::connect(&socket);
+    check_slowly();
+    check_slowly();
+    says(&export, BACK, 1);
+    assert_eq!(export.stderr().matches(LENT).count(), 1, "{}", export.stderr());
+    drop(other);
+    check_slowly();
+    check_slowly();
+    says(&export, LENT, 2);
 }

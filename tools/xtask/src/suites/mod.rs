@@ -7,6 +7,7 @@ mod dmesg;
 mod fio;
 mod fs;
 mod idle;
+mod kinds;
 mod namespaces;
 mod nvme_cli;
 mod pool;

@@ -7,7 +7,8 @@ use shadowbell_guest::{Kernel, RunDir};
 use super::setup::Setup;
 use super::unbroken::{self, Event};
 use super::{
-    boot, cloud_hypervisor, fs, namespaces, pool, recover, reset, rivals, s2, s3, s4, shared, smoke,
+    boot, cloud_hypervisor, fs, kinds, namespaces, pool, recover, reset, rivals, s2, s3, s4,
+    shared, smoke,
 };
 use crate::report::Report;
 
@@ -18,6 +19,9 @@ pub(crate) enum Suite {
     Smoke,
     /// A file system, discards, and fio with checksums.
     Fs,
+    /// A qcow2 image, an export and a namespace of another server at once: file systems, discards, and
+    /// fio while the process that serves is killed and upgraded.
+    Kinds,
     /// Resets, reboots and a killed QEMU under load: no acknowledged write is lost.
     Reset,
     /// The server is replaced again and again under a guest that boots, writes and resets: nothing
@@ -62,6 +66,7 @@ impl Suite {
             let result = match self {
                 Self::Smoke => smoke::run(setup, report, kernel, &run),
                 Self::Fs => fs::run(setup, report, kernel, &run),
+                Self::Kinds => kinds::run(setup, report, kernel, &run),
                 Self::Reset => reset::run(setup, report, kernel, &run),
                 Self::Upgrade => unbroken::run(setup, report, kernel, &run, Event::Upgrade),
                 Self::Kill => unbroken::run(setup, report, kernel, &run, Event::Kill),

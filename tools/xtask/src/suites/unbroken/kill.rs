@@ -10,9 +10,15 @@ use super::count::Count;
 /// How long it may take until another process is there.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Kills the process that serves, and waits until there is another one: not until that serves, for
-/// only the guest shows it.
+/// Kills the process that serves, and waits until there is another one.
 pub(super) fn once(keeper: u32, count: &mut Count) -> Result<()> {
+    kill_worker(keeper)?;
+    count.done += 1;
+    Ok(())
+}
+
+/// The same, without a count. Not until that one serves, for only the guest shows it.
+pub(crate) fn kill_worker(keeper: u32) -> Result<()> {
     let before = worker(keeper).with_context(|| format!("process {keeper} has no worker"))?;
     let pid = Pid::from_raw(before.cast_signed()).context("a process number")?;
     kill_process(pid, Signal::KILL).context("kill -9")?;
@@ -23,7 +29,6 @@ pub(super) fn once(keeper: u32, count: &mut Count) -> Result<()> {
         }
         std::thread::sleep(Duration::from_millis(1));
     }
-    count.done += 1;
     Ok(())
 }
 

@@ -16,6 +16,8 @@ use anyhow::{Context, Result, anyhow, ensure};
 use shadowbell_guest::{Kernel, RunDir};
 
 use self::count::Count;
+pub(super) use self::kill::kill_worker;
+pub(super) use self::upgrade::upgrade_worker;
 use super::dmesg;
 use super::setup::{Disk, MINUTE, Setup, finish, names};
 use super::writer::{Writer, patrol};

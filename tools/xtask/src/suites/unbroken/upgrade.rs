@@ -22,3 +22,13 @@ pub(super) fn once(program: &Path, server: u32, count: &mut Count) -> Result<()>
     }
     Ok(())
 }
+
+/// The same, without a count: one that was put off is tried again.
+pub(crate) fn upgrade_worker(program: &Path, server: u32) -> Result<()> {
+    let mut count = Count::default();
+    while count.done == 0 {
+        ensure!(count.put_off < 20, "an upgrade was put off twenty times");
+        once(program, server, &mut count)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,161 @@
+//! Disks of other kinds than a file, under a Linux guest that has all of them at once: a qcow2 image,
+//! an export of qemu-nbd, and a namespace of another server. File systems, discards, fio's checksums;
+//! then the process that serves is killed and upgraded under fio.
+
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use shadowbell_guest::host::{in_path, install};
+use shadowbell_guest::{Guest, Kernel, RunDir};
+
+use super::dmesg;
+use super::setup::{MINUTE, Setup, finish, names};
+use super::unbroken::{kill_worker, upgrade_worker};
+use crate::report::Report;
+
+const SIZE: u64 = 1 << 30;
+/// The namespaces, in the order of the server's disks.
+const KINDS: [(&str, u32); 3] = [("qcow2", 1), ("nbd", 2), ("vfio-user", 3)];
+/// How often each is done to the server.
+const EVENTS: u32 = 5;
+const LONG: Duration = Duration::from_secs(180);
+
+/// Ended when dropped.
+struct Exporter(Child);
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Exporter {
+    fn start(image: &Path, socket: &Path) -> Result<Self> {
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "qemu-nbd", "--persistent", "--shared=0"]);
+        command.args(["--format=raw", "--discard=unmap", "--socket"]).arg(socket).arg(image);
+        let exporter = Self(command.spawn().context("qemu-nbd")?);
+        let until = Instant::now() + Duration::from_secs(10);
+        while !socket.exists() {
+            ensure!(Instant::now() < until, "qemu-nbd does not serve");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(exporter)
+    }
+}
+
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    let Some(program) = setup.shadowbell.clone() else {
+        println!("   QEMU's own controller has QEMU's own disks");
+        return Ok(());
+    };
+    if !in_path("qemu-nbd") {
+        install(&["qemu-utils"])?;
+    }
+    let (qcow2, socket) = (run.file("disk.qcow2"), run.socket("nbd"));
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2"]).arg(&qcow2).arg(SIZE.to_string());
+    ensure!(create.status()?.success(), "qemu-img makes no image");
+    let exporter = Exporter::start(&run.image("exported.img", SIZE)?, &socket)?;
+    let image = run.image("below.img", SIZE)?.display().to_string();
+    let mut below = setup.serve(run, "below", &[image], &[], None)?;
+    let disks = [
+        qcow2.display().to_string(),
+        format!("nbd+unix:///?socket={}&settle=100ms", socket.display()),
+        format!("vfio-user:{}/1", run.socket("below").display()),
+    ];
+    let mut disk = setup.serve(run, "dut", &disks, &[], None)?;
+    let server = disk.server.as_ref().context("no server")?.id();
+    let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
+    let (controller, _) = names(&mut guest, 0)?;
+    let device = |nsid: u32| format!("/dev/{controller}n{nsid}");
+
+    for (kind, nsid) in KINDS {
+        let dev = device(nsid);
+        report
+            .check(&format!("{kind}: a file system is made, filled, checked and trimmed"), |_| {
+                file_system(&mut guest, &dev)
+            });
+        report.check(&format!("{kind}: what was discarded reads as zeroes"), |_| {
+            discard(&mut guest, &dev)
+        });
+    }
+    let all: Vec<_> = KINDS.iter().map(|(_, nsid)| device(*nsid)).collect();
+    report.check("fio writes and verifies, all at once", |_| {
+        guest.sh(&format!("{} --size=12m", fio(&all)), LONG)
+    });
+    for (what, is_kill) in [("killed", true), ("upgraded", false)] {
+        report.check(&format!("the process is {what} {EVENTS} times under fio"), |_| {
+            let load = format!(
+                "{} --size=12m --time_based --runtime=15 >/tmp/fio.log 2>&1; echo $? >/tmp/fio.code",
+                fio(&all)
+            );
+            guest.sh(&format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"), MINUTE)?;
+            for _ in 0..EVENTS {
+                std::thread::sleep(Duration::from_millis(1500));
+                if is_kill { kill_worker(server)? } else { upgrade_worker(&program, server)? }
+            }
+            let code = guest.sh(
+                "[ -e /tmp/fio.code ] && echo early; for i in $(seq 900); do \
+                 [ -e /tmp/fio.code ] && break; sleep 0.1; done; cat /tmp/fio.code",
+                LONG,
+            )?;
+            ensure!(code.trim() == "0", "fio: {code} {}", guest.sh("cat /tmp/fio.log", MINUTE)?);
+            Ok(())
+        });
+    }
+    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    report.check("the servers live", |_| disk.check().and_then(|()| below.check()));
+    finish(report, guest, disk);
+    report.check("the server below leaves cleanly", |_| below.stop());
+    drop(exporter);
+    report.check("QEMU finds nothing wrong with the qcow2 image", |_| {
+        let status =
+            Command::new("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(&qcow2).status()?;
+        // After a kill, clusters may be counted that nothing uses.
+        ensure!(matches!(status.code(), Some(0 | 3)), "qemu-img check: {status}");
+        Ok(())
+    });
+    Ok(())
+}
+
+fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
+    guest.sh(
+        &format!(
+            "mkfs.ext4 -q -F {dev} && mount {dev} /mnt && cp -a /usr/bin /mnt/ && umount /mnt && \
+             echo 3 >/proc/sys/vm/drop_caches && e2fsck -fn {dev} && mount {dev} /mnt && \
+             diff -r /usr/bin /mnt/bin && rm -r /mnt/bin && sync && fstrim /mnt && umount /mnt && \
+             e2fsck -fn {dev}"
+        ),
+        LONG,
+    )
+    .map(drop)
+}
+
+fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
+    guest
+        .sh(
+            &format!(
+                "yes shadowbell | dd of={dev} bs=1M count=32 iflag=fullblock oflag=direct && \
+             blkdiscard -f {dev} && dd if={dev} bs=1M count=64 iflag=direct | \
+             cmp -n 67108864 - /dev/zero"
+            ),
+            MINUTE,
+        )
+        .map(drop)
+}
+
+/// Writes, and reads back what was written, on each of these.
+fn fio(devices: &[String]) -> String {
+    let mut line = "fio --rw=randwrite --bsrange=512-64k --blockalign=512 --verify=crc32c \
+                    --verify_fatal=1 --verify_backlog=64 --offset=512m --iodepth=16 --direct=1 \
+                    --ioengine=libaio --output-format=terse"
+        .to_owned();
+    for (nth, device) in devices.iter().enumerate() {
+        line += &format!(" --name=disk{nth} --filename={device}");
+    }
+    line
+}
