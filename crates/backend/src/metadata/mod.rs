@@ -11,8 +11,8 @@
 //! it first; [`locks`] has such requests wait for each other, and has nobody find the data of one
 //! write and the metadata of another.
 //!
-//! What was read or written of the metadata last is kept ([`cache`]), and is in the disk below, too.
-//! So most reads are one read of the disk below, and most writes two writes.
+//! What was read or written of the metadata last is kept ([`cache`]), and is in the disk below,
+//! too. So most reads are one read of the disk below, and most writes two writes.
 //!
 //! Data and metadata are two writes. If the machine loses its power in between, a block may have
 //! the data of one write and the metadata of another, and a check finds that. The same goes for a
