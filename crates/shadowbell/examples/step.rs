@@ -140,7 +140,8 @@ fn driver_side(
     while let Some(buffer) = free.pop() {
         *lba = lba.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let block = (*lba >> 36) % form.places * u64::from(form.blocks);
-        let dwords = [block as u32, (block >> 32) as u32, form.blocks - 1 | form.prinfo << 26, 0];
+        let dwords =
+            [block as u32, (block >> 32) as u32, (form.blocks - 1) | (form.prinfo << 26), 0];
         queue
             .submit(Command::raw(form.opcode, 1, dwords, IO), Some(buffer))
             .map_err(|e| e.reason)?;
