@@ -167,6 +167,19 @@ pub trait Queue {
         Submitted::Done(Err(DiskError::Unsupported))
     }
 
+    /// Writes all of `data` from byte `offset` on, at once, which need not be whole blocks. What a
+    /// [`submit`](Self::submit) of the same bytes finds is from before it or from after it. `None`,
+    /// and nothing is done, if the queue can not: the default.
+    fn write_bytes(&mut self, offset: u64, data: &[u8]) -> Option<Result<(), DiskError>> {
+        let _ = (offset, data);
+        None
+    }
+
+    /// Whether [`write_bytes`](Self::write_bytes) can. The default can not.
+    fn writes_bytes(&self) -> bool {
+        false
+    }
+
     /// The zones of the disk, if it is made of some. The default has none.
     fn zones(&self) -> Option<&Zones> {
         None

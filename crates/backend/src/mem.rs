@@ -218,6 +218,7 @@ const LARGE: usize = 64 << 20;
 struct MemQueue {
     bounds: Bounds,
     is_large: bool,
+    read_only: bool,
     bytes: SharedBytes,
     regions: Arc<Regions>,
 }
@@ -226,7 +227,8 @@ impl MemQueue {
     fn new(disk: &MemDisk) -> Self {
         let MemDisk { info, bytes, regions } = disk;
         let (is_large, regions) = (bytes.len() >= LARGE, Arc::clone(regions));
-        Self { bounds: info.bounds(), is_large, bytes: bytes.clone(), regions }
+        let (bounds, read_only) = (info.bounds(), info.read_only);
+        Self { bounds, is_large, read_only, bytes: bytes.clone(), regions }
     }
 
     #[inline]
@@ -324,6 +326,25 @@ impl Queue for MemQueue {
         STRIDE
     }
 
+    fn writes_bytes(&self) -> bool {
+        true
+    }
+
+    fn write_bytes(&mut self, offset: u64, data: &[u8]) -> Option<Result<(), DiskError>> {
+        if self.read_only {
+            return Some(Err(DiskError::ReadOnly));
+        }
+        let out_of_range = DiskError::OutOfRange;
+        let Ok(at) = usize::try_from(offset) else { return Some(Err(out_of_range)) };
+        if data.is_empty() || at.checked_add(data.len()).is_none_or(|end| end > self.bytes.len()) {
+            return Some(Err(out_of_range));
+        }
+        Some(self.regions.write(at, data.len(), |done, at, len| {
+            let part = data.get(done..done + len).ok_or(out_of_range)?;
+            self.bytes.write_from(at, part).ok_or(out_of_range)
+        }))
+    }
+
     #[inline]
     fn submit(&mut self, _tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         Submitted::Done(self.run(request, data))
@@ -396,6 +417,21 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn bytes_are_written_within_the_disk_alone() {
+        let disk = MemDisk::new(9, 512).unwrap();
+        let mut queue = disk.queue().unwrap();
+        assert!(queue.writes_bytes());
+        assert_eq!(queue.write_bytes(9 * 512 - 3, &[1, 2, 3]), Some(Ok(())));
+        assert_eq!(disk.bytes().read::<u8>(9 * 512 - 4), Some(0));
+        assert_eq!(disk.bytes().read::<u8>(9 * 512 - 1), Some(3));
+        for offset in [9 * 512 - 2, 9 * 512, u64::MAX - 1, u64::MAX] {
+            assert_eq!(queue.write_bytes(offset, &[1, 2, 3]), Some(Err(DiskError::OutOfRange)));
+        }
+        let mut queue = disk.with_read_only(true).queue().unwrap();
+        assert_eq!(queue.write_bytes(0, &[1]), Some(Err(DiskError::ReadOnly)));
     }
 
     #[test]

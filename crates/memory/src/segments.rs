@@ -81,17 +81,19 @@ impl Segments {
     /// All of `bytes` as one piece: the process's own memory as a command's data.
     #[must_use]
     pub fn from_bytes(bytes: &SharedBytes) -> Self {
-        let mut list = Vec::new();
+        let mut all = Self::new();
+        all.set_bytes(bytes);
+        all
+    }
+
+    /// All of `bytes` as one piece, as [`from_bytes`](Self::from_bytes) makes it, in the list's room.
+    pub fn set_bytes(&mut self, bytes: &SharedBytes) {
+        self.list.clear();
         if let (Some(ptr), false) = (NonNull::new(bytes.as_ptr()), bytes.is_empty()) {
-            list.push(Segment { ptr, len: bytes.len() });
+            self.list.push(Segment { ptr, len: bytes.len() });
         }
-        Self {
-            list,
-            total: bytes.len(),
-            writable: bytes.is_writable(),
-            keep: Keep::Bytes(bytes.clone()),
-            lists: 0,
-        }
+        (self.total, self.writable, self.lists) = (bytes.len(), bytes.is_writable(), 0);
+        self.keep = Keep::Bytes(bytes.clone());
     }
 
     /// Lets go of the memory and of the view; keeps the list's room for the next command.

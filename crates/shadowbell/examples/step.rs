@@ -7,25 +7,54 @@
 //!
 //! collects what the controller does (`*driver_side*`: the driver), to be divided by the number of
 //! I/Os that the program prints.
+//!
+//! More arguments say the disk, an opcode, what metadata its blocks have and the bits of PRINFO:
+//! `10000 32 mem:256MiB 2`, and `10000 32 mem:256MiB 2 'metadata=8&pi=3' 12` for reads whose guards
+//! are checked. The last figure is how many nanoseconds an I/O takes both sides. It says something
+//! of a disk that ends every request at once, as memory does; nobody waits for another.
 
+use shadowbell_backend::{Disk, MetadataDisk, MetadataFormat, Op, Request, Submitted};
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_driver::{AttachOptions, Buffer, Command, Completion, QueuePair};
 use shadowbell_frontend::InProcess;
+use shadowbell_memory::{Mapping, Segments};
 use std::error::Error;
 use std::hint::black_box;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Bytes of an I/O.
 const IO: u32 = 4096;
-const BLOCK: u32 = 512;
+/// Bytes of what a disk is filled by.
+const FILL: u64 = 1 << 20;
+
+/// What an I/O is.
+struct Form {
+    opcode: u8,
+    prinfo: u32,
+    /// Logical blocks of it, and how many such I/Os the disk has room for.
+    blocks: u32,
+    places: u64,
+}
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let mut args = std::env::args().skip(1);
-    let mut number = |default| args.next().map_or(Ok(default), |arg| arg.parse::<usize>());
-    let (rounds, depth) = (number(1000)?, number(32)?);
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let text = |nth: usize, default| args.get(nth).map_or(default, String::as_str);
+    let (rounds, depth): (usize, usize) = (text(0, "1000").parse()?, text(1, "32").parse()?);
+    let (opcode, prinfo): (u8, u32) = (text(3, "2").parse()?, text(5, "0").parse()?);
 
-    let disk = shadowbell_backend::open("null:1TiB")?;
+    let mut disk = shadowbell_backend::open(text(2, "null:1TiB"))?;
+    let options = text(4, "").split('&').filter_map(|option| option.split_once('='));
+    if let Some(format) = MetadataFormat::parse(options)? {
+        disk = Arc::new(MetadataDisk::new(disk, format)?);
+    }
+    let info = disk.info();
+    if args.len() > 2 {
+        fill(&*disk)?;
+    }
+    let blocks = IO / info.block_size;
+    let form = Form { opcode, prinfo, blocks, places: info.blocks / u64::from(blocks) };
     let namespace = NamespaceConfig { disk, uuid: uuid_from("step") };
     let config = Config { namespaces: vec![namespace], ..Config::default() };
     let (pool, mut turns) = Pool::driven(Polling::Never)?;
@@ -47,17 +76,45 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut lba = 1u64;
 
     let mut done = 0;
+    let began = Instant::now();
     for _ in 0..rounds {
-        driver_side(&mut queue, &mut free, &mut lba)?;
+        driver_side(&mut queue, &mut free, &mut lba, &form)?;
         controller_side(&mut turns);
         done += free.capacity().min(depth);
     }
-    driver_side(&mut queue, &mut free, &mut lba)?;
+    driver_side(&mut queue, &mut free, &mut lba, &form)?;
     controller_side(&mut turns);
+    let took = began.elapsed();
     println!("{done}");
     println!("{:?}", queue.stats());
+    println!("{:.1}", took.as_nanos() as f64 / done as f64);
     // Detaching would wait for turns as well: the process ends instead.
     std::process::exit(0);
+}
+
+/// Writes all of the disk, because what was never written is not checked, and is one page of zeroes
+/// in the processor's caches.
+fn fill(disk: &dyn Disk) -> Result<(), Box<dyn Error>> {
+    let (mut queue, bytes) = (disk.queue()?, disk.info().bytes());
+    let memory = Mapping::anonymous(FILL)?.bytes();
+    memory.fill(0, FILL as usize, 0xa5).ok_or("memory")?;
+    let mut offset = 0;
+    while offset < bytes {
+        let len = FILL.min(bytes - offset);
+        let request = Request { op: Op::Write { fua: false }, offset, len };
+        let submitted = queue.submit(0, &request, &mut Segments::from_bytes(&memory));
+        queue.commit();
+        while queue.pending() != 0 {
+            let mut outcome = Ok(());
+            queue.reap(&mut |_, ended, _| outcome = ended);
+            outcome?;
+        }
+        if let Submitted::Done(outcome) = submitted {
+            outcome?;
+        }
+        offset += len;
+    }
+    Ok(())
 }
 
 /// One pass of the worker.
@@ -72,6 +129,7 @@ fn driver_side(
     queue: &mut QueuePair,
     free: &mut Vec<Buffer>,
     lba: &mut u64,
+    form: &Form,
 ) -> Result<(), Box<dyn Error>> {
     while let Some(Completion { status, buffer, .. }) = queue.pop() {
         if !status.is_success() {
@@ -81,9 +139,12 @@ fn driver_side(
     }
     while let Some(buffer) = free.pop() {
         *lba = lba.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        let block = (*lba >> 36) * u64::from(IO / BLOCK);
-        let dwords = [block as u32, (block >> 32) as u32, IO / BLOCK - 1, 0];
-        queue.submit(Command::raw(0x02, 1, dwords, IO), Some(buffer)).map_err(|e| e.reason)?;
+        let block = (*lba >> 36) % form.places * u64::from(form.blocks);
+        let dwords =
+            [block as u32, (block >> 32) as u32, (form.blocks - 1) | (form.prinfo << 26), 0];
+        queue
+            .submit(Command::raw(form.opcode, 1, dwords, IO), Some(buffer))
+            .map_err(|e| e.reason)?;
     }
     queue.ring()?;
     Ok(())

@@ -6,9 +6,11 @@
 //! confirmed; and from the end of a reset to the next enable nothing is written at all.
 
 use crate::command::{self, BASE, PAGE, PAGES};
+use crate::layered;
 use crate::limits::Limits;
 use crate::source::Source;
 use crate::test_disk::{self, TestDisk};
+use shadowbell_backend::Disk;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
@@ -84,11 +86,16 @@ impl Guest {
         let polling = source.of(&[Polling::Never, Polling::Always, Polling::default()]);
         let (pool, turns) = Pool::driven(polling).expect("a worker");
         let test_disk = TestDisk::default();
-        let disks = [test_disk.clone(), test_disk.clone()];
-        let namespaces = disks.into_iter().enumerate().map(|(n, disk)| NamespaceConfig {
-            disk: Arc::new(disk),
-            uuid: uuid_from(&n.to_string()),
-        });
+        let disks: [Arc<dyn Disk>; 4] = [
+            Arc::new(test_disk.clone()),
+            Arc::new(test_disk.clone()),
+            layered::with_metadata(test_disk.clone(), source),
+            layered::zoned(source),
+        ];
+        let namespaces = disks
+            .into_iter()
+            .enumerate()
+            .map(|(n, disk)| NamespaceConfig { disk, uuid: uuid_from(&n.to_string()) });
         let config = Config {
             namespaces: namespaces.collect(),
             io_queues: 4,
@@ -240,7 +247,8 @@ impl Guest {
         self.write32(regs::AQA, aqa);
         self.write(regs::ASQ, &command::ASQ.to_le_bytes());
         self.write(regs::ACQ, &command::ACQ.to_le_bytes());
-        self.write32(regs::CC, 0x0046_0001);
+        // All I/O command sets that the controller has.
+        self.write32(regs::CC, 0x0046_0061);
         self.tails = [0; 4];
     }
 
@@ -321,7 +329,7 @@ impl Guest {
             13 => {
                 let offset = source.near(&[0x14, 0x14, 0x1c, 0x24, 0x28, 0x30, 0x0c, 0x20, 0xe04]);
                 let len = source.of(&[4, 8, 4, 2, 16]);
-                let value = source.near(&[0x0046_0001, 0x0046_0000, 0x0046_4001, 0, 0x4e56_4d65]);
+                let value = source.near(&[0x0046_0001, 0x0046_0060, 0x0046_4061, 0, 0x4e56_4d65]);
                 let mut data = value.to_le_bytes().to_vec();
                 data.resize(len, 0);
                 if offset < regs::DOORBELLS + 0x1000 {

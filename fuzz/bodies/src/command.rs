@@ -1,6 +1,7 @@
 //! Commands, registers and addresses as a host might use them: mostly plausible, so that an input
 //! gets somewhere, and now and then anything.
 
+use crate::layered;
 use crate::source::Source;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::sgl::SglDescriptor;
@@ -90,7 +91,7 @@ pub(crate) fn command(source: &mut Source<'_>, admin: bool) -> Sqe {
             source.of(&[0x02, 0x01, 0x02, 0x01, 0x05, 0x00, 0x08, 0x09, 0x0c, 0x19, 0x04])
         }
     };
-    let nsid = source.of(&[1, 1, 1, 1, 2, 0, 3, NSID_ALL]);
+    let nsid = source.of(&[1, 1, 1, 1, 2, 0, 3, NSID_ALL, 3, 4, 4, 5]);
     let cid = u16::from(source.u8());
     let (dptr, flags) = data_pointer(source);
     let mut sqe = Sqe::new(opcode, cid, nsid);
@@ -99,6 +100,8 @@ pub(crate) fn command(source: &mut Source<'_>, admin: bool) -> Sqe {
         admin_fields(source, &mut sqe);
     } else {
         io_fields(source, &mut sqe);
+        let metadata = address(source);
+        layered::fields(source, &mut sqe, metadata);
     }
     if source.rarely(8) {
         // One thing that no host would do.
@@ -134,7 +137,8 @@ fn admin_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
         }
         0x06 => {
             sqe.cdw10 = u32::from(source.of(&[1u8, 0, 2, 3, 5, 6, 7, 8, 0x1c, 0x10, 0x13]));
-            sqe.cdw11 = source.u32() & source.of(&[0, 0, u32::MAX]);
+            let any = source.u32();
+            sqe.cdw11 = source.of(&[0, 0, 2 << 24, any]);
         }
         0x08 => sqe.cdw10 = u32::from(qid) | u32::from(source.u8()) << 16,
         0x09 | 0x0a => {
@@ -202,7 +206,7 @@ pub(crate) fn list(source: &mut Source<'_>) -> Vec<u8> {
             }
             _ => {
                 let range = shadowbell_spec::nvm::CopyRange {
-                    snsid: source.of(&[1u32, 2, 0, 3, u32::MAX]),
+                    snsid: source.of(&[1u32, 2, 0, 3, 4, u32::MAX]),
                     reserved4: 0,
                     slba: source.near(&[0, 1, 64, 127]),
                     nlb0: source.near(&[0, 7, 63, 0xffff]) as u16,

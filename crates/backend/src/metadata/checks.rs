@@ -11,6 +11,16 @@ use shadowbell_spec::protection::{ProtectionFields, ProtectionInfo};
 const BLOCK: usize = 4096;
 const METADATA: usize = 64;
 
+/// What a guard is made of. Aligned, because what is not is divided several times as slowly.
+#[repr(align(64))]
+pub(super) struct Scratch([u8; BLOCK + METADATA]);
+
+impl Scratch {
+    pub(super) fn new() -> Box<Self> {
+        Box::new(Self([0; BLOCK + METADATA]))
+    }
+}
+
 /// Where the metadata of a request are in its buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MetadataBuffer {
@@ -53,6 +63,7 @@ pub(super) struct Blocks<'a> {
     /// What is stored of the metadata, and where in it that of the first block is.
     pub(super) stored: &'a SharedBytes,
     pub(super) at: usize,
+    pub(super) scratch: &'a mut Scratch,
 }
 
 impl Blocks<'_> {
@@ -101,18 +112,23 @@ impl Blocks<'_> {
     }
 
     /// The guard of a block, of the data in the buffer or of zeroes, and of the metadata before it.
-    fn guard(&self, nth: usize, own: &[u8], of_zeroes: bool) -> Result<u64, DiskError> {
-        let mut block = [0; BLOCK];
-        let block = block.get_mut(..self.block_size).ok_or(DiskError::BadBuffer)?;
-        if !of_zeroes {
-            self.data.read_into(self.data_at(nth), block).ok_or(DiskError::BadBuffer)?;
-        }
+    fn guard(&mut self, nth: usize, own: &[u8], of_zeroes: bool) -> Result<u64, DiskError> {
+        let at = self.data_at(nth);
         let before = own.get(..self.format.protection_at()).unwrap_or_default();
-        Ok(self.format.guard().guard(block, before))
+        let all = self.scratch.0.get_mut(..self.block_size + before.len());
+        let all = all.ok_or(DiskError::BadBuffer)?;
+        let (block, more) = all.split_at_mut(self.block_size);
+        if of_zeroes {
+            block.fill(0);
+        } else {
+            self.data.read_into(at, block).ok_or(DiskError::BadBuffer)?;
+        }
+        more.copy_from_slice(before);
+        Ok(self.format.guard().guard(all, &[]))
     }
 
     /// Checks the protection information of a block, as far as it is to be.
-    fn check(&self, nth: usize, own: &[u8]) -> Result<(), DiskError> {
+    fn check(&mut self, nth: usize, own: &[u8]) -> Result<(), DiskError> {
         if !self.checks(PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG) {
             return Ok(());
         }
@@ -138,7 +154,7 @@ impl Blocks<'_> {
 
     /// The metadata of written blocks, as they are to be stored: with `of_zeroes`, the data are
     /// that, and metadata are not transferred.
-    pub(super) fn write(&self, of_zeroes: bool) -> Result<(), DiskError> {
+    pub(super) fn write(mut self, of_zeroes: bool) -> Result<(), DiskError> {
         let makes = self.checks(PRINFO_PRACT);
         if of_zeroes && !makes {
             // As if they had never been written.
@@ -171,7 +187,7 @@ impl Blocks<'_> {
     }
 
     /// The blocks were read: checks them, and gives the host their metadata.
-    pub(super) fn read(&self) -> Result<(), DiskError> {
+    pub(super) fn read(mut self) -> Result<(), DiskError> {
         let mut own = [0; METADATA];
         let own = own.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;
         for nth in 0..self.count {
@@ -186,7 +202,7 @@ impl Blocks<'_> {
 
     /// The data are what is stored: checks them, and compares the metadata apart from protection
     /// information.
-    pub(super) fn compare(&self) -> Result<(), DiskError> {
+    pub(super) fn compare(mut self) -> Result<(), DiskError> {
         let (mut own, mut theirs) = ([0; METADATA], [0; METADATA]);
         let own = own.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;
         let theirs = theirs.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;

@@ -1,5 +1,6 @@
 //! A disk around another one, whose blocks have metadata.
 
+use super::cache::Cache;
 use super::format::MetadataFormat;
 use super::layout::{Layout, bytes_for};
 use super::locks::Locks;
@@ -15,12 +16,13 @@ use std::io;
 use std::sync::Arc;
 
 /// A disk around another one, whose blocks have metadata: these lie in the last part of the other
-/// one. Its size is settled for as long as there is something in it.
+/// one. Its size is settled for as long as there is something in it, and nobody else may write it.
 #[derive(Clone, Debug)]
 pub struct MetadataDisk {
     inner: Arc<dyn Disk>,
     layout: Layout,
     locks: Arc<Locks>,
+    cache: Arc<Cache>,
 }
 
 impl MetadataDisk {
@@ -40,7 +42,10 @@ impl MetadataDisk {
         if layout.blocks == 0 {
             return Err(format!("{}: it is too small to have metadata", disk.name()));
         }
-        Ok(Self { inner: disk, layout, locks: Arc::default() })
+        let all = layout.place(0, layout.blocks);
+        let blocks = (all.to - all.from) / u64::from(layout.block_size);
+        let cache = Arc::new(Cache::new(layout.block_size, blocks));
+        Ok(Self { inner: disk, layout, locks: Arc::default(), cache })
     }
 
     /// How many bytes a disk has to have for so many blocks with metadata. `None` if that is more
@@ -62,7 +67,8 @@ impl Disk for MetadataDisk {
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
         let (queue, info) = (self.inner.queue()?, self.info());
-        Ok(Box::new(MetadataQueue::new(queue, self.layout, &info, Arc::clone(&self.locks))?))
+        let (locks, cache) = (Arc::clone(&self.locks), Arc::clone(&self.cache));
+        Ok(Box::new(MetadataQueue::new(queue, self.layout, &info, (locks, cache))?))
     }
 
     fn name(&self) -> String {
@@ -115,6 +121,8 @@ impl Disk for MetadataDisk {
     }
 
     fn share_lock(&self, shared: bool) {
+        // The other process may write: from here on, or until now.
+        self.cache.forget();
         self.inner.share_lock(shared);
     }
 }

@@ -113,6 +113,13 @@ impl Locks {
         }
     }
 
+    /// What a queue has here that writes.
+    pub(super) fn writes_of(&self, of: &Arc<Bell>) -> Vec<Claim> {
+        let list = self.list.lock();
+        let theirs = list.iter().filter(|entry| Arc::ptr_eq(&entry.of, of) && entry.claim.writes);
+        theirs.map(|entry| entry.claim.clone()).collect()
+    }
+
     /// The queue is gone, with all that it had.
     pub(super) fn leave_all(&self, of: &Arc<Bell>) {
         let theirs: Vec<u64> = {

@@ -11,10 +11,14 @@
 //! it first; [`locks`] has such requests wait for each other, and has nobody find the data of one
 //! write and the metadata of another.
 //!
+//! What was read or written of the metadata last is kept ([`cache`]), and is in the disk below,
+//! too. So most reads are one read of the disk below, and most writes two writes.
+//!
 //! Data and metadata are two writes. If the machine loses its power in between, a block may have
 //! the data of one write and the metadata of another, and a check finds that. The same goes for a
 //! write that was cancelled when it had begun.
 
+mod cache;
 mod checks;
 mod disk;
 mod format;
@@ -22,6 +26,8 @@ mod layout;
 mod locks;
 mod queue;
 mod task;
+#[cfg(test)]
+mod tests;
 
 pub use checks::{Metadata, MetadataBuffer};
 pub use disk::MetadataDisk;

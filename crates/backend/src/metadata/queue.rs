@@ -1,7 +1,8 @@
 //! One thread's queue on a disk whose blocks have metadata.
 
-use super::checks::{Metadata, MetadataBuffer};
-use super::layout::Layout;
+use super::cache::Cache;
+use super::checks::{Metadata, MetadataBuffer, Scratch};
+use super::layout::{Layout, Place};
 use super::locks::{Bell, Locks};
 use super::task::{Stage, Task, Way};
 use crate::bounds::Bounds;
@@ -13,6 +14,7 @@ use crate::tasks::Tasks;
 use shadowbell_memory::{DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_spec::nvm::PRINFO_PRACT;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -22,22 +24,43 @@ const SPARE: usize = 64;
 /// The longest request without data that is carried out at once: its data are read if they are
 /// checked, and its metadata written.
 const LONGEST: u64 = 1 << 20;
+/// The most bytes of metadata that are written by themselves, if the disk below can do that.
+const SHORT: usize = 512;
 
 pub(super) struct MetadataQueue {
     inner: Box<dyn Queue>,
     layout: Layout,
     bounds: Bounds,
     discards: bool,
-    locks: Arc<Locks>,
-    bell: Arc<Bell>,
+    of_all: OfAll,
     /// Readable if the bell rings or the disk below has something to do at a time.
     timer: Option<OwnedFd>,
     tasks: Tasks<Task>,
     serial: u64,
     spare: Vec<SharedBytes>,
     spare_lists: Vec<Segments>,
+    scratch: Box<Scratch>,
     /// What the disk below has ended, kept for its room.
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
+}
+
+/// What the queue shares with the others of the disk. It goes after the queue of the disk below,
+/// which lets nothing be under way any more then.
+struct OfAll {
+    layout: Layout,
+    locks: Arc<Locks>,
+    cache: Arc<Cache>,
+    bell: Arc<Bell>,
+}
+
+impl Drop for OfAll {
+    fn drop(&mut self) {
+        for claim in self.locks.writes_of(&self.bell) {
+            let Range { start, end } = claim.blocks;
+            self.cache.was_written(&self.layout.place(start, end - start), false, None);
+        }
+        self.locks.leave_all(&self.bell);
+    }
 }
 
 /// The request of the disk below for the data of a task, or for its metadata.
@@ -50,7 +73,7 @@ impl MetadataQueue {
         inner: Box<dyn Queue>,
         layout: Layout,
         info: &DiskInfo,
-        locks: Arc<Locks>,
+        (locks, cache): (Arc<Locks>, Arc<Cache>),
     ) -> io::Result<Self> {
         let bell = Arc::new(Bell::new()?);
         let both = |timer| either([timer, bell.event().as_fd()]);
@@ -60,12 +83,12 @@ impl MetadataQueue {
             layout,
             bounds: info.bounds(),
             discards: info.discard,
-            locks,
-            bell,
+            of_all: OfAll { layout, locks, cache, bell },
             tasks: Tasks::default(),
             serial: 0,
             spare: Vec::new(),
             spare_lists: Vec::new(),
+            scratch: Scratch::new(),
             ended: Vec::new(),
         })
     }
@@ -129,12 +152,26 @@ impl MetadataQueue {
             }
         }
         let writes = matches!(way, Way::Write | Way::Zero);
-        if writes && place.has_others() {
+        let needs_others = writes && place.has_others() && !self.writes_bytes(&place);
+        if needs_others && !self.is_cached(key, true) {
+            let Some(task) = self.tasks.get_mut(key) else { return false };
             task.stage = Stage::Reading;
             self.submit_metadata(key, Op::Read);
             return self.advance(key);
         }
         self.move_all(key, way)
+    }
+
+    /// Whether these metadata are written by themselves, and not with others.
+    fn writes_bytes(&self, place: &Place) -> bool {
+        place.len <= SHORT && self.inner.writes_bytes()
+    }
+
+    /// Whether the stored metadata need not be read, and are where they would be read to.
+    fn is_cached(&mut self, key: u32, others: bool) -> bool {
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        let Some(stored) = &task.stored else { return false };
+        self.of_all.cache.load(&task.place, others, stored)
     }
 
     /// Goes on with a request, if the disk below has nothing of it in hand. Whether it is over.
@@ -144,17 +181,23 @@ impl MetadataQueue {
             return false;
         }
         let way = task.way(&self.layout);
+        if let Some(versions) = task.versions.take()
+            && let Some(stored) = &task.stored
+            && task.outcome.is_ok()
+        {
+            self.of_all.cache.was_read(&task.place, &versions, stored);
+        }
         match task.stage {
             Stage::Waiting => false,
             Stage::Reading if task.outcome.is_ok() => self.move_all(key, way),
             Stage::Reading => true,
             Stage::Moving => {
                 if task.outcome.is_ok() {
+                    let scratch = &mut self.scratch;
+                    let blocks = |scratch| task.blocks(&self.layout, scratch);
                     task.outcome = match way {
-                        Way::Read => task.blocks(&self.layout).and_then(|blocks| blocks.read()),
-                        Way::Compare => {
-                            task.blocks(&self.layout).and_then(|blocks| blocks.compare())
-                        }
+                        Way::Read => blocks(scratch).and_then(|blocks| blocks.read()),
+                        Way::Compare => blocks(scratch).and_then(|blocks| blocks.compare()),
                         Way::Plain | Way::Write | Way::Zero => Ok(()),
                     };
                 }
@@ -170,9 +213,14 @@ impl MetadataQueue {
         let (op, mut metadata_op) = (task.request.op, None);
         match way {
             Way::Plain => {}
-            Way::Read | Way::Compare => metadata_op = Some(Op::Read),
+            Way::Read | Way::Compare => {
+                let stored = task.stored.as_ref();
+                let cached = |stored| self.of_all.cache.load(&task.place, false, stored);
+                metadata_op = Some(Op::Read).filter(|_| !stored.is_some_and(cached));
+            }
             Way::Write | Way::Zero => {
-                let made = task.blocks(&self.layout).and_then(|b| b.write(way == Way::Zero));
+                let blocks = task.blocks(&self.layout, &mut self.scratch);
+                let made = blocks.and_then(|blocks| blocks.write(way == Way::Zero));
                 if made.is_err() {
                     task.outcome = made;
                     return true;
@@ -182,6 +230,7 @@ impl MetadataQueue {
                     _ => false,
                 };
                 metadata_op = Some(Op::Write { fua });
+                task.has_written = true;
             }
         }
         if let Some(op) = metadata_op {
@@ -194,21 +243,49 @@ impl MetadataQueue {
     fn submit_metadata(&mut self, key: u32, op: Op) {
         let Some(task) = self.tasks.get_mut(key) else { return };
         let place = task.place;
-        let request = Request { op, offset: place.from, len: place.to - place.from };
-        let Some(mut data) = task.stored_data() else {
-            task.outcome = Err(DiskError::BadBuffer);
+        if op != Op::Read && place.len <= SHORT && self.inner.writes_bytes() {
+            // Their neighbours need not have been read.
+            let mut bytes = [0; SHORT];
+            let bytes = bytes.get_mut(..place.len).unwrap_or_default();
+            let stored = task.stored.as_ref().and_then(|stored| stored.read_into(place.at, bytes));
+            let outcome = match stored {
+                Some(()) => self.inner.write_bytes(place.from + place.at as u64, bytes),
+                None => None,
+            };
+            task.outcome = task.outcome.and(outcome.unwrap_or(Err(DiskError::BadBuffer)));
             return;
-        };
+        }
+        let request = Request { op, offset: place.from, len: place.to - place.from };
+        let mut data = self.spare_lists.pop().unwrap_or_default();
+        if let Err(error) = task.stored_data(&mut data) {
+            task.outcome = Err(error);
+            return;
+        }
         if op == Op::Read {
+            task.versions = Some(self.of_all.cache.versions(&place));
             // Not every disk puts something there (`null`).
             let _ = data.fill(0, data.len(), 0);
         }
         let submitted = self.inner.submit(tag_of(key, true), &request, &mut data);
+        if submitted != Submitted::Pending {
+            self.keep_list(data);
+        }
         self.submitted(key, submitted);
     }
 
     fn submit_data(&mut self, key: u32, way: Way) {
         let Some(task) = self.tasks.get_mut(key) else { return };
+        let op = if way == Way::Read { Op::Read } else { task.request.op };
+        let request = Request { op, ..task.request };
+        if let Err(error) = task.provide(&self.layout) {
+            task.outcome = Err(error);
+            return;
+        }
+        if task.is_direct() {
+            let submitted = self.inner.submit(tag_of(key, false), &request, &mut task.data);
+            self.submitted(key, submitted);
+            return;
+        }
         let mut data = self.spare_lists.pop().unwrap_or_default();
         if matches!(way, Way::Read | Way::Compare | Way::Write)
             && let Err(error) = task.select(&self.layout, &mut data)
@@ -216,8 +293,6 @@ impl MetadataQueue {
             task.outcome = Err(error);
             return;
         }
-        let op = if way == Way::Read { Op::Read } else { task.request.op };
-        let request = Request { op, ..task.request };
         let submitted = self.inner.submit(tag_of(key, false), &request, &mut data);
         if submitted != Submitted::Pending {
             self.keep_list(data);
@@ -243,8 +318,15 @@ impl MetadataQueue {
     /// A request is over: how it has ended, and its buffer.
     fn end(&mut self, key: u32) -> Option<(u32, Result<(), DiskError>, Segments)> {
         let (tag, task) = self.tasks.remove(key)?;
+        let OfAll { locks, cache, bell, .. } = &self.of_all;
+        if task.has_written {
+            let stored = task.stored.as_ref().filter(|_| task.outcome.is_ok());
+            let by_bytes = task.place.len <= SHORT && self.inner.writes_bytes();
+            let others = !task.place.has_others() || !by_bytes;
+            cache.was_written(&task.place, others, stored);
+        }
         if task.way(&self.layout) != Way::Plain {
-            self.locks.leave(task.serial, &self.bell);
+            locks.leave(task.serial, bell);
         }
         if let Some(stored) = task.stored
             && stored.len() == PIECE
@@ -274,7 +356,8 @@ impl MetadataQueue {
         let claims = task.way(&self.layout) != Way::Plain;
         let claim = task.claim(&self.layout);
         let key = self.tasks.insert(tag, task);
-        if claims && !self.locks.enter(claim, self.serial, &self.bell) {
+        let OfAll { locks, bell, .. } = &self.of_all;
+        if claims && !locks.enter(claim, self.serial, bell) {
             return Submitted::Pending;
         }
         if !self.begin(key) {
@@ -335,18 +418,22 @@ impl Queue for MetadataQueue {
         let mut over = Vec::new();
         for (tag, outcome, data) in ended.drain(..) {
             let (key, is_metadata) = (tag >> 1, tag & 1 != 0);
-            if !is_metadata {
-                self.keep_list(data);
-            }
             let Some(task) = self.tasks.get_mut(key) else { continue };
+            let mut list = Some(data);
+            if !is_metadata && task.is_direct() {
+                task.data = list.take().unwrap_or_default();
+            }
             task.left -= 1;
             task.outcome = task.outcome.and(outcome);
+            if let Some(list) = list {
+                self.keep_list(list);
+            }
             if self.advance(key) {
                 over.push(key);
             }
         }
         self.ended = ended;
-        for serial in self.bell.take() {
+        for serial in self.of_all.bell.take() {
             let waits = |task: &Task| task.serial == serial && task.stage == Stage::Waiting;
             let found = self.tasks.keys().collect::<Vec<_>>().into_iter();
             let mut found = found.filter(|key| self.tasks.get_mut(*key).is_some_and(|t| waits(t)));
@@ -371,7 +458,7 @@ impl Queue for MetadataQueue {
         if task.stage == Stage::Waiting {
             // It is over when the bell is heard.
             task.outcome = Err(DiskError::Cancelled);
-            return self.bell.ring(task.serial);
+            return self.of_all.bell.ring(task.serial);
         }
         for is_metadata in [false, true] {
             self.inner.cancel(tag_of(key, is_metadata));
@@ -392,16 +479,11 @@ impl Queue for MetadataQueue {
     }
 
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.timer.as_ref().map_or(self.bell.event().as_fd(), |timer| timer.as_fd()))
+        let bell = self.of_all.bell.event().as_fd();
+        Some(self.timer.as_ref().map_or(bell, |timer| timer.as_fd()))
     }
 
     fn wakes_by_edges(&self) -> bool {
         self.inner.wakes_by_edges()
-    }
-}
-
-impl Drop for MetadataQueue {
-    fn drop(&mut self) {
-        self.locks.leave_all(&self.bell);
     }
 }

@@ -1,6 +1,7 @@
 //! A request for blocks with metadata, and how far it is.
 
-use super::checks::{Blocks, Metadata, MetadataBuffer};
+use super::cache::Versions;
+use super::checks::{Blocks, Metadata, MetadataBuffer, Scratch};
 use super::layout::{Layout, Place};
 use super::locks::Claim;
 use crate::request::{DiskError, Op, Request};
@@ -31,6 +32,10 @@ pub(super) struct Task {
     pub(super) stage: Stage,
     /// The stored metadata.
     pub(super) stored: Option<SharedBytes>,
+    /// They are being read: as of when.
+    pub(super) versions: Option<Versions>,
+    /// A write of them has begun.
+    pub(super) has_written: bool,
     /// Requests that the disk below has in hand.
     pub(super) left: u8,
     pub(super) outcome: Result<(), DiskError>,
@@ -66,6 +71,8 @@ impl Task {
             place: layout.place(request.offset / block, request.len / block),
             stage: Stage::Waiting,
             stored: None,
+            versions: None,
+            has_written: false,
             left: 0,
             outcome: Ok(()),
         }
@@ -96,29 +103,40 @@ impl Task {
     }
 
     /// The stored metadata, in whole blocks of the disk below.
-    pub(super) fn stored_data(&self) -> Option<Segments> {
+    pub(super) fn stored_data(&self, into: &mut Segments) -> Result<(), DiskError> {
         let len = (self.place.to - self.place.from) as usize;
-        Some(Segments::from_bytes(&self.stored.as_ref()?.slice(0, len)?))
+        let stored = self.stored.as_ref().and_then(|stored| stored.slice(0, len));
+        into.set_bytes(&stored.ok_or(DiskError::BadBuffer)?);
+        Ok(())
+    }
+
+    /// Whether the disk below gets the data as they came: what is behind them it leaves alone.
+    pub(super) fn is_direct(&self) -> bool {
+        self.metadata.buffer != MetadataBuffer::Extended
+    }
+
+    /// Memory for data that nobody wants, and that are checked.
+    pub(super) fn provide(&mut self, layout: &Layout) -> Result<(), DiskError> {
+        if self.request.op == Op::Verify && self.way(layout) == Way::Read {
+            let mapping = Mapping::anonymous(self.request.len).map_err(|_| DiskError::Io(12))?;
+            self.data = Segments::from_bytes(&mapping.bytes());
+        }
+        Ok(())
     }
 
     /// The data alone, for the disk below: into `into`.
-    pub(super) fn select(&mut self, layout: &Layout, into: &mut Segments) -> Result<(), DiskError> {
-        let len = self.request.len as usize;
-        if self.request.op == Op::Verify && self.way(layout) == Way::Read {
-            // Nobody wants the data, and they are checked.
-            let mapping = Mapping::anonymous(len as u64).map_err(|_| DiskError::Io(12))?;
-            self.data = Segments::from_bytes(&mapping.bytes());
-        }
-        let block = layout.block_size as usize;
+    pub(super) fn select(&self, layout: &Layout, into: &mut Segments) -> Result<(), DiskError> {
+        let (len, block) = (self.request.len as usize, layout.block_size as usize);
         let stride = block + usize::from(layout.format.size);
-        let selected = match self.metadata.buffer {
-            MetadataBuffer::Extended => self.data.select((0, block), stride, len / block, into),
-            _ => self.data.select((0, len), len, 1, into),
-        };
+        let selected = self.data.select((0, block), stride, len / block, into);
         selected.ok_or(DiskError::BadBuffer)
     }
 
-    pub(super) fn blocks<'a>(&'a self, layout: &'a Layout) -> Result<Blocks<'a>, DiskError> {
+    pub(super) fn blocks<'a>(
+        &'a self,
+        layout: &'a Layout,
+        scratch: &'a mut Scratch,
+    ) -> Result<Blocks<'a>, DiskError> {
         let block_size = layout.block_size as usize;
         Ok(Blocks {
             format: &layout.format,
@@ -128,6 +146,7 @@ impl Task {
             data: &self.data,
             stored: self.stored.as_ref().ok_or(DiskError::BadBuffer)?,
             at: self.place.at,
+            scratch,
         })
     }
 }

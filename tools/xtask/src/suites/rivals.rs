@@ -108,8 +108,10 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 }
 
 fn is_expected(line: &str) -> bool {
-    let is_conflict =
-        line.contains("reservation conflict") || line.contains("Reservation Conflict");
+    // Before Linux 6.4 the block layer calls it a "critical nexus error".
+    let is_conflict = ["reservation conflict", "Reservation Conflict", "critical nexus error"]
+        .iter()
+        .any(|sentence| line.contains(sentence));
     // Newer kernels have a sentence of their own for a command of a program.
     is_conflict
         || line.contains("(sct 0x0 / sc 0x83)")

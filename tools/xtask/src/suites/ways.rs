@@ -196,7 +196,16 @@ pub(crate) fn ended(guest: &mut Guest) -> Result<()> {
                 rm -f /tmp/enough /tmp/fio.done; exit $code";
     let output = guest.run(wait, 2 * MINUTE)?;
     if output.code != 0 {
-        bail!("fio: {}", output.text);
+        let more = guest.run(WHERE_IT_IS, MINUTE)?;
+        bail!("fio: {}{}", output.text, more.text);
     }
     Ok(())
 }
+
+/// Tells where a load stands that does not go on.
+const WHERE_IT_IS: &str = "\
+    for disk in /sys/block/nvme*; do echo $disk in flight: $(cat $disk/inflight); done; \
+    for path in /sys/class/nvme/*/nvme*/ana_state; do echo $path $(cat $path); done; \
+    cat /sys/class/nvme/*/state; \
+    for process in $(pidof fio); do cat /proc/$process/stack; done; \
+    grep -i nvme /proc/interrupts; dmesg | tail -n 15";

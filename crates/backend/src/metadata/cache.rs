@@ -1,0 +1,202 @@
+//! Stored metadata that were read or written last, so that a request need not read them again.
+//!
+//! Nothing is kept back: what is here is in the disk below, too. A block of metadata is here as it
+//! was when a request of this disk read or wrote it last. So nobody else may write the disk below
+//! meanwhile; when another process has had it, all is forgotten.
+
+use super::layout::Place;
+use parking_lot::Mutex;
+use shadowbell_memory::SharedBytes;
+
+/// The most bytes of metadata that are kept of a disk: those of 8 GiB of data, if a block of 4096
+/// has 8.
+const BYTES: u64 = 16 << 20;
+/// How many blocks of metadata a request may have for what it reads to be kept.
+const MOST: usize = 8;
+/// No block has this number.
+const NONE: u64 = u64::MAX;
+
+/// What may be here of one of several blocks of the disk below.
+#[derive(Debug)]
+struct Line {
+    block: u64,
+    /// How many writes have ended to any block that may be here, and how often all was forgotten.
+    version: u32,
+    bytes: Box<[u8]>,
+}
+
+/// How many writes had ended to the blocks of a request when these were about to be read.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Versions([u32; MOST]);
+
+/// Blocks of the disk below that have metadata, each where its number says.
+#[derive(Debug)]
+pub(super) struct Cache {
+    block_size: usize,
+    lines: Box<[Mutex<Line>]>,
+}
+
+impl Cache {
+    /// For a disk whose blocks of metadata are so many.
+    pub(super) fn new(block_size: u32, blocks: u64) -> Self {
+        let lines = (BYTES / u64::from(block_size)).min(blocks).max(1);
+        let line = |_| Mutex::new(Line { block: NONE, version: 0, bytes: Box::default() });
+        Self { block_size: block_size as usize, lines: (0..lines).map(line).collect() }
+    }
+
+    fn line(&self, block: u64) -> &Mutex<Line> {
+        // There is a line at least, and no more than are addressed.
+        &self.lines[(block % self.lines.len() as u64) as usize]
+    }
+
+    fn blocks(&self, place: &Place) -> impl Iterator<Item = (usize, u64)> + use<> {
+        let block = self.block_size as u64;
+        (0..).zip(place.from / block..place.to / block)
+    }
+
+    /// Copies the metadata of `place` into `stored`, where they would be read to, if all of them
+    /// are here. With `others`, all of the blocks that they are in.
+    pub(super) fn load(&self, place: &Place, others: bool, stored: &SharedBytes) -> bool {
+        let wanted = if others { 0..usize::MAX } else { place.at..place.at + place.len };
+        self.blocks(place).all(|(nth, block)| {
+            let start = nth * self.block_size;
+            let from = wanted.start.max(start) - start;
+            let to = wanted.end.min(start + self.block_size) - start;
+            let line = self.line(block).lock();
+            let bytes = line.bytes.get(from..to).filter(|_| line.block == block);
+            bytes.is_some_and(|bytes| stored.write_from(start + from, bytes).is_some())
+        })
+    }
+
+    /// The blocks of `place` are about to be read.
+    pub(super) fn versions(&self, place: &Place) -> Versions {
+        let mut versions = Versions::default();
+        for ((_, block), version) in self.blocks(place).zip(&mut versions.0) {
+            *version = self.line(block).lock().version;
+        }
+        versions
+    }
+
+    /// The blocks of `place` were read, and not written since they had these versions: those whose
+    /// write is under way come once more when that has ended.
+    pub(super) fn was_read(&self, place: &Place, versions: &Versions, stored: &SharedBytes) {
+        for ((nth, block), version) in self.blocks(place).zip(&versions.0) {
+            let mut line = self.line(block).lock();
+            if line.version == *version {
+                self.keep(&mut line, block, nth, stored);
+            }
+        }
+    }
+
+    /// A write of the metadata of `place`, which no other write overlapped, has ended: well, or
+    /// nobody knows how. With `others`, `stored` has all of the blocks that they are in.
+    pub(super) fn was_written(&self, place: &Place, others: bool, stored: Option<&SharedBytes>) {
+        for (nth, block) in self.blocks(place) {
+            let mut line = self.line(block).lock();
+            line.version = line.version.wrapping_add(1);
+            let is_here = line.block == block;
+            match stored {
+                Some(stored) if is_here => {
+                    let start = nth * self.block_size;
+                    let from = place.at.max(start) - start;
+                    let to = (place.at + place.len).min(start + self.block_size) - start;
+                    let own = line.bytes.get_mut(from..to);
+                    let kept = own.and_then(|own| stored.read_into(start + from, own));
+                    if kept.is_none() {
+                        line.block = NONE;
+                    }
+                }
+                Some(stored) if others => self.keep(&mut line, block, nth, stored),
+                None if is_here => line.block = NONE,
+                _ => {}
+            }
+        }
+    }
+
+    /// Somebody else may write the disk below, or has done so. What is being read is not kept,
+    /// either.
+    pub(super) fn forget(&self) {
+        for line in &self.lines {
+            let mut line = line.lock();
+            line.version = line.version.wrapping_add(1);
+            line.block = NONE;
+        }
+    }
+
+    fn keep(&self, line: &mut Line, block: u64, nth: usize, stored: &SharedBytes) {
+        if line.bytes.is_empty() {
+            line.bytes = vec![0; self.block_size].into();
+        }
+        let kept = stored.read_into(nth * self.block_size, &mut line.bytes);
+        line.block = if kept.is_some() { block } else { NONE };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_memory::Mapping;
+
+    fn place(from: u64, to: u64, at: usize, len: usize) -> Place {
+        Place { from: from * 512, to: to * 512, at, len }
+    }
+
+    fn memory(byte: u8) -> SharedBytes {
+        let bytes = Mapping::anonymous(4096).unwrap().bytes();
+        bytes.fill(0, 4096, byte).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn what_was_read_or_written_is_found() {
+        let cache = Cache::new(512, 1 << 20);
+        let (two, found) = (place(7, 9, 504, 16), memory(9));
+        assert!(!cache.load(&two, false, &found));
+        cache.was_read(&two, &cache.versions(&two), &memory(1));
+        assert!(cache.load(&two, false, &found));
+        let near = |at| found.read::<u8>(at).unwrap();
+        assert_eq!([near(503), near(504), near(519), near(520)], [9, 1, 1, 9]);
+        assert!(cache.load(&two, true, &found));
+        assert_eq!([near(0), near(503), near(1023), near(1024)], [1, 1, 1, 9]);
+        cache.was_written(&place(8, 9, 0, 4), true, Some(&memory(2)));
+        assert!(cache.load(&two, false, &found));
+        assert_eq!([near(511), near(512), near(515), near(516)], [1, 2, 2, 1]);
+        cache.was_written(&place(8, 9, 0, 8), true, None);
+        assert!(!cache.load(&two, false, &found), "nobody knows what is there");
+        assert!(cache.load(&place(7, 8, 0, 8), false, &found));
+        cache.was_written(&place(8, 9, 0, 8), false, Some(&memory(3)));
+        assert!(!cache.load(&two, false, &found), "there is only a part of it");
+    }
+
+    #[test]
+    fn what_was_written_since_it_was_read_is_not_kept() {
+        let cache = Cache::new(512, 1 << 20);
+        let (one, found) = (place(3, 4, 0, 8), memory(0));
+        for stored in [Some(memory(2)), None] {
+            let before = cache.versions(&one);
+            cache.was_written(&one, true, stored.as_ref());
+            cache.was_read(&one, &before, &memory(1));
+            assert_eq!(cache.load(&one, false, &found), stored.is_some());
+        }
+        assert_eq!(found.read::<u8>(0), Some(2));
+        let before = cache.versions(&one);
+        cache.forget();
+        cache.was_read(&one, &before, &memory(1));
+        assert!(!cache.load(&one, false, &found), "it was read before");
+    }
+
+    #[test]
+    fn no_more_is_kept_than_fits() {
+        let cache = Cache::new(4096, u64::MAX);
+        let lines = cache.lines.len() as u64;
+        assert_eq!(lines * 4096, BYTES);
+        let place = |block| Place { from: block * 4096, to: (block + 1) * 4096, at: 0, len: 8 };
+        for (block, other) in [(5, 5 + lines), (5 + 2 * lines, 5)] {
+            cache.was_written(&place(block), true, Some(&memory(1)));
+            assert!(cache.load(&place(block), false, &memory(0)));
+            assert!(!cache.load(&place(other), false, &memory(0)));
+        }
+        assert_eq!(Cache::new(512, 3).lines.len(), 3);
+        assert_eq!(Cache::new(512, 0).lines.len(), 1);
+    }
+}
