@@ -147,6 +147,7 @@ fn guest(report: &mut Report) {
                     | Suite::Namespaces
                     | Suite::Shared
                     | Suite::Rivals
+                    | Suite::Zoned
                     | Suite::Kinds
             );
             if newer_only && kernel != Kernel::V7_2 {

@@ -26,6 +26,7 @@ mod unbroken;
 mod vfio;
 mod ways;
 mod writer;
+mod zoned;
 
 pub(crate) use setup::{ControllerKind, Setup};
 pub(crate) use suite::Suite;

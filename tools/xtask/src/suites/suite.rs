@@ -8,7 +8,7 @@ use super::setup::Setup;
 use super::unbroken::{self, Event};
 use super::{
     boot, cloud_hypervisor, fs, kinds, namespaces, pool, recover, reset, rivals, s2, s3, s4,
-    shared, smoke,
+    shared, smoke, zoned,
 };
 use crate::report::Report;
 
@@ -36,6 +36,8 @@ pub(crate) enum Suite {
     Namespaces,
     /// The guest makes namespaces with nvme-cli, formats, sanitizes and deletes them.
     Pool,
+    /// Zoned namespaces: nvme-cli, blkzone, fio, and a file system that knows zones.
+    Zoned,
     /// One disk behind two controllers: paths that are good, bad, or go away under load, and
     /// reservations.
     Shared,
@@ -73,6 +75,7 @@ impl Suite {
                 Self::CloudHypervisor => cloud_hypervisor::run(setup, report, kernel, &run),
                 Self::Namespaces => namespaces::run(setup, report, kernel, &run),
                 Self::Pool => pool::run(setup, report, kernel, &run),
+                Self::Zoned => zoned::run(setup, report, kernel, &run),
                 Self::Shared => shared::run(setup, report, kernel, &run),
                 Self::Rivals => rivals::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
