@@ -215,16 +215,23 @@ fn one_client_after_the_other() {
     for round in 2..=4 {
         twenty_come_and_go(20 * round);
     }
-    // Nothing was left behind: no thread, and no descriptor but those of the server itself. A
-    // thread keeps the rings that signal a client's three eventfds for the next client, and which
-    // threads have had a client that far is chance.
-    crate::harness::until("the same descriptors", || {
+    // Nothing was left behind of sixty clients: no thread, and no descriptor but those of the server
+    // itself. A thread keeps the rings that signal a client's three eventfds for the next client, and
+    // which threads have had a client that far is chance. So is what was still being closed of the
+    // twentieth: less than there was is no leak.
+    let (before_threads, (before_rings, before_others)) = before;
+    let is_left = || {
         let (rings, others) = descriptors();
-        let (before_threads, (before_rings, before_others)) = before;
-        threads() == before_threads
-            && others == before_others
-            && rings <= before_rings + 3 * before_threads
-    });
+        threads() > before_threads
+            || others > before_others + before_threads
+            || rings > before_rings + 3 * before_threads
+    };
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while is_left() {
+        let now = (threads(), descriptors());
+        assert!(std::time::Instant::now() < until, "before {before:?}, now {now:?}");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
 }
 
 fn works(controller: &Controller) {
