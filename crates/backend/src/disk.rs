@@ -148,8 +148,10 @@ pub trait Disk: Send + Sync + fmt::Debug {
 
 /// One thread's way to a disk.
 pub trait Queue {
-    /// Starts `request` with the buffer `data` (empty for operations without data). `tag` comes
-    /// back at [`reap`](Self::reap) and is the caller's own, unique among its pending requests.
+    /// Starts `request` with the buffer `data` (empty for operations without data). A buffer may be
+    /// longer than the request, as one is that has metadata behind the data; what is behind them is
+    /// neither read nor written. `tag` comes back at [`reap`](Self::reap) and is the caller's own,
+    /// unique among its pending requests.
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
 
     /// As [`submit`](Self::submit), for a disk whose blocks have
