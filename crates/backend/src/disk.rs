@@ -131,8 +131,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
         drop(changed);
     }
 
-    /// The first `len` bytes of the disk as memory, if it can be had: what is stored there is a part
-    /// of the disk at once, stays when this process dies, and is on the medium after a flush. The
+    /// The first `len` bytes of the disk as memory, if it can be had: what is stored there is a
+    /// part of the disk at once, stays when this process dies, and is on the medium after a flush. The
     /// default is not memory.
     fn map(&self, len: u64) -> Option<SharedBytes> {
         let _ = len;

@@ -86,7 +86,8 @@ impl Segments {
         all
     }
 
-    /// All of `bytes` as one piece, as [`from_bytes`](Self::from_bytes) makes it, in the list's room.
+    /// All of `bytes` as one piece, as [`from_bytes`](Self::from_bytes) makes it, in the list's
+    /// room.
     pub fn set_bytes(&mut self, bytes: &SharedBytes) {
         self.list.clear();
         if let (Some(ptr), false) = (NonNull::new(bytes.as_ptr()), bytes.is_empty()) {

@@ -124,7 +124,8 @@ pub(crate) fn adopt(
     put_around(&spec, (&layers, true), shadowbell_backend::adopt(&spec, state, fds)?)
 }
 
-/// The disk of `spec` with what is around it; whether another process has had it, whose hosts go on.
+/// The disk of `spec` with what is around it; whether another process has had it, whose hosts go
+/// on.
 ///
 /// # Errors
 /// [`DiskSpecError`].

@@ -7,7 +7,8 @@ use crate::opcode::NvmOpcode;
 use crate::sqe::Sqe;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Zone State, as a zone descriptor has it in the upper half of its byte. ZNS, "Zone State Machine".
+/// Zone State, as a zone descriptor has it in the upper half of its byte. ZNS, "Zone State
+/// Machine".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ZoneState {

@@ -16,7 +16,8 @@ pub struct ZoneFormat {
     pub max_open: u32,
     /// How many may be open or closed; 0 for no limit.
     pub max_active: u32,
-    /// Zone Append Size Limit: the longest Zone Append, a power of two; 0 for that of all transfers.
+    /// Zone Append Size Limit: the longest Zone Append, a power of two; 0 for that of all
+    /// transfers.
     pub append_limit: u64,
     /// Units of 64 bytes that a host may keep with each zone (Zone Descriptor Extension).
     pub extension: u8,
@@ -45,7 +46,13 @@ impl ZoneFormat {
     /// no zone is so large.
     #[must_use]
     pub fn new(size: u64) -> Option<Self> {
-        let format = Self {
+        let format = Self::whole(size);
+        format.check(512).is_ok().then_some(format)
+    }
+
+    /// The same, whatever the size.
+    fn whole(size: u64) -> Self {
+        Self {
             size,
             capacity: size,
             max_open: 0,
@@ -53,8 +60,7 @@ impl ZoneFormat {
             append_limit: 0,
             extension: 0,
             read_across: false,
-        };
-        format.check(512).is_ok().then_some(format)
+        }
     }
 
     /// Whether the fields fit each other, and blocks of this size.
@@ -102,16 +108,7 @@ impl ZoneFormat {
                 "the option `{name}` is about zones; say how large these are with `zoned=64MiB`"
             )
         })?;
-        let size = parse_size(size)?;
-        let mut format = Self {
-            size,
-            capacity: size,
-            max_open: 0,
-            max_active: 0,
-            append_limit: 0,
-            extension: 0,
-            read_across: false,
-        };
+        let mut format = Self::whole(parse_size(size)?);
         let mut seen = Vec::new();
         for (name, value) in options {
             if seen.contains(&name) {

@@ -215,10 +215,10 @@ fn one_client_after_the_other() {
     for round in 2..=4 {
         twenty_come_and_go(20 * round);
     }
-    // Nothing was left behind of sixty clients: no thread, and no descriptor but those of the server
-    // itself. A thread keeps the rings that signal a client's three eventfds for the next client, and
-    // which threads have had a client that far is chance. So is what was still being closed of the
-    // twentieth: less than there was is no leak.
+    // Nothing was left behind of sixty clients: no thread, and no descriptor but those of the
+    // server itself. A thread keeps the rings that signal a client's three eventfds for the next
+    // client, and which threads have had a client that far is chance. So is what was still being
+    // closed of the twentieth: less than there was is no leak.
     let (before_threads, (before_rings, before_others)) = before;
     let is_left = || {
         let (rings, others) = descriptors();

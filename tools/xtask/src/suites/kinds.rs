@@ -1,6 +1,6 @@
-//! Disks of other kinds than a file, under a Linux guest that has all of them at once: a qcow2 image,
-//! an export of qemu-nbd, and a namespace of another server. File systems, discards, fio's checksums;
-//! then the process that serves is killed and upgraded under fio.
+//! Disks of other kinds than a file, under a Linux guest that has all of them at once: a qcow2
+//! image, an export of qemu-nbd, and a namespace of another server. File systems, discards, fio's
+//! checksums; then the process that serves is killed and upgraded under fio.
 
 use std::path::Path;
 use std::process::{Child, Command};

@@ -19,8 +19,8 @@ pub(crate) enum Suite {
     Smoke,
     /// A file system, discards, and fio with checksums.
     Fs,
-    /// A qcow2 image, an export and a namespace of another server at once: file systems, discards, and
-    /// fio while the process that serves is killed and upgraded.
+    /// A qcow2 image, an export and a namespace of another server at once: file systems, discards,
+    /// and fio while the process that serves is killed and upgraded.
     Kinds,
     /// Resets, reboots and a killed QEMU under load: no acknowledged write is lost.
     Reset,
