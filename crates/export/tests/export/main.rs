@@ -10,4 +10,5 @@ mod vhost;
 mod vhost_direct;
 mod vhost_hostile;
 mod vhost_inflight;
+mod vhost_stopped;
 mod whole_blocks;
