@@ -73,8 +73,8 @@ impl AdminServer {
                 *current = table;
             }
             if let Some(pages) = shadow {
-                self.shadow = Some(pages);
-                queue.enable_shadow(current, pages);
+                self.shadow = pages;
+                queue.change_shadow(current, pages);
             }
             if let Some(acq) = acq {
                 queue.place_cq(current, acq);

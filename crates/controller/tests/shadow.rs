@@ -6,7 +6,9 @@ use common::{Host, Queue, TIMEOUT};
 use shadowbell_controller::{Carrier, Config, Controller, Polling};
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::log::{ErrorLogEntry, lid};
+use shadowbell_spec::regs::{self, Cc};
 use shadowbell_spec::{Sqe, Status};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use zerocopy::FromBytes;
 
@@ -390,5 +392,43 @@ fn shadow_pages_that_are_unmapped_and_mapped_again_go_on() {
         host.controller.map_dma(common::BASE, common::MEMORY, &memory).unwrap();
         assert_eq!(host.wait(&mut queue).0, 500);
         stream(&mut host, &mut queue, 4, 50);
+    }
+}
+
+/// Linux shuts the controller down and frees the pages. When it comes back to it, it switches bus
+/// mastering on before it resets: the pages are somebody's page table by then.
+#[test]
+fn after_a_shutdown_the_pages_are_the_hosts_own() {
+    for polling in [SLEEPY, Polling::Always] {
+        let mut host = Host::new(&["null:1GiB"], polling);
+        assert!(host.configure_shadow(|_, _| 0).is_success());
+        let mut queue = host.create(1, 16, false);
+        stream(&mut host, &mut queue, 4, 100);
+        let cc = Cc::from_bits(host.read32(regs::CC));
+        host.write32(regs::CC, cc.with_shn(regs::SHN_NORMAL).into_bits());
+        host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
+        let commands = host.controller.stats().io_queues().0.commands;
+        let (shadow, event_idx) = host.shadow.unwrap();
+        // Any of it would be a tail.
+        let fill = |page: u64| (0..4096).step_by(4).for_each(|at| host.poke32(page + at, 7));
+        fill(shadow);
+        fill(event_idx);
+        // The second time, what the first one gave is in use.
+        for _ in 0..2 {
+            let (gone, is_gone) = channel();
+            host.controller.disable_dma(move || gone.send(()).unwrap());
+            is_gone.recv_timeout(TIMEOUT).unwrap();
+            host.controller.enable_dma();
+        }
+        for page in [shadow, event_idx] {
+            assert!((0..4096).step_by(4).all(|at| host.peek32(page + at) == 7), "{polling:?}");
+        }
+        assert_eq!(host.controller.stats().io_queues().0.commands, commands);
+        host.disable();
+        host.shadow = None;
+        host.enable();
+        assert!(host.configure_shadow(|_, _| 0).is_success());
+        let mut queue = host.create(1, 16, false);
+        stream(&mut host, &mut queue, 4, 100);
     }
 }

@@ -67,8 +67,8 @@ pub(crate) struct Orders {
     pub(crate) table: Option<Arc<DmaTable>>,
     /// To be let go when no other map is in use.
     pub(crate) latches: Vec<Latch>,
-    /// Doorbell Buffer Config: the Shadow Doorbell and the EventIdx buffer.
-    pub(crate) shadow: Option<(u64, u64)>,
+    /// There are other Shadow Doorbell and EventIdx buffers, or none any more.
+    pub(crate) shadow: Option<Option<(u64, u64)>>,
     /// The completion queue is elsewhere.
     pub(crate) acq: Option<u64>,
     /// These commands are complete.
@@ -156,9 +156,14 @@ impl AdminPort {
         self.orders.latches.extend(latch.cloned());
     }
 
-    /// Doorbell Buffer Config.
-    pub(super) fn enable_shadow(&mut self, pages: (u64, u64)) {
+    /// Doorbell Buffer Config, or the end of it.
+    pub(super) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
         self.orders.shadow = Some(pages);
+    }
+
+    /// `latch` is let go when all orders up to here were followed.
+    pub(super) fn when_followed(&mut self, latch: &Latch) {
+        self.orders.latches.push(latch.clone());
     }
 
     /// Puts the completion queue elsewhere, as long as no command was fetched. Whether it is.

@@ -462,12 +462,12 @@ impl AdminCommands {
             return Ok(Outcome::NotYet);
         }
         env.memory.shadow = Some(pages);
-        env.port.enable_shadow(pages);
+        env.port.change_shadow(Some(pages));
         let operation = Operation::ShadowDoorbells { cid: sqe.cid };
         let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
         env.cx.send_all(env.queues.workers(), |controller| Message::Shadow {
             controller,
-            pages,
+            pages: Some(pages),
             latch: latch.clone(),
         });
         env.deferred.latches.push(latch);

@@ -75,8 +75,8 @@ impl Control {
         }
     }
 
-    /// CC.SHN: flushes what the disks hold back. The queues go on working, if there are any; what
-    /// was written before a reset counts as well.
+    /// CC.SHN: flushes what the disks hold back. The queues go on working meanwhile, if there are
+    /// any; what was written before a reset counts as well.
     pub(super) fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.registers.csts.set_shst(regs::SHST_OCCURRING);
         if self.lifecycle.flush != ShutdownFlush::None {
@@ -93,6 +93,25 @@ impl Control {
         let env = QueueEnvironment { registers, memory, generation };
         let overriding = self.overriding.as_ref().map(|overriding| overriding.queues());
         self.queues.flush(cx, &env, Operation::Shutdown, overriding);
+    }
+
+    /// The last step of a shutdown but one: nobody reads or writes the shadow pages any more. The
+    /// host goes on after a Controller Level Reset only (Base 2.1, "Memory-based Controller
+    /// Shutdown"), and until then the pages may be anybody's memory: Linux frees them, and switches
+    /// bus mastering on again before it resets.
+    pub(super) fn end_shadow_doorbells(&mut self, cx: &Context, deferred: &mut Deferred) {
+        self.lifecycle.flush = ShutdownFlush::UnderWay;
+        self.log_queues();
+        self.memory.shadow = None;
+        self.port.change_shadow(None);
+        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Shutdown));
+        self.port.when_followed(&latch);
+        cx.send_all(self.queues.workers(), |controller| Message::Shadow {
+            controller,
+            pages: None,
+            latch: latch.clone(),
+        });
+        deferred.latches.push(latch);
     }
 
     /// A worker has flushed for a controller that is disabled: nobody needs its queues.

@@ -125,6 +125,9 @@ impl Control {
                 match flush {
                     ShutdownFlush::None => {}
                     ShutdownFlush::Again => self.shut_down(cx, deferred),
+                    ShutdownFlush::UnderWay if self.memory.shadow.is_some() => {
+                        self.end_shadow_doorbells(cx, deferred);
+                    }
                     ShutdownFlush::UnderWay => {
                         self.let_workers_go(cx, deferred);
                         self.registers.csts.set_shst(regs::SHST_COMPLETE);

@@ -166,9 +166,10 @@ impl AdminQueue {
         self.acq_missing && self.sq.tail.look().is_ok_and(|tail| tail != self.sq.head)
     }
 
-    pub(crate) fn enable_shadow(&mut self, table: &DmaTable, pages: (u64, u64)) {
-        self.sq.shadow(ShadowCells::resolve(table, pages, sq_entry_offset(0, DSTRD)));
-        self.cq.shadow(ShadowCells::resolve(table, pages, cq_entry_offset(0, DSTRD)));
+    pub(crate) fn change_shadow(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+        let cells = |offset| ShadowCells::resolve(table, pages?, offset);
+        self.sq.shadow(cells(sq_entry_offset(0, DSTRD)));
+        self.cq.shadow(cells(cq_entry_offset(0, DSTRD)));
     }
 
     /// Finds everything again in another DMA map.

@@ -166,8 +166,8 @@ impl Cq {
     /// Finds everything again in another DMA map, as [`Sq::remap`](super::Sq::remap).
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         let _ = self.resolve(table);
-        let Some(pages) = pages else { return };
         self.head.disable();
+        let Some(pages) = pages else { return };
         let offset = cq_entry_offset(self.layout.qid, DSTRD);
         match ShadowCells::resolve(table, pages, offset) {
             Some(cells) => self.head.reattach(cells.value, cells.event_idx),

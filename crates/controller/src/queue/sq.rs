@@ -168,8 +168,8 @@ impl Sq {
     /// Config. A queue of which anything is out of reach stands still until a map that has it.
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         let _ = self.resolve(table);
-        let Some(pages) = pages else { return };
         self.tail.disable();
+        let Some(pages) = pages else { return };
         let offset = sq_entry_offset(self.layout.qid, DSTRD);
         match ShadowCells::resolve(table, pages, offset) {
             Some(cells) => self.tail.reattach(cells.value, cells.event_idx),

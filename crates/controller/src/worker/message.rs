@@ -76,10 +76,10 @@ pub(crate) enum Message {
         qid: u16,
         latch: Latch,
     },
-    /// Doorbell Buffer Config.
+    /// Doorbell Buffer Config, or the end of it.
     Shadow {
         controller: u32,
-        pages: (u64, u64),
+        pages: Option<(u64, u64)>,
         latch: Latch,
     },
     /// Another DMA map; the latches are dropped once nothing uses the old one.

@@ -67,15 +67,17 @@ impl ControllerQueues {
         }
     }
 
-    /// Doorbell Buffer Config: every queue gets its entry, with commands in flight or not.
-    pub(crate) fn enable_shadow(&mut self, pages: (u64, u64)) {
-        self.shadow = Some(pages);
+    /// Doorbell Buffer Config: every queue gets its entry, with commands in flight or not. With no
+    /// pages, a queue that lives by its entry stands still.
+    pub(crate) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
+        self.shadow = pages;
         let table = self.table();
+        let cells = |offset| ShadowCells::resolve(&table, pages?, offset);
         for sq in self.set.sqs.iter_mut().flatten() {
-            sq.shadow(ShadowCells::resolve(&table, pages, sq_entry_offset(sq.layout.qid, DSTRD)));
+            sq.shadow(cells(sq_entry_offset(sq.layout.qid, DSTRD)));
         }
         for cq in self.set.cqs.iter_mut().flatten() {
-            cq.shadow(ShadowCells::resolve(&table, pages, cq_entry_offset(cq.layout.qid, DSTRD)));
+            cq.shadow(cells(cq_entry_offset(cq.layout.qid, DSTRD)));
         }
         self.write_down();
     }

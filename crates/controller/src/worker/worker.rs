@@ -304,7 +304,7 @@ impl Worker {
             }
             Message::Shadow { controller, pages, latch } => {
                 if let Some(queues) = self.queues(controller) {
-                    queues.enable_shadow(pages);
+                    queues.change_shadow(pages);
                 }
                 drop(latch);
             }

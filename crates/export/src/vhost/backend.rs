@@ -198,6 +198,10 @@ impl VhostUserBackend for Device {
             }
             self.shared.check_over()?;
         }
+        // Nothing may be taken from it, and nothing that was taken is still to be answered.
+        if !vring.runs() && queue.is_idle() {
+            return Ok(());
+        }
         if !vring.get_ref().get_queue().ready() {
             return Ok(());
         }

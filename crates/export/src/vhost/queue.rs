@@ -204,7 +204,7 @@ impl BlkQueue {
         }
         let _serving = vring.begin_serving();
         let seen = (vring.changes(), device.changes());
-        // It may have been stopped before that, and no change would tell.
+        // Who stops it after this is noticed by that; who has stopped it before would not be.
         if !vring.runs() {
             return Direct::Served;
         }
@@ -233,6 +233,12 @@ impl BlkQueue {
                 Direct::Impossible
             }
         }
+    }
+
+    /// Whether nothing that was taken from the queue is still to be carried out or answered.
+    pub(super) fn is_idle(&mut self) -> bool {
+        let is_left = self.stalled.is_some() || !self.again.is_empty();
+        !is_left && self.io.tasks().reserved() == 0
     }
 
     /// The frontend stops the queue, or is gone. As [`finish`](Self::finish); whether the disk has

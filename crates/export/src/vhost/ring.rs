@@ -191,7 +191,7 @@ impl VringT<Current> for Ring {
         self.state.set_enabled(enabled);
         self.changes.add();
         if enabled {
-            // Of what came before, nobody notifies its thread any more.
+            // A notification that came while it was not may have been read.
             if let Some(kick) = &*self.kick.read() {
                 kick.signal();
             }

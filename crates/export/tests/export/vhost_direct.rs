@@ -119,6 +119,39 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
     }
 }
 
+/// A frontend stops a queue while its thread begins with it, again and again: each time the thread
+/// leaves it, and what the guest has asked for is carried out when it is started.
+#[test]
+fn a_queue_is_stopped_at_any_moment() {
+    direct(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        assert_eq!(guest.rings[0].run(WRITE, 3, &[3; 512], 0), 0);
+        for round in 0..300 {
+            guest.rings[0].kick.write(1).unwrap();
+            // The thread has it after some microseconds.
+            let until = Instant::now() + Duration::from_micros(round % 30);
+            while Instant::now() < until {}
+            if round % 2 == 0 {
+                let place = guest.frontend.get_vring_base(0).unwrap();
+                assert_eq!(place, u32::from(guest.rings[0].count()));
+                let ring = &guest.rings[0];
+                guest.frontend.set_vring_base(0, place as u16).unwrap();
+                guest.frontend.set_vring_call(0, &ring.call).unwrap();
+                guest.frontend.set_vring_kick(0, &ring.kick).unwrap();
+            } else {
+                guest.frontend.set_vring_enable(0, false).unwrap();
+                guest.frontend.set_vring_enable(0, true).unwrap();
+            }
+            if round % 10 < 2 {
+                assert_eq!(guest.rings[0].run(READ, 3, b"", 512), 0);
+            }
+        }
+        drop(guest);
+        rig.end(0);
+    });
+}
+
 /// A thread that polls is not one that does nothing else.
 #[test]
 fn a_queue_without_requests_keeps_no_thread_busy() {
