@@ -349,6 +349,8 @@ impl<'a> DirectQueue<'a> {
         }
         touches.add(pieces);
         match self.chain.parse(&self.view, &self.rules) {
+            // What is no descriptor of the guest's is not given back to it.
+            Err(Bad::NoRoom) if head >= self.ring.size() => {}
             Err(Bad::NoRoom) => self.answer(head, 0),
             Err(Bad::Status(status, at)) => self.end(head, at, 0, status),
             Ok(Request { job: Job::Identify { room }, status }) => {
