@@ -202,6 +202,7 @@ impl BlkQueue {
         if !self.begin_queue(device, vring, true) {
             return Direct::Refused;
         }
+        let _serving = vring.begin_serving();
         let seen = (vring.changes(), device.changes());
         // Who stops it after this is noticed by that; who has stopped it before would not be.
         if !vring.runs() {
@@ -297,13 +298,20 @@ impl BlkQueue {
         device: &DeviceShared,
         vring: &Ring,
     ) -> Result<(), virtio_queue::Error> {
+        if !self.has_begun && !vring.runs() {
+            return Ok(());
+        }
         if !self.begin_queue(device, vring, false) {
             return Ok(());
         }
         // The queue said that there is a request.
         let mut promised = false;
         loop {
-            vring.disable_notification()?;
+            // What was taken is answered, whether it does or not.
+            let runs = vring.runs();
+            if runs {
+                vring.disable_notification()?;
+            }
             let mut any = self.take(device, vring);
             any |= self.collect(device, vring);
             self.notify(vring);
@@ -329,7 +337,7 @@ impl BlkQueue {
                 continue;
             }
             // With a request that waits for a slot, a notification would be of no use.
-            if self.stalled.is_none() && vring.enable_notification()? {
+            if runs && self.stalled.is_none() && vring.enable_notification()? {
                 // An index that is no queue's can promise requests for ever.
                 if std::mem::replace(&mut promised, true) {
                     return Err(virtio_queue::Error::InvalidAvailRingIndex);
@@ -342,7 +350,8 @@ impl BlkQueue {
         }
     }
 
-    /// Takes requests from the queue, as many as there are slots for. Whether there was any.
+    /// Takes requests from the queue, if it runs, as many as there are slots for. Whether there was
+    /// any.
     fn take(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
         if device.touches.must_wait() {
             return false;
@@ -355,6 +364,10 @@ impl BlkQueue {
                 Some(chain) => chain,
                 None => {
                     let mut state = vring.get_mut();
+                    // While this is held, nobody can say that it is not.
+                    if !state.is_enabled() || !state.get_queue().ready() {
+                        break;
+                    }
                     let next = state.get_queue_mut().pop_descriptor_chain(memory.clone());
                     let Some(chain) = next else { break };
                     if let Some(tracker) = &mut self.tracker {

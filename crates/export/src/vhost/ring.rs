@@ -3,13 +3,18 @@
 
 use super::memory::{Current, Snapshot, look};
 use ::shadowbell_memory::EventFd;
-use parking_lot::RwLock;
+use parking_lot::{Condvar, Mutex, RwLock};
 use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
 use vhost_user_backend::{VringRwLock, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error, QueueT};
+
+/// How long a queue that is not enabled any more is waited for, until its thread takes nothing from
+/// it: a disk may take its time with what is handed to it.
+const PASS: Duration = Duration::from_secs(60);
 
 /// A queue. rust-vmm's own has the queue's state and the descriptor that its thread waits for;
 /// whatever touches memory, or reads or writes an eventfd, is done here.
@@ -27,12 +32,29 @@ pub(super) struct Ring {
 struct Changes {
     count: AtomicU64,
     event: EventFd,
+    /// Whether somebody takes requests until he notices a change.
+    serving: Mutex<bool>,
+    served: Condvar,
 }
 
 impl Changes {
     fn add(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         self.event.signal();
+    }
+
+    fn end_serving(&self) {
+        *self.serving.lock() = false;
+        self.served.notify_all();
+    }
+}
+
+/// Somebody serves a queue, and looks for changes only now and then.
+pub(super) struct Serving(Arc<Changes>);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.end_serving();
     }
 }
 
@@ -60,6 +82,18 @@ impl Ring {
     /// Is signalled then.
     pub(super) fn changed(&self) -> &EventFd {
         &self.changes.event
+    }
+
+    /// For somebody who takes requests until [`changes`](Self::changes) is another number, which he
+    /// is to look at after this, and whether it [`runs`](Self::runs) after that.
+    pub(super) fn begin_serving(&self) -> Serving {
+        *self.changes.serving.lock() = true;
+        Serving(Arc::clone(&self.changes))
+    }
+
+    /// Takes none any more.
+    pub(super) fn end_serving(&self) {
+        self.changes.end_serving();
     }
 
     /// What the guest notifies by.
@@ -115,7 +149,8 @@ impl VringT<Current> for Ring {
         let state = VringRwLock::new(memory.clone(), max_queue_size)?;
         // rust-vmm has no error for that.
         let event = EventFd::new().map_err(|_| Error::QueueNotReady)?;
-        let changes = Arc::new(Changes { count: AtomicU64::new(0), event });
+        let (serving, served) = (Mutex::new(false), Condvar::new());
+        let changes = Arc::new(Changes { count: AtomicU64::new(0), event, serving, served });
         Ok(Self { state, memory, kick: Arc::default(), call: Arc::default(), changes })
     }
 
@@ -155,10 +190,16 @@ impl VringT<Current> for Ring {
     fn set_enabled(&self, enabled: bool) {
         self.state.set_enabled(enabled);
         self.changes.add();
-        // A notification that came while it was not may have been read.
-        if enabled && let Some(kick) = &*self.kick.read() {
-            kick.signal();
+        if enabled {
+            // A notification that came while it was not may have been read.
+            if let Some(kick) = &*self.kick.read() {
+                kick.signal();
+            }
+            return;
         }
+        // When the frontend has its answer, nothing is taken any more.
+        let mut serving = self.changes.serving.lock();
+        let _ = self.changes.served.wait_while_for(&mut serving, |serving| *serving, PASS);
     }
 
     fn set_queue_info(&self, descriptors: u64, available: u64, used: u64) -> Result<(), Error> {

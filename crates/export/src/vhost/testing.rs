@@ -209,3 +209,45 @@ impl Queue {
         is_poisoned(&self.memory)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use shadowbell_block::BlockOptions;
+    use shadowbell_driver::AttachOptions;
+    use shadowbell_testing::block_device::{TestDisk, attach};
+
+    /// The thread may have seen that it ran just before; and nothing changes any more, of which it
+    /// would learn.
+    #[test]
+    fn a_queue_that_was_stopped_meanwhile_is_not_served() {
+        let backing = TestDisk::new(64, 512);
+        let mut controller = attach(Arc::new(backing.clone()), &AttachOptions::default());
+        let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+        let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, 1 << 16).unwrap();
+        let mut queue = Queue::new_direct(&disk, Arc::new(backing), "a test").unwrap();
+        let region = Region { address: 0, len: 1 << 16, file: file.into(), offset: 0 };
+        queue.set_memory(vec![region]).unwrap();
+        let place = Place { entries: 4, descriptors: 0, available: 0x1000, used: 0x2000 };
+        queue.start(place, false, true).unwrap();
+        let waker = queue.queue.io.waker().unwrap();
+        let is_served = |queue: &mut Queue| {
+            let mut is_served = false;
+            let Queue { queue, device, ring, .. } = queue;
+            let outcome = queue.run_direct(device, ring, &waker, |_, _| is_served = true);
+            assert_eq!(outcome, Direct::Served);
+            is_served
+        };
+        assert!(is_served(&mut queue));
+        queue.ring.set_enabled(false);
+        assert!(!is_served(&mut queue));
+        queue.ring.set_enabled(true);
+        assert!(is_served(&mut queue));
+        queue.ring.set_queue_ready(false);
+        assert!(!is_served(&mut queue));
+        drop((queue, disk));
+        controller.detach().unwrap();
+    }
+}

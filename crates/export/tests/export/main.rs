@@ -10,4 +10,6 @@ mod vhost;
 mod vhost_direct;
 mod vhost_hostile;
 mod vhost_inflight;
+mod vhost_same;
+mod vhost_stopped;
 mod whole_blocks;

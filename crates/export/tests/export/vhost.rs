@@ -56,6 +56,11 @@ pub(crate) fn direct(test: impl Fn()) {
     test();
 }
 
+/// Whether requests go to the disk.
+pub(crate) fn is_direct() -> bool {
+    DIRECT.get()
+}
+
 /// The disk, if requests are to go there.
 fn local(disk: &TestDisk) -> Option<LocalDisk> {
     let local = LocalDisk {
@@ -130,6 +135,12 @@ impl Ring {
     /// Whether there is no answer.
     pub(crate) fn has_nothing(&self) -> bool {
         u16::from_le_bytes(self.read(self.used() + 2)) == self.taken
+    }
+
+    /// Tells how many answers there are, whoever uses the queue meanwhile.
+    pub(crate) fn answers(&self) -> impl Fn() -> u16 + use<> {
+        let (memory, at) = (self.memory.clone(), GuestAddress(self.used() + 2));
+        move || u16::from_le_bytes(memory.read_obj(at).unwrap())
     }
 
     /// Requests so far.

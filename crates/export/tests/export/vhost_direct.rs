@@ -92,9 +92,8 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
                     }
                     _ => {
                         guest.frontend.set_vring_enable(1, false).unwrap();
-                        // It has come to that message, and then its thread to what it says.
+                        // It has come to that message.
                         assert!(guest.is_served());
-                        std::thread::sleep(Duration::from_millis(5));
                         guest.rings[1].submit(2, READ, round.into(), b"", 512);
                         std::thread::sleep(Duration::from_millis(5));
                         assert!(guest.rings[1].has_nothing(), "it is not enabled");

@@ -224,19 +224,25 @@ impl<'a> DirectQueue<'a> {
     /// Whether the queue is stopped, or anything else is not what it was.
     #[inline]
     fn must_leave(&mut self) -> bool {
-        let Context { device, vring, seen, faults, .. } = &self.context;
-        if device.is_over() || (vring.changes(), device.changes()) != *seen {
+        if self.has_changed() {
             return true;
         }
         let now = ::shadowbell_memory::sigbus::faults();
-        if now == *faults {
+        if now == self.context.faults {
             return false;
         }
-        if device.has_lost_memory() {
+        if self.context.device.has_lost_memory() {
             return true;
         }
         self.context.faults = now;
         false
+    }
+
+    /// Whether somebody has changed anything, so that nothing more may be taken.
+    #[inline]
+    fn has_changed(&self) -> bool {
+        let Context { device, vring, seen, .. } = &self.context;
+        device.is_over() || (vring.changes(), device.changes()) != *seen
     }
 
     /// Takes what is new, if `takes`, begins with it, and answers what is done. Whether there was
@@ -275,7 +281,7 @@ impl<'a> DirectQueue<'a> {
             let left = self.stalled.take().or_else(|| self.context.again.pop_front());
             let head = match left {
                 Some(head) => head,
-                None if !takes => break,
+                None if !takes || self.has_changed() => break,
                 None => {
                     let head = match self.ring.take() {
                         Ok(Some(head)) => head,
@@ -343,6 +349,8 @@ impl<'a> DirectQueue<'a> {
         }
         touches.add(pieces);
         match self.chain.parse(&self.view, &self.rules) {
+            // What is no descriptor of the guest's is not given back to it.
+            Err(Bad::NoRoom) if head >= self.ring.size() => {}
             Err(Bad::NoRoom) => self.answer(head, 0),
             Err(Bad::Status(status, at)) => self.end(head, at, 0, status),
             Ok(Request { job: Job::Identify { room }, status }) => {
@@ -508,6 +516,9 @@ impl<'a> DirectQueue<'a> {
     /// Finishes what was taken, and gives the queue back.
     fn leave(mut self) {
         let device = self.context.device;
+        self.ring.ask_for_kicks();
+        // From here on, nothing is taken; and the frontend need not wait for what was.
+        self.context.vring.end_serving();
         let mut deadline = Instant::now() + FINISH;
         let mut is_cancelled = false;
         loop {
@@ -543,7 +554,6 @@ impl<'a> DirectQueue<'a> {
                 self.sleep.wait(Some(self.limit().unwrap_or(LOOK).min(left)));
             }
         }
-        self.ring.ask_for_kicks();
         self.context.again.clear();
         self.context.vring.give_back(self.began, self.ring.places());
     }

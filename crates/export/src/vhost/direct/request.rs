@@ -53,9 +53,9 @@ pub(super) enum Bad {
 }
 
 impl Chain {
-    /// Pieces of memory.
+    /// Pieces of memory, as far as they are no more than there may be.
     pub(super) fn pieces(&self) -> usize {
-        self.read.len() + self.write.len()
+        (self.read.len() + self.write.len()).min(MAX_PIECES + 1)
     }
 
     /// Reads the descriptors from `head` on. A chain that breaks off ends there.
@@ -76,7 +76,7 @@ impl Chain {
                 let entries = descriptor.len as usize / DESCRIPTOR;
                 // Of a table that is in a table, or too long, nothing is known.
                 let Ok(entries) = u16::try_from(entries) else { return };
-                if table.is_some() || usize::from(entries) > MAX_PIECES {
+                if table.is_some() {
                     return;
                 }
                 (table, index, count, left) = (Some(descriptor.address), 0, entries, entries);
@@ -99,7 +99,12 @@ impl Chain {
     #[inline]
     pub(super) fn parse(&mut self, view: &View, rules: &Rules) -> Result<Request, Bad> {
         let is_too_long = self.pieces() > MAX_PIECES;
-        let status = take_last(&mut self.write).ok_or(Bad::NoRoom)?;
+        let status = take_last(&mut self.write);
+        if is_too_long {
+            // Room for so much is not kept: each slot could come to have it.
+            *self = Self::default();
+        }
+        let status = status.ok_or(Bad::NoRoom)?;
         let bad = Bad::Status(Status::IoError, status);
         if is_too_long {
             return Err(bad);

@@ -1,0 +1,149 @@
+//! Chains of descriptors that mean no good are answered in the same way, whichever way they take.
+
+use crate::vhost::{Guest, MEMORY, READ, Rig, Ring, each_way, is_direct};
+use std::time::Duration;
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+/// Where a request has its header and its table of descriptors.
+const HEADER: u64 = 0x60_0000;
+const TABLE: u64 = 0x60_1000;
+/// Where the used ring is, and entries of it that nothing is put into here.
+const USED: u64 = 0x1_3000;
+const UNUSED_ENTRIES: u64 = USED + 4 + 40 * 8;
+/// Cases in which there is a place for the status, and none for all of the data.
+const DATA_OUTSIDE: [&str; 4] =
+    ["data outside", "half of the data outside", "data at the end of all", "data of 4 GiB"];
+/// The slot of a request that makes sense.
+const GOOD: u16 = 15;
+
+type Entry = (u64, u32, u16, u16);
+
+/// The descriptors that the queue has from 0 on, those of the table, and what is asked for.
+struct Case {
+    what: &'static str,
+    queue: Vec<Entry>,
+    table: Vec<Entry>,
+    head: u16,
+}
+
+fn case(what: &'static str, queue: &[Entry], table: &[Entry]) -> Case {
+    Case { what, queue: queue.to_vec(), table: table.to_vec(), head: 0 }
+}
+
+fn cases(data: u64, status: u64) -> Vec<Case> {
+    let header = (HEADER, 16, NEXT, 1);
+    let request = [header, (data, 512, NEXT | WRITE, 2), (status, 1, WRITE, 0)];
+    let with = |at: usize, entry: Entry| {
+        let mut all = request;
+        all[at] = entry;
+        all
+    };
+    let table = |entries: u32| [(TABLE, 16 * entries, INDIRECT, 0)];
+    let chain = |count: u16| -> Vec<Entry> {
+        let middle = (1..count - 1).map(|n| (data, 512, NEXT | WRITE, n + 1));
+        [header].into_iter().chain(middle).chain([(status, 1, WRITE, 0)]).collect()
+    };
+    let mut cases = vec![
+        case("a good one", &request, &[]),
+        case("a loop of two", &with(1, (data, 512, NEXT | WRITE, 0)), &[]),
+        case("a loop of one", &[(HEADER, 16, NEXT, 0)], &[]),
+        case("a loop of one to write", &[(data, 512, NEXT | WRITE, 0)], &[]),
+        case("a next that is none", &with(1, (data, 512, NEXT | WRITE, 64)), &[]),
+        case("a next far away", &with(1, (data, 512, NEXT | WRITE, u16::MAX)), &[]),
+        case("a header outside", &with(0, (MEMORY, 16, NEXT, 1)), &[]),
+        case("half a header outside", &with(0, (MEMORY - 8, 16, NEXT, 1)), &[]),
+        case("data outside", &with(1, (MEMORY, 512, NEXT | WRITE, 2)), &[]),
+        case("half of the data outside", &with(1, (MEMORY - 256, 512, NEXT | WRITE, 2)), &[]),
+        case("data at the end of all", &with(1, (u64::MAX - 100, 512, NEXT | WRITE, 2)), &[]),
+        case("a status outside", &with(2, (MEMORY, 1, WRITE, 0)), &[]),
+        case("a status at the end of all", &with(2, (u64::MAX, 1, WRITE, 0)), &[]),
+        case("data of 4 GiB", &with(1, (data, u32::MAX, NEXT | WRITE, 2)), &[]),
+        case("no data", &with(1, (data, 0, NEXT | WRITE, 2)), &[]),
+        case("data over the used ring", &with(1, (UNUSED_ENTRIES, 512, NEXT | WRITE, 2)), &[]),
+        case("a status in the used ring", &with(2, (UNUSED_ENTRIES, 1, WRITE, 0)), &[]),
+        case("a table", &table(3), &request),
+        case("an empty table", &table(0), &request),
+        case("a table that is cut off", &table(2), &request),
+        case("a loop in a table", &table(3), &with(1, (data, 512, NEXT | WRITE, 0))),
+        case("a table outside", &[(MEMORY, 48, INDIRECT, 0)], &[]),
+        case("a table in a table", &table(3), &with(0, (TABLE, 48, INDIRECT, 0))),
+        case("a table of 2^16", &table(1 << 16), &request),
+        case("a table of 2^16 - 1", &table((1 << 16) - 1), &request),
+        case("a table of 2^28", &[(TABLE, u32::MAX, INDIRECT, 0)], &request),
+        case("a chain of 1,000 in a table", &table(1000), &chain(1000)),
+        case("a chain of 2^16 - 1 in a table", &table((1 << 16) - 1), &chain(u16::MAX)),
+    ];
+    for (what, head) in [("a head that is none", 64), ("a head far away", u16::MAX)] {
+        cases.push(Case { head, ..case(what, &request, &[]) });
+    }
+    cases
+}
+
+/// What is answered: heads, lengths and statuses, and then the status's place.
+type Answers = (Vec<(u16, u32, u8)>, [u8; 1]);
+
+fn answers(ring: &mut Ring, case: &Case) -> Answers {
+    let bytes = |entries: &[Entry]| {
+        let entry = |(at, len, flags, next): &Entry| {
+            let mut bytes = at.to_le_bytes().to_vec();
+            bytes.extend(len.to_le_bytes());
+            bytes.extend([*flags, *next].map(u16::to_le_bytes).concat());
+            bytes
+        };
+        entries.iter().flat_map(entry).collect::<Vec<_>>()
+    };
+    ring.write(HEADER, &[0; 16]);
+    ring.write(TABLE, &bytes(&case.table));
+    for (&(at, len, flags, next), index) in case.queue.iter().zip(0..) {
+        ring.descriptor(index, at, len, flags, next);
+    }
+    ring.write(ring.status(0), &[0xff]);
+    ring.offer(case.head);
+    ring.submit(GOOD, READ, 0, b"", 512);
+    let mut found = Vec::new();
+    while found.last().is_none_or(|last: &(u16, u32, u8)| last.0 != GOOD) {
+        found.push(ring.take());
+    }
+    // It may have come first.
+    std::thread::sleep(Duration::from_millis(2));
+    while !ring.has_nothing() {
+        found.push(ring.take());
+    }
+    found.sort_unstable();
+    let mut status = [0];
+    ring.memory_at(ring.status(0), &mut status);
+    (found, status)
+}
+
+#[test]
+fn what_makes_no_sense_is_answered_in_the_same_way() {
+    let mut all: [Vec<(&str, Answers)>; 2] = Default::default();
+    let all_of = std::cell::RefCell::new(&mut all);
+    each_way(|| {
+        let rig = Rig::new(false);
+        let (data, status) = {
+            let guest = Guest::connect(&rig, 1, 0);
+            (guest.rings[0].data(0), guest.rings[0].status(0))
+        };
+        for case in cases(data, status) {
+            let mut guest = Guest::connect(&rig, 1, 0);
+            let found = answers(&mut guest.rings[0], &case);
+            all_of.borrow_mut()[usize::from(is_direct())].push((case.what, found));
+        }
+        drop(rig);
+    });
+    let [by_controller, direct] = all;
+    let good = (GOOD, 513, 0);
+    for ((what, one), (_, other)) in by_controller.iter().zip(&direct) {
+        if DATA_OUTSIDE.contains(what) {
+            // The disk's own way finds room for the status, and says what came of it.
+            assert_eq!(*one, (vec![(0, 0, 0xff), good], [0xff]), "{what}");
+            assert_eq!(*other, (vec![(0, 1, 1), good], [1]), "{what}");
+        } else {
+            assert_eq!(one, other, "{what}");
+        }
+    }
+    assert_eq!(direct[0].1, (vec![(0, 513, 0), good], [0]));
+}

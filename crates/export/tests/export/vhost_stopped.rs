@@ -1,0 +1,101 @@
+//! A queue that its frontend stops while its guest goes on.
+
+use crate::vhost::{Guest, LONG_QUEUE, MEMORY, READ, Rig, each_way, is_direct};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use vhost::vhost_user::VhostUserFrontend;
+
+/// As long as a thread needs by far to come to what it should not do.
+const LATER: Duration = Duration::from_millis(20);
+/// Requests that a controller can have, which are still to be answered then. These, which ask for the
+/// device's identifier, are answered as soon as they are taken where there is none.
+const IN_FLIGHT: u16 = 128;
+
+/// The guest asks faster than it is answered: there always is a request that could be taken.
+#[test]
+fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() {
+    each_way(|| {
+        let rig = Rig::new(false);
+        let file = memfd_create("busy", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, MEMORY).unwrap();
+        let guest = Guest::connect_with(&rig, 1, 0, file.into(), LONG_QUEUE);
+        let Guest { mut frontend, mut rings, .. } = guest;
+        let answers = rings[0].answers();
+        let enough = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (ring, enough) = (&mut rings[0], &enough);
+            let (begin, began) = std::sync::mpsc::channel();
+            scope.spawn(move || ring.never_stop(|| begin.send(()).unwrap(), enough));
+            began.recv().unwrap();
+            let mut wrong = Vec::new();
+            for round in 0..8 {
+                frontend.set_vring_enable(0, false).unwrap();
+                // It was carried out when the message after it is answered.
+                frontend.get_queue_num().unwrap();
+                let then = answers();
+                std::thread::sleep(LATER);
+                let now = answers();
+                let more = now.wrapping_sub(then);
+                if more > if is_direct() { 0 } else { IN_FLIGHT } {
+                    wrong.push(format!("round {round}: {more} more"));
+                }
+                frontend.set_vring_enable(0, true).unwrap();
+                // The guest thinks that it has notified the device.
+                let deadline = std::time::Instant::now() + Duration::from_secs(5);
+                while answers() == now && std::time::Instant::now() < deadline {
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                if answers() == now {
+                    wrong.push(format!("round {round}: it does not go on"));
+                }
+            }
+            enough.store(true, Ordering::Relaxed);
+            assert!(wrong.is_empty(), "{wrong:?}");
+        });
+        drop(frontend);
+        rig.end(0);
+    });
+}
+
+/// What was there, and not taken, is not forgotten.
+#[test]
+fn what_came_while_a_queue_was_not_enabled_is_answered_when_it_is() {
+    each_way(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        for round in 0..20 {
+            guest.frontend.set_vring_enable(0, false).unwrap();
+            assert!(guest.is_served());
+            guest.rings[0].submit(1, READ, round, b"", 512);
+            assert!(guest.rings[0].has_nothing(), "it is not enabled");
+            guest.frontend.set_vring_enable(0, true).unwrap();
+            assert_eq!(guest.rings[0].take(), (1, 513, 0));
+        }
+        drop(guest);
+        rig.end(0);
+    });
+}
+
+/// What the disk has then is answered though.
+#[test]
+fn what_was_taken_before_is_answered_while_a_queue_is_not_enabled() {
+    each_way(|| {
+        let rig = Rig::new(false);
+        let mut guest = Guest::connect(&rig, 1, 0);
+        rig.backing.order(|orders| orders.hold = true);
+        guest.rings[0].submit(1, READ, 0, b"", 512);
+        rig.backing.expect(1);
+        guest.frontend.set_vring_enable(0, false).unwrap();
+        assert!(guest.is_served());
+        guest.rings[0].submit(2, READ, 1, b"", 512);
+        rig.backing.order(|orders| orders.hold = false);
+        assert_eq!(guest.rings[0].take(), (1, 513, 0));
+        std::thread::sleep(LATER);
+        assert!(guest.rings[0].has_nothing(), "it is not enabled");
+        guest.frontend.set_vring_enable(0, true).unwrap();
+        assert_eq!(guest.rings[0].take(), (2, 513, 0));
+        drop(guest);
+        rig.end(0);
+    });
+}
