@@ -55,6 +55,7 @@ mod disk;
 mod flusher;
 mod image;
 mod kept;
+mod namespace;
 mod open;
 mod opener;
 mod options;
@@ -71,6 +72,7 @@ mod tests;
 pub use bytes::{BytesQueue, ImageBytes};
 pub use disk::FileDisk;
 pub use image::{ImageFile, Wait};
+pub use namespace::{NamespaceFacts, identify_namespace, is_namespace};
 pub use opener::{Access, Opener, open as open_image, open_images_by};
 pub use options::{Aio, Direct, FileOptions, Format};
 #[cfg(feature = "scripted")]

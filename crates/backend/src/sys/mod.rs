@@ -5,13 +5,18 @@ mod call;
 mod fence;
 mod jobs;
 mod lock;
+mod namespace_ring;
+mod passthrough;
 mod ring;
 mod threads;
 mod uring;
 mod waker;
 
+pub(crate) use call::NVME_STATUS;
 pub use fence::fence;
 pub(crate) use lock::{lock_image, unlock_image};
+pub(crate) use namespace_ring::takes_commands;
+pub(crate) use passthrough::{Identity, Namespace, flush, identify, read_start};
 pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
 #[cfg(feature = "scripted")]
 pub use threads::End;

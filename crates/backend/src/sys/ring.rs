@@ -6,7 +6,9 @@
 //! slot gives none of them away, and a ring that is dropped waits for every busy slot first.
 //! What is forgotten instead of dropped is never freed either.
 
-use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use super::call::{HOLE, Kind, NO_SLOT, NVME_STATUS, Prepared, Stuck};
+use super::namespace_ring::NamespaceRing;
+use super::passthrough::Namespace;
 use super::threads::Threads;
 use super::uring::Uring;
 use super::waker::Waker;
@@ -38,6 +40,8 @@ pub(crate) enum Call {
     Punch,
     /// Makes the range zeroes and keeps its blocks.
     ZeroRange,
+    /// Tells the device that the range's content is not needed: of a namespace.
+    Deallocate,
 }
 
 /// Which of a slot's buffers.
@@ -107,6 +111,8 @@ pub(crate) enum EngineKind {
 #[allow(clippy::large_enum_variant, reason = "there is one for each queue")]
 enum Engine {
     Uring(Uring),
+    /// io_uring, with commands for a namespace.
+    Namespace(NamespaceRing),
     Threads(Threads),
 }
 
@@ -115,6 +121,7 @@ macro_rules! with {
     ($engine:expr, $it:ident => $what:expr) => {
         match $engine {
             Engine::Uring($it) => $what,
+            Engine::Namespace($it) => $what,
             Engine::Threads($it) => $what,
         }
     };
@@ -148,6 +155,8 @@ pub(crate) struct Ring<T> {
     free: Vec<u32>,
     busy: usize,
     blocking: Blocking,
+    /// The file is the character device of this.
+    namespace: Option<Namespace>,
 }
 
 impl<T> Ring<T> {
@@ -173,7 +182,37 @@ impl<T> Ring<T> {
             EngineKind::Uring => Engine::Uring(Uring::new(file, 2 * COMPLETIONS)?),
             EngineKind::Threads => Engine::Threads(Threads::new(file)?),
         };
-        Ok(Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking })
+        Ok(Self::with(engine, blocking, None))
+    }
+
+    /// As [`new`](Self::new), where `file` is the character device of `namespace`: calls are its
+    /// commands, whose statuses are error numbers from [`NVME_STATUS`] on.
+    pub(crate) fn of_namespace(
+        file: Arc<File>,
+        engine: EngineKind,
+        namespace: Namespace,
+    ) -> io::Result<Self> {
+        let blocking = Blocking {
+            file: Arc::clone(&file),
+            threads: None,
+            reads: false,
+            writes: false,
+            direct: true,
+            // The system never waits for a device here.
+            off: true,
+            again: Vec::new(),
+        };
+        let engine = match engine {
+            EngineKind::Uring => {
+                Engine::Namespace(NamespaceRing::new(file, 2 * COMPLETIONS, namespace)?)
+            }
+            EngineKind::Threads => Engine::Threads(Threads::of(file, Some(namespace))?),
+        };
+        Ok(Self::with(engine, blocking, Some(namespace)))
+    }
+
+    fn with(engine: Engine, blocking: Blocking, namespace: Option<Namespace>) -> Self {
+        Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking, namespace }
     }
 
     /// From here on a test says when calls end, and how; nothing if io_uring makes them.
@@ -189,7 +228,7 @@ impl<T> Ring<T> {
         let waits = match kind {
             Kind::Read => self.blocking.reads,
             Kind::Write { .. } => self.blocking.writes,
-            Kind::Sync | Kind::Allocate { .. } => true,
+            Kind::Sync | Kind::Allocate { .. } | Kind::Deallocate => true,
         };
         waits && !self.blocking.off && self.has_threads()
     }
@@ -324,6 +363,13 @@ impl<T> Ring<T> {
         offset: u64,
         len: u64,
     ) -> bool {
+        let len = match &self.namespace {
+            Some(namespace) => {
+                let moves_data = matches!(call, Call::Read(_) | Call::Write { .. });
+                namespace.most(moves_data, len)
+            }
+            None => len,
+        };
         let Some(slot) = self.slot(key) else { return false };
         assert!(!slot.busy, "a slot has one call at a time");
         let kind = slot.gather_for(call, skip, len);
@@ -392,6 +438,7 @@ impl<T> Ring<T> {
     /// negative error number, or the bytes that it moved).
     pub(crate) fn collect(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { engine, slots, busy, blocking, .. } = self;
+        let is_command = matches!(engine, Engine::Namespace(_));
         let Blocking { threads, reads, writes, again, .. } = blocking;
         let mut each = |data: u64, result: i32| {
             let key = Key { index: data as u32, generation: (data >> 32) as u32 };
@@ -409,6 +456,7 @@ impl<T> Ring<T> {
                 }
                 slot.busy = false;
                 *busy -= 1;
+                let result = if is_command { slot.of_command(result) } else { result };
                 into.push((key, result));
             }
         };
@@ -440,6 +488,7 @@ impl<T> Ring<T> {
     pub(crate) fn waker(&self) -> Waker {
         match &self.engine {
             Engine::Uring(it) => Waker::Alarm(Arc::clone(it.alarm())),
+            Engine::Namespace(it) => Waker::Alarm(Arc::clone(it.alarm())),
             Engine::Threads(it) => Waker::Threads(Arc::clone(it.shared())),
         }
     }
@@ -447,8 +496,10 @@ impl<T> Ring<T> {
     /// What a [`Waker`] has done until now is undone. (With threads that is part of
     /// [`collect`](Self::collect).)
     pub(crate) fn quieten(&self) {
-        if let Engine::Uring(it) = &self.engine {
-            it.quieten();
+        match &self.engine {
+            Engine::Uring(it) => it.quieten(),
+            Engine::Namespace(it) => it.quieten(),
+            Engine::Threads(_) => {}
         }
     }
 
@@ -456,6 +507,7 @@ impl<T> Ring<T> {
     pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         match &self.engine {
             Engine::Uring(it) => it.watch(fd),
+            Engine::Namespace(it) => it.watch(fd),
             Engine::Threads(_) => Err(io::ErrorKind::Unsupported.into()),
         }
     }
@@ -482,13 +534,22 @@ impl<T> Slot<T> {
             }
             _ => self.iovecs.clear(),
         }
-        let keep = libc::FALLOC_FL_KEEP_SIZE;
-        let hole = if call == Call::Punch {
-            libc::FALLOC_FL_PUNCH_HOLE
-        } else {
-            libc::FALLOC_FL_ZERO_RANGE
-        };
-        Kind::Allocate { mode: hole | keep }
+        match call {
+            Call::Deallocate => Kind::Deallocate,
+            Call::ZeroRange => {
+                Kind::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE }
+            }
+            _ => Kind::Allocate { mode: HOLE },
+        }
+    }
+
+    /// What a command has come to, as calls have it: io_uring says 0 or a status.
+    fn of_command(&self, result: i32) -> i32 {
+        match result {
+            0 => i32::try_from(self.len).unwrap_or(i32::MAX),
+            status if status > 0 => -(NVME_STATUS + status),
+            result => result,
+        }
     }
 
     /// Lists the pieces of the buffer from `skip`, `len` bytes at most. A buffer that the kernel
@@ -556,8 +617,10 @@ impl<T> Drop for Ring<T> {
                 return;
             }
         }
-        if let Engine::Uring(uring) = &mut self.engine {
-            uring.close();
+        match &mut self.engine {
+            Engine::Uring(uring) => uring.close(),
+            Engine::Namespace(uring) => uring.close(),
+            Engine::Threads(_) => {}
         }
     }
 }
