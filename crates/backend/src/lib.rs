@@ -8,7 +8,8 @@
 //!
 //! * [`NullDisk`] keeps nothing: what is measured on it is everything but the disk;
 //! * [`MemDisk`] keeps its blocks in memory, for as long as the process lives;
-//! * [`FileDisk`] is a raw image or a block device, through io_uring or threads;
+//! * [`FileDisk`] is a raw image, a block device or an NVMe namespace by its character device,
+//!   through io_uring or threads;
 //! * [`LimitedDisk`] is any of them with limits of what a second may bring;
 //! * [`MetadataDisk`] is any of them with metadata and protection information;
 //! * [`ZonedDisk`] is memory or a raw image made of zones;

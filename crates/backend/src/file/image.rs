@@ -287,10 +287,9 @@ fn look_at(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError>
     let name = || path.display().to_string();
     let metadata = at.metadata().map_err(|source| refused(name(), source))?;
     let kind = metadata.file_type();
-    let is_namespace = || kind.is_char_device() && is_namespace(metadata.rdev());
-    let what = if kind.is_file() || kind.is_block_device() {
-        return Ok(metadata);
-    } else if kinds == Kinds::Disks && is_namespace() {
+    let is_namespace =
+        || kinds == Kinds::Disks && kind.is_char_device() && is_namespace(metadata.rdev());
+    let what = if kind.is_file() || kind.is_block_device() || is_namespace() {
         return Ok(metadata);
     } else if kind.is_dir() {
         "a directory"

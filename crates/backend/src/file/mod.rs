@@ -1,4 +1,4 @@
-//! A disk that is a file or a block device, through io_uring or, where there is none, threads.
+//! A disk that is a file, a block device or an NVMe namespace's character device, through io_uring or, where there is none, threads.
 //!
 //! # Architecture
 //!
@@ -15,6 +15,9 @@
 //!
 //! With direct I/O, data whose addresses or lengths the device can not take goes through an
 //! aligned bounce buffer, in pieces of bounded size; so does what is only compared or verified.
+//!
+//! A namespace by its character device ([`namespace`]) takes the same way; only its calls are NVMe
+//! commands, and what it can is asked of the device.
 //!
 //! # When the image changes under us
 //!

@@ -174,17 +174,15 @@ mod tests {
     };
 
     fn identity() -> sys::Identity {
-        let mut namespace = IdentifyNamespace::default();
-        namespace.nsze = 1 << 20;
+        let mut namespace = IdentifyNamespace { nsze: 1 << 20, ..Default::default() };
         namespace.lbaf[0] = LbaFormat { ms: 0, lbads: 9, rp: 0 };
         namespace.lbaf[1] = LbaFormat { ms: 0, lbads: 12, rp: 0 };
         namespace.lbaf[2] = LbaFormat { ms: 8, lbads: 12, rp: 0 };
         namespace.lbaf[3] = LbaFormat { ms: 0, lbads: 14, rp: 0 };
         namespace.dlfeat.set_drb(1);
-        let mut controller = IdentifyController::default();
+        let mut controller = IdentifyController { awupf: 3, ..Default::default() };
         controller.oncs.set_dataset_management(true);
         controller.oncs.set_write_zeroes(true);
-        controller.awupf = 3;
         sys::Identity { nsid: 7, namespace, controller, ids: None }
     }
 
@@ -221,13 +219,14 @@ mod tests {
 
     #[test]
     fn a_format_that_is_no_disk_is_refused() {
-        let refused = |change: &dyn Fn(&mut sys::Identity)| {
+        type Change<'a> = &'a dyn Fn(&mut sys::Identity);
+        let refused = |change: Change<'_>| {
             let mut identity = identity();
             change(&mut identity);
             NamespaceFacts::of(&identity).unwrap_err()
         };
         let with_csi = |set| NamespaceIds::new([NamespaceId::Csi(set)]);
-        let cases: [(&dyn Fn(&mut sys::Identity), &str); 5] = [
+        let cases: [(Change<'_>, &str); 5] = [
             (&|it| it.namespace.flbas.set_low(2), "metadata"),
             (&|it| it.namespace.flbas.set_low(3), "16384 bytes"),
             (&|it| it.namespace.flbas.set_low(9), "length of its blocks"),

@@ -8,6 +8,7 @@ mod lock;
 mod namespace_ring;
 mod passthrough;
 mod ring;
+mod slot;
 mod threads;
 mod uring;
 mod waker;
@@ -17,7 +18,8 @@ pub use fence::fence;
 pub(crate) use lock::{lock_image, unlock_image};
 pub(crate) use namespace_ring::takes_commands;
 pub(crate) use passthrough::{Identity, Namespace, flush, identify, read_start};
-pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
+pub(crate) use ring::{EngineKind, Key, Ring};
+pub(crate) use slot::{Call, Memory};
 #[cfg(feature = "scripted")]
 pub use threads::End;
 #[cfg(feature = "scripted")]

@@ -168,16 +168,15 @@ impl Namespace {
     /// The memory of the call's pieces is there, and may be written if it is a read.
     pub(super) unsafe fn call(&self, file: &File, call: &Prepared<'_>) -> i32 {
         let range = self.range(call.offset, call.len);
-        match self.with_data(call, &range) {
-            Ok((_, true)) => -libc::EINVAL,
-            // SAFETY: the command's data are the call's only piece, or the range.
-            Ok((mut command, false)) => {
-                match unsafe { io(file, NVME_IOCTL_IO_CMD, &mut command) } {
-                    0 => i32::try_from(call.len).unwrap_or(i32::MAX),
-                    error => error,
-                }
-            }
-            Err(error) => error,
+        let mut command = match self.with_data(call, &range) {
+            Ok((command, false)) => command,
+            Ok((_, true)) => return -libc::EINVAL,
+            Err(error) => return error,
+        };
+        // SAFETY: the command's data are the call's only piece, or the range.
+        match unsafe { io(file, NVME_IOCTL_IO_CMD, &mut command) } {
+            0 => i32::try_from(call.len).unwrap_or(i32::MAX),
+            error => error,
         }
     }
 }

@@ -6,9 +6,10 @@
 //! slot gives none of them away, and a ring that is dropped waits for every busy slot first.
 //! What is forgotten instead of dropped is never freed either.
 
-use super::call::{HOLE, Kind, NO_SLOT, NVME_STATUS, Prepared, Stuck};
+use super::call::{Kind, NO_SLOT, Prepared, Stuck};
 use super::namespace_ring::NamespaceRing;
 use super::passthrough::Namespace;
+use super::slot::{Call, Slot};
 use super::threads::Threads;
 use super::uring::Uring;
 use super::waker::Waker;
@@ -22,37 +23,6 @@ use std::sync::Arc;
 /// Calls that can be under way at once; what is more waits in this process, in order. The kernel's
 /// queue has twice the room, so that cancellations never fill it.
 const COMPLETIONS: u32 = 1024;
-/// The most pieces that the kernel takes in one call (UIO_MAXIOV). A transfer of more ends short,
-/// and is continued.
-const MAX_IOVECS: usize = 1024;
-/// The most bytes in one call: what the kernel's 32-bit length holds, in whole pages.
-const MAX_BYTES: u64 = 1 << 30;
-
-/// What the kernel is to do with the file, at an offset that comes with it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Call {
-    /// File to memory.
-    Read(Memory),
-    /// Memory to file; with `dsync`, onto stable storage; with `whole`, all or nothing of it,
-    /// should the power go.
-    Write { from: Memory, dsync: bool, whole: bool },
-    /// Takes the range's blocks out of the file.
-    Punch,
-    /// Makes the range zeroes and keeps its blocks.
-    ZeroRange,
-    /// Tells the device that the range's content is not needed: of a namespace.
-    Deallocate,
-}
-
-/// Which of a slot's buffers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Memory {
-    /// The command's data.
-    Data,
-    /// The queue's own buffer, which the slot has for now.
-    Own,
-}
-
 /// Names a slot, and the use that is made of it now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
@@ -82,21 +52,6 @@ pub(crate) struct Taken<T> {
     pub(crate) task: T,
     pub(crate) data: Segments,
     pub(crate) own: Option<SharedBytes>,
-}
-
-struct Slot<T> {
-    generation: u32,
-    /// The kernel may be using what is in here.
-    busy: bool,
-    task: Option<T>,
-    data: Segments,
-    own: Option<SharedBytes>,
-    iovecs: Vec<libc::iovec>,
-    /// The call, for threads to make it if the kernel would have to wait.
-    kind: Kind,
-    offset: u64,
-    len: u64,
-    nowait: bool,
 }
 
 /// How calls are made.
@@ -518,73 +473,6 @@ impl<T> Ring<T> {
     }
 }
 
-impl<T> Slot<T> {
-    /// Lists the pieces that `call` works on, and says what it is to the system.
-    fn gather_for(&mut self, call: Call, skip: usize, len: u64) -> Kind {
-        match call {
-            Call::Read(memory) => {
-                self.gather(memory, skip, len, true);
-                return Kind::Read;
-            }
-            Call::Write { from, dsync, whole } => {
-                self.gather(from, skip, len, false);
-                let dsync = if dsync { libc::RWF_DSYNC } else { 0 };
-                let whole = if whole { libc::RWF_ATOMIC } else { 0 };
-                return Kind::Write { flags: dsync | whole };
-            }
-            _ => self.iovecs.clear(),
-        }
-        match call {
-            Call::Deallocate => Kind::Deallocate,
-            Call::ZeroRange => {
-                Kind::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE }
-            }
-            _ => Kind::Allocate { mode: HOLE },
-        }
-    }
-
-    /// What a command has come to, as calls have it: io_uring says 0 or a status.
-    fn of_command(&self, result: i32) -> i32 {
-        match result {
-            0 => i32::try_from(self.len).unwrap_or(i32::MAX),
-            status if status > 0 => -(NVME_STATUS + status),
-            result => result,
-        }
-    }
-
-    /// Lists the pieces of the buffer from `skip`, `len` bytes at most. A buffer that the kernel
-    /// is to write and may not, or that is missing, has none.
-    fn gather(&mut self, memory: Memory, skip: usize, len: u64, write: bool) {
-        self.iovecs.clear();
-        let mut left = len.min(MAX_BYTES) as usize;
-        let mut skip = skip;
-        let mut add = |address: usize, len: usize| {
-            if skip >= len {
-                skip -= len;
-            } else if left > 0 && self.iovecs.len() < MAX_IOVECS {
-                let n = (len - skip).min(left);
-                let iov_base = std::ptr::with_exposed_provenance_mut(address + skip);
-                self.iovecs.push(libc::iovec { iov_base, iov_len: n });
-                skip = 0;
-                left -= n;
-            }
-        };
-        match memory {
-            Memory::Data if !write || self.data.is_writable() => {
-                for piece in self.data.pieces() {
-                    add(piece.address(), piece.len());
-                }
-            }
-            Memory::Own => {
-                if let Some(own) = self.own.as_ref().filter(|o| !write || o.is_writable()) {
-                    add(own.address(), own.len());
-                }
-            }
-            Memory::Data => {}
-        }
-    }
-}
-
 impl<T> Drop for Ring<T> {
     /// Waits until the kernel is done with the memory of every slot. Calls that can be cancelled
     /// are; storage that never answers holds this up for as long.
@@ -627,6 +515,7 @@ impl<T> Drop for Ring<T> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::slot::Memory;
     use super::*;
     use shadowbell_memory::Mapping;
 

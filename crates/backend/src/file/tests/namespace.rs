@@ -79,13 +79,16 @@ fn what_takes_no_commands_says_so_by_either_way() {
     }
 }
 
+/// A call, and which bytes it is for.
+type Made = (Call, u64, u64);
+
 /// Which calls are made for a request, if each ends as this says.
 fn calls(
     shared: &FileShared,
     op: Op,
     len: u64,
     end: impl Fn(&Call, u64) -> i32,
-) -> (Vec<(Call, u64, u64)>, Result<(), DiskError>) {
+) -> (Vec<Made>, Result<(), DiskError>) {
     let (_, data) = buffer(len.min(MIB));
     let request = Request { op, offset: 0, len };
     let mut task = Task::new(1, &request, &data, shared).unwrap();
