@@ -417,6 +417,7 @@ impl AdminCommands {
     /// Now, for the log of events.
     pub(super) fn moment(&self, lifecycle: &Lifecycle) -> Moment {
         Moment {
+            cntlid: self.identity.cntlid(),
             timestamp: self.features.timestamp(),
             powered: lifecycle.since.elapsed(),
             power_cycles: lifecycle.power_cycles,
