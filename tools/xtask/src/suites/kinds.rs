@@ -122,7 +122,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
+pub(super) fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
     guest.sh(
         &format!(
             "mkfs.ext4 -q -F {dev} && mount {dev} /mnt && cp -a /usr/bin /mnt/ && umount /mnt && \
@@ -135,7 +135,7 @@ fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
     .map(drop)
 }
 
-fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
+pub(super) fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
     guest
         .sh(
             &format!(
@@ -149,7 +149,7 @@ fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
 }
 
 /// Writes, and reads back what was written, on each of these.
-fn fio(devices: &[String]) -> String {
+pub(super) fn fio(devices: &[String]) -> String {
     let mut line = "fio --rw=randwrite --bsrange=512-64k --blockalign=512 --verify=crc32c \
                     --verify_fatal=1 --verify_backlog=64 --offset=512m --iodepth=16 --direct=1 \
                     --ioengine=libaio --output-format=terse"
