@@ -1,11 +1,8 @@
-//! A file system of a client's own (FUSE) that does not answer, or not for a while: to see who waits
-//! for it.
+//! A file system of a client's own (FUSE) that does not answer: to see who waits for it.
 
 use std::ffi::OsStr;
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,19 +11,15 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use fuser::{
     Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
     LockOwner, MountOption, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen,
-    ReplyPoll, ReplyWrite, Request, Session, WriteFlags,
+    ReplyPoll, Request, Session,
 };
 use parking_lot::{Mutex, MutexGuard};
-use rustix::process::{Pid, Signal, kill_process};
 
 /// Where the daemon is to mount; set in the process that is it.
 const MOUNT_AT: &str = "STALLED_MOUNT_AT";
 
 /// Set too where the file can be opened as an image: only its data are not answered for.
 const AS_IMAGE: &str = "STALLED_AS_IMAGE";
-
-/// Set too where the file is another one, whose path this is, and is answered for.
-const OVER: &str = "STALLED_OVER";
 
 /// The one file, which seems to have some memory in it.
 const NAME: &str = "memory";
@@ -38,23 +31,10 @@ const SIZE: u64 = 1 << 20;
 struct Stalled {
     opened: AtomicBool,
     as_image: bool,
-    /// What is in the file, if anything is.
-    over: Option<File>,
     unanswered: Mutex<Vec<Box<dyn std::any::Any + Send>>>,
 }
 
 impl Stalled {
-    fn attributes(&self, ino: INodeNo) -> FileAttr {
-        let over = self.over.as_ref().filter(|_| ino == FILE).and_then(|over| over.metadata().ok());
-        let attributes = attributes(ino);
-        FileAttr { size: over.map_or(attributes.size, |over| over.len()), ..attributes }
-    }
-
-    /// Of what has no answer but that it is over.
-    fn end_of(&self, reply: ReplyEmpty) {
-        if self.over.is_some() { reply.ok() } else { self.keep(reply) }
-    }
-
     fn keep(&self, reply: impl Send + 'static) {
         self.unanswered.lock().push(Box::new(reply));
     }
@@ -84,7 +64,7 @@ fn attributes(ino: INodeNo) -> FileAttr {
 impl Filesystem for Stalled {
     fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
         match name == NAME {
-            true => reply.entry(&Duration::ZERO, &self.attributes(FILE), Generation(0)),
+            true => reply.entry(&Duration::ZERO, &attributes(FILE), Generation(0)),
             false => reply.error(Errno::ENOENT),
         }
     }
@@ -93,15 +73,12 @@ impl Filesystem for Stalled {
         if !self.as_image && ino == FILE && self.opened.load(Ordering::SeqCst) {
             return self.keep(reply);
         }
-        reply.attr(&Duration::ZERO, &self.attributes(ino));
+        reply.attr(&Duration::ZERO, &attributes(ino));
     }
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
         self.opened.store(true, Ordering::SeqCst);
-        // What is cached is no storage.
-        let direct = FopenFlags::FOPEN_DIRECT_IO;
-        let flags = if self.over.is_some() { direct } else { FopenFlags::empty() };
-        reply.opened(FileHandle(0), flags);
+        reply.opened(FileHandle(0), FopenFlags::empty());
     }
 
     fn read(
@@ -109,44 +86,21 @@ impl Filesystem for Stalled {
         _: &Request,
         _: INodeNo,
         _: FileHandle,
-        offset: u64,
-        size: u32,
+        _: u64,
+        _: u32,
         _: OpenFlags,
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let Some(over) = &self.over else { return self.keep(reply) };
-        let mut data = vec![0; size as usize];
-        match over.read_at(&mut data, offset) {
-            Ok(read) => reply.data(data.get(..read).unwrap_or_default()),
-            Err(_) => reply.error(Errno::EIO),
-        }
-    }
-
-    fn write(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        offset: u64,
-        data: &[u8],
-        _: WriteFlags,
-        _: OpenFlags,
-        _: Option<LockOwner>,
-        reply: ReplyWrite,
-    ) {
-        match self.over.as_ref().map(|over| over.write_all_at(data, offset)) {
-            Some(Ok(())) => reply.written(data.len() as u32),
-            _ => reply.error(Errno::EIO),
-        }
+        self.keep(reply);
     }
 
     fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
-        self.end_of(reply);
+        self.keep(reply);
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        self.end_of(reply);
+        self.keep(reply);
     }
 
     fn release(
@@ -159,7 +113,7 @@ impl Filesystem for Stalled {
         _: bool,
         reply: ReplyEmpty,
     ) {
-        self.end_of(reply);
+        self.keep(reply);
     }
 
     fn poll(
@@ -182,10 +136,7 @@ pub fn be_the_daemon() {
     let mut config = Config::default();
     config.mount_options = vec![MountOption::FSName("stalled".into())];
     let as_image = std::env::var_os(AS_IMAGE).is_some();
-    let over = std::env::var_os(OVER);
-    let over = over.map(|over| File::options().read(true).write(true).open(over).unwrap());
-    let stalled = Stalled { as_image: as_image || over.is_some(), over, ..Stalled::default() };
-    let session = Session::new(stalled, &path, &config);
+    let session = Session::new(Stalled { as_image, ..Stalled::default() }, &path, &config);
     let outcome = session.and_then(Session::run);
     std::process::exit(i32::from(outcome.is_err()));
 }
@@ -210,7 +161,7 @@ impl Mount {
     /// If nothing is mounted.
     #[must_use]
     pub fn new(test: &str) -> Option<Self> {
-        Self::start(test, None)
+        Self::start(test, false)
     }
 
     /// One whose file can be opened as an image, at [`path`](Self::path): whoever reads or writes
@@ -220,20 +171,10 @@ impl Mount {
     /// If nothing is mounted.
     #[must_use]
     pub fn with_image(test: &str) -> Option<Self> {
-        Self::start(test, Some((AS_IMAGE, Path::new("1"))))
+        Self::start(test, true)
     }
 
-    /// One whose file is the one at `image`, by way of the daemon: it answers, but for the time from
-    /// [`stall`](Self::stall) to [`go_on`](Self::go_on).
-    ///
-    /// # Panics
-    /// If nothing is mounted.
-    #[must_use]
-    pub fn over(test: &str, image: &Path) -> Option<Self> {
-        Self::start(test, Some((OVER, image)))
-    }
-
-    fn start(test: &str, what: Option<(&str, &Path)>) -> Option<Self> {
+    fn start(test: &str, as_image: bool) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() || !rustix::process::geteuid().is_root() {
             eprintln!("skipped: it takes /dev/fuse, and root");
             return None;
@@ -241,7 +182,9 @@ impl Mount {
         let alone = ALONE.lock();
         let directory = tempfile::tempdir().unwrap();
         let mut daemon = Command::new(std::env::current_exe().unwrap());
-        daemon.envs(what);
+        if as_image {
+            daemon.env(AS_IMAGE, "1");
+        }
         let daemon = daemon
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(MOUNT_AT, directory.path())
@@ -272,27 +215,6 @@ impl Mount {
     pub fn open(&self) -> OwnedFd {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         rustix::fs::open(self.path(), flags, rustix::fs::Mode::empty()).unwrap()
-    }
-
-    /// From now on nothing is answered.
-    ///
-    /// # Panics
-    /// The daemon has gone.
-    pub fn stall(&self) {
-        self.signal(Signal::STOP);
-    }
-
-    /// What was asked meanwhile is answered.
-    ///
-    /// # Panics
-    /// The daemon has gone.
-    pub fn go_on(&self) {
-        self.signal(Signal::CONT);
-    }
-
-    fn signal(&self, signal: Signal) {
-        let pid = Pid::from_raw(self.daemon.id().cast_signed()).unwrap();
-        kill_process(pid, signal).unwrap();
     }
 
     /// Ends the daemon: all that wait for it go on.
