@@ -244,6 +244,29 @@ impl Command {
         [first, 0, 0, 0, 0, self.cdw10_11, cdw12_13, 0]
     }
 
+    /// All of it, for a call that is not usual.
+    #[inline(always)]
+    pub(crate) const fn parts(&self) -> [u64; 4] {
+        let first = self.opcode as u64 | (self.once as u64) << 8 | (self.nsid as u64) << 32;
+        let cdw12_13 = self.cdw12 as u64 | (self.cdw13 as u64) << 32;
+        let data = self.transfer as u64 | (self.offset as u64) << 32;
+        [first, self.cdw10_11, cdw12_13, data]
+    }
+
+    /// The command of these [`parts`](Self::parts).
+    pub(crate) const fn from_parts([first, cdw10_11, cdw12_13, data]: [u64; 4]) -> Self {
+        Self {
+            opcode: first as u8,
+            nsid: (first >> 32) as u32,
+            cdw10_11,
+            cdw12: cdw12_13 as u32,
+            cdw13: (cdw12_13 >> 32) as u32,
+            transfer: data as u32,
+            offset: (data >> 32) as u32,
+            once: first >> 8 & 1 != 0,
+        }
+    }
+
     /// The entry of a submission queue, without data pointer: for where speed does not matter.
     pub(crate) const fn sqe(&self, cid: u16) -> Sqe {
         let sqe: Sqe = zerocopy::transmute!(self.words());

@@ -201,7 +201,13 @@ impl Core {
             // A queue that failed moves nothing: see `fail`.
             match self.prps(slot, buffer.as_ref(), offset, transfer) {
                 Ok(prps) => Some(prps),
-                Err(reason) => return self.submit_otherwise(slot, reason, buffer, command),
+                // In parts, because a command of which somebody has the address would be in memory;
+                // and boxed, because what is returned there would keep the usual token there, too.
+                Err(reason) => {
+                    let parts = command.parts();
+                    let outcome = self.submit_otherwise(slot, reason, buffer, parts);
+                    return outcome.map_err(|refused| *refused);
+                }
             }
         };
         // `slot` comes from the list of free slots, all of which exist.

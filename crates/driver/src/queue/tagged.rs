@@ -23,12 +23,15 @@ impl Core {
         slot: u16,
         reason: QueueError,
         buffer: Option<Buffer>,
-        command: Command,
-    ) -> Result<Token, Refused> {
+        parts: [u64; 4],
+    ) -> Result<Token, Box<Refused>> {
+        let command = Command::from_parts(parts);
         match command.beside() {
-            Beside::LbaTag(_) => self.submit_tagged(slot, buffer, command),
+            Beside::LbaTag(_) => self.submit_tagged(slot, buffer, command).map_err(Box::new),
             // A given one without what is to be given can only come from `submit_given`.
-            Beside::Nothing | Beside::Given => Err(self.refuse(slot, Some(reason), buffer)),
+            Beside::Nothing | Beside::Given => {
+                Err(Box::new(self.refuse(slot, Some(reason), buffer)))
+            }
         }
     }
 
