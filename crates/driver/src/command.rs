@@ -121,8 +121,8 @@ impl Command {
         self
     }
 
-    /// This command of the Read and Write frame from another block on. Whether that is there, nobody
-    /// has checked.
+    /// This command of the Read and Write frame from another block on. Nobody has checked whether
+    /// that is there.
     #[inline]
     #[must_use]
     pub const fn from_block(mut self, lba: u64) -> Self {
