@@ -100,6 +100,10 @@ impl Queue for BytesQueue {
         self.0.submit(tag, request, data)
     }
 
+    fn may_wait(&mut self) {
+        self.0.may_wait();
+    }
+
     fn commit(&mut self) {
         self.0.commit();
     }

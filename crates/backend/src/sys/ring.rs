@@ -6,10 +6,13 @@
 //! slot gives none of them away, and a ring that is dropped waits for every busy slot first.
 //! What is forgotten instead of dropped is never freed either.
 
+mod here;
+
 use super::call::{Kind, NO_SLOT, Prepared, Stuck};
 use super::threads::Threads;
 use super::uring::Uring;
 use super::waker::Waker;
+use here::Here;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_memory::{Segments, SharedBytes};
 use std::fs::File;
@@ -137,6 +140,8 @@ struct Blocking {
     direct: bool,
     /// There is no descriptor for threads: it has to go without.
     off: bool,
+    /// Which of them the thread makes itself.
+    here: Here,
     /// Calls that io_uring has given back, kept for its room.
     again: Vec<u32>,
 }
@@ -167,6 +172,7 @@ impl<T> Ring<T> {
             writes: waits,
             direct,
             off: engine == EngineKind::Threads,
+            here: Here::default(),
             again: Vec::new(),
         };
         let engine = match engine {
@@ -423,6 +429,10 @@ impl<T> Ring<T> {
 
     /// io_uring has given calls back.
     fn take_back(&mut self, into: &mut Vec<(Key, i32)>) {
+        self.ask_about_writes(into);
+        if self.blocking.again.is_empty() {
+            return;
+        }
         if self.has_threads() {
             return self.try_again();
         }
