@@ -296,7 +296,7 @@ fn who_may_wait_has_written_when_it_has_asked() {
     let disk = disk(shared);
     let mut queue = disk.queue().unwrap();
     let bytes = Mapping::anonymous(4096).unwrap().bytes();
-    let mut ask = |queue: &mut dyn Queue, op, byte: u8| {
+    let ask = |queue: &mut dyn Queue, op, byte: u8| {
         bytes.write_from(0, &[byte; 4096]).unwrap();
         let mut data = Segments::from_bytes(&bytes);
         let request = Request { op, offset: 4096, len: 4096 };

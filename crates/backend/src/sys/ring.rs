@@ -6,13 +6,13 @@
 //! slot gives none of them away, and a ring that is dropped waits for every busy slot first.
 //! What is forgotten instead of dropped is never freed either.
 
-mod here;
+mod in_place;
 
 use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use super::here::Here;
 use super::threads::Threads;
 use super::uring::Uring;
 use super::waker::Waker;
-use here::Here;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_memory::{Segments, SharedBytes};
 use std::fs::File;

@@ -24,6 +24,16 @@ pub(crate) const HEAD: [&str; 8] =
 /// Of which kind, how long, and how many at a time.
 pub(crate) type Row = (&'static str, u32, u32);
 
+/// What is asked: of which kind, how long, and how many at a time.
+pub(crate) const ROWS: [Row; 6] = [
+    ("randread", 4096, 1),
+    ("randread", 4096, 32),
+    ("randwrite", 4096, 1),
+    ("randwrite", 4096, 32),
+    ("randread", 65536, 32),
+    ("randwrite", 65536, 32),
+];
+
 /// What was found.
 pub(crate) struct Contest {
     rows: Vec<Row>,

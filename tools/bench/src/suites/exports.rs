@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use super::contest::ROWS;
 use super::spdk::Tree;
 use super::{fuse, vhost};
 use crate::certificates;
@@ -19,16 +20,6 @@ use crate::process::time_of_all;
 use crate::samples::{Rounds, Samples};
 use crate::settings::Settings;
 use crate::table::Table;
-
-/// What is asked: of which kind, how long, and how many at a time.
-pub(crate) const ROWS: [(&str, u32, u32); 6] = [
-    ("randread", 4096, 1),
-    ("randread", 4096, 32),
-    ("randwrite", 4096, 1),
-    ("randwrite", 4096, 32),
-    ("randread", 65536, 32),
-    ("randwrite", 65536, 32),
-];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Contestant {

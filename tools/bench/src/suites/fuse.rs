@@ -7,8 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::contest::{Contest, HEAD, Peer};
-use super::exports::ROWS;
+use super::contest::{Contest, HEAD, Peer, ROWS};
 use crate::fio::{self, Job, Source};
 use crate::machine;
 use crate::server::child;

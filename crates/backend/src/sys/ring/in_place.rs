@@ -2,9 +2,7 @@
 //!
 //! A write into the page cache can not be asked to fail rather than wait on most file systems, so it
 //! is for other threads; to hand it over and back takes longer than to make it. A thread that serves
-//! one queue and nothing else makes it itself. A write that was slow, because the system holds those
-//! back who write faster than the storage takes it, is a sign of more to come: for a while the next
-//! ones are for other threads again, and so never hold up reads.
+//! one queue and nothing else makes it itself, as long as none was slow lately (`Here`).
 //!
 //! io_uring says of such a file what it says of one that would wait this time only (`EAGAIN`), so the
 //! system is asked once more by another call, which knows the difference.
@@ -13,41 +11,7 @@ use super::{Blocking, Call, Key, Kind, Ring, Slot};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-/// A call that takes longer has waited for something.
-const SLOW: Duration = Duration::from_millis(1);
-/// How many times as long as that none is made afterwards: so long reads may have been held up, and
-/// not more often.
-const AWAY: u32 = 8;
-
-/// Whether the thread makes calls itself.
-#[derive(Debug, Default)]
-pub(super) struct Here {
-    may: bool,
-    /// Not before that.
-    not_before: Option<Instant>,
-    /// The file can be asked for writes that do not wait.
-    can_ask: bool,
-}
-
-impl Here {
-    /// Whether it is to make one now.
-    fn makes(&mut self, now: Instant) -> bool {
-        if self.not_before.is_some_and(|then| now < then) {
-            return false;
-        }
-        self.not_before = None;
-        self.may
-    }
-
-    /// One has taken so long, until `now`.
-    fn took(&mut self, time: Duration, now: Instant) {
-        if time >= SLOW {
-            self.not_before = Some(now + time * AWAY);
-        }
-    }
-}
+use std::time::Instant;
 
 impl<T> Ring<T> {
     /// The thread that has this may wait a little for a call.
@@ -131,18 +95,7 @@ mod tests {
     use super::*;
     use shadowbell_memory::{Mapping, Segments};
     use std::os::unix::fs::FileExt as _;
-
-    #[test]
-    fn who_was_slow_stays_away_for_a_while() {
-        let (mut here, now) = (Here { may: true, ..Here::default() }, Instant::now());
-        assert!(here.makes(now));
-        here.took(SLOW / 2, now);
-        assert!(here.makes(now));
-        here.took(SLOW, now);
-        assert!(!here.makes(now) && !here.makes(now + SLOW * (AWAY - 1)));
-        assert!(here.makes(now + SLOW * AWAY));
-        assert!(!Here::default().makes(now));
-    }
+    use std::time::Duration;
 
     #[test]
     fn writes_that_would_wait_are_made_at_once_and_nothing_else_is() {
