@@ -15,6 +15,12 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 /// Something that keeps blocks. Shared by all threads.
+///
+/// A disk that is a layer over another one names that as [`inner`](Self::inner). What it says
+/// nothing else of is then the other one's: what is called the default below holds for a disk that
+/// is no layer. What a layer can not leave to the other one it has to say itself: its sizes
+/// ([`resized`](Self::resized), [`with_writes`](Self::with_writes)) and its memory
+/// ([`map`](Self::map)).
 pub trait Disk: Send + Sync + fmt::Debug {
     /// What the disk is.
     fn info(&self) -> DiskInfo;
@@ -28,9 +34,14 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// What to call the disk in a message to a person: `disk.img`, `mem:1GiB`.
     fn name(&self) -> String;
 
+    /// The disk that this one is a layer over. The default is no layer.
+    fn inner(&self) -> Option<&Arc<dyn Disk>> {
+        None
+    }
+
     /// All limits of the disk: its own, and then those of its group. The default has none.
     fn limiters(&self) -> &[Arc<Limiter>] {
-        &[]
+        self.inner().map_or(&[], |inner| inner.limiters())
     }
 
     /// The disk without its limits, if it has any. The default has none.
@@ -41,26 +52,26 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// What is not as it should be with the disk, though it works: a sentence for an operator. The
     /// default has nothing to say.
     fn remark(&self) -> Option<String> {
-        None
+        self.inner()?.remark()
     }
 
     /// Whether the storage below has refused a write for want of room, and has not taken it since.
     /// Asked under locks: it must not wait for anything. The default never lacks room.
     fn is_full(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.is_full())
     }
 
     /// Whether data that were written may be lost, because the system could not write them back:
     /// then every flush fails until the disk is opened again. Must not wait, either. The default
     /// loses nothing.
     fn has_lost(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.has_lost())
     }
 
     /// What the disk has counted of how it works, by name, for an operator. The default counts
     /// nothing.
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        Vec::new()
+        self.inner().map_or_else(Vec::new, |inner| inner.counters())
     }
 
     /// Tells which bytes are allocated: extents without gaps, the first from byte `offset` on,
@@ -73,9 +84,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// May wait for the storage, and takes its time: no thread that serves queues may call it. What
     /// one call between two `tell`s costs is bounded. The default takes everything for data.
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        let _ = offset;
-        if len != 0 {
-            tell(Extent::data(len));
+        match self.inner() {
+            Some(inner) => inner.extents(offset, len, tell),
+            None if len != 0 => {
+                tell(Extent::data(len));
+            }
+            None => {}
         }
     }
 
@@ -86,8 +100,10 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`HandOverError`].
     fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        let _ = fds;
-        Err(HandOverError::Impossible { disk: self.name() })
+        match self.inner() {
+            Some(inner) => inner.hand_over(fds),
+            None => Err(HandOverError::Impossible { disk: self.name() }),
+        }
     }
 
     /// The same disk in another size: of `bytes`, or of as many as its storage has by now. Both
@@ -119,8 +135,10 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`HandOverError`].
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        let _ = fds;
-        Err(HandOverError::Mortal { disk: self.name() })
+        match self.inner() {
+            Some(inner) => inner.keep(fds),
+            None => Err(HandOverError::Mortal { disk: self.name() }),
+        }
     }
 
     /// Has `changed` called whenever [`keep`](Self::keep) gives something else than before, by the
@@ -128,7 +146,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// disk and those that were [made of it](Self::resized): the one that was named last. The
     /// default never changes.
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
-        drop(changed);
+        if let Some(inner) = self.inner() {
+            inner.on_change(changed);
+        }
     }
 
     /// The first `len` bytes of the disk as memory, if it can be had: what is stored there is a
@@ -142,7 +162,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// Whether another process has the disk by the same descriptors. As long as one has, dropping
     /// this disk leaves the lock on it: it is the lock of both. The default has no lock.
     fn share_lock(&self, shared: bool) {
-        let _ = shared;
+        if let Some(inner) = self.inner() {
+            inner.share_lock(shared);
+        }
     }
 }
 

@@ -8,7 +8,8 @@
 //!
 //! * [`NullDisk`] keeps nothing: what is measured on it is everything but the disk;
 //! * [`MemDisk`] keeps its blocks in memory, for as long as the process lives;
-//! * [`FileDisk`] is a raw image or a block device, through io_uring or threads;
+//! * [`FileDisk`] is a raw image, a block device or an NVMe namespace by its character device,
+//!   through io_uring or threads;
 //! * [`LimitedDisk`] is any of them with limits of what a second may bring;
 //! * [`MetadataDisk`] is any of them with metadata and protection information;
 //! * [`ZonedDisk`] is memory or a raw image made of zones;
@@ -50,6 +51,7 @@ pub use extent::{Extent, Tell};
 pub use file::Script;
 pub use file::{Access, BytesQueue, ImageBytes, Opener, open_image, open_images_by};
 pub use file::{Aio, Alignment, Direct, FileDisk, FileOptions, Format, ImageFile, Wait};
+pub use file::{NamespaceFacts, identify_namespace, is_namespace};
 pub use format::ImageFormat;
 pub use hand_over::HandOverError;
 pub use info::DiskInfo;

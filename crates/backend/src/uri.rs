@@ -17,6 +17,7 @@ use std::sync::Arc;
 /// | `spec` | the disk |
 /// |---|---|
 /// | `disk.img`, `./disk.img`, `/dev/sdb`, `file:disk.img`, `file:///srv/disk.img` | a raw image or a block device |
+/// | `/dev/ng0n1` | an NVMe namespace by its character device |
 /// | `mem:1GiB` | memory of this process, zeroes at first, gone with it |
 /// | `null:1TiB` | keeps nothing, answers at once |
 ///

@@ -14,6 +14,9 @@ use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::feature::fid;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
 use shadowbell_spec::log::lid;
+use shadowbell_spec::log::persistent_event::{
+    PersistentEvent, PersistentEventLog, ResetInformation, action, event_type,
+};
 use shadowbell_spec::reservation::ReservationNotification;
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_state::Descriptors;
@@ -69,6 +72,29 @@ fn the_structures_say_that_there_are_several() {
     assert_eq!((namespace.nmic.shrns(), namespace.rescap), (false, 0));
     assert_eq!(alone.register(1).code(), Status::INVALID_OPCODE);
     assert_eq!(alone.identify_as(1).unwrap_err().code(), Status::INVALID_FIELD);
+}
+
+/// Base 2.1, 5.1.12.1.14: each event names the controller that it is of.
+#[test]
+fn events_name_the_controller_that_they_are_of() {
+    let [_, mut two] = mem();
+    let (lid, lsp) = (lid::PERSISTENT_EVENTS, action::ESTABLISH);
+    let establish = GetLogPage { lid, lsp, numd0: 1023, ..GetLogPage::default() };
+    let page = two.host.page(Sqe::get_log_page(0, establish, 0)).unwrap();
+    let (head, rest) = PersistentEventLog::read_from_prefix(&page).unwrap();
+    assert!(head.tnev.get() >= 1);
+    let mut rest = &rest[..head.tll.get() as usize - 512];
+    let mut enabled = 0;
+    while let Ok((event, data)) = PersistentEvent::read_from_prefix(rest) {
+        assert_eq!(event.cntlid.get(), 2);
+        if event.event == event_type::POWER_ON_OR_RESET {
+            let information = ResetInformation::read_from_prefix(&data[8..]).unwrap().0;
+            assert_eq!(information.cntlid.get(), 2);
+            enabled += 1;
+        }
+        rest = &data[event.el.get().into()..];
+    }
+    assert_eq!(enabled, 1);
 }
 
 #[test]

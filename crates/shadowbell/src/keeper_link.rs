@@ -144,6 +144,9 @@ pub(crate) mod opening {
     pub(crate) const NAME: u8 = b'n';
     /// What the descriptor names, opened anew; how is said by a letter.
     pub(crate) const OPEN: u8 = b'o';
+    /// What the namespace says whose character device the descriptor names: the answer is
+    /// [`OPENED`] with that as JSON. With the access `w` not if the system uses its block device.
+    pub(crate) const IDENTIFY: u8 = b'i';
     /// This was opened.
     pub(crate) const OPENED: u8 = b'y';
     /// An error of the system's, a number.

@@ -6,6 +6,7 @@
 //! where the file system and the device have that. Of several blocks nothing is promised.
 
 use super::device::{attribute_of, is_tmpfs};
+use super::namespace::NamespaceFacts;
 use rustix::fs::{AtFlags, StatxFlags};
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
@@ -37,6 +38,11 @@ impl Atom {
         } else {
             Self::Nothing
         }
+    }
+
+    /// For blocks of so many bytes of this namespace.
+    pub(super) fn of_namespace(facts: &NamespaceFacts, block_size: u32) -> Self {
+        Self::of(block_size, u32::try_from(facts.atom).ok(), None)
     }
 
     /// For blocks of so many bytes of this file; `direct` if its page cache is bypassed.

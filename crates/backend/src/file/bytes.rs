@@ -74,6 +74,8 @@ impl ImageBytes {
             full: AtomicU64::new(0),
             no_zero_range: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
+            // No image of another format is on one.
+            namespace: None,
             zeroes: zeroes()?,
             #[cfg(feature = "scripted")]
             script: None,

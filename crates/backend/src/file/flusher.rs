@@ -10,7 +10,7 @@
 //! shares the next, and however many ask, the file system has two to do. No thread that serves
 //! queues ever waits for one.
 
-use crate::sys::{Key, Waker, unpin};
+use crate::sys::{Key, Waker, flush, unpin};
 use parking_lot::{Condvar, Mutex};
 use shadowbell_memory::AbortOnPanic;
 use std::fs::File;
@@ -25,8 +25,7 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The syncs of a file that all queues of a disk share.
 pub(super) struct Flusher {
     file: Arc<File>,
-    /// Data that were lost are forgotten: the file is written through the page cache.
-    forgets: bool,
+    how: Syncs,
     /// The error number of the first sync that has lost data, or 0.
     lost: AtomicI32,
     /// Who is to know of that before those whose data it were.
@@ -38,6 +37,16 @@ pub(super) struct Flusher {
     /// What a sync comes to, in a test.
     #[cfg(any(test, feature = "scripted"))]
     pub(super) answer: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
+}
+
+/// How a file is synced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Syncs {
+    /// By a call. Data that were lost are forgotten if it `forgets`: the file is written through the
+    /// page cache.
+    Calls { forgets: bool },
+    /// By a command to the namespace whose character device it is.
+    Commands { nsid: u32 },
 }
 
 type OnLoss = Arc<dyn Fn() + Send + Sync>;
@@ -89,14 +98,14 @@ impl std::fmt::Debug for Flusher {
 
 impl Flusher {
     pub(super) fn new(file: Arc<File>, forgets: bool) -> Arc<Self> {
-        Self::after(file, forgets, 0)
+        Self::after(file, Syncs::Calls { forgets }, 0)
     }
 
     /// One that goes on after another, whose first sync that has lost data failed with `lost`.
-    pub(super) fn after(file: Arc<File>, forgets: bool, lost: i32) -> Arc<Self> {
+    pub(super) fn after(file: Arc<File>, how: Syncs, lost: i32) -> Arc<Self> {
         Arc::new(Self {
             file,
-            forgets,
+            how,
             lost: AtomicI32::new(lost),
             on_loss: Mutex::default(),
             work: Mutex::default(),
@@ -227,7 +236,7 @@ impl Flusher {
     fn sync(&self) -> i32 {
         let result = self.sync_file();
         let passing = matches!(-result, 0 | libc::EINTR | libc::EAGAIN);
-        if self.forgets && !passing && self.lost() == 0 {
+        if self.how == (Syncs::Calls { forgets: true }) && !passing && self.lost() == 0 {
             self.lost.store(-result, Ordering::Release);
             let call = self.on_loss.lock().clone();
             if let Some(call) = call {
@@ -244,6 +253,9 @@ impl Flusher {
         #[cfg(any(test, feature = "scripted"))]
         if let Some(answer) = &mut *self.answer.lock() {
             return answer();
+        }
+        if let Syncs::Commands { nsid } = self.how {
+            return flush(&self.file, nsid);
         }
         match rustix::fs::fdatasync(&self.file).map_err(io::Error::from) {
             Ok(()) => 0,

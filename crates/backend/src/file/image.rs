@@ -1,6 +1,7 @@
 //! An image that is open and locked, whatever is in it.
 
 use super::device::attribute;
+use super::namespace::{NamespaceFacts, is_namespace};
 use super::opener::{self, Access, At};
 use super::options::Direct;
 use super::shared::Alignment;
@@ -13,7 +14,7 @@ use shadowbell_state::{WrongOrder, is_wrong};
 use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,6 +35,8 @@ pub struct ImageFile {
     is_locked: bool,
     pub(super) metadata: Metadata,
     pub(super) is_block: bool,
+    /// It is the character device of this.
+    pub(super) namespace: Option<NamespaceFacts>,
     pub(super) read_only: bool,
     pub(super) size: u64,
 }
@@ -45,14 +48,18 @@ impl ImageFile {
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
     pub fn open(path: &Path, read_only: bool) -> Result<Self, OpenError> {
+        Self::open_as(path, read_only, Kinds::Images)
+    }
+
+    pub(super) fn open_as(path: &Path, read_only: bool, kinds: Kinds) -> Result<Self, OpenError> {
         let named = opener::name(path).transpose().map_err(|source| {
-            match look_at(path, At::Path(path)) {
+            match look_at(path, At::Path(path), kinds) {
                 Err(error @ OpenError::NoFile { .. }) => error,
                 _ => refused(path.display().to_string(), source),
             }
         })?;
         let at = named.as_ref().map_or(At::Path(path), |named| At::Named(named.as_fd()));
-        Self::open_at(path, at, read_only, LockWait::Short)
+        Self::open_at(path, at, (read_only, kinds), LockWait::Short)
     }
 
     /// Opens the image of a process that has died, by the descriptor that
@@ -68,7 +75,8 @@ impl ImageFile {
         read_only: bool,
         wait: Wait<'_>,
     ) -> Result<Self, OpenError> {
-        Self::open_at(path, At::Named(named), read_only, LockWait::AsLongAs(wait))
+        let how = (read_only, Kinds::Images);
+        Self::open_at(path, At::Named(named), how, LockWait::AsLongAs(wait))
     }
 
     /// A descriptor that only names the image: what the next process opens it by, should this one
@@ -84,17 +92,21 @@ impl ImageFile {
     pub(super) fn open_at(
         path: &Path,
         at: At<'_>,
-        read_only: bool,
+        (read_only, kinds): (bool, Kinds),
         lock_wait: LockWait<'_>,
     ) -> Result<Self, OpenError> {
         let name = || path.display().to_string();
         let system = |what| move |source| OpenError::System { path: name(), what, source };
-        let metadata = look_at(path, at)?;
+        let metadata = look_at(path, at, kinds)?;
+        let is_character = metadata.file_type().is_char_device();
         let is_block = metadata.file_type().is_block_device();
         // The system opens a write-protected device for writing, and refuses the writes.
         let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
         let (mut file, read_only) =
             open_file(path, at, is_block, read_only || protected, lock_wait)?;
+        let namespace =
+            is_character.then(|| about(path, &file, !read_only, lock_wait)).transpose()?;
+        let read_only = read_only || namespace.as_ref().is_some_and(|facts| facts.is_protected);
         let lock = || sys::lock_image(&file, !read_only);
         let locked = match lock_wait {
             LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence) => Ok(()),
@@ -109,7 +121,9 @@ impl ImageFile {
             _ => system("locking it")(source),
         })?;
         let metadata = file.metadata().map_err(system("reading its size"))?;
-        let size = if is_block {
+        let size = if let Some(facts) = &namespace {
+            facts.bytes()
+        } else if is_block {
             file.seek(SeekFrom::End(0)).map_err(system("reading its size"))?
         } else {
             metadata.len()
@@ -118,7 +132,7 @@ impl ImageFile {
             return Err(OpenError::Empty { path: name() });
         }
         let (file, path) = (Arc::new(file), path.to_owned());
-        Ok(Self { file, path, is_locked: true, metadata, is_block, read_only, size })
+        Ok(Self { file, path, is_locked: true, metadata, is_block, namespace, read_only, size })
     }
 
     /// The file. Its page cache is bypassed after [`set_direct`](Self::set_direct).
@@ -149,6 +163,9 @@ impl ImageFile {
     /// # Errors
     /// [`OpenError::System`], if it can not be read.
     pub fn format(&self) -> Result<Option<ImageFormat>, OpenError> {
+        if let Some(facts) = &self.namespace {
+            return self.format_of(facts);
+        }
         let mut start = [0; ImageFormat::LOOKS_AT];
         let mut len = 0;
         while let Some(rest @ [_, ..]) = start.get_mut(len..) {
@@ -165,6 +182,21 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..len).unwrap_or_default()))
     }
 
+    /// The same of a namespace, of which whole blocks are read. It shows, too, that this process may
+    /// read it.
+    fn format_of(&self, facts: &NamespaceFacts) -> Result<Option<ImageFormat>, OpenError> {
+        let path = || self.path.display().to_string();
+        let mut start = vec![0; ImageFormat::LOOKS_AT.next_multiple_of(facts.block_size as usize)];
+        start.truncate(usize::try_from(self.size).unwrap_or(usize::MAX));
+        sys::read_start(&self.file, &facts.commands(), &mut start).map_err(
+            |source| match source.raw_os_error() {
+                Some(libc::EACCES) => OpenError::NotGiven { path: path(), why: NO_COMMANDS.into() },
+                _ => OpenError::System { path: path(), what: "reading its start", source },
+            },
+        )?;
+        Ok(ImageFormat::of(start.get(..ImageFormat::LOOKS_AT).unwrap_or(&start)))
+    }
+
     /// Bypasses the page cache, as `direct` says; what that asks for, or nothing if it is not
     /// bypassed. `block_size` is the unit of the requests that there will be.
     ///
@@ -175,6 +207,15 @@ impl ImageFile {
         direct: Direct,
         block_size: u32,
     ) -> Result<Option<Alignment>, OpenError> {
+        if let Some(facts) = &self.namespace {
+            if direct == Direct::Off {
+                let path = self.path.display().to_string();
+                let why = "a character device has no page cache; leave out `direct=off`".to_owned();
+                return Err(OpenError::NotGiven { path, why });
+            }
+            // The system copies what the device can not take as it is.
+            return Ok(Some(Alignment { memory: 4, offset: facts.block_size as usize }));
+        }
         Ok(match direct {
             Direct::Off => None,
             Direct::Auto => bypass_cache(&self.file, self.size, block_size).ok(),
@@ -186,7 +227,19 @@ impl ImageFile {
 
     /// Bytes in a logical block of a raw disk.
     pub(super) fn block_size(&self, asked: Option<u32>) -> Result<u32, OpenError> {
-        let own = if self.is_block {
+        if let (Some(facts), Some(asked)) = (&self.namespace, asked)
+            && asked < facts.block_size
+        {
+            let path = self.path.display().to_string();
+            let why = format!(
+                "its blocks have {} bytes, and a disk's can not be shorter; leave out `block-size`",
+                facts.block_size
+            );
+            return Err(OpenError::NotGiven { path, why });
+        }
+        let own = if let Some(facts) = &self.namespace {
+            facts.block_size
+        } else if self.is_block {
             rustix::fs::ioctl_blksszget(&*self.file).unwrap_or(512)
         } else {
             512
@@ -214,13 +267,29 @@ impl Drop for ImageFile {
     }
 }
 
-/// What is known of the block device or regular file at `path`; an error if it is neither. Asked
-/// before it is opened, since opening a pipe or a terminal may block or do things.
-fn look_at(path: &Path, at: At<'_>) -> Result<Metadata, OpenError> {
+/// What may hold an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kinds {
+    /// Files and block devices.
+    Images,
+    /// These, and namespaces by their character devices: for raw disks.
+    Disks,
+}
+
+/// Why a command is refused that the device would carry out.
+const NO_COMMANDS: &str = "the system lets this user give the device no commands; before Linux 6.2 \
+                           that takes CAP_SYS_ADMIN, and later that the device may be read and \
+                           written; the namespace's block device needs neither";
+
+/// What is known of what is at `path`; an error if it can not hold an image. Asked before it is
+/// opened, since opening a pipe or a terminal may block or do things.
+fn look_at(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError> {
     let name = || path.display().to_string();
     let metadata = at.metadata().map_err(|source| refused(name(), source))?;
     let kind = metadata.file_type();
-    let what = if kind.is_file() || kind.is_block_device() {
+    let is_namespace =
+        || kinds == Kinds::Disks && kind.is_char_device() && is_namespace(metadata.rdev());
+    let what = if kind.is_file() || kind.is_block_device() || is_namespace() {
         return Ok(metadata);
     } else if kind.is_dir() {
         "a directory"
@@ -232,6 +301,34 @@ fn look_at(path: &Path, at: At<'_>) -> Result<Metadata, OpenError> {
         "a character device"
     };
     Err(OpenError::NoFile { path: name(), what })
+}
+
+/// What the namespace says whose character device `file` is.
+fn about(
+    path: &Path,
+    file: &File,
+    written: bool,
+    lock_wait: LockWait<'_>,
+) -> Result<NamespaceFacts, OpenError> {
+    let name = || path.display().to_string();
+    let ask = || opener::identify(opener::name_of(file)?.as_fd(), written);
+    retry_while(io::ErrorKind::ResourceBusy, lock_wait, ask).map_err(|error| {
+        match error.raw_os_error() {
+            // The device's own answer, or what it is.
+            None => OpenError::NotGiven { path: name(), why: error.to_string() },
+            Some(libc::EBUSY) => in_use(path),
+            Some(libc::EACCES) => OpenError::NotGiven { path: name(), why: NO_COMMANDS.into() },
+            _ => OpenError::System { path: name(), what: "asking the device", source: error },
+        }
+    })
+}
+
+fn in_use(path: &Path) -> OpenError {
+    OpenError::Busy {
+        path: path.display().to_string(),
+        what: "the system uses it (it is mounted, or part of a RAID or a volume group)",
+        writable: true,
+    }
 }
 
 fn refused(path: String, source: io::Error) -> OpenError {
@@ -266,14 +363,7 @@ fn open_file(
             Ok(file) => return Ok((file, false)),
             Err(e) => match e.raw_os_error() {
                 Some(libc::EACCES | libc::EPERM | libc::EROFS) => {}
-                Some(libc::EBUSY) => {
-                    return Err(OpenError::Busy {
-                        path: name(),
-                        what: "the system uses it (it is mounted, or part of a RAID or a volume \
-                               group)",
-                        writable: true,
-                    });
-                }
+                Some(libc::EBUSY) => return Err(in_use(path)),
                 Some(libc::ETXTBSY) => {
                     return Err(OpenError::Busy {
                         path: name(),

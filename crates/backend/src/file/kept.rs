@@ -15,7 +15,7 @@
 //!
 //! Calls made by threads end before their process does.
 
-use super::image::{ImageFile, LockWait, Wait};
+use super::image::{ImageFile, Kinds, LockWait, Wait};
 use super::open::take;
 use super::opener::{At, name_of};
 use super::options::FileOptions;
@@ -59,7 +59,7 @@ pub(super) fn recover(
     let kept = KeptFile::deserialize(state).map_err(|error| refused(error.to_string()))?;
     let named = fds.take(kept.image).map_err(|error| refused(error.to_string()))?;
     let (at, lock_wait) = (At::Named(named.as_fd()), LockWait::AsLongAs(wait));
-    let mut image = ImageFile::open_at(path, at, options.read_only, lock_wait)?;
+    let mut image = ImageFile::open_at(path, at, (options.read_only, Kinds::Disks), lock_wait)?;
     if image.read_only && !kept.info.read_only {
         return Err(refused("it can not be written any more".to_owned()));
     }

@@ -1,4 +1,4 @@
-//! A disk that is a file or a block device, through io_uring or, where there is none, threads.
+//! A disk that is a file, a block device or an NVMe namespace's character device, through io_uring or, where there is none, threads.
 //!
 //! # Architecture
 //!
@@ -15,6 +15,9 @@
 //!
 //! With direct I/O, data whose addresses or lengths the device can not take goes through an
 //! aligned bounce buffer, in pieces of bounded size; so does what is only compared or verified.
+//!
+//! A namespace by its character device ([`namespace`]) takes the same way; only its calls are NVMe
+//! commands, and what it can is asked of the device.
 //!
 //! # When the image changes under us
 //!
@@ -55,6 +58,7 @@ mod disk;
 mod flusher;
 mod image;
 mod kept;
+mod namespace;
 mod open;
 mod opener;
 mod options;
@@ -71,6 +75,7 @@ mod tests;
 pub use bytes::{BytesQueue, ImageBytes};
 pub use disk::FileDisk;
 pub use image::{ImageFile, Wait};
+pub use namespace::{NamespaceFacts, identify_namespace, is_namespace};
 pub use opener::{Access, Opener, open as open_image, open_images_by};
 pub use options::{Aio, Direct, FileOptions, Format};
 #[cfg(feature = "scripted")]

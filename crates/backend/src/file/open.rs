@@ -2,10 +2,11 @@
 
 use super::atom::Atom;
 use super::device::attribute;
-use super::flusher::Flusher;
-use super::image::ImageFile;
+use super::flusher::{Flusher, Syncs};
+use super::image::{ImageFile, Kinds};
+use super::namespace::NamespaceFacts;
 use super::options::{Aio, FileOptions, Format};
-use super::shared::{FileShared, Hold, ranges};
+use super::shared::{Alignment, FileShared, Hold, ranges};
 use crate::error::OpenError;
 use crate::format::ImageFormat;
 use crate::info::DiskInfo;
@@ -25,8 +26,10 @@ const ZEROES: u64 = 1 << 20;
 
 pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, OpenError> {
     let name = || path.display().to_string();
-    let image = ImageFile::open(path, options.read_only)?;
+    let image = ImageFile::open_as(path, options.read_only, Kinds::Disks)?;
     let format = match options.format {
+        // Whether this process may give the device commands shows at once.
+        Some(Format::Raw) if image.namespace.is_some() => image.format().map(|_| None)?,
         Some(Format::Raw) => None,
         Some(Format::Qcow2) => Some(ImageFormat::Qcow2),
         None => image.format()?,
@@ -55,17 +58,26 @@ pub(super) fn take(
     let (is_block, read_only, size) = (image.is_block, image.read_only, image.size);
     let block_size = image.block_size(options.block_size)?;
 
-    let (engine, no_uring) = engine(options.aio, sys::available)
-        .map_err(|source| OpenError::Ring { path: name(), source })?;
+    let namespace = image.namespace.clone();
+    let uring = if namespace.is_some() { sys::takes_commands } else { sys::available };
+    let (engine, no_uring) =
+        engine(options.aio, uring).map_err(|source| OpenError::Ring { path: name(), source })?;
     let direct = image.set_direct(options.direct, block_size)?;
     let metadata = image.metadata.clone();
     let file = image.into_locked();
 
-    let discard = !read_only && if is_block { discards(&metadata) } else { punches(&file, size) };
+    let about = namespace.as_ref();
+    let discard = !read_only
+        && match about {
+            Some(facts) => facts.discards(),
+            None if is_block => discards(&metadata),
+            None => punches(&file, size),
+        };
     // What the file system allocates at once; a power of two on all of them, as far as known.
-    let cluster = metadata.blksize().clamp(u64::from(block_size), 1 << 20) as u32;
+    let cluster = about.map_or(metadata.blksize(), |facts| facts.granularity);
+    let cluster = cluster.clamp(u64::from(block_size), 1 << 20) as u32;
     let zeroes = zeroes()?;
-    let flusher = Flusher::new(Arc::clone(&file), direct.is_none());
+    let flusher = Flusher::after(Arc::clone(&file), syncs(about, direct), 0);
     Ok(FileShared {
         hold: Hold::new(&file, &flusher, false),
         flusher,
@@ -74,27 +86,39 @@ pub(super) fn take(
             block_size,
             blocks: size / u64::from(block_size),
             read_only,
-            volatile_cache: !read_only,
+            volatile_cache: !read_only && about.is_none_or(|facts| facts.has_cache),
             discard,
             granularity: cluster / block_size,
             metadata: None,
             zoned: None,
         },
-        atom: Atom::of_file(&file, &metadata, is_block, direct.is_some(), block_size),
+        atom: match about {
+            Some(facts) => Atom::of_namespace(facts, block_size),
+            None => Atom::of_file(&file, &metadata, is_block, direct.is_some(), block_size),
+        },
         ranges: ranges(direct, block_size),
         direct,
         engine,
         no_uring,
-        waits: waits(&file),
-        regular: !is_block,
+        waits: about.is_none() && waits(&file),
+        regular: !is_block && about.is_none(),
         end: AtomicU64::new(size),
         full: AtomicU64::new(0),
-        no_zero_range: AtomicBool::new(false),
-        no_punch: AtomicBool::new(false),
+        no_zero_range: AtomicBool::new(about.is_some_and(|facts| !facts.writes_zeroes)),
+        no_punch: AtomicBool::new(about.is_some_and(|facts| !facts.zeroes_deallocate)),
+        namespace,
         zeroes,
         #[cfg(feature = "scripted")]
         script: None,
     })
+}
+
+/// How the disk is synced.
+pub(super) fn syncs(namespace: Option<&NamespaceFacts>, direct: Option<Alignment>) -> Syncs {
+    match namespace {
+        Some(facts) => Syncs::Commands { nsid: facts.nsid },
+        None => Syncs::Calls { forgets: direct.is_none() },
+    }
 }
 
 /// Zeroes to write where nothing better works.

@@ -1,5 +1,6 @@
 //! Who opens images: this process, or one that may open more than it.
 
+use super::namespace::{NamespaceFacts, identify_namespace};
 use rustix::fs::{CWD, Mode, OFlags};
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
@@ -34,6 +35,13 @@ pub trait Opener: Send + Sync {
     /// # Errors
     /// As [`name`](Self::name).
     fn open(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<File>;
+
+    /// [What a namespace says](identify_namespace) whose character device a descriptor names: this
+    /// process may not ask devices.
+    ///
+    /// # Errors
+    /// As there.
+    fn identify(&self, named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts>;
 }
 
 static OPENER: OnceLock<Box<dyn Opener>> = OnceLock::new();
@@ -52,6 +60,14 @@ pub(super) fn name(path: &Path) -> Option<io::Result<OwnedFd>> {
 pub(super) fn name_of(file: &File) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+/// What the namespace says whose character device a descriptor names.
+pub(super) fn identify(named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts> {
+    match OPENER.get() {
+        Some(opener) => opener.identify(named, written),
+        None => identify_namespace(&At::Named(named).path(), written),
+    }
 }
 
 /// Where an image is.

@@ -50,7 +50,10 @@ impl FileQueue {
         // request that waits for a bounce buffer waits for one that has one.
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
         let (file, direct) = (Arc::clone(&shared.file), shared.direct.is_some());
-        let ring = Ring::new(file, shared.engine, shared.waits, direct)?;
+        let ring = match &shared.namespace {
+            Some(facts) => Ring::of_namespace(file, shared.engine, facts.commands())?,
+            None => Ring::new(file, shared.engine, shared.waits, direct)?,
+        };
         #[cfg(feature = "scripted")]
         let ring = match &shared.script {
             Some(script) => script.adopt(ring),

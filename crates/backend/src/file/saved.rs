@@ -6,7 +6,8 @@
 
 use super::atom::Atom;
 use super::flusher::Flusher;
-use super::open::{engine, zeroes};
+use super::namespace::NamespaceFacts;
+use super::open::{engine, syncs, zeroes};
 use super::options::FileOptions;
 use super::shared::{Alignment, FileShared, Hold, ranges};
 use crate::info::DiskInfo;
@@ -30,7 +31,13 @@ struct SavedFile {
     no_zero_range: bool,
     no_punch: bool,
     lost: i32,
+    /// Its file is the character device of this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    namespace: Option<NamespaceFacts>,
 }
+
+/// What is around the state of a namespace: a release that knows none takes it for no file.
+const NAMESPACE: &str = "namespace";
 
 pub(super) fn save(shared: &FileShared, fds: &mut Descriptors) -> io::Result<serde_json::Value> {
     let saved = SavedFile {
@@ -44,8 +51,11 @@ pub(super) fn save(shared: &FileShared, fds: &mut Descriptors) -> io::Result<ser
         no_zero_range: shared.no_zero_range.load(Ordering::Relaxed),
         no_punch: shared.no_punch.load(Ordering::Relaxed),
         lost: shared.flusher.lost(),
+        namespace: shared.namespace.clone(),
     };
-    Ok(serde_json::to_value(saved)?)
+    let is_namespace = saved.namespace.is_some();
+    let state = serde_json::to_value(saved)?;
+    Ok(if is_namespace { serde_json::json!({ NAMESPACE: state }) } else { state })
 }
 
 pub(super) fn adopt(
@@ -53,15 +63,21 @@ pub(super) fn adopt(
     state: &serde_json::Value,
     fds: &mut Descriptors,
 ) -> Result<FileShared, String> {
+    let state = state.get(NAMESPACE).unwrap_or(state);
     let saved = SavedFile::deserialize(state).map_err(|error| error.to_string())?;
     let file = fds.take(saved.file).map_err(|error| error.to_string())?;
-    let (engine, no_uring) = engine(options.aio, sys::available).map_err(|why| why.to_string())?;
+    let about = saved.namespace.as_ref();
+    let uring = if about.is_some() { sys::takes_commands } else { sys::available };
+    let (engine, no_uring) = engine(options.aio, uring).map_err(|why| why.to_string())?;
     let file = Arc::new(File::from(file));
-    let flusher = Flusher::after(Arc::clone(&file), saved.direct.is_none(), saved.lost);
+    let flusher = Flusher::after(Arc::clone(&file), syncs(about, saved.direct), saved.lost);
     let metadata = file.metadata().map_err(|error| error.to_string())?;
     let size = saved.info.block_size;
     let direct = saved.direct.is_some();
-    let atom = Atom::of_file(&file, &metadata, !saved.regular, direct, size);
+    let atom = match about {
+        Some(facts) => Atom::of_namespace(facts, size),
+        None => Atom::of_file(&file, &metadata, !saved.regular, direct, size),
+    };
     Ok(FileShared {
         // The lock is shared until the one that had it is gone.
         hold: Hold::new(&file, &flusher, true),
@@ -79,6 +95,7 @@ pub(super) fn adopt(
         full: AtomicU64::new(saved.full),
         no_zero_range: AtomicBool::new(saved.no_zero_range),
         no_punch: AtomicBool::new(saved.no_punch),
+        namespace: saved.namespace,
         zeroes: zeroes().map_err(|error| error.to_string())?,
         #[cfg(feature = "scripted")]
         script: None,

@@ -2,14 +2,19 @@
 
 use super::atom::Atom;
 use super::flusher::Flusher;
+use super::namespace::NamespaceFacts;
+use super::opener;
 use super::ranges::Ranges;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request};
-use crate::sys::EngineKind;
+use crate::sys::{EngineKind, NVME_STATUS};
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::SharedBytes;
+use shadowbell_spec::Status;
+use shadowbell_spec::status::StatusCodeType;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -25,6 +30,8 @@ pub(super) struct FileShared {
     pub(super) no_uring: Option<String>,
     /// It can not be asked to fail rather than wait.
     pub(super) waits: bool,
+    /// The file is the character device of this.
+    pub(super) namespace: Option<NamespaceFacts>,
     /// The file is a regular one, whose end can move.
     pub(super) regular: bool,
     /// The end of what can still be read, in bytes; less than the disk once it shrank.
@@ -96,6 +103,10 @@ impl Drop for Hold {
 impl FileShared {
     /// Bytes of the file, as of now.
     pub(super) fn size(&self) -> io::Result<u64> {
+        if self.namespace.is_some() {
+            let named = opener::name_of(&self.file)?;
+            return Ok(opener::identify(named.as_fd(), false)?.bytes());
+        }
         // The end of a block device is found by seeking; nothing else uses the position.
         (&*self.file).seek(SeekFrom::End(0))
     }
@@ -116,6 +127,7 @@ impl FileShared {
             flusher: Arc::clone(&self.flusher),
             no_zero_range: copy(&self.no_zero_range),
             no_punch: copy(&self.no_punch),
+            namespace: self.namespace.clone(),
             full: AtomicU64::new(self.full.load(Ordering::Relaxed)),
             atom: self.atom,
             ranges: self.ranges.clone(),
@@ -183,7 +195,57 @@ impl FileShared {
             // A file larger than the process or the file system may write is a full disk, too.
             libc::ENOSPC | libc::EDQUOT | libc::EFBIG => DiskError::NoSpace,
             libc::ECANCELED => DiskError::Cancelled,
+            status if status >= NVME_STATUS => {
+                of_device(Status::from_bits((status - NVME_STATUS) as u16))
+            }
             other => DiskError::Io(other),
         }
+    }
+}
+
+/// What a device has answered, or the system in its place, which may be worth another attempt: the
+/// device was reset, or is not ready yet.
+pub(super) fn is_passing(errno: i32) -> bool {
+    if errno < NVME_STATUS {
+        return matches!(errno, libc::EINTR | libc::EAGAIN);
+    }
+    let status = Status::from_bits((errno - NVME_STATUS) as u16);
+    !status.dnr() && (is_systems(status) || status.code() == Status::NAMESPACE_NOT_READY)
+}
+
+/// Whether it is the system that says so, which has no answer of the device.
+fn is_systems(status: Status) -> bool {
+    status.code_type() == StatusCodeType::Path && status.bits() & 0xf0 == 0x70
+}
+
+/// What the status of a device means.
+fn of_device(status: Status) -> DiskError {
+    match status.code() {
+        Status::LBA_OUT_OF_RANGE => DiskError::OutOfRange,
+        Status::CAPACITY_EXCEEDED => DiskError::NoSpace,
+        // It has lost the device.
+        _ if is_systems(status) => DiskError::Io(libc::EIO),
+        // More (M) and the retry delay (CRD) refer to the device's own log and clock.
+        code if status.dnr() => DiskError::Device(code.with_dnr().bits()),
+        code => DiskError::Device(code.bits()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_devices_answers_are_the_hosts() {
+        let of = |bits| of_device(Status::from_bits(bits));
+        assert_eq!(of(0x4080), DiskError::OutOfRange);
+        assert_eq!(of(0x81), DiskError::NoSpace);
+        assert_eq!(of(0x281), DiskError::Device(0x281), "an unrecovered read error");
+        assert_eq!(of(0x7a81), DiskError::Device(0x4281), "what it refers to is the device's own");
+        assert_eq!(of(0x371), DiskError::Io(libc::EIO));
+        let passes = |bits: u16| is_passing(NVME_STATUS + i32::from(bits));
+        assert!(passes(0x371) && passes(0x370) && passes(0x82) && is_passing(libc::EINTR));
+        assert!(!passes(0x4371) && !passes(0x281) && !passes(0x06) && !is_passing(libc::EIO));
+        assert!(!passes(0x302), "an inaccessible path is the device's own word");
     }
 }

@@ -1,10 +1,11 @@
 //! A request on its way through the kernel: which call is next, and what its result means.
 
 use super::atom::Atom;
-use super::shared::FileShared;
+use super::shared::{FileShared, is_passing};
 use crate::request::{DiskError, Op, Request};
-use crate::sys::{Call, Memory};
+use crate::sys::{Call, Memory, NVME_STATUS};
 use shadowbell_memory::Segments;
+use shadowbell_spec::Status;
 use std::sync::atomic::Ordering;
 
 /// The size of a bounce buffer, and so the most that goes through it in one call.
@@ -20,6 +21,8 @@ pub(super) enum Stage {
     Straight,
     /// `moved` of the `piece` bytes in the bounce buffer are through.
     Bounced { piece: usize, moved: usize },
+    /// A word to the device that the range is not needed.
+    Deallocate,
     /// A hole for the range.
     Punch,
     /// Zeroes for the range, by the file system.
@@ -77,6 +80,10 @@ impl Task {
     ) -> Result<Self, Result<(), DiskError>> {
         let stage = match request.op {
             Op::Flush if shared.info.read_only => return Err(Ok(())),
+            // What has completed is where it belongs.
+            Op::Flush if shared.namespace.as_ref().is_some_and(|it| !it.has_cache) => {
+                return Err(Ok(()));
+            }
             // The end of the image has moved: what it held is not on stable storage.
             Op::Flush if shared.has_shrunk() => return Err(Err(DiskError::Io(libc::EIO))),
             Op::Flush => match shared.unsynced() {
@@ -92,6 +99,9 @@ impl Task {
                 Stage::Bounced { piece: 0, moved: 0 }
             }
             Op::Discard if !shared.info.discard => return Err(Ok(())),
+            Op::Discard if shared.namespace.as_ref().is_some_and(|it| it.deallocates) => {
+                Stage::Deallocate
+            }
             Op::Discard => zeroing(true, shared),
             Op::WriteZeroes { deallocate, .. } => zeroing(deallocate, shared),
             Op::Append { .. } | Op::Zone { .. } => return Err(Err(DiskError::Unsupported)),
@@ -171,6 +181,7 @@ impl Task {
                 offset: offset + moved as u64,
                 len: (piece - moved) as u64,
             },
+            Stage::Deallocate => rest(Call::Deallocate),
             Stage::Punch => rest(Call::Punch),
             Stage::ZeroRange => rest(Call::ZeroRange),
             Stage::Zeroes => rest(Call::Write { from: Memory::Own, dsync: false, whole: false }),
@@ -188,10 +199,11 @@ impl Task {
 
     fn failed(&mut self, errno: i32, shared: &FileShared) -> Step {
         match (errno, self.stage) {
-            (libc::EINTR | libc::EAGAIN | libc::ECANCELED, _) if self.cancelled => {
+            (libc::ECANCELED, _) if self.cancelled => return Step::End(Err(DiskError::Cancelled)),
+            _ if is_passing(errno) && self.cancelled => {
                 return Step::End(Err(DiskError::Cancelled));
             }
-            (libc::EINTR | libc::EAGAIN, _) if self.retries < RETRIES => {
+            _ if is_passing(errno) && self.retries < RETRIES => {
                 self.retries += 1;
                 return Step::Call;
             }
@@ -201,6 +213,10 @@ impl Task {
             }
             (libc::EOPNOTSUPP | libc::ENOSYS, Stage::ZeroRange) => {
                 shared.no_zero_range.store(true, Ordering::Relaxed);
+                self.stage = Stage::Zeroes;
+            }
+            (_, Stage::Deallocate) if refuses(errno) => self.stage = zeroing(true, shared),
+            (_, Stage::Punch | Stage::ZeroRange) if refuses(errno) => {
                 self.stage = Stage::Zeroes;
             }
             // A block device refuses ranges that its own blocks do not divide.
@@ -229,7 +245,12 @@ impl Task {
                 }
                 (progress, wanted)
             }
-            Stage::Punch | Stage::ZeroRange => {
+            // A command says for how many bytes it was.
+            Stage::Deallocate | Stage::Punch | Stage::ZeroRange if moved != 0 => {
+                self.done += moved.min(self.left());
+                (moved, self.left() + moved)
+            }
+            Stage::Deallocate | Stage::Punch | Stage::ZeroRange => {
                 self.done = self.request.len;
                 (self.request.len, self.request.len)
             }
@@ -276,6 +297,12 @@ impl Task {
     fn go_on(&self, step: Step) -> Step {
         if self.cancelled { Step::End(Err(DiskError::Cancelled)) } else { step }
     }
+}
+
+/// Whether a device says that it has no such command, or not with such a range.
+fn refuses(errno: i32) -> bool {
+    let status = u16::try_from(errno - NVME_STATUS).map_or(Status::SUCCESS, Status::from_bits);
+    matches!(status.code(), Status::INVALID_OPCODE | Status::INVALID_FIELD)
 }
 
 /// Whether the device can work on the first `len` bytes of the data as they are.

@@ -1,6 +1,8 @@
 //! The queue on files that behave in ways that an image on a good day does not: pipes (slow,
 //! short), devices that are full or broken, file systems that lack calls.
 
+mod namespace;
+
 use super::atom::Atom;
 use super::flusher::Flusher;
 use super::options::Aio;
@@ -55,6 +57,7 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
         full: AtomicU64::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
+        namespace: None,
         zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
         #[cfg(feature = "scripted")]
         script: None,

@@ -3,12 +3,9 @@
 use super::limiter::Limiter;
 use super::queue::LimitedQueue;
 use crate::disk::{Disk, Queue};
-use crate::extent::Tell;
-use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::resize::ResizeError;
 use shadowbell_memory::SharedBytes;
-use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -46,6 +43,10 @@ impl Disk for LimitedDisk {
         Ok(Box::new(LimitedQueue::new(self.inner.queue()?, limiters, delayed)?))
     }
 
+    fn inner(&self) -> Option<&Arc<dyn Disk>> {
+        Some(&self.inner)
+    }
+
     fn name(&self) -> String {
         self.inner.name()
     }
@@ -58,30 +59,10 @@ impl Disk for LimitedDisk {
         Some(&self.inner)
     }
 
-    fn remark(&self) -> Option<String> {
-        self.inner.remark()
-    }
-
-    fn is_full(&self) -> bool {
-        self.inner.is_full()
-    }
-
-    fn has_lost(&self) -> bool {
-        self.inner.has_lost()
-    }
-
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        self.inner.extents(offset, len, tell);
-    }
-
     fn counters(&self) -> Vec<(&'static str, u64)> {
         let mut counters = self.inner.counters();
         counters.push(("delayed", self.delayed.load(Ordering::Relaxed)));
         counters
-    }
-
-    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        self.inner.hand_over(fds)
     }
 
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
@@ -94,17 +75,5 @@ impl Disk for LimitedDisk {
 
     fn map(&self, len: u64) -> Option<SharedBytes> {
         self.inner.map(len)
-    }
-
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        self.inner.keep(fds)
-    }
-
-    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
-        self.inner.on_change(changed);
-    }
-
-    fn share_lock(&self, shared: bool) {
-        self.inner.share_lock(shared);
     }
 }

@@ -6,12 +6,8 @@ use super::layout::{Layout, bytes_for};
 use super::locks::Locks;
 use super::queue::MetadataQueue;
 use crate::disk::{Disk, Queue};
-use crate::extent::Tell;
-use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
-use crate::limit::Limiter;
 use crate::resize::ResizeError;
-use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
 
@@ -71,36 +67,12 @@ impl Disk for MetadataDisk {
         Ok(Box::new(MetadataQueue::new(queue, self.layout, &info, (locks, cache))?))
     }
 
+    fn inner(&self) -> Option<&Arc<dyn Disk>> {
+        Some(&self.inner)
+    }
+
     fn name(&self) -> String {
         self.inner.name()
-    }
-
-    fn limiters(&self) -> &[Arc<Limiter>] {
-        self.inner.limiters()
-    }
-
-    fn remark(&self) -> Option<String> {
-        self.inner.remark()
-    }
-
-    fn is_full(&self) -> bool {
-        self.inner.is_full()
-    }
-
-    fn has_lost(&self) -> bool {
-        self.inner.has_lost()
-    }
-
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.inner.counters()
-    }
-
-    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        self.inner.extents(offset, len, tell);
-    }
-
-    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        self.inner.hand_over(fds)
     }
 
     fn resized(&self, _: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
@@ -110,14 +82,6 @@ impl Disk for MetadataDisk {
     fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
         let inner = self.inner.with_writes(taken)?;
         Ok(Arc::new(Self { inner, ..self.clone() }))
-    }
-
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        self.inner.keep(fds)
-    }
-
-    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
-        self.inner.on_change(changed);
     }
 
     fn share_lock(&self, shared: bool) {

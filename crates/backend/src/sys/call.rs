@@ -14,6 +14,8 @@ pub(super) enum Kind {
     Allocate {
         mode: i32,
     },
+    /// What is there is not needed any more. Of a namespace; of a file it is a hole.
+    Deallocate,
 }
 
 /// A call: `len` bytes of the file from `offset`; or of the pieces, where there are any.
@@ -30,6 +32,12 @@ pub(super) struct Prepared<'a> {
 
 /// The completion of a call without a slot (a cancellation, a wake-up).
 pub(super) const NO_SLOT: u64 = u64::MAX;
+
+/// A hole, as `fallocate` has it.
+pub(super) const HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+
+/// Where the numbers of errors begin that are the status of an NVMe device: above the system's own.
+pub(crate) const NVME_STATUS: i32 = 1 << 16;
 
 /// There is no way left to learn when calls have ended.
 #[derive(Debug)]

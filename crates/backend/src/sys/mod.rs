@@ -6,14 +6,21 @@ mod fence;
 mod here;
 mod jobs;
 mod lock;
+mod namespace_ring;
+mod passthrough;
 mod ring;
+mod slot;
 mod threads;
 mod uring;
 mod waker;
 
+pub(crate) use call::NVME_STATUS;
 pub use fence::fence;
 pub(crate) use lock::{lock_image, unlock_image};
-pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
+pub(crate) use namespace_ring::takes_commands;
+pub(crate) use passthrough::{Identity, Namespace, flush, identify, read_start};
+pub(crate) use ring::{EngineKind, Key, Ring};
+pub(crate) use slot::{Call, Memory};
 #[cfg(feature = "scripted")]
 pub use threads::End;
 #[cfg(feature = "scripted")]

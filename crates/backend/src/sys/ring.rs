@@ -10,6 +10,9 @@ mod in_place;
 
 use super::call::{Kind, NO_SLOT, Prepared, Stuck};
 use super::here::Here;
+use super::namespace_ring::NamespaceRing;
+use super::passthrough::Namespace;
+use super::slot::{Call, Slot};
 use super::threads::Threads;
 use super::uring::Uring;
 use super::waker::Waker;
@@ -23,35 +26,6 @@ use std::sync::Arc;
 /// Calls that can be under way at once; what is more waits in this process, in order. The kernel's
 /// queue has twice the room, so that cancellations never fill it.
 const COMPLETIONS: u32 = 1024;
-/// The most pieces that the kernel takes in one call (UIO_MAXIOV). A transfer of more ends short,
-/// and is continued.
-const MAX_IOVECS: usize = 1024;
-/// The most bytes in one call: what the kernel's 32-bit length holds, in whole pages.
-const MAX_BYTES: u64 = 1 << 30;
-
-/// What the kernel is to do with the file, at an offset that comes with it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Call {
-    /// File to memory.
-    Read(Memory),
-    /// Memory to file; with `dsync`, onto stable storage; with `whole`, all or nothing of it,
-    /// should the power go.
-    Write { from: Memory, dsync: bool, whole: bool },
-    /// Takes the range's blocks out of the file.
-    Punch,
-    /// Makes the range zeroes and keeps its blocks.
-    ZeroRange,
-}
-
-/// Which of a slot's buffers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Memory {
-    /// The command's data.
-    Data,
-    /// The queue's own buffer, which the slot has for now.
-    Own,
-}
-
 /// Names a slot, and the use that is made of it now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
@@ -83,21 +57,6 @@ pub(crate) struct Taken<T> {
     pub(crate) own: Option<SharedBytes>,
 }
 
-struct Slot<T> {
-    generation: u32,
-    /// The kernel may be using what is in here.
-    busy: bool,
-    task: Option<T>,
-    data: Segments,
-    own: Option<SharedBytes>,
-    iovecs: Vec<libc::iovec>,
-    /// The call, for threads to make it if the kernel would have to wait.
-    kind: Kind,
-    offset: u64,
-    len: u64,
-    nowait: bool,
-}
-
 /// How calls are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EngineKind {
@@ -110,6 +69,8 @@ pub(crate) enum EngineKind {
 #[allow(clippy::large_enum_variant, reason = "there is one for each queue")]
 enum Engine {
     Uring(Uring),
+    /// io_uring, with commands for a namespace.
+    Namespace(NamespaceRing),
     Threads(Threads),
 }
 
@@ -118,6 +79,7 @@ macro_rules! with {
     ($engine:expr, $it:ident => $what:expr) => {
         match $engine {
             Engine::Uring($it) => $what,
+            Engine::Namespace($it) => $what,
             Engine::Threads($it) => $what,
         }
     };
@@ -153,6 +115,8 @@ pub(crate) struct Ring<T> {
     free: Vec<u32>,
     busy: usize,
     blocking: Blocking,
+    /// The file is the character device of this.
+    namespace: Option<Namespace>,
 }
 
 impl<T> Ring<T> {
@@ -179,7 +143,38 @@ impl<T> Ring<T> {
             EngineKind::Uring => Engine::Uring(Uring::new(file, 2 * COMPLETIONS)?),
             EngineKind::Threads => Engine::Threads(Threads::new(file)?),
         };
-        Ok(Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking })
+        Ok(Self::with(engine, blocking, None))
+    }
+
+    /// As [`new`](Self::new), where `file` is the character device of `namespace`: calls are its
+    /// commands, whose statuses are error numbers from [`NVME_STATUS`] on.
+    pub(crate) fn of_namespace(
+        file: Arc<File>,
+        engine: EngineKind,
+        namespace: Namespace,
+    ) -> io::Result<Self> {
+        let blocking = Blocking {
+            file: Arc::clone(&file),
+            threads: None,
+            reads: false,
+            writes: false,
+            direct: true,
+            // The system never waits for a device here.
+            off: true,
+            here: Here::default(),
+            again: Vec::new(),
+        };
+        let engine = match engine {
+            EngineKind::Uring => {
+                Engine::Namespace(NamespaceRing::new(file, 2 * COMPLETIONS, namespace)?)
+            }
+            EngineKind::Threads => Engine::Threads(Threads::of(file, Some(namespace))?),
+        };
+        Ok(Self::with(engine, blocking, Some(namespace)))
+    }
+
+    fn with(engine: Engine, blocking: Blocking, namespace: Option<Namespace>) -> Self {
+        Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking, namespace }
     }
 
     /// From here on a test says when calls end, and how; nothing if io_uring makes them.
@@ -195,7 +190,7 @@ impl<T> Ring<T> {
         let waits = match kind {
             Kind::Read => self.blocking.reads,
             Kind::Write { .. } => self.blocking.writes,
-            Kind::Sync | Kind::Allocate { .. } => true,
+            Kind::Sync | Kind::Allocate { .. } | Kind::Deallocate => true,
         };
         waits && !self.blocking.off && self.has_threads()
     }
@@ -330,6 +325,13 @@ impl<T> Ring<T> {
         offset: u64,
         len: u64,
     ) -> bool {
+        let len = match &self.namespace {
+            Some(namespace) => {
+                let moves_data = matches!(call, Call::Read(_) | Call::Write { .. });
+                namespace.most(moves_data, len)
+            }
+            None => len,
+        };
         let Some(slot) = self.slot(key) else { return false };
         assert!(!slot.busy, "a slot has one call at a time");
         let kind = slot.gather_for(call, skip, len);
@@ -398,6 +400,7 @@ impl<T> Ring<T> {
     /// negative error number, or the bytes that it moved).
     pub(crate) fn collect(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { engine, slots, busy, blocking, .. } = self;
+        let is_command = matches!(engine, Engine::Namespace(_));
         let Blocking { threads, reads, writes, again, .. } = blocking;
         let mut each = |data: u64, result: i32| {
             let key = Key { index: data as u32, generation: (data >> 32) as u32 };
@@ -415,6 +418,7 @@ impl<T> Ring<T> {
                 }
                 slot.busy = false;
                 *busy -= 1;
+                let result = if is_command { slot.of_command(result) } else { result };
                 into.push((key, result));
             }
         };
@@ -450,6 +454,7 @@ impl<T> Ring<T> {
     pub(crate) fn waker(&self) -> Waker {
         match &self.engine {
             Engine::Uring(it) => Waker::Alarm(Arc::clone(it.alarm())),
+            Engine::Namespace(it) => Waker::Alarm(Arc::clone(it.alarm())),
             Engine::Threads(it) => Waker::Threads(Arc::clone(it.shared())),
         }
     }
@@ -457,8 +462,10 @@ impl<T> Ring<T> {
     /// What a [`Waker`] has done until now is undone. (With threads that is part of
     /// [`collect`](Self::collect).)
     pub(crate) fn quieten(&self) {
-        if let Engine::Uring(it) = &self.engine {
-            it.quieten();
+        match &self.engine {
+            Engine::Uring(it) => it.quieten(),
+            Engine::Namespace(it) => it.quieten(),
+            Engine::Threads(_) => {}
         }
     }
 
@@ -466,6 +473,7 @@ impl<T> Ring<T> {
     pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         match &self.engine {
             Engine::Uring(it) => it.watch(fd),
+            Engine::Namespace(it) => it.watch(fd),
             Engine::Threads(_) => Err(io::ErrorKind::Unsupported.into()),
         }
     }
@@ -473,64 +481,6 @@ impl<T> Ring<T> {
     /// A descriptor: readable when [`collect`](Self::collect) has something to do.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         with!(&self.engine, it => it.fd())
-    }
-}
-
-impl<T> Slot<T> {
-    /// Lists the pieces that `call` works on, and says what it is to the system.
-    fn gather_for(&mut self, call: Call, skip: usize, len: u64) -> Kind {
-        match call {
-            Call::Read(memory) => {
-                self.gather(memory, skip, len, true);
-                return Kind::Read;
-            }
-            Call::Write { from, dsync, whole } => {
-                self.gather(from, skip, len, false);
-                let dsync = if dsync { libc::RWF_DSYNC } else { 0 };
-                let whole = if whole { libc::RWF_ATOMIC } else { 0 };
-                return Kind::Write { flags: dsync | whole };
-            }
-            _ => self.iovecs.clear(),
-        }
-        let keep = libc::FALLOC_FL_KEEP_SIZE;
-        let hole = if call == Call::Punch {
-            libc::FALLOC_FL_PUNCH_HOLE
-        } else {
-            libc::FALLOC_FL_ZERO_RANGE
-        };
-        Kind::Allocate { mode: hole | keep }
-    }
-
-    /// Lists the pieces of the buffer from `skip`, `len` bytes at most. A buffer that the kernel
-    /// is to write and may not, or that is missing, has none.
-    fn gather(&mut self, memory: Memory, skip: usize, len: u64, write: bool) {
-        self.iovecs.clear();
-        let mut left = len.min(MAX_BYTES) as usize;
-        let mut skip = skip;
-        let mut add = |address: usize, len: usize| {
-            if skip >= len {
-                skip -= len;
-            } else if left > 0 && self.iovecs.len() < MAX_IOVECS {
-                let n = (len - skip).min(left);
-                let iov_base = std::ptr::with_exposed_provenance_mut(address + skip);
-                self.iovecs.push(libc::iovec { iov_base, iov_len: n });
-                skip = 0;
-                left -= n;
-            }
-        };
-        match memory {
-            Memory::Data if !write || self.data.is_writable() => {
-                for piece in self.data.pieces() {
-                    add(piece.address(), piece.len());
-                }
-            }
-            Memory::Own => {
-                if let Some(own) = self.own.as_ref().filter(|o| !write || o.is_writable()) {
-                    add(own.address(), own.len());
-                }
-            }
-            Memory::Data => {}
-        }
     }
 }
 
@@ -566,14 +516,17 @@ impl<T> Drop for Ring<T> {
                 return;
             }
         }
-        if let Engine::Uring(uring) = &mut self.engine {
-            uring.close();
+        match &mut self.engine {
+            Engine::Uring(uring) => uring.close(),
+            Engine::Namespace(uring) => uring.close(),
+            Engine::Threads(_) => {}
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::slot::Memory;
     use super::*;
     use shadowbell_memory::Mapping;
 

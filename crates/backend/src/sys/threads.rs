@@ -2,8 +2,9 @@
 //! usual profiles of containers do. A call then costs two wakeups and a system call of its own, and
 //! as many are under way as there are threads.
 
-use super::call::{Kind, Prepared, Stuck};
+use super::call::{HOLE, Kind, Prepared, Stuck};
 use super::jobs::Jobs;
+use super::passthrough::Namespace;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::EventfdFlags;
 use shadowbell_memory::AbortOnPanic;
@@ -49,6 +50,8 @@ unsafe impl Send for Job {}
 /// What a queue and its threads share.
 pub(crate) struct ThreadsShared {
     file: Arc<File>,
+    /// The file is the character device of this.
+    namespace: Option<Namespace>,
     work: Mutex<Work>,
     /// For threads that wait for work.
     work_ready: Condvar,
@@ -77,9 +80,19 @@ impl Threads {
     /// # Errors
     /// There is no more descriptor.
     pub(super) fn new(file: Arc<File>) -> io::Result<Self> {
+        Self::of(file, None)
+    }
+
+    /// For calls that are commands to `namespace`, if there is one, whose character device the file
+    /// is. They need their data in one piece, and end with `EINVAL` otherwise.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub(super) fn of(file: Arc<File>, namespace: Option<Namespace>) -> io::Result<Self> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let shared = ThreadsShared {
             file,
+            namespace,
             work: Mutex::default(),
             work_ready: Condvar::new(),
             ended: Mutex::default(),
@@ -260,6 +273,15 @@ impl ThreadsShared {
 
     /// The result, as io_uring has it.
     fn call(&self, job: &Job) -> i32 {
+        if let Some(namespace) = &self.namespace {
+            // SAFETY: the list and the memory that it names are there, see `Threads::push`.
+            return unsafe {
+                let iovecs = pieces(job);
+                let Job { id, kind, offset, len, .. } = *job;
+                let call = Prepared { id, kind, iovecs, offset, len, nowait: false };
+                namespace.call(&self.file, &call)
+            };
+        }
         match job.kind {
             // Files of a kind that takes no flags: the same in two steps.
             Kind::Write { flags } if flags != 0 => match self.make(job, job.kind) {
@@ -285,6 +307,7 @@ impl ThreadsShared {
                 Kind::Write { flags } => libc::pwritev2(fd, job.iovecs, job.count, offset, flags),
                 Kind::Sync => libc::fdatasync(fd) as isize,
                 Kind::Allocate { mode } => libc::fallocate(fd, mode, offset, len) as isize,
+                Kind::Deallocate => libc::fallocate(fd, HOLE, offset, len) as isize,
             }
         };
         if result < 0 {
@@ -360,7 +383,6 @@ pub enum End {
 ///
 /// # Safety
 /// The call's completion was not collected, so its list is there.
-#[cfg(feature = "scripted")]
 unsafe fn pieces(job: &Job) -> &[libc::iovec] {
     let count = usize::try_from(job.count).unwrap_or(0);
     // SAFETY: as the caller has promised. An empty `Vec` has an address that is aligned, too.

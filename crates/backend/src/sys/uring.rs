@@ -1,10 +1,10 @@
 //! Calls through io_uring.
 
-use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use super::call::{HOLE, Kind, NO_SLOT, Prepared, Stuck};
 use super::fence::kept_by_rings;
 use super::waker::Alarm;
-use io_uring::squeue::Entry;
-use io_uring::{EnterFlags, IoUring, opcode, types};
+use io_uring::squeue::{self, Entry};
+use io_uring::{EnterFlags, IoUring, cqueue, opcode, types};
 use rustix::event::epoll;
 use std::fs::File;
 use std::io;
@@ -19,8 +19,9 @@ const TRIES: u32 = 8;
 /// How long after it had no memory for a call it is asked again.
 const PAUSE: Duration = Duration::from_millis(1);
 
-pub(super) struct Uring {
-    uring: IoUring,
+/// `S` is the shape of the entries that are submitted: [`Entry`] for calls on files.
+pub(super) struct Uring<S: Shape = Entry> {
+    uring: IoUring<S, S::Completion>,
     /// The file is registered with the ring, which saves a look-up for each call.
     registered: bool,
     file: Arc<File>,
@@ -32,7 +33,17 @@ pub(super) struct Uring {
     wakes: OwnedFd,
 }
 
-impl Uring {
+/// The shape of the entries of a ring, and of its completions.
+pub(super) trait Shape: squeue::EntryMarker + From<Entry> {
+    /// Of what the kernel answers.
+    type Completion: cqueue::EntryMarker;
+}
+
+impl Shape for Entry {
+    type Completion = cqueue::Entry;
+}
+
+impl<S: Shape> Uring<S> {
     /// Opens a ring for calls on `file`, to be used by this thread alone, with room for so many
     /// completions.
     pub(super) fn new(file: Arc<File>, completions: u32) -> io::Result<Self> {
@@ -52,21 +63,20 @@ impl Uring {
         Ok(Self { uring, registered, file, alarm: Arc::new(alarm), refused: false, wakes })
     }
 
-    /// Takes a call, if there is room in the submission queue; if not, [`enter`](Self::enter) makes
-    /// some.
+    /// The file, by the number that it has in the ring's table, or by its own.
+    pub(super) fn target(&self) -> Result<types::Fixed, types::Fd> {
+        if self.registered { Ok(types::Fixed(0)) } else { Err(types::Fd(self.file.as_raw_fd())) }
+    }
+
+    /// Takes an entry, if there is room in the submission queue; if not, [`enter`](Self::enter)
+    /// makes some.
     ///
     /// # Safety
-    /// The list of pieces, and the memory that it names, stay until the call's completion was
-    /// collected.
-    pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
-        let entry = if self.registered {
-            entry(call, types::Fixed(0))
-        } else {
-            entry(call, types::Fd(self.file.as_raw_fd()))
-        };
+    /// What the entry points to stays until its completion was collected.
+    pub(super) unsafe fn push_entry(&mut self, entry: &S) -> bool {
         // SAFETY: what the entry points to stays, as the caller has promised. The file is open as
         // long as the ring is.
-        unsafe { self.uring.submission().push(&entry.user_data(call.id)) }.is_ok()
+        unsafe { self.uring.submission().push(entry) }.is_ok()
     }
 
     pub(super) fn cancel(&mut self, id: u64) {
@@ -78,7 +88,7 @@ impl Uring {
     }
 
     fn push_control(&mut self, entry: &Entry) {
-        let entry = entry.clone().user_data(NO_SLOT);
+        let entry = S::from(entry.clone().user_data(NO_SLOT));
         for _ in 0..2 {
             // SAFETY: neither a cancellation nor a no-op has memory.
             if unsafe { self.uring.submission().push(&entry) }.is_ok() {
@@ -162,6 +172,7 @@ impl Uring {
             self.enter();
         }
         for completion in self.uring.completion() {
+            let completion: cqueue::Entry = completion.into();
             each(completion.user_data(), completion.result());
         }
     }
@@ -176,6 +187,23 @@ impl Uring {
         if self.registered {
             let _ = self.uring.submitter().unregister_files();
         }
+    }
+}
+
+impl Uring {
+    /// Takes a call, if there is room in the submission queue; if not, [`enter`](Self::enter) makes
+    /// some.
+    ///
+    /// # Safety
+    /// The list of pieces, and the memory that it names, stay until the call's completion was
+    /// collected.
+    pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
+        let entry = match self.target() {
+            Ok(fixed) => entry(call, fixed),
+            Err(fd) => entry(call, fd),
+        };
+        // SAFETY: as the caller has promised.
+        unsafe { self.push_entry(&entry.user_data(call.id)) }
     }
 }
 
@@ -195,6 +223,7 @@ fn entry(call: &Prepared<'_>, file: impl Target) -> Entry {
         Kind::Write { flags } => file.write(iovecs, offset, flags | nowait),
         Kind::Sync => file.sync(),
         Kind::Allocate { mode } => file.fallocate(mode, offset, len),
+        Kind::Deallocate => file.fallocate(HOLE, offset, len),
     }
 }
 
@@ -244,8 +273,11 @@ target!(types::Fd);
 /// Not `IORING_SETUP_DEFER_TASKRUN`: such a ring's descriptor does not wake who sleeps on it in
 /// `poll` or `epoll_wait` (seen with 6.18: only commits to the completion queue wake them, and
 /// those are what is deferred).
-fn build(submissions: u32, completions: u32) -> io::Result<IoUring> {
-    let mut plain = IoUring::builder();
+pub(super) fn build<S: Shape>(
+    submissions: u32,
+    completions: u32,
+) -> io::Result<IoUring<S, S::Completion>> {
+    let mut plain = IoUring::<S, S::Completion>::builder();
     plain.setup_cqsize(completions);
     let mut good = plain.clone();
     good.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
@@ -272,7 +304,7 @@ fn build(submissions: u32, completions: u32) -> io::Result<IoUring> {
 /// # Errors
 /// The system's refusal; `ENOSYS` for a kernel that lacks a call.
 pub(crate) fn available() -> io::Result<()> {
-    let uring = build(4, 8)?;
+    let uring = build::<Entry>(4, 8)?;
     let mut probe = io_uring::Probe::new();
     uring.submitter().register_probe(&mut probe)?;
     let needed = [

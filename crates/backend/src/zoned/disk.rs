@@ -6,11 +6,8 @@ use super::table::{Found, Layout, Table};
 use super::zones::Zones;
 use crate::disk::{Disk, Queue};
 use crate::extent::{Extent, Tell};
-use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
-use crate::limit::Limiter;
 use crate::resize::ResizeError;
-use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
 
@@ -87,28 +84,12 @@ impl Disk for ZonedDisk {
         Ok(Box::new(ZonedQueue::new(queue, zones, &self.info())?))
     }
 
+    fn inner(&self) -> Option<&Arc<dyn Disk>> {
+        Some(&self.inner)
+    }
+
     fn name(&self) -> String {
         self.inner.name()
-    }
-
-    fn limiters(&self) -> &[Arc<Limiter>] {
-        self.inner.limiters()
-    }
-
-    fn remark(&self) -> Option<String> {
-        self.inner.remark()
-    }
-
-    fn is_full(&self) -> bool {
-        self.inner.is_full()
-    }
-
-    fn has_lost(&self) -> bool {
-        self.inner.has_lost()
-    }
-
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.inner.counters()
     }
 
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
@@ -128,10 +109,6 @@ impl Disk for ZonedDisk {
         }
     }
 
-    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        self.inner.hand_over(fds)
-    }
-
     fn resized(&self, _: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
         Err(ResizeError::Zoned { disk: self.name() })
     }
@@ -139,17 +116,5 @@ impl Disk for ZonedDisk {
     fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
         let inner = self.inner.with_writes(taken)?;
         Ok(Arc::new(Self { inner, zones: Arc::clone(&self.zones) }))
-    }
-
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        self.inner.keep(fds)
-    }
-
-    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
-        self.inner.on_change(changed);
-    }
-
-    fn share_lock(&self, shared: bool) {
-        self.inner.share_lock(shared);
     }
 }

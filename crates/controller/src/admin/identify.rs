@@ -60,6 +60,11 @@ impl Identity {
         Self { controller: Box::new(controller(config)), member: config.member.clone() }
     }
 
+    /// The controller's identifier in its subsystem.
+    pub(crate) fn cntlid(&self) -> u16 {
+        self.controller.cntlid
+    }
+
     /// Serial number, model, and the name of the subsystem.
     pub(crate) fn names(&self) -> ([u8; 20], [u8; 40], [u8; 256]) {
         let IdentifyController { sn, mn, subnqn, .. } = &*self.controller;

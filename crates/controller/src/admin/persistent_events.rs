@@ -4,7 +4,6 @@
 //! A host reads it in a context: what there was when that was established, so that the pieces that
 //! it reads fit together. There is room for so many bytes of events; the oldest go first.
 
-use super::identify::CNTLID;
 use super::limits::{FIRMWARE_REVISION, PELS};
 use crate::config::PCI_VENDOR_ID;
 use crate::saved::SavedEventLog;
@@ -48,10 +47,12 @@ pub(crate) const FATAL: Own = (2, "fatal");
 /// It was given a thread of its own.
 pub(crate) const ISOLATED: Own = (3, "isolated");
 
-/// What the log says of the moment: as the feature Timestamp has it, and how long the controller
-/// exists.
+/// What the log says of the moment: whose it is, as the feature Timestamp has it, and how long the
+/// controller exists.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
+    /// The controller that the event is of: one of several in a subsystem.
+    pub(crate) cntlid: u16,
     pub(crate) timestamp: u64,
     pub(crate) powered: Duration,
     pub(crate) power_cycles: u64,
@@ -84,7 +85,7 @@ impl EventLog {
             event,
             revision: 1,
             ehl: PersistentEvent::EHL,
-            cntlid: CNTLID.into(),
+            cntlid: at.cntlid.into(),
             timestamp: at.timestamp.into(),
             el: (data as u16).into(),
             ..PersistentEvent::default()
@@ -103,7 +104,7 @@ impl EventLog {
     /// The controller was enabled: for the first time, or after a reset.
     pub(crate) fn enabled(&mut self, at: &Moment) {
         let information = ResetInformation {
-            cntlid: CNTLID.into(),
+            cntlid: at.cntlid.into(),
             power_cycle: u32::try_from(at.power_cycles).unwrap_or(u32::MAX).into(),
             power_on_ms: (at.powered.as_millis() as u64).into(),
             timestamp: at.timestamp.into(),
@@ -285,7 +286,7 @@ mod tests {
     use super::*;
 
     const AT: Moment =
-        Moment { timestamp: 77, powered: Duration::from_secs(7200), power_cycles: 3 };
+        Moment { cntlid: 5, timestamp: 77, powered: Duration::from_secs(7200), power_cycles: 3 };
     const NAMES: Names = Names { sn: [b'S'; 20], mn: [b'M'; 40], subnqn: [b'N'; 256] };
 
     fn ask(log: &mut EventLog, lsp: u8) -> Result<Vec<u8>, Status> {
@@ -300,6 +301,7 @@ mod tests {
         let mut all = Vec::new();
         while let Ok((event, data)) = PersistentEvent::read_from_prefix(rest) {
             assert_eq!((event.ehl, event.timestamp.get(), event.vsil.get()), (21, 77, 0));
+            assert_eq!(event.cntlid.get(), 5);
             let (data, next) = data.split_at(event.el.get().into());
             all.push((event.event, event.revision, data.to_vec()));
             rest = next;
@@ -328,7 +330,7 @@ mod tests {
         let (revision, information) = all[1].2.split_at(8);
         assert_eq!(revision, FIRMWARE_REVISION);
         let information = ResetInformation::read_from_bytes(information).unwrap();
-        assert_eq!((information.cntlid.get(), information.power_on_ms.get()), (1, 7_200_000));
+        assert_eq!((information.cntlid.get(), information.power_on_ms.get()), (5, 7_200_000));
         // What happens meanwhile is in the next one.
         log.own(&AT, RECOVERED, "by another process");
         assert_eq!(ask(&mut log, action::ESTABLISH).unwrap_err().code(), error);

@@ -164,6 +164,31 @@ impl BlkQueue {
         Ok(())
     }
 
+    /// What a process before has left, and was to be done straight from the disk, is done otherwise:
+    /// the guest's memory has changed, and is no more as that needs it. Whether the queue may be
+    /// served.
+    fn go_on_otherwise(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
+        if self.again_direct.is_empty() {
+            return true;
+        }
+        let heads: Vec<_> = std::mem::take(&mut self.again_direct).into();
+        let chains = resubmit::chains(vring.get_ref().get_queue(), &vring.memory(), &heads);
+        match chains {
+            Ok(chains) => self.again.extend(chains),
+            Err(error) => {
+                let queue = self.index;
+                tracing::warn!(
+                    queue,
+                    "the frontend is sent away: requests of a process before can not be carried \
+                     out: {error}"
+                );
+                device.hang_up();
+                return false;
+            }
+        }
+        true
+    }
+
     /// Serves the queue straight from the disk, until anything changes.
     pub(super) fn serve_direct(
         &mut self,
@@ -247,6 +272,8 @@ impl BlkQueue {
         self.finish(device);
         self.has_begun = false;
         self.tracker = None;
+        // Where it is written down what is in flight, they still are.
+        self.again_direct.clear();
         self.io.tasks().reserved() == 0
     }
 
@@ -301,7 +328,7 @@ impl BlkQueue {
         if !self.has_begun && !vring.runs() {
             return Ok(());
         }
-        if !self.begin_queue(device, vring, false) {
+        if !self.begin_queue(device, vring, false) || !self.go_on_otherwise(device, vring) {
             return Ok(());
         }
         // The queue said that there is a request.

@@ -217,6 +217,7 @@ mod tests {
     use shadowbell_block::BlockOptions;
     use shadowbell_driver::AttachOptions;
     use shadowbell_testing::block_device::{TestDisk, attach};
+    use std::os::unix::fs::FileExt;
 
     /// The thread may have seen that it ran just before; and nothing changes any more, of which it
     /// would learn.
@@ -247,6 +248,64 @@ mod tests {
         assert!(is_served(&mut queue));
         queue.ring.set_queue_ready(false);
         assert!(!is_served(&mut queue));
+        drop((queue, disk));
+        controller.detach().unwrap();
+    }
+
+    /// A request that a process before has left is carried out, also if the guest's memory changes
+    /// before that, and is no more as it has to be for the disk's own queue.
+    #[test]
+    fn what_is_left_is_carried_out_whatever_becomes_of_the_memory() {
+        const BYTES: usize = 1 << 16;
+        // The used ring lies across the end of a page, its first two entries before that.
+        const USED: u64 = 0x1fe8;
+        let backing = TestDisk::new(64, 512);
+        let mut controller = attach(Arc::new(backing.clone()), &AttachOptions::default());
+        let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+        let file = memfd_create("guest", MemfdFlags::CLOEXEC).map(File::from).unwrap();
+        ftruncate(&file, BYTES as u64).unwrap();
+        let region = |address: u64, len: u64| {
+            let file = file.try_clone().unwrap();
+            Region { address, len: len as usize, file, offset: address }
+        };
+        // A read of the first block, and in the available ring that it was asked for.
+        for (n, (address, len, flags, next)) in
+            [(0x3000_u64, 16_u32, 1_u16, 1_u16), (0x4000, 512, 3, 2), (0x5000, 1, 2, 0)]
+                .into_iter()
+                .enumerate()
+        {
+            let descriptor = [
+                &address.to_le_bytes()[..],
+                &len.to_le_bytes(),
+                &flags.to_le_bytes(),
+                &next.to_le_bytes(),
+            ];
+            file.write_all_at(&descriptor.concat(), 16 * n as u64).unwrap();
+        }
+        file.write_all_at(&[0, 0, 1, 0, 0, 0], 0x1000).unwrap();
+        file.write_all_at(&[0xff], 0x5000).unwrap();
+        let tracked = memfd_create("tracked", MemfdFlags::CLOEXEC).map(File::from).unwrap();
+        ftruncate(&tracked, 4096).unwrap();
+        tracked.write_all_at(&[1_u16, 4, 0, 0].map(u16::to_ne_bytes).concat(), 8).unwrap();
+        tracked.write_all_at(&[1], 16).unwrap();
+
+        let mut queue = Queue::new_direct(&disk, Arc::new(backing), "a test").unwrap();
+        queue.set_memory(vec![region(0, BYTES as u64)]).unwrap();
+        queue.track(&tracked, 4).unwrap();
+        let place = Place { entries: 4, descriptors: 0, available: 0x1000, used: USED };
+        queue.start(place, false, true).unwrap();
+        let waker = queue.queue.io.waker().unwrap();
+        let Queue { queue: blk, device, ring, .. } = &mut queue;
+        assert_eq!(blk.run_direct(device, ring, &waker, |_, _| {}), Direct::Served);
+        let halves = vec![region(0, 0x2000), region(0x2000, BYTES as u64 - 0x2000)];
+        queue.set_memory(halves).unwrap();
+        queue.serve().unwrap();
+        let at = |offset: u64| {
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, offset).unwrap();
+            byte[0]
+        };
+        assert_eq!((at(USED + 2), at(0x5000)), (1, 0), "answers, status");
         drop((queue, disk));
         controller.detach().unwrap();
     }

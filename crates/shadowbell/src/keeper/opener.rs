@@ -3,7 +3,8 @@
 //! Each worker that asks for it has a thread here, which ends with the worker's end of the socket:
 //! a file system that does not answer holds up the worker's question, and not the keeper. A worker
 //! says what was named to it before it is in its sandbox; from then on it is asked questions only.
-//! What is opened is a regular file or a block device that
+//! What is opened is a regular file, a block device or the character device of an NVMe namespace
+//! that
 //!
 //! * the command line or the configuration file names, or that is below a directory of `--allow`;
 //! * somebody who may ask the keeper has [granted](grant), as `shadowbell ctl` does;
@@ -18,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat, open};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
-use shadowbell_backend::{Access, open_image};
+use shadowbell_backend::{Access, identify_namespace, is_namespace, open_image};
 use shadowbell_memory::process::{block_signals, unblock_signals};
 use shadowbell_state::Bytes;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -231,6 +232,17 @@ fn answer(socket: &OwnedFd, named: &mut Named, packet: Packet) -> io::Result<()>
             return keeper_link::send(socket, opening::OPENED, "", None);
         }
         opening::NAME => name(named, &packet.path()),
+        opening::IDENTIFY => {
+            let access = opening::parse_access(&packet.body);
+            let outcome = match (access, packet.fd()) {
+                (Some(access), Some(image)) => identify(named, image.as_fd(), access),
+                _ => Err(Errno::INVAL.into()),
+            };
+            match outcome {
+                Ok(facts) => return keeper_link::send(socket, opening::OPENED, facts, None),
+                Err(error) => Err(error),
+            }
+        }
         opening::OPEN => {
             let access = opening::parse_access(&packet.body);
             match (access, packet.fd()) {
@@ -287,6 +299,15 @@ fn reopen(named: &Named, image: BorrowedFd<'_>, access: Access) -> io::Result<Ow
     Ok(open_image(Path::new(&path), access)?.into())
 }
 
+/// What the namespace says whose character device `image` names, as JSON: a process in a sandbox
+/// gives a device no admin commands.
+fn identify(named: &Named, image: BorrowedFd<'_>, access: Access) -> io::Result<String> {
+    check(named, image)?;
+    let path = format!("/proc/self/fd/{}", image.as_raw_fd());
+    let facts = identify_namespace(Path::new(&path), access != Access::Read)?;
+    Ok(serde_json::to_string(&facts)?)
+}
+
 /// Whether it may be opened. Its device and inode number.
 fn check(named: &Named, image: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
     let about = fstat(image)?;
@@ -294,6 +315,7 @@ fn check(named: &Named, image: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
     let kind = FileType::from_raw_mode(about.st_mode);
     match kind {
         FileType::RegularFile | FileType::BlockDevice => {}
+        FileType::CharacterDevice if is_namespace(about.st_rdev) => {}
         FileType::Directory => return Err(Errno::ISDIR.into()),
         _ => return Err(Errno::NODEV.into()),
     }
@@ -391,6 +413,15 @@ mod tests {
         let other = open(path("other"), flags, Mode::empty()).unwrap();
         let answer = worker.ask(opening::OPEN, "w", Some(other.as_fd()));
         assert_eq!(answer.letter, opening::REFUSED);
+        // No image has anything to say of itself, and nothing else is asked.
+        let image = open(path("image"), flags, Mode::empty()).unwrap();
+        for (named, expected) in [(&image, libc::ENOTTY.to_string()), (&other, String::new())] {
+            let answer = worker.ask(opening::IDENTIFY, "w", Some(named.as_fd()));
+            match expected.as_str() {
+                "" => assert_eq!(answer.letter, opening::REFUSED),
+                errno => assert_eq!((answer.letter, &*answer.text()), (opening::ERRNO, errno)),
+            }
+        }
         let null = open("/dev/null", flags, Mode::empty()).unwrap();
         assert_eq!(worker.ask(opening::OPEN, "w", Some(null.as_fd())).letter, opening::ERRNO);
         // Nothing is named any more, but by who may.

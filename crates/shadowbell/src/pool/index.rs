@@ -159,15 +159,19 @@ impl Index {
 
     /// Whether it can be what a pool was: it comes from a file, which somebody may have changed.
     fn is_possible(&self) -> bool {
+        let is_format = |block_size: u32, metadata: Option<MetadataFormat>| {
+            matches!(block_size, 512 | 4096) && metadata.is_none_or(|own| own.is_possible())
+        };
         let is_possible = |entry: &Entry| {
             (1..=MOST).contains(&entry.nsid)
-                && matches!(entry.block_size, 512 | 4096)
+                && is_format(entry.block_size, entry.metadata)
                 && entry.blocks != 0
-                && entry.metadata.is_none_or(|own| own.is_possible())
                 && entry.checked_bytes().is_some()
                 && entry.uuid != [0; 16]
         };
-        self.namespaces.iter().all(is_possible)
+        // The namespace may have been deleted after its format has failed.
+        self.formatting.is_none_or(|(_, size)| is_format(size, self.formatting_metadata))
+            && self.namespaces.iter().all(is_possible)
             && self.namespaces.is_sorted_by(|a, b| a.nsid < b.nsid)
     }
 }
@@ -257,5 +261,15 @@ mod tests {
         assert!(!change(&|of| of.namespaces[0].block_size = 4096));
         assert!(!change(&|of| of.namespaces[0].blocks = 0));
         assert!(!change(&|of| of.namespaces[0].uuid = [0; 16]));
+        // What a format makes of one.
+        assert!(change(&|of| of.formatting = Some((2, 4096))));
+        assert!(change(&|of| of.formatting = Some((3, 4096))));
+        assert!(!change(&|of| of.formatting = Some((2, 0))));
+        assert!(!change(&|of| {
+            of.formatting = Some((2, 512));
+            let mut metadata = MetadataFormat::new(8).unwrap();
+            metadata.wide_guard = true;
+            of.formatting_metadata = Some(metadata);
+        }));
     }
 }

@@ -1,6 +1,7 @@
 //! The guest suites: the same Linux guest, a disk under test, one question each.
 
 mod boot;
+mod chardev;
 mod cloud_hypervisor;
 mod comparison;
 mod dmesg;

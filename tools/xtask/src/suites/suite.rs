@@ -7,8 +7,8 @@ use shadowbell_guest::{Kernel, RunDir};
 use super::setup::Setup;
 use super::unbroken::{self, Event};
 use super::{
-    boot, cloud_hypervisor, fs, kinds, namespaces, pool, recover, reset, rivals, s2, s3, s4,
-    shared, smoke, zoned,
+    boot, chardev, cloud_hypervisor, fs, kinds, namespaces, pool, recover, reset, rivals, s2, s3,
+    s4, shared, smoke, zoned,
 };
 use crate::report::Report;
 
@@ -53,6 +53,9 @@ pub(crate) enum Suite {
     /// The driver through VFIO on controllers that do wrong on purpose: every step of recovery,
     /// with every byte checked; and a disk on an SSD whose data nobody copies.
     Recover,
+    /// A server in the guest whose disks are namespaces by their character devices (/dev/ng0n1):
+    /// every byte checked, kills, upgrades, errors, and what is refused.
+    Chardev,
     /// The disk as a block device (ublk) inside the guest, and the S4 table: readers, one and many.
     S4,
 }
@@ -81,6 +84,7 @@ impl Suite {
                 Self::Boot => boot::run(setup, report, kernel, &run),
                 Self::S2 => s2::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),
+                Self::Chardev => chardev::run(setup, report, kernel, &run),
                 Self::S3 => s3::run(setup, report, kernel, &run),
                 Self::S4 => s4::run(setup, report, kernel, &run),
             };

@@ -7,7 +7,8 @@
 //! io_uring says of such a file what it says of one that would wait this time only (`EAGAIN`), so the
 //! system is asked once more by another call, which knows the difference.
 
-use super::{Blocking, Call, Key, Kind, Ring, Slot};
+use super::super::slot::{Call, Slot};
+use super::{Blocking, Key, Kind, Ring};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -91,7 +92,8 @@ impl<T> Slot<T> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{EngineKind, Memory};
+    use super::super::super::slot::Memory;
+    use super::super::EngineKind;
     use super::*;
     use shadowbell_memory::{Mapping, Segments};
     use std::os::unix::fs::FileExt as _;

@@ -5,7 +5,7 @@ use crate::serve::worker_link::WorkerLink;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use shadowbell_backend::{Access, Opener, open_images_by};
+use shadowbell_backend::{Access, NamespaceFacts, Opener, open_images_by};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
@@ -91,12 +91,25 @@ impl Opening {
         body: impl AsRef<OsStr>,
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<OwnedFd> {
+        // What this process has no room for did not arrive.
+        understand(self.say(letter, body, fd)?)?.fd().ok_or_else(|| Errno::MFILE.into())
+    }
+
+    fn say(
+        &self,
+        letter: u8,
+        body: impl AsRef<OsStr>,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> io::Result<Packet> {
         let socket = self.0.lock();
         keeper_link::send(&*socket, letter, body, fd)?;
-        let Some(packet) = keeper_link::receive(&*socket, false)? else {
-            return Err(io::Error::other("the keeper has ended"));
-        };
-        understand(packet)
+        let packet = keeper_link::receive(&*socket, false)?;
+        packet.ok_or_else(|| io::Error::other("the keeper has ended"))
+    }
+
+    fn identify(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<NamespaceFacts> {
+        let answer = self.say(opening::IDENTIFY, opening::access(access), Some(named))?;
+        Ok(serde_json::from_slice(&understand(answer)?.body)?)
     }
 
     fn name(&self, path: &Path) -> io::Result<OwnedFd> {
@@ -111,11 +124,11 @@ impl Opening {
     }
 }
 
-fn understand(packet: Packet) -> io::Result<OwnedFd> {
+/// An answer that is no refusal.
+fn understand(packet: Packet) -> io::Result<Packet> {
     let nonsense = || io::Error::other("the keeper says something else");
     match packet.letter {
-        // What this process has no room for did not arrive.
-        opening::OPENED => packet.fd().ok_or_else(|| Errno::MFILE.into()),
+        opening::OPENED => Ok(packet),
         opening::ERRNO => {
             Err(packet.text().parse().map_or_else(|_| nonsense(), io::Error::from_raw_os_error))
         }
@@ -132,6 +145,10 @@ impl Opener for ByKeeper {
     fn open(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<File> {
         self.0.open(named, access)
     }
+
+    fn identify(&self, named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts> {
+        self.0.identify(named, if written { Access::Write } else { Access::Read })
+    }
 }
 
 #[cfg(test)]
@@ -146,8 +163,6 @@ mod tests {
         let refused = error(opening::REFUSED, "because");
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
         assert_eq!(refused.to_string(), "because");
-        let lost = error(opening::OPENED, "");
-        assert_eq!(Errno::from_io_error(&lost), Some(Errno::MFILE), "it has too many files open");
         for (letter, body) in [(opening::ERRNO, "x"), (b'?', "")] {
             assert!(error(letter, body).to_string().contains("something else"));
         }

@@ -15,6 +15,8 @@ mod verify;
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::{Device, Drive, Firmware, Kernel, RunDir, Serve, Server};
 
+pub(super) use self::verify::{number, verify};
+
 use self::controllers::Which;
 use super::vfio::{IOMMU, MODULES, allow_unsafe_interrupts, boot, load, pack, shadowbell};
 use crate::report::Report;

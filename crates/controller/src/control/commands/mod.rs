@@ -1,31 +1,30 @@
 //! The admin command set: which command does what.
 
+mod lba_status;
+mod log_pages;
+
 use super::admin::{AdminPort, Data, Executed, Outcome};
 use super::control_override::ControlOverride;
 use super::deferred::Deferred;
-use super::diagnostics::{Diagnostics, areas, hours, media};
+use super::diagnostics::{Diagnostics, hours, media};
 use super::io_queues::{IoQueues, QueueEnvironment, ended};
 use super::memory::HostMemory;
 use super::pool::{self, OrderContext, PoolCommands};
 use super::registers::Registers;
 use super::reset::Lifecycle;
-use super::ways::{self, Ana};
+use super::ways::Ana;
 use crate::admin::features::{self, Effect, Features, Limits};
 use crate::admin::host_identifier::host_identifier_bytes;
 use crate::admin::identify::Identity;
 use crate::admin::keep_alive::KeepAlive;
 use crate::admin::limits::{ABORT_LIMIT, TEMPERATURE};
-use crate::admin::logs::{self, ChangedList, Health, LogContext};
-use crate::admin::persistent_events::{Moment, Names};
+use crate::admin::logs::ChangedList;
 use crate::admin::rate_limit::RateLimit;
 use crate::admin::reservation_log::ReservationLog;
 use crate::config::Config;
 use crate::context::Context;
-use crate::control_thread::TakesTurns;
 use crate::event::Event;
 use crate::inquiry::Inquiry;
-use crate::lba_status::{self, LbaStatusServer, Question};
-use crate::namespace::IEEE_OUI;
 use crate::notice::Operation;
 use crate::saved::SavedFeatures;
 use crate::worker::message::Message;
@@ -33,14 +32,10 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::feature::fid;
-use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList, atype};
-use shadowbell_spec::log::persistent_event::action;
-use shadowbell_spec::log::{CriticalWarning, SmartHealth, TELEMETRY_BLOCK, lid};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::sqe::{Fuse, NSID_ALL, Psdt};
 use shadowbell_spec::status::Status;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// What of the controller a command may touch.
 pub(super) struct CommandEnvironment<'a> {
@@ -199,7 +194,7 @@ impl AdminCommands {
                 self.keep_alive.restart(Instant::now());
                 Ok(Outcome::Done(0))
             }
-            AdminOpcode::GetLbaStatus => get_lba_status(env, sqe),
+            AdminOpcode::GetLbaStatus => Self::get_lba_status(env, sqe),
             AdminOpcode::NamespaceManagement
             | AdminOpcode::NamespaceAttachment
             | AdminOpcode::FormatNvm
@@ -318,90 +313,6 @@ impl AdminCommands {
         })
     }
 
-    fn get_log_page(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
-        let command = decode::GetLogPage::decode(sqe);
-        if command.length() > 4096 << env.cx.config.mdts {
-            return Err(Status::INVALID_FIELD.with_dnr());
-        }
-        if command.lid == lid::RESERVATION_NOTIFICATION && env.cx.config.member.is_some() {
-            return self.get_reservation_page(sqe, &command);
-        }
-        if let (lid::ANA, Some(member)) = (command.lid, &env.cx.config.member) {
-            return self.get_ana_page(env.cx, member, sqe, &command);
-        }
-        if logs::is_elsewhere(command.lid) {
-            return self.get_diagnostic_page(env, sqe, &command);
-        }
-        let self_test = self.diagnostics.self_test.page(&media(env.cx));
-        let health = match command.lid {
-            lid::SMART_HEALTH => self.health(env),
-            _ => Health::default(),
-        };
-        let pool = env.cx.config.pool.as_ref().map(|pool| pool.state());
-        let mut context = LogContext {
-            errors: &env.port.errors,
-            health: &health,
-            self_test: &self_test,
-            changed: &mut self.changed,
-            uncorrectable: &env.cx.shared.uncorrectable(),
-            pool: pool.as_ref(),
-            shadow_doorbells: env.cx.config.shadow_doorbells,
-            is_shared: env.cx.config.member.is_some(),
-            volatile_cache: env.cx.has_volatile_cache(),
-        };
-        let bytes = logs::read(&command, sqe.nsid, &mut context)?;
-        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
-        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
-    }
-
-    /// Get Log Page, of those that such a command may change.
-    fn get_diagnostic_page(
-        &mut self,
-        env: &mut CommandEnvironment<'_>,
-        sqe: &Sqe,
-        command: &decode::GetLogPage,
-    ) -> Executed {
-        /// Create Telemetry Host-Initiated Data.
-        const CREATE: u8 = 1;
-        logs::check(command, sqe.nsid)?;
-        let moment = self.moment(env.lifecycle);
-        let names = || {
-            let (sn, mn, subnqn) = self.identity.names();
-            Names { sn, mn, subnqn }
-        };
-        let [a, b, c] = IEEE_OUI;
-        let page = match command.lid {
-            lid::PERSISTENT_EVENTS => {
-                let names = names();
-                self.diagnostics.events.read(command, &names, &moment)?
-            }
-            of => {
-                let Diagnostics { telemetry, events, .. } = &mut self.diagnostics;
-                if of == lid::TELEMETRY_HOST && command.lsp & CREATE != 0 {
-                    telemetry.capture(&areas(
-                        env.cx,
-                        env.lifecycle,
-                        &env.port.errors,
-                        events.len(),
-                    ));
-                    let page = telemetry.page(of, [c, b, a]);
-                    events.telemetry_created(&moment, &page[..TELEMETRY_BLOCK]);
-                }
-                telemetry.page(of, [c, b, a])
-            }
-        };
-        let bytes = match command.lsp & 0b11 {
-            // Nothing is transferred.
-            action::RELEASE if command.lid == lid::PERSISTENT_EVENTS => Vec::new(),
-            _ => logs::part(command, &page)?,
-        };
-        if command.lid == lid::TELEMETRY_CONTROLLER && !command.rae {
-            self.diagnostics.telemetry.was_read();
-        }
-        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
-        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
-    }
-
     /// Device Self-test.
     fn device_self_test(&mut self, env: &CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let nsid = sqe.nsid;
@@ -412,42 +323,6 @@ impl AdminCommands {
         let code = decode::DeviceSelfTest::decode(sqe).stc;
         self.diagnostics.self_test.command(code, nsid, &media(env.cx), health)?;
         Ok(Outcome::Done(0))
-    }
-
-    /// Now, for the log of events.
-    pub(super) fn moment(&self, lifecycle: &Lifecycle) -> Moment {
-        Moment {
-            timestamp: self.features.timestamp(),
-            powered: lifecycle.since.elapsed(),
-            power_cycles: lifecycle.power_cycles,
-        }
-    }
-
-    /// The log page SMART / Health Information.
-    pub(super) fn health_page(&self, env: &CommandEnvironment<'_>) -> SmartHealth {
-        self.health(env).page()
-    }
-
-    fn health(&self, env: &CommandEnvironment<'_>) -> Health {
-        let CommandEnvironment { cx, lifecycle, port, queues, .. } = env;
-        // Workers count where everybody can look: nobody asks them.
-        let io = cx.shared.io();
-        let busy = queues.workers().map(|worker| cx.pool.busy(cx.route.resolve(worker))).max();
-        Health {
-            bytes_read: io.bytes_read,
-            bytes_written: io.bytes_written + io.bytes_copied,
-            host_reads: io.reads + io.copies,
-            host_writes: io.writes + io.copies,
-            media_errors: io.media_errors,
-            busy: busy.unwrap_or(Duration::ZERO),
-            powered: lifecycle.since.elapsed(),
-            power_cycles: lifecycle.power_cycles,
-            unsafe_shutdowns: lifecycle.unsafe_shutdowns,
-            error_log_entries: port.errors.count(),
-            warning: CriticalWarning::new()
-                .with_temperature(self.features.temperature_warning(TEMPERATURE)),
-            ..Health::default()
-        }
     }
 
     /// Doorbell Buffer Config (Base 2.1, "Doorbell Buffer Config command").
@@ -512,16 +387,6 @@ impl AdminCommands {
         port.complete(cid, Status::SUCCESS, dw0);
     }
 
-    /// A Get LBA Status has come to its end.
-    pub(super) fn lba_status_ended(&mut self, cx: &Context, port: &mut AdminPort, cid: u16) {
-        let Some((sqe, bytes)) = cx.lba_status.take(cid) else { return };
-        if cx.serving().get(sqe.nsid).is_none() {
-            return port.fail(cid, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(), sqe.nsid);
-        }
-        let len = decode::GetLbaStatus::decode(&sqe).length() as usize;
-        port.answer(sqe, Data { bytes, len, dw0: 0, log: None });
-    }
-
     /// A command for `nsid` has failed: what follows from that for the namespace.
     ///
     /// A write that needs room where there is none ends with Capacity Exceeded, and with Do Not
@@ -552,63 +417,6 @@ impl AdminCommands {
             }
         }
     }
-}
-
-/// Get LBA Status. The disk is asked elsewhere (`lba_status`).
-fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
-    let command = decode::GetLbaStatus::decode(sqe);
-    let serving = env.cx.visible();
-    let namespace = match serving.get(sqe.nsid) {
-        Some(namespace) => namespace,
-        // One that may be, and is not there.
-        None if (1..=serving.highest()).contains(&sqe.nsid) => {
-            return Err(Status::INVALID_FIELD.with_dnr());
-        }
-        None => return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
-    };
-    ways::check(env.cx, sqe.nsid)?;
-    let length = command.length();
-    let list = size_of::<LbaStatusList>() as u64;
-    if length > 4096 << env.cx.config.mdts || length < list {
-        return Err(Status::INVALID_FIELD.with_dnr());
-    }
-    let end = match command.rl {
-        0 => Some(namespace.blocks()).filter(|blocks| command.slba < *blocks),
-        blocks => command.slba.checked_add(blocks.into()),
-    };
-    let end = end.filter(|end| *end <= namespace.blocks());
-    let end = end.ok_or(Status::LBA_OUT_OF_RANGE.with_dnr())?;
-    let room = ((length - list) / size_of::<LbaStatusDescriptor>() as u64) as usize;
-    let question = Question {
-        sqe: *sqe,
-        generation: env.lifecycle.generation,
-        disk: Arc::clone(namespace.disk()),
-        block_shift: namespace.block_shift(),
-        slba: command.slba,
-        end,
-        room,
-    };
-    match command.atype {
-        atype::ALLOCATED => {}
-        // Those that the host has marked. Of no other one it is known, whatever is looked at.
-        atype::SCAN_UNRECOVERABLE | atype::UNRECOVERABLE => {
-            let marks = env.cx.shared.uncorrectable();
-            let bytes = lba_status::uncorrectable(&marks, sqe.nsid, &question);
-            let len = length as usize;
-            return Ok(Outcome::Data(Data { bytes, len, dw0: 0, log: None }));
-        }
-        _ => return Err(Status::INVALID_FIELD.with_dnr()),
-    }
-    if !env.cx.lba_status.has_room() {
-        return Ok(Outcome::NotYet);
-    }
-    if env.cx.lba_status.begin(question) {
-        let server: Arc<dyn TakesTurns> = Arc::<LbaStatusServer>::clone(&env.cx.lba_status);
-        let control = env.cx.pool.control().clone();
-        let schedule = move || control.schedule(Arc::downgrade(&server));
-        env.deferred.callbacks.push(Box::new(schedule));
-    }
-    Ok(Outcome::Later)
 }
 
 fn limits(env: &CommandEnvironment<'_>, nsid: u32) -> Limits {

@@ -1,0 +1,252 @@
+//! A namespace of an NVMe device, by its character device (`/dev/ng0n1`), as a disk.
+//!
+//! Its commands go to the device as they are ([`crate::sys`]): no block layer of the system's has a
+//! part in them, and no page cache. What a file system or the block layer would say of a disk, the
+//! device says itself, in what Identify returns.
+
+use crate::sys;
+use serde::{Deserialize, Serialize};
+use shadowbell_spec::identify::{NamespaceId, csi};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+/// The most that one command moves, whatever the device says: more than this the system can not
+/// map for each of them, if pages lie anywhere.
+const MOST: u64 = 128 << 10;
+/// The unit of MDTS: no controller has smaller pages.
+const PAGE: u64 = 4096;
+
+/// What a namespace says of itself, as far as a disk needs it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct NamespaceFacts {
+    /// The namespace identifier.
+    pub nsid: u32,
+    /// Bytes in a logical block: 512 or 4096.
+    pub block_size: u32,
+    /// Logical blocks.
+    pub blocks: u64,
+    /// The most bytes that a command moves; whole blocks.
+    pub most: u32,
+    /// It is write-protected.
+    pub is_protected: bool,
+    /// There is a volatile write cache.
+    pub has_cache: bool,
+    /// Dataset Management gives blocks back, which read as zeroes then.
+    pub deallocates: bool,
+    /// There is Write Zeroes.
+    pub writes_zeroes: bool,
+    /// Write Zeroes may give blocks back.
+    pub zeroes_deallocate: bool,
+    /// Bytes that are written as a whole or not at all when the power goes.
+    pub atom: u64,
+    /// Bytes to which what is given back is best aligned; at least a block.
+    pub granularity: u64,
+}
+
+impl NamespaceFacts {
+    /// What Identify says, or why it is no disk.
+    fn of(identity: &sys::Identity) -> Result<Self, String> {
+        let sys::Identity { nsid, namespace, controller, ids } = identity;
+        let set = ids.as_ref().and_then(|ids| {
+            ids.iter().find_map(|id| if let NamespaceId::Csi(set) = id { Some(set) } else { None })
+        });
+        match set {
+            None | Some(csi::NVM) => {}
+            Some(csi::ZONED) => {
+                return Err("it has zones, which no disk here can have that are the device's; \
+                            `zoned=` makes some of a raw image"
+                    .to_owned());
+            }
+            Some(other) => {
+                return Err(format!("it has command set {other:02X}h, and no blocks (00h)"));
+            }
+        }
+        let format = namespace.lbaf.get(usize::from(namespace.flbas.index()));
+        let format = format.ok_or("it says nothing of its format")?;
+        if format.ms != 0 {
+            return Err(format!(
+                "its blocks have {} bytes of metadata, which get lost here; format it without \
+                 (`nvme format --lbaf`)",
+                format.ms
+            ));
+        }
+        let block_size = match format.block_size() {
+            Some(size @ (512 | 4096)) => size,
+            Some(size) => return Err(format!("its blocks have {size} bytes, and not 512 or 4096")),
+            None => return Err("it says nothing of the length of its blocks".to_owned()),
+        };
+        let mdts = u32::from(controller.mdts);
+        let most =
+            if mdts == 0 { MOST } else { PAGE.checked_shl(mdts).map_or(MOST, |n| n.min(MOST)) };
+        let has = controller.oncs;
+        let zeroed = namespace.dlfeat.drb() == 1;
+        let own = namespace.nsfeat.nsabp();
+        let atom = if own { namespace.nawupf } else { controller.awupf };
+        // Where atoms have boundaries, they do not begin anywhere.
+        let atom = if namespace.nabspf == 0 { u64::from(atom) + 1 } else { 1 };
+        let granule = if namespace.nsfeat.optperf() & 1 == 1 { namespace.npdg } else { 0 };
+        Ok(Self {
+            nsid: *nsid,
+            block_size: block_size as u32,
+            blocks: namespace.nsze,
+            most: most as u32,
+            is_protected: namespace.nsattr & 1 != 0,
+            has_cache: controller.vwc.vwcp(),
+            deallocates: has.dataset_management() && zeroed,
+            writes_zeroes: has.write_zeroes(),
+            zeroes_deallocate: has.write_zeroes() && namespace.dlfeat.wzds(),
+            atom: atom * block_size,
+            granularity: (u64::from(granule) + 1) * block_size,
+        })
+    }
+
+    /// Its size in bytes; 0 if nobody could address that.
+    pub(super) fn bytes(&self) -> u64 {
+        self.blocks.checked_mul(self.block_size.into()).unwrap_or(0)
+    }
+
+    /// What its commands are made of.
+    pub(super) fn commands(&self) -> sys::Namespace {
+        sys::Namespace {
+            nsid: self.nsid,
+            block_shift: self.block_size.trailing_zeros(),
+            most: self.most,
+        }
+    }
+
+    /// Whether a discard can give blocks back, which read as zeroes then.
+    pub(super) fn discards(&self) -> bool {
+        self.deallocates || self.zeroes_deallocate
+    }
+}
+
+/// Whether the character device with this number is one of an NVMe namespace.
+#[must_use]
+pub fn is_namespace(device: u64) -> bool {
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let subsystem = std::fs::read_link(format!("/sys/dev/char/{major}:{minor}/subsystem"));
+    subsystem.is_ok_and(|path| path.ends_with("nvme-generic"))
+}
+
+/// What the namespace says whose character device is at `path`. Where it is to be `written`, not if
+/// the system uses its block device: it is mounted, or part of another one.
+///
+/// # Errors
+/// The system's; a sentence without an error number, if it is no disk.
+pub fn identify_namespace(path: &Path, written: bool) -> io::Result<NamespaceFacts> {
+    let file = File::open(path)?;
+    if written {
+        is_free(&file)?;
+    }
+    let facts = NamespaceFacts::of(&sys::identify(&file)?);
+    facts.map_err(|why| io::Error::new(io::ErrorKind::Unsupported, why))
+}
+
+/// Whether nothing has the block device of the same namespace for itself.
+fn is_free(file: &File) -> io::Result<()> {
+    let device = file.metadata()?.rdev();
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let Ok(at) = std::fs::canonicalize(format!("/sys/dev/char/{major}:{minor}")) else {
+        return Ok(());
+    };
+    let name =
+        at.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_prefix("ng"));
+    let Some(name) = name.map(|number| format!("nvme{number}")) else { return Ok(()) };
+    if !Path::new("/sys/class/block").join(&name).exists() {
+        return Ok(());
+    }
+    let alone =
+        OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(format!("/dev/{name}"));
+    match alone {
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Err(error),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_spec::identify::{
+        IdentifyController, IdentifyNamespace, LbaFormat, NamespaceIds,
+    };
+
+    fn identity() -> sys::Identity {
+        let mut namespace = IdentifyNamespace { nsze: 1 << 20, ..Default::default() };
+        namespace.lbaf[0] = LbaFormat { ms: 0, lbads: 9, rp: 0 };
+        namespace.lbaf[1] = LbaFormat { ms: 0, lbads: 12, rp: 0 };
+        namespace.lbaf[2] = LbaFormat { ms: 8, lbads: 12, rp: 0 };
+        namespace.lbaf[3] = LbaFormat { ms: 0, lbads: 14, rp: 0 };
+        namespace.dlfeat.set_drb(1);
+        let mut controller = IdentifyController { awupf: 3, ..Default::default() };
+        controller.oncs.set_dataset_management(true);
+        controller.oncs.set_write_zeroes(true);
+        sys::Identity { nsid: 7, namespace, controller, ids: None }
+    }
+
+    #[test]
+    fn what_a_namespace_says_becomes_a_disk() {
+        let mut identity = identity();
+        let facts = NamespaceFacts::of(&identity).unwrap();
+        assert_eq!((facts.nsid, facts.block_size, facts.bytes()), (7, 512, 512 << 20));
+        assert_eq!((facts.most, facts.atom, facts.granularity), (128 << 10, 2048, 512));
+        assert!(facts.deallocates && facts.writes_zeroes && !facts.zeroes_deallocate);
+        assert!(!facts.has_cache && !facts.is_protected && facts.discards());
+        identity.namespace.flbas.set_low(1);
+        identity.controller.mdts = 2;
+        identity.controller.vwc.set_vwcp(true);
+        identity.namespace.nsfeat.set_nsabp(true);
+        identity.namespace.nsfeat.set_optperf(1);
+        identity.namespace.npdg = 15;
+        identity.namespace.dlfeat.set_drb(0);
+        identity.namespace.dlfeat.set_wzds(true);
+        identity.namespace.nsattr = 1;
+        let facts = NamespaceFacts::of(&identity).unwrap();
+        assert_eq!((facts.block_size, facts.most), (4096, 16 << 10));
+        assert_eq!((facts.atom, facts.granularity), (4096, 64 << 10));
+        assert!(!facts.deallocates && facts.zeroes_deallocate && facts.discards());
+        assert!(facts.has_cache && facts.is_protected);
+        // What no machine has is no shift that panics, and no size that wraps.
+        identity.controller.mdts = 255;
+        identity.namespace.nsze = u64::MAX;
+        identity.namespace.nabspf = 7;
+        identity.controller.awupf = u16::MAX;
+        let facts = NamespaceFacts::of(&identity).unwrap();
+        assert_eq!((facts.most, facts.bytes(), facts.atom), (128 << 10, 0, 4096));
+    }
+
+    #[test]
+    fn a_format_that_is_no_disk_is_refused() {
+        type Change<'a> = &'a dyn Fn(&mut sys::Identity);
+        let refused = |change: Change<'_>| {
+            let mut identity = identity();
+            change(&mut identity);
+            NamespaceFacts::of(&identity).unwrap_err()
+        };
+        let with_csi = |set| NamespaceIds::new([NamespaceId::Csi(set)]);
+        let cases: [(Change<'_>, &str); 5] = [
+            (&|it| it.namespace.flbas.set_low(2), "metadata"),
+            (&|it| it.namespace.flbas.set_low(3), "16384 bytes"),
+            (&|it| it.namespace.flbas.set_low(9), "length of its blocks"),
+            (&|it| it.ids = Some(with_csi(csi::ZONED)), "zones"),
+            (&|it| it.ids = Some(with_csi(1)), "command set 01h"),
+        ];
+        for (change, why) in cases {
+            let said = refused(change);
+            assert!(said.contains(why), "{said}");
+        }
+        let mut nvm = identity();
+        nvm.ids = Some(with_csi(csi::NVM));
+        assert!(NamespaceFacts::of(&nvm).is_ok());
+    }
+
+    #[test]
+    fn other_character_devices_are_no_namespaces() {
+        let null = std::fs::metadata("/dev/null").unwrap();
+        assert!(!is_namespace(null.rdev()));
+        let error = identify_namespace(Path::new("/dev/null"), true).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOTTY));
+    }
+}

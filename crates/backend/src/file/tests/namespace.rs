@@ -1,0 +1,152 @@
+//! A namespace by its character device, without one: the system's null device takes any command
+//! from io_uring, and says that it is done; a file takes none.
+
+use super::super::flusher::Syncs;
+use super::super::namespace::NamespaceFacts;
+use super::*;
+use crate::sys::NVME_STATUS;
+use serde_json::json;
+
+fn facts() -> NamespaceFacts {
+    serde_json::from_value(json!({
+        "nsid": 1, "block_size": 512, "blocks": 1 << 21, "most": 128 << 10, "is_protected": false,
+        "has_cache": true, "deallocates": true, "writes_zeroes": true, "zeroes_deallocate": true,
+        "atom": 512, "granularity": 512,
+    }))
+    .unwrap()
+}
+
+fn namespace(file: File, engine: EngineKind, facts: NamespaceFacts) -> FileShared {
+    let mut shared = shared(file, facts.bytes());
+    shared.direct = Some(Alignment { memory: 4, offset: 512 });
+    shared.engine = engine;
+    shared.flusher =
+        Flusher::after(Arc::clone(&shared.file), Syncs::Commands { nsid: facts.nsid }, 0);
+    shared.namespace = Some(facts);
+    shared
+}
+
+fn null() -> File {
+    File::options().read(true).write(true).open("/dev/null").unwrap()
+}
+
+/// What becomes of one request.
+fn outcome(queue: &mut dyn Queue, op: Op, len: u64) -> Result<(), DiskError> {
+    let (_, mut data) = buffer(len.clamp(4096, MIB));
+    match queue.submit(1, &Request { op, offset: 4096, len }, &mut data) {
+        Submitted::Done(result) => return result,
+        Submitted::Pending => queue.commit(),
+    }
+    let mut ended = None;
+    while ended.is_none() {
+        wait(queue);
+        queue.reap(&mut |_, result, _| ended = Some(result));
+    }
+    ended.unwrap()
+}
+
+#[test]
+fn requests_end_when_their_last_command_has() {
+    let mut queue = disk(namespace(null(), EngineKind::Uring, facts())).queue().unwrap();
+    for (op, len) in [
+        (Op::Read, 4096),
+        (Op::Read, MIB),
+        (Op::Write { fua: true }, 200 << 10),
+        (Op::Verify, MIB),
+        (Op::Discard, 512 << 20),
+        (Op::WriteZeroes { deallocate: true, fua: false }, 512 << 20),
+        (Op::WriteZeroes { deallocate: false, fua: false }, 4096),
+    ] {
+        assert_eq!(outcome(&mut *queue, op, len), Ok(()), "{op:?} {len}");
+    }
+    assert_eq!(outcome(&mut *queue, Op::Read, 2 << 30), Err(DiskError::OutOfRange));
+    // The null device does nothing by `ioctl`, which is how a flush goes.
+    assert_eq!(outcome(&mut *queue, Op::Flush, 0), Err(DiskError::Io(libc::ENOTTY)));
+    let facts = NamespaceFacts { has_cache: false, ..facts() };
+    let mut queue = disk(namespace(null(), EngineKind::Uring, facts)).queue().unwrap();
+    assert_eq!(outcome(&mut *queue, Op::Flush, 0), Ok(()), "it has no cache");
+}
+
+#[test]
+fn what_takes_no_commands_says_so_by_either_way() {
+    for (engine, errno) in
+        [(EngineKind::Uring, libc::EOPNOTSUPP), (EngineKind::Threads, libc::ENOTTY)]
+    {
+        let mut queue = disk(namespace(memfd(MIB), engine, facts())).queue().unwrap();
+        assert_eq!(outcome(&mut *queue, Op::Read, 4096), Err(DiskError::Io(errno)));
+        // Nothing of it falls back to calls that a file would take.
+        assert_eq!(outcome(&mut *queue, Op::Write { fua: false }, 512), Err(DiskError::Io(errno)));
+    }
+}
+
+/// A call, and which bytes it is for.
+type Made = (Call, u64, u64);
+
+/// Which calls are made for a request, if each ends as this says.
+fn calls(
+    shared: &FileShared,
+    op: Op,
+    len: u64,
+    end: impl Fn(&Call, u64) -> i32,
+) -> (Vec<Made>, Result<(), DiskError>) {
+    let (_, data) = buffer(len.min(MIB));
+    let request = Request { op, offset: 0, len };
+    let mut task = Task::new(1, &request, &data, shared).unwrap();
+    let mut made = Vec::new();
+    loop {
+        let next = task.call().unwrap();
+        made.push((next.call, next.offset, next.len));
+        match task.outcome(end(&next.call, next.len), shared) {
+            Step::Call => {}
+            Step::Piece => assert_eq!(task.piece_done(), Step::Call),
+            Step::End(result) => return (made, result),
+        }
+    }
+}
+
+#[test]
+fn a_command_that_is_for_a_part_is_followed_by_others() {
+    let shared = namespace(null(), EngineKind::Uring, facts());
+    let (made, result) = calls(&shared, Op::Discard, 80 << 20, |_, len| len.min(32 << 20) as i32);
+    let offsets: Vec<_> = made.iter().map(|(_, offset, len)| (offset >> 20, len >> 20)).collect();
+    assert_eq!((offsets, result), (vec![(0, 80), (32, 48), (64, 16)], Ok(())));
+    assert!(made.iter().all(|(call, ..)| *call == Call::Deallocate));
+}
+
+#[test]
+fn what_a_device_refuses_is_done_by_other_means_and_what_it_fails_is_its_status() {
+    let shared = namespace(null(), EngineKind::Uring, facts());
+    let refused = |of: Call| {
+        move |call: &Call, len: u64| {
+            if *call == of { -(NVME_STATUS + 0x4001) } else { len.min(MIB) as i32 }
+        }
+    };
+    let (made, result) = calls(&shared, Op::Discard, 4096, refused(Call::Deallocate));
+    assert_eq!(
+        made.iter().map(|(call, ..)| *call).collect::<Vec<_>>(),
+        [Call::Deallocate, Call::Punch]
+    );
+    assert_eq!(result, Ok(()));
+    let zeroes = Op::WriteZeroes { deallocate: true, fua: false };
+    let (made, result) = calls(&shared, zeroes, 2 * MIB, refused(Call::Punch));
+    assert!(matches!(made[..], [(Call::Punch, ..), (Call::Write { .. }, 0, _), (_, MIB, _)]));
+    assert_eq!(result, Ok(()));
+    let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x4281));
+    assert_eq!((made.len(), result), (1, Err(DiskError::Device(0x4281))));
+    // The device was reset: that is no answer of its own.
+    let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x371));
+    assert_eq!((made.len(), result), (65, Err(DiskError::Io(libc::EIO))));
+}
+
+#[test]
+fn a_namespace_goes_to_another_process_as_one() {
+    use super::super::saved;
+    let shared = namespace(null(), EngineKind::Uring, facts());
+    let mut fds = shadowbell_state::Descriptors::default();
+    let state = saved::save(&shared, &mut fds).unwrap();
+    // An earlier release would take it for a file otherwise.
+    assert!(state.get("file").is_none(), "{state}");
+    let options = super::super::FileOptions::default();
+    let adopted = saved::adopt(&options, &state, &mut fds).unwrap();
+    assert_eq!((adopted.namespace, adopted.engine), (shared.namespace, EngineKind::Uring));
+}

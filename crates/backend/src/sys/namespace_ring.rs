@@ -1,0 +1,146 @@
+//! Commands for an NVMe namespace through io_uring: entries that hold a command, and completions
+//! that hold its result, which are twice as long as others (Linux 5.19).
+
+use super::call::{Kind, Prepared, Stuck};
+use super::passthrough::{Command, NVME_URING_CMD_IO, NVME_URING_CMD_IO_VEC, Namespace};
+use super::uring::{Shape, Uring, build};
+use super::waker::Alarm;
+use io_uring::squeue::Entry128;
+use io_uring::{cqueue, opcode};
+use shadowbell_spec::nvm::DsmRange;
+use std::fs::File;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use zerocopy::IntoBytes;
+
+impl Shape for Entry128 {
+    type Completion = cqueue::Entry32;
+}
+
+/// A ring for commands to a namespace.
+pub(super) struct NamespaceRing {
+    uring: Uring<Entry128>,
+    namespace: Namespace,
+    /// The ranges of Dataset Management commands, by the slot that has one. The device reads them
+    /// until the command has ended, so they stay where they are.
+    ranges: Vec<Option<Box<DsmRange>>>,
+    /// Calls that have ended before they were begun.
+    refused: Vec<(u64, i32)>,
+}
+
+impl NamespaceRing {
+    /// As [`Uring::new`].
+    pub(super) fn new(file: Arc<File>, completions: u32, namespace: Namespace) -> io::Result<Self> {
+        let uring = Uring::new(file, completions)?;
+        Ok(Self { uring, namespace, ranges: Vec::new(), refused: Vec::new() })
+    }
+
+    /// Takes a call. Its completion is 0, an NVMe status or a negative error number.
+    ///
+    /// # Safety
+    /// As [`Uring::push_entry`], of the call's pieces and their list.
+    pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
+        let namespace = self.namespace;
+        let (command, is_list) = match namespace.with_data(call, self.range(call)) {
+            Ok(made) => made,
+            Err(error) => {
+                self.refused.push((call.id, error));
+                self.uring.wake();
+                return true;
+            }
+        };
+        let mut bytes = [0; 80];
+        if let Some(place) = bytes.get_mut(..size_of::<Command>()) {
+            place.copy_from_slice(command.as_bytes());
+        }
+        let code = if is_list { NVME_URING_CMD_IO_VEC } else { NVME_URING_CMD_IO };
+        let entry = match self.uring.target() {
+            Ok(fixed) => opcode::UringCmd80::new(fixed, code).cmd(bytes).build(),
+            Err(fd) => opcode::UringCmd80::new(fd, code).cmd(bytes).build(),
+        };
+        // SAFETY: the pieces stay, as the caller has promised; a range does as long as its slot has
+        // no other call, and longer than the ring.
+        unsafe { self.uring.push_entry(&entry.user_data(call.id)) }
+    }
+
+    /// The range of a call, if it has one, at a place of its slot's own.
+    fn range(&mut self, call: &Prepared<'_>) -> &DsmRange {
+        const NONE: &DsmRange = &DsmRange { attributes: 0, blocks: 0, slba: 0 };
+        if call.kind != Kind::Deallocate {
+            return NONE;
+        }
+        let at = call.id as u32 as usize;
+        if at >= self.ranges.len() {
+            self.ranges.resize_with(at + 1, || None);
+        }
+        let Some(place) = self.ranges.get_mut(at) else { return NONE };
+        let range = place.get_or_insert_default();
+        **range = self.namespace.range(call.offset, call.len);
+        range
+    }
+
+    pub(super) fn cancel(&mut self, id: u64) {
+        self.uring.cancel(id);
+    }
+
+    pub(super) fn wake(&mut self) {
+        self.uring.wake();
+    }
+
+    pub(super) fn prepared(&mut self) -> usize {
+        self.uring.prepared()
+    }
+
+    pub(super) fn enter(&mut self) {
+        self.uring.enter();
+    }
+
+    pub(super) fn alarm(&self) -> &Arc<Alarm> {
+        self.uring.alarm()
+    }
+
+    pub(super) fn quieten(&self) {
+        self.uring.quieten();
+    }
+
+    pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.uring.watch(fd)
+    }
+
+    pub(super) fn wait(&mut self) -> Result<(), Stuck> {
+        self.uring.wait().inspect_err(|_| {
+            // The device may read them still: they are kept for good.
+            std::mem::forget(std::mem::take(&mut self.ranges));
+        })
+    }
+
+    pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
+        self.refused.drain(..).for_each(|(id, error)| each(id, error));
+        self.uring.collect(each);
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.uring.fd()
+    }
+
+    pub(super) fn close(&mut self) {
+        self.uring.close();
+    }
+}
+
+/// Whether this process may use such a ring, and the kernel has what it needs.
+///
+/// # Errors
+/// The system's refusal; `ENOSYS` for a kernel that lacks a call.
+pub(crate) fn takes_commands() -> io::Result<()> {
+    let uring = build::<Entry128>(4, 8)?;
+    let mut probe = io_uring::Probe::new();
+    uring.submitter().register_probe(&mut probe)?;
+    if probe.is_supported(opcode::UringCmd80::CODE) && probe.is_supported(opcode::AsyncCancel::CODE)
+    {
+        Ok(())
+    } else {
+        Err(io::Error::from_raw_os_error(libc::ENOSYS))
+    }
+}

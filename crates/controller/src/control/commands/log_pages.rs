@@ -1,0 +1,139 @@
+//! Get Log Page: which page is where, and what of the controller goes into it.
+
+use super::{AdminCommands, CommandEnvironment};
+use crate::admin::limits::TEMPERATURE;
+use crate::admin::logs::{self, Health, LogContext};
+use crate::admin::persistent_events::{Moment, Names};
+use crate::control::admin::{Data, Executed, Outcome};
+use crate::control::diagnostics::{Diagnostics, areas, media};
+use crate::control::reset::Lifecycle;
+use crate::namespace::IEEE_OUI;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin as decode;
+use shadowbell_spec::log::persistent_event::action;
+use shadowbell_spec::log::{CriticalWarning, SmartHealth, TELEMETRY_BLOCK, lid};
+use shadowbell_spec::status::Status;
+use std::time::Duration;
+
+impl AdminCommands {
+    pub(super) fn get_log_page(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let command = decode::GetLogPage::decode(sqe);
+        if command.length() > 4096 << env.cx.config.mdts {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        if command.lid == lid::RESERVATION_NOTIFICATION && env.cx.config.member.is_some() {
+            return self.get_reservation_page(sqe, &command);
+        }
+        if let (lid::ANA, Some(member)) = (command.lid, &env.cx.config.member) {
+            return self.get_ana_page(env.cx, member, sqe, &command);
+        }
+        if logs::is_elsewhere(command.lid) {
+            return self.get_diagnostic_page(env, sqe, &command);
+        }
+        let self_test = self.diagnostics.self_test.page(&media(env.cx));
+        let health = match command.lid {
+            lid::SMART_HEALTH => self.health(env),
+            _ => Health::default(),
+        };
+        let pool = env.cx.config.pool.as_ref().map(|pool| pool.state());
+        let mut context = LogContext {
+            errors: &env.port.errors,
+            health: &health,
+            self_test: &self_test,
+            changed: &mut self.changed,
+            uncorrectable: &env.cx.shared.uncorrectable(),
+            pool: pool.as_ref(),
+            shadow_doorbells: env.cx.config.shadow_doorbells,
+            is_shared: env.cx.config.member.is_some(),
+            volatile_cache: env.cx.has_volatile_cache(),
+        };
+        let bytes = logs::read(&command, sqe.nsid, &mut context)?;
+        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
+        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
+    }
+
+    /// Get Log Page, of those that such a command may change.
+    fn get_diagnostic_page(
+        &mut self,
+        env: &mut CommandEnvironment<'_>,
+        sqe: &Sqe,
+        command: &decode::GetLogPage,
+    ) -> Executed {
+        /// Create Telemetry Host-Initiated Data.
+        const CREATE: u8 = 1;
+        logs::check(command, sqe.nsid)?;
+        let moment = self.moment(env.lifecycle);
+        let names = || {
+            let (sn, mn, subnqn) = self.identity.names();
+            Names { sn, mn, subnqn }
+        };
+        let [a, b, c] = IEEE_OUI;
+        let page = match command.lid {
+            lid::PERSISTENT_EVENTS => {
+                let names = names();
+                self.diagnostics.events.read(command, &names, &moment)?
+            }
+            of => {
+                let Diagnostics { telemetry, events, .. } = &mut self.diagnostics;
+                if of == lid::TELEMETRY_HOST && command.lsp & CREATE != 0 {
+                    telemetry.capture(&areas(
+                        env.cx,
+                        env.lifecycle,
+                        &env.port.errors,
+                        events.len(),
+                    ));
+                    let page = telemetry.page(of, [c, b, a]);
+                    events.telemetry_created(&moment, &page[..TELEMETRY_BLOCK]);
+                }
+                telemetry.page(of, [c, b, a])
+            }
+        };
+        let bytes = match command.lsp & 0b11 {
+            // Nothing is transferred.
+            action::RELEASE if command.lid == lid::PERSISTENT_EVENTS => Vec::new(),
+            _ => logs::part(command, &page)?,
+        };
+        if command.lid == lid::TELEMETRY_CONTROLLER && !command.rae {
+            self.diagnostics.telemetry.was_read();
+        }
+        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
+        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
+    }
+
+    /// Now, for the log of events.
+    pub(in crate::control) fn moment(&self, lifecycle: &Lifecycle) -> Moment {
+        Moment {
+            cntlid: self.identity.cntlid(),
+            timestamp: self.features.timestamp(),
+            powered: lifecycle.since.elapsed(),
+            power_cycles: lifecycle.power_cycles,
+        }
+    }
+
+    /// The log page SMART / Health Information.
+    pub(in crate::control) fn health_page(&self, env: &CommandEnvironment<'_>) -> SmartHealth {
+        self.health(env).page()
+    }
+
+    pub(super) fn health(&self, env: &CommandEnvironment<'_>) -> Health {
+        let CommandEnvironment { cx, lifecycle, port, queues, .. } = env;
+        // Workers count where everybody can look: nobody asks them.
+        let io = cx.shared.io();
+        let busy = queues.workers().map(|worker| cx.pool.busy(cx.route.resolve(worker))).max();
+        Health {
+            bytes_read: io.bytes_read,
+            bytes_written: io.bytes_written + io.bytes_copied,
+            host_reads: io.reads + io.copies,
+            host_writes: io.writes + io.copies,
+            media_errors: io.media_errors,
+            busy: busy.unwrap_or(Duration::ZERO),
+            powered: lifecycle.since.elapsed(),
+            power_cycles: lifecycle.power_cycles,
+            unsafe_shutdowns: lifecycle.unsafe_shutdowns,
+            error_log_entries: port.errors.count(),
+            warning: CriticalWarning::new()
+                .with_temperature(self.features.temperature_warning(TEMPERATURE)),
+            ..Health::default()
+        }
+    }
+}
