@@ -33,7 +33,7 @@ impl Geometry {
             volatile_cache: namespace.has_volatile_cache(),
             write_zeroes: has.write_zeroes(),
             discard: has.dataset_management(),
-            compare: has.compare(),
+            compare: namespace.compares(),
             copy: namespace.copy_limits().is_some(),
         }
     }

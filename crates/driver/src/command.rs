@@ -1,8 +1,34 @@
 //! I/O commands, as small as they can be until they are written into their queue.
 
 use shadowbell_spec::Sqe;
-use shadowbell_spec::nvm::{DatasetManagement, DsmRange, RwFields};
+use shadowbell_spec::nvm::{DatasetManagement, DsmRange, PRINFO_REFTAG, RwFields};
 use shadowbell_spec::opcode::{DataTransfer, NvmOpcode, data_transfer};
+use shadowbell_spec::protection::GuardKind;
+
+/// The most bytes that a command of this driver moves, whatever the controller takes.
+pub(crate) const MOST_BYTES: u64 = 1 << 29;
+/// The bits of [`Command::transfer`] that count bytes. The others say what its entry has beside
+/// dwords 10 to 13, and with one of them it is more than any command moves: so only a command that
+/// the way of plain ones refuses is looked at once more, and plain ones pay nothing.
+const BYTES: u32 = (1 << 30) - 1;
+/// A reference tag that is the number of the first block.
+const LBA_TAG: u32 = 1 << 31;
+/// With `LBA_TAG`, one of 48 bits and not of 32; without, the queue has dwords 2, 3, 14 and 15.
+const WIDE_OR_GIVEN: u32 = 1 << 30;
+
+/// PRINFO, in CDW12.
+const PRINFO_SHIFT: u32 = 26;
+
+/// What an entry has beside the dwords of its [`Command`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Beside {
+    /// Nothing.
+    Nothing,
+    /// A reference tag that is the number of the first block, for such guards.
+    LbaTag(GuardKind),
+    /// What the queue keeps beside the command.
+    Given,
+}
 
 /// An I/O command without its buffer: a few words that fit into registers.
 ///
@@ -15,7 +41,8 @@ pub struct Command {
     pub(crate) cdw10_11: u64,
     pub(crate) cdw12: u32,
     pub(crate) cdw13: u32,
-    /// Bytes that the command moves; 0 if it has no data.
+    /// Bytes that the command moves, 0 if it has no data, and in the highest bits what its entry
+    /// has [`Beside`].
     pub(crate) transfer: u32,
     /// Where in its buffer they begin.
     pub(crate) offset: u32,
@@ -46,7 +73,8 @@ impl Command {
             cdw10_11: cdw10 as u64 | (cdw11 as u64) << 32,
             cdw12,
             cdw13,
-            transfer,
+            // What does not fit is too long in any case.
+            transfer: if transfer > BYTES { BYTES } else { transfer },
             offset: 0,
             // What it does depends on what its buffer says.
             once: opcode == NvmOpcode::Copy as u8,
@@ -93,6 +121,15 @@ impl Command {
         self
     }
 
+    /// This command of the Read and Write frame from another block on. Nobody has checked whether
+    /// that is there.
+    #[inline]
+    #[must_use]
+    pub const fn from_block(mut self, lba: u64) -> Self {
+        self.cdw10_11 = lba;
+        self
+    }
+
     /// This command with its data `offset` bytes into the buffer, a multiple of 4.
     #[must_use]
     pub const fn at(mut self, offset: u32) -> Self {
@@ -136,7 +173,50 @@ impl Command {
     /// How many bytes the command moves.
     #[must_use]
     pub const fn transfer_bytes(&self) -> u32 {
-        self.transfer
+        self.transfer & BYTES
+    }
+
+    /// What its entry has beside dwords 10 to 13.
+    pub(crate) const fn beside(&self) -> Beside {
+        match (self.transfer & LBA_TAG != 0, self.transfer & WIDE_OR_GIVEN != 0) {
+            (false, false) => Beside::Nothing,
+            (true, false) => Beside::LbaTag(GuardKind::Crc16),
+            (true, true) => Beside::LbaTag(GuardKind::Crc64),
+            (false, true) => Beside::Given,
+        }
+    }
+
+    /// This command with these bits of PRINFO (CDW12 29:26).
+    pub(crate) const fn with_prinfo(mut self, prinfo: u8) -> Self {
+        self.cdw12 |= (prinfo as u32 & 0xf) << PRINFO_SHIFT;
+        self
+    }
+
+    /// This command with the number of its first block as reference tag, if it says that one is
+    /// checked or inserted.
+    pub(crate) const fn with_lba_tag(mut self, guard: GuardKind) -> Self {
+        let wide = matches!(guard, GuardKind::Crc64);
+        self.transfer |= LBA_TAG | if wide { WIDE_OR_GIVEN } else { 0 };
+        self
+    }
+
+    /// This command with dwords that are given to the queue.
+    pub(crate) const fn with_given_tags(mut self) -> Self {
+        self.transfer = self.transfer & BYTES | WIDE_OR_GIVEN;
+        self
+    }
+
+    /// This command, which moves so many bytes, fewer than [`MOST_BYTES`].
+    pub(crate) const fn set_transfer(&mut self, bytes: u32) {
+        self.transfer = self.transfer & !BYTES | bytes & BYTES;
+    }
+
+    /// The reference tag that follows from its first block.
+    pub(crate) const fn lba_tag(&self, guard: GuardKind) -> u64 {
+        if self.cdw12 >> PRINFO_SHIFT & PRINFO_REFTAG as u32 == 0 {
+            return 0;
+        }
+        self.cdw10_11 & guard.ref_mask()
     }
 
     /// Whether the device writes into the command's buffer.
@@ -148,7 +228,11 @@ impl Command {
     /// The fields of a command of the Read and Write frame.
     #[must_use]
     pub const fn fields(&self) -> RwFields {
-        RwFields::decode(&self.sqe(0))
+        let mut sqe = self.sqe(0);
+        if let Beside::LbaTag(guard) = self.beside() {
+            sqe.cdw14 = self.lba_tag(guard) as u32;
+        }
+        RwFields::decode(&sqe)
     }
 
     /// The entry of a submission queue, without identifier and data pointer, as eight words: there
@@ -158,6 +242,29 @@ impl Command {
         let first = self.opcode as u64 | (self.nsid as u64) << 32;
         let cdw12_13 = self.cdw12 as u64 | (self.cdw13 as u64) << 32;
         [first, 0, 0, 0, 0, self.cdw10_11, cdw12_13, 0]
+    }
+
+    /// All of it, for a call that is not usual.
+    #[inline(always)]
+    pub(crate) const fn parts(&self) -> [u64; 4] {
+        let first = self.opcode as u64 | (self.once as u64) << 8 | (self.nsid as u64) << 32;
+        let cdw12_13 = self.cdw12 as u64 | (self.cdw13 as u64) << 32;
+        let data = self.transfer as u64 | (self.offset as u64) << 32;
+        [first, self.cdw10_11, cdw12_13, data]
+    }
+
+    /// The command of these [`parts`](Self::parts).
+    pub(crate) const fn from_parts([first, cdw10_11, cdw12_13, data]: [u64; 4]) -> Self {
+        Self {
+            opcode: first as u8,
+            nsid: (first >> 32) as u32,
+            cdw10_11,
+            cdw12: cdw12_13 as u32,
+            cdw13: (cdw12_13 >> 32) as u32,
+            transfer: data as u32,
+            offset: (data >> 32) as u32,
+            once: first >> 8 & 1 != 0,
+        }
     }
 
     /// The entry of a submission queue, without data pointer: for where speed does not matter.

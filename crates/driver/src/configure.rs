@@ -5,16 +5,18 @@
 //! from plain to shadow doorbells with commands in flight.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane, identify_controller};
+use crate::command::MOST_BYTES;
 use crate::controller_info::ControllerInfo;
 use crate::device::Device;
 use crate::error::CommandError;
 use crate::options::Doorbells;
 use crate::queue::ShadowPages;
-use shadowbell_spec::admin::DoorbellBufferConfig;
-use shadowbell_spec::feature::{AsyncEventConfig, NumberOfQueues, fid};
+use shadowbell_spec::admin::{DoorbellBufferConfig, SetFeatures};
+use shadowbell_spec::feature::{AsyncEventConfig, HostBehaviorSupport, NumberOfQueues, fid};
 use shadowbell_spec::identify::IdentifyController;
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::{Sqe, dbbuf};
+use zerocopy::IntoBytes;
 
 /// Asynchronous Event Requests to have outstanding, where the controller takes as many.
 const EVENT_REQUESTS: u8 = 4;
@@ -27,7 +29,7 @@ pub(crate) fn max_transfer(device: &Device, identity: &IdentifyController, wante
             .checked_shl(12 + u32::from(device.cap.mpsmin()) + u32::from(mdts))
             .unwrap_or(u64::MAX),
     };
-    wanted.min(most)
+    wanted.min(most).min(MOST_BYTES)
 }
 
 /// Set Features, Number of Queues (07h): as many pairs as wanted, or as the controller has.
@@ -95,6 +97,21 @@ fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
     })
 }
 
+/// Says that this driver knows blocks whose protection information is not of 8 bytes, if the
+/// controller has such (Base 2.1, "Host Behavior Support", LBAFEE).
+pub(crate) fn know_extended_formats(admin: &AdminPlane, identity: &IdentifyController) {
+    if !identity.ctratt.elbas() {
+        return;
+    }
+    let behavior = HostBehaviorSupport { lbafee: 1, ..HostBehaviorSupport::default() };
+    let fields = SetFeatures { fid: fid::HOST_BEHAVIOR_SUPPORT, ..SetFeatures::default() };
+    let set = Sqe::set_features(0, fields, 0);
+    if let Err(error) = admin.succeed(set, AdminData::ToController(behavior.as_bytes())) {
+        // Namespaces with other blocks work.
+        tracing::info!("blocks with guards of 64 bits stay unknown to this host: {error}");
+    }
+}
+
 /// Enables the asynchronous events that the controller has, and sends Asynchronous Event Requests.
 pub(crate) fn request_events(
     admin: &AdminPlane,
@@ -130,5 +147,6 @@ pub(crate) fn configure_again(admin: &AdminPlane, info: &ControllerInfo) -> Resu
     if info.shadow.is_some() {
         shadow_doorbells(admin)?;
     }
+    know_extended_formats(admin, &identity);
     request_events(admin, &info.identity).map_err(why)
 }

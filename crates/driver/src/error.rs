@@ -265,6 +265,18 @@ pub enum RequestError {
         /// What it has.
         what: &'static str,
     },
+    /// Metadata of a namespace that has none, or none that this driver knows.
+    #[error("namespace {nsid} has no metadata that a command could move")]
+    NoMetadata {
+        /// The namespace.
+        nsid: u32,
+    },
+    /// A Compare of blocks with metadata without these.
+    #[error("blocks of namespace {nsid} have metadata, which a Compare moves as well")]
+    CompareMetadata {
+        /// The namespace.
+        nsid: u32,
+    },
     /// More ranges than one Dataset Management command takes, or none.
     #[error("{ranges} ranges are not 1 to 256, what one Dataset Management command takes")]
     Ranges {

@@ -152,6 +152,51 @@
 //! # }
 //! ```
 //!
+//! # Metadata
+//!
+//! Blocks whose metadata are protection information alone are read and written as above: the
+//! controller inserts, checks and strips it. Whoever wants to know that data arrive unharmed makes
+//! it before the write and checks it after the read:
+//!
+//! ```
+//! # use shadowbell_backend::{MetadataDisk, MetadataFormat};
+//! # use shadowbell_driver::{AttachOptions, Controller};
+//! # use std::sync::Arc;
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let format = MetadataFormat::parse([("metadata", "8"), ("pi", "1")].into_iter())?;
+//! # let disk = MetadataDisk::new(shadowbell_backend::open("mem:64MiB")?, format.ok_or("none")?)?;
+//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(Arc::new(disk))?);
+//! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
+//! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
+//! # let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
+//! use shadowbell_spec::nvm::{PRINFO_GUARD, PRINFO_REFTAG};
+//! use shadowbell_spec::protection::ProtectionFields;
+//!
+//! // What the controller checks, and with which tags: of type 1, the number of the first block.
+//! let (lba, prinfo) = (100, PRINFO_GUARD | PRINFO_REFTAG);
+//! let fields = ProtectionFields { prinfo, ref_tag: lba, ..ProtectionFields::default() };
+//! let write = namespace.write_with_metadata(lba, 8, fields)?;
+//! // Data, and behind them the metadata of 8 blocks.
+//! let pool = controller.buffers(1, write.buffer_bytes())?;
+//! let mut buffer = pool.take().ok_or("all buffers are in use")?;
+//! buffer.fill(7);
+//! assert!(write.protect(&mut buffer));
+//! queue.submit_with_metadata(&write, Some(buffer))?;
+//! queue.wait(None)?;
+//! let completion = queue.pop().ok_or("the controller went away")?;
+//! completion.status.into_result()?;
+//!
+//! let read = namespace.read_with_metadata(lba, 8, fields)?;
+//! queue.submit_with_metadata(&read, completion.buffer)?;
+//! queue.wait(None)?;
+//! let completion = queue.pop().ok_or("the controller went away")?;
+//! completion.status.into_result()?;
+//! read.check(&completion.buffer.ok_or("there is no buffer")?)?;
+//! # drop(queue);
+//! # Ok(controller.detach()?)
+//! # }
+//! ```
+//!
 //! For bytes instead of blocks, of any length and at any place, there is the crate
 //! `shadowbell-block` on top of this.
 //!

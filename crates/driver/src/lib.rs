@@ -9,6 +9,7 @@
 //! | `transport` | how a controller is reached: [`Transport`], `VfioUser` and `Vfio` |
 //! | `dma`, `prp` | [`Buffer`], [`BufferPool`]: memory that was shared with the device once |
 //! | `command`, `completion`, `namespace` | [`Command`], [`Completion`], [`Namespace`] |
+//! | `metadata` | [`BlockMetadata`] and [`MetadataCommand`]: what blocks have beside their data |
 //! | `queue` | rings, doorbells and slots of any queue pair, and its late commands |
 //! | `device`, `admin` | the registers and the admin queue; [`Admin`] is the program's handle |
 //! | `controller_info`, `controller_state` | what is known after Identify; whether it works |
@@ -82,7 +83,7 @@
 //!
 //! # What it does not implement
 //!
-//! Splitting of long requests, metadata and protection information, SGLs (PRPs do as well for
+//! Splitting of long requests, storage tags and guards of 32 bits, SGLs (PRPs do as well for
 //! buffers without gaps), and command sets other than NVM.
 // Forbidden but for the system calls of VFIO, in a module named `sys`.
 #![deny(unsafe_code)]
@@ -110,7 +111,9 @@ mod events;
 #[cfg(all(feature = "vfio", feature = "vfio-user"))]
 pub mod guide;
 mod io_queues;
+mod metadata;
 mod namespace;
+mod namespace_metadata;
 mod options;
 mod processors;
 mod prp;
@@ -131,6 +134,7 @@ pub use error::{
     AttachError, CommandError, DetachError, IoError, IoErrorKind, QueueError, Refused, RequestError,
 };
 pub use events::EventListener;
+pub use metadata::{BlockMetadata, MetadataCommand, ProtectionError};
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};
 pub use processors::QueueMap;

@@ -3,12 +3,16 @@
 use crate::command::Command;
 use crate::copy_limits::CopyLimits;
 use crate::error::RequestError;
+use crate::metadata::BlockMetadata;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::identify::{
     IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, Oncs,
 };
-use shadowbell_spec::nvm::{CopyFields, CopyRange, DSM_MAX_RANGES};
+use shadowbell_spec::nvm::{
+    CopyFields, CopyRange, DSM_MAX_RANGES, PRINFO_GUARD, PRINFO_PRACT, PRINFO_REFTAG,
+};
 use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::protection::GuardKind;
 
 /// The most blocks that one command can name. NVM 1.1, "Read command" (NLB is 16 bits, 0's based).
 const MAX_BLOCKS: u64 = 1 << 16;
@@ -16,12 +20,27 @@ const MAX_BLOCKS: u64 = 1 << 16;
 /// A namespace as Identify described it, and the way to make commands on it.
 ///
 /// Blocks are the namespace's logical blocks, of [`block_size`](Self::block_size) bytes.
+///
+/// # Metadata
+///
+/// Where the metadata of each block are protection information and nothing else, plain commands
+/// ([`read`](Self::read), [`write`](Self::write) and the like) move data alone: the controller
+/// inserts protection information, and checks and strips it (PRACT). The reference tag is the
+/// number of the block, as far as it goes (of type 3: zero), and the application tag is zero, as
+/// Linux has them. Where there are other metadata, plain commands that move data are refused:
+/// nobody has said what they are to be. Either way the commands `..._with_metadata` say all of it.
 #[derive(Clone, Debug)]
 pub struct Namespace {
     nsid: u32,
     block_shift: u32,
-    /// The most blocks that one command moves; 0 if this driver can move none.
+    /// The most blocks that a command without metadata moves; 0 if there is none, or if the
+    /// blocks have metadata.
     max_blocks: u32,
+    /// The same, whether the blocks have metadata or not.
+    plain_blocks: u32,
+    /// The most bytes that one command moves.
+    pub(crate) most_bytes: u64,
+    metadata: Option<BlockMetadata>,
     blocks: u64,
     max_transfer: u64,
     read_only: bool,
@@ -39,29 +58,36 @@ impl Namespace {
     pub(crate) fn new(
         nsid: u32,
         controller: &IdentifyController,
-        identity: IdentifyNamespace,
-        ids: Option<&NamespaceIds>,
+        (identity, elbaf, ids): (IdentifyNamespace, Option<u32>, Option<&NamespaceIds>),
         max_transfer: u64,
     ) -> Self {
         let format = identity.format().unwrap_or_default();
         let size = format.block_size().filter(|size| *size <= u64::from(u32::MAX / 2));
-        let unusable = match size {
-            None => Some("has a block size that is none"),
-            Some(_) if format.ms != 0 => Some("has metadata"),
-            Some(size) if size > max_transfer => Some("has blocks longer than a transfer"),
-            Some(_) => None,
+        let known = BlockMetadata::of(&identity, format, elbaf);
+        let metadata = known.ok().flatten().filter(|_| size.is_some_and(|s| s <= max_transfer));
+        let unusable = match (size, known) {
+            (None, _) => Some("has a block size that is none"),
+            (_, Err(what)) => Some(what),
+            (Some(size), _) if size > max_transfer => Some("has blocks longer than a transfer"),
+            (_, Ok(Some(metadata))) if !metadata.is_protection_alone() => {
+                Some("has metadata that are more than protection information")
+            }
+            _ => None,
         };
         let block_shift = size.map_or(9, u64::trailing_zeros);
-        let max_blocks = match unusable {
+        let plain_blocks = match unusable {
             None => (max_transfer >> block_shift).min(MAX_BLOCKS) as u32,
             Some(_) => 0,
         };
         let mut namespace = Self {
             nsid,
             block_shift,
-            max_blocks,
+            max_blocks: if metadata.is_none() { plain_blocks } else { 0 },
+            plain_blocks,
+            most_bytes: max_transfer,
+            metadata,
             blocks: identity.nsze,
-            max_transfer: u64::from(max_blocks) << block_shift,
+            max_transfer: u64::from(plain_blocks) << block_shift,
             // Bit 0: the namespace is write protected (NVM 1.1, NSATTR).
             read_only: identity.nsattr & 1 != 0,
             oncs: controller.oncs,
@@ -132,10 +158,24 @@ impl Namespace {
         self.oncs
     }
 
-    /// Why this driver can not read or write the namespace, if it can not: what it "has".
+    /// Why plain commands can not read or write the namespace, if they can not: what it "has". If
+    /// it has [`metadata`](Self::metadata) nevertheless, commands with metadata can.
     #[must_use]
     pub fn unusable(&self) -> Option<&'static str> {
         self.unusable
+    }
+
+    /// What metadata its blocks have, if they have any that this driver knows.
+    #[must_use]
+    pub fn metadata(&self) -> Option<&BlockMetadata> {
+        self.metadata.as_ref()
+    }
+
+    /// Whether there is a Compare command that [`compare`](Self::compare) makes: none for blocks
+    /// with metadata.
+    #[must_use]
+    pub fn compares(&self) -> bool {
+        self.oncs.compare() && self.metadata.is_none()
     }
 
     /// The Namespace Globally Unique Identifier.
@@ -196,17 +236,20 @@ impl Namespace {
     /// Compare `blocks` blocks from `lba` with the buffer: Compare Failure if they differ.
     ///
     /// # Errors
-    /// As [`read`](Self::read).
+    /// As [`read`](Self::read), and [`RequestError::CompareMetadata`] if the blocks have metadata,
+    /// which a controller compares as well, or asks for at least.
     pub fn compare(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         self.rw(NvmOpcode::Compare, lba, blocks)
     }
 
-    /// Have the controller read `blocks` blocks from `lba`, without a buffer.
+    /// Have the controller read `blocks` blocks from `lba`, without a buffer, and check protection
+    /// information if they have that.
     ///
     /// # Errors
     /// As [`read`](Self::read), but [`max_transfer_bytes`](Self::max_transfer_bytes) is no limit.
     pub fn verify(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
-        self.without_data(NvmOpcode::Verify, lba, blocks)
+        let command = self.without_data(NvmOpcode::Verify, lba, blocks)?;
+        Ok(self.protected(command, 0))
     }
 
     /// Write Uncorrectable: `blocks` blocks from `lba` can not be read until they are written
@@ -221,6 +264,9 @@ impl Namespace {
     /// Make `blocks` blocks from `lba` zero, and let the controller deallocate them if `deallocate`
     /// and it knows how (DLFEAT, bit 3): SPDK's target refuses the command otherwise.
     ///
+    /// Blocks with protection information get that of zeroes, unless they may be deallocated: then
+    /// they have it of FFh, which is not checked.
+    ///
     /// # Errors
     /// As [`verify`](Self::verify).
     pub fn write_zeroes(
@@ -232,7 +278,13 @@ impl Namespace {
         let mut command = self.without_data(NvmOpcode::WriteZeroes, lba, blocks)?;
         let deallocate = deallocate && self.identity.dlfeat.wzds();
         command.cdw12 |= u32::from(deallocate) << 25;
-        Ok(command)
+        let checks = self.metadata.map_or(0, |metadata| metadata.checks());
+        let inserts = !deallocate && checks != 0;
+        Ok(if inserts {
+            self.tagged(command, PRINFO_PRACT | checks & PRINFO_REFTAG)
+        } else {
+            command
+        })
     }
 
     /// Make everything written so far durable.
@@ -258,7 +310,10 @@ impl Namespace {
     /// What one Copy command may be; nothing if the controller has no such command.
     #[must_use]
     pub fn copy_limits(&self) -> Option<CopyLimits> {
-        self.copies.filter(|_| self.unusable().is_none())
+        // Sources of blocks with guards of 64 bits are ranges of another format.
+        let is_narrow = |metadata: BlockMetadata| metadata.guard() == GuardKind::Crc16;
+        let knows = self.unusable.is_none() && self.metadata.is_none_or(is_narrow);
+        self.copies.filter(|_| knows)
     }
 
     /// Copy the blocks of `sources`, one range after the other, to `to` and what follows. The
@@ -307,26 +362,65 @@ impl Namespace {
             let end = end_of(range.slba, u64::from(range.nlb0) + 1)?;
             overlaps |= range.slba < to_end && to < end;
         }
-        let fields = CopyFields { sdlba: to, nr0, ..CopyFields::default() };
+        // Reference tags of other blocks: so they are inserted anew. Those of the sources are not
+        // checked, which the ranges in the buffer would have to say.
+        let checks = self.metadata.map_or(0, |metadata| metadata.checks());
+        let prinfor = if checks == 0 { 0 } else { PRINFO_PRACT | PRINFO_GUARD };
+        let fields = CopyFields { sdlba: to, nr0, prinfor, ..CopyFields::default() };
         let sqe = Sqe::copy(self.nsid(), fields, 0);
         let transfer = std::mem::size_of_val(sources) as u32;
         let dwords = [sqe.cdw10, sqe.cdw11, sqe.cdw12, sqe.cdw13];
         let mut command = Command::raw(sqe.opcode, self.nsid(), dwords, transfer);
         command.once = overlaps;
-        Ok(command)
+        let inserts = PRINFO_PRACT | checks & PRINFO_REFTAG;
+        Ok(if checks == 0 { command } else { self.tagged(command, inserts) })
     }
 
     #[inline]
     fn rw(&self, opcode: NvmOpcode, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         let zero_based = blocks.wrapping_sub(1);
         if zero_based >= self.max_blocks || !self.holds(lba, blocks) {
-            return Err(self.refuse(lba, blocks, true));
+            return self.rw_otherwise(opcode, lba, blocks);
         }
         let transfer = blocks << self.block_shift;
         Ok(Command::rw(opcode, self.nsid, lba, zero_based as u16, transfer))
     }
 
-    fn without_data(
+    /// What is no plain command of blocks without metadata.
+    #[cold]
+    fn rw_otherwise(
+        &self,
+        opcode: NvmOpcode,
+        lba: u64,
+        blocks: u32,
+    ) -> Result<Command, RequestError> {
+        let zero_based = blocks.wrapping_sub(1);
+        if zero_based >= self.plain_blocks || !self.holds(lba, blocks) {
+            return Err(self.refuse(lba, blocks, true));
+        }
+        if opcode == NvmOpcode::Compare {
+            return Err(RequestError::CompareMetadata { nsid: self.nsid });
+        }
+        let transfer = blocks << self.block_shift;
+        let command = Command::rw(opcode, self.nsid, lba, zero_based as u16, transfer);
+        Ok(self.protected(command, PRINFO_PRACT))
+    }
+
+    /// The command, whose protection information is checked and, with `pract`, inserted or
+    /// stripped.
+    fn protected(&self, command: Command, pract: u8) -> Command {
+        match self.metadata.map_or(0, |metadata| metadata.checks()) {
+            0 => command,
+            checks => self.tagged(command, checks | pract),
+        }
+    }
+
+    fn tagged(&self, command: Command, prinfo: u8) -> Command {
+        let guard = self.metadata.map(|metadata| metadata.guard()).unwrap_or_default();
+        command.with_prinfo(prinfo).with_lba_tag(guard)
+    }
+
+    pub(crate) fn without_data(
         &self,
         opcode: NvmOpcode,
         lba: u64,
@@ -387,7 +481,7 @@ mod tests {
             ..IdentifyNamespace::default()
         };
         identity.lbaf[0] = LbaFormat { lbads: 9, ..LbaFormat::default() };
-        Namespace::new(1, &controller, identity, None, 1 << 17)
+        Namespace::new(1, &controller, (identity, None, None), 1 << 17)
     }
 
     fn range(slba: u64, blocks: u32) -> CopyRange {
@@ -400,7 +494,8 @@ mod tests {
             let mut identity = IdentifyNamespace { nsze: 8, ..IdentifyNamespace::default() };
             identity.lbaf[0].lbads = 9;
             identity.dlfeat = Dlfeat::new().with_wzds(understood);
-            let namespace = Namespace::new(1, &IdentifyController::default(), identity, None, 4096);
+            let controller = IdentifyController::default();
+            let namespace = Namespace::new(1, &controller, (identity, None, None), 4096);
             let bit = |wanted| namespace.write_zeroes(0, 8, wanted).unwrap().cdw12 >> 25 & 1;
             assert_eq!((bit(false), bit(true)), (0, u32::from(understood)));
         }

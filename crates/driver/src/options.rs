@@ -46,7 +46,8 @@ pub struct AttachOptions {
     pub interrupts: bool,
     /// How long a queue polls before it sleeps, where it has an interrupt.
     pub spin: SpinPolicy,
-    /// The most bytes that one command moves, where the controller takes more (MDTS).
+    /// The most bytes that one command moves, where the controller takes more (MDTS): 512 MiB at
+    /// most, if more are said.
     pub max_transfer_bytes: u64,
     /// The memory page size to set (CC.MPS), a power of two of at least 4096; `None` for the
     /// smallest that the controller supports.

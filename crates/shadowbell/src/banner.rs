@@ -1,7 +1,8 @@
 //! What a person wants to know of a controller that was attached.
 
 use crate::queue_options::doorbells_name;
-use shadowbell_driver::{Controller, QueueMap, Steered};
+use shadowbell_driver::{BlockMetadata, Controller, QueueMap, Steered};
+use shadowbell_spec::protection::GuardKind;
 use shadowbell_spec::regs::Vs;
 
 /// A few lines: what it is, what it can do, what was asked of it and what it gave, which processors
@@ -47,16 +48,30 @@ pub(crate) fn banner(
     lines.push(format!("  queue map: {map}{}", interrupts(steered)));
     lines.extend(controller.namespaces().iter().map(|namespace| {
         format!(
-            "  namespace {}: {}, {} blocks of {} bytes{}{}",
+            "  namespace {}: {}, {} blocks of {} bytes{}{}{}",
             namespace.nsid(),
             binary(namespace.bytes()),
             namespace.blocks(),
             namespace.block_size(),
+            namespace.metadata().map(metadata).unwrap_or_default(),
             if namespace.is_read_only() { ", read-only" } else { "" },
             namespace.unusable().map(|what| format!(", unusable: it {what}")).unwrap_or_default()
         )
     }));
     lines
+}
+
+/// What blocks have beside their data.
+fn metadata(metadata: &BlockMetadata) -> String {
+    let place = if metadata.is_extended() { ", at the end of each" } else { "" };
+    let bytes = format!(" and {} of metadata{place}", metadata.size());
+    match metadata.protection() {
+        0 => bytes,
+        pi => {
+            let bits = if metadata.guard() == GuardKind::Crc64 { 64 } else { 16 };
+            format!("{bytes}, protection information of type {pi}, guards of {bits} bits")
+        }
+    }
 }
 
 /// Where the interrupts go, if anybody can say.

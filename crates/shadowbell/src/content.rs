@@ -5,6 +5,7 @@
 //! number of the write, the seed of the run, and random bytes that follow from all of these.
 
 use crate::rng::Rng;
+use shadowbell_spec::Status;
 use std::fmt;
 
 /// Bytes of a cell: the smallest logical block.
@@ -33,6 +34,8 @@ pub(crate) enum Fault {
     Torn { beginning: u32, here: u32 },
     /// It is of an earlier write than the last that completed (or of one that never was).
     Stale { expected: u32, found: u32 },
+    /// It is not what its protection information says.
+    Protection(Status),
 }
 
 /// A block that is not what it has to be.
@@ -55,6 +58,9 @@ impl fmt::Display for BadBlock {
             }
             Fault::Torn { beginning, here } => {
                 write!(f, "torn: holds write {here} while the block begins with write {beginning}")
+            }
+            Fault::Protection(status) => {
+                write!(f, "protection information: {status}")
             }
             Fault::Stale { expected, found } => {
                 write!(f, "holds write {found}, and the last that completed was {expected}")

@@ -139,7 +139,7 @@ pub use cli::main;
 #[doc(hidden)]
 pub mod testing {
     pub use crate::bench::Args as BenchArgs;
-    pub use crate::load::{LoadConfig, Outcome, Workload, measure};
+    pub use crate::load::{LoadConfig, MetadataMode, Outcome, Workload, measure};
     pub use crate::local::connect;
     pub use crate::session::Session;
     pub use crate::target::Target;

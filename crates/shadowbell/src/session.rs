@@ -113,6 +113,32 @@ impl Session {
     /// # Errors
     /// With exit status [`exit::BAD_INPUT`], if it is not there or can not be read and written.
     pub fn namespace(&self) -> anyhow::Result<&Namespace> {
+        let namespace = self.any_namespace()?;
+        match namespace.unusable() {
+            None => Ok(namespace),
+            Some(what) => Err(exit::bad_input(anyhow!(
+                "{}: the namespace {what}, which this program can not handle",
+                self.target
+            ))),
+        }
+    }
+
+    /// The same, if it can be read and written by commands with metadata.
+    ///
+    /// # Errors
+    /// As [`namespace`](Self::namespace).
+    pub fn namespace_with_metadata(&self) -> anyhow::Result<&Namespace> {
+        let namespace = self.any_namespace()?;
+        match namespace.metadata() {
+            Some(_) => Ok(namespace),
+            None => Err(exit::bad_input(anyhow!(
+                "{}: the namespace has no metadata that this program knows",
+                self.target
+            ))),
+        }
+    }
+
+    fn any_namespace(&self) -> anyhow::Result<&Namespace> {
         let nsid = self.target.nsid();
         let Some(namespace) = self.controller.namespace(nsid) else {
             let there: Vec<_> =
@@ -123,13 +149,7 @@ impl Session {
                 self.target
             )));
         };
-        match namespace.unusable() {
-            None => Ok(namespace),
-            Some(what) => Err(exit::bad_input(anyhow!(
-                "{}: the namespace {what}, which this program can not handle",
-                self.target
-            ))),
-        }
+        Ok(namespace)
     }
 
     /// What a report calls the device: `shadowbell`, or the model number of another's controller.

@@ -3,4 +3,5 @@
 mod behaviour;
 mod copy;
 mod direct;
+mod metadata;
 mod model;

@@ -7,7 +7,8 @@ use crate::namespace::Namespace;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
-    IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, NamespaceIds, NamespaceList, cns,
+    IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, IdentifyNvmNamespace, NamespaceIds,
+    NamespaceList, cns,
 };
 use shadowbell_spec::regs::Vs;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
@@ -59,6 +60,21 @@ pub(super) fn identify_namespace_ids(
     nsid: u32,
 ) -> Result<NamespaceIds, CommandError> {
     identify_as(admin, nsid, cns::NAMESPACE_IDS)
+}
+
+/// The extended format of the blocks of a namespace, CNS 05h, if they have protection information
+/// and the controller has such formats.
+fn extended_format(
+    admin: &dyn AdminCommands,
+    nsid: u32,
+    controller: &IdentifyController,
+    identity: &IdentifyNamespace,
+) -> Result<Option<u32>, CommandError> {
+    if identity.dps.pit() == 0 || !controller.ctratt.elbas() {
+        return Ok(None);
+    }
+    let found: IdentifyNvmNamespace = identify_as(admin, nsid, cns::CSI_NAMESPACE)?;
+    Ok(found.elbaf.get(usize::from(identity.flbas.index())).copied())
 }
 
 /// The identifiers of the active namespaces, ascending: CNS 02h, as often as it takes.
@@ -127,7 +143,17 @@ pub(crate) fn identify_namespaces(
         } else {
             None
         };
-        let namespace = Namespace::new(nsid, controller, identity, ids.as_ref(), max_transfer);
+        let elbaf = match extended_format(admin, nsid, controller, &identity) {
+            Ok(elbaf) => elbaf,
+            // Deleted or formatted in this moment: an event will say so.
+            Err(error) if error.status().is_some() => {
+                tracing::warn!(nsid, "a namespace is left out: {error}");
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        let described = (identity, elbaf, ids.as_ref());
+        let namespace = Namespace::new(nsid, controller, described, max_transfer);
         if let Some(what) = namespace.unusable() {
             tracing::warn!(nsid, "a namespace {what}: it can be looked at but not used");
         }

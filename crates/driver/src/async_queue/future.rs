@@ -1,11 +1,12 @@
 //! The futures of I/O commands.
 
 use super::handle::AsyncHandle;
-use super::shared::{Freed, OpState};
+use super::shared::{AsyncState, Freed, OpState};
 use crate::command::Command;
 use crate::completion::Completion;
 use crate::dma::Buffer;
 use crate::error::{IoError, IoErrorKind, QueueError};
+use crate::metadata::MetadataCommand;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -38,6 +39,8 @@ enum Stage {
         buffer: Option<Buffer>,
         ticket: Option<u64>,
     },
+    /// The same, of a command with metadata.
+    NewWithMetadata(Box<(MetadataCommand, Option<Buffer>, Option<u64>)>),
     /// It is this op of the queue.
     Active(u32),
     /// It could not be made.
@@ -55,17 +58,46 @@ impl Io {
         Self::new(Arc::clone(&self.handle), command, buffer)
     }
 
+    pub(super) fn with_metadata(
+        handle: Arc<AsyncHandle>,
+        command: MetadataCommand,
+        buffer: Option<Buffer>,
+    ) -> Self {
+        Self { handle, stage: Stage::NewWithMetadata(Box::new((command, buffer, None))) }
+    }
+
     pub(super) fn refused(handle: Arc<AsyncHandle>, error: IoError) -> Self {
         Self { handle, stage: Stage::Refused(error) }
     }
 
-    /// Takes a free op and goes to the inbox, or waits for one.
+    /// The same for a command with metadata, which is left beside the op.
+    fn enter_with_metadata(
+        &mut self,
+        (command, buffer, ticket): (MetadataCommand, Option<Buffer>, Option<u64>),
+        context: &Context<'_>,
+    ) -> Poll<Result<Done, IoError>> {
+        let leave = |state: &mut AsyncState, index| {
+            state.with_metadata.insert(index, command);
+        };
+        let outcome = self.enter(command.command, buffer, ticket, context, leave);
+        self.stage = match std::mem::replace(&mut self.stage, Stage::Over) {
+            Stage::New { buffer, ticket, .. } => {
+                Stage::NewWithMetadata(Box::new((command, buffer, ticket)))
+            }
+            stage => stage,
+        };
+        outcome
+    }
+
+    /// Takes a free op and goes to the inbox, or waits for one. What there is beside the command,
+    /// it can `leave` with the op.
     fn enter(
         &mut self,
         command: Command,
         buffer: Option<Buffer>,
         ticket: Option<u64>,
         context: &Context<'_>,
+        leave: impl FnOnce(&mut AsyncState, u32),
     ) -> Poll<Result<Done, IoError>> {
         let shared = self.handle.shared();
         let waker = context.waker().clone();
@@ -98,6 +130,7 @@ impl Io {
             return Poll::Pending;
         };
         let freed = state.leave(ticket);
+        leave(&mut state, index);
         if let Some(op) = state.op(index) {
             op.opcode = command.opcode;
             op.state = OpState::Queued(command, buffer);
@@ -189,7 +222,10 @@ impl Future for Io {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match std::mem::replace(&mut self.stage, Stage::Over) {
-            Stage::New { command, buffer, ticket } => self.enter(command, buffer, ticket, context),
+            Stage::New { command, buffer, ticket } => {
+                self.enter(command, buffer, ticket, context, |_, _| {})
+            }
+            Stage::NewWithMetadata(new) => self.enter_with_metadata(*new, context),
             Stage::Active(index) => self.take_outcome(index, context),
             Stage::Refused(error) => Poll::Ready(Err(error)),
             Stage::Over => panic!("an I/O future was polled after it was ready"),
@@ -207,8 +243,17 @@ impl Drop for Io {
                 drop(state);
                 freed.pass_on();
             }
+            Stage::NewWithMetadata(new) if new.2.is_some() => {
+                let mut state = self.handle.shared().lock();
+                let freed = state.leave(new.2);
+                drop(state);
+                freed.pass_on();
+            }
             Stage::Active(index) => self.abandon(index),
-            Stage::New { ticket: None, .. } | Stage::Refused(_) | Stage::Over => {}
+            Stage::New { ticket: None, .. }
+            | Stage::NewWithMetadata(_)
+            | Stage::Refused(_)
+            | Stage::Over => {}
         }
     }
 }
@@ -218,6 +263,7 @@ impl std::fmt::Debug for Io {
         let stage = match self.stage {
             Stage::New { ticket: None, .. } => "new",
             Stage::New { .. } => "waiting for a free slot",
+            Stage::NewWithMetadata(_) => "new or waiting, with metadata",
             Stage::Active(_) => "under way",
             Stage::Refused(_) => "refused",
             Stage::Over => "over",

@@ -5,6 +5,7 @@ use super::queue::AsyncQueue;
 use crate::command::Command;
 use crate::dma::Buffer;
 use crate::error::{IoError, IoErrorKind, RequestError};
+use crate::metadata::MetadataCommand;
 use crate::namespace::Namespace;
 use shadowbell_spec::nvm::{CopyRange, DsmRange};
 use std::sync::Arc;
@@ -50,6 +51,12 @@ impl AsyncNamespace {
     pub fn write(&self, lba: u64, buffer: Buffer) -> Transfer {
         let blocks = self.blocks(&buffer);
         self.transfer(blocks.and_then(|blocks| self.namespace.write(lba, blocks)), buffer)
+    }
+
+    /// A command of [`Namespace::read_with_metadata`] and the like. Gives the buffer back, which
+    /// has the data and the metadata.
+    pub fn transfer_with_metadata(&self, command: MetadataCommand, buffer: Buffer) -> Transfer {
+        Transfer(self.queue.submit_with_metadata(command, Some(buffer)))
     }
 
     /// Compares all of `buffer` with what is there from block `lba` on: Compare Failure if they

@@ -6,6 +6,7 @@ use super::shared::{ANY, ASKED, AsyncShared, TRIED};
 use super::worker::Worker;
 use crate::command::Command;
 use crate::dma::{Buffer, BufferPool, DmaError};
+use crate::metadata::MetadataCommand;
 use crate::queue::QueueStats;
 use crate::queue_pair::QueuePair;
 use std::fmt;
@@ -35,6 +36,11 @@ impl AsyncQueue {
     /// polled.
     pub fn submit(&self, command: Command, buffer: Option<Buffer>) -> Io {
         Io::new(Arc::clone(&self.0), command, buffer)
+    }
+
+    /// Any I/O command with metadata, as [`submit`](Self::submit) has those without.
+    pub fn submit_with_metadata(&self, command: MetadataCommand, buffer: Option<Buffer>) -> Io {
+        Io::with_metadata(Arc::clone(&self.0), command, buffer)
     }
 
     /// Memory for `count` buffers of `size` bytes, shared with the controller at once: for whoever

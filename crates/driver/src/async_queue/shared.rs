@@ -6,12 +6,13 @@ use crate::command::Command;
 use crate::completion::Completion;
 use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{IoError, IoErrorKind, QueueError};
+use crate::metadata::MetadataCommand;
 use crate::queue::QueueStats;
 use crate::queue_pair::QueuePair;
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_doorbell::Waker as SleeperWaker;
 use shadowbell_memory::EventFd;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
@@ -66,6 +67,8 @@ pub(super) struct AsyncState {
     pub(super) ops: Box<[Op]>,
     pub(super) free: Vec<u32>,
     pub(super) inbox: VecDeque<u32>,
+    /// What commands with metadata in the inbox say beside their command, by op.
+    pub(super) with_metadata: BTreeMap<u32, MetadataCommand>,
     pub(super) waiters: VecDeque<Waiter>,
     pub(super) next_ticket: u64,
     pub(super) closing: bool,
@@ -107,6 +110,7 @@ impl AsyncShared {
                 ops: (0..capacity).map(|_| op()).collect(),
                 free: (0..capacity as u32).rev().collect(),
                 inbox: VecDeque::with_capacity(capacity),
+                with_metadata: BTreeMap::new(),
                 waiters: VecDeque::new(),
                 next_ticket: 0,
                 closing: false,

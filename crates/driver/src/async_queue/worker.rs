@@ -2,10 +2,10 @@
 //! deadlines. Whoever has the worker drives the queue, one thread at a time.
 
 use super::shared::{AsyncShared, Freed, OpState};
-use crate::command::Command;
-use crate::completion::Completion;
+use crate::command::{Beside, Command};
+use crate::completion::{Completion, Token};
 use crate::dma::Buffer;
-use crate::error::{IoError, IoErrorKind, QueueError};
+use crate::error::{IoError, IoErrorKind, QueueError, Refused};
 use crate::queue_pair::QueuePair;
 use shadowbell_doorbell::Sleeper;
 use std::sync::Arc;
@@ -93,7 +93,7 @@ impl Worker {
         let mut busy = false;
         if shared.has_inbox() {
             busy |= self.take_inbox(shared);
-            self.submit()?;
+            self.submit(shared)?;
         }
         while self.done.len() < self.queue.capacity()
             && let Some(completion) = self.queue.pop()
@@ -137,12 +137,19 @@ impl Worker {
         any
     }
 
-    fn submit(&mut self) -> Result<(), QueueError> {
+    fn submit(&mut self, shared: &AsyncShared) -> Result<(), QueueError> {
         if self.batch.is_empty() {
             return Ok(());
         }
         for (index, command, buffer) in self.batch.drain(..) {
-            match self.queue.submit(command, buffer) {
+            let outcome = match self.queue.submit(command, buffer) {
+                Err(Refused { buffer, .. }) if command.beside() == Beside::Given => {
+                    // Not without what was left for it: only commands without pay nothing for it.
+                    submit_given(&mut self.queue, shared, index, buffer)
+                }
+                outcome => outcome,
+            };
+            match outcome {
                 Ok(token) => {
                     if let Some(slot) = self.op_of_slot.get_mut(token.index()) {
                         *slot = index;
@@ -360,6 +367,21 @@ impl Worker {
         drop(state);
         freed.pass_on();
         // The queue pair is dropped here, and with it deleted.
+    }
+}
+
+/// Submits the command with metadata that is this op.
+#[cold]
+fn submit_given(
+    queue: &mut QueuePair,
+    shared: &AsyncShared,
+    index: u32,
+    buffer: Option<Buffer>,
+) -> Result<Token, Refused> {
+    match shared.lock().with_metadata.remove(&index) {
+        Some(command) => queue.submit_with_metadata(&command, buffer),
+        // It is left there before its op is in the inbox.
+        None => Err(Refused { reason: QueueError::Detached { qid: shared.qid }, buffer }),
     }
 }
 

@@ -7,6 +7,7 @@ use crate::command::Command;
 use crate::completion::{Completion, Token};
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
+use crate::metadata::Tags;
 use crate::prp::PrpLists;
 use crate::transport::TransportError;
 use shadowbell_doorbell::RingSize;
@@ -88,6 +89,9 @@ pub(crate) struct Core {
     max_transfer: u64,
     pub(super) stats: QueueStats,
     pub(super) failed: Option<Arc<str>>,
+    /// By slot, what the entries of commands have beside them that say so; empty until there was
+    /// one.
+    pub(super) tags: Box<[Tags]>,
 }
 
 impl Core {
@@ -127,6 +131,7 @@ impl Core {
             max_transfer: parts.max_transfer,
             stats: QueueStats::default(),
             failed: None,
+            tags: Box::default(),
         }
     }
 
@@ -196,7 +201,13 @@ impl Core {
             // A queue that failed moves nothing: see `fail`.
             match self.prps(slot, buffer.as_ref(), offset, transfer) {
                 Ok(prps) => Some(prps),
-                Err(reason) => return Err(self.refuse(slot, Some(reason), buffer)),
+                // In parts, because a command of which somebody has the address would be in memory;
+                // and boxed, because what is returned there would keep the usual token there, too.
+                Err(reason) => {
+                    let parts = command.parts();
+                    let outcome = self.submit_otherwise(slot, reason, buffer, parts);
+                    return outcome.map_err(|refused| *refused);
+                }
             }
         };
         // `slot` comes from the list of free slots, all of which exist.
@@ -216,6 +227,26 @@ impl Core {
         self.push(words);
         self.stats.submitted += 1;
         Ok(Token { cid, slot })
+    }
+
+    /// Puts the command of a free slot at the tail: what [`submit`](Self::submit) does, for
+    /// where speed matters less.
+    pub(super) fn push_slot(
+        &mut self,
+        slot: u16,
+        mut words: [u64; 8],
+        buffer: Option<Buffer>,
+        command: Command,
+    ) -> Token {
+        let mut cid = 0;
+        if let Some(entry) = self.slots.get_mut(usize::from(slot)) {
+            cid = entry.cid;
+            (entry.ticks, entry.command, entry.buffer) = (1, command, buffer);
+        }
+        words[0] |= u64::from(cid) << CID.trailing_zeros();
+        self.push(words);
+        self.stats.submitted += 1;
+        Token { cid, slot }
     }
 
     /// Puts an entry at the tail, into the batch.
@@ -263,14 +294,19 @@ impl Core {
 
     /// Frees the slot again.
     #[cold]
-    fn refuse(&mut self, slot: u16, reason: Option<QueueError>, buffer: Option<Buffer>) -> Refused {
+    pub(super) fn refuse(
+        &mut self,
+        slot: u16,
+        reason: Option<QueueError>,
+        buffer: Option<Buffer>,
+    ) -> Refused {
         self.free.push(slot);
         let reason = reason.filter(|_| self.failed.is_none());
         Refused { reason: reason.unwrap_or_else(|| self.failure()), buffer }
     }
 
     #[cold]
-    fn refuse_full(&self, buffer: Option<Buffer>) -> Refused {
+    pub(super) fn refuse_full(&self, buffer: Option<Buffer>) -> Refused {
         let reason = if self.failed.is_some() {
             self.failure()
         } else {

@@ -17,6 +17,7 @@ mod retry;
 mod shadow_pages;
 mod spin;
 mod stats;
+mod tagged;
 
 pub(crate) use self::core::Core;
 pub(crate) use self::doorbell::{Doorbell, Register, ShadowCells};

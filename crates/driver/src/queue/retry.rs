@@ -382,18 +382,14 @@ impl RetryTable {
 fn write_slot(core: &mut Core, slot: u16) -> bool {
     let Some(entry) = core.slots.get_mut(usize::from(slot)) else { return false };
     let (command, cid, buffer) = (entry.command, entry.cid, entry.buffer.take());
-    let prps = if command.transfer == 0 {
-        Some((0, 0))
-    } else {
-        core.prps(slot, buffer.as_ref(), command.offset, command.transfer).ok()
-    };
+    let words = core.entry_of(slot, &command, buffer.as_ref());
     if let Some(entry) = core.slots.get_mut(usize::from(slot)) {
         entry.buffer = buffer;
     }
     // What was accepted once is accepted again.
-    let Some((prp1, prp2)) = prps else { return false };
-    let sqe = command.sqe(cid).with_prps(prp1, prp2);
-    core.push(zerocopy::transmute!(sqe));
+    let Ok(words) = words else { return false };
+    let sqe: Sqe = zerocopy::transmute!(words);
+    core.push(zerocopy::transmute!(sqe.with_cid(cid)));
     true
 }
 

@@ -12,6 +12,7 @@ use crate::completion::{Completion, Token};
 use crate::dma::Buffer;
 use crate::error::{AttachError, CommandError, QueueError, Refused};
 use crate::io_queues::IoQueuePair;
+use crate::metadata::MetadataCommand;
 use crate::queue::{QueueStats, SpinPolicy, SpinWindow};
 use crate::recovery::went_away;
 use shadowbell_doorbell::RingSize;
@@ -119,6 +120,18 @@ impl QueuePair {
     #[inline(always)]
     pub fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> Result<Token, Refused> {
         self.queue.core.submit(command.words(), buffer, command)
+    }
+
+    /// Writes a command with metadata into the submission queue, as [`submit`](Self::submit) does.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    pub fn submit_with_metadata(
+        &mut self,
+        command: &MetadataCommand,
+        buffer: Option<Buffer>,
+    ) -> Result<Token, Refused> {
+        self.queue.core.submit_given(command, buffer)
     }
 
     /// Publishes everything submitted so far to the controller, with one doorbell or with none.

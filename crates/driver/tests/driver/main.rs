@@ -6,6 +6,7 @@ mod detach;
 mod driven;
 mod fake;
 mod futures;
+mod metadata;
 mod queue;
 mod recovery;
 #[cfg(feature = "vfio-user")]

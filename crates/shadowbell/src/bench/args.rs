@@ -1,6 +1,6 @@
 //! The command line of `bench`, under the names that fio has for it.
 
-use crate::load::{LoadConfig, Workload, interval};
+use crate::load::{LoadConfig, MetadataMode, Workload, interval};
 use crate::output::BenchOutput;
 use crate::overwrite::Overwrite;
 use crate::queue_options::{CompletionMode, DoorbellMode};
@@ -70,6 +70,9 @@ pub struct Args {
     /// same --bs and --seed has written
     #[arg(long, value_enum, default_value_t = Verify::Off, value_name = "METHOD")]
     pub verify: Verify,
+    /// Who makes and checks the protection information of blocks that have it
+    #[arg(long, value_enum, default_value_t = MetadataMode::Pract)]
+    pub metadata: MetadataMode,
     #[command(flatten)]
     pub(crate) overwrite: Overwrite,
     /// How to ring: `auto` takes the best that the controller has
@@ -160,6 +163,7 @@ impl Args {
             size: self.size,
             offset: self.offset,
             verify: self.verify != Verify::Off,
+            metadata: self.metadata,
             doorbells: self.doorbells.into(),
             completion: self.completion,
             timeout: self.timeout,

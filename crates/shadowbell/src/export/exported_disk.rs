@@ -179,8 +179,13 @@ impl ExportedDisk {
             return None;
         }
         let poll = args.poll_max.unwrap_or(LONGEST_POLL);
+        let disk = self.session.local_disk()?;
+        // A request without a word of protection information has none checked.
+        if disk.info().metadata.is_some() {
+            return None;
+        }
         Some(LocalDisk {
-            disk: Arc::clone(self.session.local_disk()?),
+            disk: Arc::clone(disk),
             poll: Duration::from_micros(poll.into()),
             timeout: self.timeout,
         })

@@ -61,6 +61,10 @@ impl Row<'_> {
         self.namespace.format().and_then(|format| format.block_size()).unwrap_or(0)
     }
 
+    fn metadata_size(&self) -> u16 {
+        self.namespace.format().map_or(0, |format| format.ms)
+    }
+
     fn used(&self) -> u64 {
         self.namespace.nuse.saturating_mul(self.block_size())
     }
@@ -96,7 +100,7 @@ impl Row<'_> {
             self.controller.model().to_string(),
             self.nsid.to_string(),
             format!("{} / {}", binary(self.used()), binary(self.bytes())),
-            format!("{} B + 0 B", self.block_size()),
+            format!("{} B + {} B", self.block_size(), self.metadata_size()),
             self.controller.firmware().to_string(),
         ]
     }

@@ -62,6 +62,16 @@ impl Workload {
     }
 }
 
+/// Who makes and checks the protection information of blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum MetadataMode {
+    /// The controller, which inserts, checks and strips it (PRACT)
+    #[default]
+    Pract,
+    /// This program, and the controller checks it, too
+    Host,
+}
+
 /// A run, checked as far as it can be without the controller.
 #[derive(Clone, Debug)]
 pub struct LoadConfig {
@@ -93,6 +103,8 @@ pub struct LoadConfig {
     pub offset: u64,
     /// Whether to check the content.
     pub verify: bool,
+    /// Who makes and checks protection information.
+    pub metadata: MetadataMode,
     /// How to ring.
     pub doorbells: Doorbells,
     /// How to find completions.
@@ -129,6 +141,7 @@ impl Default for LoadConfig {
             size: None,
             offset: 0,
             verify: false,
+            metadata: MetadataMode::Pract,
             doorbells: Doorbells::Auto,
             completion: CompletionMode::Poll,
             timeout: Timeouts::default().io,

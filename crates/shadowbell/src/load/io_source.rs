@@ -3,7 +3,7 @@
 
 use super::pattern::{Io, Pattern};
 use crate::content::{self, BadBlock};
-use shadowbell_driver::Buffer;
+use shadowbell_driver::{Buffer, Command, QueuePair, Refused, Token};
 
 /// The most bad blocks that are described; all are counted.
 const DESCRIBED: usize = 8;
@@ -16,6 +16,17 @@ pub(super) trait IoSource: Send {
 
     /// Fills the buffer of a write.
     fn fill(&mut self, io: Io, buffer: &mut Buffer);
+
+    /// Submits the I/O, of which this is the plain command and the first block.
+    #[inline(always)]
+    fn submit(
+        &mut self,
+        queue: &mut QueuePair,
+        (command, _, _): (Command, Io, u64),
+        buffer: Buffer,
+    ) -> Result<Token, Refused> {
+        queue.submit(command, Some(buffer))
+    }
 
     /// The I/O was submitted as command `slot` of its queue.
     fn submitted(&mut self, slot: usize, io: Io);

@@ -8,7 +8,6 @@ use crate::rng::Rng;
 use anyhow::{Context, bail};
 use hdrhistogram::Histogram;
 use shadowbell_driver::{Buffer, Command, Completion, QueuePair, QueueStats};
-use shadowbell_spec::opcode::NvmOpcode;
 use std::time::{Duration, Instant};
 
 /// Nearer to its time than this, the next I/O of a paced job is waited for without sleeping: about
@@ -48,12 +47,11 @@ impl Directions<Histogram<u64>> {
 /// once it has started, except that a doorbell may be a message.
 pub(super) struct Job<L> {
     queue: QueuePair,
-    nsid: u32,
+    /// A read and a write, of the first blocks of the namespace.
+    forms: Directions<Command>,
     source: L,
     first_block: u64,
     blocks_per_io: u32,
-    /// Bytes of an I/O.
-    transfer: u32,
     /// Buffers that are not in flight.
     spare: Vec<Buffer>,
     /// I/Os still to be submitted.
@@ -82,7 +80,7 @@ pub(super) struct Job<L> {
 impl<L: IoSource> Job<L> {
     pub(super) fn new(
         queue: QueuePair,
-        nsid: u32,
+        forms: Directions<Command>,
         source: L,
         buffers: Vec<Buffer>,
         config: &LoadConfig,
@@ -102,11 +100,10 @@ impl<L: IoSource> Job<L> {
         Ok(Self {
             stamps: vec![0; queue.capacity()].into_boxed_slice(),
             queue,
-            nsid,
+            forms,
             source,
             first_block: slice.of_job(index),
             blocks_per_io: slice.blocks_per_io,
-            transfer: config.bs,
             spare,
             left: config.number_ios.unwrap_or(u64::MAX),
             batch: config.iodepth_batch.map(|batch| if batch == 0 { u32::MAX } else { batch }),
@@ -291,15 +288,14 @@ impl<L: IoSource> Job<L> {
         };
         // The part of the namespace that is the job's was checked to lie inside of it.
         let block = self.first_block + io.index * u64::from(self.blocks_per_io);
-        let opcode = if io.write {
+        let command = if io.write {
             self.source.fill(io, &mut buffer);
-            NvmOpcode::Write
+            self.forms.write
         } else {
-            NvmOpcode::Read
+            self.forms.read
         };
-        let dwords = [block as u32, (block >> 32) as u32, self.blocks_per_io - 1, 0];
-        let command = Command::raw(opcode as u8, self.nsid, dwords, self.transfer);
-        let token = match self.queue.submit(command, Some(buffer)) {
+        let io_at = (command.from_block(block), io, block);
+        let token = match self.source.submit(&mut self.queue, io_at, buffer) {
             Ok(token) => token,
             Err(refused) => bail!(refused.reason),
         };

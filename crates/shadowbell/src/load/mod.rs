@@ -14,6 +14,7 @@
 //! | `timeline` | what was done when, for a report |
 //! | `server_cpu` | the processor time of the process at the other end |
 //! | `io_source` | where a job's I/Os come from, and what it does to their content |
+//! | `host_metadata` | the same, with protection information made and checked here |
 //! | `pattern` | where the next I/O goes |
 //!
 //! # What is measured
@@ -40,6 +41,7 @@
 //! fio's job files, mixed block sizes and trims.
 
 mod config;
+mod host_metadata;
 mod io_source;
 mod job;
 mod job_thread;
@@ -51,7 +53,7 @@ mod schedule;
 mod server_cpu;
 mod timeline;
 
-pub use config::{LoadConfig, Workload};
+pub use config::{LoadConfig, MetadataMode, Workload};
 pub(crate) use job::Directions;
 pub(crate) use run::{Direction, Usage};
 pub use run::{Outcome, measure};

@@ -1,6 +1,7 @@
 //! A run: jobs on their threads, and what they came to.
 
-use super::config::{LoadConfig, Slice};
+use super::config::{LoadConfig, MetadataMode, Slice};
+use super::host_metadata::{self, HostMetadata};
 use super::io_source::{CheckSummary, Checked, IoSource, Unchecked};
 use super::job::{Directions, Job};
 use super::job_thread::{self, Measuring, ThreadReport};
@@ -16,7 +17,7 @@ use crate::report::Row;
 use crate::session::Session;
 use anyhow::{Context, anyhow, bail};
 use hdrhistogram::Histogram;
-use shadowbell_driver::Controller;
+use shadowbell_driver::{Controller, Namespace};
 use std::thread;
 use std::time::Duration;
 
@@ -70,7 +71,8 @@ pub fn measure(
 ) -> anyhow::Result<Outcome> {
     let slice = check(session, config).map_err(exit::bad_input)?;
     let only_reads = config.rw.percent_read(config.rwmixread) == 100;
-    let block_size = session.namespace()?.block_size();
+    let namespace = namespace(session, config)?.clone();
+    let block_size = namespace.block_size();
     let pattern = |job: u16| {
         let percent = config.rw.percent_read(config.rwmixread);
         let seed = config.seed.wrapping_add(u64::from(job) << 32);
@@ -82,18 +84,46 @@ pub fn measure(
             let start = start(job);
             Checked::new(pattern(job), slice.ios, config.bs, start, only_reads, config.seed)
         };
-        run(session, config, slice, source, on_tick)
+        run_with(session, config, slice, source, on_tick)
     } else {
-        run(session, config, slice, |job| Unchecked::new(pattern(job)), on_tick)
+        run_with(session, config, slice, |job| Unchecked::new(pattern(job)), on_tick)
+    }
+}
+
+/// The namespace, if this run can read and write it.
+fn namespace<'a>(session: &'a Session, config: &LoadConfig) -> anyhow::Result<&'a Namespace> {
+    match config.metadata {
+        MetadataMode::Pract => session.namespace(),
+        MetadataMode::Host => session.namespace_with_metadata(),
+    }
+}
+
+/// Runs, with metadata in whose hands they are to be.
+fn run_with<L: IoSource>(
+    session: &mut Session,
+    config: &LoadConfig,
+    slice: Slice,
+    source: impl Fn(u16) -> L,
+    on_tick: &mut OnTick<'_>,
+) -> anyhow::Result<Outcome> {
+    match config.metadata {
+        MetadataMode::Pract => run(session, config, slice, |job| Ok(source(job)), on_tick),
+        MetadataMode::Host => {
+            let namespace = namespace(session, config)?.clone();
+            let source = |job| HostMetadata::new(source(job), &namespace, config.bs);
+            run(session, config, slice, source, on_tick)
+        }
     }
 }
 
 /// Whether the controller and the namespace can do it.
 fn check(session: &Session, config: &LoadConfig) -> anyhow::Result<Slice> {
-    let namespace = session.namespace()?;
+    let namespace = namespace(session, config)?;
     let slice = config.slice(namespace.bytes(), namespace.block_size())?;
     let max = namespace.max_transfer_bytes();
-    if u64::from(config.bs) > max {
+    if config.metadata == MetadataMode::Host {
+        host_metadata::bytes(namespace, config.bs)?;
+    } else if u64::from(config.bs) > max {
         return Err(anyhow!("--bs {} is more than one command moves: {max} bytes", config.bs));
     }
     if config.rw.percent_read(config.rwmixread) != 100 && namespace.is_read_only() {
@@ -118,17 +148,30 @@ fn run<L: IoSource>(
     session: &mut Session,
     config: &LoadConfig,
     slice: Slice,
-    source: impl Fn(u16) -> L,
+    source: impl Fn(u16) -> anyhow::Result<L>,
     on_tick: &mut OnTick<'_>,
 ) -> anyhow::Result<Outcome> {
+    let namespace = namespace(session, config)?.clone();
+    let blocks = slice.blocks_per_io;
+    let (bytes, forms) = match config.metadata {
+        MetadataMode::Pract => {
+            let (read, write) = (namespace.read(0, blocks)?, namespace.write(0, blocks)?);
+            (config.bs as usize, Directions { read, write })
+        }
+        // Others are made for each I/O.
+        MetadataMode::Host => {
+            let none = namespace.flush();
+            let bytes = host_metadata::bytes(&namespace, config.bs)?;
+            (bytes, Directions { read: none, write: none })
+        }
+    };
     let mut threads: Vec<Vec<Job<L>>> = (0..config.threads).map(|_| Vec::new()).collect();
     for index in 0..config.numjobs {
         let queue =
             session.controller.take_queue_pair().ok_or_else(|| anyhow!("no queue pair is left"))?;
-        let pool = session.controller.buffers(config.iodepth as usize, config.bs as usize)?;
+        let pool = session.controller.buffers(config.iodepth as usize, bytes)?;
         let buffers = std::iter::from_fn(|| pool.take()).take(config.iodepth as usize).collect();
-        let nsid = session.namespace()?.nsid();
-        let job = Job::new(queue, nsid, source(index), buffers, config, slice, index)?;
+        let job = Job::new(queue, forms, source(index)?, buffers, config, slice, index)?;
         if let Some(jobs) = threads.get_mut(usize::from(index % config.threads)) {
             jobs.push(job);
         }

@@ -111,7 +111,7 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
         write_zeroes: has.write_zeroes(),
         // 1: they read as zeroes.
         deallocate: has.dataset_management() && deallocated.drb() == 1,
-        compare: has.compare(),
+        compare: namespace.compares(),
         seed: args.seed,
     };
     Ok((0..jobs)

@@ -6,6 +6,7 @@ mod demo;
 mod harness;
 mod inspect;
 mod measure;
+mod protection;
 mod report;
 mod shapes;
 mod transfer;

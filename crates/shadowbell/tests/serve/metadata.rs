@@ -89,7 +89,8 @@ fn a_pool_has_formats_with_metadata() {
     assert_eq!(status, Some(0), "{errors}");
     let mut guest = Guest::attach(&server);
     let namespace = guest.0.namespace(1).unwrap();
-    assert_eq!((namespace.blocks(), namespace.unusable()), (2016, Some("has metadata")));
+    assert_eq!((namespace.blocks(), namespace.unusable()), (2016, None));
+    assert_eq!(namespace.metadata().unwrap().protection(), 2);
     guest.write(1, 9, 7);
     drop(guest);
     kill(&server, Signal::KILL);

@@ -1,0 +1,238 @@
+//! What metadata the blocks of a namespace have.
+
+use shadowbell_spec::Status;
+use shadowbell_spec::identify::{IdentifyNamespace, LbaFormat};
+use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_REFTAG};
+use shadowbell_spec::protection::{GuardKind, ProtectionFields, ProtectionInfo};
+
+/// What metadata each logical block of a namespace has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockMetadata {
+    pub(super) size: u16,
+    pub(super) extended: bool,
+    protection: u8,
+    guard: GuardKind,
+    first: bool,
+}
+
+impl BlockMetadata {
+    /// As Identify Namespace says it of the `format` that is in use, and its extended format
+    /// (`elbaf`, of CNS 05h), if there is such a thing. `None` if there are no metadata; what the
+    /// namespace "has" if they are such that this driver does not know.
+    pub(crate) fn of(
+        identity: &IdentifyNamespace,
+        format: LbaFormat,
+        elbaf: Option<u32>,
+    ) -> Result<Option<Self>, &'static str> {
+        if format.ms == 0 {
+            return Ok(None);
+        }
+        let protection = identity.dps.pit();
+        // Bits 6:0, the storage tag size, and bits 8:7, the protection information format.
+        let elbaf = elbaf.filter(|_| protection != 0).unwrap_or(0);
+        let guard = match (elbaf & 0x7f, elbaf >> 7 & 3) {
+            (0, 0) => GuardKind::Crc16,
+            (0, 2) => GuardKind::Crc64,
+            (0, _) => return Err("has guards of 32 bits"),
+            _ => return Err("has storage tags"),
+        };
+        if protection > 3 {
+            return Err("has protection information of a type that is none");
+        }
+        if protection != 0 && guard.size() > usize::from(format.ms) {
+            return Err("has less metadata than its protection information takes");
+        }
+        let extended = identity.flbas.extended();
+        Ok(Some(Self { size: format.ms, extended, protection, guard, first: identity.dps.pip() }))
+    }
+
+    /// Bytes of a block's metadata.
+    #[must_use]
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Whether they are transferred at the end of each block, and not in a buffer of their own.
+    #[must_use]
+    pub fn is_extended(&self) -> bool {
+        self.extended
+    }
+
+    /// Type of the protection information in them, 1 to 3; 0 for none.
+    #[must_use]
+    pub fn protection(&self) -> u8 {
+        self.protection
+    }
+
+    /// What its guard is.
+    #[must_use]
+    pub fn guard(&self) -> GuardKind {
+        self.guard
+    }
+
+    /// Bytes of the protection information; 0 if there is none.
+    #[must_use]
+    pub fn protection_size(&self) -> usize {
+        if self.protection == 0 { 0 } else { self.guard.size() }
+    }
+
+    /// Where in a block's metadata that begins.
+    #[must_use]
+    pub fn protection_at(&self) -> usize {
+        if self.first { 0 } else { usize::from(self.size) - self.protection_size() }
+    }
+
+    /// Whether there is nothing else in them: then a controller can insert and strip all of it, and
+    /// plain commands do for such blocks.
+    #[must_use]
+    pub fn is_protection_alone(&self) -> bool {
+        self.protection_size() == usize::from(self.size)
+    }
+
+    /// The bits of PRCHK that a plain command sets: the guard, and the reference tag where a block
+    /// has one of its own.
+    pub(crate) fn checks(&self) -> u8 {
+        match self.protection {
+            0 => 0,
+            3 => PRINFO_GUARD,
+            _ => PRINFO_GUARD | PRINFO_REFTAG,
+        }
+    }
+
+    fn guard_of(&self, data: &[u8], own: &[u8]) -> u64 {
+        self.guard.guard(data, own.get(..self.protection_at()).unwrap_or_default())
+    }
+
+    /// Puts the protection information of `data`, the block after `nth` others of its command, into
+    /// its metadata: with the application tag of `fields` and the reference tag that follows from
+    /// them. What else the metadata have is to be there already: a guard covers what is before it.
+    ///
+    /// Nothing happens to metadata that are too short, or have no protection information.
+    pub fn protect(&self, data: &[u8], own: &mut [u8], fields: &ProtectionFields, nth: u64) {
+        if self.protection == 0 {
+            return;
+        }
+        let info = ProtectionInfo {
+            guard: self.guard_of(data, own),
+            app_tag: fields.app_tag,
+            ref_tag: fields.ref_tag_of(self.protection, self.guard, nth),
+        };
+        let (at, size) = (self.protection_at(), self.protection_size());
+        let bytes = info.encode(self.guard);
+        if let Some((to, from)) = own.get_mut(at..at + size).zip(bytes.get(..size)) {
+            to.copy_from_slice(from);
+        }
+    }
+
+    /// Checks the protection information of `data`, the block after `nth` others of its command, as
+    /// PRCHK of `fields` says: what a controller does. A block whose application tag is FFFFh (of
+    /// type 3: and whose reference tag is all ones) is not checked.
+    ///
+    /// # Errors
+    /// End-to-end Guard, Application Tag or Reference Tag Check Error.
+    pub fn check(
+        &self,
+        data: &[u8],
+        own: &[u8],
+        fields: &ProtectionFields,
+        nth: u64,
+    ) -> Result<(), Status> {
+        if self.protection == 0 {
+            return Ok(());
+        }
+        let info = own.get(self.protection_at()..).unwrap_or_default();
+        let info = ProtectionInfo::decode(self.guard, info);
+        if info.is_escape(self.protection, self.guard) {
+            return Ok(());
+        }
+        let checks = |bit| fields.prinfo & bit != 0;
+        if checks(PRINFO_GUARD) && self.guard_of(data, own) != info.guard {
+            return Err(Status::GUARD_CHECK);
+        }
+        if checks(PRINFO_APPTAG) && (info.app_tag ^ fields.app_tag) & fields.app_mask != 0 {
+            return Err(Status::APPLICATION_TAG_CHECK);
+        }
+        let expected = fields.ref_tag_of(self.protection, self.guard, nth);
+        if checks(PRINFO_REFTAG) && self.protection != 3 && info.ref_tag != expected {
+            return Err(Status::REFERENCE_TAG_CHECK);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_spec::identify::{Dps, Flbas};
+
+    fn format(ms: u16, pit: u8, elbaf: Option<u32>) -> Result<Option<BlockMetadata>, &'static str> {
+        let identity = IdentifyNamespace {
+            dps: Dps::new().with_pit(pit),
+            flbas: Flbas::new().with_extended(true),
+            ..IdentifyNamespace::default()
+        };
+        BlockMetadata::of(&identity, LbaFormat { ms, lbads: 9, ..LbaFormat::default() }, elbaf)
+    }
+
+    #[test]
+    fn formats_are_what_identify_says() {
+        assert_eq!(format(0, 1, None), Ok(None));
+        let known = |ms, pit, elbaf| format(ms, pit, elbaf).unwrap().unwrap();
+        let plain = known(8, 0, Some(3 << 7 | 5));
+        assert_eq!((plain.protection_size(), plain.is_protection_alone()), (0, false));
+        assert!(plain.is_extended() && plain.checks() == 0);
+        assert!(known(8, 1, None).is_protection_alone());
+        assert!(!known(16, 2, Some(0)).is_protection_alone());
+        let wide = known(64, 3, Some(2 << 7));
+        assert_eq!((wide.guard(), wide.protection_at()), (GuardKind::Crc64, 48));
+        for (ms, pit, elbaf) in [
+            (8, 4, None),
+            (4, 1, None),
+            (8, 1, Some(2 << 7)),
+            (16, 1, Some(1 << 7)),
+            (16, 1, Some(1)),
+        ] {
+            format(ms, pit, elbaf).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn what_is_made_is_what_others_make() {
+        // A block of 512 bytes of 01h and its tuple, as the T10 CRC has it (the kernel's
+        // crc_t10dif): a division bit by bit, here.
+        let data = [1; 512];
+        let mut crc = 0u16;
+        for byte in data {
+            crc ^= u16::from(byte) << 8;
+            for _ in 0..8 {
+                crc = if crc & 0x8000 != 0 { crc << 1 ^ 0x8bb7 } else { crc << 1 };
+            }
+        }
+        let format = format(8, 1, None).unwrap().unwrap();
+        let fields = ProtectionFields {
+            prinfo: PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG,
+            app_tag: 0x1234,
+            app_mask: 0xff00,
+            ref_tag: 0xfffe,
+        };
+        let mut own = [0; 8];
+        format.protect(&data, &mut own, &fields, 3);
+        let mut wanted = crc.to_be_bytes().to_vec();
+        wanted.extend([0x12, 0x34, 0, 1, 0, 1]);
+        assert_eq!(own.as_slice(), wanted);
+        assert_eq!(format.check(&data, &own, &fields, 3), Ok(()));
+        assert_eq!(format.check(&data, &own, &fields, 2), Err(Status::REFERENCE_TAG_CHECK));
+        let other = |at: usize, to: u8| {
+            let mut own = own;
+            own[at] = to;
+            format.check(&data, &own, &fields, 3)
+        };
+        assert_eq!(other(0, !own[0]), Err(Status::GUARD_CHECK));
+        assert_eq!((other(2, 0x13), other(3, 0)), (Err(Status::APPLICATION_TAG_CHECK), Ok(())));
+        let unchecked = [0xff; 8];
+        assert_eq!(format.check(&data, &unchecked, &fields, 3), Ok(()));
+        // Too short, which is no reason to panic.
+        format.protect(&data, &mut [0; 3], &fields, 0);
+        format.check(&data, &[0; 3], &fields, 0).unwrap_err();
+    }
+}
