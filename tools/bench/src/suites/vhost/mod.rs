@@ -30,7 +30,7 @@ const ROWS: [Row; 4] = [
 /// The server's socket, in its directory.
 const SOCKET: &str = "vhost.sock";
 /// MiB of huge pages of SPDK's server, its disk included.
-const MEMORY: u32 = 512;
+const MEMORY: u32 = 384;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Server {
@@ -58,7 +58,7 @@ impl Disks {
     fn new(settings: &Settings) -> Result<Self> {
         let id = std::process::id();
         let disks = Self {
-            mebibytes: if settings.quick { 16 } else { 256 },
+            mebibytes: if settings.quick { 16 } else { 64 },
             tmpfs: PathBuf::from(format!("/dev/shm/shadowbell-bench-vhost-{id}.img")),
             qcow2: settings.directory.canonicalize()?.join(format!("vhost-{id}.qcow2")),
         };
