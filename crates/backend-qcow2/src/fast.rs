@@ -60,9 +60,15 @@ impl Fast {
             Submitted::Done(result) => {
                 self.under_way.remove(key);
                 map.leave(entered);
+                note_room(image, request, result);
                 (result != Err(DiskError::OutOfRange)).then_some(Submitted::Done(result))
             }
         }
+    }
+
+    /// The thread may wait a little for the file.
+    pub(crate) fn may_wait(&mut self) {
+        self.queue.may_wait();
     }
 
     pub(crate) fn commit(&mut self) {
@@ -88,9 +94,7 @@ impl Fast {
             if result == Err(DiskError::OutOfRange) {
                 return back.push(Back { tag, request, data });
             }
-            if result == Err(DiskError::NoSpace) || image.is_full() {
-                image.note_room(&request, result);
-            }
+            note_room(image, &request, result);
             done(tag, result, data);
         });
     }
@@ -122,5 +126,12 @@ impl Fast {
                 map.leave(entered);
             }
         }
+    }
+}
+
+/// Whether there is room, after a request that may tell.
+fn note_room(image: &Image, request: &Request, result: Result<(), DiskError>) {
+    if result == Err(DiskError::NoSpace) || image.is_full() {
+        image.note_room(request, result);
     }
 }

@@ -183,6 +183,12 @@ impl Queue for QcowQueue {
         Submitted::Pending
     }
 
+    fn may_wait(&mut self) {
+        if let Some(fast) = &mut self.fast {
+            fast.may_wait();
+        }
+    }
+
     fn commit(&mut self) {
         if let Some(fast) = &mut self.fast {
             fast.commit();

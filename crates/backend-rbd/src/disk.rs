@@ -1,13 +1,15 @@
 //! An image as a disk.
 
 use crate::error::OpenError;
+use crate::kept::{KEY, KeptImage, addresses, reach, refused};
 use crate::queue::RbdQueue;
 use crate::shared::{Opened, Shared};
 use crate::sys::{Failure, Image};
 use crate::uri::RbdSpec;
-use serde_json::Value;
-use shadowbell_backend::{Disk, DiskInfo, HandOverError, Queue, ResizeError};
-use shadowbell_state::Descriptors;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use shadowbell_backend::{Disk, DiskInfo, HandOverError, Queue, ResizeError, Wait};
+use shadowbell_state::{Descriptors, WrongOrder, is_wrong};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{fmt, io};
@@ -26,9 +28,41 @@ impl RbdDisk {
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong and what to do.
     pub fn open(spec: &RbdSpec) -> Result<Self, OpenError> {
+        Self::open_without(spec, &[])
+    }
+
+    /// Goes on with the disk of a process that has died, which had it [kept](Disk::keep) as `state`
+    /// and had opened it by the same specification. Returns when nothing of what that process had
+    /// under way can reach the image any more; `wait` is called for as long as it can, and while the
+    /// cluster can not be reached.
+    ///
+    /// # Errors
+    /// [`OpenError`]; it is not that disk any more, or `wait` waits no longer.
+    pub fn recover(spec: &RbdSpec, state: &Value, wait: Wait<'_>) -> Result<Self, OpenError> {
+        let kept = match state.get(KEY).map(KeptImage::deserialize) {
+            Some(Ok(kept)) => kept,
+            Some(Err(error)) => return Err(refused(spec, error.to_string())),
+            None => return Err(refused(spec, "it was no image of Ceph's")),
+        };
+        let out = if is_wrong(WrongOrder::NoFence) { Vec::new() } else { kept.addresses.clone() };
+        let named = spec.clone();
+        let mut disk = reach(spec, wait, move || Self::open_without(&named, &out))?;
+        disk.0.info = kept.as_it_was(&disk.0.info).map_err(|why| refused(spec, why))?;
+        Ok(disk)
+    }
+
+    /// Whether `state` is what the disk of a dead process was kept by, and that was an image of
+    /// Ceph's.
+    #[must_use]
+    pub fn is_kept_by(state: &Value) -> bool {
+        state.get(KEY).is_some()
+    }
+
+    /// Opens it when the cluster keeps the clients `dead` out.
+    fn open_without(spec: &RbdSpec, dead: &[String]) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
-        let image = Image::open(spec).map_err(|failure| match failure {
+        let image = Image::open(spec, dead).map_err(|failure| match failure {
             Failure::Library(why) => OpenError::Library { disk: disk(), why },
             Failure::Call(what, source) => failed(what, source),
         })?;
@@ -45,8 +79,8 @@ impl RbdDisk {
         info.discard = !info.read_only;
         let unit = image.stripe_unit().clamp(u64::from(block_size), 1 << 22);
         info.granularity = (unit / u64::from(block_size)) as u32;
-        let is_full = AtomicBool::new(false);
-        let opened = Opened { image: Some(image), name: disk(), is_full };
+        let (is_full, lasts) = (AtomicBool::new(false), AtomicBool::new(false));
+        let opened = Opened { image: Some(image), name: disk(), is_full, lasts };
         Ok(Self(Shared { opened: Arc::new(opened), info }))
     }
 }
@@ -64,10 +98,24 @@ impl Disk for RbdDisk {
         self.0.opened.name.clone()
     }
 
+    /// From here on a write is answered when it is in the cluster.
     fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
-        let why = "librbd may keep what was written in this process's memory, and Ceph would have \
-                   to keep the dead client out";
-        Err(HandOverError::Unfenced { disk: self.name(), why })
+        let Shared { opened, info } = &self.0;
+        let Some(image) = &opened.image else {
+            return Err(HandOverError::Unfenced { disk: self.name(), why: "it is closed" });
+        };
+        // Who only reads needs not be kept out.
+        let mut clients = Vec::new();
+        if !info.read_only {
+            let system = |source| HandOverError::System { disk: self.name(), source };
+            clients = addresses(&image.addresses().map_err(system)?);
+            if clients.is_empty() {
+                let why = "the cluster does not say by what address it knows this client";
+                return Err(HandOverError::Unfenced { disk: self.name(), why });
+            }
+            opened.lasts.store(true, Ordering::Relaxed);
+        }
+        Ok(json!({ KEY: KeptImage::new(info, clients) }))
     }
 
     fn is_full(&self) -> bool {

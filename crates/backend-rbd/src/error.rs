@@ -35,6 +35,14 @@ pub enum OpenError {
         /// Ceph's reason.
         source: io::Error,
     },
+    /// It is not the image that the process before had.
+    #[error("{disk}: it can not be gone on with: {why}")]
+    NotThatDisk {
+        /// The image.
+        disk: String,
+        /// What is wrong with it.
+        why: String,
+    },
     /// The size of the image is none that a disk can have.
     #[error(
         "{disk}: the {size} bytes of the image are no size of a disk with blocks of {block_size} \
@@ -48,4 +56,15 @@ pub enum OpenError {
         /// Bytes of a block.
         block_size: u32,
     },
+}
+
+/// The step in which the cluster is reached.
+pub(crate) const CONNECTING: &str = "connecting to the cluster";
+
+impl OpenError {
+    /// Whether the cluster was not to be reached, which may change.
+    pub(crate) fn is_for_now(&self) -> bool {
+        matches!(self, Self::Ceph { what: CONNECTING, source, .. }
+            if !matches!(source.raw_os_error(), Some(libc::EACCES | libc::EPERM)))
+    }
 }

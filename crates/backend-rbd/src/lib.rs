@@ -9,6 +9,7 @@
 //! | `shared` | what the queues of a disk share |
 //! | `queue` | a worker's queue on it |
 //! | `sys` | librados and librbd, loaded when the first image is opened |
+//! | `kept` | the image of a process that has died, in the next one |
 //! | `completions` | what Ceph's threads hand back to a queue |
 //!
 //! Nothing of Ceph is needed to build or to install: its libraries are loaded (`dlopen`) when an
@@ -27,12 +28,12 @@
 //!
 //! Compare and write as one step: no request of a controller's asks for it. Being told of a new
 //! size: it is seen when somebody asks ([`Disk::resized`](shadowbell_backend::Disk::resized)).
-//! Going on with the disk in another process.
 #![deny(unsafe_code)]
 
 mod completions;
 mod disk;
 mod error;
+mod kept;
 mod queue;
 mod shared;
 #[allow(unsafe_code)]

@@ -76,6 +76,11 @@ impl RbdQueue {
         })
     }
 
+    /// Whether what was answered has to outlive this process.
+    fn lasts(&self) -> bool {
+        self.shared.opened.lasts.load(Ordering::Relaxed)
+    }
+
     /// Begins what waits, as far as there is room.
     fn begin(&mut self) {
         while let Some(key) = self.tasks.first_waiting() {
@@ -192,8 +197,9 @@ impl Queue for RbdQueue {
                 true
             }
             _ if request.len == 0 => return Submitted::Done(Ok(())),
-            Op::Write { fua } | Op::WriteZeroes { fua, .. } => fua,
-            Op::Read | Op::Compare | Op::Verify | Op::Discard => false,
+            Op::Write { fua } | Op::WriteZeroes { fua, .. } => fua || self.lasts(),
+            Op::Discard => self.lasts(),
+            Op::Read | Op::Compare | Op::Verify => false,
             _ => return Submitted::Done(Err(DiskError::Unsupported)),
         };
         self.count += 1;

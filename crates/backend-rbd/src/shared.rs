@@ -12,6 +12,8 @@ pub(crate) struct Opened {
     pub(crate) name: String,
     /// The last write found no room.
     pub(crate) is_full: AtomicBool,
+    /// What was answered has to outlive this process.
+    pub(crate) lasts: AtomicBool,
 }
 
 impl Drop for Opened {

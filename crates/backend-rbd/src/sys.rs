@@ -1,9 +1,10 @@
 //! librados and librbd, loaded when the first image is opened, and an image as a safe type.
 
 use crate::completions::{Completions, Ended};
+use crate::error::CONNECTING;
 use crate::uri::RbdSpec;
 use libloading::Library;
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::ptr::null_mut;
@@ -45,6 +46,9 @@ api! {
     rados_conf_set: fn(Handle, *const c_char, *const c_char) -> c_int, rados;
     rados_connect: fn(Handle) -> c_int, rados;
     rados_shutdown: fn(Handle) -> (), rados;
+    rados_getaddrs: fn(Handle, *mut *mut c_char) -> c_int, rados;
+    rados_blocklist_add: fn(Handle, *mut c_char, u32) -> c_int, rados;
+    rados_wait_for_latest_osdmap: fn(Handle) -> c_int, rados;
     rados_ioctx_create: fn(Handle, *const c_char, *mut Handle) -> c_int, rados;
     rados_ioctx_set_namespace: fn(Handle, *const c_char) -> (), rados;
     rados_ioctx_destroy: fn(Handle) -> (), rados;
@@ -146,8 +150,8 @@ fn check(what: &'static str, value: c_int) -> Result<(), Failure> {
 }
 
 impl Image {
-    /// Opens the image. It waits for the cluster.
-    pub(crate) fn open(spec: &RbdSpec) -> Result<Self, Failure> {
+    /// Opens the image, when the cluster keeps the clients `dead` out. It waits for the cluster.
+    pub(crate) fn open(spec: &RbdSpec, dead: &[String]) -> Result<Self, Failure> {
         let api = api().map_err(Failure::Library)?;
         let mut image = Self { api, cluster: null_mut(), pool: null_mut(), image: null_mut() };
         let id = c_text(&spec.id);
@@ -165,7 +169,8 @@ impl Image {
         // SAFETY: as above. One that does not know the option has its own time.
         unsafe { (api.rados_conf_set)(image.cluster, name.as_ptr(), value.as_ptr()) };
         // SAFETY: as above.
-        check("connecting to the cluster", unsafe { (api.rados_connect)(image.cluster) })?;
+        check(CONNECTING, unsafe { (api.rados_connect)(image.cluster) })?;
+        image.keep_out(dead)?;
         let pool = c_text(&spec.pool);
         // SAFETY: as above.
         check("opening the pool", unsafe {
@@ -185,6 +190,39 @@ impl Image {
             open(image.pool, name.as_ptr(), &mut image.image, snapshot)
         })?;
         Ok(image)
+    }
+
+    /// Has the cluster take nothing of these clients any more, for as long as it does by itself.
+    fn keep_out(&self, dead: &[String]) -> Result<(), Failure> {
+        for client in dead {
+            let address = c_text(client);
+            // SAFETY: as in `open`; the text is read only.
+            check("keeping the client before out of the cluster", unsafe {
+                (self.api.rados_blocklist_add)(self.cluster, address.as_ptr().cast_mut(), 0)
+            })?;
+        }
+        if dead.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: as in `open`.
+        let known = unsafe { (self.api.rados_wait_for_latest_osdmap)(self.cluster) };
+        check("waiting until the cluster knows of that", known)
+    }
+
+    /// By what the cluster knows this client, as Ceph writes it.
+    pub(crate) fn addresses(&self) -> io::Result<String> {
+        let mut text = null_mut();
+        // SAFETY: the client is connected, and the pointer is to one that is filled in.
+        let value = unsafe { (self.api.rados_getaddrs)(self.cluster, &mut text) };
+        if value < 0 || text.is_null() {
+            return Err(io::Error::from_raw_os_error(if value < 0 { -value } else { libc::EIO }));
+        }
+        // SAFETY: it is text that Ceph has made for us, to be freed by us.
+        unsafe {
+            let addresses = CStr::from_ptr(text).to_string_lossy().into_owned();
+            libc::free(text.cast());
+            Ok(addresses)
+        }
     }
 
     /// Bytes of the image, as it is now.

@@ -1,10 +1,15 @@
 //! Images of a real cluster: one of this machine's own, which `SHADOWBELL_CEPH_CONF` names. `cargo
 //! xtask ceph` starts one and runs these. Skipped with a word where there is none.
 
-use shadowbell_backend::{Disk, DiskError};
+use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_backend_rbd::{OpenError, RbdDisk, RbdSpec};
-use shadowbell_testing::disks::{Random, batch, content, flush, read, write};
+use shadowbell_state::Descriptors;
+use shadowbell_testing::disks::{
+    Random, batch, content, flush, memory, read, segments, wait, write,
+};
+use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -94,6 +99,140 @@ fn the_lock_is_handed_over() {
         assert_eq!(flush(&mut *second), Ok(()));
     }
     assert_eq!(read(&mut *open(&conf, "lock").queue().unwrap(), 0, 1024), Ok(vec![4; 1024]));
+}
+
+/// What a process has written, and not flushed, is there for the one that goes on after its death; and
+/// nothing more of it reaches the image, with a lock of Ceph's or without.
+#[test]
+fn who_goes_on_has_what_was_answered_and_keeps_the_dead_out() {
+    let Some(conf) = conf() else { return };
+    for (name, features) in [("kept", "layering,exclusive-lock"), ("bare", "layering")] {
+        let _ = Command::new("rbd").args(["-c", &conf, "rm", "--no-progress", name]).output();
+        rbd(&conf, &["create", name, "--size", "4M", "--image-feature", features]);
+        let spec = RbdSpec::parse(&format!("rbd:rbd/{name}?conf={conf}")).unwrap();
+        let dead = RbdDisk::open(&spec).unwrap();
+        let state = dead.keep(&mut Descriptors::default()).unwrap();
+        assert!(RbdDisk::is_kept_by(&state), "{state}");
+        let mut old = dead.queue().unwrap();
+        assert_eq!(flush(&mut *old), Ok(()));
+        for n in 0..16 {
+            assert_eq!(write(&mut *old, n * 4096, &[n as u8 + 1; 4096]), Ok(()));
+        }
+        let waited = || {
+            std::thread::sleep(Duration::from_millis(2));
+            true
+        };
+        let next = RbdDisk::recover(&spec, &state, &waited).unwrap();
+        assert_eq!(next.info(), dead.info());
+        let mut new = next.queue().unwrap();
+        for n in 0..16 {
+            assert_eq!(read(&mut *new, n * 4096, 4096), Ok(vec![n as u8 + 1; 4096]), "{name}");
+        }
+        assert_eq!(write(&mut *new, 0, &[99; 4096]), Ok(()));
+        assert!(write(&mut *old, 0, &[7; 4096]).is_err(), "{name}: the dead one writes");
+        assert_eq!(flush(&mut *new), Ok(()));
+        assert_eq!(read(&mut *open(&conf, name).queue().unwrap(), 0, 4096), Ok(vec![99; 4096]));
+    }
+    // It can not be waited for for ever.
+    let spec = RbdSpec::parse(&format!("rbd:rbd/kept?conf={conf}")).unwrap();
+    let state = open(&conf, "kept").keep(&mut Descriptors::default()).unwrap();
+    let refused = RbdDisk::recover(&spec, &state, &|| false).unwrap_err();
+    assert!(refused.to_string().contains("not waited for any longer"), "{refused}");
+    rbd(&conf, &["resize", "--no-progress", "--allow-shrink", "kept", "--size", "2M"]);
+    let refused = RbdDisk::recover(&spec, &state, &|| true).unwrap_err();
+    assert!(refused.to_string().contains("smaller than it was"), "{refused}");
+}
+
+/// Stops all OSDs as long as this lives.
+struct Stopped(Vec<String>);
+
+impl Stopped {
+    fn all(conf: &str) -> Self {
+        let run = Path::new(conf).parent().unwrap().join("run");
+        let files = std::fs::read_dir(run).unwrap().map(|file| file.unwrap().path());
+        let of_osd = |path: &std::path::PathBuf| {
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            name.starts_with("osd.") && name.ends_with(".pid")
+        };
+        let pid = |path| std::fs::read_to_string(path).unwrap().trim().to_owned();
+        let stopped = Self(files.filter(of_osd).map(pid).collect());
+        stopped.signal("-STOP");
+        stopped
+    }
+
+    fn signal(&self, signal: &str) {
+        let status = Command::new("kill").arg(signal).args(&self.0).status().unwrap();
+        assert!(status.success());
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        self.signal("-CONT");
+    }
+}
+
+/// What has ended within that time.
+fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskError>)> {
+    let (until, mut all) = (Instant::now() + time, Vec::new());
+    while Instant::now() < until {
+        queue.reap(&mut |tag, result, _| all.push((tag, result)));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    all
+}
+
+/// The OSDs do not answer: reads and what has not begun can be cancelled at once, a write that has begun
+/// ends as it would have, and everything goes on when they answer again.
+#[test]
+fn the_cluster_does_not_answer() {
+    let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {
+        return;
+    };
+    image(&conf, "stopped", "256M");
+    let disk = open(&conf, "stopped");
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(write(&mut *queue, 0, &[5; 4096]), Ok(()));
+    assert_eq!(flush(&mut *queue), Ok(()));
+    let bytes = memory(4 << 20);
+    let stopped = Stopped::all(&conf);
+    const MANY: u32 = 40;
+    const LAST: u32 = 10 + MANY - 1;
+    let long = 4 << 20;
+    let submit = |queue: &mut dyn Queue, tag, op, offset: u64, len: u64| {
+        let request = Request { op, offset, len };
+        let mut data = segments(&bytes, 0, len as usize);
+        assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
+        queue.commit();
+    };
+    submit(&mut *queue, 0, Op::Read, 0, 4096);
+    submit(&mut *queue, 1, Op::Read, 4096, 4096);
+    submit(&mut *queue, 2, Op::Write { fua: true }, 64 << 10, 4096);
+    // It is in Ceph's cache, and the flush after it is under way.
+    assert_eq!(ended(&mut *queue, Duration::from_millis(100)), []);
+    // Of these not all have room for their buffers, and in that cache, at the same time.
+    for n in 0..MANY {
+        let at = (16 << 20) + u64::from(n) * long;
+        submit(&mut *queue, 10 + n, Op::Write { fua: true }, at, long);
+    }
+    assert_eq!(ended(&mut *queue, Duration::from_millis(200)), []);
+    for tag in [0, 2, LAST] {
+        queue.cancel(tag);
+    }
+    wait(&*queue);
+    let mut cancelled = ended(&mut *queue, Duration::from_millis(100));
+    cancelled.sort_unstable_by_key(|(tag, _)| *tag);
+    assert_eq!(cancelled, [0, LAST].map(|tag| (tag, Err(DiskError::Cancelled))));
+    drop(stopped);
+    let mut others = Vec::new();
+    while queue.pending() > 0 {
+        wait(&*queue);
+        queue.reap(&mut |tag, result, _| others.push((tag, result)));
+    }
+    others.sort_unstable_by_key(|(tag, _)| *tag);
+    let expected: Vec<u32> = [1, 2].into_iter().chain(10..LAST).collect();
+    assert_eq!(others, expected.iter().map(|tag| (*tag, Ok(()))).collect::<Vec<_>>());
+    assert_eq!(read(&mut *queue, 0, 4096), Ok(vec![5; 4096]));
 }
 
 #[test]

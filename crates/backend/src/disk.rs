@@ -253,6 +253,10 @@ pub trait Queue {
         u64::MAX
     }
 
+    /// The thread that has this queue serves no other, and so may wait a little for the storage where
+    /// that is shorter than to have somebody else wait. The default makes nothing of it.
+    fn may_wait(&mut self) {}
+
     /// Hands what was submitted and is not under way yet to the system, in one call.
     fn commit(&mut self) {}
 

@@ -11,6 +11,7 @@ use shadowbell_backend::{Disk, FileSpec, Wait};
 use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
 use shadowbell_backend_nvme::NvmeDisk;
 use shadowbell_backend_qcow2::Qcow2Disk;
+use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
 use std::sync::Arc;
 use std::thread;
@@ -53,6 +54,9 @@ fn recover_unlimited(
     }
     if NbdDisk::is_kept_by(state) {
         return Ok(Arc::new(NbdDisk::recover(&NbdSpec::parse(spec)?, state, wait)?));
+    }
+    if RbdDisk::is_kept_by(state) {
+        return Ok(Arc::new(RbdDisk::recover(&RbdSpec::parse(spec)?, state, wait)?));
     }
     if Qcow2Disk::is_kept_by(state)
         && let Some(FileSpec { path, options, .. }) = FileSpec::parse(spec)?

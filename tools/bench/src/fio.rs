@@ -18,6 +18,12 @@ pub(crate) enum Source<'a> {
     File(&'a Path),
     /// An NBD server's export.
     Nbd(&'a NbdServer),
+    /// The image `rbd/NAME` of a Ceph cluster.
+    Rbd {
+        /// The cluster's configuration.
+        conf: &'a Path,
+        name: &'a str,
+    },
 }
 
 impl Source<'_> {
@@ -25,6 +31,7 @@ impl Source<'_> {
         match self {
             Self::File(_) => "io_uring",
             Self::Nbd(_) => "nbd",
+            Self::Rbd { .. } => "rbd",
         }
     }
 
@@ -33,6 +40,10 @@ impl Source<'_> {
             Self::File(path) => vec![format!("--filename={}", path.display()), "--direct=1".into()],
             Self::Nbd(server) => {
                 vec![format!("--uri={}", server.uri()), "--verify_state_save=0".into()]
+            }
+            Self::Rbd { name, .. } => {
+                let image = format!("--rbdname={name}");
+                vec!["--clientname=admin".into(), "--pool=rbd".into(), image]
             }
         }
     }
@@ -50,6 +61,11 @@ pub(crate) struct Job<'a> {
 /// fio. libnbd takes root's certificates from /etc, and those of others from their home: so with
 /// TLS it is in a namespace in which it is nobody, with a home of its own.
 fn program(source: Source<'_>) -> Command {
+    if let Source::Rbd { conf, .. } = source {
+        let mut command = child(Path::new("fio"));
+        command.env("CEPH_CONF", conf);
+        return command;
+    }
     let Source::Nbd(server) = source else { return child(Path::new("fio")) };
     let Some(home) = server.home() else { return child(Path::new("fio")) };
     let mut command = child(Path::new("unshare"));
@@ -62,6 +78,14 @@ pub(crate) fn run_once(settings: &Settings, server: &NbdServer) -> Result<()> {
     let mut command = program(Source::Nbd(server));
     command.args(["--name=fill", "--ioengine=nbd", "--rw=write", "--bs=1m", "--iodepth=4"]);
     command.args(Source::Nbd(server).options());
+    output("fio", command, settings.time + Duration::from_secs(120)).map(drop)
+}
+
+/// Writes all of a file once.
+pub(crate) fn fill(settings: &Settings, path: &Path) -> Result<()> {
+    let mut command = program(Source::File(path));
+    command.args(["--name=fill", "--ioengine=io_uring", "--rw=write", "--bs=1m", "--iodepth=4"]);
+    command.args(Source::File(path).options());
     output("fio", command, settings.time + Duration::from_secs(120)).map(drop)
 }
 

@@ -42,4 +42,4 @@ pub mod table;
 mod wire;
 pub mod workspace;
 
-pub use run::{Arguments, EXAMPLES, check_doubling, check_instructions, run};
+pub use run::{Arguments, EXAMPLES, check_doubling, check_instructions, rbd, run};

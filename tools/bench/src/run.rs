@@ -1,6 +1,6 @@
 //! The command line of the benchmarks: runs the suites and shows what they found.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -11,7 +11,7 @@ use crate::suites::instructions::Recorded;
 use crate::suites::{
     disks, exports, file, growth, instructions, mem, null, readers, scrape, sleep, spdk, wire,
 };
-use crate::table::json_line;
+use crate::table::{Table, json_line};
 use crate::{machine, workspace};
 
 /// What may follow `bench`.
@@ -39,7 +39,8 @@ pub struct Arguments {
     /// A shadowbell program that is built already, instead of building one.
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
-    /// A built tree of SPDK for the suite `spdk`: configured `--with-vfio-user`, made.
+    /// A built tree of SPDK for the suite `spdk`, and for vhost-user-blk in `exports`: configured
+    /// `--with-vfio-user`, made.
     #[arg(long, value_name = "DIR")]
     spdk: Option<PathBuf>,
     /// Fail if the suite `instructions` finds more than tools/bench/instructions.json allows.
@@ -75,7 +76,8 @@ enum Suite {
     Mem,
     /// A file, next to fio with io_uring.
     File,
-    /// NBD exports of memory: ours, nbdkit's and qemu-nbd's, with fio, plain and by TLS.
+    /// Exports of memory by NBD (plain and by TLS), FUSE and, with --spdk, vhost-user-blk: ours next to
+    /// nbdkit's, qemu-nbd's, qemu-storage-daemon's and SPDK's.
     Exports,
     /// An NBD server's export as a disk next to fio, and qcow2 next to raw and to QEMU's export.
     Disks,
@@ -108,7 +110,9 @@ pub fn run(arguments: Arguments) -> Result<()> {
         bail!("--cpus takes two processors: both sides on one would measure the scheduler");
     }
     let tree = match &arguments.spdk {
-        Some(_) if !suites.contains(&Suite::Spdk) => bail!("--spdk is about the suite `spdk`"),
+        Some(_) if !suites.iter().any(|suite| matches!(suite, Suite::Spdk | Suite::Exports)) => {
+            bail!("--spdk is about the suites `spdk` and `exports`")
+        }
         Some(directory) => Some(spdk::Tree::new(directory)?),
         // Whoever asks for all gets what there is.
         None if arguments.suites.contains(&Suite::Spdk) => {
@@ -153,7 +157,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             Suite::Null => null::run(&settings),
             Suite::Mem => mem::run(&settings),
             Suite::File => file::run(&settings),
-            Suite::Exports => exports::run(&settings),
+            Suite::Exports => exports::run(&settings, tree.as_ref()),
             Suite::Disks => disks::run(&settings),
             Suite::Readers => readers::run(&settings),
             Suite::Sleep => sleep::run(&settings),
@@ -184,6 +188,25 @@ pub fn run(arguments: Arguments) -> Result<()> {
         bail!("failed: {}", failures.join(", "));
     }
     Ok(())
+}
+
+/// What a disk `rbd:` reaches next to fio, on the image `rbd/NAME` of the cluster whose configuration
+/// this is; with a shadowbell program that is built already, or one that is built for this.
+pub fn rbd(program: Option<&Path>, conf: &Path, name: &str, rounds: u32) -> Result<Table> {
+    let binary = match program {
+        Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
+        None => workspace::build_shadowbell()?,
+    };
+    let settings = Settings {
+        binary,
+        cpus: [0, 1],
+        rounds,
+        time: Duration::from_secs(2),
+        ramp: Duration::from_millis(200),
+        quick: false,
+        directory: output_directory(),
+    };
+    crate::suites::rbd::table(&settings, conf, name)
 }
 
 /// An error if an I/O costs a side more instructions than is recorded: what is measured of speed

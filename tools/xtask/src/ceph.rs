@@ -30,8 +30,23 @@ const OSDS: u32 = 3;
 /// How long the monitor may take until it answers.
 const START: Duration = Duration::from_secs(60);
 
+/// What is done beside the tests.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// An image in a Linux guest, too (`guest kinds`): file systems, discards, fio's checksums, the
+    /// process that serves killed and upgraded. Takes some minutes.
+    #[arg(long)]
+    guest: bool,
+    /// Measure a disk next to fio's rbd engine, so often.
+    #[arg(long, value_name = "ROUNDS")]
+    bench: Option<u32>,
+    /// With --bench, a shadowbell program that is built already, instead of building one.
+    #[arg(long, value_name = "PATH", requires = "bench")]
+    shadowbell: Option<PathBuf>,
+}
+
 /// Starts a cluster, runs the tests on it, and ends it.
-pub(crate) fn run(report: &mut Report) -> Result<()> {
+pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     report.begin("ceph");
     let Some(cluster) = report.check("a cluster starts", |_| Cluster::start()) else {
         report.summary();
@@ -45,6 +60,30 @@ pub(crate) fn run(report: &mut Report) -> Result<()> {
         command
     };
     step(report, "tests on the cluster", &mut test());
+    let mut stopped = test();
+    stopped.env("SHADOWBELL_CEPH_STOP", "1").arg("the_cluster_does_not_answer");
+    step(report, "a cluster that does not answer", &mut stopped);
+    let mut serve = cargo();
+    serve.args(["test", "--package", "shadowbell", "--test", "serve", "ceph::"]);
+    serve.env("SHADOWBELL_CEPH_CONF", &conf);
+    step(report, "a server is killed and replaced under a verifying load", &mut serve);
+    if arguments.guest {
+        let mut guest = cargo();
+        guest.args(["xtask", "guest", "kinds"]).env("SHADOWBELL_CEPH_CONF", &conf);
+        step(report, "a Linux guest on an image", &mut guest);
+    }
+    if let Some(rounds) = arguments.bench {
+        report.check("next to fio", |_| {
+            let name = "bench";
+            cluster.call("rbd", &["create", name, "--size", "256M"])?;
+            // Objects that were never written are read without being there.
+            let io = ["--io-type", "write", "--io-size", "1M", "--io-total", "256M"];
+            cluster.call("rbd", &[&["bench", name, "--io-pattern", "seq"], &io[..]].concat())?;
+            let program = arguments.shadowbell.as_deref();
+            print!("{}", shadowbell_bench::rbd(program, &conf, name, rounds)?);
+            Ok(())
+        });
+    }
     // One that dies leaves the others less to do, so it comes last.
     let victim = cluster.directory.path().join("run/osd.0.pid");
     let mut deadly = test();

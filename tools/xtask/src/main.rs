@@ -54,7 +54,7 @@ enum Verb {
     ///
     /// As root on Debian, what is missing of Ceph is installed. The cluster is in memory, and gone
     /// afterwards.
-    Ceph,
+    Ceph(ceph::Arguments),
     /// The models of the shadow doorbell protocol, explored by loom.
     Loom,
     /// Compiles the programs of the guides in a package of its own, as somebody who copied them
@@ -195,7 +195,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().verb {
         Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
         Verb::Loom => chores::loom(&mut report),
-        Verb::Ceph => ceph::run(&mut report),
+        Verb::Ceph(arguments) => ceph::run(&mut report, &arguments),
         Verb::Outsider => outsider::check(),
         Verb::Book => chores::book(&mut report),
         Verb::Crates => crates::run(&mut report, true),

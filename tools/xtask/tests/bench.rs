@@ -132,7 +132,7 @@ fn what_can_not_be_is_refused_with_the_reason() {
         (&["wire", "--quick", "--cpus", "0,1000000"], "1000000"),
         (&["spdk"], "--spdk DIR"),
         (&["spdk", "--spdk", "/nowhere"], "/nowhere/build/bin/nvmf_tgt is not there"),
-        (&["wire", "--spdk", "/nowhere"], "about the suite `spdk`"),
+        (&["wire", "--spdk", "/nowhere"], "about the suites `spdk` and `exports`"),
         (&["speed"], "speed"),
     ] {
         let output = bench(arguments);

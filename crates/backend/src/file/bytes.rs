@@ -102,6 +102,10 @@ impl Queue for BytesQueue {
         self.0.submit(tag, request, data)
     }
 
+    fn may_wait(&mut self) {
+        self.0.may_wait();
+    }
+
     fn commit(&mut self) {
         self.0.commit();
     }

@@ -175,6 +175,17 @@ impl FileQueue {
         }
     }
 
+    /// Makes a write at once, if this thread is to. The result, if it has ended with that.
+    fn write_here(&mut self, key: Key) -> Option<Result<(), DiskError>> {
+        let (task, ..) = self.ring.get(key)?;
+        if task.stage != Stage::Straight || !matches!(task.op(), Op::Write { .. }) {
+            return None;
+        }
+        let next = task.call()?;
+        let moved = self.ring.make_here(key, next.call, next.skip, next.offset, next.len)?;
+        self.advance(key, moved)
+    }
+
     /// Goes on with a task whose call has ended. The result, if the request has ended with it.
     fn advance(&mut self, key: Key, result: i32) -> Option<Result<(), DiskError>> {
         let shared = Arc::clone(&self.shared);
@@ -246,12 +257,22 @@ impl Queue for FileQueue {
         let key = self.ring.insert(task, data.take());
         self.by_tag.set(tag, key);
         if self.entered.enter(request, key) {
+            if self.ring.writes_here()
+                && let Some(result) = self.write_here(key)
+            {
+                self.finish(key, result, &mut |_, _, segments| *data = segments);
+                return Submitted::Done(result);
+            }
             self.begin(key);
         } else if let Some((task, ..)) = self.ring.get(key) {
             task.held = true;
             self.asked += 1;
         }
         Submitted::Pending
+    }
+
+    fn may_wait(&mut self) {
+        self.ring.may_wait();
     }
 
     fn commit(&mut self) {

@@ -291,6 +291,39 @@ fn a_cancelled_request_does_not_go_on_after_a_short_transfer() {
     assert_eq!(drain(&mut *queue), [(1, Err(DiskError::Cancelled))]);
 }
 
+/// A thread that may wait writes at once what others would write, and nothing else.
+#[test]
+fn who_may_wait_has_written_when_it_has_asked() {
+    let mut shared = shared(memfd(8192), 8192);
+    shared.waits = true;
+    let disk = disk(shared);
+    let mut queue = disk.queue().unwrap();
+    let bytes = Mapping::anonymous(4096).unwrap().bytes();
+    let ask = |queue: &mut dyn Queue, op, byte: u8| {
+        bytes.write_from(0, &[byte; 4096]).unwrap();
+        let mut data = Segments::from_bytes(&bytes);
+        let request = Request { op, offset: 4096, len: 4096 };
+        let submitted = queue.submit(7, &request, &mut data);
+        let ended = if submitted == Submitted::Pending { drain(queue) } else { Vec::new() };
+        (submitted, data.len(), ended)
+    };
+    let write = Op::Write { fua: false };
+    let later = (Submitted::Pending, 0, vec![(7, Ok(()))]);
+    assert_eq!(ask(&mut *queue, write, 1), later);
+    queue.may_wait();
+    // The buffer is the caller's again.
+    assert_eq!(ask(&mut *queue, write, 2), (Submitted::Done(Ok(())), 4096, Vec::new()));
+    assert_eq!(ask(&mut *queue, Op::Read, 0), later);
+    let mut found = [0; 4096];
+    bytes.read_into(0, &mut found).unwrap();
+    assert_eq!(found, [2; 4096]);
+    // It is to be durable, which is the flusher's work.
+    assert_eq!(ask(&mut *queue, Op::Write { fua: true }, 3), later);
+    assert_eq!(ask(&mut *queue, Op::Read, 0), later);
+    bytes.read_into(0, &mut found).unwrap();
+    assert_eq!((found, queue.pending()), ([3; 4096], 0));
+}
+
 #[test]
 fn requests_beyond_the_ring_wait_in_order() {
     const MANY: u32 = 5000;

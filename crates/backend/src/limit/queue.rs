@@ -301,6 +301,10 @@ impl Queue for LimitedQueue {
         self.inner.wake_fd()
     }
 
+    fn may_wait(&mut self) {
+        self.inner.may_wait();
+    }
+
     fn wakes_by_edges(&self) -> bool {
         self.inner.wakes_by_edges()
     }

@@ -3,6 +3,7 @@
 
 mod call;
 mod fence;
+mod here;
 mod jobs;
 mod lock;
 mod namespace_ring;

@@ -6,7 +6,10 @@
 //! slot gives none of them away, and a ring that is dropped waits for every busy slot first.
 //! What is forgotten instead of dropped is never freed either.
 
+mod in_place;
+
 use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use super::here::Here;
 use super::namespace_ring::NamespaceRing;
 use super::passthrough::Namespace;
 use super::slot::{Call, Slot};
@@ -99,6 +102,8 @@ struct Blocking {
     direct: bool,
     /// There is no descriptor for threads: it has to go without.
     off: bool,
+    /// Which of them the thread makes itself.
+    here: Here,
     /// Calls that io_uring has given back, kept for its room.
     again: Vec<u32>,
 }
@@ -131,6 +136,7 @@ impl<T> Ring<T> {
             writes: waits,
             direct,
             off: engine == EngineKind::Threads,
+            here: Here::default(),
             again: Vec::new(),
         };
         let engine = match engine {
@@ -155,6 +161,7 @@ impl<T> Ring<T> {
             direct: true,
             // The system never waits for a device here.
             off: true,
+            here: Here::default(),
             again: Vec::new(),
         };
         let engine = match engine {
@@ -426,6 +433,10 @@ impl<T> Ring<T> {
 
     /// io_uring has given calls back.
     fn take_back(&mut self, into: &mut Vec<(Key, i32)>) {
+        self.ask_about_writes(into);
+        if self.blocking.again.is_empty() {
+            return;
+        }
         if self.has_threads() {
             return self.try_again();
         }

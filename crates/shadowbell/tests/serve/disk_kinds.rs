@@ -50,7 +50,7 @@ pub(crate) fn keeper(disk: &str) -> Server {
 }
 
 /// Kills the server's process so often, under a load that verifies what it reads.
-fn survive(server: &mut Server, kills: u64) {
+pub(crate) fn survive(server: &mut Server, kills: u64) {
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     for n in 0..kills {

@@ -2,6 +2,7 @@
 
 mod ana;
 mod bad_input;
+mod ceph;
 mod changes;
 mod clients;
 mod config;

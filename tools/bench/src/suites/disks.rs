@@ -8,7 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::exports::{ROWS, fill, measure};
+use super::contest::ROWS;
+use super::exports::{fill, measure};
 use crate::figures::{count, size, time};
 use crate::fio::{self, Job, Source};
 use crate::load::{Load, Waiting};

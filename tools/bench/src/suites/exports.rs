@@ -1,5 +1,5 @@
-//! NBD exports of memory: ours, nbdkit's and qemu-nbd's, plain and by TLS, with the same client in
-//! turn.
+//! Exports of memory. By NBD: ours, nbdkit's and qemu-nbd's, plain and by TLS, with the same client in
+//! turn; then as a file (FUSE) and by vhost-user-blk.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -8,6 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use super::contest::ROWS;
+use super::spdk::Tree;
+use super::{fuse, vhost};
 use crate::certificates;
 use crate::figures::{count, size, time};
 use crate::fio::{self, Job, Source};
@@ -17,16 +20,6 @@ use crate::process::time_of_all;
 use crate::samples::{Rounds, Samples};
 use crate::settings::Settings;
 use crate::table::Table;
-
-/// What is asked: of which kind, how long, and how many at a time.
-pub(crate) const ROWS: [(&str, u32, u32); 6] = [
-    ("randread", 4096, 1),
-    ("randread", 4096, 32),
-    ("randwrite", 4096, 1),
-    ("randwrite", 4096, 32),
-    ("randread", 65536, 32),
-    ("randwrite", 65536, 32),
-];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Contestant {
@@ -81,7 +74,13 @@ struct Measured {
     ours: Vec<Samples>,
 }
 
-pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
+pub(crate) fn run(settings: &Settings, tree: Option<&Tree>) -> Result<Vec<Table>> {
+    let mut tables = vec![nbd(settings)?, fuse::table(settings)?];
+    tables.extend(vhost::tables(settings, tree)?);
+    Ok(tables)
+}
+
+fn nbd(settings: &Settings) -> Result<Table> {
     let may = !settings.quick;
     machine::need("fio", "fio", may).map_err(anyhow::Error::msg)?;
     let mut table = Table::new(
@@ -186,7 +185,7 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
             );
         }
     }
-    Ok(vec![table])
+    Ok(table)
 }
 
 /// Writes everything once: memory that was never written is read without being there.

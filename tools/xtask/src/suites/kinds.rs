@@ -1,5 +1,6 @@
 //! Disks of other kinds than a file, under a Linux guest that has all of them at once: a qcow2
-//! image, an export of qemu-nbd, and a namespace of another server. File systems, discards, fio's
+//! image, an export of qemu-nbd, and a namespace of another server; and where `SHADOWBELL_CEPH_CONF`
+//! names a cluster (`cargo xtask ceph --guest` does), an image of that. File systems, discards, fio's
 //! checksums; then the process that serves is killed and upgraded under fio.
 
 use std::path::Path;
@@ -17,7 +18,7 @@ use crate::report::Report;
 
 const SIZE: u64 = 1 << 30;
 /// The namespaces, in the order of the server's disks.
-const KINDS: [(&str, u32); 3] = [("qcow2", 1), ("nbd", 2), ("vfio-user", 3)];
+const KINDS: [(&str, u32); 4] = [("qcow2", 1), ("nbd", 2), ("vfio-user", 3), ("rbd", 4)];
 /// How often each is done to the server.
 const EVENTS: u32 = 5;
 const LONG: Duration = Duration::from_secs(180);
@@ -62,19 +63,21 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let exporter = Exporter::start(&run.image("exported.img", SIZE)?, &socket)?;
     let image = run.image("below.img", SIZE)?.display().to_string();
     let mut below = setup.serve(run, "below", &[image], &[], None)?;
-    let disks = [
+    let mut disks = vec![
         qcow2.display().to_string(),
         format!("nbd+unix:///?socket={}&settle=100ms", socket.display()),
         format!("vfio-user:{}/1", run.socket("below").display()),
     ];
+    disks.extend(ceph()?);
+    let kinds = &KINDS[..disks.len()];
     let mut disk = setup.serve(run, "dut", &disks, &[], None)?;
     let server = disk.server.as_ref().context("no server")?.id();
     let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
     let (controller, _) = names(&mut guest, 0)?;
     let device = |nsid: u32| format!("/dev/{controller}n{nsid}");
 
-    for (kind, nsid) in KINDS {
-        let dev = device(nsid);
+    for (kind, nsid) in kinds {
+        let dev = device(*nsid);
         report
             .check(&format!("{kind}: a file system is made, filled, checked and trimmed"), |_| {
                 file_system(&mut guest, &dev)
@@ -83,7 +86,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             discard(&mut guest, &dev)
         });
     }
-    let all: Vec<_> = KINDS.iter().map(|(_, nsid)| device(*nsid)).collect();
+    let all: Vec<_> = kinds.iter().map(|(_, nsid)| device(*nsid)).collect();
     report.check("fio writes and verifies, all at once", |_| {
         guest.sh(&format!("{} --size=12m", fio(&all)), LONG)
     });
@@ -120,6 +123,15 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         Ok(())
     });
     Ok(())
+}
+
+/// A new image of the cluster that there may be, as a disk.
+fn ceph() -> Result<Option<String>> {
+    let Some(conf) = std::env::var_os("SHADOWBELL_CEPH_CONF") else { return Ok(None) };
+    let mut rbd = Command::new("rbd");
+    rbd.arg("-c").arg(&conf).args(["create", "guest", "--size", &format!("{}M", SIZE >> 20)]);
+    ensure!(rbd.status().context("rbd")?.success(), "rbd makes no image");
+    Ok(Some(format!("rbd:rbd/guest?conf={}", conf.to_string_lossy())))
 }
 
 pub(super) fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {

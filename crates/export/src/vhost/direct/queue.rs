@@ -130,6 +130,7 @@ impl<'a> DirectQueue<'a> {
     ) -> io::Result<Self> {
         let mut disk = context.local.disk.queue()?;
         disk.memory_changed(table);
+        disk.may_wait();
         let events = [context.vring.changed(), context.waker];
         let sleep = Sleep::on(context.vring.kick(), events, &*disk)?;
         Ok(Self {

@@ -11,4 +11,5 @@ mod target;
 mod tree;
 
 pub(crate) use compare::run;
+pub(crate) use huge_pages::HugePages;
 pub(crate) use tree::{HOW_TO_BUILD, Tree};

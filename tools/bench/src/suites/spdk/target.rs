@@ -140,8 +140,12 @@ mod tests {
     #[test]
     fn a_target_that_does_not_start_says_why() {
         let program = |name: &str| Path::new("/bin").join(name);
-        let tree =
-            |name| Tree { nvmf_tgt: program(name), perf: program("true"), version: String::new() };
+        let tree = |name| Tree {
+            directory: std::path::PathBuf::new(),
+            nvmf_tgt: program(name),
+            perf: program("true"),
+            version: String::new(),
+        };
         let error = Target::start(&tree("false"), DiskKind::Null, 0).unwrap_err().to_string();
         assert!(error.contains("nvmf_tgt ended (exit code 1)"), "{error}");
         // It prints its arguments, which is its log.

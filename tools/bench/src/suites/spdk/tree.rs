@@ -42,6 +42,7 @@ impl DiskKind {
 /// A built tree of SPDK.
 #[derive(Debug)]
 pub(crate) struct Tree {
+    pub(crate) directory: PathBuf,
     pub(crate) nvmf_tgt: PathBuf,
     pub(crate) perf: PathBuf,
     pub(crate) version: String,
@@ -59,6 +60,7 @@ impl Tree {
         };
         let version = std::fs::read_to_string(directory.join("VERSION")).unwrap_or_default();
         Ok(Self {
+            directory: directory.canonicalize().with_context(|| directory.display().to_string())?,
             nvmf_tgt: program("nvmf_tgt")?,
             perf: program("spdk_nvme_perf")?,
             version: version.trim().to_owned(),

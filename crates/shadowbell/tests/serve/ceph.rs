@@ -1,0 +1,54 @@
+//! Images of a Ceph cluster under a server whose process is killed, and replaced. `cargo xtask ceph`
+//! starts a cluster, names it by `SHADOWBELL_CEPH_CONF`, and runs these; without one they say so.
+
+use crate::disk_kinds::{keeper, survive};
+use crate::harness::until;
+use crate::keeper::worker;
+use crate::recover::lost_nothing;
+use crate::upgrade::{Load, upgrade};
+use std::process::Command;
+
+/// A new image, as a disk.
+fn image(name: &str, features: &str) -> Option<String> {
+    let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
+        eprintln!(
+            "skipped: `SHADOWBELL_CEPH_CONF` names no cluster; `cargo xtask ceph` starts one"
+        );
+        return None;
+    };
+    let rbd = |arguments: &[&str]| Command::new("rbd").args(["-c", &conf]).args(arguments).output();
+    let _ = rbd(&["rm", "--no-progress", name]);
+    let made = rbd(&["create", name, "--size", "16M", "--image-feature", features]).unwrap();
+    assert!(made.status.success(), "{made:?}");
+    Some(format!("rbd:rbd/{name}?conf={conf}"))
+}
+
+#[test]
+fn an_image_of_a_cluster_goes_on_through_kills() {
+    for (name, features) in [("killed", "layering,exclusive-lock"), ("killed-bare", "layering")] {
+        let Some(disk) = image(name, features) else { return };
+        survive(&mut keeper(&disk), 5);
+    }
+}
+
+#[test]
+fn a_server_with_an_image_of_a_cluster_is_replaced_under_a_verifying_load() {
+    let Some(disk) = image("replaced", "layering,exclusive-lock") else { return };
+    let mut server = keeper(&disk);
+    let load = Load::at(&server.socket(), 1);
+    until("the load's queue", || server.stderr().contains("I/O queue"));
+    let socket = server.socket().display().to_string();
+    for _ in 0..3 {
+        let before = worker(&server);
+        // While the image's lock is taken from the process before, the first writes are slow.
+        until("an upgrade", || {
+            let (status, output, errors) = upgrade(&socket, None);
+            assert!(status == Some(0) || errors.contains("try again"), "{output}{errors}");
+            status == Some(0)
+        });
+        assert_ne!(worker(&server), before);
+    }
+    load.lost_nothing();
+    lost_nothing(&server);
+    assert!(server.stop().success(), "{}", server.stderr());
+}

@@ -1,0 +1,160 @@
+//! What stands between SPDK's client and QEMU's device: they do not agree on how long a device's
+//! configuration is.
+//!
+//! SPDK asks for 256 bytes and takes no other answer; QEMU 7.2 refuses to give more than it has. So
+//! the one message and its answer are cut and filled up here. Nothing else is changed, and of the
+//! requests themselves nothing comes here: those are in memory that the two share.
+
+use std::io::{self, IoSlice, IoSliceMut, Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::thread;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+/// Request, flags, length.
+const HEADER: usize = 12;
+const GET_CONFIG: u32 = 24;
+/// Offset, length and flags of what is asked for.
+const CONFIG_HEADER: usize = 12;
+/// Bytes of the configuration: what SPDK asks for, and what there is.
+const ASKED: usize = 256;
+const THERE: usize = 60;
+/// Descriptors and bytes of one message.
+const MOST_FDS: usize = 16;
+const MOST: u32 = 1 << 16;
+
+/// Its socket, in a server's directory.
+pub(crate) const RELAY: &str = "relay.sock";
+
+/// Takes clients at a path of its own, for as long as the server behind it lives.
+pub(crate) fn start(path: PathBuf, server: PathBuf) -> io::Result<()> {
+    let listener = UnixListener::bind(path)?;
+    thread::spawn(move || {
+        for client in listener.incoming().map_while(Result::ok) {
+            let Ok(server) = UnixStream::connect(&server) else { return };
+            let _ = join(&client, &server);
+        }
+    });
+    Ok(())
+}
+
+fn join(client: &UnixStream, server: &UnixStream) -> io::Result<()> {
+    let back = (server.try_clone()?, client.try_clone()?);
+    thread::spawn(move || pump(&back.0, &back.1, |message| resize(message, THERE, ASKED)));
+    let there = (client.try_clone()?, server.try_clone()?);
+    thread::spawn(move || pump(&there.0, &there.1, |message| resize(message, ASKED, THERE)));
+    Ok(())
+}
+
+/// A message and its descriptors.
+struct Message {
+    bytes: Vec<u8>,
+    fds: Vec<OwnedFd>,
+}
+
+fn pump(from: &UnixStream, to: &UnixStream, change: impl Fn(&mut Vec<u8>)) {
+    while let Ok(Some(mut message)) = receive(from) {
+        change(&mut message.bytes);
+        if send(to, &message).is_err() {
+            break;
+        }
+    }
+    let _ = from.shutdown(Shutdown::Both);
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..at + 4).and_then(|word| word.try_into().ok()).map_or(0, u32::from_ne_bytes)
+}
+
+/// Makes a question about the configuration, or the answer, of so many bytes one of so many others.
+fn resize(message: &mut Vec<u8>, from: usize, to: usize) {
+    let is_one = word(message, 0) == GET_CONFIG && message.len() == HEADER + CONFIG_HEADER + from;
+    if !is_one {
+        return;
+    }
+    message.resize(HEADER + CONFIG_HEADER + to, 0);
+    message[8..12].copy_from_slice(&((CONFIG_HEADER + to) as u32).to_ne_bytes());
+    message[16..20].copy_from_slice(&(to as u32).to_ne_bytes());
+}
+
+/// The next message; nothing at the end.
+fn receive(from: &UnixStream) -> io::Result<Option<Message>> {
+    let mut bytes = vec![0; HEADER];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut pieces = [IoSliceMut::new(&mut bytes)];
+    let got = recvmsg(from, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
+    if got == 0 {
+        return Ok(None);
+    }
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    let mut from = from;
+    from.read_exact(&mut bytes[got..])?;
+    let len = word(&bytes, 8);
+    if len > MOST {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    bytes.resize(HEADER + len as usize, 0);
+    from.read_exact(&mut bytes[HEADER..])?;
+    Ok(Some(Message { bytes, fds }))
+}
+
+fn send(to: &UnixStream, message: &Message) -> io::Result<()> {
+    let fds: Vec<BorrowedFd<'_>> = message.fds.iter().map(AsFd::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+    }
+    let sent = sendmsg(to, &[IoSlice::new(&message.bytes)], &mut control, SendFlags::empty())?;
+    let mut to = to;
+    to.write_all(&message.bytes[sent..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(request: u32, payload: usize) -> Vec<u8> {
+        let words = [request, 1, payload as u32, 0, 256, 0];
+        let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        bytes.resize(HEADER + payload, 7);
+        bytes
+    }
+
+    #[test]
+    fn messages_pass_with_their_descriptors_and_one_is_cut() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let server = UnixListener::bind(at("server")).unwrap();
+        start(at("relay"), at("server")).unwrap();
+        let client = UnixStream::connect(at("relay")).unwrap();
+        let (server, _) = server.accept().unwrap();
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let fds = vec![file.into()];
+        send(&client, &Message { bytes: message(5, 16), fds }).unwrap();
+        let got = receive(&server).unwrap().unwrap();
+        assert_eq!((got.bytes, got.fds.len()), (message(5, 16), 1));
+        send(&client, &Message { bytes: message(GET_CONFIG, 268), fds: Vec::new() }).unwrap();
+        let got = receive(&server).unwrap().unwrap();
+        assert_eq!((got.bytes.len(), word(&got.bytes, 8), word(&got.bytes, 16)), (84, 72, 60));
+        send(&server, &got).unwrap();
+        let got = receive(&client).unwrap().unwrap();
+        assert_eq!((got.bytes.len(), word(&got.bytes, 8), word(&got.bytes, 16)), (280, 268, 256));
+        drop(server);
+        assert!(receive(&client).unwrap().is_none());
+    }
+}
