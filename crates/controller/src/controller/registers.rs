@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 impl Controller {
-    /// Reads BAR0. Registers are little-endian; any length and alignment inside [`BAR0_BYTES`] is
-    /// answered, and bytes beyond are zero.
+    /// Reads BAR0. Registers are little-endian; any length and alignment inside
+    /// [`BAR0_BYTES`](crate::BAR0_BYTES) is answered, and bytes beyond are zero.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         // Doorbells read as zero: what they return is vendor specific (PCIe 1.1, 3.1.2.1).
@@ -79,7 +79,8 @@ impl Controller {
     }
 
     /// The page of doorbell registers (BAR0 from 1000h on), backed by a memfd. Only to be mapped
-    /// by a host if the controller was made with [`Carrier::mapped_doorbells`].
+    /// by a host if the controller was made with
+    /// [`Carrier::mapped_doorbells`](crate::Carrier::mapped_doorbells).
     #[must_use]
     pub fn doorbells(&self) -> &SharedBytes {
         self.0.context.shared.doorbells()
