@@ -61,6 +61,8 @@ impl Image {
     pub(crate) fn new(opened: Opened, info: DiskInfo, name: String) -> Self {
         let Opened { format, header, file, below, is_direct, bytes, is_sound } = opened;
         let longest = AtomicU64::new(rustix::fs::seek(file.file(), SeekFrom::End(0)).unwrap_or(0));
+        // Before a write goes straight, the thread that serves queues looks how long the file is.
+        let is_sound = is_sound && !file.is_remote();
         let map = bytes.as_ref().map(|_| Map::new(header.cluster_bits, header.size));
         Self {
             format: RwLock::new(Some(format)),

@@ -3,9 +3,9 @@
 mod common;
 
 use common::{Host, directory, image, open, run_one};
-use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_backend::{Disk, Op, Request, Submitted};
 use shadowbell_testing::stalled::{Mount, be_the_daemon};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
@@ -17,15 +17,29 @@ fn the_daemon() {
 
 #[test]
 fn an_image_that_does_not_answer_holds_up_no_other() {
-    let Some(mut mount) = Mount::with_image("the_daemon") else { return };
+    let Some(mount) = Mount::with_image("the_daemon") else { return };
+    let bad = open(&mount.path(), "?direct=off&format=raw");
+    holds_up_no_other(mount, bad);
+}
+
+/// As above, and the file system does not even say how long the file is.
+#[test]
+fn an_image_of_which_nothing_is_said_holds_up_no_other() {
+    let directory = directory();
+    let behind = image(directory.path(), MIB);
+    let Some(mount) = Mount::over("the_daemon", &behind) else { return };
+    let bad = open(&mount.path(), "?direct=off&format=raw");
+    mount.stall();
+    holds_up_no_other(mount, bad);
+}
+
+fn holds_up_no_other(mut mount: Mount, bad: Arc<dyn Disk>) {
     let directory = directory();
     let good = image(directory.path(), 64 * MIB);
-    let stalled = mount.path();
     let (done, is_done) = mpsc::channel();
     // One thread, as a worker is, whose calls the kernel would leave to the same few workers.
     let worker = std::thread::spawn(move || {
         let host = Host::new(MIB);
-        let bad = open(&stalled, "?direct=off&format=raw");
         let mut bad = bad.queue().unwrap();
         for tag in 0..200 {
             let op = match tag % 4 {

@@ -1,8 +1,11 @@
-//! A file system of a client's own (FUSE) that does not answer: to see who waits for it.
+//! A file system of a client's own (FUSE) that does not answer, or not for a while: to see who waits
+//! for it.
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,15 +14,19 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use fuser::{
     Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
     LockOwner, MountOption, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen,
-    ReplyPoll, Request, Session,
+    ReplyPoll, ReplyWrite, Request, Session, WriteFlags,
 };
 use parking_lot::{Mutex, MutexGuard};
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Where the daemon is to mount; set in the process that is it.
 const MOUNT_AT: &str = "STALLED_MOUNT_AT";
 
 /// Set too where the file can be opened as an image: only its data are not answered for.
 const AS_IMAGE: &str = "STALLED_AS_IMAGE";
+
+/// Set too where the file is another one, whose path this is, and is answered for.
+const OVER: &str = "STALLED_OVER";
 
 /// The one file, which seems to have some memory in it.
 const NAME: &str = "memory";
@@ -31,10 +38,23 @@ const SIZE: u64 = 1 << 20;
 struct Stalled {
     opened: AtomicBool,
     as_image: bool,
+    /// What is in the file, if anything is.
+    over: Option<File>,
     unanswered: Mutex<Vec<Box<dyn std::any::Any + Send>>>,
 }
 
 impl Stalled {
+    fn attributes(&self, ino: INodeNo) -> FileAttr {
+        let over = self.over.as_ref().filter(|_| ino == FILE).and_then(|over| over.metadata().ok());
+        let attributes = attributes(ino);
+        FileAttr { size: over.map_or(attributes.size, |over| over.len()), ..attributes }
+    }
+
+    /// Of what has no answer but that it is over.
+    fn end_of(&self, reply: ReplyEmpty) {
+        if self.over.is_some() { reply.ok() } else { self.keep(reply) }
+    }
+
     fn keep(&self, reply: impl Send + 'static) {
         self.unanswered.lock().push(Box::new(reply));
     }
@@ -64,7 +84,7 @@ fn attributes(ino: INodeNo) -> FileAttr {
 impl Filesystem for Stalled {
     fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
         match name == NAME {
-            true => reply.entry(&Duration::ZERO, &attributes(FILE), Generation(0)),
+            true => reply.entry(&Duration::ZERO, &self.attributes(FILE), Generation(0)),
             false => reply.error(Errno::ENOENT),
         }
     }
@@ -73,12 +93,15 @@ impl Filesystem for Stalled {
         if !self.as_image && ino == FILE && self.opened.load(Ordering::SeqCst) {
             return self.keep(reply);
         }
-        reply.attr(&Duration::ZERO, &attributes(ino));
+        reply.attr(&Duration::ZERO, &self.attributes(ino));
     }
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
         self.opened.store(true, Ordering::SeqCst);
-        reply.opened(FileHandle(0), FopenFlags::empty());
+        // What is cached is no storage.
+        let direct = FopenFlags::FOPEN_DIRECT_IO;
+        let flags = if self.over.is_some() { direct } else { FopenFlags::empty() };
+        reply.opened(FileHandle(0), flags);
     }
 
     fn read(
@@ -86,21 +109,44 @@ impl Filesystem for Stalled {
         _: &Request,
         _: INodeNo,
         _: FileHandle,
-        _: u64,
-        _: u32,
+        offset: u64,
+        size: u32,
         _: OpenFlags,
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        self.keep(reply);
+        let Some(over) = &self.over else { return self.keep(reply) };
+        let mut data = vec![0; size as usize];
+        match over.read_at(&mut data, offset) {
+            Ok(read) => reply.data(data.get(..read).unwrap_or_default()),
+            Err(_) => reply.error(Errno::EIO),
+        }
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _: WriteFlags,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        match self.over.as_ref().map(|over| over.write_all_at(data, offset)) {
+            Some(Ok(())) => reply.written(data.len() as u32),
+            _ => reply.error(Errno::EIO),
+        }
     }
 
     fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
-        self.keep(reply);
+        self.end_of(reply);
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        self.keep(reply);
+        self.end_of(reply);
     }
 
     fn release(
@@ -113,7 +159,7 @@ impl Filesystem for Stalled {
         _: bool,
         reply: ReplyEmpty,
     ) {
-        self.keep(reply);
+        self.end_of(reply);
     }
 
     fn poll(
@@ -136,7 +182,10 @@ pub fn be_the_daemon() {
     let mut config = Config::default();
     config.mount_options = vec![MountOption::FSName("stalled".into())];
     let as_image = std::env::var_os(AS_IMAGE).is_some();
-    let session = Session::new(Stalled { as_image, ..Stalled::default() }, &path, &config);
+    let over = std::env::var_os(OVER);
+    let over = over.map(|over| File::options().read(true).write(true).open(over).unwrap());
+    let stalled = Stalled { as_image: as_image || over.is_some(), over, ..Stalled::default() };
+    let session = Session::new(stalled, &path, &config);
     let outcome = session.and_then(Session::run);
     std::process::exit(i32::from(outcome.is_err()));
 }
@@ -161,7 +210,7 @@ impl Mount {
     /// If nothing is mounted.
     #[must_use]
     pub fn new(test: &str) -> Option<Self> {
-        Self::start(test, false)
+        Self::start(test, None)
     }
 
     /// One whose file can be opened as an image, at [`path`](Self::path): whoever reads or writes
@@ -171,10 +220,20 @@ impl Mount {
     /// If nothing is mounted.
     #[must_use]
     pub fn with_image(test: &str) -> Option<Self> {
-        Self::start(test, true)
+        Self::start(test, Some((AS_IMAGE, Path::new("1"))))
     }
 
-    fn start(test: &str, as_image: bool) -> Option<Self> {
+    /// One whose file is the one at `image`, by way of the daemon: it answers, but for the time from
+    /// [`stall`](Self::stall) to [`go_on`](Self::go_on).
+    ///
+    /// # Panics
+    /// If nothing is mounted.
+    #[must_use]
+    pub fn over(test: &str, image: &Path) -> Option<Self> {
+        Self::start(test, Some((OVER, image)))
+    }
+
+    fn start(test: &str, what: Option<(&str, &Path)>) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() || !rustix::process::geteuid().is_root() {
             eprintln!("skipped: it takes /dev/fuse, and root");
             return None;
@@ -182,9 +241,7 @@ impl Mount {
         let alone = ALONE.lock();
         let directory = tempfile::tempdir().unwrap();
         let mut daemon = Command::new(std::env::current_exe().unwrap());
-        if as_image {
-            daemon.env(AS_IMAGE, "1");
-        }
+        daemon.envs(what);
         let daemon = daemon
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(MOUNT_AT, directory.path())
@@ -215,6 +272,34 @@ impl Mount {
     pub fn open(&self) -> OwnedFd {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         rustix::fs::open(self.path(), flags, rustix::fs::Mode::empty()).unwrap()
+    }
+
+    /// From now on nothing is answered.
+    ///
+    /// # Panics
+    /// The daemon has gone, or does not stop.
+    pub fn stall(&self) {
+        self.signal(Signal::STOP);
+        // It may be at an answer still.
+        let stat = format!("/proc/{}/stat", self.daemon.id());
+        let until = Instant::now() + Duration::from_secs(20);
+        while !std::fs::read_to_string(&stat).unwrap().contains(") T ") {
+            assert!(Instant::now() < until, "the daemon does not stop");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// What was asked meanwhile is answered.
+    ///
+    /// # Panics
+    /// The daemon has gone.
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.daemon.id().cast_signed()).unwrap();
+        kill_process(pid, signal).unwrap();
     }
 
     /// Ends the daemon: all that wait for it go on.

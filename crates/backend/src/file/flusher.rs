@@ -16,7 +16,7 @@ use shadowbell_memory::AbortOnPanic;
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// How long the thread stays without work.
@@ -30,6 +30,9 @@ pub(super) struct Flusher {
     lost: AtomicI32,
     /// Who is to know of that before those whose data it were.
     on_loss: Mutex<Option<OnLoss>>,
+    /// Bytes of the file after the last sync. Whoever serves queues can not look: a file system may
+    /// ask somebody else, who does not answer.
+    len: AtomicU64,
     work: Mutex<Work>,
     came: Condvar,
     /// The thread has gone.
@@ -108,6 +111,7 @@ impl Flusher {
             how,
             lost: AtomicI32::new(lost),
             on_loss: Mutex::default(),
+            len: AtomicU64::new(u64::MAX),
             work: Mutex::default(),
             came: Condvar::new(),
             gone: Condvar::new(),
@@ -119,6 +123,11 @@ impl Flusher {
     /// The error number of the first sync that has lost data, or 0.
     pub(super) fn lost(&self) -> i32 {
         self.lost.load(Ordering::Acquire)
+    }
+
+    /// Bytes of the file when the last sync had ended; before the first as many as there can be.
+    pub(super) fn len(&self) -> u64 {
+        self.len.load(Ordering::Acquire)
     }
 
     /// Another process has lost data with this error number, or none if it is 0.
@@ -198,6 +207,11 @@ impl Flusher {
     /// One sync for all of these.
     fn serve(&self, asked: Vec<(Arc<Asker>, Key)>) {
         let result = self.sync();
+        if matches!(self.how, Syncs::Calls { .. }) {
+            // A file whose size can not be had any more is as good as gone.
+            let len = self.file.metadata().map_or(0, |about| about.len());
+            self.len.store(len, Ordering::Release);
+        }
         for (asker, key) in asked {
             asker.answer(key, result);
         }

@@ -1,6 +1,6 @@
 //! An image that is open and locked, whatever is in it.
 
-use super::device::attribute;
+use super::device::{attribute, is_remote};
 use super::namespace::{NamespaceFacts, is_namespace};
 use super::opener::{self, Access, At};
 use super::options::Direct;
@@ -155,6 +155,13 @@ impl ImageFile {
     #[must_use]
     pub fn is_block_device(&self) -> bool {
         self.is_block
+    }
+
+    /// Whether its file system asks another machine, or another process, for what is known of the
+    /// file, and so may keep who asks waiting.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        !self.is_block && is_remote(&self.file)
     }
 
     /// What it is an image of, by its first bytes; nothing for a raw image. To be asked before

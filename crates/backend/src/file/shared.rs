@@ -144,13 +144,11 @@ impl FileShared {
         end <= self.end.load(Ordering::Relaxed)
     }
 
-    /// Looks where the file ends now. Whether it is shorter than the disk, or was.
-    pub(super) fn has_shrunk(&self) -> bool {
+    /// The file was seen to end at `now`. Whether it is shorter than the disk, or was.
+    pub(super) fn ends_at(&self, now: u64) -> bool {
         if !self.regular {
             return false;
         }
-        // A file whose size can not be had any more is as good as gone.
-        let now = self.file.metadata().map_or(0, |m| m.len());
         // Written only if it changes: every request of every thread reads it.
         if now < self.end.load(Ordering::Relaxed) {
             self.end.fetch_min(now, Ordering::Relaxed);

@@ -84,8 +84,6 @@ impl Task {
             Op::Flush if shared.namespace.as_ref().is_some_and(|it| !it.has_cache) => {
                 return Err(Ok(()));
             }
-            // The end of the image has moved: what it held is not on stable storage.
-            Op::Flush if shared.has_shrunk() => return Err(Err(DiskError::Io(libc::EIO))),
             Op::Flush => match shared.unsynced() {
                 None => Stage::Sync,
                 Some(error) => return Err(Err(error)),
@@ -254,6 +252,10 @@ impl Task {
                 self.done = self.request.len;
                 (self.request.len, self.request.len)
             }
+            // The end of the image has moved: what it held is not on stable storage.
+            Stage::Sync if shared.ends_at(shared.flusher.len()) => {
+                return Step::End(Err(DiskError::Io(libc::EIO)));
+            }
             Stage::Sync => return Step::End(Ok(())),
         };
         if progress == wanted {
@@ -265,7 +267,12 @@ impl Task {
         }
         // Nothing moved: a read at the end of the file, or a write that the system did not do.
         let reads = matches!(self.request.op, Op::Read | Op::Compare | Op::Verify);
-        Step::End(Err(if reads && shared.has_shrunk() {
+        let before = match self.stage {
+            Stage::Bounced { moved, .. } => moved as u64,
+            _ => 0,
+        };
+        let end = self.request.offset + self.done + before + moved;
+        Step::End(Err(if reads && shared.ends_at(end) {
             DiskError::OutOfRange
         } else {
             DiskError::Io(libc::EIO)
