@@ -1,7 +1,9 @@
 //! Three layers in one process: a driver, on a virtual controller, on an SSD, which is an emulated
 //! controller over a disk whose requests this test records.
 
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
+use shadowbell_backend::{
+    Disk, DiskError, DiskInfo, MemDisk, NullDisk, Op, Queue, Request, Submitted, Tell,
+};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_driver::{
     AttachOptions, Command, Completion, Controller, Namespace, QueuePair, Transport,
@@ -315,6 +317,44 @@ fn the_guest_gets_the_status_that_the_ssd_gave() {
             rig.run(namespace.read(0, 8).unwrap(), pool.take()).status.into_result().unwrap();
         }
     }
+}
+
+#[test]
+fn a_namespace_that_shrinks_is_out_of_range_beyond_its_end_and_no_size_is_offered() {
+    let null = |blocks| Arc::new(NullDisk::new(blocks, 512));
+    let ssd = Arc::new(InProcess::over(null(100)).unwrap());
+    let disk = NvmeDisk::open(Arc::clone(&ssd) as Arc<dyn Transport>, 1, "an SSD", &options(true))
+        .unwrap();
+    let virtual_one = Arc::new(InProcess::over(Arc::new(disk.clone())).unwrap());
+    let mut controller = Controller::attach(virtual_one, &AttachOptions::default()).unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let pool = controller.buffers(1, 8 * 512).unwrap();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let mut status = |command: Command, has_data: bool| {
+        queue.submit(command, has_data.then(|| pool.take().unwrap())).unwrap();
+        next(&mut queue).status.code()
+    };
+    assert_eq!(status(namespace.read(92, 8).unwrap(), true), Status::SUCCESS);
+    let (told, is_told) = std::sync::mpsc::channel();
+    let done = move |outcome: Result<(), _>| told.send(outcome.is_ok()).unwrap();
+    ssd.controller().change_disk(1, null(50), done).unwrap();
+    assert_eq!(is_told.recv_timeout(Duration::from_secs(20)), Ok(true));
+    // The last one reaches beyond the new end with its last block.
+    for lba in [92, 50, 43] {
+        assert_eq!(status(namespace.read(lba, 8).unwrap(), true), Status::LBA_OUT_OF_RANGE);
+        assert_eq!(status(namespace.write(lba, 8).unwrap(), true), Status::LBA_OUT_OF_RANGE);
+        let zeroes = namespace.write_zeroes(lba, 8, true).unwrap();
+        assert_eq!(status(zeroes, false), Status::LBA_OUT_OF_RANGE);
+    }
+    assert_eq!(status(namespace.read(42, 8).unwrap(), true), Status::SUCCESS);
+    assert_eq!(status(namespace.write(42, 8).unwrap(), true), Status::SUCCESS);
+    // To its own guest the disk is as large as it was, for as long as it is open.
+    assert_eq!(disk.info().blocks, 100);
+    let refused = disk.resized(None).unwrap_err().to_string();
+    assert!(
+        refused.contains("remove the namespace, change its disk, and add it again"),
+        "{refused}"
+    );
 }
 
 #[test]

@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use shadowbell_bench::table::Table;
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Serve, Server, config};
 
-use super::dmesg;
 use super::recover::{number, verify};
 use super::setup::{MINUTE, Setup};
 use super::vfio::{boot, json_of, pack, shadowbell};
+use super::{dmesg, kinds};
 use crate::report::Report;
 
 const SIZE: u64 = 128 << 20;
@@ -167,6 +167,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             ensure!(refused.code == 2 && refused.text.contains(why), "{device}: {}", refused.text);
         }
         Ok(())
+    });
+    report.check("memory: a file system, discards, and fio's checksums", |_| {
+        let block = Which::Ours.device(&mut guest)?.replace("/ng", "/nvme");
+        kinds::file_system(&mut guest, &block)?;
+        kinds::discard(&mut guest, &block)?;
+        let fio = kinds::fio(&[block]).replace("--offset=512m", "--offset=64m");
+        guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE).map(drop)
     });
     report.check("one whose block device is mounted is refused", |_| {
         let device = Which::Ours.device(&mut guest)?;

@@ -134,7 +134,7 @@ fn ceph() -> Result<Option<String>> {
     Ok(Some(format!("rbd:rbd/guest?conf={}", conf.to_string_lossy())))
 }
 
-fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
+pub(super) fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
     guest.sh(
         &format!(
             "mkfs.ext4 -q -F {dev} && mount {dev} /mnt && cp -a /usr/bin /mnt/ && umount /mnt && \
@@ -147,7 +147,7 @@ fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
     .map(drop)
 }
 
-fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
+pub(super) fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
     guest
         .sh(
             &format!(
@@ -161,7 +161,7 @@ fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
 }
 
 /// Writes, and reads back what was written, on each of these.
-fn fio(devices: &[String]) -> String {
+pub(super) fn fio(devices: &[String]) -> String {
     let mut line = "fio --rw=randwrite --bsrange=512-64k --blockalign=512 --verify=crc32c \
                     --verify_fatal=1 --verify_backlog=64 --offset=512m --iodepth=16 --direct=1 \
                     --ioengine=libaio --output-format=terse"
