@@ -58,11 +58,12 @@ impl Tree {
             }
             path.canonicalize().with_context(|| path.display().to_string())
         };
+        let (nvmf_tgt, perf) = (program("nvmf_tgt")?, program("spdk_nvme_perf")?);
         let version = std::fs::read_to_string(directory.join("VERSION")).unwrap_or_default();
         Ok(Self {
             directory: directory.canonicalize().with_context(|| directory.display().to_string())?,
-            nvmf_tgt: program("nvmf_tgt")?,
-            perf: program("spdk_nvme_perf")?,
+            nvmf_tgt,
+            perf,
             version: version.trim().to_owned(),
         })
     }
