@@ -5,6 +5,7 @@
 
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -128,10 +129,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 /// A new image of the cluster that there may be, as a disk.
 fn ceph() -> Result<Option<String>> {
     let Some(conf) = std::env::var_os("SHADOWBELL_CEPH_CONF") else { return Ok(None) };
+    // One for each guest.
+    static IMAGES: AtomicU32 = AtomicU32::new(0);
+    let name = format!("guest-{}", IMAGES.fetch_add(1, Ordering::Relaxed));
     let mut rbd = Command::new("rbd");
-    rbd.arg("-c").arg(&conf).args(["create", "guest", "--size", &format!("{}M", SIZE >> 20)]);
+    rbd.arg("-c").arg(&conf).args(["create", &name, "--size", &format!("{}M", SIZE >> 20)]);
     ensure!(rbd.status().context("rbd")?.success(), "rbd makes no image");
-    Ok(Some(format!("rbd:rbd/guest?conf={}", conf.to_string_lossy())))
+    Ok(Some(format!("rbd:rbd/{name}?conf={}", conf.to_string_lossy())))
 }
 
 pub(super) fn file_system(guest: &mut Guest, dev: &str) -> Result<()> {
