@@ -156,6 +156,13 @@ impl FileShared {
         !self.reaches(self.info.bytes())
     }
 
+    /// Looks where the file ends, for who has just had an answer from its storage: a file system may
+    /// ask somebody else for that. As [`ends_at`](Self::ends_at).
+    pub(super) fn has_shrunk(&self) -> bool {
+        // A file whose size can not be had any more is as good as gone.
+        self.regular && self.ends_at(self.file.metadata().map_or(0, |about| about.len()))
+    }
+
     /// Remembers where there was no room, until the same place is written with success. Only that
     /// shows that there is room again: a write elsewhere may be to blocks that the file has.
     pub(super) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {

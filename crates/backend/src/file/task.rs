@@ -267,12 +267,7 @@ impl Task {
         }
         // Nothing moved: a read at the end of the file, or a write that the system did not do.
         let reads = matches!(self.request.op, Op::Read | Op::Compare | Op::Verify);
-        let before = match self.stage {
-            Stage::Bounced { moved, .. } => moved as u64,
-            _ => 0,
-        };
-        let end = self.request.offset + self.done + before + moved;
-        Step::End(Err(if reads && shared.ends_at(end) {
+        Step::End(Err(if reads && shared.has_shrunk() {
             DiskError::OutOfRange
         } else {
             DiskError::Io(libc::EIO)
