@@ -33,8 +33,8 @@ impl RbdDisk {
 
     /// Goes on with the disk of a process that has died, which had it [kept](Disk::keep) as `state`
     /// and had opened it by the same specification. Returns when nothing of what that process had
-    /// under way can reach the image any more; `wait` is called for as long as it can, and while the
-    /// cluster can not be reached.
+    /// under way can reach the image any more; `wait` is called for as long as it can, and while
+    /// the cluster can not be reached.
     ///
     /// # Errors
     /// [`OpenError`]; it is not that disk any more, or `wait` waits no longer.

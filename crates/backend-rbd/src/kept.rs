@@ -2,20 +2,20 @@
 //!
 //! # The fence
 //!
-//! What the dead process has sent is on its way, and Ceph's servers (OSDs) carry it out when it comes.
-//! So the next process has the cluster keep that client out (its *blocklist*), by the address that the
-//! dead process had written down, and waits for the cluster's new map of itself. Each request of the
-//! next process comes with that map. A server that has it takes nothing of that client any more: not
-//! what was under way, and not what may come later. An image with `exclusive-lock` has its lock taken
-//! from the dead client in the same way, by librbd.
+//! What the dead process has sent is on its way, and Ceph's servers (OSDs) carry it out when it
+//! comes. So the next process has the cluster keep that client out (its *blocklist*), by the
+//! address that the dead process had written down, and waits for the cluster's new map of itself.
+//! Each request of the next process comes with that map. A server that has it takes nothing of that
+//! client any more: not what was under way, and not what may come later. An image with
+//! `exclusive-lock` has its lock taken from the dead client in the same way, by librbd.
 //!
-//! The cluster forgets the entry after an hour by itself (`mon_osd_blocklist_default_expire`). It takes a
-//! user who may do that (`profile rbd`).
+//! The cluster forgets the entry after an hour by itself (`mon_osd_blocklist_default_expire`). It
+//! takes a user who may do that (`profile rbd`).
 //!
 //! # What is durable
 //!
-//! librbd may answer writes from memory of its process. So while an image is kept for the next process,
-//! each write is followed by a flush before it is answered.
+//! librbd may answer writes from memory of its process. So while an image is kept for the next
+//! process, each write is followed by a flush before it is answered.
 
 use crate::error::OpenError;
 use crate::uri::RbdSpec;
@@ -64,8 +64,8 @@ impl KeptImage {
     }
 }
 
-/// The addresses in what Ceph says of a client: one, or several in brackets; with or without the version
-/// of the protocol in front.
+/// The addresses in what Ceph says of a client: one, or several in brackets; with or without the
+/// version of the protocol in front.
 pub(crate) fn addresses(text: &str) -> Vec<String> {
     let list = text.trim_matches(['[', ']']).split(',');
     let plain =
@@ -76,8 +76,8 @@ pub(crate) fn addresses(text: &str) -> Vec<String> {
     found
 }
 
-/// What `open` gives, as soon as the cluster can be reached. It is done by a thread of its own, which
-/// goes on by itself if it is waited for no longer: a call of Ceph's can not be taken back.
+/// What `open` gives, as soon as the cluster can be reached. It is done by a thread of its own,
+/// which goes on by itself if it is waited for no longer: a call of Ceph's can not be taken back.
 pub(crate) fn reach<T: Send + 'static>(
     spec: &RbdSpec,
     wait: Wait<'_>,

@@ -101,8 +101,8 @@ fn the_lock_is_handed_over() {
     assert_eq!(read(&mut *open(&conf, "lock").queue().unwrap(), 0, 1024), Ok(vec![4; 1024]));
 }
 
-/// What a process has written, and not flushed, is there for the one that goes on after its death; and
-/// nothing more of it reaches the image, with a lock of Ceph's or without.
+/// What a process has written, and not flushed, is there for the one that goes on after its death;
+/// and nothing more of it reaches the image, with a lock of Ceph's or without.
 #[test]
 fn who_goes_on_has_what_was_answered_and_keeps_the_dead_out() {
     let Some(conf) = conf() else { return };
@@ -182,8 +182,8 @@ fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskErro
     all
 }
 
-/// The OSDs do not answer: reads and what has not begun can be cancelled at once, a write that has begun
-/// ends as it would have, and everything goes on when they answer again.
+/// The OSDs do not answer: reads and what has not begun can be cancelled at once, a write that has
+/// begun ends as it would have, and everything goes on when they answer again.
 #[test]
 fn the_cluster_does_not_answer() {
     let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {

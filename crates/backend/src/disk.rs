@@ -152,8 +152,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     }
 
     /// The first `len` bytes of the disk as memory, if it can be had: what is stored there is a
-    /// part of the disk at once, stays when this process dies, and is on the medium after a flush. The
-    /// default is not memory.
+    /// part of the disk at once, stays when this process dies, and is on the medium after a flush.
+    /// The default is not memory.
     fn map(&self, len: u64) -> Option<SharedBytes> {
         let _ = len;
         None
@@ -253,8 +253,8 @@ pub trait Queue {
         u64::MAX
     }
 
-    /// The thread that has this queue serves no other, and so may wait a little for the storage where
-    /// that is shorter than to have somebody else wait. The default makes nothing of it.
+    /// The thread that has this queue serves no other, and so may wait a little for the storage
+    /// where that is shorter than to have somebody else wait. The default makes nothing of it.
     fn may_wait(&mut self) {}
 
     /// Hands what was submitted and is not under way yet to the system, in one call.

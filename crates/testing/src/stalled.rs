@@ -1,5 +1,5 @@
-//! A file system of a client's own (FUSE) that does not answer, or not for a while: to see who waits
-//! for it.
+//! A file system of a client's own (FUSE) that does not answer, or not for a while: to see who
+//! waits for it.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -223,7 +223,8 @@ impl Mount {
         Self::start(test, Some((AS_IMAGE, Path::new("1"))))
     }
 
-    /// One whose file is the one at `image`, by way of the daemon: it answers, but for the time from
+    /// One whose file is the one at `image`, by way of the daemon: it answers, but for the time
+    /// from
     /// [`stall`](Self::stall) to [`go_on`](Self::go_on).
     ///
     /// # Panics

@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | [`session`] | a VMM: messages, descriptors, memory | the vfio-user server with a controller behind it |
 //! | [`shared`] | a VMM whose socket two threads read | the same without a controller |
-//! | [`chaos`] | a guest that does anything | the controller's registers, queues, DMA; metadata; zones |
+//! | [`chaos`] | a guest that does anything | its registers, queues, DMA; metadata; zones |
 //! | [`queues`] | a guest that keeps to the rules, over a disk that need not | the same, against a model of what must come of each command |
 //! | [`driver`] | a controller that does anything | the driver: attach, queues, recovery |
 //! | [`client`] | a vfio-user server | the client |

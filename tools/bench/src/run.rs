@@ -76,8 +76,8 @@ enum Suite {
     Mem,
     /// A file, next to fio with io_uring.
     File,
-    /// Exports of memory by NBD (plain and by TLS), FUSE and, with --spdk, vhost-user-blk: ours next to
-    /// nbdkit's, qemu-nbd's, qemu-storage-daemon's and SPDK's.
+    /// Exports of memory by NBD (plain and by TLS), FUSE and, with --spdk, vhost-user-blk: ours
+    /// next to nbdkit's, qemu-nbd's, qemu-storage-daemon's and SPDK's.
     Exports,
     /// An NBD server's export as a disk next to fio, and qcow2 next to raw and to QEMU's export.
     Disks,
@@ -190,8 +190,9 @@ pub fn run(arguments: Arguments) -> Result<()> {
     Ok(())
 }
 
-/// What a disk `rbd:` reaches next to fio, on the image `rbd/NAME` of the cluster whose configuration
-/// this is; with a shadowbell program that is built already, or one that is built for this.
+/// What a disk `rbd:` reaches next to fio, on the image `rbd/NAME` of the cluster whose
+/// configuration this is; with a shadowbell program that is built already, or one that is built for
+/// this.
 pub fn rbd(program: Option<&Path>, conf: &Path, name: &str, rounds: u32) -> Result<Table> {
     let binary = match program {
         Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,

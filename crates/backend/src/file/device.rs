@@ -12,8 +12,8 @@ pub(super) fn is_tmpfs(file: &File) -> bool {
 /// Whether the file system asks another machine, or another process, for what is known of the file.
 /// These may not answer, and who has asked waits.
 pub(super) fn is_remote(file: &File) -> bool {
-    /// FUSE, NFS, SMB in its three numbers, 9P, Ceph, AFS, Coda, GFS2, OCFS2, Lustre, GPFS, OrangeFS,
-    /// and the shared folders of VirtualBox and VMware.
+    /// FUSE, NFS, SMB in its three numbers, 9P, Ceph, AFS, Coda, GFS2, OCFS2, Lustre, GPFS,
+    /// OrangeFS, and the shared folders of VirtualBox and VMware.
     const MAGICS: [u32; 16] = [
         0x6573_5546,
         0x6969,

@@ -45,8 +45,8 @@ pub(super) struct Flusher {
 /// How a file is synced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Syncs {
-    /// By a call. Data that were lost are forgotten if it `forgets`: the file is written through the
-    /// page cache.
+    /// By a call. Data that were lost are forgotten if it `forgets`: the file is written through
+    /// the page cache.
     Calls { forgets: bool },
     /// By a command to the namespace whose character device it is.
     Commands { nsid: u32 },

@@ -189,8 +189,8 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..len).unwrap_or_default()))
     }
 
-    /// The same of a namespace, of which whole blocks are read. It shows, too, that this process may
-    /// read it.
+    /// The same of a namespace, of which whole blocks are read. It shows, too, that this process
+    /// may read it.
     fn format_of(&self, facts: &NamespaceFacts) -> Result<Option<ImageFormat>, OpenError> {
         let path = || self.path.display().to_string();
         let mut start = vec![0; ImageFormat::LOOKS_AT.next_multiple_of(facts.block_size as usize)];

@@ -1,4 +1,5 @@
-//! A disk that is a file, a block device or an NVMe namespace's character device, through io_uring or, where there is none, threads.
+//! A disk that is a file, a block device or an NVMe namespace's character device, through io_uring
+//! or, where there is none, threads.
 //!
 //! # Architecture
 //!

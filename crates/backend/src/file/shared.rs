@@ -156,8 +156,8 @@ impl FileShared {
         !self.reaches(self.info.bytes())
     }
 
-    /// Looks where the file ends, for who has just had an answer from its storage: a file system may
-    /// ask somebody else for that. As [`ends_at`](Self::ends_at).
+    /// Looks where the file ends, for who has just had an answer from its storage: a file system
+    /// may ask somebody else for that. As [`ends_at`](Self::ends_at).
     pub(super) fn has_shrunk(&self) -> bool {
         // A file whose size can not be had any more is as good as gone.
         self.regular && self.ends_at(self.file.metadata().map_or(0, |about| about.len()))

@@ -1,8 +1,8 @@
 //! Whether the thread of a queue makes writes itself.
 //!
-//! A write that was slow, because the system holds those back who write faster than the storage takes
-//! it, is a sign of more to come: for a while the next ones are for other threads again, and so never
-//! hold up reads.
+//! A write that was slow, because the system holds those back who write faster than the storage
+//! takes it, is a sign of more to come: for a while the next ones are for other threads again, and
+//! so never hold up reads.
 
 use std::time::{Duration, Instant};
 

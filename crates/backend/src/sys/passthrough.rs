@@ -1,8 +1,8 @@
 //! Commands for a namespace by its character device (`/dev/ng0n1`).
 //!
 //! The system takes a command as it is, with the address of its data in this process, and maps
-//! these for the device. It is by io_uring (`IORING_OP_URING_CMD`, Linux 5.19) or by `ioctl` that it
-//! gets one. Nothing is split, merged or repeated on the way.
+//! these for the device. It is by io_uring (`IORING_OP_URING_CMD`, Linux 5.19) or by `ioctl` that
+//! it gets one. Nothing is split, merged or repeated on the way.
 
 use super::call::{Kind, NVME_STATUS, Prepared};
 use shadowbell_spec::Sqe;

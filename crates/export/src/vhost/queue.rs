@@ -164,9 +164,9 @@ impl BlkQueue {
         Ok(())
     }
 
-    /// What a process before has left, and was to be done straight from the disk, is done otherwise:
-    /// the guest's memory has changed, and is no more as that needs it. Whether the queue may be
-    /// served.
+    /// What a process before has left, and was to be done straight from the disk, is done
+    /// otherwise: the guest's memory has changed, and is no more as that needs it. Whether the
+    /// queue may be served.
     fn go_on_otherwise(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
         if self.again_direct.is_empty() {
             return true;

@@ -24,8 +24,8 @@ use std::path::{Path, PathBuf};
 pub(crate) struct Args {
     /// A namespace each: disk.img, /dev/sdb, /dev/ng0n1, disk.qcow2, mem:1GiB, null:1TiB, an export
     /// of an NBD server, nbd://host/export, nbd+unix:///export?socket=PATH, an image of Ceph's,
-    /// rbd:pool/image, or a namespace of another controller, nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
-    /// `disk.img?block-size=4096&read-only=on`
+    /// rbd:pool/image, or a namespace of another controller, nvme://0000:01:00.0/1,
+    /// vfio-user:/run/ssd.sock/1; options as in `disk.img?block-size=4096&read-only=on`
     #[arg(value_name = "DISK", required_unless_present_any = ["config", "check", "namespaces"])]
     disks: Vec<String>,
 

@@ -1,5 +1,6 @@
-//! Images of a Ceph cluster under a server whose process is killed, and replaced. `cargo xtask ceph`
-//! starts a cluster, names it by `SHADOWBELL_CEPH_CONF`, and runs these; without one they say so.
+//! Images of a Ceph cluster under a server whose process is killed, and replaced. `cargo xtask
+//! ceph` starts a cluster, names it by `SHADOWBELL_CEPH_CONF`, and runs these; without one they say
+//! so.
 
 use crate::disk_kinds::{keeper, survive};
 use crate::harness::until;

@@ -1,5 +1,5 @@
-//! Exports of memory. By NBD: ours, nbdkit's and qemu-nbd's, plain and by TLS, with the same client in
-//! turn; then as a file (FUSE) and by vhost-user-blk.
+//! Exports of memory. By NBD: ours, nbdkit's and qemu-nbd's, plain and by TLS, with the same client
+//! in turn; then as a file (FUSE) and by vhost-user-blk.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

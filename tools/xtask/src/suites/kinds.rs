@@ -1,7 +1,8 @@
 //! Disks of other kinds than a file, under a Linux guest that has all of them at once: a qcow2
-//! image, an export of qemu-nbd, and a namespace of another server; and where `SHADOWBELL_CEPH_CONF`
-//! names a cluster (`cargo xtask ceph --guest` does), an image of that. File systems, discards, fio's
-//! checksums; then the process that serves is killed and upgraded under fio.
+//! image, an export of qemu-nbd, and a namespace of another server; and where
+//! `SHADOWBELL_CEPH_CONF` names a cluster (`cargo xtask ceph --guest` does), an image of that. File
+//! systems, discards, fio's checksums; then the process that serves is killed and upgraded under
+//! fio.
 
 use std::path::Path;
 use std::process::{Child, Command};

@@ -1,11 +1,11 @@
 //! Writes that the thread of a queue makes itself, which may wait a little.
 //!
-//! A write into the page cache can not be asked to fail rather than wait on most file systems, so it
-//! is for other threads; to hand it over and back takes longer than to make it. A thread that serves
-//! one queue and nothing else makes it itself, as long as none was slow lately (`Here`).
+//! A write into the page cache can not be asked to fail rather than wait on most file systems, so
+//! it is for other threads; to hand it over and back takes longer than to make it. A thread that
+//! serves one queue and nothing else makes it itself, as long as none was slow lately (`Here`).
 //!
-//! io_uring says of such a file what it says of one that would wait this time only (`EAGAIN`), so the
-//! system is asked once more by another call, which knows the difference.
+//! io_uring says of such a file what it says of one that would wait this time only (`EAGAIN`), so
+//! the system is asked once more by another call, which knows the difference.
 
 use super::super::slot::{Call, Slot};
 use super::{Blocking, Key, Kind, Ring};
@@ -50,8 +50,8 @@ impl<T> Ring<T> {
         Some(result)
     }
 
-    /// Finds out of writes that io_uring has given back whether every one of this file would be. One
-    /// that has ended with that goes to `into`.
+    /// Finds out of writes that io_uring has given back whether every one of this file would be.
+    /// One that has ended with that goes to `into`.
     pub(super) fn ask_about_writes(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { slots, busy, blocking, .. } = self;
         let Blocking { again, here, writes, file, .. } = blocking;

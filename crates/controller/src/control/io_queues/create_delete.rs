@@ -1,5 +1,5 @@
-//! Create and Delete I/O Submission and Completion Queue: what is checked, and what follows when the
-//! worker has done it.
+//! Create and Delete I/O Submission and Completion Queue: what is checked, and what follows when
+//! the worker has done it.
 
 use super::{CqRecord, IoQueues, QueueEnvironment, QueueState, SqRecord, ended};
 use crate::context::Context;

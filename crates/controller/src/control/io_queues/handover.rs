@@ -1,4 +1,5 @@
-//! I/O queues that go from one process to another: what is recorded of them, and going on with them.
+//! I/O queues that go from one process to another: what is recorded of them, and going on with
+//! them.
 
 use super::{CqRecord, IoQueues, QueueState, SqRecord};
 use crate::context::Context;

@@ -108,8 +108,8 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
 const FIOQSIZE: u64 = 0x5460;
 /// How long a block of a device is.
 const BLKSSZGET: u64 = 0x1268;
-/// A command to a namespace whose character device is a disk. io_uring takes the same ones; those to
-/// a controller are the keeper's to give.
+/// A command to a namespace whose character device is a disk. io_uring takes the same ones; those
+/// to a controller are the keeper's to give.
 const NVME_IOCTL_IO_CMD: u64 = 0xc048_4e43;
 /// How long a device is.
 const BLKGETSIZE64: u64 = 0x8008_1272;

@@ -254,7 +254,8 @@ fn contest(
     let mut contest = Contest::new(&rows, names);
     for _ in 0..settings.rounds {
         for (at, &row) in rows.iter().enumerate() {
-            // One at a time: whoever polls has the processor, and whoever has an image keeps others out.
+            // One at a time: whoever polls has the processor, and whoever has an image keeps others
+            // out.
             let found = servers.iter().map(|server| {
                 let peer = server.start(settings, tree, disks, kind)?;
                 let socket = server.socket(&peer);
