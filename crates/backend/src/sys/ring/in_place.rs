@@ -11,7 +11,6 @@ use super::super::slot::{Call, Slot};
 use super::{Blocking, Key, Kind, Ring};
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::time::Instant;
 
 impl<T> Ring<T> {
@@ -39,14 +38,17 @@ impl<T> Ring<T> {
         if !self.writes_here() || !self.blocking.here.makes(began) {
             return None;
         }
-        let file = Arc::clone(&self.blocking.file);
-        let slot = self.slot(key).filter(|slot| !slot.busy)?;
+        let Self { slots, blocking, .. } = self;
+        let slot = slots.get_mut(key.index as usize)?;
+        if slot.generation != key.generation || slot.busy {
+            return None;
+        }
         if slot.gather_for(call, skip, len) != (Kind::Write { flags: 0 }) {
             return None;
         }
-        let result = slot.write(&file, offset, 0);
+        let result = slot.write(&blocking.file, offset, 0);
         let now = Instant::now();
-        self.blocking.here.took(now.saturating_duration_since(began), now);
+        blocking.here.took(now.saturating_duration_since(began), now);
         Some(result)
     }
 
@@ -97,6 +99,7 @@ mod tests {
     use super::*;
     use shadowbell_memory::{Mapping, Segments};
     use std::os::unix::fs::FileExt as _;
+    use std::sync::Arc;
     use std::time::Duration;
 
     #[test]
