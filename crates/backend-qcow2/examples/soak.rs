@@ -34,8 +34,64 @@ const CLUSTERS: [&str; 4] = ["64k", "4k", "16k", "512k"];
 const PROCESSES: u64 = 40;
 /// One process in so many is killed in its first moments.
 const SOON_EVERY: u64 = 8;
-/// How long a process works, at the most.
-const LONGEST: Duration = Duration::from_millis(600);
+
+/// What operations an image gets. Each size of clusters has both, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Mix {
+    /// Of all sizes and kinds: most of them allocate, or give something back.
+    All,
+    /// Short ones on what is allocated, with few that change that: these go straight to the file,
+    /// and there are many more of them in the same time.
+    Short,
+}
+
+impl Mix {
+    const BOTH: [Self; 2] = [Self::All, Self::Short];
+
+    fn word(self) -> &'static str {
+        match self {
+            Self::All => "all",
+            Self::Short => "short",
+        }
+    }
+
+    fn named(word: &str) -> Self {
+        if word == Self::Short.word() { Self::Short } else { Self::All }
+    }
+
+    /// One batch in so many is a flush.
+    fn flush_every(self) -> u64 {
+        match self {
+            Self::All => 24,
+            Self::Short => 96,
+        }
+    }
+
+    /// One operation in so many may be as long as the part of the disk that is its own, and the
+    /// longest of the others.
+    fn lengths(self) -> (u64, usize) {
+        match self {
+            Self::All => (16, 8),
+            Self::Short => (4096, 2),
+        }
+    }
+
+    /// How long a process works, at the most.
+    fn longest(self) -> Duration {
+        match self {
+            Self::All => Duration::from_millis(600),
+            Self::Short => Duration::from_millis(2400),
+        }
+    }
+
+    /// Two operations in so many are a discard and zeroes.
+    fn change_every(self) -> u64 {
+        match self {
+            Self::All => 16,
+            Self::Short => 2048,
+        }
+    }
+}
 
 /// One operation of a batch.
 #[derive(Clone, Copy)]
@@ -48,22 +104,23 @@ struct Step {
 }
 
 /// The steps of a batch; or nothing, where everything is flushed.
-fn batch(seed: u64, number: u64) -> Option<Vec<Step>> {
+fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
     let mut random = Random((seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
     for _ in 0..4 {
         random.any();
     }
-    if random.below(24) == 0 {
+    if random.below(mix.flush_every()) == 0 {
         return None;
     }
+    let (long_every, longest) = mix.lengths();
     let step = |lane: usize| {
         let first = random.below(LANE as u64) as usize;
-        let most = if random.below(16) == 0 { LANE } else { 8 };
+        let most = if random.below(long_every) == 0 { LANE } else { longest };
         let count = 1 + random.below((LANE - first).min(most) as u64) as usize;
-        let (op, stamp) = match random.below(16) {
+        let (op, stamp) = match random.below(mix.change_every()) {
             0 => (Op::Discard, 0),
             1 => (Op::WriteZeroes { deallocate: random.below(2) == 0, fua: false }, 0),
-            2..6 => (Op::Read, 0),
+            other if other % 3 == 0 => (Op::Read, 0),
             // Never 0, and of no other operation.
             _ => (Op::Write { fua: false }, seed << 40 | number << 8 | (lane as u64 + 1)),
         };
@@ -128,7 +185,7 @@ fn open(image: &Path) -> Result<Qcow2Disk, String> {
 }
 
 /// The process that is killed.
-fn work(image: &Path, progress: &Path, seed: u64, keeps: bool) -> Result<(), String> {
+fn work(image: &Path, progress: &Path, mix: Mix, seed: u64, keeps: bool) -> Result<(), String> {
     let disk = open(image)?;
     if keeps {
         disk.keep(&mut Descriptors::default()).map_err(|error| error.to_string())?;
@@ -143,7 +200,7 @@ fn work(image: &Path, progress: &Path, seed: u64, keeps: bool) -> Result<(), Str
     for number in 1.. {
         progress.begun = number;
         progress.note(&file);
-        let Some(steps) = batch(seed, number) else {
+        let Some(steps) = batch(mix, seed, number) else {
             let flush = Request { op: Op::Flush, offset: 0, len: 0 };
             run(&mut *queue, vec![(flush, Segments::new())])[0].map_err(|e| e.to_string())?;
             (progress.answered, progress.flushed) = (number, number);
@@ -266,15 +323,22 @@ impl Watch {
     }
 
     /// A process works, and is killed.
-    fn kill_one(&self, seed: u64, keeps: bool, random: &mut Random) -> Result<Progress, String> {
+    fn kill_one(
+        &self,
+        mix: Mix,
+        seed: u64,
+        keeps: bool,
+        random: &mut Random,
+    ) -> Result<Progress, String> {
         let progress = self.directory.join("soak.progress");
         let _ = std::fs::remove_file(&progress);
         let mut command = Command::new(std::env::current_exe().map_err(|e| e.to_string())?);
         command.arg("work").arg(self.image()).arg(&progress);
+        command.arg(mix.word());
         command.args([seed.to_string(), (keeps && !self.control).to_string()]);
         let mut child = command.spawn().map_err(|error| error.to_string())?;
         let soon = random.below(SOON_EVERY) == 0;
-        let most = if soon { LONGEST / 20 } else { LONGEST };
+        let most = if soon { mix.longest() / 20 } else { mix.longest() };
         let time = most.mul_f64(random.below(1000) as f64 / 1000.0);
         // Its time begins when it works: before that it has read the whole image.
         let until = Instant::now() + Duration::from_secs(60);
@@ -294,12 +358,17 @@ impl Watch {
     }
 
     /// What each unit may hold after a process has come so far.
-    fn allowed(model: &[u64], seed: u64, progress: Progress, keeps: bool) -> (Vec<Vec<u64>>, u64) {
+    fn allowed(
+        model: &[u64],
+        (mix, seed): (Mix, u64),
+        progress: Progress,
+        keeps: bool,
+    ) -> (Vec<Vec<u64>>, u64) {
         let mut may: Vec<Vec<u64>> = model.iter().map(|stamp| vec![*stamp]).collect();
         let certain = if keeps { progress.answered } else { progress.flushed };
         let mut operations = 0;
         for number in 1..=progress.begun {
-            let Some(steps) = batch(seed, number) else {
+            let Some(steps) = batch(mix, seed, number) else {
                 operations += 1;
                 continue;
             };
@@ -319,11 +388,11 @@ impl Watch {
         (may, operations)
     }
 
-    fn round(&mut self, model: &mut [u64], random: &mut Random) -> Result<(), String> {
+    fn round(&mut self, mix: Mix, model: &mut [u64], random: &mut Random) -> Result<(), String> {
         let seed = random.below(1 << 20) + 1;
         let keeps = random.below(2) == 0;
-        let progress = self.kill_one(seed, keeps, random)?;
-        let (may, operations) = Self::allowed(model, seed, progress, keeps);
+        let progress = self.kill_one(mix, seed, keeps, random)?;
+        let (may, operations) = Self::allowed(model, (mix, seed), progress, keeps);
         self.tally.kills += 1;
         self.tally.operations += operations;
         let image = self.image();
@@ -372,13 +441,14 @@ impl Watch {
         let (began, mut said) = (Instant::now(), Instant::now());
         let mut images = 0;
         while self.tally.operations < operations {
-            let clusters = CLUSTERS[images % CLUSTERS.len()];
+            let clusters = CLUSTERS[images / Mix::BOTH.len() % CLUSTERS.len()];
+            let mix = Mix::BOTH[images % Mix::BOTH.len()];
             images += 1;
             self.create(clusters)?;
             let mut model = vec![0; UNITS];
             for _ in 0..PROCESSES {
-                let outcome = self.round(&mut model, &mut random);
-                outcome.map_err(|why| format!("clusters of {clusters}: {why}"))?;
+                let outcome = self.round(mix, &mut model, &mut random);
+                outcome.map_err(|why| format!("clusters of {clusters}, {mix:?}: {why}"))?;
                 if said.elapsed() > Duration::from_secs(10) {
                     said = Instant::now();
                     self.say(began);
@@ -408,9 +478,9 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let outcome = match words.as_slice() {
-        ["work", image, progress, seed, keeps] => {
-            let seed = seed.parse().unwrap_or(1);
-            work(Path::new(image), Path::new(progress), seed, *keeps == "true")
+        ["work", image, progress, mix, seed, keeps] => {
+            let (mix, seed) = (Mix::named(mix), seed.parse().unwrap_or(1));
+            work(Path::new(image), Path::new(progress), mix, seed, *keeps == "true")
         }
         ["watch", directory, operations, seed, how] => {
             let (directory, seed) = (PathBuf::from(directory), seed.parse().unwrap_or(1));
