@@ -64,7 +64,7 @@ impl<T> Ring<T> {
             }
             let result = slot.write(file, slot.offset, libc::RWF_NOWAIT);
             if result < 0 {
-                *writes = matches!(-result, libc::EOPNOTSUPP | libc::EINVAL);
+                (*writes, here.can_ask) = learn(-result);
                 return true;
             }
             here.can_ask = true;
@@ -73,6 +73,17 @@ impl<T> Ring<T> {
             into.push((Key { index: *index, generation: slot.generation }, result));
             false
         });
+    }
+}
+
+/// What the error number says that a write ends with which was not to wait: whether all of this
+/// file are for others, and whether the file can be asked.
+fn learn(error: i32) -> (bool, bool) {
+    match error {
+        libc::EOPNOTSUPP | libc::EINVAL => (true, false),
+        // This one would have waited, and that is an answer.
+        libc::EAGAIN => (false, true),
+        _ => (false, false),
     }
 }
 
@@ -101,6 +112,14 @@ mod tests {
     use std::os::unix::fs::FileExt as _;
     use std::sync::Arc;
     use std::time::Duration;
+
+    #[test]
+    fn a_file_that_would_have_waited_is_not_asked_again() {
+        assert_eq!(learn(libc::EAGAIN), (false, true));
+        assert_eq!(learn(libc::EOPNOTSUPP), (true, false));
+        assert_eq!(learn(libc::EINVAL), (true, false));
+        assert_eq!(learn(libc::EIO), (false, false));
+    }
 
     #[test]
     fn writes_that_would_wait_are_made_at_once_and_nothing_else_is() {
