@@ -48,7 +48,7 @@ pub enum CompletionMode {
     Poll,
     /// By sleeping until the interrupt
     Interrupt,
-    /// By looking for up to 100 us as long as that pays, then sleeping
+    /// By looking for up to 100 us (`bench --poll-max`) as long as that pays, then sleeping
     Adaptive,
 }
 

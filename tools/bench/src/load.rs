@@ -65,6 +65,8 @@ pub(crate) struct Load<'a> {
     /// Overwrites the disk first, so that there are blocks to be read.
     pub(crate) fill: bool,
     pub(crate) doorbells: &'a str,
+    /// The longest that the two sides look before they sleep, in microseconds, if not the default.
+    pub(crate) poll_max: Option<u32>,
 }
 
 impl Default for Load<'_> {
@@ -81,6 +83,7 @@ impl Default for Load<'_> {
             rate: None,
             fill: false,
             doorbells: "shadow",
+            poll_max: None,
         }
     }
 }
@@ -98,7 +101,13 @@ impl Load<'_> {
         if self.doorbells != "shadow" {
             options.extend(["--doorbells".to_owned(), self.doorbells.to_owned()]);
         }
+        options.extend(self.longest_poll());
         options
+    }
+
+    /// The option by which both programs take it.
+    fn longest_poll(&self) -> Option<String> {
+        self.poll_max.map(|micros| format!("--poll-max={micros}"))
     }
 
     /// What follows `shadowbell bench TARGET`, without how long.
@@ -115,6 +124,7 @@ impl Load<'_> {
         .into_iter()
         .map(|(name, value)| format!("--{name}={value}"))
         .collect();
+        options.extend(self.longest_poll());
         if self.waiting == Waiting::Polling {
             // One processor for all of them; threads that sleep have a queue pair each.
             options.push("--threads=1".to_owned());

@@ -81,6 +81,9 @@ pub struct Args {
     /// How to find completions
     #[arg(long, value_enum, default_value_t = CompletionMode::Poll)]
     pub completion: CompletionMode,
+    /// The longest that `--completion adaptive` looks before it sleeps, in microseconds [default: 100]
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub poll_max: Option<u32>,
     /// A command that is not completed after this time is aborted; then its queue is created again,
     /// then the controller is reset
     #[arg(long, default_value = "30", value_parser = parse::time, value_name = "TIME")]
@@ -144,6 +147,9 @@ impl Args {
                 self.completion.name()
             );
         }
+        if self.poll_max.is_some() && self.completion != CompletionMode::Adaptive {
+            bail!("--poll-max is for --completion adaptive, not {}", self.completion.name());
+        }
         let bs = u32::try_from(self.bs).map_err(|_| anyhow!("--bs is below 4 GiB"))?;
         if self.number_ios.is_none() && self.runtime.is_zero() {
             bail!("--runtime is more than nothing");
@@ -166,6 +172,7 @@ impl Args {
             metadata: self.metadata,
             doorbells: self.doorbells.into(),
             completion: self.completion,
+            poll_max: self.poll_max.map(|micros| Duration::from_micros(micros.into())),
             timeout: self.timeout,
             pin: self.pin.clone(),
             latency_sample: self.latency_sample,
@@ -223,6 +230,15 @@ mod tests {
     }
 
     #[test]
+    fn who_waits_adaptively_looks_for_as_long_as_was_said() {
+        let spin = |options: &str| config(options).unwrap().attach_options().spin;
+        let usual = spin("--completion adaptive");
+        assert_eq!(usual, SpinPolicy::default());
+        let longer = spin("--completion adaptive --poll-max 300");
+        assert_eq!(longer, SpinPolicy { max: Duration::from_micros(300), ..usual });
+    }
+
+    #[test]
     fn a_count_of_ios_takes_the_place_of_times() {
         let config = config("--number_ios 1000").unwrap();
         assert_eq!((config.number_ios, config.ramp_time), (Some(1000), Duration::ZERO));
@@ -236,6 +252,7 @@ mod tests {
             ("--numjobs 0", "--numjobs is at least 1"),
             ("--threads 2", "--threads is 1 to --numjobs (1)"),
             ("--numjobs 2 --threads 1 --completion interrupt", "can not sleep"),
+            ("--completion interrupt --poll-max 300", "--poll-max is for --completion adaptive"),
             ("--bs 8g", "--bs is below 4 GiB"),
             ("--bs 0", "size is zero"),
             ("--bs lots", "no size"),

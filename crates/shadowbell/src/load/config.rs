@@ -3,7 +3,7 @@
 use crate::queue_options::{CompletionMode, attach_options};
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
-use shadowbell_driver::{AttachOptions, Doorbells, Timeouts};
+use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy, Timeouts};
 use std::time::Duration;
 
 /// The most blocks that a run with `--verify` keeps the expected content of: 4 bytes each.
@@ -109,6 +109,8 @@ pub struct LoadConfig {
     pub doorbells: Doorbells,
     /// How to find completions.
     pub completion: CompletionMode,
+    /// The longest that a thread that waits adaptively looks before it sleeps, if not the default.
+    pub poll_max: Option<Duration>,
     /// When recovery begins.
     pub timeout: Duration,
     /// Processors to run the threads on.
@@ -144,6 +146,7 @@ impl Default for LoadConfig {
             metadata: MetadataMode::Pract,
             doorbells: Doorbells::Auto,
             completion: CompletionMode::Poll,
+            poll_max: None,
             timeout: Timeouts::default().io,
             pin: Vec::new(),
             latency_sample: None,
@@ -159,10 +162,13 @@ impl LoadConfig {
     #[must_use]
     pub fn attach_options(&self) -> AttachOptions {
         let iodepth = self.iodepth;
+        let usual = attach_options(self.numjobs, iodepth, 128, self.doorbells, self.completion);
+        let max = self.poll_max.unwrap_or(usual.spin.max);
         AttachOptions {
             max_transfer_bytes: u64::from(self.bs).max(1 << 20),
             timeouts: Timeouts { io: self.timeout, ..Timeouts::default() },
-            ..attach_options(self.numjobs, iodepth, 128, self.doorbells, self.completion)
+            spin: SpinPolicy { max, ..usual.spin },
+            ..usual
         }
     }
 

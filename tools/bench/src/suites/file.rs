@@ -16,17 +16,19 @@ use crate::settings::Settings;
 use crate::table::Table;
 
 const DEPTHS: [u32; 3] = [1, 8, 32];
-/// How the program waits: the fastest way, and the default.
-const WAITING: [Waiting; 2] = [Waiting::Polling, Waiting::Adaptive];
+/// How the program waits: the fastest way, the default, and so that it looks for longer than this
+/// disk takes.
+const WAITING: [(Waiting, Option<u32>); 3] =
+    [(Waiting::Polling, None), (Waiting::Adaptive, None), (Waiting::Adaptive, Some(500))];
 
 /// One condition, and what was found.
 struct Case {
     rw: &'static str,
     depth: u32,
     fio: Rounds,
-    measured: [Rounds; 2],
+    measured: [Rounds; WAITING.len()],
     /// The program in percent of fio's IOPS, in each round.
-    share: [Samples; 2],
+    share: [Samples; WAITING.len()],
 }
 
 pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
@@ -54,9 +56,9 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
                 fio_iops = row.get("iops").and_then(Value::as_f64).filter(|iops| *iops > 0.0);
                 case.fio.push(row);
             }
-            for (index, waiting) in WAITING.into_iter().enumerate() {
+            for (index, (waiting, poll_max)) in WAITING.into_iter().enumerate() {
                 let (rw, depth) = (case.rw, case.depth);
-                let row = Load { disk: &disk, rw, depth, waiting, ..Load::default() }
+                let row = Load { disk: &disk, rw, depth, waiting, poll_max, ..Load::default() }
                     .measure(settings)?;
                 let iops = row.get("iops").and_then(Value::as_f64);
                 if let (Some(iops), Some(fio_iops)) = (iops, fio_iops) {
@@ -118,8 +120,10 @@ impl Case {
             table.json.push(row);
         };
         line("fio io_uring", &self.fio, &Samples::default());
-        for ((waiting, rounds), share) in WAITING.iter().zip(&self.measured).zip(&self.share) {
-            line(&format!("shadowbell, {}", waiting.name()), rounds, share);
+        let rows = WAITING.iter().zip(&self.measured).zip(&self.share);
+        for (((waiting, poll_max), rounds), share) in rows {
+            let most = poll_max.map_or_else(String::new, |micros| format!(", {micros} us"));
+            line(&format!("shadowbell, {}{most}", waiting.name()), rounds, share);
         }
     }
 }
