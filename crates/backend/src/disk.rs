@@ -1,6 +1,7 @@
 //! The two traits: a disk, and one thread's queue on it.
 
 use crate::extent::{Extent, Tell};
+use crate::file::RawFile;
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::limit::Limiter;
@@ -156,6 +157,13 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// The default is not memory.
     fn map(&self, len: u64) -> Option<SharedBytes> {
         let _ = len;
+        None
+    }
+
+    /// The file that the disk is, byte for byte, if others may make calls on it by an io_uring of
+    /// their own, beside the queues. A layer has none: requests would go past it. Nor has the
+    /// default.
+    fn raw_file(&self) -> Option<RawFile> {
         None
     }
 

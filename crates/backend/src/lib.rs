@@ -52,6 +52,7 @@ pub use file::Script;
 pub use file::{Access, BytesQueue, ImageBytes, Opener, open_image, open_images_by};
 pub use file::{Aio, Alignment, Direct, FileDisk, FileOptions, Format, ImageFile, Wait};
 pub use file::{NamespaceFacts, identify_namespace, is_namespace};
+pub use file::{RawCall, RawFile, RawStep, RawTransfer};
 pub use format::ImageFormat;
 pub use hand_over::HandOverError;
 pub use info::DiskInfo;

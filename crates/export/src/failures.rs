@@ -14,7 +14,7 @@ impl FailureCount {
     }
 
     /// As [`record`](Self::record), of a disk without a controller.
-    #[cfg(feature = "vhost")]
+    #[cfg(any(feature = "ublk", feature = "vhost"))]
     pub(crate) fn record_disk(&self, error: &shadowbell_backend::DiskError) {
         self.record_any(error);
     }

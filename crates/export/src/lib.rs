@@ -11,6 +11,7 @@
 //! | `io_thread` | a thread that serves requests: it drives the queue that they go through |
 //! | `tasks` | requests in flight, as futures in numbered slots of the thread that serves them |
 //! | `queue_server` | a thread that serves the disk's queues, lent to whoever serves a client |
+//! | `local_disk` | a disk of this process, from which a device may be served |
 //! | `failures` | counts requests that failed because the disk did |
 //!
 //! Every way to export has threads of its own, each of which uses one of the disk's queues. What
@@ -26,6 +27,8 @@ pub mod fuse;
 // Some of its methods have one of these users only.
 #[cfg_attr(not(all(feature = "nbd", feature = "vhost")), allow(dead_code))]
 mod io_thread;
+#[cfg(any(feature = "ublk", feature = "vhost"))]
+mod local_disk;
 #[cfg(feature = "nbd")]
 pub mod nbd;
 #[cfg(any(feature = "nbd", feature = "ublk", feature = "vhost"))]

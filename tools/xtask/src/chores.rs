@@ -141,6 +141,7 @@ fn guest(report: &mut Report) {
                 Suite::S2
                     | Suite::Recover
                     | Suite::S4
+                    | Suite::Ublk
                     | Suite::Upgrade
                     | Suite::Kill
                     | Suite::CloudHypervisor

@@ -6,6 +6,7 @@ use super::kept;
 use super::open::open;
 use super::options::FileOptions;
 use super::queue::FileQueue;
+use super::raw::RawFile;
 use super::saved;
 use super::shared::FileShared;
 use crate::disk::{Disk, Queue};
@@ -173,6 +174,10 @@ impl Disk for FileDisk {
 
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
         self.shared.flusher.on_loss(changed);
+    }
+
+    fn raw_file(&self) -> Option<RawFile> {
+        RawFile::of(&self.shared)
     }
 
     fn share_lock(&self, shared: bool) {

@@ -65,6 +65,7 @@ mod opener;
 mod options;
 mod queue;
 mod ranges;
+mod raw;
 mod saved;
 #[cfg(feature = "scripted")]
 mod script;
@@ -79,6 +80,7 @@ pub use image::{ImageFile, Wait};
 pub use namespace::{NamespaceFacts, identify_namespace, is_namespace};
 pub use opener::{Access, Opener, open as open_image, open_images_by};
 pub use options::{Aio, Direct, FileOptions, Format};
+pub use raw::{RawCall, RawFile, RawStep, RawTransfer};
 #[cfg(feature = "scripted")]
 pub use script::Script;
 pub use shared::Alignment;

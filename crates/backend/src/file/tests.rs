@@ -29,7 +29,7 @@ thread_local! {
     static ENGINE: Cell<EngineKind> = const { Cell::new(EngineKind::Uring) };
 }
 
-fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
+pub(super) fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
     let file = Arc::new(file.into());
     let flusher = Flusher::new(Arc::clone(&file), true);
     FileShared {
@@ -104,7 +104,7 @@ fn pipe() -> (Box<dyn Queue>, File) {
     (disk(shared(reader, 1 << 30)).queue().unwrap(), writer.into())
 }
 
-fn memfd(bytes: u64) -> File {
+pub(super) fn memfd(bytes: u64) -> File {
     let fd = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, bytes).unwrap();
     fd.into()

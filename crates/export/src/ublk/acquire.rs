@@ -22,15 +22,22 @@ pub(super) fn header(dev_id: u32, data: u64) -> ControlCommand {
     ControlCommand { dev_id, queue_id: u16::MAX, data, ..ControlCommand::default() }
 }
 
-/// Makes a device that has no server yet. Its number.
-pub(super) fn add(control: &mut Control, id: Option<u32>, queues: usize) -> Result<u32, UblkError> {
+/// Makes a device that has no server yet: one whose data stay where they are, if `straight` is set.
+/// Its number.
+pub(super) fn add(
+    control: &mut Control,
+    id: Option<u32>,
+    queues: usize,
+    straight: bool,
+) -> Result<u32, UblkError> {
     let dev_id = id.unwrap_or(u32::MAX);
+    let data = if straight { feature::STRAIGHT } else { 0 };
     let mut info = DeviceInfo {
         queues: u16::try_from(queues).unwrap_or(u16::MAX).clamp(1, 4096),
         depth: DEPTH,
         max_io_bytes: MAX_BYTES,
         dev_id,
-        flags: feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE,
+        flags: feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE | data,
         server_flags: SERVER_FLAGS,
         ..DeviceInfo::default()
     };
@@ -85,7 +92,7 @@ pub(super) fn take_over(
     recover: bool,
 ) -> Result<(), UblkError> {
     let different = |why: String| UblkError::Different { id, why };
-    if info.server_flags != SERVER_FLAGS || info.flags & feature::FOREIGN != 0 {
+    if info.server_flags != SERVER_FLAGS || feature::is_foreign(info.flags) {
         return Err(if recover {
             different("another program made it".into())
         } else {

@@ -2,14 +2,16 @@
 
 use super::acquire::{add, find, header, take_over, was_never_started};
 use super::error::UblkError;
-use super::parameters::parameters;
-use super::serve::{QueueStatus, serve};
+use super::parameters::{LARGEST_BLOCK, aligned, parameters};
+use super::serve::{QueueStatus, Work, serve};
 use super::sys::{Control, Device};
 use super::wire::{Parameters, control, feature};
+use crate::local_disk::LocalDisk;
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use shadowbell_block::BlockDevice;
+use shadowbell_backend::RawFile;
+use shadowbell_block::{BlockDevice, Geometry};
 use shadowbell_memory::EventFd;
 use std::fs::File;
 use std::io;
@@ -36,6 +38,30 @@ pub struct Options {
     pub id: Option<u32>,
     /// If the device is there and waits for a server, take it over. One that is not there is made.
     pub recover: bool,
+    /// Have the kernel copy the data of requests, also where they could go straight to and from the
+    /// disk's file.
+    pub copy: bool,
+}
+
+/// Why data are copied that could go straight between the block layer's memory and a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WhyCopied {
+    /// Somebody wants it so.
+    #[error("that is asked for")]
+    Asked,
+    /// There is no such file.
+    #[error(
+        "the disk is not the bytes of a raw image or a block device that this program reads and \
+         writes past the page cache, by io_uring and without limits"
+    )]
+    NoFile,
+    /// The kernel can not.
+    #[error("the kernel's driver has no UBLK_F_AUTO_BUF_REG as it is since Linux 6.17")]
+    Kernel,
+    /// The device, which goes on, was made to be copied.
+    #[error("the device was made for that by the process before this one")]
+    Device,
 }
 
 /// Keeps the kernel from writing to disks in order to find memory for this process: one of them
@@ -44,6 +70,29 @@ pub struct Options {
 pub fn promise_progress() {
     if let Err(errno) = rustix::process::configure_io_flusher_behavior(true) {
         tracing::debug!("not marked as a process that writes for the kernel: {errno}");
+    }
+}
+
+/// The file to which data can go straight, if the exported disk is all of it and requests are of
+/// whole blocks, and how long a request may take there.
+fn file_of(local: Option<&LocalDisk>, geometry: &Geometry) -> Option<(RawFile, Duration)> {
+    let local = local?;
+    if geometry.block_size > LARGEST_BLOCK || !local.is_all_of(geometry) {
+        return None;
+    }
+    Some((local.disk.raw_file()?, local.timeout))
+}
+
+/// Why data are to be copied. The kernel is asked only if it matters.
+fn why_copied(asked: bool, has_file: bool, kernel: impl FnOnce() -> bool) -> Option<WhyCopied> {
+    if asked {
+        Some(WhyCopied::Asked)
+    } else if !has_file {
+        Some(WhyCopied::NoFile)
+    } else if !kernel() {
+        Some(WhyCopied::Kernel)
+    } else {
+        None
     }
 }
 
@@ -69,6 +118,9 @@ pub struct Ublk {
     /// What ends the threads' sleep.
     wakers: Vec<EventFd>,
     device: Option<Arc<Device>>,
+    /// The file to which data go straight, and how long a request may take there.
+    file: Option<(RawFile, Duration)>,
+    why_copied: Option<WhyCopied>,
     /// To be removed in the end.
     ours: bool,
 }
@@ -84,10 +136,32 @@ impl Ublk {
         options: Options,
         on_end: impl FnOnce() + Send + 'static,
     ) -> Result<Self, UblkError> {
+        Self::start_on(disk, options, None, on_end)
+    }
+
+    /// As [`start`](Self::start), where `disk` is all of `local`, which is served in no other way
+    /// meanwhile: then the data of reads and writes go straight between its file and the block
+    /// layer's memory, if that is possible ([`why_copied`](Self::why_copied)).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start_on(
+        disk: &BlockDevice,
+        options: Options,
+        local: Option<&LocalDisk>,
+        on_end: impl FnOnce() + Send + 'static,
+    ) -> Result<Self, UblkError> {
         let file = File::options().read(true).write(true).open(CONTROL);
         let mut control =
             Control::new(file.map_err(UblkError::of_open)?).map_err(UblkError::NoRing)?;
-        let parameters = parameters(disk.geometry());
+        let mut parameters = parameters(disk.geometry());
+        let mut file = file_of(local, disk.geometry());
+        let mut why_copied = why_copied(options.copy, file.is_some(), || {
+            control.features().is_ok_and(feature::is_straight)
+        });
+        if let (Some((file, _)), None) = (&file, why_copied) {
+            parameters = aligned(parameters, file.alignment().memory);
+        }
         let there = match options.id {
             Some(id) => find(&mut control, id)?,
             None => None,
@@ -97,10 +171,14 @@ impl Ublk {
                 if !was_never_started(&mut control, id, &info, options.recover)? =>
             {
                 take_over(&mut control, id, &info, &parameters, options.recover)?;
+                if info.flags & feature::STRAIGHT == 0 {
+                    why_copied.get_or_insert(WhyCopied::Device);
+                }
                 (id, true)
             }
-            _ => (add(&mut control, options.id, disk.queues())?, false),
+            _ => (add(&mut control, options.id, disk.queues(), why_copied.is_none())?, false),
         };
+        file = file.filter(|_| why_copied.is_none());
         let shared = Arc::new(UblkShared {
             left: AtomicUsize::new(0),
             broken: AtomicBool::new(false),
@@ -117,6 +195,8 @@ impl Ublk {
             threads: Vec::new(),
             wakers: Vec::new(),
             device: None,
+            file,
+            why_copied,
             ours: !recovered,
         };
         this.bring_up(disk, &parameters)?;
@@ -137,9 +217,10 @@ impl Ublk {
         for queue in 0..queues {
             let (device, shared) = (Arc::clone(&device), Arc::clone(&self.shared));
             let (disk, sender) = (disk.on_queue(queue.into()), sender.clone());
+            let work = Work { device, queue, disk, file: self.file.clone() };
             self.shared.left.fetch_add(1, Ordering::AcqRel);
             let run = move || {
-                let outcome = serve(device, queue, disk, &shared.status, &sender);
+                let outcome = serve(work, &shared.status, &sender);
                 drop(sender);
                 shared.thread_ended(queue, outcome);
             };
@@ -195,6 +276,20 @@ impl Ublk {
         self.recovered
     }
 
+    /// Why data are copied; nothing if those of reads and writes go straight between the disk's file
+    /// and the block layer's memory, but for what the storage refuses.
+    #[must_use]
+    pub fn why_copied(&self) -> Option<WhyCopied> {
+        self.why_copied
+    }
+
+    /// How many requests have ended whose data were not copied, and how many others had data.
+    #[must_use]
+    pub fn straight_and_copied(&self) -> (u64, u64) {
+        let QueueStatus { straight, copied, .. } = &self.shared.status;
+        (straight.load(Ordering::Relaxed), copied.load(Ordering::Relaxed))
+    }
+
     /// Removes the device, once it is not used any more: what has it mounted or open may have more
     /// to write. How many requests failed because the disk did.
     #[must_use]
@@ -202,8 +297,16 @@ impl Ublk {
         // From here on it is this call that ends it.
         drop(self.shared.take_on_end());
         self.wait_until_unused();
-        let shared = Arc::clone(&self.shared);
+        let (shared, is_straight) = (Arc::clone(&self.shared), self.file.is_some());
         drop(self);
+        if is_straight {
+            let QueueStatus { straight, copied, .. } = &shared.status;
+            let (straight, copied) =
+                (straight.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
+            tracing::info!(
+                "the data of {straight} requests were not copied, of {copied} they were"
+            );
+        }
         shared.status.failures.count()
     }
 
@@ -297,5 +400,56 @@ impl Drop for Ublk {
             Err(error) if error.raw_os_error() == Some(Errno::NODEV.raw_os_error()) => {}
             Err(error) => tracing::warn!("{} is not removed: {error}", self.path.display()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_backend::MemDisk;
+
+    #[test]
+    fn a_kernel_that_can_not_leave_data_where_they_are_has_them_copied() {
+        // The features of Linux 6.1, 6.12 and 7.2.
+        let on = |features: u64| why_copied(false, true, || feature::is_straight(features));
+        assert_eq!(on(0x1f), Some(WhyCopied::Kernel));
+        assert_eq!(on(0x3ff), Some(WhyCopied::Kernel));
+        assert_eq!(on(0xf_ffff), None);
+        let not_asked = || -> bool { panic!("the kernel is asked in vain") };
+        assert_eq!(why_copied(true, true, not_asked), Some(WhyCopied::Asked));
+        assert_eq!(why_copied(false, false, not_asked), Some(WhyCopied::NoFile));
+    }
+
+    #[test]
+    fn a_driver_that_does_not_know_the_question_has_no_features() {
+        // Any file that is not the driver's.
+        let file = File::options().read(true).write(true).open("/dev/null").unwrap();
+        let Ok(mut control) = Control::new(file) else {
+            return eprintln!("skipped: there is no io_uring here");
+        };
+        assert!(!control.features().is_ok_and(feature::is_straight));
+    }
+
+    #[test]
+    fn memory_and_what_is_not_there_are_no_file() {
+        let bytes = 1 << 20;
+        let geometry = Geometry {
+            bytes,
+            block_size: 512,
+            read_only: false,
+            volatile_cache: false,
+            write_zeroes: true,
+            discard: true,
+            compare: true,
+            copy: true,
+        };
+        assert!(file_of(None, &geometry).is_none());
+        let local = LocalDisk {
+            disk: Arc::new(MemDisk::new(bytes / 512, 512).unwrap()),
+            poll: Duration::ZERO,
+            timeout: Duration::MAX,
+        };
+        assert!(local.is_all_of(&geometry));
+        assert!(file_of(Some(&local), &geometry).is_none());
     }
 }

@@ -6,14 +6,16 @@ use shadowbell_block::Geometry;
 /// The most bytes of a request: each tag has a buffer of so many, taken from the system as it is
 /// touched.
 pub(super) const MAX_BYTES: u32 = 256 << 10;
+/// The longest blocks that a device has. A disk's can be longer, and is asked for parts of them.
+pub(super) const LARGEST_BLOCK: u32 = 4096;
 /// Sectors to discard or to make zero in one request: the most that there can be.
 const MAX_RANGE: u32 = u32::MAX >> 9;
 
 /// The parameters of a device that is this disk.
 pub(super) fn parameters(geometry: &Geometry) -> Parameters {
-    // The driver takes blocks of up to a page; our disk takes parts of larger ones.
+    // The driver takes blocks of up to a page.
     let exponent = |bytes: u32| bytes.trailing_zeros() as u8;
-    let block = exponent(geometry.block_size.min(4096));
+    let block = exponent(geometry.block_size.min(LARGEST_BLOCK));
     let mut attributes = 0;
     if geometry.read_only {
         attributes |= attribute::READ_ONLY;
@@ -38,6 +40,15 @@ pub(super) fn parameters(geometry: &Geometry) -> Parameters {
         max_discard_segments: 1,
         ..Parameters::default()
     }
+}
+
+/// The same, of a device whose requests' memory goes to storage that asks for addresses that are
+/// multiples of `align`.
+pub(super) fn aligned(parameters: Parameters, align: usize) -> Parameters {
+    // What the driver has for anything else, and the most that it takes.
+    let align = align.clamp(4, 4096) as u32;
+    let types = parameters.types | parameter::MEMORY;
+    Parameters { types, memory_mask: align - 1, ..parameters }
 }
 
 /// Why a device can not go on with a disk that wants these parameters.
@@ -93,12 +104,24 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_as_the_storage_wants_it() {
+        let given = parameters(&GEOMETRY);
+        assert_eq!((given.types & parameter::MEMORY, given.memory_mask), (0, 0));
+        for (align, mask) in [(1, 3), (4, 3), (512, 511), (4096, 4095), (65_536, 4095)] {
+            let given = aligned(given, align);
+            assert_eq!((given.types & parameter::MEMORY, given.memory_mask), (16, mask));
+        }
+    }
+
+    #[test]
     fn a_device_does_not_go_on_with_another_disk() {
         let there = parameters(&GEOMETRY);
         assert_eq!(difference(&there, &there), None);
         // The driver adds what we do not look at.
-        let more = Parameters { types: 7, rest: 3, ..there };
+        let more = Parameters { types: 7, rest: [3; 2], ..there };
         assert_eq!(difference(&more, &there), None);
+        // Memory that the storage refuses is copied.
+        assert_eq!(difference(&aligned(there, 512), &there), None);
         for (other, words) in [
             (Geometry { bytes: 1 << 20, ..GEOMETRY }, "1048576"),
             (Geometry { block_size: 4096, ..GEOMETRY }, "blocks of 512 bytes"),

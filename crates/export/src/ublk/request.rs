@@ -14,7 +14,17 @@ pub(super) enum Action {
     WriteZeroes { len: u64, how: Zeroes },
 }
 
-/// A request that makes sense, with the buffer of its tag.
+impl Action {
+    /// How many bytes of data it moves.
+    pub(super) fn moves(self) -> usize {
+        match self {
+            Self::Read { len } | Self::Write { len, .. } => len,
+            _ => 0,
+        }
+    }
+}
+
+/// A request that makes sense, with a buffer for its data.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) action: Action,
@@ -31,6 +41,8 @@ pub(super) struct Completed {
     /// What the disk said.
     pub(super) error: Option<BlockError>,
     pub(super) buffer: Vec<u8>,
+    /// How many bytes of the buffer are what was read.
+    pub(super) read: usize,
 }
 
 /// Checks a request against the disk and the length of the buffer: what to do, and where.
@@ -74,10 +86,6 @@ pub(super) fn parse(
 /// Does what is asked for.
 pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     let Job { action, offset, mut buffer } = job;
-    let moved = match action {
-        Action::Read { len } | Action::Write { len, .. } => len,
-        _ => 0,
-    };
     let outcome = match action {
         Action::Read { len } => disk.read(offset, buffer.get_mut(..len).unwrap_or_default()).await,
         Action::Write { len, fua } => {
@@ -88,10 +96,14 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
         Action::WriteZeroes { len, how } => disk.write_zeroes(offset, len, how).await,
     };
     let (result, error) = match outcome {
-        Ok(()) => (i32::try_from(moved).unwrap_or(i32::MAX), None),
+        Ok(()) => (i32::try_from(action.moves()).unwrap_or(i32::MAX), None),
         Err(error) => (-error.errno().raw_os_error(), Some(error)),
     };
-    Completed { result, error, buffer }
+    let read = match action {
+        Action::Read { len } if error.is_none() => len,
+        _ => 0,
+    };
+    Completed { result, error, buffer, read }
 }
 
 #[cfg(test)]

@@ -2,21 +2,26 @@
 //!
 //! It drives the disk's queue as well, if it may, and sleeps in the system call that hands its
 //! answers over: what came in together goes to the controller together, and what has completed
-//! together is answered together.
+//! together is answered together. Where data go [straight](super::straight), the same call hands
+//! over what is to be done with the image's file.
 
-use super::request::{Completed, Job, carry_out, parse};
+use super::request::{Action, Completed, Job, carry_out, parse};
+use super::straight::{Next, Straight, errno};
 use super::sys::{Device, Event, Queue};
+use super::wire::{Descriptor, operation};
 use crate::failures::FailureCount;
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
+use shadowbell_backend::{DiskError, RawFile};
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use std::future::Future;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
+use std::time::{Duration, Instant};
 
 /// Answers that wait for more of them, at most, while the disk keeps the thread busy.
 const BATCH: usize = 32;
@@ -29,8 +34,20 @@ pub(super) type Started = io::Result<EventFd>;
 pub(super) struct QueueStatus {
     /// Requests that failed because the disk did.
     pub(super) failures: FailureCount,
+    /// Requests whose data nobody copied, and the others that had some.
+    pub(super) straight: AtomicU64,
+    pub(super) copied: AtomicU64,
     /// The threads are to give up, whatever the kernel still wants of them.
     pub(super) quit: AtomicBool,
+}
+
+/// What a thread works on.
+pub(super) struct Work {
+    pub(super) device: Arc<Device>,
+    pub(super) queue: u16,
+    pub(super) disk: BlockDevice,
+    /// The file to which data go straight, and how long a request may take there.
+    pub(super) file: Option<(RawFile, Duration)>,
 }
 
 /// Serves a queue until the device is stopped. Says on `started` when the kernel has all of the
@@ -39,23 +56,27 @@ pub(super) struct QueueStatus {
 /// # Errors
 /// The kernel does not work with us any more. It still has the queue's tags.
 pub(super) fn serve(
-    device: Arc<Device>,
-    queue: u16,
-    disk: BlockDevice,
+    work: Work,
     status: &QueueStatus,
     started: &SyncSender<Started>,
 ) -> io::Result<()> {
+    let Work { device, queue, disk, file } = work;
     let depth = usize::from(device.info().depth);
-    let begun = Queue::open(device, queue).and_then(|queue| {
+    let straight = file.map(|(file, timeout)| Straight::new(file, disk.geometry(), timeout, depth));
+    let image = straight.as_ref().map(|straight| straight.file().as_fd());
+    let begun = Queue::open(device, queue, image).and_then(|queue| {
         let mut server = Server {
             queue,
             io: IoThread::new(&disk, depth)?,
             disk,
+            straight,
             tags: vec![0; depth],
             left: depth,
             refused: None,
-            bad: Vec::new(),
+            events: Vec::with_capacity(depth),
+            buffers: Vec::new(),
             done: Vec::with_capacity(depth),
+            counts: (0, 0),
             status,
         };
         server.queue.enter(false)?;
@@ -78,19 +99,25 @@ pub(super) fn serve(
 }
 
 struct Server<'a, F> {
+    /// Before the file of `straight`: its calls have ended when it is gone.
     queue: Queue,
     io: IoThread<F>,
     disk: BlockDevice,
+    straight: Option<Straight>,
     /// The tag of the request in each slot.
     tags: Vec<u16>,
     /// Tags with which requests may still come.
     left: usize,
     /// Why the kernel did not take a tag.
     refused: Option<io::Error>,
-    /// Answers that need no disk.
-    bad: Vec<(u16, Errno, Vec<u8>)>,
+    /// What has happened, kept for its room.
+    events: Vec<Event>,
+    /// Buffers for data that the driver does not copy, when they are not in use.
+    buffers: Vec<Vec<u8>>,
     /// Slots whose requests are answered.
     done: Vec<usize>,
+    /// As in the status, since they were added there.
+    counts: (u64, u64),
     status: &'a QueueStatus,
 }
 
@@ -121,6 +148,10 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             }
             if !self.io.spin() && self.io.prepare_timed_sleep() {
                 self.queue.arm(self.io.as_fd());
+                if self.straight.as_ref().is_some_and(|straight| straight.pending() > 0) {
+                    self.queue.tick();
+                }
+                self.count();
                 self.queue.enter(true)?;
                 self.io.after_sleep(false);
             }
@@ -129,56 +160,176 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
 
     /// Begins with what has come. Whether the thread's descriptor became readable.
     fn take(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> io::Result<bool> {
-        let Self { queue, disk, io, tags, left, refused, bad, .. } = self;
         let mut readable = false;
-        queue.collect(|event| match event {
-            Event::Request { tag, descriptor, buffer } => {
-                match parse(&descriptor, disk.geometry(), buffer.len()) {
-                    Ok((action, offset)) => {
-                        // There are as many slots as tags.
-                        let Some(slot) = io.tasks().reserve() else {
-                            return bad.push((tag, Errno::NOMEM, buffer));
-                        };
-                        if let Some(slot) = tags.get_mut(slot) {
-                            *slot = tag;
-                        }
-                        let job = Job { action, offset, buffer };
-                        io.tasks().start(slot, make(disk.clone(), job));
+        let mut events = std::mem::take(&mut self.events);
+        self.queue.collect(|event| events.push(event));
+        for event in events.drain(..) {
+            match event {
+                Event::Request { tag, descriptor, buffer } => {
+                    self.begin(tag, &descriptor, buffer, make)?;
+                }
+                Event::Called { tag, result } => {
+                    if let Some(next) =
+                        self.straight.as_mut().and_then(|straight| straight.ended(tag, result))
+                    {
+                        self.go_on(tag, next, Vec::new(), make)?;
                     }
-                    Err(errno) => bad.push((tag, errno, buffer)),
                 }
-            }
-            Event::TagDone { tag, error } => {
-                *left = left.saturating_sub(1);
-                if let Some(error) = error {
-                    tracing::debug!(tag, "not taken: {error}");
-                    refused.get_or_insert(error);
+                Event::TagDone { tag, error } => {
+                    self.left = self.left.saturating_sub(1);
+                    if let Some(error) = error {
+                        tracing::debug!(tag, "not taken: {error}");
+                        self.refused.get_or_insert(error);
+                    }
                 }
+                Event::Tick => self.cancel_late(),
+                Event::Readable => readable = true,
             }
-            Event::Readable => readable = true,
-        });
-        for (tag, errno, buffer) in bad.drain(..) {
-            queue.commit(tag, -errno.raw_os_error(), buffer)?;
         }
+        self.events = events;
         Ok(readable)
+    }
+
+    /// Begins with a request.
+    fn begin(
+        &mut self,
+        tag: u16,
+        descriptor: &Descriptor,
+        buffer: Vec<u8>,
+        make: &impl Fn(BlockDevice, Job) -> F,
+    ) -> io::Result<()> {
+        let (action, offset) = match parse(descriptor, self.disk.geometry(), self.queue.room()) {
+            Ok(parsed) => parsed,
+            Err(errno) => return self.queue.commit(tag, -errno.raw_os_error(), buffer),
+        };
+        let is_registered = descriptor.op_flags & operation::NOT_REGISTERED == 0;
+        let next = match &mut self.straight {
+            Some(straight) if is_registered => straight.begin(tag, action, offset),
+            _ => Next::Disk(action, offset),
+        };
+        self.go_on(tag, next, buffer, make)
+    }
+
+    fn go_on(
+        &mut self,
+        tag: u16,
+        next: Next,
+        buffer: Vec<u8>,
+        make: &impl Fn(BlockDevice, Job) -> F,
+    ) -> io::Result<()> {
+        match next {
+            Next::Call(call) => self.queue.call(tag, &call),
+            Next::Answer(outcome) => {
+                self.counts.0 += 1;
+                let result = match outcome {
+                    Ok(moved) => i32::try_from(moved).unwrap_or(i32::MAX),
+                    Err(error) => self.failed(&error),
+                };
+                self.queue.commit(tag, result, buffer)
+            }
+            Next::Disk(action, offset) => match self.equip(tag, action, buffer) {
+                Ok((slot, buffer)) => {
+                    if let Some(slot) = self.tags.get_mut(slot) {
+                        *slot = tag;
+                    }
+                    self.counts.1 += u64::from(action.moves() > 0);
+                    let job = Job { action, offset, buffer };
+                    self.io.tasks().start(slot, make(self.disk.clone(), job));
+                    Ok(())
+                }
+                Err((errno, buffer)) => self.queue.commit(tag, -errno.raw_os_error(), buffer),
+            },
+        }
+    }
+
+    /// A slot for a request that goes to the disk, and a buffer with its data.
+    fn equip(
+        &mut self,
+        tag: u16,
+        action: Action,
+        mut buffer: Vec<u8>,
+    ) -> Result<(usize, Vec<u8>), (Errno, Vec<u8>)> {
+        let device = self.queue.device();
+        if !device.copies() && action.moves() > 0 {
+            buffer = self.buffers.pop().unwrap_or_default();
+            if buffer.len() < action.moves() {
+                buffer.resize(action.moves(), 0);
+            }
+            if let Action::Write { len, .. } = action {
+                let to = buffer.get_mut(..len).unwrap_or_default();
+                if let Err(errno) = device.copy_from(self.queue.number(), tag, to) {
+                    return Err((errno, buffer));
+                }
+            }
+        }
+        // There are as many slots as tags.
+        match self.io.tasks().reserve() {
+            Some(slot) => Ok((slot, buffer)),
+            None => Err((Errno::NOMEM, buffer)),
+        }
+    }
+
+    /// The disk's file has failed: what to answer.
+    fn failed(&self, error: &DiskError) -> i32 {
+        let errno = errno(error);
+        if errno == Errno::IO {
+            self.status.failures.record_disk(error);
+        }
+        -errno.raw_os_error()
+    }
+
+    fn cancel_late(&mut self) {
+        let Self { straight: Some(straight), queue, .. } = self else { return };
+        for tag in straight.cancel_late(Instant::now()) {
+            tracing::debug!(tag, "a request takes too long");
+            queue.cancel(tag);
+        }
     }
 
     /// Prepares the answers to what is done. Whether there was anything to do.
     fn answer(&mut self) -> io::Result<bool> {
-        let Self { queue, io, tags, done, status, .. } = self;
+        let Self { queue, io, tags, done, status, buffers, .. } = self;
         let mut outcome = Ok(());
         let busy = io.run_once(None, |slot, completed| {
             done.push(slot);
-            let Completed { result, error, buffer } = completed;
+            let Completed { mut result, error, mut buffer, read } = completed;
             if let Some(error) = error.filter(|error| error.errno() == Errno::IO) {
                 status.failures.record(&error);
             }
             let tag = tags.get(slot).copied().unwrap_or(u16::MAX);
+            if !queue.device().copies() {
+                let from = buffer.get(..read).unwrap_or_default();
+                if let Err(errno) = queue.device().copy_to(queue.number(), tag, from) {
+                    tracing::debug!(tag, "what was read is not taken: {errno}");
+                    result = -errno.raw_os_error();
+                }
+                if !buffer.is_empty() && buffers.len() < BATCH {
+                    buffers.push(std::mem::take(&mut buffer));
+                }
+            }
             if let Err(error) = queue.commit(tag, result, buffer) {
                 outcome = Err(error);
             }
         });
         done.drain(..).for_each(|slot| io.tasks().release(slot));
         outcome.map(|()| busy)
+    }
+
+    /// Adds what was counted to what all threads have.
+    fn count(&mut self) {
+        let (straight, copied) = std::mem::take(&mut self.counts);
+        for (count, of) in [(straight, &self.status.straight), (copied, &self.status.copied)] {
+            if count > 0 {
+                of.fetch_add(count, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+impl<F> Drop for Server<'_, F> {
+    fn drop(&mut self) {
+        let (straight, copied) = self.counts;
+        self.status.straight.fetch_add(straight, Ordering::Relaxed);
+        self.status.copied.fetch_add(copied, Ordering::Relaxed);
     }
 }

@@ -37,6 +37,7 @@ pub(super) mod control {
     pub(in super::super) const GET_PARAMS: u32 = reads(0x09);
     pub(in super::super) const START_USER_RECOVERY: u32 = writes(0x10);
     pub(in super::super) const END_USER_RECOVERY: u32 = writes(0x11);
+    pub(in super::super) const GET_FEATURES: u32 = reads(0x13);
     pub(in super::super) const TRY_STOP_DEV: u32 = writes(0x17);
 }
 
@@ -56,10 +57,41 @@ pub(super) mod feature {
     pub(in super::super) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
     /// Stopping it can be made to fail while it is open.
     pub(in super::super) const SAFE_STOP: u64 = 1 << 17;
-    /// Data in other ways (zero copy, fetched on demand, copied by the server, registered buffers,
-    /// batches, shared memory), zones, integrity data, and devices of users.
-    pub(in super::super) const FOREIGN: u64 =
-        1 | 1 << 2 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 11 | 1 << 15 | 1 << 16 | 1 << 19;
+    /// The server copies data, by reads and writes of `/dev/ublkcN`.
+    pub(in super::super) const USER_COPY: u64 = 1 << 7;
+    /// Data stay where they are: their memory is registered with the ring of the queue.
+    pub(in super::super) const AUTO_BUF_REG: u64 = 1 << 11;
+    /// Of the kernels since 6.17, which wait for what a dead server had under way with such memory
+    /// before the next one gets the request.
+    pub(in super::super) const BUF_REG_OFF_DAEMON: u64 = 1 << 14;
+    /// Data that the driver does not copy; what can not go straight is copied by us.
+    pub(in super::super) const STRAIGHT: u64 = USER_COPY | AUTO_BUF_REG;
+    /// Data in other ways (registered by hand, fetched on demand, batches, shared memory), zones,
+    /// integrity data, and devices of users.
+    const FOREIGN: u64 = 1 | 1 << 2 | 1 << 5 | 1 << 8 | 1 << 15 | 1 << 16 | 1 << 19;
+
+    /// Whether requests of a device with these come in a way that is not served here.
+    pub(in super::super) fn is_foreign(flags: u64) -> bool {
+        flags & FOREIGN != 0 || !matches!(flags & STRAIGHT, 0 | STRAIGHT)
+    }
+
+    /// Whether a kernel with these can leave data where they are.
+    pub(in super::super) fn is_straight(features: u64) -> bool {
+        const NEEDED: u64 = STRAIGHT | BUF_REG_OFF_DAEMON;
+        features & NEEDED == NEEDED
+    }
+}
+
+/// `struct ublk_auto_buf_reg`, as it is in a command's own `addr`: the place in the ring's table at
+/// which the next request's memory is registered. One that can not be registered comes without
+/// (`UBLK_AUTO_BUF_REG_FALLBACK`), and says so by [`operation::NOT_REGISTERED`].
+pub(super) fn registered_at(index: u16) -> u64 {
+    u64::from(index) | 1 << 16
+}
+
+/// Where in `/dev/ublkcN` the data of a request are, for a server that copies them.
+pub(super) fn data_of(queue: u16, tag: u16) -> u64 {
+    (1 << 31) + (u64::from(queue) << 41) + (u64::from(tag) << 25)
 }
 
 /// What a device is at the moment: `ublksrv_ctrl_dev_info.state`.
@@ -116,6 +148,7 @@ pub(super) mod attribute {
 pub(super) mod parameter {
     pub(in super::super) const BASIC: u32 = 1;
     pub(in super::super) const DISCARD: u32 = 1 << 1;
+    pub(in super::super) const MEMORY: u32 = 1 << 4;
 }
 
 /// `struct ublk_params`, as far as it is used here.
@@ -144,7 +177,11 @@ pub(super) struct Parameters {
     pub(super) max_write_zeroes: u32,
     pub(super) max_discard_segments: u16,
     pub(super) reserved: u16,
-    pub(super) rest: u32,
+    /// Numbers of devices, and zones.
+    pub(super) unused: [u32; 12],
+    /// Bits that are zero in the addresses of a request's memory.
+    pub(super) memory_mask: u32,
+    pub(super) rest: [u32; 2],
 }
 
 /// Operations: the low byte of `ublksrv_io_desc.op_flags`.
@@ -158,6 +195,8 @@ pub(super) mod operation {
     pub(in super::super) const FUA: u32 = 1 << 13;
     /// The blocks of zeroes stay allocated.
     pub(in super::super) const NO_UNMAP: u32 = 1 << 15;
+    /// Its memory is not registered with the ring.
+    pub(in super::super) const NOT_REGISTERED: u32 = 1 << 17;
 }
 
 /// `struct ublksrv_io_desc`: a request.
@@ -196,7 +235,7 @@ mod tests {
     fn structures_have_the_kernels_sizes() {
         assert_eq!(size_of::<ControlCommand>(), 32);
         assert_eq!(size_of::<DeviceInfo>(), 64);
-        assert_eq!(size_of::<Parameters>(), 64);
+        assert_eq!(size_of::<Parameters>(), 120);
         assert_eq!(size_of::<Descriptor>(), 24);
         assert_eq!(size_of::<IoCommand>(), 16);
     }
@@ -207,6 +246,7 @@ mod tests {
         assert_eq!(control::GET_DEV_INFO, 0x8020_7502);
         assert_eq!(control::ADD_DEV, 0xc020_7504);
         assert_eq!(control::END_USER_RECOVERY, 0xc020_7511);
+        assert_eq!(control::GET_FEATURES, 0x8020_7513);
         assert_eq!(io::FETCH_REQ, 0xc010_7520);
         assert_eq!(io::COMMIT_AND_FETCH_REQ, 0xc010_7521);
     }
@@ -221,13 +261,45 @@ mod tests {
             size: 2,
             discard_granularity: 3,
             max_discard_segments: 4,
+            memory_mask: 5,
             ..Parameters::default()
         };
         let bytes = parameters.as_bytes();
         assert_eq!((bytes[16], bytes[24], bytes[44], bytes[56]), (1, 2, 3, 4));
+        assert_eq!(bytes[108], 5);
         let command = ControlCommand { addr: 1, data: 2, dev_path_len: 3, ..Default::default() };
         let bytes = command.as_bytes();
         assert_eq!((bytes[8], bytes[16], bytes[24]), (1, 2, 3));
+    }
+
+    #[test]
+    fn a_requests_memory_is_named_as_the_kernel_has_it() {
+        // `ublk_auto_buf_reg_to_sqe_addr`: the index, a flag, and zeroes.
+        assert_eq!(registered_at(0), 0x1_0000);
+        assert_eq!(registered_at(0x7f), 0x1_007f);
+        assert_eq!(registered_at(u16::MAX), 0x1_ffff);
+        // `UBLKSRV_IO_BUF_OFFSET`, `UBLK_QID_OFF` and `UBLK_TAG_OFF`.
+        assert_eq!(data_of(0, 0), 0x8000_0000);
+        assert_eq!(data_of(0, 1), 0x8200_0000);
+        assert_eq!(data_of(1, 127), 0x200_8000_0000 + 127 * (32 << 20));
+    }
+
+    #[test]
+    fn data_stay_where_they_are_only_if_all_of_it_is_there() {
+        // What Linux 6.1, 6.12, 6.16 and 7.2 say that they have.
+        for (features, has) in [(0x1f, false), (0x3ff, false), (0x3fff, false), (0xf_ffff, true)] {
+            assert_eq!(feature::is_straight(features), has, "{features:x}");
+        }
+        for (flags, foreign) in [
+            (feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE, false),
+            (feature::USER_RECOVERY | feature::STRAIGHT | feature::BUF_REG_OFF_DAEMON, false),
+            (feature::USER_RECOVERY | feature::USER_COPY, true),
+            (feature::USER_RECOVERY | feature::AUTO_BUF_REG, true),
+            (feature::STRAIGHT | 1, true),
+            (1 << 8, true),
+        ] {
+            assert_eq!(feature::is_foreign(flags), foreign, "{flags:x}");
+        }
     }
 
     #[test]

@@ -3,7 +3,6 @@
 use super::config;
 use super::guarded::Guarded;
 use super::inflight::Kept;
-use super::local_disk::LocalDisk;
 use super::memory::{Current, guard, lengths};
 use super::queue::{BlkQueue, Direct};
 use super::request::QUEUE_SIZE;
@@ -11,6 +10,7 @@ use super::ring::Ring;
 use super::shared::DeviceShared;
 use super::touches::Touches;
 use crate::failures::FailureCount;
+use crate::local_disk::LocalDisk;
 use ::shadowbell_memory::EventFd;
 use ::shadowbell_memory::page_tables::Awake;
 use parking_lot::{Mutex, MutexGuard, RwLock};
@@ -64,7 +64,9 @@ impl Device {
                 over: AtomicBool::new(false),
                 ending,
                 changes: AtomicU64::new(0),
-                local: local.filter(|local| local.is_direct(disk.geometry())).cloned(),
+                local: local
+                    .filter(|local| super::direct::may_serve(local, disk.geometry()))
+                    .cloned(),
             },
         })
     }

@@ -27,7 +27,6 @@ mod fd_filter;
 mod guarded;
 mod inflight;
 mod inflight_messages;
-mod local_disk;
 mod memory;
 mod queue;
 mod request;
@@ -40,7 +39,7 @@ mod sys;
 pub mod testing;
 mod touches;
 
-pub use local_disk::LocalDisk;
+pub use crate::local_disk::LocalDisk;
 
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;

@@ -2,11 +2,11 @@
 
 use super::config::feature;
 use super::inflight::Kept;
-use super::local_disk::LocalDisk;
 use super::memory::{Current, is_poisoned};
 use super::request::Rules;
 use super::touches::Touches;
 use crate::failures::FailureCount;
+use crate::local_disk::LocalDisk;
 use parking_lot::RwLock;
 use shadowbell_block::Geometry;
 use std::io;

@@ -3,13 +3,13 @@
 
 use super::config::feature;
 use super::inflight::{Region as InflightRegion, Shape};
-use super::local_disk::LocalDisk;
 use super::memory::{Current, Memory, guard, is_poisoned};
 use super::queue::{BlkQueue, Direct};
 use super::request::QUEUE_SIZE;
 use super::ring::Ring;
 use super::shared::DeviceShared;
 use super::touches::Touches;
+use crate::local_disk::LocalDisk;
 use ::shadowbell_memory::EventFd;
 use parking_lot::RwLock;
 use shadowbell_backend::Disk;
@@ -100,7 +100,7 @@ impl Queue {
     pub fn new_direct(disk: &BlockDevice, local: Arc<dyn Disk>, id: &str) -> io::Result<Self> {
         let mut queue = Self::new(disk, id)?;
         let local = LocalDisk { disk: local, poll: Duration::ZERO, timeout: Duration::MAX };
-        if !local.is_direct(disk.geometry()) {
+        if !super::direct::may_serve(&local, disk.geometry()) {
             return Err(io::ErrorKind::Unsupported.into());
         }
         queue.device.local = Some(local);

@@ -53,6 +53,14 @@ pub(crate) struct Args {
     /// device that is not there is made, so that one command line serves every start.
     #[arg(long, requires = "ublk_id")]
     pub recover: bool,
+    /// Have the kernel copy the data of requests to this program, even if they could go straight
+    ///
+    /// The data of a raw image or a block device that this program opens itself go straight between
+    /// the kernel's memory and the disk, where the page cache is bypassed, no limit is set, and the
+    /// kernel can (Linux 6.17 or later). An older release of this program can take a device over
+    /// only if it was made with this option.
+    #[arg(long, requires = "ublk")]
+    pub ublk_copy: bool,
     /// Refuse everything that changes the disk
     #[arg(long)]
     pub read_only: bool,

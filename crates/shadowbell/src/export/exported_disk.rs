@@ -12,7 +12,7 @@ use shadowbell_driver::{AttachOptions, SpinPolicy, Timeouts};
 use shadowbell_export::QueueThreads;
 use shadowbell_export::fuse::Mounted;
 use shadowbell_export::nbd::{self, Server};
-use shadowbell_export::ublk::{self, Ublk};
+use shadowbell_export::ublk::{self, Ublk, WhyCopied};
 use shadowbell_export::vhost::{LocalDisk, VhostUserBlk};
 use shadowbell_tls::ServerTls;
 use std::path::Path;
@@ -158,10 +158,20 @@ impl ExportedDisk {
             }
             let mut options = ublk::Options::default();
             (options.id, options.recover) = (args.ublk_id, args.recover);
+            options.copy = args.ublk_copy;
             let ended = gone("the block device was removed by somebody else".into());
-            let device = Ublk::start(&self.disk, options, ended).map_err(exit::bad_input)?;
+            let local = self.ublk_local(args);
+            let device = Ublk::start_on(&self.disk, options, local.as_ref(), ended);
+            let device = device.map_err(exit::bad_input)?;
+            let path = device.path().display();
             if device.was_taken_over() {
-                info!("{} goes on where it was", device.path().display());
+                info!("{path} goes on where it was");
+            }
+            match device.why_copied() {
+                None => info!("{path}: data go straight to and from the disk, without a copy"),
+                // Of a disk that can do no better there is nothing to say.
+                Some(WhyCopied::NoFile) => tracing::debug!("{path}: {}", WhyCopied::NoFile),
+                Some(why) => info!("{path}: data are copied: {why}"),
             }
             self.ublk = Some(device);
         }
@@ -178,6 +188,19 @@ impl ExportedDisk {
         if !args.nbd.is_empty() || args.fuse.is_some() || args.ublk {
             return None;
         }
+        self.local(args)
+    }
+
+    /// The same, if it is a block device and nothing else.
+    fn ublk_local(&self, args: &Args) -> Option<LocalDisk> {
+        if !args.nbd.is_empty() || args.fuse.is_some() || args.vhost_user_blk.is_some() {
+            return None;
+        }
+        self.local(args)
+    }
+
+    /// The disk below, if it is in this process.
+    fn local(&self, args: &Args) -> Option<LocalDisk> {
         let poll = args.poll_max.unwrap_or(LONGEST_POLL);
         let disk = self.session.local_disk()?;
         // A request without a word of protection information has none checked.

@@ -334,6 +334,7 @@ fn a_block_device_is_made_of_what_can_be_made_one() {
     let mut place = tempfile::tempdir().unwrap();
     for (arguments, words) in [
         (&["mem:1MiB", "--ublk-id", "3"][..], "--ublk"),
+        (&["mem:1MiB", "--ublk-copy", "--nbd", "unix:x"], "--ublk"),
         (&["mem:1MiB", "--ublk", "--recover"], "--ublk-id"),
         (&["mem:1MiB", "--ublk", "--ublk-id", "1048576"], "1048576"),
         // What it held is gone, whether there is a device or not.

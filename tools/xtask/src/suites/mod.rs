@@ -23,6 +23,7 @@ mod setup;
 mod shared;
 mod smoke;
 mod suite;
+mod ublk;
 mod unbroken;
 mod vfio;
 mod ways;

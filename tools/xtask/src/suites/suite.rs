@@ -8,7 +8,7 @@ use super::setup::Setup;
 use super::unbroken::{self, Event};
 use super::{
     boot, chardev, cloud_hypervisor, fs, kinds, namespaces, pool, recover, reset, rivals, s2, s3,
-    s4, shared, smoke, zoned,
+    s4, shared, smoke, ublk, zoned,
 };
 use crate::report::Report;
 
@@ -58,6 +58,9 @@ pub(crate) enum Suite {
     Chardev,
     /// The disk as a block device (ublk) inside the guest, and the S4 table: readers, one and many.
     S4,
+    /// A raw disk as a block device (ublk) inside the guest, whose data go straight or are copied:
+    /// every byte checked, kills, a shrinking image, and both ways compared.
+    Ublk,
 }
 
 impl Suite {
@@ -87,6 +90,7 @@ impl Suite {
                 Self::Chardev => chardev::run(setup, report, kernel, &run),
                 Self::S3 => s3::run(setup, report, kernel, &run),
                 Self::S4 => s4::run(setup, report, kernel, &run),
+                Self::Ublk => ublk::run(setup, report, kernel, &run),
             };
             let logs = setup.roots.directory().join(format!("logs/{suite}-{kernel}-{controller}"));
             run.keep_logs(&logs)?;

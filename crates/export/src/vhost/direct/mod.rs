@@ -22,9 +22,17 @@ pub(super) use split_ring::SplitRing;
 
 use super::guarded::Guarded;
 use super::memory::{Current, look};
+use super::request::SECTOR;
+use crate::local_disk::LocalDisk;
 use ::shadowbell_memory::{DmaSpace, DmaTable};
+use shadowbell_block::Geometry;
 use std::sync::Arc;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
+
+/// Whether queues can be served straight from this disk.
+pub(super) fn may_serve(local: &LocalDisk, geometry: &Geometry) -> bool {
+    u64::from(geometry.block_size) == SECTOR && local.is_all_of(geometry)
+}
 
 /// The guest's memory, by its addresses. Nothing, if it is not all mapped by us.
 pub(super) fn table(memory: &Current) -> Option<Arc<DmaTable>> {

@@ -1,7 +1,6 @@
 //! One virtio queue on one queue of the disk: the thread that serves both.
 
 use super::super::inflight::Tracker;
-use super::super::local_disk::LocalDisk;
 use super::super::request::{MAX_DATA, QUEUE_SIZE, Rules, SECTOR, Status, identifier};
 use super::super::ring::Ring;
 use super::super::shared::DeviceShared;
@@ -9,6 +8,7 @@ use super::poll_window::PollWindow;
 use super::request::{Bad, Chain, Job, Piece, Request, part};
 use super::sleep::Sleep;
 use super::split_ring::SplitRing;
+use crate::local_disk::LocalDisk;
 use ::shadowbell_memory::page_tables::Awake;
 use ::shadowbell_memory::{DmaTable, EventFd, Segments, SharedBytes, View};
 use shadowbell_backend::{DiskError, Op, Queue, Request as DiskRequest, Submitted};

@@ -48,12 +48,12 @@ impl Export {
         text.split_whitespace().map(|n| n.parse::<u64>().context("a count of sleeps")).sum()
     }
 
-    fn signal(&self, guest: &mut Guest, signal: &str) -> Result<()> {
+    pub(crate) fn signal(&self, guest: &mut Guest, signal: &str) -> Result<()> {
         guest.sh(&format!("kill -{signal} $(cat /tmp/pid{})", self.number), MINUTE).map(drop)
     }
 
     /// Waits until the server has ended; what it said.
-    fn ended(&self, guest: &mut Guest) -> Result<String> {
+    pub(crate) fn ended(&self, guest: &mut Guest) -> Result<String> {
         let number = self.number;
         guest.sh(
             &format!(
@@ -75,7 +75,7 @@ impl Export {
 }
 
 /// A refusal: exit status 2, and one line with all of these words.
-fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
+pub(crate) fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     let output = shadowbell(guest, &format!("export {arguments}"))?;
     ensure!(output.code == 2, "`{arguments}` ended with {}: {}", output.code, output.text);
     let line = output.text.trim();
@@ -118,22 +118,25 @@ pub(crate) fn checks(
         in_use(guest, shadowbell_controller)
     });
     check("killed under load, three times: --recover goes on, and nothing is lost", &|guest| {
-        killed(guest, shadowbell_controller)
+        killed(guest, &shadowbell_controller.target(), "exporting")
     });
     check("what can not be taken over says why", &|guest| {
         not_taken_over(guest, shadowbell_controller)
     });
-    report.check("the kernel has nothing to complain of", |_| {
-        let log = guest.dmesg()?;
-        let bad = ["ublk", "blocked for more than", "BUG:", "WARNING:", "Oops"];
-        let found: Vec<_> = log
-            .lines()
-            .filter(|line| bad.iter().any(|word| line.contains(word)))
-            .filter(|line| dmesg::level(line) <= 4)
-            .collect();
-        ensure!(found.is_empty(), "{}", found.join("\n"));
-        Ok(())
-    });
+    report.check("the kernel has nothing to complain of", |_| kernel_is_content(guest));
+}
+
+/// Whether the guest's kernel has no word against anything.
+pub(crate) fn kernel_is_content(guest: &mut Guest) -> Result<()> {
+    let log = guest.dmesg()?;
+    let bad = ["ublk", "blocked for more than", "BUG:", "WARNING:", "Oops"];
+    let found: Vec<_> = log
+        .lines()
+        .filter(|line| bad.iter().any(|word| line.contains(word)))
+        .filter(|line| dmesg::level(line) <= 4)
+        .collect();
+    ensure!(found.is_empty(), "{}", found.join("\n"));
+    Ok(())
 }
 
 /// After a failure: the controller is free for the next check.
@@ -285,9 +288,9 @@ fn in_use(guest: &mut Guest, controller: &Controller) -> Result<()> {
 }
 
 /// fio writes and verifies, while its disk's server is killed again and again.
-fn killed(guest: &mut Guest, controller: &Controller) -> Result<()> {
-    let target = controller.target();
-    let mut export = Export::start(guest, &target, "--recover")?;
+/// Each server says `words`.
+pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()> {
+    let mut export = Export::start(guest, target, "--recover")?;
     let disk = export.disk.clone();
     guest.sh(
         &format!(
@@ -310,9 +313,9 @@ fn killed(guest: &mut Guest, controller: &Controller) -> Result<()> {
                 if error.to_string().contains("is served by") { Ok(()) } else { Err(error) }
             },
         )?;
-        export = Export::start(guest, &target, "--recover")?;
+        export = Export::start(guest, target, "--recover")?;
         let said = guest.sh("cat /tmp/export0", MINUTE)?;
-        ensure!(said.contains("goes on where it was"), "{said}");
+        ensure!(said.contains("goes on where it was") && said.contains(words), "{said}");
     }
     let said = guest.sh(
         "for i in $(seq 600); do grep -q ended /tmp/fio && break; sleep 0.1; done; cat /tmp/fio",

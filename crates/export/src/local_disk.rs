@@ -1,6 +1,5 @@
 //! A disk of this process, as a device may be served from it.
 
-use super::request::SECTOR;
 use shadowbell_backend::Disk;
 use shadowbell_block::Geometry;
 use std::sync::Arc;
@@ -18,10 +17,10 @@ pub struct LocalDisk {
 }
 
 impl LocalDisk {
-    /// Whether queues can be served straight from it; see `direct`.
-    pub(super) fn is_direct(&self, geometry: &Geometry) -> bool {
+    /// Whether its blocks are those of what is exported, and mean the same when they are written.
+    pub(crate) fn is_all_of(&self, geometry: &Geometry) -> bool {
         let info = self.disk.info();
-        u64::from(info.block_size) == SECTOR
+        info.block_size == geometry.block_size
             && info.metadata.is_none()
             && info.bytes() == geometry.bytes
             && info.volatile_cache == geometry.volatile_cache
