@@ -1,305 +1,282 @@
 //! The one file, as the kernel asks for it.
 
-use crate::failures::FailureCount;
-use fuser::{
-    CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, INodeNo,
-    InitFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty,
-    ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
-};
-use shadowbell_block::{BlockDevice, BlockError, Blocking, Zeroes};
-use std::cell::RefCell;
-use std::ffi::OsStr;
-use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, SystemTime};
+use super::wire::{Answer, Attributes, Extent, Fields, Request, change, opcode, open};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use shadowbell_block::{Geometry, Zeroes};
+use std::time::SystemTime;
 
-/// Nothing that the kernel remembers about the file ever changes.
-const REMEMBER: Duration = Duration::from_secs(3600);
-/// The most bytes of a request: 256 pages, what the kernel allows.
-const MAX_REQUEST: u32 = 1 << 20;
+/// For how many seconds the kernel remembers the attributes: nothing of them ever changes.
+const REMEMBER: u64 = 3600;
 /// The most bytes of a copy, which goes on until it is done: a program that wants more asks again.
 const MAX_COPY: u64 = 64 << 20;
-/// Asynchronous requests that the kernel may have under way.
-const BACKGROUND: u16 = 256;
+/// A regular file, as its mode says.
+const REGULAR: u32 = 0o100_000;
 
 /// Bits of the mode of `fallocate(2)`.
 mod mode {
-    pub(super) const KEEP_SIZE: i32 = 0x01;
-    pub(super) const PUNCH_HOLE: i32 = 0x02;
-    pub(super) const ZERO_RANGE: i32 = 0x10;
+    pub(super) const KEEP_SIZE: u32 = 0x01;
+    pub(super) const PUNCH_HOLE: u32 = 0x02;
+    pub(super) const ZERO_RANGE: u32 = 0x10;
 }
 
 /// Which of the two ends `lseek(2)` looks for.
-const SEEK_DATA: i32 = 3;
-const SEEK_HOLE: i32 = 4;
+const SEEK_DATA: u32 = 3;
+const SEEK_HOLE: u32 = 4;
 
-thread_local! {
-    /// This thread's queue of the disk, and memory for data that it reads.
-    static OWN: RefCell<(Option<usize>, Vec<u8>)> = const { RefCell::new((None, Vec::new())) };
+/// What the disk is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Read(Extent),
+    /// The data came with the request.
+    Write(Extent),
+    Flush,
+    WriteZeroes {
+        offset: u64,
+        len: u64,
+        how: Zeroes,
+    },
+    Copy {
+        from: u64,
+        to: u64,
+        len: u32,
+    },
+}
+
+/// What comes of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// It is answered.
+    Answer(Answer),
+    /// The kernel wants no answer.
+    Nothing,
+    /// It is answered when the disk has done this.
+    Do(Action),
 }
 
 /// A file that is a disk: always there, always of the same size, never cached by the kernel.
 pub(super) struct DiskFile {
-    disk: BlockDevice,
-    attributes: FileAttr,
-    threads: AtomicUsize,
-    failures: Arc<FailureCount>,
+    geometry: Geometry,
+    attributes: Attributes,
 }
 
 impl DiskFile {
-    pub(super) fn new(disk: BlockDevice, failures: Arc<FailureCount>) -> Self {
-        let geometry = disk.geometry();
-        let now = SystemTime::now();
-        let attributes = FileAttr {
-            ino: INodeNo::ROOT,
+    pub(super) fn new(geometry: Geometry) -> Self {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let attributes = Attributes {
             size: geometry.bytes,
-            blocks: geometry.bytes / 512,
-            atime: now,
-            mtime: now,
-            ctime: now,
-            crtime: now,
-            kind: FileType::RegularFile,
-            perm: if geometry.read_only { 0o400 } else { 0o600 },
-            nlink: 1,
+            time: (since.as_secs(), since.subsec_nanos()),
+            mode: REGULAR | if geometry.read_only { 0o400 } else { 0o600 },
             uid: rustix::process::getuid().as_raw(),
             gid: rustix::process::getgid().as_raw(),
-            rdev: 0,
-            blksize: geometry.block_size.max(4096),
-            flags: 0,
+            block_size: geometry.block_size.max(4096),
         };
-        Self { disk, attributes, threads: AtomicUsize::new(0), failures }
+        Self { geometry, attributes }
     }
 
     fn size(&self) -> u64 {
-        self.attributes.size
+        self.geometry.bytes
     }
 
-    /// Runs something on this thread's queue, with this thread's memory.
-    fn with<T>(&self, run: impl FnOnce(&Blocking, &mut Vec<u8>) -> T) -> T {
-        OWN.with_borrow_mut(|(queue, memory)| {
-            let queue = *queue.get_or_insert_with(|| self.threads.fetch_add(1, Ordering::Relaxed));
-            run(&Blocking::new(self.disk.on_queue(queue)), memory)
-        })
-    }
-
-    /// The kernel's number for what went wrong.
-    fn errno(&self, error: &BlockError) -> Errno {
-        let errno = error.errno();
-        if errno == rustix::io::Errno::IO {
-            self.failures.record(error);
-        }
-        if matches!(error, BlockError::ReadOnly) {
-            return Errno::EROFS;
-        }
-        Errno::from_i32(errno.raw_os_error())
-    }
-
-    fn answer(&self, outcome: &Result<(), BlockError>, reply: ReplyEmpty) {
-        match outcome {
-            Ok(()) => reply.ok(),
-            Err(error) => reply.error(self.errno(error)),
-        }
+    /// What comes of `request`, with which `data` bytes of data came, if it is a write.
+    pub(super) fn ask(&self, request: &Request<'_>, data: usize) -> Step {
+        let Request { opcode, unique, fields } = *request;
+        let outcome = match opcode {
+            opcode::READ => Extent::decode(fields).map(|extent| self.read(unique, extent)),
+            opcode::WRITE => Extent::decode(fields)
+                .filter(|extent| extent.len as usize <= data)
+                .map(|extent| self.write(unique, extent)),
+            opcode::GETATTR => Some(self.about(unique)),
+            opcode::SETATTR => self.set_attributes(unique, fields),
+            opcode::OPEN => self.open(unique, fields),
+            opcode::FSYNC => Some(Step::Do(Action::Flush)),
+            opcode::FALLOCATE => self.allocate(unique, fields),
+            opcode::LSEEK => self.seek(unique, fields),
+            opcode::COPY_FILE_RANGE => self.copy(unique, fields),
+            // A close promises nothing.
+            opcode::FLUSH | opcode::RELEASE | opcode::DESTROY => {
+                Some(Step::Answer(Answer::done(unique)))
+            }
+            opcode::STATFS => {
+                let block = self.attributes.block_size;
+                let blocks = self.size() / u64::from(block);
+                Some(Step::Answer(Answer::file_system(unique, blocks, block)))
+            }
+            // A file has nothing in it.
+            opcode::LOOKUP => Some(refused(unique, Errno::NOTDIR)),
+            opcode::FORGET | opcode::BATCH_FORGET => Some(Step::Nothing),
+            // The kernel does not ask again. Nothing is interrupted: what has begun goes on.
+            _ => Some(refused(unique, Errno::NOSYS)),
+        };
+        outcome.unwrap_or_else(|| refused(unique, Errno::IO))
     }
 
     /// How many of `len` bytes from `offset` on there are.
     fn clip(&self, offset: u64, len: u64) -> u64 {
         len.min(self.size().saturating_sub(offset))
     }
-}
 
-impl Filesystem for DiskFile {
-    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        // What a kernel does not have, it does without.
-        for wanted in [
-            InitFlags::FUSE_ASYNC_DIO,
-            InitFlags::FUSE_BIG_WRITES,
-            InitFlags::FUSE_MAX_PAGES,
-            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
-        ] {
-            let _ = config.add_capabilities(wanted);
-        }
-        let _ = config.set_max_write(MAX_REQUEST);
-        let _ = config.set_max_background(BACKGROUND);
-        Ok(())
+    fn clipped(&self, Extent { offset, len }: Extent) -> Extent {
+        let there = self.clip(offset, len.into());
+        Extent { offset, len: u32::try_from(there).unwrap_or(len) }
     }
 
-    fn lookup(&self, _: &Request, _: INodeNo, _: &OsStr, reply: ReplyEntry) {
-        // A file has nothing in it.
-        reply.error(Errno::ENOTDIR);
-    }
-
-    fn getattr(&self, _: &Request, _: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        reply.attr(&REMEMBER, &self.attributes);
-    }
-
-    fn setattr(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        mode: Option<u32>,
-        uid: Option<u32>,
-        gid: Option<u32>,
-        size: Option<u64>,
-        _: Option<TimeOrNow>,
-        _: Option<TimeOrNow>,
-        _: Option<SystemTime>,
-        _: Option<FileHandle>,
-        _: Option<SystemTime>,
-        _: Option<SystemTime>,
-        _: Option<SystemTime>,
-        _: Option<fuser::BsdFileFlags>,
-        reply: ReplyAttr,
-    ) {
-        let owned = mode.is_none() && uid.is_none() && gid.is_none();
-        if owned && size.is_none_or(|size| size == self.size()) {
-            reply.attr(&REMEMBER, &self.attributes);
-        } else {
-            reply.error(Errno::EPERM);
+    fn read(&self, unique: u64, extent: Extent) -> Step {
+        match self.clipped(extent) {
+            Extent { len: 0, .. } => Step::Answer(Answer::done(unique)),
+            extent => Step::Do(Action::Read(extent)),
         }
     }
 
-    fn open(&self, _: &Request, _: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        if self.disk.geometry().read_only && flags.acc_mode() != OpenAccMode::O_RDONLY {
-            return reply.error(Errno::EROFS);
-        }
-        let flags = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
-        reply.opened(FileHandle(0), flags);
-    }
-
-    fn read(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        offset: u64,
-        size: u32,
-        _: OpenFlags,
-        _: Option<LockOwner>,
-        reply: ReplyData,
-    ) {
-        let len = self.clip(offset, size.into()) as usize;
-        self.with(|disk, memory| {
-            if memory.len() < len {
-                memory.resize(len, 0);
-            }
-            let data = memory.get_mut(..len).unwrap_or_default();
-            match disk.read_at(offset, data) {
-                Ok(()) => reply.data(data),
-                Err(error) => reply.error(self.errno(&error)),
-            }
-        });
-    }
-
-    fn write(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        offset: u64,
-        data: &[u8],
-        _: WriteFlags,
-        _: OpenFlags,
-        _: Option<LockOwner>,
-        reply: ReplyWrite,
-    ) {
-        let len = self.clip(offset, data.len() as u64) as usize;
-        let data = data.get(..len).unwrap_or_default();
-        if data.is_empty() {
-            return reply.error(Errno::ENOSPC);
-        }
-        match self.with(|disk, _| disk.write_at(offset, data, false)) {
-            Ok(()) => reply.written(u32::try_from(len).unwrap_or(u32::MAX)),
-            Err(error) => reply.error(self.errno(&error)),
+    fn write(&self, unique: u64, extent: Extent) -> Step {
+        match self.clipped(extent) {
+            Extent { len: 0, .. } => refused(unique, Errno::NOSPC),
+            extent => Step::Do(Action::Write(extent)),
         }
     }
 
-    fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
-        // A close promises nothing.
-        reply.ok();
+    fn about(&self, unique: u64) -> Step {
+        Step::Answer(Answer::attributes(unique, &self.attributes, REMEMBER))
     }
 
-    fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        self.answer(&self.with(|disk, _| disk.flush()), reply);
+    fn set_attributes(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
+        let (wanted, _padding, _handle) = (fields.u32()?, fields.u32()?, fields.u64()?);
+        let size = fields.u64()?;
+        let is_owned = wanted & (change::MODE | change::UID | change::GID) == 0;
+        let is_kept = wanted & change::SIZE == 0 || size == self.size();
+        // The times are what they are.
+        Some(if is_owned && is_kept { self.about(unique) } else { refused(unique, Errno::PERM) })
     }
 
-    fn fallocate(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        offset: u64,
-        length: u64,
-        mode: i32,
-        reply: ReplyEmpty,
-    ) {
+    fn open(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
+        let flags = OFlags::from_bits_retain(fields.u32()?);
+        // O_RDONLY has no bit.
+        if self.geometry.read_only && flags.intersects(OFlags::RWMODE) {
+            return Some(refused(unique, Errno::ROFS));
+        }
+        let flags = open::DIRECT_IO | open::PARALLEL_DIRECT_WRITES;
+        Some(Step::Answer(Answer::opened(unique, flags)))
+    }
+
+    fn allocate(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
+        let (_handle, offset, length) = (fields.u64()?, fields.u64()?, fields.u64()?);
+        let mode = fields.u32()?;
         let end = offset.saturating_add(length);
         let grows = mode & mode::KEEP_SIZE == 0 && end > self.size();
         let len = self.clip(offset, length);
         let zeroes = |deallocate| {
             let how = Zeroes { deallocate, ..Zeroes::default() };
-            self.with(|disk, _| disk.write_zeroes(offset, len, how))
+            Step::Do(Action::WriteZeroes { offset, len, how })
         };
-        const PUNCH: i32 = mode::PUNCH_HOLE | mode::KEEP_SIZE;
-        const ZERO: i32 = mode::ZERO_RANGE;
-        const ZERO_KEEP: i32 = mode::ZERO_RANGE | mode::KEEP_SIZE;
-        match mode {
-            _ if grows => reply.error(Errno::ENOSPC),
-            PUNCH => self.answer(&zeroes(true), reply),
-            ZERO | ZERO_KEEP => self.answer(&zeroes(false), reply),
+        const PUNCH: u32 = mode::PUNCH_HOLE | mode::KEEP_SIZE;
+        const ZERO: u32 = mode::ZERO_RANGE;
+        const ZERO_KEEP: u32 = mode::ZERO_RANGE | mode::KEEP_SIZE;
+        Some(match mode {
+            _ if grows => refused(unique, Errno::NOSPC),
+            PUNCH => zeroes(true),
+            ZERO | ZERO_KEEP => zeroes(false),
             // All of the disk is there already.
-            0 | mode::KEEP_SIZE => reply.ok(),
-            _ => reply.error(Errno::EOPNOTSUPP),
-        }
+            0 | mode::KEEP_SIZE => Step::Answer(Answer::done(unique)),
+            _ => refused(unique, Errno::OPNOTSUPP),
+        })
     }
 
-    fn lseek(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        offset: i64,
-        whence: i32,
-        reply: ReplyLseek,
-    ) {
-        let size = i64::try_from(self.size()).unwrap_or(i64::MAX);
-        match whence {
-            SEEK_DATA | SEEK_HOLE if !(0..size).contains(&offset) => reply.error(Errno::ENXIO),
+    fn seek(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
+        let (_handle, offset, whence) = (fields.u64()?, fields.u64()?, fields.u32()?);
+        Some(match whence {
+            SEEK_DATA | SEEK_HOLE if offset >= self.size() => refused(unique, Errno::NXIO),
             // What is a hole is not known.
-            SEEK_DATA => reply.offset(offset),
-            SEEK_HOLE => reply.offset(size),
-            _ => reply.error(Errno::EINVAL),
-        }
+            SEEK_DATA => Step::Answer(Answer::offset(unique, offset)),
+            SEEK_HOLE => Step::Answer(Answer::offset(unique, self.size())),
+            _ => refused(unique, Errno::INVAL),
+        })
     }
 
-    fn copy_file_range(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        from: u64,
-        _: INodeNo,
-        _: FileHandle,
-        to: u64,
-        len: u64,
-        _: CopyFileRangeFlags,
-        reply: ReplyWrite,
-    ) {
+    fn copy(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
+        let (_handle, from, _file) = (fields.u64()?, fields.u64()?, fields.u64()?);
+        let (_handle, to, len) = (fields.u64()?, fields.u64()?, fields.u64()?);
         // There is no other file. Past the end of the disk there is nothing to be read, and no room
         // for anything to be written.
         let there = self.clip(from, len);
         let len = self.clip(to, there).min(MAX_COPY);
-        if len == 0 {
-            return if there == 0 { reply.written(0) } else { reply.error(Errno::ENOSPC) };
-        }
-        match self.with(|disk, _| disk.copy(from, to, len)) {
-            Ok(()) => reply.written(u32::try_from(len).unwrap_or(u32::MAX)),
-            Err(error) => reply.error(self.errno(&error)),
-        }
+        Some(match u32::try_from(len).unwrap_or(u32::MAX) {
+            0 if there == 0 => Step::Answer(Answer::written(unique, 0)),
+            0 => refused(unique, Errno::NOSPC),
+            len => Step::Do(Action::Copy { from, to, len }),
+        })
+    }
+}
+
+fn refused(unique: u64, errno: Errno) -> Step {
+    Step::Answer(Answer::error(unique, errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+
+    fn file() -> DiskFile {
+        DiskFile::new(Geometry {
+            bytes: SIZE,
+            block_size: 512,
+            read_only: false,
+            volatile_cache: true,
+            write_zeroes: true,
+            discard: true,
+            compare: true,
+            copy: true,
+        })
     }
 
-    fn statfs(&self, _: &Request, _: INodeNo, reply: ReplyStatfs) {
-        let block = self.attributes.blksize;
-        reply.statfs(self.size() / u64::from(block), 0, 0, 1, 0, block, 0, block);
+    fn ask(opcode: u32, fields: &[u8], data: usize) -> Step {
+        file().ask(&Request { opcode, unique: 5, fields: Fields(fields) }, data)
+    }
+
+    fn transfer(offset: u64, len: u32) -> Vec<u8> {
+        [&0u64.to_ne_bytes()[..], &offset.to_ne_bytes(), &len.to_ne_bytes(), &[0; 20]].concat()
+    }
+
+    #[test]
+    fn what_reaches_past_the_end_is_cut_off_there() {
+        let extent = |offset, len| Extent { offset, len };
+        let read = |offset, len| ask(opcode::READ, &transfer(offset, len), 0);
+        let write = |offset, len| ask(opcode::WRITE, &transfer(offset, len), len as usize);
+        assert_eq!(read(4, 8), Step::Do(Action::Read(extent(4, 8))));
+        assert_eq!(read(SIZE - 3, 8), Step::Do(Action::Read(extent(SIZE - 3, 3))));
+        assert_eq!(read(SIZE, 8), Step::Answer(Answer::done(5)));
+        assert_eq!(read(u64::MAX, 8), Step::Answer(Answer::done(5)));
+        assert_eq!(write(SIZE - 3, 8), Step::Do(Action::Write(extent(SIZE - 3, 3))));
+        assert_eq!(write(SIZE, 8), refused(5, Errno::NOSPC));
+    }
+
+    #[test]
+    fn a_request_that_is_not_whole_is_an_error() {
+        let bad = refused(5, Errno::IO);
+        for opcode in [
+            opcode::READ,
+            opcode::WRITE,
+            opcode::SETATTR,
+            opcode::OPEN,
+            opcode::FALLOCATE,
+            opcode::LSEEK,
+            opcode::COPY_FILE_RANGE,
+        ] {
+            assert_eq!(ask(opcode, &[0; 3], 4096), bad, "{opcode}");
+        }
+        // Fewer data than it says.
+        assert_eq!(ask(opcode::WRITE, &transfer(0, 4096), 4095), bad);
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_there_and_what_wants_no_answer_gets_none() {
+        const INTERRUPT: u32 = 36;
+        for opcode in [INTERRUPT, 9999] {
+            assert_eq!(ask(opcode, &[], 0), refused(5, Errno::NOSYS));
+        }
+        for opcode in [opcode::FORGET, opcode::BATCH_FORGET] {
+            assert_eq!(ask(opcode, &[], 0), Step::Nothing);
+        }
     }
 }

@@ -14,23 +14,45 @@
 //! What the file can not do: change its size (open it without truncating: `dd conv=notrunc`), its
 //! owner or its mode.
 
+//! # Architecture
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`Mounted`] | the mount: it is made, and the two ends agree, by the library `fuser` |
+//! | `device` | the requests after that: taken, carried out and answered by a thread, or some |
+//! | `file` | what comes of a request |
+//! | `wire`, `sys` | the kernel's layout of requests and answers; how they are read and written |
+
+mod device;
 mod file;
+#[allow(unsafe_code, reason = "memory that a device may change is not borrowed")]
+mod sys;
+mod wire;
 
 use crate::failures::FailureCount;
+use crate::lent;
+use crate::queue_server::QueueThreads;
+use device::{Crew, Device, Shared, carry_out};
 use file::DiskFile;
-use fuser::{BackgroundSession, Config, MountOption, Session, SessionACL};
+use fuser::{Config, Filesystem, InitFlags, KernelConfig, MountOption, Session, SessionACL};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use shadowbell_block::BlockDevice;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-/// Threads that take requests from the kernel: so many are under way at once.
-const THREADS: usize = 16;
+/// The most threads that serve a mount; and no more than half of the processors, because a program
+/// that asks for so much needs the others.
+const MOST_THREADS: usize = 4;
+/// The most bytes of a request: 256 pages, what the kernel allows.
+const MAX_REQUEST: u32 = 1 << 20;
+/// Asynchronous requests that the kernel may have under way.
+const BACKGROUND: u16 = 256;
 
 /// Why a disk could not be mounted.
 #[derive(Debug, thiserror::Error)]
@@ -64,6 +86,19 @@ pub enum MountError {
     System(io::Error),
 }
 
+/// How a file is served.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Options {
+    /// Threads that take requests, of which all but the first only do so when that does not get to
+    /// the end of them. Unless somebody says so, half as many as there are processors, and four at
+    /// most; and never more than the disk has queues.
+    pub threads: Option<usize>,
+    /// Threads that serve the disk's queues, if its controller is in this process: they serve the
+    /// file too while it is used. Otherwise each request takes two threads that wake each other.
+    pub lender: Option<Arc<dyn QueueThreads>>,
+}
+
 /// A disk that is mounted over a file.
 pub struct Mounted {
     path: PathBuf,
@@ -86,6 +121,19 @@ impl Mounted {
         path: &Path,
         on_end: impl FnOnce() + Send + 'static,
     ) -> Result<Self, MountError> {
+        Self::start_with(disk, path, &Options::default(), on_end)
+    }
+
+    /// As [`start`](Self::start), served as the options say.
+    ///
+    /// # Errors
+    /// [`MountError`]; nothing is left behind.
+    pub fn start_with(
+        disk: BlockDevice,
+        path: &Path,
+        options: &Options,
+        on_end: impl FnOnce() + Send + 'static,
+    ) -> Result<Self, MountError> {
         let (path, created) = prepare(path)?;
         let mut config = Config::default();
         config.mount_options = vec![
@@ -97,18 +145,24 @@ impl Mounted {
             config.mount_options.push(MountOption::RO);
         }
         config.acl = SessionACL::Owner;
-        config.n_threads = Some(THREADS);
-        config.clone_fd = true;
-        let failures = Arc::<FailureCount>::default();
-        let file = DiskFile::new(disk, Arc::clone(&failures));
-        let session = Session::new(file, &path, &config).and_then(Session::spawn);
-        let session = session.map_err(|source| {
+        let session = Session::new(Agreement, &path, &config).map_err(|source| {
             forget(&path, created);
             MountError::Mount { path: path.clone(), source }
         })?;
+        let failures = Arc::<FailureCount>::default();
         let mut mounted = Self { path, created, server: None, over: Arc::default(), failures };
+        let threads = threads(&disk, &session, Arc::clone(&mounted.failures), options);
+        let threads = match threads {
+            Ok(threads) => threads,
+            Err(error) => {
+                // Nothing is mounted any more, and nobody was served.
+                drop(session);
+                mounted.over.store(true, Ordering::Release);
+                return Err(MountError::System(error));
+            }
+        };
         let over = Arc::clone(&mounted.over);
-        let server = move || serve(session, &over, on_end);
+        let server = move || serve(session, threads, &over, on_end);
         let server = std::thread::Builder::new().name("fuse".into()).spawn(server);
         mounted.server = Some(server.map_err(MountError::System)?);
         Ok(mounted)
@@ -168,11 +222,88 @@ impl Drop for Mounted {
     }
 }
 
-fn serve(session: BackgroundSession, over: &AtomicBool, on_end: impl FnOnce()) {
-    match session.join() {
+/// What the two ends agree on. Everything after that is [`device`]'s.
+struct Agreement;
+
+impl Filesystem for Agreement {
+    fn init(&mut self, _: &fuser::Request, config: &mut KernelConfig) -> io::Result<()> {
+        // What a kernel does not have, it does without.
+        for wanted in [
+            InitFlags::FUSE_ASYNC_DIO,
+            InitFlags::FUSE_BIG_WRITES,
+            InitFlags::FUSE_MAX_PAGES,
+            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+        ] {
+            let _ = config.add_capabilities(wanted);
+        }
+        let _ = config.set_max_write(MAX_REQUEST);
+        let _ = config.set_max_background(BACKGROUND);
+        Ok(())
+    }
+}
+
+/// What a thread does.
+type Run = Box<dyn FnOnce() -> io::Result<()> + Send>;
+
+/// The threads of a mount: the first of them takes requests, the others help it.
+struct Threads {
+    shared: Arc<Shared>,
+    first: Run,
+    helpers: Vec<Run>,
+}
+
+fn threads(
+    disk: &BlockDevice,
+    session: &Session<Agreement>,
+    failures: Arc<FailureCount>,
+    options: &Options,
+) -> io::Result<Threads> {
+    let device = rustix::io::fcntl_dupfd_cloexec(session.as_fd(), 0)?;
+    rustix::io::ioctl_fionbio(&device, true)?;
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let count = options.threads.unwrap_or((processors / 2).min(MOST_THREADS));
+    let count = count.clamp(1, disk.queues().max(1));
+    let mut crew = Crew::default();
+    let mut parts = Vec::new();
+    for number in 0..count {
+        let disk = disk.on_queue(number);
+        let io = Device::io_thread(&disk)?;
+        let helper = if number == 0 { None } else { Some(crew.add(io.waker()?)) };
+        parts.push((helper, disk, io));
+    }
+    let shared = Arc::new(Shared { device, file: DiskFile::new(*disk.geometry()), failures, crew });
+    let mut runs = Vec::new();
+    for (helper, disk, io) in parts {
+        let device = Device::new(Arc::clone(&shared), helper, disk, io)?;
+        let lender = options.lender.clone();
+        let serving = Box::new((device, carry_out));
+        runs.push(Box::new(move || lent::serve(serving, lender.as_ref())) as Run);
+    }
+    let first = runs.remove(0);
+    Ok(Threads { shared, first, helpers: runs })
+}
+
+fn serve(session: Session<Agreement>, threads: Threads, over: &AtomicBool, on_end: impl FnOnce()) {
+    let Threads { shared, first, helpers } = threads;
+    let mut running = Vec::new();
+    for helper in helpers {
+        let thread = std::thread::Builder::new().name("fuse-helper".into());
+        match thread.spawn(helper) {
+            Ok(thread) => running.push(thread),
+            Err(error) => tracing::debug!("the mount has a thread less: {error}"),
+        }
+    }
+    let outcome = first();
+    shared.crew.end();
+    for thread in running {
+        let _ = thread.join();
+    }
+    match outcome {
         Ok(()) => tracing::debug!("unmounted"),
         Err(error) => tracing::warn!("the mount came to an end: {error}"),
     }
+    // Whoever still waits for an answer gets an error.
+    drop((shared, session));
     over.store(true, Ordering::Release);
     on_end();
 }

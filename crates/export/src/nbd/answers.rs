@@ -1,8 +1,9 @@
 //! Answers that are to be sent, many of them with one call.
 
-use super::data::Data;
 use super::socket::ClientSocket;
-use super::sys::{MOST, Part};
+use super::sys::MOST;
+use crate::data::Data;
+use crate::vectors::Part;
 use rustix::io::Errno;
 use shadowbell_nbd::reply::Head;
 use std::collections::VecDeque;

@@ -12,15 +12,16 @@
 
 use super::answers::{Answer, Answers, Sent};
 use super::clients::NewClient;
-use super::data::{Data, DataMemory};
-use super::depth::Depth;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
 use super::request::{Action, Checked, Completed, EXTENTS, Job, carry_out, check, number};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT, INPUT};
+use crate::data::{Data, DataMemory};
+use crate::depth::Depth;
 use crate::io_thread::IoThread;
-use crate::queue_server::{QueueServer, QueueServerJob};
+use crate::lent::{self, Serving, Stop};
+use crate::queue_server::QueueServer;
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockError};
 use shadowbell_driver::AsyncQueue;
@@ -29,7 +30,6 @@ use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
 use std::future::Future;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc::sync_channel;
 use std::time::Instant;
 
 /// Requests of one client that are in flight or not answered yet.
@@ -117,13 +117,6 @@ struct Connection<F> {
     hung_up: bool,
 }
 
-/// Why a connection is not served on, where it was.
-enum Stop {
-    Over,
-    /// Another kind of thread suits the client better: one that serves the queue too, or its own.
-    Move,
-}
-
 /// Serves the client at the other end of `socket`, until it leaves or [`ServerShared::is_ending`].
 pub(super) fn serve(
     socket: OwnedFd,
@@ -137,7 +130,7 @@ pub(super) fn serve(
     let outcome = negotiate(&mut socket, &mut io, shared, new.peer)?;
     let Some((agreed, _place)) = outcome else { return Ok(()) };
     drop(new);
-    let connection = Box::new(Connection {
+    let connection = Connection {
         socket,
         disk,
         shared: Arc::clone(shared),
@@ -155,58 +148,31 @@ pub(super) fn serve(
         broken: false,
         last: false,
         hung_up: false,
-    });
-    transmit(connection, carry_out)
+    };
+    lent::serve(Box::new((connection, carry_out)), shared.lender.as_ref())
 }
 
-/// Serves a client with which all is agreed, here and on a thread that serves the queue.
-fn transmit<F>(
-    mut connection: Box<Connection<F>>,
-    make: impl Fn(BlockDevice, Job) -> F + Copy + Send + 'static,
-) -> Result<(), ConnectionError>
+impl<F, M> Serving for (Connection<F>, M)
 where
     F: Future<Output = Completed> + Send + 'static,
+    M: Fn(BlockDevice, Job) -> F + Send + 'static,
 {
-    let qid = connection.disk.queue().map_or(0, AsyncQueue::qid);
-    let lender = connection.shared.lender.clone();
-    loop {
-        // What the connection shares with the controller is taken back when it is dropped, by
-        // whoever serves the queue. So that happens on this thread, with whatever outcome.
-        if let Stop::Over = connection.run(None, make)? {
-            return Ok(());
-        }
-        let Some(lender) = &lender else {
-            connection.depth.refused();
-            continue;
-        };
-        let (sender, back) = sync_channel(1);
-        let job: QueueServerJob = Box::new(move |server| {
-            let outcome = match server {
-                Some(server) => {
-                    tracing::debug!("the thread that serves the queue serves a client too");
-                    connection.depth.lent();
-                    let outcome = connection.run(Some(server), make);
-                    connection.depth.back();
-                    tracing::debug!("a client is served by a thread of its own again");
-                    outcome
-                }
-                None => {
-                    connection.depth.refused();
-                    Ok(Stop::Move)
-                }
-            };
-            let _ = sender.send((connection, outcome));
-        });
-        lender.lend(qid, job).unwrap_or_else(|job| job(None));
-        let outcome;
-        // If it does not come back, the controller is gone, and the connection with it.
-        (connection, outcome) = match back.recv() {
-            Ok(back) => back,
-            Err(_) => return Ok(()),
-        };
-        if let Stop::Over = outcome? {
-            return Ok(());
-        }
+    type Error = ConnectionError;
+
+    fn run(
+        &mut self,
+        server: Option<&mut (dyn QueueServer + '_)>,
+    ) -> Result<Stop, ConnectionError> {
+        let (connection, make) = self;
+        connection.run(server, make)
+    }
+
+    fn depth(&mut self) -> &mut Depth {
+        &mut self.0.depth
+    }
+
+    fn qid(&self) -> u16 {
+        self.0.disk.queue().map_or(0, AsyncQueue::qid)
     }
 }
 
@@ -214,7 +180,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
     fn run(
         &mut self,
         mut server: Option<&mut (dyn QueueServer + '_)>,
-        make: impl Fn(BlockDevice, Job) -> F,
+        make: &impl Fn(BlockDevice, Job) -> F,
     ) -> Result<Stop, ConnectionError> {
         if let Some(server) = &server {
             self.io.serves(&**server)?;
@@ -231,16 +197,16 @@ impl<F: Future<Output = Completed>> Connection<F> {
     fn run_on(
         &mut self,
         mut server: Option<&mut (dyn QueueServer + '_)>,
-        make: impl Fn(BlockDevice, Job) -> F,
+        make: &impl Fn(BlockDevice, Job) -> F,
     ) -> Result<Stop, ConnectionError> {
         let mut drain_deadline = None;
         loop {
-            self.take_requests(&make)?;
+            self.take_requests(make)?;
             if self.depth.wants_to_move(|| self.shared.agreed.count() == 1) {
                 return Ok(Stop::Move);
             }
             let busy = self.collect(server.as_deref_mut());
-            let freed = self.send(&make)?;
+            let freed = self.send(make)?;
             let is_sent = self.answers.is_empty() && !self.socket.has_pending();
             if self.broken && is_sent {
                 return Err(ConnectionError::Broken);

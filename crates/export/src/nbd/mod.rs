@@ -8,8 +8,7 @@
 //! | `request` | what a request asks for, and whether it may |
 //! | `connection` | one client: a thread and its requests |
 //! | `negotiate`, `socket`, `answers` | the handshake over a socket; what is received and sent |
-//! | `depth` | how many requests a client keeps in flight, and which thread suits that |
-//! | `data`, `sys` | the data of requests: where they lie, and how they are sent and received |
+//! | `sys` | how the data of requests are sent and received |
 //! | `shared` | what a server and its connections share |
 //! | [`Server`] | a socket, and the clients that come to it |
 //! | [`Address`] | where it listens, as people write it |
@@ -42,8 +41,6 @@ mod address;
 mod answers;
 mod clients;
 mod connection;
-mod data;
-mod depth;
 pub mod handshake;
 mod negotiate;
 mod options;

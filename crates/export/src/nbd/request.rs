@@ -1,7 +1,7 @@
 //! What a request asks for, and whether that can be asked for.
 
-use super::data::Data;
 use super::handshake::Agreed;
+use crate::data::Data;
 use shadowbell_block::{BlockDevice, BlockError, Extent, Geometry, Zeroes};
 use shadowbell_driver::Buffer;
 use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, allocation, command, flag};

@@ -1,9 +1,10 @@
 //! A client's socket: what was received and not used, and what it is ready for.
 
-use super::data::Data;
-use super::sys::{self, Part, Room};
+use super::sys;
+use crate::data::Data;
 use crate::io_thread::{FIRST, IoThread, Readiness};
 use crate::queue_server::QueueServer;
+use crate::vectors::{Part, Room};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};

@@ -1,75 +1,11 @@
-//! What is sent from, and received into, memory that is shared with a device: the kernel is told
-//! where it is, and nobody here borrows it.
+//! What is sent from, and received into, memory that is shared with a device.
 
+use crate::vectors::{Part, Room};
 use rustix::io::Errno;
-use shadowbell_memory::SharedBytes;
-use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// Parts that go with one call, at most.
 pub(super) const MOST: usize = 128;
-
-/// Bytes of this program's, or of memory that is shared with a device, to be sent.
-#[derive(Clone, Copy)]
-pub(super) struct Part<'a> {
-    vector: libc::iovec,
-    /// The bytes, if they are this program's.
-    own: Option<&'a [u8]>,
-}
-
-impl<'a> Part<'a> {
-    pub(super) const NONE: Self = Self::of(&[]);
-
-    pub(super) const fn of(own: &'a [u8]) -> Self {
-        let start = own.as_ptr().cast_mut().cast();
-        Self { vector: libc::iovec { iov_base: start, iov_len: own.len() }, own: Some(own) }
-    }
-
-    /// The bytes from `from` to `to`, as far as there are any.
-    pub(super) fn shared(bytes: &'a SharedBytes, from: usize, to: usize) -> Self {
-        Self { vector: vector(bytes, from, to), own: None }
-    }
-
-    /// The bytes, unless they are shared with a device.
-    pub(super) fn own(&self) -> Option<&'a [u8]> {
-        self.own
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.vector.iov_len
-    }
-}
-
-/// Room in memory of this program's, or in memory that is shared with a device.
-pub(super) struct Room<'a> {
-    vector: libc::iovec,
-    borrowed: PhantomData<&'a mut [u8]>,
-}
-
-impl<'a> Room<'a> {
-    pub(super) fn of(own: &'a mut [u8]) -> Self {
-        let (iov_base, iov_len) = (own.as_mut_ptr().cast(), own.len());
-        Self { vector: libc::iovec { iov_base, iov_len }, borrowed: PhantomData }
-    }
-
-    /// The bytes from `from` to `to`, as far as there are any that may be written.
-    pub(super) fn shared(bytes: &'a SharedBytes, from: usize, to: usize) -> Self {
-        let to = if bytes.is_writable() { to } else { 0 };
-        Self { vector: vector(bytes, from, to), borrowed: PhantomData }
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.vector.iov_len
-    }
-}
-
-/// Where the bytes from `from` to `to` are, as far as there are any.
-fn vector(bytes: &SharedBytes, from: usize, to: usize) -> libc::iovec {
-    let to = to.min(bytes.len());
-    let from = from.min(to);
-    let start = std::ptr::with_exposed_provenance_mut(bytes.address() + from);
-    libc::iovec { iov_base: start, iov_len: to - from }
-}
 
 /// Sends as much as the socket takes without waiting, of the first [`MOST`] parts. Whoever has
 /// gone is an error, and no signal.
@@ -133,17 +69,6 @@ mod tests {
         assert_eq!((&start, &rest), (b"own,sh", b"ared\0\0\0\0"));
         let (first, then) = (Room::of(&mut start), Room::of(&mut rest));
         assert_eq!(receive(b.as_fd(), &first, &then), Err(Errno::AGAIN));
-    }
-
-    #[test]
-    fn nothing_outside_of_the_memory_is_named() {
-        let memory = Mapping::anonymous(4096).unwrap().bytes();
-        for (from, to, len) in
-            [(0, usize::MAX, 4096), (4096, 4097, 0), (usize::MAX, usize::MAX, 0), (9, 3, 0)]
-        {
-            assert_eq!(Part::shared(&memory, from, to).len(), len, "{from} {to}");
-            assert_eq!(Room::shared(&memory, from, to).len(), len, "{from} {to}");
-        }
     }
 
     #[test]

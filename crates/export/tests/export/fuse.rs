@@ -6,10 +6,10 @@ use shadowbell_backend::{DiskError, Op};
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_controller::Controller as Emulated;
 use shadowbell_driver::{AttachOptions, Controller};
-use shadowbell_export::fuse::{MountError, Mounted};
+use shadowbell_export::fuse::{MountError, Mounted, Options};
 use shadowbell_testing::block_device::{TestDisk, attach, attach_to};
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -36,6 +36,10 @@ struct Rig {
 
 impl Rig {
     fn new(mebibytes: u64, read_only: bool) -> Self {
+        Self::with(mebibytes, read_only, &Options::default())
+    }
+
+    fn with(mebibytes: u64, read_only: bool, mount: &Options) -> Self {
         let backing = TestDisk::new(mebibytes << 11, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
         let (mut controller, emulated) = attach_to(Arc::new(backing.clone()), &attached);
@@ -46,8 +50,8 @@ impl Rig {
         let ended: Arc<AtomicU32> = Arc::default();
         let count = Arc::clone(&ended);
         let path = directory.path().join("disk");
-        let mounted = Mounted::start(disk, &path, move || _ = count.fetch_add(1, Ordering::SeqCst));
-        let mounted = Some(mounted.unwrap());
+        let on_end = move || _ = count.fetch_add(1, Ordering::SeqCst);
+        let mounted = Some(Mounted::start_with(disk, &path, mount, on_end).unwrap());
         let controller = Some(controller);
         Self { backing, emulated, controller, mounted, directory, ended }
     }
@@ -249,11 +253,19 @@ fn many_threads_find_what_they_wrote() {
     if !is_possible() {
         return;
     }
-    let rig = Rig::new(8, false);
-    let file = rig.open();
+    // Also where one thread that takes requests calls another.
+    for threads in [1, 2] {
+        let mut options = Options::default();
+        options.threads = Some(threads);
+        let rig = Rig::with(8, false, &options);
+        write_and_read_by_many(&rig.open());
+        rig.end();
+    }
+}
+
+fn write_and_read_by_many(file: &File) {
     std::thread::scope(|scope| {
         for me in 0..8u64 {
-            let file = &file;
             scope.spawn(move || {
                 for round in 0..60u64 {
                     // Blocks are shared between threads, and bytes are not.
@@ -274,8 +286,65 @@ fn many_threads_find_what_they_wrote() {
             assert_eq!(back, [(round ^ me) as u8; 700]);
         }
     }
+}
+
+/// Where requests are held; a flush is at 0.
+const HELD_AT: u64 = 1 << 20;
+
+#[test]
+fn requests_that_the_disk_holds_keep_no_other_waiting() {
+    if !is_possible() {
+        return;
+    }
+    // More than there are threads for.
+    const HELD: usize = 40;
+    let rig = Rig::new(8, false);
+    let file = rig.open();
+    rig.backing.order(|orders| orders.hold_at = Some(HELD_AT));
+    std::thread::scope(|scope| {
+        for _ in 0..HELD {
+            scope.spawn(|| file.read_exact_at(&mut [0; 512], HELD_AT).unwrap());
+        }
+        rig.backing.expect(HELD);
+        file.write_all_at(&[5; 700], 4000).unwrap();
+        let mut back = [0; 700];
+        file.read_exact_at(&mut back, 4000).unwrap();
+        assert_eq!(back, [5; 700]);
+        file.sync_all().unwrap();
+        rig.backing.order(|orders| orders.hold_at = None);
+    });
     drop(file);
     rig.end();
+}
+
+#[test]
+fn requests_that_the_disk_holds_when_the_kernel_gives_the_mount_up_come_to_their_end() {
+    if !is_possible() {
+        return;
+    }
+    let mut rig = Rig::new(8, false);
+    let file = rig.open();
+    let device = rustix::fs::minor(file.metadata().unwrap().dev());
+    let abort = format!("/sys/fs/fuse/connections/{device}/abort");
+    if !Path::new(&abort).exists() {
+        eprintln!("skipped: there is no {abort}");
+        drop(file);
+        return rig.end();
+    }
+    rig.backing.order(|orders| orders.hold_at = Some(HELD_AT));
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| errno(file.read_at(&mut [0; 512], HELD_AT)));
+        rig.backing.expect(1);
+        std::fs::write(&abort, "1").unwrap();
+        assert_eq!(reader.join().unwrap(), Some(Errno::CONNABORTED));
+    });
+    assert_eq!(errno(file.read_at(&mut [0; 512], 4096)), Some(Errno::NOTCONN));
+    assert_eq!(rig.ended.load(Ordering::SeqCst), 0, "it has data of a request that goes on");
+    rig.backing.order(|orders| orders.hold_at = None);
+    drop(file);
+    assert_eq!(rig.mounted.take().unwrap().stop(), 0);
+    assert_eq!(rig.ended.load(Ordering::SeqCst), 1);
+    rig.controller.take().unwrap().detach().unwrap();
 }
 
 #[test]

@@ -10,7 +10,7 @@ use shadowbell_block::{BlockDevice, BlockOptions, block_on_for};
 use shadowbell_controller::Controller;
 use shadowbell_driver::{AttachOptions, SpinPolicy, Timeouts};
 use shadowbell_export::QueueThreads;
-use shadowbell_export::fuse::Mounted;
+use shadowbell_export::fuse::{self, Mounted};
 use shadowbell_export::nbd::{self, Server};
 use shadowbell_export::ublk::{self, Ublk, WhyCopied};
 use shadowbell_export::vhost::{LocalDisk, VhostUserBlk};
@@ -108,7 +108,8 @@ impl ExportedDisk {
         let lender = |controller: &Controller| -> Arc<dyn QueueThreads> {
             Arc::new(Lender(controller.clone()))
         };
-        options.lender = self.session.local().map(lender);
+        let lender = self.session.local().map(lender);
+        options.lender.clone_from(&lender);
         if let Some(directory) = &args.tls_certificates {
             let tls = ServerTls::load(directory, args.tls_any_client);
             options.tls = Some(tls.map_err(exit::bad_input)?);
@@ -177,7 +178,9 @@ impl ExportedDisk {
         }
         if let Some(path) = &args.fuse {
             let ended = gone(format!("{} is not mounted any more", path.display()));
-            let mounted = Mounted::start(self.disk.clone(), path, ended);
+            let mut options = fuse::Options::default();
+            options.lender = lender;
+            let mounted = Mounted::start_with(self.disk.clone(), path, &options, ended);
             self.fuse = Some(mounted.map_err(exit::bad_input)?);
         }
         Ok(())

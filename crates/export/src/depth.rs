@@ -26,7 +26,7 @@ const PAUSE: u32 = 64;
 
 /// How many requests a client keeps in flight.
 #[derive(Debug, Default)]
-pub(super) struct Depth {
+pub(crate) struct Depth {
     requests: u32,
     /// The sum, over these, of those that were in flight with each.
     in_flight: u64,
@@ -42,7 +42,7 @@ impl Depth {
     /// A request has begun, and so many are in flight with it. With `more`, the client has sent
     /// more already: of long writes few are in flight at a time, because each is over when the next
     /// one has been received.
-    pub(super) fn begun(&mut self, in_flight: usize, more: bool) {
+    pub(crate) fn begun(&mut self, in_flight: usize, more: bool) {
         if self.requests == 0 {
             self.since = Some(Instant::now());
         }
@@ -52,7 +52,7 @@ impl Depth {
 
     /// Whether a thread of the other kind would suit the client better. `is_alone` says whether the
     /// server has no other client.
-    pub(super) fn wants_to_move(&mut self, is_alone: impl FnOnce() -> bool) -> bool {
+    pub(crate) fn wants_to_move(&mut self, is_alone: impl FnOnce() -> bool) -> bool {
         if self.requests < PERIOD {
             return false;
         }
@@ -72,17 +72,17 @@ impl Depth {
     }
 
     /// From here on the client is served by a thread that serves the queue too.
-    pub(super) fn lent(&mut self) {
+    pub(crate) fn lent(&mut self) {
         self.is_lent = true;
     }
 
     /// From here on it is served by its own again.
-    pub(super) fn back(&mut self) {
+    pub(crate) fn back(&mut self) {
         self.is_lent = false;
     }
 
     /// The thread that was asked for is not to be had.
-    pub(super) fn refused(&mut self) {
+    pub(crate) fn refused(&mut self) {
         self.pause = PAUSE;
     }
 }

@@ -6,7 +6,7 @@
 //! what is more than there is room for, and all data of a client with TLS, which does its
 //! cryptography elsewhere) lies in memory of the program.
 
-use super::sys::{Part, Room};
+use crate::vectors::{Part, Room};
 use shadowbell_block::BlockDevice;
 use shadowbell_driver::{Buffer, BufferPool};
 
@@ -18,7 +18,7 @@ const KEEP: usize = 256 << 10;
 const KEEP_ALL: usize = 4 << 20;
 
 /// The data of a request, or room for them.
-pub(super) enum Data {
+pub(crate) enum Data {
     Own(Vec<u8>),
     /// In memory that is shared with the controller.
     Shared(Buffer),
@@ -32,7 +32,7 @@ impl Default for Data {
 
 impl Data {
     /// Puts what was received to its place.
-    pub(super) fn put(&mut self, at: usize, from: &[u8]) {
+    pub(crate) fn put(&mut self, at: usize, from: &[u8]) {
         match self {
             Self::Own(bytes) => {
                 if let Some(to) = bytes.get_mut(at..at + from.len()) {
@@ -47,7 +47,7 @@ impl Data {
     }
 
     /// The room from `from` to `to`.
-    pub(super) fn room(&mut self, from: usize, to: usize) -> Room<'_> {
+    pub(crate) fn room(&mut self, from: usize, to: usize) -> Room<'_> {
         match self {
             Self::Own(bytes) => Room::of(bytes.get_mut(from..to).unwrap_or_default()),
             Self::Shared(buffer) => Room::shared(buffer.bytes(), from, to),
@@ -55,7 +55,7 @@ impl Data {
     }
 
     /// The bytes from `from` to `to`.
-    pub(super) fn part(&self, from: usize, to: usize) -> Part<'_> {
+    pub(crate) fn part(&self, from: usize, to: usize) -> Part<'_> {
         match self {
             Self::Own(bytes) => Part::of(bytes.get(from..to).unwrap_or_default()),
             Self::Shared(buffer) => Part::shared(buffer.bytes(), from, to),
@@ -74,7 +74,7 @@ enum Pool {
 }
 
 /// The memory that a client has for the data of its requests.
-pub(super) struct DataMemory {
+pub(crate) struct DataMemory {
     pools: [Pool; SIZES.len()],
     /// Other memory that is kept, and how much of it there is.
     spare: Vec<Vec<u8>>,
@@ -82,12 +82,12 @@ pub(super) struct DataMemory {
 }
 
 impl DataMemory {
-    pub(super) fn new(requests: usize) -> Self {
+    pub(crate) fn new(requests: usize) -> Self {
         Self { pools: Default::default(), spare: Vec::with_capacity(requests), kept: 0 }
     }
 
     /// Memory of the program, `len` bytes or more.
-    pub(super) fn own(&mut self, len: usize) -> Data {
+    pub(crate) fn own(&mut self, len: usize) -> Data {
         let mut bytes = self.spare.pop().unwrap_or_default();
         self.kept -= bytes.capacity();
         if bytes.len() < len {
@@ -97,7 +97,7 @@ impl DataMemory {
     }
 
     /// Memory that the controller can reach, `len` bytes or more, if there is any.
-    pub(super) fn shared(&mut self, disk: &BlockDevice, len: usize) -> Option<Data> {
+    pub(crate) fn shared(&mut self, disk: &BlockDevice, len: usize) -> Option<Data> {
         let mut sizes = SIZES.iter().zip(&mut self.pools);
         let (&(size, count), pool) = sizes.find(|((size, _), _)| *size >= len)?;
         if matches!(pool, Pool::Unneeded) {
@@ -118,7 +118,7 @@ impl DataMemory {
     }
 
     /// The data are not needed any more.
-    pub(super) fn give_back(&mut self, data: Data) {
+    pub(crate) fn give_back(&mut self, data: Data) {
         // A buffer goes back to its pool by itself.
         let Data::Own(bytes) = data else { return };
         let room = bytes.capacity();

@@ -1,0 +1,276 @@
+//! The kernel's requests and the answers to them, in its own byte order and layout.
+
+use rustix::io::Errno;
+
+/// The numbers of requests.
+pub(super) mod opcode {
+    pub(crate) const LOOKUP: u32 = 1;
+    pub(crate) const FORGET: u32 = 2;
+    pub(crate) const GETATTR: u32 = 3;
+    pub(crate) const SETATTR: u32 = 4;
+    pub(crate) const OPEN: u32 = 14;
+    pub(crate) const READ: u32 = 15;
+    pub(crate) const WRITE: u32 = 16;
+    pub(crate) const STATFS: u32 = 17;
+    pub(crate) const RELEASE: u32 = 18;
+    pub(crate) const FSYNC: u32 = 20;
+    pub(crate) const FLUSH: u32 = 25;
+    pub(crate) const DESTROY: u32 = 38;
+    pub(crate) const BATCH_FORGET: u32 = 42;
+    pub(crate) const FALLOCATE: u32 = 43;
+    pub(crate) const LSEEK: u32 = 46;
+    pub(crate) const COPY_FILE_RANGE: u32 = 47;
+}
+
+/// What an open file is like.
+pub(super) mod open {
+    /// The kernel caches nothing of it.
+    pub(crate) const DIRECT_IO: u32 = 1 << 0;
+    /// Several writes of it may be under way.
+    pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
+}
+
+/// What a `SETATTR` wants to change.
+pub(super) mod change {
+    pub(crate) const MODE: u32 = 1 << 0;
+    pub(crate) const UID: u32 = 1 << 1;
+    pub(crate) const GID: u32 = 1 << 2;
+    pub(crate) const SIZE: u32 = 1 << 3;
+}
+
+/// What every request begins with.
+const HEADER: usize = 40;
+/// A `WRITE` without its data; nothing that precedes data is longer.
+pub(super) const WRITE_HEAD: usize = HEADER + 40;
+/// What every answer begins with.
+const ANSWER: usize = 16;
+/// The longest answer without data: attributes.
+const LONGEST: usize = ANSWER + 16 + ATTRIBUTES;
+const ATTRIBUTES: usize = 88;
+
+/// Reads numbers one after the other.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fields<'a>(pub(super) &'a [u8]);
+
+impl Fields<'_> {
+    pub(super) fn u32(&mut self) -> Option<u32> {
+        let (first, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(u32::from_ne_bytes(*first))
+    }
+
+    pub(super) fn u64(&mut self) -> Option<u64> {
+        let (first, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(u64::from_ne_bytes(*first))
+    }
+}
+
+/// A request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Request<'a> {
+    pub(super) opcode: u32,
+    /// Its number, which the answer has.
+    pub(super) unique: u64,
+    /// What depends on the opcode.
+    pub(super) fields: Fields<'a>,
+}
+
+impl<'a> Request<'a> {
+    /// The request that these bytes are, or begin with: data of a write may follow elsewhere.
+    pub(super) fn decode(bytes: &'a [u8]) -> Option<Self> {
+        let mut head = Fields(bytes);
+        let (_len, opcode, unique) = (head.u32()?, head.u32()?, head.u64()?);
+        Some(Self { opcode, unique, fields: Fields(bytes.get(HEADER..)?) })
+    }
+}
+
+/// Where a `READ` or a `WRITE` goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Extent {
+    pub(super) offset: u64,
+    pub(super) len: u32,
+}
+
+impl Extent {
+    pub(super) fn decode(mut fields: Fields<'_>) -> Option<Self> {
+        let _handle = fields.u64()?;
+        Some(Self { offset: fields.u64()?, len: fields.u32()? })
+    }
+}
+
+/// A file's attributes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Attributes {
+    pub(super) size: u64,
+    /// Seconds and nanoseconds since 1970, of all its times.
+    pub(super) time: (u64, u32),
+    pub(super) mode: u32,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    pub(super) block_size: u32,
+}
+
+/// The number of the file, which is the root of its file system.
+const INODE: u64 = 1;
+
+impl Attributes {
+    fn put(&self, answer: &mut Answer) {
+        answer.u64(INODE).u64(self.size).u64(self.size / 512);
+        let (seconds, nanoseconds) = self.time;
+        (0..3).for_each(|_| _ = answer.u64(seconds));
+        (0..3).for_each(|_| _ = answer.u32(nanoseconds));
+        let (links, device, flags) = (1, 0, 0);
+        answer.u32(self.mode).u32(links).u32(self.uid).u32(self.gid);
+        answer.u32(device).u32(self.block_size).u32(flags);
+    }
+}
+
+/// An answer, apart from the data of a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Answer {
+    bytes: [u8; LONGEST],
+    len: usize,
+}
+
+impl Answer {
+    fn new(unique: u64, error: i32) -> Self {
+        let mut answer = Self { bytes: [0; LONGEST], len: 0 };
+        answer.u32(ANSWER as u32).u32(error.cast_unsigned()).u64(unique);
+        answer
+    }
+
+    /// It is done.
+    pub(super) fn done(unique: u64) -> Self {
+        Self::new(unique, 0)
+    }
+
+    /// It is not done.
+    pub(super) fn error(unique: u64, errno: Errno) -> Self {
+        Self::new(unique, -errno.raw_os_error())
+    }
+
+    /// So many bytes are written.
+    pub(super) fn written(unique: u64, len: u32) -> Self {
+        let mut answer = Self::done(unique);
+        answer.u32(len).u32(0);
+        answer
+    }
+
+    /// It is at this offset.
+    pub(super) fn offset(unique: u64, offset: u64) -> Self {
+        let mut answer = Self::done(unique);
+        answer.u64(offset);
+        answer
+    }
+
+    /// The file is open.
+    pub(super) fn opened(unique: u64, flags: u32) -> Self {
+        let mut answer = Self::done(unique);
+        answer.u64(0).u32(flags).u32(0);
+        answer
+    }
+
+    /// The attributes, which the kernel remembers for so many seconds.
+    pub(super) fn attributes(unique: u64, attributes: &Attributes, remember: u64) -> Self {
+        let mut answer = Self::done(unique);
+        answer.u64(remember).u32(0).u32(0);
+        attributes.put(&mut answer);
+        answer
+    }
+
+    /// A file system of so many blocks, all of which belong to its one file.
+    pub(super) fn file_system(unique: u64, blocks: u64, block_size: u32) -> Self {
+        let mut answer = Self::done(unique);
+        let (free, available, files, files_free, name) = (0, 0, 1, 0, 0);
+        answer.u64(blocks).u64(free).u64(available).u64(files).u64(files_free);
+        answer.u32(block_size).u32(name).u32(block_size).u32(0);
+        (0..6).for_each(|_| _ = answer.u32(0));
+        answer
+    }
+
+    /// With so many bytes of data after it.
+    pub(super) fn with_data(mut self, len: usize) -> Self {
+        self.set_len(self.len + len);
+        self
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        self.bytes.get(..self.len).unwrap_or_default()
+    }
+
+    fn u32(&mut self, value: u32) -> &mut Self {
+        self.put(&value.to_ne_bytes())
+    }
+
+    fn u64(&mut self, value: u64) -> &mut Self {
+        self.put(&value.to_ne_bytes())
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> &mut Self {
+        if let Some(to) = self.bytes.get_mut(self.len..self.len + bytes.len()) {
+            to.copy_from_slice(bytes);
+            self.len += bytes.len();
+            self.set_len(self.len);
+        }
+        self
+    }
+
+    /// The length with everything that belongs to it, which an answer begins with.
+    fn set_len(&mut self, len: usize) {
+        let len = u32::try_from(len).unwrap_or(u32::MAX);
+        if let Some(to) = self.bytes.first_chunk_mut() {
+            *to = len.to_ne_bytes();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn u32_at(bytes: &[u8], at: usize) -> u32 {
+        u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
+    }
+
+    #[test]
+    fn answers_begin_with_their_length_and_number() {
+        let answer = Answer::error(7, Errno::IO);
+        assert_eq!(answer.bytes().len(), 16);
+        assert_eq!(u32_at(answer.bytes(), 0), 16);
+        assert_eq!(u32_at(answer.bytes(), 4).cast_signed(), -5);
+        assert_eq!(u32_at(answer.bytes(), 8), 7);
+        let read = Answer::done(9).with_data(4096);
+        assert_eq!((read.bytes().len(), u32_at(read.bytes(), 0)), (16, 16 + 4096));
+    }
+
+    #[test]
+    fn answers_are_as_long_as_the_kernel_has_them() {
+        let attributes =
+            Attributes { size: 1 << 20, time: (1, 2), mode: 3, uid: 4, gid: 5, block_size: 4096 };
+        let about = Answer::attributes(1, &attributes, 3600);
+        let bytes = about.bytes();
+        assert_eq!((bytes.len(), u32_at(bytes, 0)), (16 + 104, 16 + 104));
+        // Inode, size, blocks.
+        assert_eq!((u32_at(bytes, 32), u32_at(bytes, 40), u32_at(bytes, 48)), (1, 1 << 20, 2048));
+        // Mode, links, owner, group.
+        let found: Vec<u32> = (0..4).map(|i| u32_at(bytes, 92 + 4 * i)).collect();
+        assert_eq!(found, [3, 1, 4, 5]);
+        assert_eq!(Answer::written(1, 5).bytes().len(), 16 + 8);
+        assert_eq!(Answer::offset(1, 5).bytes().len(), 16 + 8);
+        assert_eq!(Answer::opened(1, 5).bytes().len(), 16 + 16);
+        assert_eq!(Answer::file_system(1, 5, 512).bytes().len(), 16 + 80);
+    }
+
+    #[test]
+    fn a_request_that_is_cut_off_is_none() {
+        let mut bytes = vec![0; 39];
+        assert!(Request::decode(&bytes).is_none());
+        bytes.push(0);
+        let request = Request::decode(&bytes).unwrap();
+        assert!(Extent::decode(request.fields).is_none());
+        bytes.extend([0; 20]);
+        let request = Request::decode(&bytes).unwrap();
+        assert_eq!(Extent::decode(request.fields), Some(Extent { offset: 0, len: 0 }));
+    }
+}

@@ -1,0 +1,84 @@
+//! Where bytes are that the kernel is to read or write: in memory of the program, or in memory that
+//! is shared with a device, which nobody here borrows.
+
+use shadowbell_memory::SharedBytes;
+use std::marker::PhantomData;
+
+/// Bytes of this program's, or of memory that is shared with a device, to be sent.
+#[derive(Clone, Copy)]
+pub(crate) struct Part<'a> {
+    pub(crate) vector: libc::iovec,
+    /// The bytes, if they are this program's.
+    own: Option<&'a [u8]>,
+}
+
+impl<'a> Part<'a> {
+    pub(crate) const NONE: Self = Self::of(&[]);
+
+    pub(crate) const fn of(own: &'a [u8]) -> Self {
+        let start = own.as_ptr().cast_mut().cast();
+        Self { vector: libc::iovec { iov_base: start, iov_len: own.len() }, own: Some(own) }
+    }
+
+    /// The bytes from `from` to `to`, as far as there are any.
+    pub(crate) fn shared(bytes: &'a SharedBytes, from: usize, to: usize) -> Self {
+        Self { vector: vector(bytes, from, to), own: None }
+    }
+
+    /// The bytes, unless they are shared with a device.
+    pub(crate) fn own(&self) -> Option<&'a [u8]> {
+        self.own
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.vector.iov_len
+    }
+}
+
+/// Room in memory of this program's, or in memory that is shared with a device.
+pub(crate) struct Room<'a> {
+    pub(crate) vector: libc::iovec,
+    borrowed: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> Room<'a> {
+    pub(crate) fn of(own: &'a mut [u8]) -> Self {
+        let (iov_base, iov_len) = (own.as_mut_ptr().cast(), own.len());
+        Self { vector: libc::iovec { iov_base, iov_len }, borrowed: PhantomData }
+    }
+
+    /// The bytes from `from` to `to`, as far as there are any that may be written.
+    pub(crate) fn shared(bytes: &'a SharedBytes, from: usize, to: usize) -> Self {
+        let to = if bytes.is_writable() { to } else { 0 };
+        Self { vector: vector(bytes, from, to), borrowed: PhantomData }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.vector.iov_len
+    }
+}
+
+/// Where the bytes from `from` to `to` are, as far as there are any.
+fn vector(bytes: &SharedBytes, from: usize, to: usize) -> libc::iovec {
+    let to = to.min(bytes.len());
+    let from = from.min(to);
+    let start = std::ptr::with_exposed_provenance_mut(bytes.address() + from);
+    libc::iovec { iov_base: start, iov_len: to - from }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_memory::Mapping;
+
+    #[test]
+    fn nothing_outside_of_the_memory_is_named() {
+        let memory = Mapping::anonymous(4096).unwrap().bytes();
+        for (from, to, len) in
+            [(0, usize::MAX, 4096), (4096, 4097, 0), (usize::MAX, usize::MAX, 0), (9, 3, 0)]
+        {
+            assert_eq!(Part::shared(&memory, from, to).len(), len, "{from} {to}");
+            assert_eq!(Room::shared(&memory, from, to).len(), len, "{from} {to}");
+        }
+    }
+}
