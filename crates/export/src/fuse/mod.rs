@@ -13,7 +13,7 @@
 //!
 //! What the file can not do: change its size (open it without truncating: `dd conv=notrunc`), its
 //! owner or its mode.
-
+//!
 //! # Architecture
 //!
 //! | module | what it is |
