@@ -47,7 +47,13 @@ impl RbdDisk {
         let out = if is_wrong(WrongOrder::NoFence) { Vec::new() } else { kept.addresses.clone() };
         let named = spec.clone();
         let mut disk = reach(spec, wait, move || Self::open_without(&named, &out))?;
+        let now = disk.0.info.blocks;
         disk.0.info = kept.as_it_was(&disk.0.info).map_err(|why| refused(spec, why))?;
+        if disk.0.info.blocks != now
+            && let Some(image) = &disk.0.opened.image
+        {
+            image.set_changed();
+        }
         Ok(disk)
     }
 
@@ -77,10 +83,11 @@ impl RbdDisk {
         // Ceph's own cache, in this process.
         info.volatile_cache = !info.read_only;
         info.discard = !info.read_only;
-        let unit = image.stripe_unit().clamp(u64::from(block_size), 1 << 22);
-        info.granularity = (unit / u64::from(block_size)) as u32;
+        let unit = image.stripe_unit();
+        let granularity = unit.clamp(u64::from(block_size), 1 << 22);
+        info.granularity = (granularity / u64::from(block_size)) as u32;
         let (is_full, lasts) = (AtomicBool::new(false), AtomicBool::new(false));
-        let opened = Opened { image: Some(image), name: disk(), is_full, lasts };
+        let opened = Opened { image: Some(image), name: disk(), unit, is_full, lasts };
         Ok(Self(Shared { opened: Arc::new(opened), info }))
     }
 }
@@ -120,6 +127,10 @@ impl Disk for RbdDisk {
 
     fn is_full(&self) -> bool {
         self.0.opened.is_full.load(Ordering::Relaxed)
+    }
+
+    fn takes_new_size(&self) -> bool {
+        self.0.opened.image.as_ref().is_some_and(Image::take_changed)
     }
 
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {

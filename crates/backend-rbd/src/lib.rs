@@ -11,6 +11,7 @@
 //! | `sys` | librados and librbd, loaded when the first image is opened |
 //! | `kept` | the image of a process that has died, in the next one |
 //! | `completions` | what Ceph's threads hand back to a queue |
+//! | `exit` | images that are open when the process ends |
 //!
 //! Nothing of Ceph is needed to build or to install: its libraries are loaded (`dlopen`) when an
 //! image is opened. All calls on the way of a request are asynchronous, and end on Ceph's threads.
@@ -24,15 +25,19 @@
 //! A discard is a Write Zeroes that gives objects back. Ceph's own discard leaves alone what is not
 //! a whole object, and a disk's discarded blocks read as zeroes.
 //!
-//! # What it does not implement
+//! # Other users of an image
 //!
-//! Compare and write as one step: no request of a controller's asks for it. Being told of a new
-//! size: it is seen when somebody asks ([`Disk::resized`](shadowbell_backend::Disk::resized)).
+//! A [compare and write](shadowbell_backend::Op::CompareAndWrite) of a block is one step of the
+//! object that the block is in, and so for all clients of the cluster. It takes an image whose
+//! stripe unit is a multiple of the block size, as it is by default.
+//!
+//! Ceph tells of a new size ([`Disk::takes_new_size`](shadowbell_backend::Disk::takes_new_size)).
 #![deny(unsafe_code)]
 
 mod completions;
 mod disk;
 mod error;
+mod exit;
 mod kept;
 mod queue;
 mod shared;

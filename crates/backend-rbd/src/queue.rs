@@ -97,6 +97,7 @@ impl RbdQueue {
                 _ if left == 0 => (Call::Flush, 0, 0),
                 Op::Read | Op::Compare | Op::Verify => (Call::Read, left.min(DATA), left.min(DATA)),
                 Op::Write { .. } => (Call::Write, left.min(DATA), left.min(DATA)),
+                Op::CompareAndWrite { .. } => (Call::CompareAndWrite, left, 2 * left),
                 op => {
                     let len = left.min(ZEROES);
                     let is_thick = matches!(op, Op::WriteZeroes { deallocate: false, .. });
@@ -107,7 +108,7 @@ impl RbdQueue {
                 break;
             }
             let mut buffer = vec![0; held as usize];
-            if matches!(call, Call::Write)
+            if matches!(call, Call::Write | Call::CompareAndWrite)
                 && task.data.read_into(task.begun as usize, &mut buffer).is_none()
             {
                 task.outcome = Err(DiskError::BadBuffer);
@@ -154,7 +155,7 @@ impl RbdQueue {
                     Some(()) => Err(DiskError::CompareFailed),
                 }
             }
-            (_, Op::Write { .. }) => {
+            (_, Op::Write { .. } | Op::CompareAndWrite { .. }) => {
                 full.store(false, Ordering::Relaxed);
                 Ok(())
             }
@@ -176,6 +177,8 @@ fn status(value: i64, reads: bool) -> DiskError {
     match i32::try_from(-value) {
         Ok(libc::ENOSPC | libc::EDQUOT) if !reads => DiskError::NoSpace,
         Ok(libc::EROFS) => DiskError::ReadOnly,
+        // Of a compare and write, and of nothing else.
+        Ok(libc::EILSEQ) => DiskError::CompareFailed,
         Ok(libc::EOPNOTSUPP) => DiskError::Unsupported,
         // librbd's word for a range beyond the end.
         Ok(libc::EINVAL) => DiskError::OutOfRange,
@@ -197,7 +200,12 @@ impl Queue for RbdQueue {
                 true
             }
             _ if request.len == 0 => return Submitted::Done(Ok(())),
-            Op::Write { fua } | Op::WriteZeroes { fua, .. } => fua || self.lasts(),
+            Op::CompareAndWrite { .. } if !self.compares_and_writes() => {
+                return Submitted::Done(Err(DiskError::Unsupported));
+            }
+            Op::Write { fua } | Op::CompareAndWrite { fua } | Op::WriteZeroes { fua, .. } => {
+                fua || self.lasts()
+            }
             Op::Discard => self.lasts(),
             Op::Read | Op::Compare | Op::Verify => false,
             _ => return Submitted::Done(Err(DiskError::Unsupported)),
@@ -216,6 +224,12 @@ impl Queue for RbdQueue {
         let key = self.tasks.insert(tag, task);
         self.tasks.wait(key);
         Submitted::Pending
+    }
+
+    /// Ceph does it within a stripe unit.
+    fn compares_and_writes(&self) -> bool {
+        let (unit, block) = (self.shared.opened.unit, u64::from(self.shared.info.block_size));
+        !self.shared.info.read_only && unit != 0 && unit.is_multiple_of(block)
     }
 
     fn commit(&mut self) {
@@ -279,6 +293,7 @@ mod tests {
             (-122, false, DiskError::NoSpace),
             (-28, true, DiskError::Io(28)),
             (-30, false, DiskError::ReadOnly),
+            (-84, false, DiskError::CompareFailed),
             (-95, false, DiskError::Unsupported),
             (-22, true, DiskError::OutOfRange),
             (-108, false, DiskError::Io(108)),

@@ -10,6 +10,8 @@ pub(crate) struct Opened {
     /// Nothing while it is dropped.
     pub(crate) image: Option<Image>,
     pub(crate) name: String,
+    /// Bytes that are one after the other in an object.
+    pub(crate) unit: u64,
     /// The last write found no room.
     pub(crate) is_full: AtomicBool,
     /// What was answered has to outlive this process.
@@ -19,7 +21,8 @@ pub(crate) struct Opened {
 impl Drop for Opened {
     fn drop(&mut self) {
         // Closing waits for the cluster, and the last handle may be a worker's.
-        if let Some(image) = self.image.take() {
+        if let Some(mut image) = self.image.take() {
+            image.closes();
             let closer = std::thread::Builder::new().name("sb-rbd-close".into());
             // Without a thread it is closed here.
             let _ = closer.spawn(move || drop(image));

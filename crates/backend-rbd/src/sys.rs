@@ -2,12 +2,15 @@
 
 use crate::completions::{Completions, Ended};
 use crate::error::CONNECTING;
+use crate::exit::{self, Counted};
 use crate::uri::RbdSpec;
 use libloading::Library;
+use shadowbell_backend::tell_new_size;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// How long a cluster may take to answer when an image is opened, in seconds.
@@ -17,6 +20,7 @@ const THICK: c_int = 1;
 
 type Handle = *mut c_void;
 type Callback = extern "C" fn(Handle, *mut c_void);
+type Changed = extern "C" fn(*mut c_void);
 
 macro_rules! api {
     ($($name:ident: fn($($arg:ty),*) -> $ret:ty, $library:ident;)*) => {
@@ -64,6 +68,23 @@ api! {
     rbd_aio_write: fn(Handle, u64, usize, *const c_char, Handle) -> c_int, rbd;
     rbd_aio_write_zeroes: fn(Handle, u64, usize, Handle, c_int, c_int) -> c_int, rbd;
     rbd_aio_flush: fn(Handle, Handle) -> c_int, rbd;
+    rbd_aio_compare_and_write:
+        fn(Handle, u64, usize, *const c_char, *const c_char, Handle, *mut u64, c_int) -> isize, rbd;
+    rbd_update_watch: fn(Handle, *mut u64, Changed, *mut c_void) -> c_int, rbd;
+    rbd_update_unwatch: fn(Handle, u64) -> c_int, rbd;
+}
+
+unsafe extern "C" {
+    /// The C library's: `function` is called with the status when the process ends.
+    fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+}
+
+/// The process ends, by `exit` or the end of `main`.
+extern "C" fn process_ends(status: c_int, _: *mut c_void) {
+    if !exit::wait() {
+        // SAFETY: it ends the process, and calls nothing more.
+        unsafe { libc::_exit(status) }
+    }
 }
 
 /// The libraries, loaded once and never let go of.
@@ -75,6 +96,9 @@ fn api() -> Result<&'static Api, String> {
         let (rados, rbd) =
             unsafe { (Library::new("librados.so.2")?, Library::new("librbd.so.1")?) };
         let api = Api::load(&rados, &rbd)?;
+        // What was registered last is called first: before the libraries take themselves apart.
+        // SAFETY: a function for that, which is there as long as the process.
+        unsafe { on_exit(process_ends, null_mut()) };
         // Threads of theirs may outlive every image.
         std::mem::forget((rados, rbd));
         Ok(api)
@@ -100,6 +124,8 @@ pub(crate) enum Call {
         is_thick: bool,
     },
     Flush,
+    /// The first half of the buffer is compared, and the second written.
+    CompareAndWrite,
 }
 
 /// An image that is open.
@@ -108,6 +134,11 @@ pub(crate) struct Image {
     cluster: Handle,
     pool: Handle,
     image: Handle,
+    /// Ceph says by this that something else than the content has changed: the size, for one.
+    watch: Option<u64>,
+    /// It has said so. Ceph has the address of what is inside.
+    has_changed: Arc<AtomicBool>,
+    counted: Counted,
 }
 
 // SAFETY: Ceph's handles may be used from any thread, and from several at once.
@@ -121,13 +152,22 @@ struct Running {
     buffer: Vec<u8>,
     to: Arc<Completions>,
     api: &'static Api,
+    /// Where a comparison has found a difference; Ceph's.
+    mismatch: u64,
+}
+
+/// Something of the image has changed; one of Ceph's threads says so.
+extern "C" fn changed(argument: *mut c_void) {
+    // SAFETY: `argument` is the flag of an image that is open until it is not watched any more.
+    unsafe { &*argument.cast::<AtomicBool>() }.store(true, Ordering::Release);
+    tell_new_size();
 }
 
 /// A call is over; one of Ceph's threads says so.
 extern "C" fn done(completion: Handle, argument: *mut c_void) {
     // SAFETY: `argument` is what `Image::start` made of a box, and comes back once.
     let running = unsafe { Box::from_raw(argument.cast::<Running>()) };
-    let Running { id, buffer, to, api } = *running;
+    let Running { id, buffer, to, api, .. } = *running;
     // SAFETY: the completion is over, and is released once.
     let value = unsafe {
         let value = (api.rbd_aio_get_return_value)(completion);
@@ -153,7 +193,15 @@ impl Image {
     /// Opens the image, when the cluster keeps the clients `dead` out. It waits for the cluster.
     pub(crate) fn open(spec: &RbdSpec, dead: &[String]) -> Result<Self, Failure> {
         let api = api().map_err(Failure::Library)?;
-        let mut image = Self { api, cluster: null_mut(), pool: null_mut(), image: null_mut() };
+        let mut image = Self {
+            api,
+            cluster: null_mut(),
+            pool: null_mut(),
+            image: null_mut(),
+            watch: None,
+            has_changed: Arc::default(),
+            counted: Counted::new(),
+        };
         let id = c_text(&spec.id);
         // SAFETY: pointers are to what lives until the call is over, and handles are those that
         // Ceph gave; those that it did not give are not used.
@@ -189,6 +237,11 @@ impl Image {
         check("opening the image", unsafe {
             open(image.pool, name.as_ptr(), &mut image.image, snapshot)
         })?;
+        let (mut watch, flag) = (0, Arc::as_ptr(&image.has_changed).cast_mut().cast());
+        // SAFETY: as above; the flag stays until the watch is gone (`drop`).
+        let value = unsafe { (api.rbd_update_watch)(image.image, &mut watch, changed, flag) };
+        // Without one, changes are seen when somebody asks.
+        image.watch = (value >= 0).then_some(watch);
         Ok(image)
     }
 
@@ -235,12 +288,28 @@ impl Image {
         }
     }
 
+    /// The size may have changed while nobody was told.
+    pub(crate) fn set_changed(&self) {
+        self.has_changed.store(true, Ordering::Release);
+        tell_new_size();
+    }
+
+    /// Whether Ceph has said, since this was asked last, that the size may have changed.
+    pub(crate) fn take_changed(&self) -> bool {
+        self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
+    }
+
     /// Bytes that lie together in the cluster.
     pub(crate) fn stripe_unit(&self) -> u64 {
         let mut unit = 0;
         // SAFETY: as above.
         unsafe { (self.api.rbd_get_stripe_unit)(self.image, &mut unit) };
         unit
+    }
+
+    /// It is dropped soon, by a thread that nobody waits for.
+    pub(crate) fn closes(&mut self) {
+        self.counted.closes();
     }
 
     /// Starts a call, which ends as `id` in `to`. Does not wait.
@@ -253,7 +322,7 @@ impl Image {
         to: &Arc<Completions>,
     ) {
         let api = self.api;
-        let running = Box::new(Running { id, buffer, to: Arc::clone(to), api });
+        let running = Box::new(Running { id, buffer, to: Arc::clone(to), api, mismatch: 0 });
         let running = Box::into_raw(running);
         let mut completion = null_mut();
         // SAFETY: `running` is a box that `done` takes, or the code below if Ceph does not take it.
@@ -272,6 +341,20 @@ impl Image {
                             (api.rbd_aio_write_zeroes)(image, offset, len, completion, flags, 0)
                         }
                         Call::Flush => (api.rbd_aio_flush)(image, completion),
+                        Call::CompareAndWrite => {
+                            let (len, mismatch) = (len / 2, &raw mut (*running).mismatch);
+                            // As long as a buffer can be, so no error is cut off.
+                            (api.rbd_aio_compare_and_write)(
+                                image,
+                                offset,
+                                len,
+                                bytes,
+                                bytes.add(len),
+                                completion,
+                                mismatch,
+                                0,
+                            ) as c_int
+                        }
                     };
                     if value < 0 {
                         (api.rbd_aio_release)(completion);
@@ -295,6 +378,10 @@ impl Drop for Image {
         // SAFETY: each handle was given by Ceph, and is given back once, in this order.
         unsafe {
             if !self.image.is_null() {
+                if let Some(watch) = self.watch {
+                    // Waits for a call of `changed` that is under way.
+                    (self.api.rbd_update_unwatch)(self.image, watch);
+                }
                 (self.api.rbd_close)(self.image);
             }
             if !self.pool.is_null() {

@@ -12,6 +12,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
+/// Says to a process that it is the one that ends.
+const ENDS: &str = "SHADOWBELL_TEST_RBD_ENDS";
 
 /// The cluster's configuration file.
 fn conf() -> Option<String> {
@@ -35,6 +37,8 @@ fn open(conf: &str, image: &str) -> RbdDisk {
 
 /// A new image of so many MiB.
 fn image(conf: &str, name: &str, size: &str) {
+    let purge = ["-c", conf, "snap", "purge", "--no-progress", name];
+    let _ = Command::new("rbd").args(purge).output();
     let _ = Command::new("rbd").args(["-c", conf, "rm", "--no-progress", name]).output();
     rbd(conf, &["create", name, "--size", size]);
 }
@@ -83,6 +87,146 @@ fn snapshots_and_sizes() {
     rbd(&conf, &["resize", "--no-progress", "--allow-shrink", "sizes", "--size", "2M"]);
     assert_eq!(disk.resized(None).unwrap().info().bytes(), 2 * MIB);
     assert_eq!(read(&mut *queue, 3 * MIB, 512), Err(DiskError::OutOfRange));
+}
+
+/// Ceph tells of a new size, by itself and once.
+#[test]
+fn a_new_size_is_told() {
+    let Some(conf) = conf() else { return };
+    image(&conf, "told", "4M");
+    let disk = open(&conf, "told");
+    assert!(!disk.takes_new_size());
+    rbd(&conf, &["resize", "--no-progress", "told", "--size", "8M"]);
+    let began = Instant::now();
+    while !disk.takes_new_size() {
+        assert!(began.elapsed() < Duration::from_secs(30), "nothing is told");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(disk.resized(None).unwrap().info().bytes(), 8 * MIB);
+}
+
+/// Both halves of a compare and write, of a block that begins with a number.
+fn swap(queue: &mut dyn Queue, at: u64, old: u64, new: u64) -> Result<(), DiskError> {
+    let mut bytes = vec![0; 1024];
+    bytes[..8].copy_from_slice(&old.to_le_bytes());
+    bytes[512..520].copy_from_slice(&new.to_le_bytes());
+    let mapping = memory(1024);
+    mapping.write_from(0, &bytes).unwrap();
+    let request = Request { op: Op::CompareAndWrite { fua: false }, offset: at, len: 512 };
+    match queue.submit(1, &request, &mut segments(&mapping, 0, 1024)) {
+        Submitted::Done(outcome) => outcome,
+        Submitted::Pending => {
+            queue.commit();
+            let mut outcome = None;
+            while outcome.is_none() {
+                wait(queue);
+                queue.reap(&mut |_, ended, _| outcome = Some(ended));
+            }
+            outcome.unwrap()
+        }
+    }
+}
+
+#[test]
+fn what_is_not_equal_is_not_written() {
+    let Some(conf) = conf() else { return };
+    image(&conf, "swap", "8M");
+    let disk = open(&conf, "swap");
+    let mut queue = disk.queue().unwrap();
+    assert!(queue.compares_and_writes());
+    // In an object that is not there yet, at the border of two, and at the end.
+    for at in [0, 4 * MIB - 512, 4 * MIB, 8 * MIB - 512] {
+        assert_eq!(swap(&mut *queue, at, 1, 2), Err(DiskError::CompareFailed), "{at}");
+        assert_eq!(swap(&mut *queue, at, 0, 3), Ok(()), "{at}");
+        assert_eq!(swap(&mut *queue, at, 0, 4), Err(DiskError::CompareFailed), "{at}");
+        assert_eq!(swap(&mut *queue, at, 3, 5), Ok(()), "{at}");
+        assert_eq!(read(&mut *queue, at, 512).unwrap()[..8], 5u64.to_le_bytes());
+    }
+    assert_eq!(swap(&mut *queue, 8 * MIB, 0, 1), Err(DiskError::OutOfRange));
+    rbd(&conf, &["snap", "create", "--no-progress", "rbd/swap@one"]);
+    let snapshot = open(&conf, "swap@one");
+    let mut taken = snapshot.queue().unwrap();
+    assert!(!taken.compares_and_writes());
+    assert_eq!(swap(&mut *taken, 0, 5, 6), Err(DiskError::ReadOnly));
+    // What is written lasts for the next process, as any write.
+    disk.keep(&mut Descriptors::default()).unwrap();
+    assert_eq!(swap(&mut *queue, 0, 5, 6), Ok(()));
+}
+
+/// An image whose data are spread in pieces that are shorter than a block.
+#[test]
+fn a_block_in_several_objects_is_not_one_step() {
+    let Some(conf) = conf() else { return };
+    let _ = Command::new("rbd").args(["-c", &conf, "rm", "--no-progress", "strip"]).output();
+    let stripes = ["--stripe-unit", "1024", "--stripe-count", "4"];
+    rbd(&conf, &[&["create", "strip", "--size", "8M"], &stripes[..]].concat());
+    let disk = open(&conf, "strip");
+    let mut queue = disk.queue().unwrap();
+    assert!(queue.compares_and_writes());
+    for at in [0, 512, 1024, 1536] {
+        assert_eq!(swap(&mut *queue, at, 0, 3), Ok(()), "{at}");
+    }
+    let wide = format!("rbd:rbd/strip?conf={conf}&block-size=4096");
+    let wide = RbdDisk::open(&RbdSpec::parse(&wide).unwrap()).unwrap();
+    assert!(!wide.queue().unwrap().compares_and_writes());
+}
+
+/// Two clients of the cluster add one to the same block, with a lock that goes from one to the other
+/// and without.
+#[test]
+fn two_clients_count_together() {
+    const EACH: u64 = 100;
+    let Some(conf) = conf() else { return };
+    for (name, features) in [("count", "layering,exclusive-lock"), ("free", "layering")] {
+        let _ = Command::new("rbd").args(["-c", &conf, "rm", "--no-progress", name]).output();
+        rbd(&conf, &["create", name, "--size", "4M", "--image-feature", features]);
+        let lost: u64 = std::thread::scope(|scope| {
+            let clients = [0; 2].map(|_| {
+                scope.spawn(|| {
+                    let disk = open(&conf, name);
+                    let mut queue = disk.queue().unwrap();
+                    let (mut added, mut lost) = (0, 0);
+                    while added < EACH {
+                        let now = read(&mut *queue, 512, 512).unwrap();
+                        let now = u64::from_le_bytes(now[..8].try_into().unwrap());
+                        match swap(&mut *queue, 512, now, now + 1) {
+                            Ok(()) => added += 1,
+                            Err(DiskError::CompareFailed) => lost += 1,
+                            Err(other) => panic!("{other}"),
+                        }
+                    }
+                    lost
+                })
+            });
+            clients.map(|client| client.join().unwrap()).into_iter().sum()
+        });
+        println!("{name}: another client came first {lost} times");
+        let disk = open(&conf, name);
+        let sum = read(&mut *disk.queue().unwrap(), 512, 512).unwrap();
+        assert_eq!(sum[..8], (2 * EACH).to_le_bytes(), "{name}");
+    }
+}
+
+/// A process that ends has closed its images, and has the status that it was to have.
+#[test]
+fn a_process_ends_when_its_images_are_closed() {
+    let Some(conf) = conf() else { return };
+    if std::env::var_os(ENDS).is_some() {
+        let disk = open(&conf, "ends");
+        assert_eq!(write(&mut *disk.queue().unwrap(), 0, &[1; 512]), Ok(()));
+        drop(disk);
+        std::process::exit(7);
+    }
+    image(&conf, "ends", "4M");
+    for round in 0..10 {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "a_process_ends_when_its_images_are_closed"]).env(ENDS, "1");
+        let output = child.output().unwrap();
+        assert_eq!(output.status.code(), Some(7), "{round}: {output:?}");
+        let status = Command::new("rbd").args(["-c", &conf, "status", "ends"]).output().unwrap();
+        let status = String::from_utf8_lossy(&status.stdout).into_owned();
+        assert!(status.contains("Watchers: none"), "{round}: {status}");
+    }
 }
 
 /// Two clients write in turns: the lock goes from one to the other.

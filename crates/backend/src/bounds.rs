@@ -54,6 +54,7 @@ impl Request {
             Op::Read if short || !data.is_writable() => Err(DiskError::BadBuffer),
             Op::Compare if short => Err(DiskError::BadBuffer),
             Op::Write { .. }
+            | Op::CompareAndWrite { .. }
             | Op::WriteZeroes { .. }
             | Op::Discard
             | Op::Append { .. }
@@ -63,6 +64,13 @@ impl Request {
                 Err(DiskError::ReadOnly)
             }
             Op::Write { .. } | Op::Append { .. } if short => Err(DiskError::BadBuffer),
+            // One block: its length is a power of two.
+            Op::CompareAndWrite { .. } if self.len != bounds.unaligned + 1 => {
+                Err(DiskError::OutOfRange)
+            }
+            Op::CompareAndWrite { .. } if ((data.len() / 2) as u64) < self.len => {
+                Err(DiskError::BadBuffer)
+            }
             _ => Ok(()),
         }
     }
@@ -117,6 +125,21 @@ mod tests {
             }
         }
         assert_eq!(check(&info, Op::Flush, u64::MAX, 1, &Segments::new()), Ok(()));
+    }
+
+    #[test]
+    fn a_compare_and_write_is_of_one_block_with_data_for_both() {
+        let data = Segments::from_bytes(&Mapping::anonymous(3 * 4096).unwrap().bytes());
+        let short = Segments::from_bytes(&Mapping::anonymous(4096).unwrap().bytes());
+        let op = Op::CompareAndWrite { fua: false };
+        let ours = info(false);
+        assert_eq!(check(&ours, op, 8192, 4096, &data), Ok(()));
+        assert_eq!(check(&ours, op, 8192, 4096, &short), Err(DiskError::BadBuffer));
+        for len in [0, 8192] {
+            assert_eq!(check(&ours, op, 0, len, &data), Err(DiskError::OutOfRange), "{len}");
+        }
+        assert_eq!(check(&ours, op, 16 * 4096, 4096, &data), Err(DiskError::OutOfRange));
+        assert_eq!(check(&info(true), op, 0, 4096, &data), Err(DiskError::ReadOnly));
     }
 
     #[test]

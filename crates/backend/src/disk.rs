@@ -118,6 +118,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Err(ResizeError::Impossible { disk: self.name() })
     }
 
+    /// Whether the storage below has said, since this was asked last, that it may have another
+    /// size: then [`resized`](Self::resized) says which. Must not wait. The default never says so.
+    fn takes_new_size(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.takes_new_size())
+    }
+
     /// The same disk, taking no writes or taking them; otherwise as [`resized`](Self::resized) has
     /// it. The default stays as it was opened.
     ///
@@ -209,6 +215,11 @@ pub trait Queue {
 
     /// Whether [`write_bytes`](Self::write_bytes) can. The default can not.
     fn writes_bytes(&self) -> bool {
+        false
+    }
+
+    /// Whether a [compare and write](Op::CompareAndWrite) can be submitted. The default can not.
+    fn compares_and_writes(&self) -> bool {
         false
     }
 

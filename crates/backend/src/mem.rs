@@ -251,7 +251,9 @@ impl MemQueue {
                 .write(at, len, |done, at, len| data.copy_to(done, disk, at, len).ok_or(missing)),
             Op::Flush | Op::Verify => Ok(()),
             Op::WriteZeroes { .. } | Op::Discard => self.zero(at, len),
-            Op::Append { .. } | Op::Zone { .. } => Err(DiskError::Unsupported),
+            Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => {
+                Err(DiskError::Unsupported)
+            }
             Op::Compare => {
                 regions.read(at, len, |done, at, len| compare(data, done, disk, at, len))
             }

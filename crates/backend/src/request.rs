@@ -27,6 +27,14 @@ pub enum Op {
     Discard,
     /// Succeeds if the disk holds what the data holds, else [`DiskError::CompareFailed`].
     Compare,
+    /// Writes the second half of the data if the disk holds what the first half holds, else does
+    /// nothing and fails as [`DiskError::CompareFailed`]: one step for everybody who has the
+    /// storage below, in this process or elsewhere. The range is one block, and the data are twice
+    /// as long. Not every queue [can](crate::Queue::compares_and_writes).
+    CompareAndWrite {
+        /// Force unit access.
+        fua: bool,
+    },
     /// Reads the range from the storage below and throws the data away.
     Verify,
     /// Data to the write pointer of the zone that begins at the offset;

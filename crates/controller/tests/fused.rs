@@ -96,6 +96,92 @@ fn a_write_follows_a_compare_that_is_equal_and_no_other() {
     }
 }
 
+/// A disk that has other users: one of them may come after the Compare and before the Write.
+#[test]
+fn a_disk_that_can_compares_and_writes_in_one_step() {
+    let mut held = Held::new(64);
+    (held.one_step, held.volatile) = (true, true);
+    let mut host = held_host(&held);
+    let mut queue = host.create(1, 8, true);
+    let (a, b) = (host.alloc(8192), host.alloc(4096));
+    // The data of the Compare are in two pages.
+    let a = a + 4096 - 8;
+    let first = compare(9, 1).with_prps(block(&host, a, 0), a + 8);
+    let second = write(9, 2).with_prps(block(&host, b, 1), 0);
+    let ops = |from: usize| held.seen()[from..].iter().map(|seen| seen.op).collect::<Vec<_>>();
+    let both = Op::CompareAndWrite { fua: false };
+    assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
+    assert_eq!((ops(0), held.marks(9, 1)), (vec![Op::Compare, both], vec![1]));
+    // One that is not equal is not asked for.
+    let failed = [Status::COMPARE_FAILURE, Status::FUSED_FAILED];
+    assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
+    assert_eq!((ops(2), held.marks(9, 1)), (vec![Op::Compare], vec![1]));
+    // Another user writes when the Compare has ended: what it wrote stays.
+    held.order(|orders| orders.after_compare = Some((9, 77)));
+    let first = first.with_prps(block(&host, a, 1), a + 8);
+    assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
+    assert_eq!((ops(3), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
+    // Forced, and without room for the Write: whether the blocks were equal is not known.
+    held.order(|orders| orders.fail_both = true);
+    let first = first.with_prps(block(&host, a, 77), a + 8);
+    let forced = Sqe { cdw12: 1 << 30, ..second };
+    let full = [Status::FUSED_FAILED, Status::CAPACITY_EXCEEDED];
+    assert_eq!(run(&mut host, &mut queue, &first, &forced).map(Status::code), full);
+    let both = Op::CompareAndWrite { fua: true };
+    assert_eq!((ops(5), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
+    // What is wrong with the Write is found before the disk is asked.
+    let nowhere = second.with_prps(8 << 30, 0);
+    let faulty = [Status::FUSED_FAILED, Status::DATA_XFER_ERROR];
+    assert_eq!(run(&mut host, &mut queue, &first, &nowhere).map(Status::code), faulty);
+    assert_eq!(ops(7), [Op::Compare]);
+    let stats = host.controller.stats().io;
+    // A successful one counts as both.
+    assert_eq!((stats.reads, stats.writes, stats.errors), (4, 1, 8));
+}
+
+/// Whatever the host does meanwhile, what was asked of the disk ends, and commands go on.
+#[test]
+fn an_abort_and_a_reset_while_the_disk_does_it() {
+    let mut held = Held::new(64);
+    held.one_step = true;
+    let mut host = held_host(&held);
+    let mut queue = host.create(1, 8, false);
+    let (a, b) = (host.alloc(4096), host.alloc(4096));
+    let first = compare(9, 1).with_prps(block(&host, a, 0), 0);
+    let second = write(9, 2).with_prps(block(&host, b, 1), 0);
+    for cid in [1, 2] {
+        held.set(9, 0);
+        held.order(|orders| (orders.hold_both, orders.cancelled) = (true, 0));
+        let seen = held.seen().len();
+        submit_both(&mut host, &mut queue, &first, &second);
+        host.until("the disk is asked", || held.seen().len() == seen + 2);
+        let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+        host.submit(&mut admin, &Sqe::abort(Abort { sqid: 1, cid }, 99));
+        std::thread::sleep(Duration::from_millis(5));
+        held.order(|orders| orders.hold_both = false);
+        // It was too late.
+        let (_, status, dw0) = host.wait(&mut admin);
+        assert_eq!((status, dw0), (Status::SUCCESS, 1));
+        host.admin = admin;
+        assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
+        assert_eq!(held.marks(9, 1), [1]);
+    }
+    held.set(9, 0);
+    held.order(|orders| orders.hold_both = true);
+    let seen = held.seen().len();
+    submit_both(&mut host, &mut queue, &first, &second);
+    host.until("the disk is asked", || held.seen().len() == seen + 2);
+    let cc = host.read32(0x14);
+    host.write32(0x14, cc & !1);
+    held.order(|orders| orders.hold_both = false);
+    host.until("the reset", || !host.csts().rdy());
+    assert_eq!(held.marks(9, 1), [1]);
+    host.enable();
+    let mut queue = host.create(1, 8, false);
+    let failed = [Status::COMPARE_FAILURE, Status::FUSED_FAILED];
+    assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
+}
+
 #[test]
 fn a_half_without_the_other_is_aborted() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);

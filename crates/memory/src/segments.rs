@@ -330,6 +330,22 @@ impl Segments {
         outcome
     }
 
+    /// Adds the data of `other` behind these. `None`, and nothing is added, if they are not of the
+    /// same memory and for the same direction.
+    #[must_use]
+    pub fn append(&mut self, other: &Self) -> Option<()> {
+        let is_same = match (&self.keep, &other.keep) {
+            (Keep::View(one), Keep::View(other)) => one.is(other),
+            _ => false,
+        };
+        if !is_same || self.writable != other.writable {
+            return None;
+        }
+        other.list.iter().for_each(|piece| self.add(piece.ptr, piece.len));
+        self.total += other.total;
+        Some(())
+    }
+
     /// The length of the data in bytes.
     #[inline]
     #[must_use]
@@ -537,6 +553,35 @@ mod tests {
     use super::*;
     use crate::{DmaSpace, Mapping};
     use std::sync::Arc;
+
+    #[test]
+    fn data_of_two_commands_follow_each_other() {
+        let whole = Mapping::anonymous(8192).unwrap().bytes();
+        let mut space = DmaSpace::default();
+        space.map(0, 8192, &whole).unwrap();
+        let view = View::new(Arc::clone(space.table()));
+        let at = |iova, len, write| {
+            let mut segments = Segments::new();
+            segments.start(&view, write);
+            segments.push(&view, iova, len).unwrap();
+            segments
+        };
+        whole.write(5000, &7u64).unwrap();
+        let (mut first, second) = (at(100, 50, false), at(5000, 60, false));
+        first.append(&second).unwrap();
+        assert_eq!((first.len(), first.pieces().len()), (110, 2));
+        let mut back = [0; 8];
+        first.read_into(50, &mut back).unwrap();
+        assert_eq!(u64::from_le_bytes(back), 7);
+        // Of another direction, or kept by somebody else.
+        assert!(first.append(&at(0, 8, true)).is_none());
+        assert!(first.append(&Segments::from_bytes(&whole)).is_none());
+        let other = View::new(Arc::clone(space.table()));
+        let mut foreign = Segments::new();
+        foreign.start(&other, false);
+        assert!(first.append(&foreign).is_none());
+        assert_eq!(first.len(), 110);
+    }
 
     #[test]
     fn neighbours_are_merged_and_maps_crossed() {

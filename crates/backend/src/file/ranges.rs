@@ -84,7 +84,9 @@ impl Entry {
             Op::Read | Op::Compare => false,
             Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard => true,
             // What is there does not matter to them.
-            Op::Flush | Op::Verify | Op::Append { .. } | Op::Zone { .. } => return None,
+            Op::Flush | Op::Verify => return None,
+            // Refused.
+            Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => return None,
         };
         let (start, end) = (request.offset, request.offset.checked_add(request.len)?);
         (start < end).then(|| Self { start, end, writes, key, of: Arc::clone(of), waiting: None })

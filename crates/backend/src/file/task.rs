@@ -102,7 +102,9 @@ impl Task {
             }
             Op::Discard => zeroing(true, shared),
             Op::WriteZeroes { deallocate, .. } => zeroing(deallocate, shared),
-            Op::Append { .. } | Op::Zone { .. } => return Err(Err(DiskError::Unsupported)),
+            Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => {
+                return Err(Err(DiskError::Unsupported));
+            }
         };
         let syncs_after = match request.op {
             Op::WriteZeroes { fua, .. } => fua,

@@ -172,7 +172,9 @@ fn time_of(amount: u64, rate: u64) -> u64 {
 fn class(request: &Request) -> Option<(bool, u64)> {
     match request.op {
         Op::Read | Op::Compare | Op::Verify => Some((false, request.len)),
-        Op::Write { .. } | Op::Append { .. } => Some((true, request.len)),
+        Op::Write { .. } | Op::CompareAndWrite { .. } | Op::Append { .. } => {
+            Some((true, request.len))
+        }
         Op::Zone { .. } => Some((true, 0)),
         Op::WriteZeroes { .. } | Op::Discard => Some((true, 0)),
         Op::Flush => None,

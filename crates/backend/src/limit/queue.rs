@@ -228,6 +228,10 @@ impl Queue for LimitedQueue {
         self.take_in(tag, request, Some(metadata), data)
     }
 
+    fn compares_and_writes(&self) -> bool {
+        self.inner.compares_and_writes()
+    }
+
     fn zones(&self) -> Option<&Zones> {
         self.inner.zones()
     }

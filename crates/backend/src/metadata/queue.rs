@@ -100,6 +100,10 @@ impl MetadataQueue {
         data: &Segments,
     ) -> Result<(), DiskError> {
         request.check(&self.bounds, data)?;
+        // The metadata would be written by themselves.
+        if matches!(request.op, Op::CompareAndWrite { .. }) {
+            return Err(DiskError::Unsupported);
+        }
         let takes = matches!(request.op, Op::Read | Op::Write { .. } | Op::Compare);
         let blocks = request.len / u64::from(self.layout.block_size);
         let more = blocks * u64::from(self.layout.format.size);

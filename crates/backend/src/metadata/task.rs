@@ -87,7 +87,9 @@ impl Task {
             Op::Compare => Way::Compare,
             Op::Write { .. } => Way::Write,
             Op::WriteZeroes { .. } | Op::Discard => Way::Zero,
-            Op::Flush | Op::Verify | Op::Append { .. } | Op::Zone { .. } => Way::Plain,
+            Op::Flush | Op::Verify => Way::Plain,
+            // Refused, by this layer or by the disk below.
+            Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => Way::Plain,
         }
     }
 

@@ -403,6 +403,7 @@ impl Queue for ZonedQueue {
             Op::Read | Op::Compare | Op::Verify => return self.read(tag, request, data),
             // Room comes back with a reset.
             Op::Discard => return Submitted::Done(Ok(())),
+            Op::CompareAndWrite { .. } => return Submitted::Done(Err(DiskError::Unsupported)),
             Op::Flush => return self.hand_down((tag, Kind::Plain), request, data),
             Op::Append { .. } => {
                 let begun = self.zones.begin_append(request.offset, request.len);

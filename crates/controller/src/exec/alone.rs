@@ -35,6 +35,18 @@ use std::sync::Arc;
 /// The half of a fused operation that has to be FUSE.
 pub(super) const FUSE: u8 = 0b11;
 
+/// Whether a fused operation was asked of its disk as one step (`exec/both.rs`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Asked {
+    No,
+    /// By this process, or it is about to: that is written down.
+    Now,
+    /// By a process that is dead, perhaps.
+    Before,
+    /// As above, and the blocks are not equal any more.
+    Differs,
+}
+
 /// A command, by its entry.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Parked {
@@ -43,7 +55,25 @@ pub(super) struct Parked {
     pub(super) sqe: Sqe,
     /// The Write that follows if this one, a Compare, finds what it expects.
     pub(super) second: Option<(u32, Sqe)>,
+    pub(super) asked: Asked,
     pub(super) cancelled: bool,
+}
+
+impl Parked {
+    pub(super) fn new(tag: u32, sq: usize, sqe: Sqe) -> Self {
+        Self { tag, sq, sqe, second: None, asked: Asked::No, cancelled: false }
+    }
+}
+
+/// What is done of a command that is alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// The command itself.
+    Plain,
+    /// The two commands of a fused operation at once.
+    Both,
+    /// A look whether a dead process has done that.
+    Look,
 }
 
 /// The command that is carried out.
@@ -51,6 +81,9 @@ pub(super) struct Parked {
 pub(super) struct Running {
     pub(super) parked: Parked,
     pub(super) waiting: Option<Latch>,
+    pub(super) step: Step,
+    /// It is the first of a fused operation, and the disk can do both as one step.
+    pub(super) can_both: bool,
 }
 
 /// A command that has ended, and of which the host is not told yet.
@@ -123,6 +156,17 @@ impl Alone {
     /// One more command waits.
     pub(super) fn park(&mut self, parked: Parked) {
         self.parked.push_back(parked);
+        self.ask();
+    }
+
+    /// One more command waits, which a process that is dead had begun: before all others, for it
+    /// had none under way beside it.
+    pub(super) fn park_begun(&mut self, parked: Parked) {
+        self.parked.push_front(parked);
+        self.ask();
+    }
+
+    fn ask(&mut self) {
         if let Some((control, _)) = &self.with
             && !std::mem::replace(&mut self.is_asked_for, true)
         {
@@ -196,4 +240,20 @@ pub(super) fn blocks_of(namespaces: &[NamespaceQueue], sqe: &Sqe) -> Option<(usi
     let blocks = namespaces.get(index)?.blocks;
     let end = rw.end().filter(|end| *end <= blocks)?;
     Some((index, (rw.slba, end)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_dead_process_had_begun_comes_first() {
+        let mut alone = Alone::default();
+        for tag in [1, 2] {
+            alone.park(Parked::new(tag, 0, Sqe::read(1, 0, 0, 0)));
+        }
+        alone.park_begun(Parked::new(3, 0, Sqe::write(1, 0, 0, 0)));
+        let order: Vec<_> = alone.parked.iter().map(|parked| parked.tag).collect();
+        assert_eq!(order, [3, 1, 2]);
+    }
 }

@@ -1,6 +1,6 @@
 //! How an engine carries out what has to be [alone](super::alone).
 
-use super::alone::{FUSE, Held, Marked, Parked, Running, check_fused};
+use super::alone::{Asked, FUSE, Held, Marked, Parked, Running, Step, check_fused};
 use super::engine::{Closed, Engine, Started};
 use super::in_flight::{CompletedCommand, InFlight, Kind, Owner};
 use super::namespace::index_of;
@@ -118,7 +118,7 @@ impl Engine {
     #[inline(never)]
     pub(super) fn park(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         let tag = self.park_entry(sqe, sq, permit);
-        self.alone.park(Parked { tag, sq, sqe: *sqe, second: None, cancelled: false });
+        self.alone.park(Parked::new(tag, sq, *sqe));
         self.review_quota();
         Started::Pending
     }
@@ -132,7 +132,8 @@ impl Engine {
         tag
     }
 
-    /// Takes on the two commands of a fused operation: their entries.
+    /// Takes on the two commands of a fused operation: their entries. A process that is dead may
+    /// have asked a disk for it as one step (`was_asked`).
     ///
     /// # Errors
     /// They have ended like this.
@@ -143,21 +144,31 @@ impl Engine {
         (first, second): (&Sqe, &Sqe),
         sq: usize,
         permits: (Permit, Permit),
+        was_asked: bool,
     ) -> Result<(u32, u32), FusedFailed> {
         if let Err(statuses) = check_fused(first, second) {
             return Err((permits, statuses));
         }
         let tags = (self.park_entry(first, sq, permits.0), self.park_entry(second, sq, permits.1));
         let plain = |sqe: &Sqe| Sqe { flags: sqe.flags & !FUSE, ..*sqe };
-        let (sqe, second) = (plain(first), Some((tags.1, plain(second))));
-        self.alone.park(Parked { tag: tags.0, sq, sqe, second, cancelled: false });
+        let second = Some((tags.1, plain(second)));
+        let parked = Parked { second, ..Parked::new(tags.0, sq, plain(first)) };
+        if was_asked {
+            self.alone.park_begun(Parked { asked: Asked::Before, ..parked });
+        } else {
+            self.alone.park(parked);
+        }
         self.review_quota();
         Ok(tags)
     }
 
     /// Takes on the Write of a fused operation whose Compare has found what it expected.
     pub(crate) fn park_second(&mut self, second: &Sqe, sq: usize, permit: Permit) -> Started {
-        self.park(&Sqe { flags: second.flags & !FUSE, ..*second }, sq, permit)
+        let sqe = Sqe { flags: second.flags & !FUSE, ..*second };
+        let tag = self.park_entry(&sqe, sq, permit);
+        self.alone.park_begun(Parked::new(tag, sq, sqe));
+        self.review_quota();
+        Started::Pending
     }
 
     /// Goes on with commands that are alone, or were.
@@ -202,13 +213,15 @@ impl Engine {
 
     /// Carries out a command that is alone now.
     fn run(&mut self, parked: Parked) {
+        let Some(parked) = self.begin_both(parked) else { return };
         let Parked { tag, sq, sqe, .. } = parked;
+        let can_both = parked.second.is_some() && self.can_both(&sqe);
         let Some(InFlight { owner: Owner::Command { cid, permit, .. }, waiting, .. }) =
             self.in_flight.remove(tag)
         else {
             return;
         };
-        self.alone.running = Some(Running { parked, waiting });
+        self.alone.running = Some(Running { parked, waiting, step: Step::Plain, can_both });
         (self.alone.written, self.alone.dw0) = (None, 0);
         let (permit, status) = match self.start(&sqe, sq, permit) {
             Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
@@ -228,7 +241,14 @@ impl Engine {
 
     /// The command that is alone has ended.
     pub(super) fn alone_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
-        let Some(Running { parked, waiting }) = self.alone.running.take() else { return };
+        let Some(Running { parked, step, can_both, .. }) = &self.alone.running else { return };
+        if *step != Step::Plain || parked.asked != Asked::No && !status.is_success() {
+            return self.step_ended((sq, cid), permit, status);
+        }
+        if *can_both && status.is_success() {
+            return self.park_again(Asked::Now, (sq, cid), permit);
+        }
+        let Some(Running { parked, waiting, .. }) = self.alone.running.take() else { return };
         abort_point(AbortPoint::AloneEnded);
         let Parked { tag, sqe, second, .. } = parked;
         let dw0 = std::mem::take(&mut self.alone.dw0);
@@ -238,19 +258,14 @@ impl Engine {
         if let Some(written) = written {
             self.change_marks(|marks| marks.clear(written.nsid, written.from, written.to));
         }
-        let at = self.in_flight.next_tag();
-        debug_assert_eq!(at, tag, "the entry that was free last is taken first");
-        let owner = Owner::Command { sq, cid, permit };
-        let mut entry = InFlight::new(owner, 0, Kind::Other).at(sqe.nsid, sqe.cdw10_11());
+        let mut entry = InFlight::new(Owner::Command { sq, cid, permit }, 0, Kind::Other);
         (entry.status, entry.waiting) = (status, waiting);
-        self.in_flight.insert(at, entry.of_requests());
-        self.alone.held.push(Held { tag: at, dw0 });
+        let at = self.hold(tag, entry.at(sqe.nsid, sqe.cdw10_11()), dw0);
         match second {
             None => {}
             Some((second, sqe)) if status.is_success() => {
                 self.alone.decided.push((second, Decision::Begin));
-                let parked = Parked { tag: second, sq, sqe, second: None, cancelled: false };
-                self.alone.parked.push_front(parked);
+                self.alone.parked.push_front(Parked::new(second, sq, sqe));
             }
             Some((second, _)) => {
                 let status = Status::FUSED_FAILED;
@@ -268,6 +283,15 @@ impl Engine {
             // The first of a pair is the last that is decided: by it is known whether the other is.
             self.alone.decided.push(end);
         }
+    }
+
+    /// Holds a command that was in entry `tag` and has ended: its entry.
+    pub(super) fn hold(&mut self, tag: u32, entry: InFlight, dw0: u32) -> u32 {
+        let at = self.in_flight.next_tag();
+        debug_assert_eq!(at, tag, "the entry that was free last is taken first");
+        self.in_flight.insert(at, entry.of_requests());
+        self.alone.held.push(Held { tag: at, dw0 });
+        at
     }
 
     /// Write Uncorrectable.

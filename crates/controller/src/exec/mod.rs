@@ -2,6 +2,7 @@
 
 mod alone;
 mod appends;
+mod both;
 mod carry_out_alone;
 mod changed_namespaces;
 mod copy;

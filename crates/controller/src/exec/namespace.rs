@@ -290,6 +290,7 @@ fn forced(op: Op) -> Op {
     match op {
         Op::Write { .. } => Op::Write { fua: true },
         Op::WriteZeroes { deallocate, .. } => Op::WriteZeroes { deallocate, fua: true },
+        Op::CompareAndWrite { .. } => Op::CompareAndWrite { fua: true },
         Op::Append { .. } => Op::Append { fua: true },
         other => other,
     }
@@ -309,6 +310,10 @@ impl Queue for WriteThrough {
     ) -> Submitted {
         let request = Request { op: forced(request.op), ..*request };
         self.0.submit_with_metadata(tag, &request, metadata, data)
+    }
+
+    fn compares_and_writes(&self) -> bool {
+        self.0.compares_and_writes()
     }
 
     fn zones(&self) -> Option<&Zones> {

@@ -3,7 +3,7 @@
 
 use super::errors::report_error;
 use crate::exec::Engine;
-use crate::journal::{JournalPart, RecoveredCommand};
+use crate::journal::{Decision, JournalPart, RecoveredCommand};
 use crate::notice::ControlHandle;
 use crate::queue::{Cq, Permit, Permits, Sq};
 use shadowbell_spec::sqe::Fuse;
@@ -85,7 +85,7 @@ pub(super) fn pair(
     let count = sq.fetched.wrapping_add(burst.done - 1);
     burst.head = size.next(burst.head);
     burst.done += 1;
-    match engine.park_fused((first, &second), index, (permit, other)) {
+    match engine.park_fused((first, &second), index, (permit, other), false) {
         Ok(tags) => {
             burst.pending += 2;
             if let Some(journal) = journal {
@@ -121,7 +121,8 @@ pub(super) fn replay(
     let parked = if gives_up {
         Err((permits, (Status::INTERNAL.with_dnr(), Status::FUSED_FAILED)))
     } else {
-        engine.park_fused((&first.sqe, &second.sqe), index, permits)
+        let was_asked = first.decision == Some(Decision::Try);
+        engine.park_fused((&first.sqe, &second.sqe), index, permits, was_asked)
     };
     match parked {
         Ok(tags) => {

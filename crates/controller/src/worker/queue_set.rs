@@ -326,8 +326,8 @@ impl QueueSet {
             }
             abort_command(CommandStep::Start, sqe.cdw10_11());
             match command.decision {
-                Some(_) => engine.park_second(sqe, *index, permit),
-                None => engine.start_again(sqe, *index, permit),
+                Some(Decision::Begin) => engine.park_second(sqe, *index, permit),
+                _ => engine.start_again(sqe, *index, permit),
             }
         };
         let (permit, status) = match started {

@@ -2,6 +2,7 @@
 
 use crate::journal::{Decision, RecoveredCommand};
 use shadowbell_spec::sqe::Fuse;
+use shadowbell_spec::status::Status;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A command with which so many processes have died is not carried out any more.
@@ -30,7 +31,14 @@ impl Replay {
     /// Adds one of a submission queue to those that were fetched before it, which begin at `from`.
     /// The two of a fused operation are one as long as nothing was decided of the first: it is
     /// the last of which something is.
-    pub(crate) fn add(all: &mut Vec<Self>, from: usize, replay: Self) {
+    pub(crate) fn add(all: &mut Vec<Self>, from: usize, mut replay: Self) {
+        // How the first has ended of an operation that was one step.
+        let mut told = None;
+        if let Some(Decision::End { dw0, .. }) = &mut replay.command.decision
+            && replay.command.sqe.fuse() == Fuse::Second
+        {
+            told = Some(Status::from_bits(std::mem::take(dw0) as u16));
+        }
         let is_first = |first: &&mut Self| {
             first.second.is_none()
                 && first.is_undecided(Fuse::First)
@@ -38,6 +46,12 @@ impl Replay {
                 && first.command.count.wrapping_add(1) == replay.command.count
         };
         match all.get_mut(from..).and_then(|of_queue| of_queue.last_mut()).filter(is_first) {
+            Some(Self { command: RecoveredCommand { decision, .. }, .. })
+                if *decision == Some(Decision::Try) && told.is_some() =>
+            {
+                *decision = told.map(|status| Decision::End { status, dw0: 0 });
+                all.push(replay);
+            }
             Some(first) => {
                 first.command.deaths = first.command.deaths.max(replay.command.deaths);
                 first.second =
@@ -48,7 +62,8 @@ impl Replay {
     }
 
     fn is_undecided(&self, fuse: Fuse) -> bool {
-        self.command.decision.is_none() && self.command.sqe.fuse() == fuse
+        matches!(self.command.decision, None | Some(Decision::Try))
+            && self.command.sqe.fuse() == fuse
     }
 
     /// Whether nothing else may be begun before it has ended.

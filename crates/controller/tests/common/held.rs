@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
 use shadowbell_memory::{EventFd, Segments};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
@@ -13,6 +13,12 @@ pub struct Orders {
     pub hold: bool,
     /// Requests that begin at this byte fail.
     pub fail_at: Option<u64>,
+    /// What another user of the storage writes when a Compare has ended, once: a block, and the
+    /// number that it begins with.
+    pub after_compare: Option<(u64, u64)>,
+    /// Requests to compare and write wait, or find no room.
+    pub hold_both: bool,
+    pub fail_both: bool,
     pub seen: Vec<Request>,
     pub cancelled: usize,
     events: Vec<EventFd>,
@@ -24,13 +30,15 @@ pub struct Held {
     pub mem: MemDisk,
     /// It has a volatile cache.
     pub volatile: bool,
+    /// It compares and writes as one step.
+    pub one_step: bool,
     orders: Arc<Mutex<Orders>>,
 }
 
 impl Held {
     pub fn new(blocks: u64) -> Self {
         let mem = MemDisk::new(blocks, 512).unwrap();
-        Self { mem, volatile: false, orders: Arc::default() }
+        Self { mem, volatile: false, one_step: false, orders: Arc::default() }
     }
 
     pub fn order(&self, order: impl FnOnce(&mut Orders)) {
@@ -51,6 +59,13 @@ impl Held {
     pub fn marks(&self, first: u64, count: u64) -> Vec<u64> {
         let read = |block| self.mem.bytes().read::<u64>((block * 512) as usize).unwrap();
         (first..first + count).map(read).collect()
+    }
+
+    /// A block begins with this number, and is zeroes otherwise.
+    pub fn set(&self, block: u64, value: u64) {
+        let at = (block * 512) as usize;
+        self.mem.bytes().fill(at, 512, 0).unwrap();
+        self.mem.bytes().write(at, &value).unwrap();
     }
 
     /// Every block holds its own number.
@@ -81,6 +96,19 @@ impl Disk for Held {
     }
 }
 
+fn compare_and_write(mem: &MemDisk, request: &Request, data: &Segments) -> Result<(), DiskError> {
+    let (at, len) = (request.offset as usize, request.len as usize);
+    let (mut expected, mut new, mut there) = (vec![0; len], vec![0; len], vec![0; len]);
+    data.read_into(0, &mut expected).unwrap();
+    data.read_into(len, &mut new).unwrap();
+    mem.bytes().read_into(at, &mut there).unwrap();
+    if there != expected {
+        return Err(DiskError::CompareFailed);
+    }
+    mem.bytes().write_from(at, &new).unwrap();
+    Ok(())
+}
+
 struct HeldQueue {
     disk: Held,
     inner: Box<dyn shadowbell_backend::Queue>,
@@ -98,19 +126,42 @@ impl shadowbell_backend::Queue for HeldQueue {
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         self.event.drain();
-        let fail_at = match &*self.disk.orders.lock().unwrap() {
+        let (fail_at, hold_both, fail_both) = match &*self.disk.orders.lock().unwrap() {
             orders if orders.hold => return,
-            orders => orders.fail_at,
+            orders => (orders.fail_at, orders.hold_both, orders.fail_both),
         };
+        let mut held = Vec::new();
         // Not in the order in which they came.
         while let Some((tag, request, mut data)) = self.held.pop() {
+            if matches!(request.op, Op::CompareAndWrite { .. }) {
+                let outcome = match fail_both {
+                    _ if hold_both => {
+                        held.push((tag, request, data));
+                        continue;
+                    }
+                    true => Err(DiskError::NoSpace),
+                    false => compare_and_write(&self.disk.mem, &request, &data),
+                };
+                done(tag, outcome, data);
+                continue;
+            }
             let outcome = match self.inner.submit(tag, &request, &mut data) {
                 _ if fail_at == Some(request.offset) => Err(DiskError::Io(5)),
                 Submitted::Done(outcome) => outcome,
                 Submitted::Pending => panic!("memory does not wait"),
             };
+            if request.op == Op::Compare
+                && let Some((block, value)) = self.disk.orders.lock().unwrap().after_compare.take()
+            {
+                self.disk.set(block, value);
+            }
             done(tag, outcome, data);
         }
+        self.held = held;
+    }
+
+    fn compares_and_writes(&self) -> bool {
+        self.disk.one_step
     }
 
     fn cancel(&mut self, _: u32) {

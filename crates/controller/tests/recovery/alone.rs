@@ -3,7 +3,7 @@
 use crate::ALONE;
 use crate::host::Host;
 use crate::memory;
-use crate::process::{BASE, BLOCKS, DATA};
+use crate::process::{BASE, BLOCKS, DATA, Orders};
 use shadowbell_backend::Disk;
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
@@ -86,22 +86,23 @@ fn counter(host: &mut Host) -> u64 {
 }
 
 /// Both queues add one to the same block.
-fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool) {
+fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, orders: Orders) {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let mut host = Host::new(disk, mapped, false);
+    let mut host = Host::with_orders(disk, mapped, false, orders);
     host.patience = Duration::from_secs(30);
     host.begin();
     host.until_taken();
     let mut added = 0;
-    for step in STEPS {
-        println!("{step:?}");
+    // Which of the queues is there first.
+    for (step, first) in STEPS.iter().flat_map(|step| [(step, 0), (step, 1)]) {
+        println!("{step:?} {first}");
         host.orders.abort_at = Some(*step);
         host.kill();
         host.until_taken();
         let now = counter(&mut host);
         assert_eq!(now, added, "before {step:?}");
         let mut pairs = Vec::new();
-        for at in 0..2 {
+        for at in [first, 1 - first] {
             let (old, new) = (DATA + at * 4096, DATA + (2 + at) * 4096);
             for (page, value) in [(old, now), (new, now + 1)] {
                 host.poke(page, &[0; 512]);
@@ -140,11 +141,76 @@ fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool) {
 
 #[test]
 fn a_fused_operation_is_one_step_whoever_dies() {
-    count(memory(), false);
+    count(memory(), false, Orders::default());
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
-    count(Ok(path.display().to_string()), true);
+    count(Ok(path.display().to_string()), true, Orders::default());
+}
+
+#[test]
+fn a_disk_that_does_both_at_once_does_so_whoever_dies() {
+    count(memory(), false, Orders { one_step: true, ..Orders::default() });
+}
+
+/// What the host is told when another user of the storage comes in between.
+#[test]
+fn what_another_user_has_written_is_not_taken_for_the_host_s() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let disk = memory();
+    let blocks = disk.as_ref().unwrap_err().map(512).unwrap();
+    let orders = Orders { one_step: true, ..Orders::default() };
+    let mut host = Host::with_orders(disk, false, false, orders);
+    host.patience = Duration::from_secs(30);
+    host.begin();
+    host.until_taken();
+    let failed = (Status::COMPARE_FAILURE, Status::FUSED_FAILED);
+    let unknown = (Status::INTERNAL, Status::FUSED_FAILED);
+    let success = (Status::SUCCESS, Status::SUCCESS);
+    for (step, other, expected, left) in [
+        // The disk was not asked yet.
+        ((AbortPoint::AloneEnded, 1), 9, failed, 9),
+        ((AbortPoint::AloneEnded, 1), 2, failed, 2),
+        ((AbortPoint::AloneEnded, 1), 1, success, 2),
+        // It is written down that it is, and it has done so; the host is not told.
+        ((AbortPoint::Decided, 1), 1, success, 2),
+        ((AbortPoint::Decided, 1), 9, unknown, 9),
+        ((AbortPoint::AloneEnded, 2), 2, success, 2),
+        ((AbortPoint::AloneEnded, 2), 9, unknown, 9),
+        // Its end is written down: of the Write, and then of the Compare.
+        ((AbortPoint::Decided, 2), 9, success, 9),
+        ((AbortPoint::Decided, 3), 9, success, 9),
+    ] {
+        println!("{step:?} {other}");
+        host.orders.abort_at = Some(step);
+        host.kill();
+        host.until_taken();
+        blocks.write(0, &1u64).unwrap();
+        for (page, value) in [(DATA, 1u64), (DATA + 4096, 2)] {
+            host.poke(page, &[0; 512]);
+            host.poke(page, &value.to_le_bytes());
+        }
+        let compare = Sqe { opcode: 5, flags: 1, ..Sqe::read(1, 0, 0, 0) };
+        let write = Sqe { flags: 2, ..Sqe::write(1, 0, 0, 0) };
+        let pages = [DATA, DATA + 4096].map(|page| BASE + page);
+        let (first, second) = (compare.with_prps(pages[0], 0), write.with_prps(pages[1], 0));
+        let cids = submit_both(&mut host, 0, first, second);
+        let began = Instant::now();
+        while !host.has_died() {
+            assert!(began.elapsed() < host.patience, "it never comes to that step");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        blocks.write(0, &other).unwrap();
+        host.kill();
+        let all = completions(&mut host, 2);
+        let status = |cid| all.iter().find(|cqe| cqe.cid == cid).unwrap().status();
+        let both = (status(cids.0), status(cids.1));
+        assert_eq!((both.0.code(), both.1.code()), expected, "{step:?} {other}");
+        // A host that does the same again would do it twice.
+        assert_eq!(both.0.dnr(), !both.0.is_success());
+        assert!(all.iter().all(|cqe| cqe.dw0 == 0));
+        assert_eq!(counter(&mut host), left, "{step:?} {other}");
+    }
 }
 
 /// What is marked stays marked, and what was written is good, whoever dies.

@@ -116,10 +116,20 @@ impl Host {
         };
         let (mapped, polling) = (self.mapped, self.polling);
         let recovers = self.record.is_some();
-        let (by_fault, workers, orders) = (self.by_fault, 2, &self.orders);
-        let Orders { isolated, rests, .. } = *orders;
-        let task =
-            Task { memory, disk, polling, workers, mapped, recovers, by_fault, isolated, rests };
+        let by_fault = self.by_fault;
+        let Orders { isolated, rests, one_step, .. } = self.orders;
+        let task = Task {
+            memory,
+            disk,
+            polling,
+            workers: 2,
+            mapped,
+            recovers,
+            by_fault,
+            isolated,
+            rests,
+            one_step,
+        };
         self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.orders));
     }
 

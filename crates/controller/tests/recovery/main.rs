@@ -6,6 +6,7 @@
 mod alone;
 mod host;
 mod killers;
+mod one_step;
 mod process;
 
 use host::Host;

@@ -1,5 +1,6 @@
 //! The process with the controller, which is this program once more.
 
+use crate::one_step::OneStep;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
 use shadowbell_controller::{
@@ -50,6 +51,8 @@ pub(crate) struct Task {
     pub(crate) isolated: bool,
     /// If it goes on for another one, it comes to rest at once, and goes on again.
     pub(crate) rests: bool,
+    /// The disk compares and writes as one step.
+    pub(crate) one_step: bool,
 }
 
 pub(crate) struct ToHost(Mutex<UnixStream>);
@@ -106,7 +109,10 @@ fn worker() {
     let task: Task = parcel.take("task").unwrap().unwrap();
     let memory = parcel.descriptors().take(task.memory).unwrap();
     let memory = Mapping::from_own_fd(memory, 0, MEMORY, Protection::ReadWrite).unwrap().bytes();
-    let disk = open(&task.disk, parcel.descriptors());
+    let mut disk = open(&task.disk, parcel.descriptors());
+    if task.one_step {
+        disk = Arc::new(OneStep(disk));
+    }
     let namespaces =
         vec![NamespaceConfig { disk, uuid: shadowbell_controller::config::uuid_from("recovery") }];
     let mut config = Config { namespaces, ..Config::default() };
@@ -211,6 +217,8 @@ pub(crate) struct Orders {
     pub(crate) isolated: bool,
     /// It comes to rest once it has gone on.
     pub(crate) rests: bool,
+    /// The disk compares and writes as one step.
+    pub(crate) one_step: bool,
 }
 
 pub(crate) struct Process {

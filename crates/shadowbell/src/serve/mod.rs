@@ -35,14 +35,15 @@
 //! | `places` | what a keeper makes for this process: sockets, and files that are written |
 //! | `phases` | how long each part of its beginning took |
 //! | `pulse` | whether all threads still answer, for a service manager that wants to know |
+//! | `sizes` | namespaces that follow the sizes of their disks |
 //! | `sandbox` | what the process gives up before it reads anything of a guest's |
 //! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
 //! Threads: the workers, one reactor for all sockets, one that makes log lines of what happens, one
 //! that writes the log (so that a terminal that blocks can not hold up a guest, see
-//! `crate::log_thread`), one that answers `top` if it may ask, one that has the control socket, and
-//! the main thread, which waits for signals. None of them has a timer while nobody asks.
+//! `crate::log_thread`), one that answers `top` if it may ask, one that has the control socket, one
+//! that hears of disks with new sizes, and the main thread, which waits for signals. None of them has a timer while nobody asks.
 
 mod ana;
 mod apply;
@@ -77,6 +78,7 @@ mod registry;
 mod sandbox;
 mod server;
 mod server_config;
+mod sizes;
 pub(crate) mod socket_access;
 mod stats_file;
 mod stats_socket;
@@ -105,6 +107,7 @@ use pulse::Pulse;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::{SIGHUP, SIGUSR1};
+use sizes::SizeWatch;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -228,6 +231,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
         server.changes().keep_with(keeping.kept());
     }
     pool_orders::begin(&server)?;
+    let _sizes = SizeWatch::start(&server)?;
     let handle = signals.handle();
     let powers = Powers {
         keeper_pid,

@@ -53,3 +53,37 @@ fn a_server_with_an_image_of_a_cluster_is_replaced_under_a_verifying_load() {
     lost_nothing(&server);
     assert!(server.stop().success(), "{}", server.stderr());
 }
+
+/// Nobody asks: Ceph tells the server, and the server tells the guest. Whoever goes on for a dead
+/// process finds it out.
+#[test]
+fn a_namespace_follows_the_size_of_its_image() {
+    let Some(disk) = image("follows", "layering,exclusive-lock") else { return };
+    let conf = std::env::var("SHADOWBELL_CEPH_CONF").unwrap();
+    let resize = |arguments: &[&str]| {
+        let mut rbd = Command::new("rbd");
+        rbd.args(["-c", &conf, "resize", "--no-progress", "follows", "--size"]).args(arguments);
+        assert!(rbd.status().unwrap().success());
+    };
+    let mut server = keeper(&disk);
+    for (size, said) in [("24M", "(24.0 MiB)"), ("8M", "(8.0 MiB)"), ("32M", "(32.0 MiB)")] {
+        resize(&[size, "--allow-shrink"]);
+        until("the namespace's new size", || server.stderr().contains(said));
+    }
+    let before = worker(&server);
+    let stopped = |signal: &str| {
+        let status = Command::new("kill").args([signal, &before.to_string()]).status().unwrap();
+        assert!(status.success());
+    };
+    // One that is stopped is told nothing before it is killed.
+    stopped("-STOP");
+    let mut resizing = Command::new("rbd");
+    resizing.args(["-c", &conf, "resize", "--no-progress", "follows", "--size", "40M"]);
+    let mut resizing = resizing.spawn().unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    stopped("-KILL");
+    assert!(resizing.wait().unwrap().success());
+    until("another process", || worker(&server) != before);
+    until("the size of now", || server.stderr().contains("(40.0 MiB)"));
+    assert!(server.stop().success(), "{}", server.stderr());
+}

@@ -1,0 +1,234 @@
+//! A fused Compare and Write that its disk carries out as one step.
+//!
+//! For what this server does the two commands are one step anyway: they are carried out
+//! [alone](super::alone). Where the storage has other users, as an image that several machines
+//! have, one of them may write in between. So a disk that can compare and write for everybody
+//! ([`Queue::compares_and_writes`]) is asked for that instead of the Write, when the Compare has
+//! found what it expected. What it does not know of goes the other way: blocks with metadata, and
+//! blocks of a namespace with some that are marked as uncorrectable.
+//!
+//! If the blocks are not equal any more, another user has come in between: the Compare ends with
+//! Compare Failure, and the Write with Command Aborted due to Failed Fused Command. If writing has
+//! failed, it is the other way round: nobody knows whether the blocks were equal.
+//!
+//! # Deaths
+//!
+//! That the disk is asked is written down before ([`Decision::Try`]). A process that goes on for one
+//! that has died asks again, before any other command of the controller's is carried out. The dead
+//! process can do nothing to the disk any more by then. Just before the blocks were equal, and
+//! nothing else of this server was under way. So what the answer says:
+//!
+//! * They are equal: they are written now, once more perhaps, as any write is that was under way.
+//! * They hold what the Write writes. The dead process has done that: the operation has succeeded.
+//!   Another user of the storage that has written the very same in these moments is not told from
+//!   that. Whoever has to know writes what nobody else does, its name beside the number.
+//! * They hold something else: another user has written, before the operation or after it has
+//!   succeeded. *Compare Failure* could be untrue, and the host would do a second time what it has
+//!   done. So the Compare ends with Internal Error and *Do Not Retry*. Where the storage has no
+//!   other user, this does not come.
+//!
+//! Whatever the dead process had not asked for is carried out as if it came now.
+//!
+//! [`Queue::compares_and_writes`]: shadowbell_backend::Queue::compares_and_writes
+//! [`Decision::Try`]: crate::journal::Decision::Try
+
+use super::alone::{Asked, Held, Parked, Running, Step};
+use super::engine::{Engine, MAX_PLACES};
+use super::in_flight::{InFlight, Kind, Owner};
+use super::resolve::resolve_flagged;
+use super::status::status_of;
+use crate::journal::Decision;
+use crate::queue::Permit;
+use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::nvm::RwFields;
+use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::status::Status;
+use shadowbell_state::{AbortPoint, abort_point};
+
+/// How the two commands end.
+pub(super) type Ends = (Status, Status);
+
+/// How they end if the Compare is to blame.
+fn by_compare(status: Status) -> Ends {
+    (status, Status::FUSED_FAILED)
+}
+
+/// How they end if the Write is to blame.
+fn by_write(status: Status) -> Ends {
+    (Status::FUSED_FAILED, status)
+}
+
+impl Engine {
+    /// Whether the disk of a fused operation carries it out as one step.
+    pub(super) fn can_both(&self, sqe: &Sqe) -> bool {
+        let at = (sqe.nsid as usize).checked_sub(1);
+        let Some(namespace) = at.and_then(|at| self.namespaces.get(at)) else { return false };
+        namespace.queue.compares_and_writes()
+            && namespace.metadata().is_none()
+            && !namespace.is_zoned()
+            && !namespace.is_marked()
+    }
+
+    /// A step of the fused operation that is alone has ended, and there is another one, which comes
+    /// next: the disk is asked for both, when it is written down that it is, or is looked at.
+    pub(super) fn park_again(&mut self, asked: Asked, (sq, cid): (usize, u16), permit: Permit) {
+        let Some(Running { parked, waiting, .. }) = self.alone.running.take() else { return };
+        abort_point(AbortPoint::AloneEnded);
+        let mut entry = InFlight::new(Owner::Command { sq, cid, permit }, 0, Kind::Other);
+        entry.waiting = waiting;
+        let entry = entry.at(parked.sqe.nsid, parked.sqe.cdw10_11());
+        let tag = self.in_flight.next_tag();
+        debug_assert_eq!(tag, parked.tag, "the entry that was free last is taken first");
+        self.in_flight.insert(tag, entry.of_requests());
+        if asked == Asked::Now {
+            self.alone.decided.push((tag, Decision::Try));
+        }
+        self.alone.parked.push_front(Parked { asked, ..parked });
+    }
+
+    /// Has the disk carry out a fused operation as one step: the command, if it is none or the disk
+    /// is not to be asked.
+    pub(super) fn begin_both(&mut self, parked: Parked) -> Option<Parked> {
+        let step = match parked.asked {
+            Asked::Differs => Step::Look,
+            Asked::Now | Asked::Before if self.can_both(&parked.sqe) => Step::Both,
+            _ => return Some(parked),
+        };
+        let Some((_, write)) = parked.second else { return Some(parked) };
+        let entry = self.in_flight.remove(parked.tag)?;
+        let Owner::Command { sq, cid, permit } = entry.owner else { return None };
+        let (waiting, can_both) = (entry.waiting, true);
+        self.alone.running = Some(Running { parked, waiting, step, can_both });
+        (self.alone.written, self.alone.dw0) = (None, 0);
+        let prepared = match step {
+            Step::Look => self.prepare_look(&write),
+            _ => self.prepare_both(&parked.sqe, &write),
+        };
+        match prepared {
+            Ok(request) => self.submit_step(&request, (sq, cid), permit),
+            Err(ends) => {
+                self.count_error(ends.0);
+                self.both_ended((sq, cid), permit, ends);
+            }
+        }
+        None
+    }
+
+    /// The request of a fused operation; resolves the data of both into `scratch`.
+    fn prepare_both(&mut self, compare: &Sqe, write: &Sqe) -> Result<Request, Ends> {
+        self.touch(2 * MAX_PLACES);
+        if let Some(status) = self.refusal(NvmOpcode::Compare, compare) {
+            return Err(by_compare(status));
+        }
+        if let Some(status) = self.refusal(NvmOpcode::Write, write) {
+            return Err(by_write(status));
+        }
+        let Self { namespaces, view, limits, scratch, spare, .. } = self;
+        let namespace = &namespaces[compare.nsid as usize - 1];
+        let (offset, len) = namespace.range(&RwFields::decode(compare)).map_err(by_compare)?;
+        if namespace.is_read_only() {
+            return Err(by_write(Status::NAMESPACE_WRITE_PROTECTED.with_dnr()));
+        }
+        let (bytes, page) = (len as usize, limits.page_size);
+        resolve_flagged(view, compare, bytes, page, false, scratch).map_err(by_compare)?;
+        scratch.truncate(bytes);
+        let mut new = spare.pop().unwrap_or_default();
+        let resolved = resolve_flagged(view, write, bytes, page, false, &mut new);
+        resolved.map_err(by_write)?;
+        new.truncate(bytes);
+        scratch.append(&new).ok_or_else(|| by_write(Status::INTERNAL))?;
+        let fua = RwFields::decode(write).fua || self.write_through;
+        Ok(Request { op: Op::CompareAndWrite { fua }, offset, len })
+    }
+
+    /// Asks the disk whether the blocks hold what the Write of a fused operation was to write.
+    fn prepare_look(&mut self, write: &Sqe) -> Result<Request, Ends> {
+        let Self { namespaces, view, limits, scratch, .. } = self;
+        let at = (write.nsid as usize).checked_sub(1);
+        let gone = by_compare(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
+        let namespace = at.and_then(|at| namespaces.get(at)).ok_or(gone)?;
+        let (offset, len) = namespace.range(&RwFields::decode(write)).map_err(by_compare)?;
+        let page = limits.page_size;
+        resolve_flagged(view, write, len as usize, page, false, scratch).map_err(by_compare)?;
+        Ok(Request { op: Op::Compare, offset, len })
+    }
+
+    /// Has the disk carry out a step of the operation that is alone, with the data in `scratch`.
+    fn submit_step(&mut self, request: &Request, (sq, cid): (usize, u16), permit: Permit) {
+        let Some(Running { parked: Parked { tag, sqe, .. }, .. }) = self.alone.running else {
+            return;
+        };
+        let (index, pieces) = (sqe.nsid as usize - 1, self.scratch.pieces().len());
+        let kind = match request.op {
+            Op::Compare => Kind::Read(request.len),
+            _ => Kind::Write(request.len),
+        };
+        debug_assert_eq!(self.in_flight.next_tag(), tag, "the entry that was free last is first");
+        let tag = self.in_flight.next_tag();
+        match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
+            Submitted::Done(outcome) => {
+                self.scratch.rewind();
+                let status = match outcome {
+                    Ok(()) => Status::SUCCESS,
+                    Err(error) => status_of(error, kind.is_reading()),
+                };
+                self.count_step(kind, status);
+                self.step_ended((sq, cid), permit, status);
+            }
+            Submitted::Pending => {
+                let owner = Owner::Alone { sq, cid, permit };
+                let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
+                self.keep(tag, request.len, entry.in_pieces(pieces));
+            }
+        }
+    }
+
+    fn count_step(&mut self, kind: Kind, status: Status) {
+        if status.is_success() {
+            self.count(kind);
+        } else {
+            self.count_error(status);
+        }
+    }
+
+    /// A step of the operation that is alone has ended.
+    pub(super) fn step_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
+        let Some(Running { parked, step, .. }) = &self.alone.running else { return };
+        let is_different = status.code() == Status::COMPARE_FAILURE;
+        let ends = match (step, parked.asked) {
+            _ if status.is_success() => (status, status),
+            // Nobody knows whether the dead process has succeeded.
+            (Step::Look, _) if is_different => by_compare(Status::INTERNAL.with_dnr()),
+            (_, Asked::Before) if is_different => {
+                return self.park_again(Asked::Differs, (sq, cid), permit);
+            }
+            (Step::Both, _) if !is_different && status.code() != Status::ABORT_REQUESTED => {
+                by_write(status)
+            }
+            _ => by_compare(status),
+        };
+        self.both_ended((sq, cid), permit, ends);
+    }
+
+    /// The two commands of an operation that was one step have ended like this.
+    fn both_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, (first, other): Ends) {
+        let Some(Running { parked, waiting, .. }) = self.alone.running.take() else { return };
+        abort_point(AbortPoint::AloneEnded);
+        let Parked { tag, sqe, second, .. } = parked;
+        let mut entry = InFlight::new(Owner::Command { sq, cid, permit }, 0, Kind::Other);
+        (entry.status, entry.waiting) = (first, waiting);
+        let at = self.hold(tag, entry.at(sqe.nsid, sqe.cdw10_11()), 0);
+        if let Some((second, _)) = second {
+            if !other.is_success() {
+                self.count_error(Status::FUSED_FAILED);
+            }
+            self.in_flight.fail(second, other);
+            self.alone.held.push(Held { tag: second, dw0: 0 });
+            // By this the end of the first is known, too, should the process die in between.
+            let dw0 = u32::from(first.bits());
+            self.alone.decided.push((second, Decision::End { status: other, dw0 }));
+        }
+        self.alone.decided.push((at, Decision::End { status: first, dw0: 0 }));
+    }
+}

@@ -1,0 +1,68 @@
+//! Disks whose storage has another size by now: their namespaces follow, and hosts are told.
+//!
+//! Only a disk that is told by its storage says so (`Disk::takes_new_size`). All others are asked
+//! when somebody asks for that (`ctl namespace resize`), which is what is done here without being
+//! asked.
+
+use super::changes::Changes;
+use super::namespaces::NamespaceChange;
+use super::server::Server;
+use shadowbell_backend::{SizeNews, tell_new_size};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use tracing::warn;
+
+/// Follows the sizes of disks until it is dropped.
+pub(super) struct SizeWatch(Arc<AtomicBool>);
+
+impl SizeWatch {
+    /// # Errors
+    /// The system's, if it has no more threads.
+    pub(super) fn start(server: &Server) -> anyhow::Result<Self> {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (its, changes) = (Arc::clone(&is_over), Arc::downgrade(server.changes()));
+        std::thread::Builder::new().name("sb-sizes".into()).spawn(move || watch(&its, &changes))?;
+        Ok(Self(is_over))
+    }
+}
+
+impl Drop for SizeWatch {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+        tell_new_size();
+    }
+}
+
+fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
+    let mut news = SizeNews::default();
+    loop {
+        news.wait();
+        if is_over.load(Ordering::Acquire) {
+            return;
+        }
+        // Nobody is kept from letting go of disks while this sleeps.
+        let Some(changes) = changes.upgrade() else { return };
+        look(&changes);
+    }
+}
+
+fn look(changes: &Changes) {
+    for served in changes.registry().all() {
+        for (nsid, namespace) in served.controller.namespaces() {
+            if !namespace.disk.takes_new_size() {
+                continue;
+            }
+            let name = namespace.disk.name();
+            drop(namespace);
+            if let Err(error) =
+                changes.change_namespace(&served.id, nsid, &NamespaceChange::Size(None))
+            {
+                warn!(
+                    "{}: {name} may have another size, which namespace {nsid} can not have: \
+                     {error:#}; `shadowbell ctl namespace resize` tries again",
+                    served.name
+                );
+            }
+        }
+    }
+}
