@@ -16,6 +16,10 @@ const PERIOD: u32 = 1024;
 /// below which it is not any more.
 const DEEP: u64 = 4;
 const SHALLOW: u64 = 2;
+/// What one counts for that came with more behind it: of long writes few are in flight at a time,
+/// because each is over when the next one has been received, and now and then the client waits for
+/// all that it has sent.
+const MORE: u64 = 2 * DEEP;
 /// A request every so often, or less often, is one at a time that takes too long for threads to
 /// wait awake.
 const SLOW: Duration = Duration::from_micros(35);
@@ -40,14 +44,13 @@ pub(crate) struct Depth {
 
 impl Depth {
     /// A request has begun, and so many are in flight with it. With `more`, the client has sent
-    /// more already: of long writes few are in flight at a time, because each is over when the next
-    /// one has been received.
+    /// more already.
     pub(crate) fn begun(&mut self, in_flight: usize, more: bool) {
         if self.requests == 0 {
             self.since = Some(Instant::now());
         }
         self.requests += 1;
-        self.in_flight += (in_flight as u64).max(if more { DEEP } else { 0 });
+        self.in_flight += (in_flight as u64).max(if more { MORE } else { 0 });
     }
 
     /// Whether a thread of the other kind would suit the client better. `is_alone` says whether the
@@ -114,9 +117,9 @@ mod tests {
         assert!(!period(&mut depth, 32) && !period(&mut depth, 2) && period(&mut depth, 1));
         depth.back();
         assert!(!period(&mut depth, 1) && !period(&mut depth, 3) && period(&mut depth, 32));
-        // Long writes.
-        for _ in 0..PERIOD {
-            depth.begun(1, true);
+        // Long writes. After some of them the client waits for what it has sent.
+        for at in 0..PERIOD {
+            depth.begun(1, at % 3 != 0);
         }
         assert!(depth.wants_to_move(|| false));
         depth.refused();

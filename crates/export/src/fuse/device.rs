@@ -10,10 +10,9 @@
 //! that is awake finds that it does not get to the end of what there is ([`Crew`]), so that a
 //! request wakes one thread, and none if one is awake.
 
-use super::MAX_REQUEST;
 use super::file::{Action, DiskFile, Step};
 use super::sys;
-use super::wire::{Answer, Extent, Request, WRITE_HEAD};
+use super::wire::{Answer, Extent, MAX_REQUEST, Request, WRITE_HEAD};
 use crate::data::{Data, DataMemory};
 use crate::depth::Depth;
 use crate::failures::FailureCount;

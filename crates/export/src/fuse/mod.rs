@@ -45,12 +45,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+use wire::MAX_REQUEST;
 
 /// The most threads that serve a mount; and no more than half of the processors, because a program
 /// that asks for so much needs the others.
 const MOST_THREADS: usize = 4;
-/// The most bytes of a request: 256 pages, what the kernel allows.
-const MAX_REQUEST: u32 = 1 << 20;
 /// Asynchronous requests that the kernel may have under way.
 const BACKGROUND: u16 = 256;
 

@@ -38,6 +38,8 @@ pub(super) mod change {
     pub(crate) const SIZE: u32 = 1 << 3;
 }
 
+/// The most bytes of data of a request: 256 pages, what the kernel allows.
+pub(super) const MAX_REQUEST: u32 = 1 << 20;
 /// What every request begins with.
 const HEADER: usize = 40;
 /// A `WRITE` without its data; nothing that precedes data is longer.

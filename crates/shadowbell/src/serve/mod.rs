@@ -43,7 +43,8 @@
 //! Threads: the workers, one reactor for all sockets, one that makes log lines of what happens, one
 //! that writes the log (so that a terminal that blocks can not hold up a guest, see
 //! `crate::log_thread`), one that answers `top` if it may ask, one that has the control socket, one
-//! that hears of disks with new sizes, and the main thread, which waits for signals. None of them has a timer while nobody asks.
+//! that hears of disks with new sizes, and the main thread, which waits for signals. None of them
+//! has a timer while nobody asks.
 
 mod ana;
 mod apply;
