@@ -87,9 +87,9 @@ fn many_idle_controllers_are_not_many_threads() {
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap();
     let names = threads.map(|t| std::fs::read_to_string(t.unwrap().path().join("comm")).unwrap());
     let (control, others): (Vec<_>, Vec<_>) = names.partition(|name| name == "sb-control\n");
-    // Two workers, the reactor, the event log, the log, the control socket, and the one who waits
-    // for signals.
-    assert_eq!(others.len(), 7, "{others:?}");
+    // Two workers, the reactor, the event log, the log, the control socket, who hears of disks with
+    // new sizes, and the one who waits for signals.
+    assert_eq!(others.len(), 8, "{others:?}");
     // The control thread and the one that stands by for it, which may just have taken over.
     assert!((2..=3).contains(&control.len()), "{}", control.len());
     is_idle(&server);
