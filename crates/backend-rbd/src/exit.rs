@@ -1,9 +1,9 @@
 //! The end of the process.
 //!
 //! An image is closed by a thread of its own, for that may wait for the cluster. Ceph's libraries
-//! take themselves apart when the process ends, whatever their threads are doing, and crash if those
-//! are closing an image. So the end waits until images are closed, for a while; and if some are open
-//! after that, the process ends without the libraries.
+//! take themselves apart when the process ends, whatever their threads are doing, and crash if
+//! those are closing an image. So the end waits until images are closed, for a while; and if some
+//! are open after that, the process ends without the libraries.
 
 use parking_lot::{Condvar, Mutex};
 use std::time::Duration;

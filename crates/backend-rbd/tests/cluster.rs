@@ -171,8 +171,8 @@ fn a_block_in_several_objects_is_not_one_step() {
     assert!(!wide.queue().unwrap().compares_and_writes());
 }
 
-/// Two clients of the cluster add one to the same block, with a lock that goes from one to the other
-/// and without.
+/// Two clients of the cluster add one to the same block, with a lock that goes from one to the
+/// other and without.
 #[test]
 fn two_clients_count_together() {
     const EACH: u64 = 100;

@@ -1,8 +1,9 @@
 //! The file of a raw disk, for who makes the calls on it by an io_uring of his own: one that knows
 //! memory which this process can not reach, as the kernel's for a request of a block device.
 //!
-//! What a call means is for a [`Task`] to say, as in a queue of the disk: a transfer that ends short
-//! goes on, a read beyond an end that has moved is an error, and what found no room is remembered.
+//! What a call means is for a [`Task`] to say, as in a queue of the disk: a transfer that ends
+//! short goes on, a read beyond an end that has moved is an error, and what found no room is
+//! remembered.
 
 use super::atom::Atom;
 use super::shared::{Alignment, FileShared};

@@ -13,9 +13,9 @@
 //!
 //! # Deaths
 //!
-//! That the disk is asked is written down before ([`Decision::Try`]). A process that goes on for one
-//! that has died asks again, before any other command of the controller's is carried out. The dead
-//! process can do nothing to the disk any more by then. Just before the blocks were equal, and
+//! That the disk is asked is written down before ([`Decision::Try`]). A process that goes on for
+//! one that has died asks again, before any other command of the controller's is carried out. The
+//! dead process can do nothing to the disk any more by then. Just before the blocks were equal, and
 //! nothing else of this server was under way. So what the answer says:
 //!
 //! * They are equal: they are written now, once more perhaps, as any write is that was under way.

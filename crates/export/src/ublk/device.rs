@@ -276,8 +276,8 @@ impl Ublk {
         self.recovered
     }
 
-    /// Why data are copied; nothing if those of reads and writes go straight between the disk's file
-    /// and the block layer's memory, but for what the storage refuses.
+    /// Why data are copied; nothing if those of reads and writes go straight between the disk's
+    /// file and the block layer's memory, but for what the storage refuses.
     #[must_use]
     pub fn why_copied(&self) -> Option<WhyCopied> {
         self.why_copied

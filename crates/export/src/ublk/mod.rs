@@ -20,11 +20,11 @@
 //! * The driver copies them, into the buffer of the request's tag before we see it, and out of it
 //!   when we have answered.
 //! * The driver registers the request's memory with the ring of the queue (`UBLK_F_AUTO_BUF_REG`,
-//!   as Linux has it since 6.17). If the disk is a raw image or a block device in this process, past
-//!   the page cache, the thread reads and writes it by that ring, to and from that memory: nobody
-//!   copies, and no controller is asked. Everything else goes to the disk as ever (discards, zeroes,
-//!   flushes, and what the storage refuses for its address), and so do all requests if such a
-//!   device is taken over with another kind of disk; then it is we who copy the data, from and to
+//!   as Linux has it since 6.17). If the disk is a raw image or a block device in this process,
+//!   past the page cache, the thread reads and writes it by that ring, to and from that memory:
+//!   nobody copies, and no controller is asked. Everything else goes to the disk as ever (discards,
+//!   zeroes, flushes, and what the storage refuses for its address), and so do all requests if such
+//!   a device is taken over with another kind of disk; then it is we who copy the data, from and to
 //!   the driver (`UBLK_F_USER_COPY`).
 //!
 //! # When the server dies

@@ -81,7 +81,8 @@ pub struct Args {
     /// How to find completions
     #[arg(long, value_enum, default_value_t = CompletionMode::Poll)]
     pub completion: CompletionMode,
-    /// The longest that `--completion adaptive` looks before it sleeps, in microseconds [default: 100]
+    /// The longest that `--completion adaptive` looks before it sleeps, in microseconds [default:
+    /// 100]
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub poll_max: Option<u32>,
     /// A command that is not completed after this time is aborted; then its queue is created again,

@@ -1,8 +1,8 @@
 //! A raw disk of the guest as `/dev/ublkbN`: its data go straight between the block layer's memory
 //! and the disk, or are copied. Both ways are checked, from one to the other, and compared.
 //!
-//! The disks are namespaces of QEMU's, with the kernel's own driver: one is exported itself, and one
-//! has a file system with images.
+//! The disks are namespaces of QEMU's, with the kernel's own driver: one is exported itself, and
+//! one has a file system with images.
 
 mod measure;
 
@@ -119,8 +119,8 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
         ),
         3 * MINUTE,
     )?;
-    // Writes that are to be durable, zeroes by command between what is not zero, a discard, and data
-    // through the kernel's cache.
+    // Writes that are to be durable, zeroes by command between what is not zero, a discard, and
+    // data through the kernel's cache.
     guest.sh(
         &format!(
             "fio --name=durable --filename=/dev/{disk} --rw=randwrite --bs=16k --sync=dsync \
