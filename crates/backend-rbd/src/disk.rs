@@ -28,7 +28,16 @@ impl RbdDisk {
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong and what to do.
     pub fn open(spec: &RbdSpec) -> Result<Self, OpenError> {
-        Self::open_without(spec, &[])
+        Self::open_without(spec, &[], true)
+    }
+
+    /// Opens the image without a cache in this process: a write is answered when it is in the
+    /// cluster. So it costs nothing more to [keep](Disk::keep) it for another process.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open_lasting(spec: &RbdSpec) -> Result<Self, OpenError> {
+        Self::open_without(spec, &[], false)
     }
 
     /// Goes on with the disk of a process that has died, which had it [kept](Disk::keep) as `state`
@@ -46,7 +55,7 @@ impl RbdDisk {
         };
         let out = if is_wrong(WrongOrder::NoFence) { Vec::new() } else { kept.addresses.clone() };
         let named = spec.clone();
-        let mut disk = reach(spec, wait, move || Self::open_without(&named, &out))?;
+        let mut disk = reach(spec, wait, move || Self::open_without(&named, &out, false))?;
         let now = disk.0.info.blocks;
         disk.0.info = kept.as_it_was(&disk.0.info).map_err(|why| refused(spec, why))?;
         if disk.0.info.blocks != now
@@ -65,10 +74,10 @@ impl RbdDisk {
     }
 
     /// Opens it when the cluster keeps the clients `dead` out.
-    fn open_without(spec: &RbdSpec, dead: &[String]) -> Result<Self, OpenError> {
+    fn open_without(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
-        let image = Image::open(spec, dead).map_err(|failure| match failure {
+        let image = Image::open(spec, dead, caches).map_err(|failure| match failure {
             Failure::Library(why) => OpenError::Library { disk: disk(), why },
             Failure::Call(what, source) => failed(what, source),
         })?;
@@ -86,8 +95,9 @@ impl RbdDisk {
         let unit = image.stripe_unit();
         let granularity = unit.clamp(u64::from(block_size), 1 << 22);
         info.granularity = (granularity / u64::from(block_size)) as u32;
-        let (is_full, lasts) = (AtomicBool::new(false), AtomicBool::new(false));
-        let opened = Opened { image: Some(image), name: disk(), unit, is_full, lasts };
+        let (caches, is_full, flushes) =
+            (image.caches(), AtomicBool::new(false), AtomicBool::new(false));
+        let opened = Opened { image: Some(image), name: disk(), unit, caches, is_full, flushes };
         Ok(Self(Shared { opened: Arc::new(opened), info }))
     }
 }
@@ -120,7 +130,7 @@ impl Disk for RbdDisk {
                 let why = "the cluster does not say by what address it knows this client";
                 return Err(HandOverError::Unfenced { disk: self.name(), why });
             }
-            opened.lasts.store(true, Ordering::Relaxed);
+            opened.flushes.store(opened.caches, Ordering::Relaxed);
         }
         Ok(json!({ KEY: KeptImage::new(info, clients) }))
     }

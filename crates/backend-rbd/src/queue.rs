@@ -76,9 +76,9 @@ impl RbdQueue {
         })
     }
 
-    /// Whether what was answered has to outlive this process.
-    fn lasts(&self) -> bool {
-        self.shared.opened.lasts.load(Ordering::Relaxed)
+    /// Whether a write has a flush after it, whatever the host says.
+    fn flushes(&self) -> bool {
+        self.shared.opened.flushes.load(Ordering::Relaxed)
     }
 
     /// Begins what waits, as far as there is room.
@@ -204,9 +204,9 @@ impl Queue for RbdQueue {
                 return Submitted::Done(Err(DiskError::Unsupported));
             }
             Op::Write { fua } | Op::CompareAndWrite { fua } | Op::WriteZeroes { fua, .. } => {
-                fua || self.lasts()
+                (fua && self.shared.opened.caches) || self.flushes()
             }
-            Op::Discard => self.lasts(),
+            Op::Discard => self.flushes(),
             Op::Read | Op::Compare | Op::Verify => false,
             _ => return Submitted::Done(Err(DiskError::Unsupported)),
         };

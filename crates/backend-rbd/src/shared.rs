@@ -14,8 +14,10 @@ pub(crate) struct Opened {
     pub(crate) unit: u64,
     /// The last write found no room.
     pub(crate) is_full: AtomicBool,
-    /// What was answered has to outlive this process.
-    pub(crate) lasts: AtomicBool,
+    /// A write may be answered from memory of this process.
+    pub(crate) caches: bool,
+    /// What was answered has to outlive this process, and does not by itself.
+    pub(crate) flushes: AtomicBool,
 }
 
 impl Drop for Opened {

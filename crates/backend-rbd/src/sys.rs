@@ -18,9 +18,32 @@ const MOUNT_TIMEOUT: &str = "15";
 /// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`
 const THICK: c_int = 1;
 
+/// The settings of each client.
+const SETTINGS: [(&str, &str); 5] = [
+    ("client_mount_timeout", MOUNT_TIMEOUT),
+    // A call is begun by the thread that makes it: a hand-over between threads less for each.
+    ("rbd_non_blocking_aio", "false"),
+    // With a limit on what is under way, a call that is beyond it waits: with the line above, a
+    // worker, and for as long as the cluster does not answer. Our own limits are a queue's buffers.
+    ("objecter_inflight_ops", "0"),
+    ("objecter_inflight_op_bytes", "0"),
+    // NVMe hosts know of a volatile write cache, and flush it.
+    ("rbd_cache_writethrough_until_flush", "false"),
+];
+/// That of a client whose writes are answered when they are in the cluster.
+const NO_CACHE: (&str, &str) = ("rbd_cache", "false");
+
 type Handle = *mut c_void;
 type Callback = extern "C" fn(Handle, *mut c_void);
 type Changed = extern "C" fn(*mut c_void);
+
+/// `rbd_config_option_t`: a setting of an image, as it is in use.
+#[repr(C)]
+struct Setting {
+    name: *mut c_char,
+    value: *mut c_char,
+    source: c_int,
+}
 
 macro_rules! api {
     ($($name:ident: fn($($arg:ty),*) -> $ret:ty, $library:ident;)*) => {
@@ -61,6 +84,8 @@ api! {
     rbd_close: fn(Handle) -> c_int, rbd;
     rbd_get_size: fn(Handle, *mut u64) -> c_int, rbd;
     rbd_get_stripe_unit: fn(Handle, *mut u64) -> c_int, rbd;
+    rbd_config_image_list: fn(Handle, *mut Setting, *mut c_int) -> c_int, rbd;
+    rbd_config_image_list_cleanup: fn(*mut Setting, c_int) -> (), rbd;
     rbd_aio_create_completion: fn(*mut c_void, Callback, *mut Handle) -> c_int, rbd;
     rbd_aio_get_return_value: fn(Handle) -> isize, rbd;
     rbd_aio_release: fn(Handle) -> (), rbd;
@@ -191,7 +216,9 @@ fn check(what: &'static str, value: c_int) -> Result<(), Failure> {
 
 impl Image {
     /// Opens the image, when the cluster keeps the clients `dead` out. It waits for the cluster.
-    pub(crate) fn open(spec: &RbdSpec, dead: &[String]) -> Result<Self, Failure> {
+    /// `caches` says whether a write may be answered from memory of this process; who has set up
+    /// the cluster can [have that](Self::caches) nevertheless.
+    pub(crate) fn open(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, Failure> {
         let api = api().map_err(Failure::Library)?;
         let mut image = Self {
             api,
@@ -213,9 +240,11 @@ impl Image {
         check("reading the cluster's configuration (`conf=FILE`)", unsafe {
             (api.rados_conf_read_file)(image.cluster, conf)
         })?;
-        let (name, value) = (c_text("client_mount_timeout"), c_text(MOUNT_TIMEOUT));
-        // SAFETY: as above. One that does not know the option has its own time.
-        unsafe { (api.rados_conf_set)(image.cluster, name.as_ptr(), value.as_ptr()) };
+        for (name, value) in SETTINGS.into_iter().chain((!caches).then_some(NO_CACHE)) {
+            let (name, value) = (c_text(name), c_text(value));
+            // SAFETY: as above. One that does not know the option does what it does.
+            unsafe { (api.rados_conf_set)(image.cluster, name.as_ptr(), value.as_ptr()) };
+        }
         // SAFETY: as above.
         check(CONNECTING, unsafe { (api.rados_connect)(image.cluster) })?;
         image.keep_out(dead)?;
@@ -297,6 +326,40 @@ impl Image {
     /// Whether Ceph has said, since this was asked last, that the size may have changed.
     pub(crate) fn take_changed(&self) -> bool {
         self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
+    }
+
+    /// Whether a write may be answered from memory of this process, or from a file of this machine:
+    /// what the cluster has set for the pool or the image is stronger than what we have asked for.
+    pub(crate) fn caches(&self) -> bool {
+        let value = |name| self.setting(name);
+        value("rbd_cache").as_deref() != Some("false")
+            || value("rbd_persistent_cache_mode").is_some_and(|mode| mode != "disabled")
+    }
+
+    /// A setting of the image, as it is in use.
+    fn setting(&self, name: &str) -> Option<String> {
+        let mut count = 0;
+        // SAFETY: the image is open; without room, Ceph says how much it takes.
+        unsafe { (self.api.rbd_config_image_list)(self.image, null_mut(), &mut count) };
+        let mut settings: Vec<Setting> = Vec::with_capacity(usize::try_from(count).ok()?);
+        // SAFETY: there is room for so many.
+        let value = unsafe {
+            (self.api.rbd_config_image_list)(self.image, settings.as_mut_ptr(), &mut count)
+        };
+        if value < 0 {
+            return None;
+        }
+        // SAFETY: Ceph has filled in `count` of them, no more than there is room for; each is two
+        // texts, which are read here and given back once.
+        unsafe {
+            settings.set_len(usize::try_from(count).ok()?);
+            let text = |text| CStr::from_ptr(text).to_string_lossy().into_owned();
+            let one =
+                settings.iter().find(|one| CStr::from_ptr(one.name).to_bytes() == name.as_bytes());
+            let found = one.map(|one| text(one.value));
+            (self.api.rbd_config_image_list_cleanup)(settings.as_mut_ptr(), count);
+            found
+        }
     }
 
     /// Bytes that lie together in the cluster.

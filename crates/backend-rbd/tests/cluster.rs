@@ -301,6 +301,10 @@ impl Stopped {
         let pid = |path| std::fs::read_to_string(path).unwrap().trim().to_owned();
         let stopped = Self(files.filter(of_osd).map(pid).collect());
         stopped.signal("-STOP");
+        // The signal is on its way for a moment.
+        while stopped.0.iter().any(|pid| !is_stopped(pid)) {
+            std::thread::yield_now();
+        }
         stopped
     }
 
@@ -316,6 +320,14 @@ impl Drop for Stopped {
     }
 }
 
+/// Whether each thread of a process is stopped.
+fn is_stopped(pid: &str) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let stat = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("stat"));
+    // The state follows the name, which is in brackets.
+    threads.flatten().map(stat).all(|stat| stat.is_ok_and(|stat| stat.contains(") T ")))
+}
+
 /// What has ended within that time.
 fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskError>)> {
     let (until, mut all) = (Instant::now() + time, Vec::new());
@@ -324,6 +336,54 @@ fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskErro
         std::thread::sleep(Duration::from_millis(2));
     }
     all
+}
+
+/// The OSDs do not answer, and a write that is answered is in a cache of this process. One on a disk
+/// that is kept for another process is not answered, whoever has set up the cache.
+#[test]
+fn the_cluster_does_not_answer_and_what_is_kept_waits_for_it() {
+    let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {
+        return;
+    };
+    for (opened, cache, is_kept, answered) in [
+        (RbdDisk::open as fn(&RbdSpec) -> _, None, false, true),
+        (RbdDisk::open, None, true, false),
+        (RbdDisk::open_lasting, None, true, false),
+        (RbdDisk::open_lasting, None, false, false),
+        (RbdDisk::open_lasting, Some("true"), false, true),
+        (RbdDisk::open_lasting, Some("true"), true, false),
+    ] {
+        image(&conf, "waits", "8M");
+        if let Some(value) = cache {
+            rbd(&conf, &["config", "image", "set", "rbd/waits", "rbd_cache", value]);
+        }
+        let disk = opened(&RbdSpec::parse(&format!("rbd:rbd/waits?conf={conf}")).unwrap()).unwrap();
+        if is_kept {
+            disk.keep(&mut Descriptors::default()).unwrap();
+        }
+        let mut queue = disk.queue().unwrap();
+        // The image's lock is taken.
+        assert_eq!(write(&mut *queue, 0, &[1; 4096]), Ok(()));
+        assert_eq!(flush(&mut *queue), Ok(()));
+        let bytes = memory(4096);
+        let stopped = Stopped::all(&conf);
+        let request = Request { op: Op::Write { fua: false }, offset: 4096, len: 4096 };
+        let mut data = segments(&bytes, 0, 4096);
+        assert_eq!(queue.submit(7, &request, &mut data), Submitted::Pending);
+        queue.commit();
+        let time = Duration::from_millis(if answered { 10_000 } else { 200 });
+        let (until, mut outcome) = (Instant::now() + time, None);
+        while Instant::now() < until && outcome.is_none() {
+            queue.reap(&mut |_, ended, _| outcome = Some(ended));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(outcome, answered.then_some(Ok(())), "{cache:?}, kept: {is_kept}");
+        drop(stopped);
+        while queue.pending() > 0 {
+            wait(&*queue);
+            queue.reap(&mut |_, ended, _| assert_eq!(ended, Ok(())));
+        }
+    }
 }
 
 /// The OSDs do not answer: reads and what has not begun can be cancelled at once, a write that has
@@ -367,7 +427,29 @@ fn the_cluster_does_not_answer() {
     let mut cancelled = ended(&mut *queue, Duration::from_millis(100));
     cancelled.sort_unstable_by_key(|(tag, _)| *tag);
     assert_eq!(cancelled, [0, LAST].map(|tag| (tag, Err(DiskError::Cancelled))));
+    // More at a time than Ceph's own client lets under way (`objecter_inflight_ops`).
+    let (told, hears) = std::sync::mpsc::channel();
+    let many = std::thread::spawn({
+        let (disk, bytes) = (disk.clone(), bytes.clone());
+        move || {
+            let mut queue = disk.queue().unwrap();
+            for tag in 0..3000 {
+                let op = if tag % 2 == 0 { Op::Read } else { Op::Write { fua: false } };
+                let request = Request { op, offset: u64::from(tag) * 4096, len: 4096 };
+                let mut data = segments(&bytes, 0, 4096);
+                assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
+                queue.commit();
+            }
+            told.send(()).unwrap();
+            while queue.pending() > 0 {
+                wait(&*queue);
+                queue.reap(&mut |_, result, _| assert_eq!(result, Ok(())));
+            }
+        }
+    });
+    assert!(hears.recv_timeout(Duration::from_secs(20)).is_ok(), "a worker would wait");
     drop(stopped);
+    many.join().unwrap();
     let mut others = Vec::new();
     while queue.pending() > 0 {
         wait(&*queue);

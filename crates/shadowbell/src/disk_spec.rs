@@ -99,7 +99,7 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
 /// # Errors
 /// [`DiskSpecError`].
 pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    open_by(spec, shadowbell_backend::open)
+    open_by(spec, Lifetime::Process)
 }
 
 /// The same, so that it can be handed over to another process if its kind can.
@@ -107,7 +107,7 @@ pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
 /// # Errors
 /// [`DiskSpecError`].
 pub(crate) fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    open_by(spec, shadowbell_backend::open_lasting)
+    open_by(spec, Lifetime::Keeper)
 }
 
 /// Takes over the disk that another process has handed over; it has opened it by the same
@@ -274,13 +274,19 @@ pub(crate) fn from_root(spec: &str) -> String {
     format!("{}{options}", self_as_is::absolute(Path::new(disk)).display())
 }
 
-/// How a disk of this process alone is opened.
-type Open = fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>;
+/// How long what a disk has in memory is to be there.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lifetime {
+    /// As long as this process.
+    Process,
+    /// As long as its keeper, and the processes that it starts.
+    Keeper,
+}
 
-fn open_by(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
+fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = split(spec)?;
     check_name(&spec)?;
-    let disk = open_unlimited(&spec, open)?;
+    let disk = open_unlimited(&spec, lifetime)?;
     if let Some(remark) = write_protection(&spec, disk.info().read_only)? {
         tracing::warn!("{remark}");
     }
@@ -334,7 +340,7 @@ pub(crate) fn contain() {
 
 static IS_CONTAINED: AtomicBool = AtomicBool::new(false);
 
-fn open_unlimited(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
+fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     if let Some(why) = outside(spec).filter(|_| IS_CONTAINED.load(Ordering::Relaxed)) {
         let why = anyhow!("{spec} {why}: the server needs `--sandbox off` for that");
         return Err(DiskSpecError::Device(exit::bad_input(why)));
@@ -345,10 +351,15 @@ fn open_unlimited(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError
         return Ok(Arc::new(disk));
     }
     if RbdSpec::is_one(spec) {
-        return Ok(Arc::new(RbdDisk::open(&RbdSpec::parse(spec)?)?));
+        let spec = RbdSpec::parse(spec)?;
+        let disk = match lifetime {
+            Lifetime::Process => RbdDisk::open(&spec)?,
+            Lifetime::Keeper => RbdDisk::open_lasting(&spec)?,
+        };
+        return Ok(Arc::new(disk));
     }
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        let disk = open_own(spec, open).map_err(|error| match &error {
+        let disk = open_own(spec, lifetime).map_err(|error| match &error {
             DiskSpecError::Disk(shadowbell_backend::OpenError::NoFile { path, .. }) => {
                 match not_a_disk(path) {
                     Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
@@ -381,7 +392,11 @@ pub(crate) fn device(spec: &str) -> Result<(Target, Options), DiskSpecError> {
 }
 
 /// Opens a disk that is not another controller's.
-fn open_own(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
+fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    let open = match lifetime {
+        Lifetime::Process => shadowbell_backend::open,
+        Lifetime::Keeper => shadowbell_backend::open_lasting,
+    };
     let file = FileSpec::parse(spec)?;
     let opened = match &file {
         // The raw disk's own refusals do not fit it.

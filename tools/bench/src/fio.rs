@@ -102,8 +102,8 @@ pub(crate) fn run(settings: &Settings, job: &Job<'_>) -> Result<Value> {
         format!("--iodepth={}", job.depth),
         format!("--runtime={}ms", settings.time.as_millis()),
         format!("--ramp_time={}ms", settings.ramp.as_millis()),
-        format!("--cpus_allowed={}", settings.cpus[1]),
     ]);
+    command.args(settings.pinned.then(|| format!("--cpus_allowed={}", settings.cpus[1])));
     command.args([
         "--numjobs=1",
         "--thread",

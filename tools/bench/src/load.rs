@@ -67,6 +67,8 @@ pub(crate) struct Load<'a> {
     pub(crate) doorbells: &'a str,
     /// The longest that the two sides look before they sleep, in microseconds, if not the default.
     pub(crate) poll_max: Option<u32>,
+    /// The server has a keeper.
+    pub(crate) keeper: bool,
 }
 
 impl Default for Load<'_> {
@@ -84,6 +86,7 @@ impl Default for Load<'_> {
             fill: false,
             doorbells: "shadow",
             poll_max: None,
+            keeper: false,
         }
     }
 }
@@ -91,13 +94,13 @@ impl Default for Load<'_> {
 impl Load<'_> {
     /// Where the server works and when.
     fn serve_options(&self, settings: &Settings) -> Vec<String> {
-        let pin = settings.cpus.iter().take(self.workers.into()).map(ToString::to_string);
-        let pin = pin.collect::<Vec<_>>().join(",");
         let workers = self.workers.to_string();
         let mut options: Vec<String> =
-            ["--workers", &workers, "--pin", &pin, "--poll", self.waiting.poll()]
-                .map(str::to_owned)
-                .to_vec();
+            ["--workers", &workers, "--poll", self.waiting.poll()].map(str::to_owned).to_vec();
+        if settings.pinned {
+            let pin = settings.cpus.iter().take(self.workers.into()).map(ToString::to_string);
+            options.push(format!("--pin={}", pin.collect::<Vec<_>>().join(",")));
+        }
         if self.doorbells != "shadow" {
             options.extend(["--doorbells".to_owned(), self.doorbells.to_owned()]);
         }
@@ -119,11 +122,11 @@ impl Load<'_> {
             ("numjobs", self.jobs.to_string()),
             ("completion", self.waiting.completion().to_owned()),
             ("doorbells", self.doorbells.to_owned()),
-            ("pin", settings.cpus[1].to_string()),
         ]
         .into_iter()
         .map(|(name, value)| format!("--{name}={value}"))
         .collect();
+        options.extend(settings.pinned.then(|| format!("--pin={}", settings.cpus[1])));
         options.extend(self.longest_poll());
         if self.waiting == Waiting::Polling {
             // One processor for all of them; threads that sleep have a queue pair each.
@@ -137,7 +140,8 @@ impl Load<'_> {
 
     /// A server for this load, ready to be measured.
     pub(crate) fn serve(&self, settings: &Settings) -> Result<Server> {
-        let server = Server::start(&settings.binary, &[self.disk], &self.serve_options(settings))?;
+        let start = if self.keeper { Server::start_kept } else { Server::start };
+        let server = start(&settings.binary, &[self.disk], &self.serve_options(settings))?;
         if self.fill {
             let mut command = child(&settings.binary);
             command.args(["bench", &server.target(0), "--rw=write", "--bs=1m", "--iodepth=4"]);

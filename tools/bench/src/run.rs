@@ -130,6 +130,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let settings = Settings {
         binary,
         cpus: [first, second],
+        pinned: true,
         rounds: if quick { 1 } else { arguments.rounds },
         time: Duration::from_millis(if quick { 60 } else { arguments.time }),
         ramp: Duration::from_millis(if quick { 20 } else { 200 }),
@@ -201,9 +202,12 @@ pub fn rbd(program: Option<&Path>, conf: &Path, name: &str, rounds: u32) -> Resu
     let settings = Settings {
         binary,
         cpus: [0, 1],
+        // Ceph's servers work on the same processors.
+        pinned: false,
         rounds,
-        time: Duration::from_secs(2),
-        ramp: Duration::from_millis(200),
+        // What a cache takes up at the beginning is not what a disk can do.
+        time: Duration::from_secs(3),
+        ramp: Duration::from_secs(2),
         quick: false,
         directory: output_directory(),
     };

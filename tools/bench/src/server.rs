@@ -23,10 +23,19 @@ pub(crate) struct Server {
 impl Server {
     /// Serves these disks as one controller. The worker is where `options` pin it.
     pub(crate) fn start(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
+        // One process, whose time and memory are the server's.
+        Self::start_by(binary, disks, &[&["--no-keeper".to_owned()], options].concat())
+    }
+
+    /// The same with a keeper: what it has answered survives the process that serves.
+    pub(crate) fn start_kept(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
+        Self::start_by(binary, disks, options)
+    }
+
+    fn start_by(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets")?;
         let mut command = child(binary);
-        // One process, whose time and memory are the server's.
-        command.args(["serve", "--no-keeper"]).args(disks).args(options);
+        command.arg("serve").args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("vm0.sock"));
         Self::spawn(command, directory)
     }

@@ -13,6 +13,8 @@ pub(crate) struct Settings {
     pub(crate) binary: PathBuf,
     /// The controller's processor and the driver's.
     pub(crate) cpus: [usize; 2],
+    /// Each side stays on its processor. Else they are where the system puts them.
+    pub(crate) pinned: bool,
     pub(crate) rounds: u32,
     /// How long one measurement takes.
     pub(crate) time: Duration,

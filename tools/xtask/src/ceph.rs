@@ -61,7 +61,9 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     };
     step(report, "tests on the cluster", &mut test());
     let mut stopped = test();
-    stopped.env("SHADOWBELL_CEPH_STOP", "1").arg("the_cluster_does_not_answer");
+    // One after the other: they stop the same servers.
+    let names = ["the_cluster_does_not_answer", "--", "--test-threads=1"];
+    stopped.env("SHADOWBELL_CEPH_STOP", "1").args(names);
     step(report, "a cluster that does not answer", &mut stopped);
     let mut serve = cargo();
     serve.args(["test", "--package", "shadowbell", "--test", "serve", "ceph::"]);

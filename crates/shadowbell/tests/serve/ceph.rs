@@ -26,8 +26,18 @@ fn image(name: &str, features: &str) -> Option<String> {
 
 #[test]
 fn an_image_of_a_cluster_goes_on_through_kills() {
-    for (name, features) in [("killed", "layering,exclusive-lock"), ("killed-bare", "layering")] {
+    for (name, features) in [
+        ("killed", "layering,exclusive-lock"),
+        ("killed-bare", "layering"),
+        ("killed-cache", "layering"),
+    ] {
         let Some(disk) = image(name, features) else { return };
+        if name == "killed-cache" {
+            let conf = std::env::var("SHADOWBELL_CEPH_CONF").unwrap();
+            let set = ["config", "image", "set", "rbd/killed-cache", "rbd_cache", "true"];
+            let set = Command::new("rbd").args(["-c", &conf]).args(set).output().unwrap();
+            assert!(set.status.success(), "{set:?}");
+        }
         survive(&mut keeper(&disk), 5);
     }
 }

@@ -1,9 +1,14 @@
 //! A disk `rbd:` behind the controller next to fio's rbd engine on the same image, in turn. For
 //! `cargo xtask ceph`, which has a cluster.
+//!
+//! Both sides promise the same of a write: that it is in Ceph's cache in their process, or (with a
+//! keeper) that it is in the cluster.
 
+use std::fs;
+use std::io::Write as _;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use super::contest::Row;
@@ -15,24 +20,32 @@ use crate::samples::{Rounds, Samples};
 use crate::settings::Settings;
 use crate::table::Table;
 
-const ROWS: [Row; 4] = [
-    ("randread", 4096, 1),
-    ("randread", 4096, 32),
-    ("randwrite", 4096, 1),
-    ("randwrite", 4096, 32),
+/// And whether a write is answered when it is in the cluster.
+const ROWS: [(Row, bool); 6] = [
+    (("randread", 4096, 1), false),
+    (("randread", 4096, 32), false),
+    (("randwrite", 4096, 1), false),
+    (("randwrite", 4096, 32), false),
+    (("randwrite", 4096, 1), true),
+    (("randwrite", 4096, 32), true),
 ];
 
 /// Of the image `rbd/NAME` of a cluster.
 pub(crate) fn table(settings: &Settings, conf: &Path, name: &str) -> Result<Table> {
     machine::need("fio", "fio", !settings.quick).map_err(anyhow::Error::msg)?;
     let disk = format!("rbd:rbd/{name}?conf={}", conf.display());
+    let mut durable = tempfile::NamedTempFile::new().context("a configuration without a cache")?;
+    let text = fs::read_to_string(conf).with_context(|| conf.display().to_string())?;
+    writeln!(durable, "{text}\nrbd_cache = false").context("a configuration without a cache")?;
     let mut found: Vec<[Rounds; 2]> = vec![Default::default(); ROWS.len()];
     let mut ratios = vec![Samples::default(); ROWS.len()];
     for _ in 0..settings.rounds {
-        for ((&(rw, bs, depth), pair), ratio) in ROWS.iter().zip(&mut found).zip(&mut ratios) {
+        let rows = ROWS.iter().zip(&mut found).zip(&mut ratios);
+        for ((&((rw, bs, depth), keeper), pair), ratio) in rows {
             let waiting = Waiting::Adaptive;
-            let load = Load { disk: &disk, rw, bs, depth, waiting, ..Load::default() };
+            let load = Load { disk: &disk, rw, bs, depth, waiting, keeper, ..Load::default() };
             let ours = load.measure(settings)?;
+            let conf = if keeper { durable.path() } else { conf };
             let source = Source::Rbd { conf, name };
             let fio = fio::run(settings, &Job { source, rw, bs, depth })?;
             let iops = |row: &Value| row.get("iops").and_then(Value::as_f64).unwrap_or_default();
@@ -44,14 +57,21 @@ pub(crate) fn table(settings: &Settings, conf: &Path, name: &str) -> Result<Tabl
         }
     }
     let title = "A disk rbd: behind the controller, next to fio's rbd engine, in turn";
-    let head = ["rw", "bs", "iodepth", "contestant", "IOPS", "ratio", "p50", "p99"];
+    let head =
+        ["rw", "bs", "iodepth", "a write is in", "contestant", "IOPS", "ratio", "p50", "p99"];
     let mut table = Table::new(title, &head);
-    for ((&(rw, bs, depth), pair), ratio) in ROWS.iter().zip(&found).zip(&ratios) {
+    for ((&((rw, bs, depth), keeper), pair), ratio) in ROWS.iter().zip(&found).zip(&ratios) {
+        let promise = match (rw, keeper) {
+            ("randread", _) => "-",
+            (_, false) => "a cache",
+            (_, true) => "the cluster",
+        };
         for (rounds, who) in pair.iter().zip(["shadowbell", "fio"]) {
             let mut row = rounds.row("rbd");
             if let Some(fields) = row.as_object_mut() {
                 fields.insert("device".into(), who.into());
                 fields.insert("ratio".into(), json!(ratio.median()));
+                fields.insert("is_durable".into(), keeper.into());
             }
             let ratio = if who == "fio" { "-".into() } else { format!("{:.2}", ratio.median()) };
             table.push(
@@ -59,6 +79,7 @@ pub(crate) fn table(settings: &Settings, conf: &Path, name: &str) -> Result<Tabl
                     rw.into(),
                     size(bs),
                     depth.to_string(),
+                    promise.into(),
                     who.into(),
                     count(rounds.median("iops")),
                     ratio,
