@@ -203,6 +203,8 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
         ("osd_crush_chooseleaf_type", "0"),
         ("osd_objectstore", "memstore"),
         ("memstore_device_bytes", "1073741824"),
+        // Or an object that was written at random is read a piece at a time.
+        ("memstore_page_set", "true"),
         ("osd_memory_target", "939524096"),
         ("osd_pool_default_pg_num", "8"),
         ("osd_pool_default_pg_autoscale_mode", "off"),
