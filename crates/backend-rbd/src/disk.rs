@@ -115,7 +115,7 @@ impl Disk for RbdDisk {
         self.0.opened.name.clone()
     }
 
-    /// From here on a write is answered when it is in the cluster.
+    /// From here on a write is answered when it is in the cluster; with a cache, by a flush.
     fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
         let Shared { opened, info } = &self.0;
         let Some(image) = &opened.image else {

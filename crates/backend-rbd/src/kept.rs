@@ -14,8 +14,9 @@
 //!
 //! # What is durable
 //!
-//! librbd may answer writes from memory of its process. So while an image is kept for the next
-//! process, each write is followed by a flush before it is answered.
+//! librbd may answer writes from memory of its process. So an image that is to be kept for the next
+//! process is opened without that cache. If it was opened with it, or who has set up the cluster
+//! wants it, each write is followed by a flush before it is answered.
 
 use crate::error::OpenError;
 use crate::uri::RbdSpec;

@@ -14,13 +14,15 @@
 //! | `exit` | images that are open when the process ends |
 //!
 //! Nothing of Ceph is needed to build or to install: its libraries are loaded (`dlopen`) when an
-//! image is opened. All calls on the way of a request are asynchronous, and end on Ceph's threads.
+//! image is opened. All calls on the way of a request are asynchronous: they are begun by the
+//! queue's thread, and end on Ceph's.
 //! They work on buffers of the queue's, never on the guest's memory: a call can not be taken back.
 //!
 //! # What is durable when
 //!
-//! What was flushed: Ceph's client has a cache in this process. FUA is a flush after the write.
-//! Without the cluster, requests wait, as Ceph's client has it, until it is back.
+//! What was flushed: Ceph's client has a cache in this process, and FUA is a flush after the write.
+//! Opened [without it](RbdDisk::open_lasting), a write that has ended is durable. Without the
+//! cluster, requests wait, as Ceph's client has it, until it is back.
 //!
 //! A discard is a Write Zeroes that gives objects back. Ceph's own discard leaves alone what is not
 //! a whole object, and a disk's discarded blocks read as zeroes.
