@@ -95,9 +95,9 @@ impl RbdDisk {
         let unit = image.stripe_unit();
         let granularity = unit.clamp(u64::from(block_size), 1 << 22);
         info.granularity = (granularity / u64::from(block_size)) as u32;
-        let (caches, is_full, flushes) =
-            (image.caches(), AtomicBool::new(false), AtomicBool::new(false));
-        let opened = Opened { image: Some(image), name: disk(), unit, caches, is_full, flushes };
+        let (cache, is_full, lasts) =
+            (image.cache(), AtomicBool::new(false), AtomicBool::new(false));
+        let opened = Opened { image: Some(image), name: disk(), unit, cache, is_full, lasts };
         Ok(Self(Shared { opened: Arc::new(opened), info }))
     }
 }
@@ -130,7 +130,7 @@ impl Disk for RbdDisk {
                 let why = "the cluster does not say by what address it knows this client";
                 return Err(HandOverError::Unfenced { disk: self.name(), why });
             }
-            opened.flushes.store(opened.caches, Ordering::Relaxed);
+            opened.lasts.store(true, Ordering::Relaxed);
         }
         Ok(json!({ KEY: KeptImage::new(info, clients) }))
     }

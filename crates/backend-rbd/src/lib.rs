@@ -20,9 +20,11 @@
 //!
 //! # What is durable when
 //!
-//! What was flushed: Ceph's client has a cache in this process, and FUA is a flush after the write.
-//! Opened [without it](RbdDisk::open_lasting), a write that has ended is durable. Without the
-//! cluster, requests wait, as Ceph's client has it, until it is back.
+//! What was flushed, or written with FUA: Ceph's client has a cache in this process. A write with
+//! FUA goes by it. Zeroes are flushed after they were written, and so are writes if the cache is of
+//! another kind than `rbd_cache_policy=writearound`. Opened
+//! [without it](RbdDisk::open_lasting), a write that has ended is durable. Without the cluster,
+//! requests wait, as Ceph's client has it, until it is back.
 //!
 //! A discard is a Write Zeroes that gives objects back. Ceph's own discard leaves alone what is not
 //! a whole object, and a disk's discarded blocks read as zeroes.

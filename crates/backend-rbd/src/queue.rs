@@ -2,7 +2,7 @@
 
 use crate::completions::{Completions, Ended};
 use crate::shared::Shared;
-use crate::sys::Call;
+use crate::sys::{Cache, Call};
 use shadowbell_backend::{Bounds, DiskError, Op, Queue, Request, Submitted, Tasks};
 use shadowbell_memory::Segments;
 use std::collections::HashMap;
@@ -26,6 +26,8 @@ struct Task {
     begun: u64,
     under_way: u32,
     outcome: Result<(), DiskError>,
+    /// Each part has to be in the cluster when it ends.
+    fua: bool,
     flushes_after: bool,
     is_cancelled: bool,
 }
@@ -76,9 +78,21 @@ impl RbdQueue {
         })
     }
 
-    /// Whether a write has a flush after it, whatever the host says.
-    fn flushes(&self) -> bool {
-        self.shared.opened.flushes.load(Ordering::Relaxed)
+    /// Whether `op` has to be in the cluster when it ends, and how: by itself, or by a flush.
+    fn is_durable(&self, op: Op) -> (bool, bool) {
+        let fua = match op {
+            Op::Write { fua } | Op::CompareAndWrite { fua } | Op::WriteZeroes { fua, .. } => fua,
+            Op::Discard => false,
+            _ => return (false, false),
+        };
+        let wanted = fua || self.shared.opened.lasts.load(Ordering::Relaxed);
+        let by_itself = match self.shared.opened.cache {
+            Cache::None => true,
+            // librbd's zeroes have no such flag.
+            Cache::Around => matches!(op, Op::Write { .. } | Op::CompareAndWrite { .. }),
+            Cache::Other => false,
+        };
+        (wanted && by_itself, wanted && !by_itself)
     }
 
     /// Begins what waits, as far as there is room.
@@ -96,7 +110,7 @@ impl RbdQueue {
             let (call, len, held) = match task.request.op {
                 _ if left == 0 => (Call::Flush, 0, 0),
                 Op::Read | Op::Compare | Op::Verify => (Call::Read, left.min(DATA), left.min(DATA)),
-                Op::Write { .. } => (Call::Write, left.min(DATA), left.min(DATA)),
+                Op::Write { .. } => (Call::Write { fua: task.fua }, left.min(DATA), left.min(DATA)),
                 Op::CompareAndWrite { .. } => (Call::CompareAndWrite, left, 2 * left),
                 op => {
                     let len = left.min(ZEROES);
@@ -108,7 +122,7 @@ impl RbdQueue {
                 break;
             }
             let mut buffer = vec![0; held as usize];
-            if matches!(call, Call::Write | Call::CompareAndWrite)
+            if matches!(call, Call::Write { .. } | Call::CompareAndWrite)
                 && task.data.read_into(task.begun as usize, &mut buffer).is_none()
             {
                 task.outcome = Err(DiskError::BadBuffer);
@@ -203,13 +217,16 @@ impl Queue for RbdQueue {
             Op::CompareAndWrite { .. } if !self.compares_and_writes() => {
                 return Submitted::Done(Err(DiskError::Unsupported));
             }
-            Op::Write { fua } | Op::CompareAndWrite { fua } | Op::WriteZeroes { fua, .. } => {
-                (fua && self.shared.opened.caches) || self.flushes()
-            }
-            Op::Discard => self.flushes(),
-            Op::Read | Op::Compare | Op::Verify => false,
+            Op::Write { .. }
+            | Op::CompareAndWrite { .. }
+            | Op::WriteZeroes { .. }
+            | Op::Discard
+            | Op::Read
+            | Op::Compare
+            | Op::Verify => self.is_durable(request.op).1,
             _ => return Submitted::Done(Err(DiskError::Unsupported)),
         };
+        let fua = self.is_durable(request.op).0;
         self.count += 1;
         let task = Task {
             number: self.count,
@@ -218,6 +235,7 @@ impl Queue for RbdQueue {
             begun: 0,
             under_way: 0,
             outcome: Ok(()),
+            fua,
             flushes_after,
             is_cancelled: false,
         };

@@ -1,6 +1,6 @@
 //! What the queues of a disk share.
 
-use crate::sys::Image;
+use crate::sys::{Cache, Image};
 use shadowbell_backend::DiskInfo;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -14,10 +14,9 @@ pub(crate) struct Opened {
     pub(crate) unit: u64,
     /// The last write found no room.
     pub(crate) is_full: AtomicBool,
-    /// A write may be answered from memory of this process.
-    pub(crate) caches: bool,
-    /// What was answered has to outlive this process, and does not by itself.
-    pub(crate) flushes: AtomicBool,
+    pub(crate) cache: Cache,
+    /// What was answered has to outlive this process.
+    pub(crate) lasts: AtomicBool,
 }
 
 impl Drop for Opened {

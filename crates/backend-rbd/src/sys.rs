@@ -33,6 +33,9 @@ const SETTINGS: [(&str, &str); 5] = [
 /// That of a client whose writes are answered when they are in the cluster.
 const NO_CACHE: (&str, &str) = ("rbd_cache", "false");
 
+/// `LIBRADOS_OP_FLAG_FADVISE_FUA`
+const FUA: c_int = 0x80;
+
 type Handle = *mut c_void;
 type Callback = extern "C" fn(Handle, *mut c_void);
 type Changed = extern "C" fn(*mut c_void);
@@ -90,7 +93,7 @@ api! {
     rbd_aio_get_return_value: fn(Handle) -> isize, rbd;
     rbd_aio_release: fn(Handle) -> (), rbd;
     rbd_aio_read: fn(Handle, u64, usize, *mut c_char, Handle) -> c_int, rbd;
-    rbd_aio_write: fn(Handle, u64, usize, *const c_char, Handle) -> c_int, rbd;
+    rbd_aio_write2: fn(Handle, u64, usize, *const c_char, Handle, c_int) -> c_int, rbd;
     rbd_aio_write_zeroes: fn(Handle, u64, usize, Handle, c_int, c_int) -> c_int, rbd;
     rbd_aio_flush: fn(Handle, Handle) -> c_int, rbd;
     rbd_aio_compare_and_write:
@@ -138,11 +141,23 @@ pub(crate) enum Failure {
     Call(&'static str, io::Error),
 }
 
+/// What answers writes before they are in the cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cache {
+    None,
+    /// `rbd_cache_policy=writearound`: Write and Compare and Write can go by it.
+    Around,
+    Other,
+}
+
 /// What is done with an image, from a byte on.
 pub(crate) enum Call {
     /// As many bytes as the buffer has.
     Read,
-    Write,
+    /// With `fua` it ends when it is in the cluster, if the cache [takes that](Cache::Around).
+    Write {
+        fua: bool,
+    },
     /// So many bytes; whether they have to keep their place in the cluster.
     Zero {
         len: usize,
@@ -217,7 +232,7 @@ fn check(what: &'static str, value: c_int) -> Result<(), Failure> {
 impl Image {
     /// Opens the image, when the cluster keeps the clients `dead` out. It waits for the cluster.
     /// `caches` says whether a write may be answered from memory of this process; who has set up
-    /// the cluster can [have that](Self::caches) nevertheless.
+    /// the cluster can [have that](Self::cache) nevertheless.
     pub(crate) fn open(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, Failure> {
         let api = api().map_err(Failure::Library)?;
         let mut image = Self {
@@ -328,12 +343,18 @@ impl Image {
         self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
     }
 
-    /// Whether a write may be answered from memory of this process, or from a file of this machine:
-    /// what the cluster has set for the pool or the image is stronger than what we have asked for.
-    pub(crate) fn caches(&self) -> bool {
-        let value = |name| self.setting(name);
-        value("rbd_cache").as_deref() != Some("false")
-            || value("rbd_persistent_cache_mode").is_some_and(|mode| mode != "disabled")
+    /// The cache that is in use: what the cluster has set for the pool or the image is stronger than
+    /// what we have asked for.
+    pub(crate) fn cache(&self) -> Cache {
+        let is = |name, value| self.setting(name).as_deref() == Some(value);
+        // One that keeps writes in a file of this machine knows nothing of such flags.
+        let in_files = self.setting("rbd_persistent_cache_mode");
+        match in_files.is_some_and(|mode| mode != "disabled") {
+            true => Cache::Other,
+            false if is("rbd_cache", "false") => Cache::None,
+            false if is("rbd_cache_policy", "writearound") => Cache::Around,
+            false => Cache::Other,
+        }
     }
 
     /// A setting of the image, as it is in use.
@@ -398,7 +419,10 @@ impl Image {
                     let image = self.image;
                     let value = match *call {
                         Call::Read => (api.rbd_aio_read)(image, offset, len, bytes, completion),
-                        Call::Write => (api.rbd_aio_write)(image, offset, len, bytes, completion),
+                        Call::Write { fua } => {
+                            let flags = if fua { FUA } else { 0 };
+                            (api.rbd_aio_write2)(image, offset, len, bytes, completion, flags)
+                        }
                         Call::Zero { len, is_thick } => {
                             let flags = if is_thick { THICK } else { 0 };
                             (api.rbd_aio_write_zeroes)(image, offset, len, completion, flags, 0)

@@ -338,50 +338,70 @@ fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskErro
     all
 }
 
-/// The OSDs do not answer, and a write that is answered is in a cache of this process. One on a disk
-/// that is kept for another process is not answered, whoever has set up the cache.
+/// The OSDs do not answer, and a write that is answered is in a cache of this process. One with FUA,
+/// or on a disk that is kept for another process, is not answered, whoever has set up the cache.
 #[test]
-fn the_cluster_does_not_answer_and_what_is_kept_waits_for_it() {
+fn the_cluster_does_not_answer_and_what_is_to_be_in_it_waits() {
     let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {
         return;
     };
-    for (opened, cache, is_kept, answered) in [
-        (RbdDisk::open as fn(&RbdSpec) -> _, None, false, true),
-        (RbdDisk::open, None, true, false),
-        (RbdDisk::open_lasting, None, true, false),
-        (RbdDisk::open_lasting, None, false, false),
-        (RbdDisk::open_lasting, Some("true"), false, true),
-        (RbdDisk::open_lasting, Some("true"), true, false),
+    let write = |fua| Op::Write { fua };
+    let zeroes = |fua| Op::WriteZeroes { fua, deallocate: false };
+    // How it is opened, what the image's own settings are, and whether it is kept.
+    let cached = (false, &[][..], false);
+    let kept_late = (false, &[][..], true);
+    let own = &[("rbd_cache", "true")][..];
+    let back = &[("rbd_cache", "true"), ("rbd_cache_policy", "writeback")][..];
+    for ((lasting, settings, is_kept), op, answered) in [
+        (cached, write(false), true),
+        (cached, write(true), false),
+        (cached, zeroes(false), true),
+        (cached, zeroes(true), false),
+        (cached, Op::Discard, true),
+        (kept_late, write(false), false),
+        (kept_late, zeroes(false), false),
+        (kept_late, Op::Discard, false),
+        ((true, &[][..], false), write(false), false),
+        ((true, &[][..], true), write(false), false),
+        ((true, &[][..], true), Op::Discard, false),
+        ((true, own, false), write(false), true),
+        ((true, own, true), write(false), false),
+        ((true, own, true), zeroes(false), false),
+        ((true, back, false), write(false), true),
+        ((true, back, false), write(true), false),
+        ((true, back, true), write(false), false),
     ] {
         image(&conf, "waits", "8M");
-        if let Some(value) = cache {
-            rbd(&conf, &["config", "image", "set", "rbd/waits", "rbd_cache", value]);
+        for (name, value) in settings {
+            rbd(&conf, &["config", "image", "set", "rbd/waits", name, value]);
         }
-        let disk = opened(&RbdSpec::parse(&format!("rbd:rbd/waits?conf={conf}")).unwrap()).unwrap();
+        let open = if lasting { RbdDisk::open_lasting } else { RbdDisk::open };
+        let disk = open(&RbdSpec::parse(&format!("rbd:rbd/waits?conf={conf}")).unwrap()).unwrap();
         if is_kept {
             disk.keep(&mut Descriptors::default()).unwrap();
         }
         let mut queue = disk.queue().unwrap();
         // The image's lock is taken.
-        assert_eq!(write(&mut *queue, 0, &[1; 4096]), Ok(()));
+        assert_eq!(self::write(&mut *queue, 0, &[1; 8192]), Ok(()));
         assert_eq!(flush(&mut *queue), Ok(()));
         let bytes = memory(4096);
         let stopped = Stopped::all(&conf);
-        let request = Request { op: Op::Write { fua: false }, offset: 4096, len: 4096 };
-        let mut data = segments(&bytes, 0, 4096);
-        assert_eq!(queue.submit(7, &request, &mut data), Submitted::Pending);
+        let request = Request { op, offset: 4096, len: 4096 };
+        let len = if matches!(op, Op::Write { .. }) { 4096 } else { 0 };
+        assert_eq!(queue.submit(7, &request, &mut segments(&bytes, 0, len)), Submitted::Pending);
         queue.commit();
-        let time = Duration::from_millis(if answered { 10_000 } else { 200 });
+        let time = Duration::from_millis(if answered { 10_000 } else { 100 });
         let (until, mut outcome) = (Instant::now() + time, None);
         while Instant::now() < until && outcome.is_none() {
             queue.reap(&mut |_, ended, _| outcome = Some(ended));
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!(outcome, answered.then_some(Ok(())), "{cache:?}, kept: {is_kept}");
+        let case = format!("{op:?}, lasting: {lasting}, {settings:?}, kept: {is_kept}");
+        assert_eq!(outcome, answered.then_some(Ok(())), "{case}");
         drop(stopped);
         while queue.pending() > 0 {
             wait(&*queue);
-            queue.reap(&mut |_, ended, _| assert_eq!(ended, Ok(())));
+            queue.reap(&mut |_, ended, _| assert_eq!(ended, Ok(()), "{case}"));
         }
     }
 }
