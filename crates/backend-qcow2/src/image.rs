@@ -255,7 +255,9 @@ impl Image {
         }
         // In this order: other threads make the file longer, and say so afterwards.
         let longest = self.longest.load(Ordering::Acquire);
-        let now = self.file.file().metadata().map_or(0, |about| about.len());
+        // Who can not say how long it is has not become shorter: its storage is gone, and may be
+        // there again.
+        let now = self.file.file().metadata().map_err(|error| error_of(&error))?.len();
         if now > longest {
             self.longest.fetch_max(now, Ordering::Release);
         } else if now < longest {

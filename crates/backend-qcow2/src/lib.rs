@@ -50,8 +50,8 @@
 //! for a moment in which the first table of a part of the disk is named and not counted yet. So
 //! whoever opens an image to write to it looks first whether what its tables name is counted, and
 //! makes it good (`mend`): that reads 1/8192 of what the disk holds. The crate does not wait for the
-//! storage between tables that depend on each other. So after a loss of power, a check should be
-//! made.
+//! storage between tables that depend on each other. So after a loss of power tables may name what
+//! lies beyond the end of the file, which is made longer then; what was flushed is there.
 //!
 //! An image that is [kept](shadowbell_backend::Disk::keep) for the next process loses nothing with
 //! its process: a write that has allocated clusters ends when the tables are written, which

@@ -11,6 +11,11 @@
 //! `qemu-img check -r leaks` gives it back. The tables and the header are counted, too: an image
 //! that says that they are free would have them given away.
 //!
+//! If the storage ended in between (a loss of power, a file system that was shut down), tables may
+//! have got further than the length of the file. Nobody was told that what is missing is there, and
+//! it reads as zeroes; but `qemu-img check` has such an image for damaged, and does not repair it.
+//! So the file is made as long as its tables say.
+//!
 //! On the same way it is found out whether [each cluster has one use](crate::claims).
 //!
 //! The tables are the image's, which somebody else may have made: what makes no sense in them is
@@ -31,6 +36,10 @@ use std::path::Path;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// An L2 entry of a compressed cluster, which is never written here.
 const COMPRESSED: u64 = 1 << 62;
+/// Clusters by which a file that lost its length may have grown, for each that is named behind its
+/// end, and besides: not all tables are written at the same time.
+const UNNAMED: u64 = 16;
+const LATELY: u64 = 1024;
 /// Blocks of counts that are in memory at once.
 const BLOCKS: usize = 256;
 
@@ -38,6 +47,8 @@ const BLOCKS: usize = 256;
 pub(crate) struct Mended {
     /// How many clusters were used and not counted.
     pub(crate) count: u64,
+    /// By how many bytes the file was shorter than its tables say.
+    pub(crate) missing: u64,
     /// No cluster has two uses.
     pub(crate) is_sound: bool,
 }
@@ -49,12 +60,13 @@ pub(crate) struct Mended {
 pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<Mended, OpenError> {
     let name = || path.display().to_string();
     let outcome = Mending::new(file, header).and_then(|mut mending| {
-        let fault = mending.count_all()?;
+        let (fault, mut missing) = (mending.count_all()?, 0);
         if fault.is_none() {
             mending.write_blocks()?;
+            missing = mending.lengthen()?;
         }
         let is_sound = mending.claims.are_sound();
-        Ok((Mended { count: mending.mended, is_sound }, fault))
+        Ok((Mended { count: mending.mended, missing, is_sound }, fault))
     });
     match outcome {
         Ok((mended, None)) => Ok(mended),
@@ -81,6 +93,12 @@ struct Mending<'a> {
     /// As many tables as this fit into what the file takes of its file system.
     most_tables: u64,
     mended: u64,
+    /// Clusters in the file, with one that it ends in; of a device nobody asks.
+    len: u64,
+    /// Behind the last cluster that is used.
+    end: u64,
+    /// How many are used behind the file's end.
+    beyond: u64,
     claims: Claims,
 }
 
@@ -99,6 +117,13 @@ impl<'a> Mending<'a> {
             // Holes of an honest image are in its data.
             most_tables: (taken >> header.cluster_bits).saturating_add(16),
             mended: 0,
+            len: if file.is_block_device() {
+                u64::MAX
+            } else {
+                file.file().metadata()?.len().div_ceil(1 << header.cluster_bits)
+            },
+            end: 0,
+            beyond: 0,
             claims: Claims::default(),
         })
     }
@@ -179,6 +204,8 @@ impl<'a> Mending<'a> {
         // Counts in a block.
         let per_block_bits = self.header.cluster_bits + 3 - order;
         let (nth, at) = (cluster >> per_block_bits, cluster & ((1 << per_block_bits) - 1));
+        self.end = self.end.max(cluster + 1);
+        self.beyond += u64::from(cluster >= self.len);
         let Some(block) = self.block(nth)? else { return Ok(false) };
         let mended = set_if_zero(&mut block.bytes, at as usize, order);
         block.is_changed |= mended;
@@ -202,6 +229,18 @@ impl<'a> Mending<'a> {
             self.blocks.insert(nth, Block { offset, bytes, is_changed: false });
         }
         Ok(self.blocks.get_mut(&nth))
+    }
+
+    /// Makes the file as long as its tables say, if it could have been so long: most of what it has
+    /// grown by is named. By how many bytes.
+    fn lengthen(&self) -> io::Result<u64> {
+        let grown = self.end.saturating_sub(self.len);
+        if self.beyond == 0 || grown > self.beyond.saturating_mul(UNNAMED).saturating_add(LATELY) {
+            return Ok(0);
+        }
+        let (end, now) = (self.end << self.header.cluster_bits, self.file.file().metadata()?.len());
+        self.file.file().set_len(end)?;
+        Ok(end.saturating_sub(now))
     }
 
     fn write_blocks(&mut self) -> io::Result<()> {

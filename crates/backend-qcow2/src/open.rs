@@ -66,6 +66,15 @@ pub(crate) fn open(
                 mended.count
             );
         }
+        if mended.missing != 0 {
+            tracing::warn!(
+                "{}: the file ended {} bytes before the last cluster that it uses, and was made as \
+                 long; what is there reads as zeroes. That is so after a loss of power, of what \
+                 nobody had flushed; if there was none, look whether the file was copied as a whole",
+                path.display(),
+                mended.missing
+            );
+        }
         is_sound = mended.is_sound;
     }
     let mut below = Vec::new();

@@ -4,7 +4,7 @@ use crate::error::OpenError;
 use crate::kept::{KEY, KeptImage, addresses, reach, refused};
 use crate::queue::RbdQueue;
 use crate::shared::{Opened, Shared};
-use crate::sys::{Failure, Image};
+use crate::sys::{Cache, Failure, Image};
 use crate::uri::RbdSpec;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -77,10 +77,19 @@ impl RbdDisk {
     fn open_without(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
-        let image = Image::open(spec, dead, caches).map_err(|failure| match failure {
-            Failure::Library(why) => OpenError::Library { disk: disk(), why },
-            Failure::Call(what, source) => failed(what, source),
-        })?;
+        let open = |caches| {
+            Image::open(spec, dead, caches).map_err(|failure| match failure {
+                Failure::Library(why) => OpenError::Library { disk: disk(), why },
+                Failure::Call(what, source) => failed(what, source),
+            })
+        };
+        let mut image = open(caches)?;
+        let is_cached = image.cache() != Cache::None;
+        if is_cached != caches {
+            // Whoever has set up the cluster wants it so. It settles what becomes of writes that
+            // find no room.
+            image = open(is_cached)?;
+        }
         let size = image.size().map_err(|source| failed("asking for its size", source))?;
         let block_size = spec.block_size;
         let blocks = size / u64::from(block_size);

@@ -26,6 +26,15 @@
 //! [without it](RbdDisk::open_lasting), a write that has ended is durable. Without the cluster,
 //! requests wait, as Ceph's client has it, until it is back.
 //!
+//! # A full cluster
+//!
+//! Without that cache, a write for which a pool or a quota has no room ends with
+//! [`NoSpace`](shadowbell_backend::DiskError::NoSpace). What needs no room goes on: reads,
+//! overwrites of objects that are there, discards, opening an image. With the cache, writes were
+//! answered that would be lost so. They wait, and flushes after them, and whoever opens an image.
+//!
+//! # Discards
+//!
 //! A discard is a Write Zeroes that gives objects back. Ceph's own discard leaves alone what is not
 //! a whole object, and a disk's discarded blocks read as zeroes.
 //!

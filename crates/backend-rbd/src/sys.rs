@@ -80,6 +80,7 @@ api! {
     rados_blocklist_add: fn(Handle, *mut c_char, u32) -> c_int, rados;
     rados_wait_for_latest_osdmap: fn(Handle) -> c_int, rados;
     rados_ioctx_create: fn(Handle, *const c_char, *mut Handle) -> c_int, rados;
+    rados_set_pool_full_try: fn(Handle) -> (), rados;
     rados_ioctx_set_namespace: fn(Handle, *const c_char) -> (), rados;
     rados_ioctx_destroy: fn(Handle) -> (), rados;
     rbd_open: fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int, rbd;
@@ -268,6 +269,12 @@ impl Image {
         check("opening the pool", unsafe {
             (api.rados_ioctx_create)(image.cluster, pool.as_ptr(), &mut image.pool)
         })?;
+        if !caches {
+            // A write for which the cluster has no room fails, and does not wait for some. With a
+            // cache it would be lost: it was answered before.
+            // SAFETY: as above.
+            unsafe { (api.rados_set_pool_full_try)(image.pool) };
+        }
         if let Some(namespace) = &spec.namespace {
             let namespace = c_text(namespace);
             // SAFETY: as above.

@@ -28,6 +28,9 @@ const AS_IMAGE: &str = "STALLED_AS_IMAGE";
 /// Set too where the file is another one, whose path this is, and is answered for.
 const OVER: &str = "STALLED_OVER";
 
+/// Set too where nothing is answered to syncs but that there is no such thing.
+const NO_SYNCS: &str = "STALLED_NO_SYNCS";
+
 /// The one file, which seems to have some memory in it.
 const NAME: &str = "memory";
 const FILE: INodeNo = INodeNo(2);
@@ -40,6 +43,7 @@ struct Stalled {
     as_image: bool,
     /// What is in the file, if anything is.
     over: Option<File>,
+    no_syncs: bool,
     unanswered: Mutex<Vec<Box<dyn std::any::Any + Send>>>,
 }
 
@@ -146,6 +150,9 @@ impl Filesystem for Stalled {
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        if self.no_syncs {
+            return reply.error(Errno::ENOSYS);
+        }
         self.end_of(reply);
     }
 
@@ -184,7 +191,9 @@ pub fn be_the_daemon() {
     let as_image = std::env::var_os(AS_IMAGE).is_some();
     let over = std::env::var_os(OVER);
     let over = over.map(|over| File::options().read(true).write(true).open(over).unwrap());
-    let stalled = Stalled { as_image: as_image || over.is_some(), over, ..Stalled::default() };
+    let as_image = as_image || over.is_some();
+    let no_syncs = std::env::var_os(NO_SYNCS).is_some();
+    let stalled = Stalled { as_image, over, no_syncs, ..Stalled::default() };
     let session = Session::new(stalled, &path, &config);
     let outcome = session.and_then(Session::run);
     std::process::exit(i32::from(outcome.is_err()));
@@ -210,7 +219,7 @@ impl Mount {
     /// If nothing is mounted.
     #[must_use]
     pub fn new(test: &str) -> Option<Self> {
-        Self::start(test, None)
+        Self::start(test, &[])
     }
 
     /// One whose file can be opened as an image, at [`path`](Self::path): whoever reads or writes
@@ -220,21 +229,29 @@ impl Mount {
     /// If nothing is mounted.
     #[must_use]
     pub fn with_image(test: &str) -> Option<Self> {
-        Self::start(test, Some((AS_IMAGE, Path::new("1"))))
+        Self::start(test, &[(AS_IMAGE, Path::new("1"))])
     }
 
     /// One whose file is the one at `image`, by way of the daemon: it answers, but for the time
-    /// from
-    /// [`stall`](Self::stall) to [`go_on`](Self::go_on).
+    /// from [`stall`](Self::stall) to [`go_on`](Self::go_on).
     ///
     /// # Panics
     /// If nothing is mounted.
     #[must_use]
     pub fn over(test: &str, image: &Path) -> Option<Self> {
-        Self::start(test, Some((OVER, image)))
+        Self::start(test, &[(OVER, image)])
     }
 
-    fn start(test: &str, what: Option<(&str, &Path)>) -> Option<Self> {
+    /// The same, and it has no syncs: the system answers them in its place.
+    ///
+    /// # Panics
+    /// If nothing is mounted.
+    #[must_use]
+    pub fn without_syncs(test: &str, image: &Path) -> Option<Self> {
+        Self::start(test, &[(OVER, image), (NO_SYNCS, Path::new("1"))])
+    }
+
+    fn start(test: &str, what: &[(&str, &Path)]) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() || !rustix::process::geteuid().is_root() {
             eprintln!("skipped: it takes /dev/fuse, and root");
             return None;
@@ -242,7 +259,7 @@ impl Mount {
         let alone = ALONE.lock();
         let directory = tempfile::tempdir().unwrap();
         let mut daemon = Command::new(std::env::current_exe().unwrap());
-        daemon.envs(what);
+        daemon.envs(what.iter().copied());
         let daemon = daemon
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(MOUNT_AT, directory.path())

@@ -65,6 +65,10 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     let names = ["the_cluster_does_not_answer", "--", "--test-threads=1"];
     stopped.env("SHADOWBELL_CEPH_STOP", "1").args(names);
     step(report, "a cluster that does not answer", &mut stopped);
+    let mut full = cargo();
+    full.args(["test", "--package", "shadowbell-backend-rbd", "--test", "full"]);
+    full.env("SHADOWBELL_CEPH_CONF", &conf).env("SHADOWBELL_CEPH_FILL", "1");
+    step(report, "a cluster that is full", &mut full);
     let mut serve = cargo();
     serve.args(["test", "--package", "shadowbell", "--test", "serve", "ceph::"]);
     serve.env("SHADOWBELL_CEPH_CONF", &conf);

@@ -206,11 +206,15 @@ impl Flusher {
 
     /// One sync for all of these.
     fn serve(&self, asked: Vec<(Arc<Asker>, Key)>) {
-        let result = self.sync();
+        let mut result = self.sync();
         if matches!(self.how, Syncs::Calls { .. }) {
-            // A file whose size can not be had any more is as good as gone.
-            let len = self.file.metadata().map_or(0, |about| about.len());
-            self.len.store(len, Ordering::Release);
+            match self.file.metadata() {
+                Ok(about) => self.len.store(about.len(), Ordering::Release),
+                // Its storage is gone. Where a file system has no syncs, the system does not ask
+                // it, and says that there is nothing to do.
+                Err(error) if result == 0 => result = -error.raw_os_error().unwrap_or(libc::EIO),
+                Err(_) => {}
+            }
         }
         for (asker, key) in asked {
             asker.answer(key, result);

@@ -160,7 +160,8 @@ impl FileShared {
     /// may ask somebody else for that. As [`ends_at`](Self::ends_at).
     pub(super) fn has_shrunk(&self) -> bool {
         // A file whose size can not be had any more is as good as gone.
-        self.regular && self.ends_at(self.file.metadata().map_or(0, |about| about.len()))
+        // A file whose size can not be had has not become shorter: its storage is gone.
+        self.regular && self.file.metadata().is_ok_and(|about| self.ends_at(about.len()))
     }
 
     /// Remembers where there was no room, until the same place is written with success. Only that

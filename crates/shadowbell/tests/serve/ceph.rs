@@ -25,6 +25,12 @@ fn image(name: &str, features: &str) -> Option<String> {
 }
 
 #[test]
+fn an_image_of_a_cluster_passes_what_every_kind_does() {
+    let Some(disk) = image("passes", "layering,exclusive-lock") else { return };
+    crate::kinds::passes(&disk);
+}
+
+#[test]
 fn an_image_of_a_cluster_goes_on_through_kills() {
     for (name, features) in [
         ("killed", "layering,exclusive-lock"),

@@ -34,7 +34,7 @@ fn control_socket(server: &Server) -> PathBuf {
 }
 
 /// Ends a loop, also when the test fails: it would be waited for.
-struct SetOnDrop<'a>(&'a AtomicBool);
+pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {

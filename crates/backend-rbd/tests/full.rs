@@ -1,0 +1,190 @@
+//! A cluster that is full: one of this machine's own, as `cargo xtask ceph` starts it. It fills the
+//! whole cluster, so it takes `SHADOWBELL_CEPH_FILL` beside `SHADOWBELL_CEPH_CONF`.
+
+use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
+use shadowbell_testing::disks::{flush, memory, read, run_one, segments, wait, write};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+
+fn ceph(conf: &str, program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(["-c", conf]).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The cluster calls itself full for as long as this lives.
+struct Full(String);
+
+impl Full {
+    fn new(conf: &str) -> Self {
+        let full = Self(conf.to_owned());
+        full.ratios("0.00001", true);
+        full
+    }
+
+    /// Has it call itself full from such a part on, and waits until it does, or does not.
+    fn ratios(&self, from: &str, is_full: bool) {
+        for kind in ["full", "backfillfull", "nearfull"] {
+            ceph(&self.0, "ceph", &["osd", &format!("set-{kind}-ratio"), from]);
+        }
+        let began = Instant::now();
+        let pool = |map: String| {
+            let line = map.lines().find(|line| line.starts_with("pool ")).map(str::to_owned);
+            line.is_some_and(|line| line.contains(",full"))
+        };
+        while pool(ceph(&self.0, "ceph", &["osd", "dump"])) != is_full {
+            assert!(began.elapsed() < Duration::from_secs(60), "the cluster does not see it");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+impl Drop for Full {
+    fn drop(&mut self) {
+        self.ratios("0.9", false);
+    }
+}
+
+fn spec(conf: &str, image: &str) -> RbdSpec {
+    RbdSpec::parse(&format!("rbd:rbd/{image}?conf={conf}")).unwrap()
+}
+
+/// What has ended within that time.
+fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskError>)> {
+    let (until, mut all) = (Instant::now() + time, Vec::new());
+    while Instant::now() < until {
+        queue.reap(&mut |tag, result, _| all.push((tag, result)));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    all
+}
+
+#[test]
+fn a_full_cluster() {
+    let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
+        eprintln!("skipped: `SHADOWBELL_CEPH_CONF` names no cluster");
+        return;
+    };
+    if std::env::var_os("SHADOWBELL_CEPH_FILL").is_none() {
+        eprintln!("skipped: `SHADOWBELL_CEPH_FILL` does not allow to fill the cluster");
+        return;
+    }
+    ceph(&conf, "rbd", &["create", "fill", "--size", "256M"]);
+    says_so(&conf);
+    waits_with_a_cache(&conf);
+}
+
+/// Without a cache in this process, a write that takes room ends with Capacity Exceeded, and all
+/// that takes none goes on.
+fn says_so(conf: &str) {
+    let disk = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
+    let mut queue = disk.queue().unwrap();
+    for at in [0, 4 * MIB] {
+        assert_eq!(write(&mut *queue, at, &[7; MIB as usize]), Ok(()));
+    }
+    assert!(!disk.is_full());
+    let full = Full::new(conf);
+    // What was not there yet, by all that writes.
+    let no_room = Err(DiskError::NoSpace);
+    // The first may have been under way while the cluster filled.
+    let began = Instant::now();
+    while write(&mut *queue, 8 * MIB, &[1; 4096]) != no_room {
+        assert!(began.elapsed() < Duration::from_secs(30), "there is room");
+    }
+    assert!(disk.is_full());
+    assert_eq!(write(&mut *queue, 12 * MIB, &[1; MIB as usize]), no_room);
+    let bytes = memory(4096);
+    bytes.write_from(0, &[1; 4096]).unwrap();
+    for (op, len) in [
+        (Op::Write { fua: true }, 4096),
+        (Op::WriteZeroes { deallocate: false, fua: false }, 8 * MIB),
+    ] {
+        let moves = matches!(op, Op::Write { .. });
+        let data = segments(&bytes, 0, if moves { 4096 } else { 0 });
+        assert_eq!(run_one(&mut *queue, op, 16 * MIB, len, data), no_room, "{op:?}");
+    }
+    // Across what is there and what is not.
+    assert_eq!(write(&mut *queue, 8 * MIB - 4096, &[2; 8192]), no_room);
+    // Reads, overwrites, flushes and discards go on.
+    assert_eq!(read(&mut *queue, 0, 4096), Ok(vec![7; 4096]));
+    assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![0; 4096]));
+    assert_eq!(write(&mut *queue, 4096, &[8; 4096]), Ok(()));
+    assert_eq!(read(&mut *queue, 0, 8192), Ok([[7; 4096], [8; 4096]].concat()));
+    assert_eq!(flush(&mut *queue), Ok(()));
+    let discard = |queue: &mut dyn Queue| {
+        run_one(queue, Op::Discard, 4 * MIB, 4 * MIB, segments(&bytes, 0, 0))
+    };
+    assert_eq!(discard(&mut *queue), Ok(()));
+    assert_eq!(read(&mut *queue, 4 * MIB, 4096), Ok(vec![0; 4096]));
+    // A server that is started now has its disk.
+    let second = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
+    let mut other = second.queue().unwrap();
+    assert_eq!(read(&mut *other, 4096, 4096), Ok(vec![8; 4096]));
+    assert_eq!(write(&mut *other, 20 * MIB, &[1; 4096]), no_room);
+    assert!(second.is_full());
+    drop((other, second));
+    // With room again all of it is written.
+    drop(full);
+    let began = Instant::now();
+    while write(&mut *queue, 8 * MIB, &[9; 4096]) != Ok(()) {
+        assert!(began.elapsed() < Duration::from_secs(30), "there is no room");
+    }
+    assert!(!disk.is_full());
+    assert_eq!(write(&mut *queue, 12 * MIB, &[9; MIB as usize]), Ok(()));
+    assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![9; 4096]));
+}
+
+/// With Ceph's cache in this process, writes were answered that the cluster has no room for yet.
+/// They are not given up: they wait, and what waits for them. Reads go on, and what was not begun
+/// can be cancelled. The same if the cluster has set that there is a cache.
+fn waits_with_a_cache(conf: &str) {
+    ceph(conf, "rbd", &["create", "own", "--size", "256M"]);
+    ceph(conf, "rbd", &["config", "image", "set", "rbd/own", "rbd_cache", "true"]);
+    let disks = [
+        RbdDisk::open(&spec(conf, "fill")).unwrap(),
+        RbdDisk::open_lasting(&spec(conf, "own")).unwrap(),
+    ];
+    let mut queues = disks.each_ref().map(|disk| disk.queue().unwrap());
+    for queue in &mut queues {
+        assert_eq!(write(&mut **queue, 24 * MIB, &[3; 4096]), Ok(()));
+        assert_eq!(flush(&mut **queue), Ok(()));
+    }
+    let full = Full::new(conf);
+    for (disk, queue) in disks.iter().zip(&mut queues) {
+        let bytes = memory(4 * MIB as usize);
+        let submit = |queue: &mut dyn Queue, tag, op, offset: u64, len: u64| {
+            let mut data = segments(&bytes, 0, len as usize);
+            let submitted = queue.submit(tag, &Request { op, offset, len }, &mut data);
+            assert_eq!(submitted, Submitted::Pending);
+            queue.commit();
+        };
+        // More than that cache and the queue's buffers have room for: the last have not begun.
+        for n in 0..40 {
+            let at = 4 * MIB * u64::from(n);
+            submit(&mut **queue, n, Op::Write { fua: true }, at, 4 * MIB);
+        }
+        submit(&mut **queue, 40, Op::Flush, 0, 0);
+        assert_eq!(ended(&mut **queue, Duration::from_millis(500)), []);
+        // The buffers are all in use: another queue reads.
+        let mut reads = disk.queue().unwrap();
+        assert_eq!(read(&mut *reads, 200 * MIB, 4096), Ok(vec![0; 4096]));
+        queue.cancel(39);
+        wait(&**queue);
+        let cancelled = ended(&mut **queue, Duration::from_millis(200));
+        assert_eq!(cancelled, [(39, Err(DiskError::Cancelled))]);
+    }
+    drop(full);
+    for queue in &mut queues {
+        let mut others = Vec::new();
+        while queue.pending() > 0 {
+            wait(&**queue);
+            queue.reap(&mut |tag, result, _| others.push((tag, result)));
+        }
+        others.sort_unstable_by_key(|(tag, _)| *tag);
+        let expected: Vec<_> = (0..39).chain([40]).map(|tag| (tag, Ok(()))).collect();
+        assert_eq!(others, expected);
+    }
+}

@@ -1,0 +1,197 @@
+//! Storage that goes away under a guest in mid-I/O, and comes back: a FUSE file system whose server
+//! is killed. And memory that is used up.
+
+use crate::control::ctl;
+use crate::disk_kinds::is_consistent;
+use crate::harness::{Server, complete, image, program, run, until};
+use crate::keeper::worker;
+use crate::upgrade::Client;
+use shadowbell_backend_qcow2::create;
+use shadowbell_driver::{AttachOptions, Recovery};
+use shadowbell_spec::Status;
+use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const BYTES: u64 = 16 << 20;
+
+#[test]
+fn the_daemon() {
+    be_the_daemon();
+}
+
+/// Serves an image of a file system whose server is killed. The guest gets errors of the medium, its
+/// other namespace and the controller go on, and with the storage there again an operator has the
+/// image opened anew.
+fn goes_away_and_comes_back(behind: &Path, options: &str) {
+    let Some(mut mount) = Mount::over("gone::the_daemon", behind) else { return };
+    let disk = format!("{}{options}", mount.path().display());
+    let mut server = Server::start(&[&disk, "mem:1MiB"], &["--keeper", "--sandbox", "off"]);
+    let recovery = Recovery { repeats: 0, ..Recovery::default() };
+    let mut controller =
+        server.attach_with(&AttachOptions { recovery, ..AttachOptions::default() });
+    let mut queue = controller.take_queue_pair().unwrap();
+    let [gone, there] = [1, 2].map(|nsid| controller.namespace(nsid).unwrap().clone());
+    let pool = controller.buffers(64, 4096).unwrap();
+    let filled = |byte| {
+        let mut buffer = pool.take().unwrap();
+        buffer.fill(byte);
+        Some(buffer)
+    };
+    let write = |at: u64| gone.write(at * 8, 8).unwrap();
+    assert_eq!(run(&mut queue, write(0), filled(7)).status, Status::SUCCESS);
+    assert_eq!(run(&mut queue, gone.flush(), None).status, Status::SUCCESS);
+
+    // Many are under way when it goes.
+    mount.stall();
+    for at in 1..32 {
+        queue.submit(write(at * 16), filled(1)).unwrap();
+        queue.submit(gone.read(at * 8, 8).unwrap(), pool.take()).unwrap();
+    }
+    queue.ring().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    mount.end();
+    for _ in 1..63 {
+        let status = complete(&mut queue).status;
+        let is_one = [Status::SUCCESS, Status::WRITE_FAULT, Status::UNRECOVERED_READ];
+        assert!(is_one.contains(&status.code()), "{options}: {status:?}");
+    }
+    for _ in 0..2 {
+        assert_eq!(run(&mut queue, write(0), filled(9)).status.code(), Status::WRITE_FAULT);
+        assert_eq!(run(&mut queue, gone.flush(), None).status.code(), Status::WRITE_FAULT);
+        let zeroes = gone.write_zeroes(0, 8, true).unwrap();
+        assert_eq!(run(&mut queue, zeroes, None).status.code(), Status::WRITE_FAULT);
+        let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take()).status;
+        assert_eq!(read.code(), Status::UNRECOVERED_READ);
+        let other = there.write(0, 8).unwrap();
+        assert_eq!(run(&mut queue, other, filled(5)).status, Status::SUCCESS);
+        // With many under way again.
+        for at in 1..32 {
+            queue.submit(write(at), filled(1)).unwrap();
+        }
+        queue.ring().unwrap();
+        controller.reset().unwrap();
+        for _ in 1..32 {
+            let status = complete(&mut queue).status.code();
+            assert!([Status::WRITE_FAULT, Status::ABORTED_BY_HOST].contains(&status), "{status:?}");
+        }
+    }
+
+    // It is there again, and the server has to be told.
+    drop(mount);
+    let Some(mount) = Mount::over("gone::the_daemon", behind) else { return };
+    let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take()).status;
+    assert_eq!(read.code(), Status::UNRECOVERED_READ);
+    let disk = format!("{}{options}", mount.path().display());
+    let (status, _, errors) = ctl(&server, &["namespace", "replace", "vm.sock", "1", &disk]);
+    assert_eq!(status, Some(0), "{errors}\n{}", server.stderr());
+    let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take());
+    assert_eq!(read.status, Status::SUCCESS);
+    assert_eq!(read.buffer.unwrap().to_vec(4096), [7; 4096]);
+    assert_eq!(run(&mut queue, write(3), filled(3)).status, Status::SUCCESS);
+    assert_eq!(run(&mut queue, gone.flush(), None).status, Status::SUCCESS);
+    let read = run(&mut queue, there.read(0, 8).unwrap(), pool.take());
+    assert_eq!(read.buffer.unwrap().to_vec(4096), [5; 4096]);
+    drop((queue, pool));
+    controller.detach().unwrap();
+    assert!(server.is_alive());
+    server.stop();
+    drop(mount);
+}
+
+#[test]
+fn the_file_system_of_a_raw_image() {
+    let directory = tempfile::tempdir().unwrap();
+    let behind = image(directory.path(), "disk.img", BYTES);
+    for options in ["?format=raw", "?format=raw&direct=off", "?format=raw&aio=threads"] {
+        goes_away_and_comes_back(&behind, options);
+    }
+}
+
+#[test]
+fn the_file_system_of_a_qcow2_image() {
+    let directory = tempfile::tempdir().unwrap();
+    let behind = directory.path().join("disk.qcow2");
+    create(&behind, BYTES).unwrap();
+    for options in ["", "?aio=threads"] {
+        goes_away_and_comes_back(&behind, options);
+        is_consistent(&behind);
+    }
+}
+
+/// A control group (version 1, of memory), until dropped.
+struct Group(PathBuf);
+
+impl Group {
+    fn new(bytes: u64) -> Option<Self> {
+        let name = format!("shadowbell-test-{}", std::process::id());
+        let group = Self(Path::new("/sys/fs/cgroup/memory").join(name));
+        if std::fs::create_dir(&group.0).is_err() || !group.limit(bytes) {
+            eprintln!("skipped: it takes a control group of memory, and root");
+            return None;
+        }
+        Some(group)
+    }
+
+    fn limit(&self, bytes: u64) -> bool {
+        std::fs::write(self.0.join("memory.limit_in_bytes"), bytes.to_string()).is_ok()
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        until("the end of the group", || std::fs::remove_dir(&self.0).is_ok());
+    }
+}
+
+/// Writes this to all of a MiB of the first namespace, or reads what all of it has.
+fn mebibyte(client: &mut Client, nth: u64, byte: Option<u8>) -> u8 {
+    let (queue, controller) = client.parts();
+    let namespace = controller.namespace(1).unwrap();
+    let pool = controller.buffers(1, 1 << 20).unwrap();
+    let mut buffer = pool.take().unwrap();
+    let command = match byte {
+        Some(byte) => {
+            buffer.fill(byte);
+            namespace.write(nth * 2048, 2048)
+        }
+        None => namespace.read(nth * 2048, 2048),
+    };
+    let done = run(queue, command.unwrap(), Some(buffer));
+    assert_eq!(done.status, Status::SUCCESS);
+    let bytes = done.buffer.unwrap().to_vec(1 << 20);
+    assert!(bytes.iter().all(|byte| *byte == bytes[0]));
+    bytes[0]
+}
+
+/// A disk in memory takes more than there is: the system kills the process that serves, and the
+/// next one goes on with the disk as with any death. With memory there again, nothing is lost.
+#[test]
+fn a_disk_takes_more_memory_than_there_is() {
+    let Some(group) = Group::new(64 << 20) else { return };
+    let mut command = Command::new("sh");
+    let enter = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", group.0.display());
+    command.args(["-c", &enter, "sh"]).arg(program().get_program());
+    command.args(["serve", "mem:256MiB", "--keeper", "--socket", "vm.sock"]);
+    let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
+    let mut client = Client::attach(&server.socket());
+    client.write(1, 0, 7);
+    let before = worker(&server);
+    let filling = std::thread::spawn(move || {
+        for mib in 1..128 {
+            assert_eq!(mebibyte(&mut client, mib, Some(mib as u8)), mib as u8);
+        }
+        client
+    });
+    until("a death", || server.stderr().contains("was ended by signal 9"));
+    assert!(group.limit(1 << 30));
+    let mut client = filling.join().unwrap();
+    assert_ne!(worker(&server), before);
+    assert_eq!(client.read(1, 0), 7);
+    for mib in 1..128 {
+        assert_eq!(mebibyte(&mut client, mib, None), mib as u8);
+    }
+    drop(client);
+    assert!(server.stop().success(), "{}", server.stderr());
+    drop(server);
+}
