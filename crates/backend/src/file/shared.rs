@@ -159,7 +159,6 @@ impl FileShared {
     /// Looks where the file ends, for who has just had an answer from its storage: a file system
     /// may ask somebody else for that. As [`ends_at`](Self::ends_at).
     pub(super) fn has_shrunk(&self) -> bool {
-        // A file whose size can not be had any more is as good as gone.
         // A file whose size can not be had has not become shorter: its storage is gone.
         self.regular && self.file.metadata().is_ok_and(|about| self.ends_at(about.len()))
     }
