@@ -1,6 +1,7 @@
 //! How long a worker that has found nothing to do goes on looking before it sleeps.
 
 use crate::interrupt::HoldLimit;
+use shadowbell_memory::GiveWay;
 use std::time::{Duration, Instant};
 
 /// When a worker that has found nothing to do goes to sleep.
@@ -37,8 +38,8 @@ impl Default for Polling {
 const LONGEST_HOLD: Duration = Duration::from_micros(100);
 /// Idle passes between two looks at the clock.
 const PASSES: u32 = 64;
-/// Idle passes after which a worker gives way to others while it polls: some microseconds, in which
-/// a host that polls as well would have answered.
+/// Idle passes after which a worker that waits for a host gives way to others: some microseconds, in
+/// which a host that polls as well would have answered.
 const POLITE_AFTER: u32 = 8 * PASSES;
 /// The first window after a sleep that was worth spinning for.
 const FIRST_WINDOW: Duration = Duration::from_micros(8);
@@ -49,7 +50,8 @@ pub(super) enum Next {
     /// It looks again.
     Look,
     /// It looks again, and whoever else wants this processor goes first: on a small host that is
-    /// the VMM's thread with the interrupt that the next command waits for.
+    /// the VMM's thread with the interrupt that the next command waits for, or the server that a
+    /// disk is on.
     Yield,
     /// It goes to sleep.
     Sleep,
@@ -72,6 +74,9 @@ const PAUSE: (u32, u32) = (64, 512);
 /// is never caught by it. And a disk may be slow *because* it is polled for: the kernel may end its
 /// requests in a thread of the processor that the worker does not leave, each time until just after
 /// it does.
+///
+/// A poll for a disk in which somebody else wanted the processor counts as one in vain, too: a disk
+/// may be on a server of this machine, and a worker that sleeps leaves the processor to that.
 #[derive(Debug, Default)]
 struct Polls {
     /// In vain, since the last that was not.
@@ -134,6 +139,9 @@ pub(super) struct PollWindow {
     ended: u64,
     /// When they began, or nearly.
     since: Instant,
+    others: GiveWay,
+    /// Somebody else wanted the processor since then, while a disk was waited for.
+    crowded: bool,
 }
 
 impl PollWindow {
@@ -151,6 +159,8 @@ impl PollWindow {
             pending: false,
             ended: 0,
             since,
+            others: GiveWay::new(),
+            crowded: false,
         }
     }
 
@@ -209,13 +219,31 @@ impl PollWindow {
         if self.idle == PASSES {
             self.since = now;
         }
-        if now.duration_since(self.since) >= width {
+        let waited = now.duration_since(self.since);
+        if waited >= width {
             Next::Sleep
-        } else if self.idle >= POLITE_AFTER {
+        } else if self.pending && waited >= GiveWay::AFTER || self.idle >= POLITE_AFTER {
             Next::Yield
         } else {
             Next::Look
         }
+    }
+
+    /// Others go first who want this processor. What to do then.
+    pub(super) fn give_way(&mut self) -> Next {
+        let crowded = self.others.give_way(GiveWay::AFTER);
+        self.gave_way(crowded)
+    }
+
+    /// The same, after somebody has run if `crowded`.
+    fn gave_way(&mut self, crowded: bool) -> Next {
+        // A host that wants this processor has just had it, and is quick most of the time.
+        if !crowded || !self.pending {
+            return Next::Look;
+        }
+        self.crowded = true;
+        self.disk_polls.fail();
+        Next::Sleep
     }
 
     /// How long it looks this time.
@@ -233,7 +261,8 @@ impl PollWindow {
     /// The worker has slept for so long.
     pub(super) fn slept(&mut self, slept: Duration) {
         let Polling::Adaptive(most) = self.polling else { return };
-        let in_vain = !self.width().is_zero();
+        // Or that counts already.
+        let in_vain = !self.width().is_zero() && !self.crowded;
         let (width, polls) = if self.pending {
             (&mut self.disk, &mut self.disk_polls)
         } else {
@@ -248,6 +277,7 @@ impl PollWindow {
     /// It set out to sleep, whether it slept or not, and begins to wait anew.
     pub(super) fn restart(&mut self) {
         self.idle = 0;
+        self.crowded = false;
     }
 }
 
@@ -424,6 +454,50 @@ mod tests {
         turns(&mut worker);
         let polled = turns(&mut worker);
         assert!(polled < 5, "{polled} us of each turn");
+    }
+
+    #[test]
+    fn nobody_is_kept_from_the_processor_who_wants_it_each_time() {
+        let mut worker = Worker::new();
+        worker.serves(1000, 15, 40);
+        // Whom the disk waits for wants this processor, and answers from it.
+        let answers = |worker: &mut Worker, crowded: bool| {
+            worker.waits(false, 15);
+            loop {
+                match worker.step(true) {
+                    Next::Look => {}
+                    Next::Yield if worker.window.gave_way(crowded) == Next::Look => {}
+                    Next::Yield | Next::Sleep => break,
+                }
+            }
+            // It is there before the worker has gone to sleep.
+            worker.window.restart();
+            worker.finds(true);
+        };
+        let polled = |worker: &mut Worker| {
+            let before = worker.polled;
+            (0..10_000).for_each(|_| answers(worker, true));
+            (worker.polled - before) / 10_000
+        };
+        polled(&mut worker);
+        let polled = polled(&mut worker);
+        assert!(polled < Duration::from_micros(16), "{polled:?}, 15 us of it for the host");
+        // Now and then is chance.
+        let mut worker = Worker::new();
+        worker.serves(1000, 15, 40);
+        for _ in 0..1000 {
+            answers(&mut worker, true);
+            (0..VAIN).for_each(|_| worker.waits(true, 40));
+            assert!(!worker.window.disk_polls.is_paused());
+        }
+        // And who has gone does not count for ever.
+        for _ in 0..1000 {
+            answers(&mut worker, true);
+        }
+        assert!(worker.window.disk_polls.is_paused());
+        worker.serves(1000, 15, 40);
+        let (awake, sleeps) = worker.serves(1000, 15, 40);
+        assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
     }
 
     #[test]

@@ -111,11 +111,15 @@ impl Worker {
     fn looks_again(&mut self) -> bool {
         std::hint::spin_loop();
         let Self { window, poll_group, .. } = self;
-        let polite = match window.next(|| (poll_group.is_pending(), poll_group.ended())) {
+        let next = match window.next(|| (poll_group.is_pending(), poll_group.ended())) {
             Next::Look => return true,
-            Next::Yield => true,
-            Next::Sleep => poll_group.active.iter().any(|e| e.queues.is_about_to_notify()),
+            Next::Yield => window.give_way(),
+            Next::Sleep => Next::Sleep,
         };
+        if next != Next::Sleep {
+            return true;
+        }
+        let polite = poll_group.active.iter().any(|e| e.queues.is_about_to_notify());
         if polite {
             std::thread::yield_now();
         }

@@ -1,5 +1,6 @@
 //! How long to look before sleeping.
 
+use shadowbell_memory::GiveWay;
 use std::time::Duration;
 
 /// Spin, then sleep: how long a thread that waits for completions polls before it sleeps until an
@@ -41,6 +42,7 @@ pub(crate) struct SpinWindow {
     /// Sleeps until it tries the most again, and how many that were the last time.
     until_try: u32,
     between: u32,
+    others: GiveWay,
 }
 
 /// The smallest window that is worth having.
@@ -54,12 +56,20 @@ const BETWEEN: std::ops::RangeInclusive<u32> = 16..=1024;
 impl SpinWindow {
     pub(crate) fn new(policy: SpinPolicy) -> Self {
         let between = *BETWEEN.start();
-        Self { policy, window: policy.max, missed: 0, until_try: between, between }
+        let window = policy.max;
+        Self { policy, window, missed: 0, until_try: between, between, others: GiveWay::new() }
     }
 
     /// For how long to poll now.
     pub(crate) fn window(&self) -> Duration {
         if self.is_trying() { self.policy.max } else { self.window }
+    }
+
+    /// Nothing has come yet after `waited`: others go first who want this processor. It polls on
+    /// whether somebody did or not: the controller is not kept by a thread that gives way, and is
+    /// seen to have answered sooner by it than by one that has to be woken.
+    pub(crate) fn give_way(&mut self, waited: Duration) {
+        self.others.give_way(waited);
     }
 
     fn is_trying(&self) -> bool {

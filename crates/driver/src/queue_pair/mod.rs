@@ -271,6 +271,8 @@ impl QueuePair {
                 }
                 looks = looks.saturating_add(1);
                 idle(looks);
+            } else {
+                self.spin.give_way(now - began);
             }
         }
         loop {
