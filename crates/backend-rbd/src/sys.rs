@@ -33,6 +33,8 @@ const SETTINGS: [(&str, &str); 5] = [
 /// That of a client whose writes are answered when they are in the cluster.
 const NO_CACHE: (&str, &str) = ("rbd_cache", "false");
 
+/// Threads of a client that send and receive, and how many it has if nobody says otherwise.
+const SENDERS: (&str, usize) = ("ms_async_op_threads", 3);
 /// `LIBRADOS_OP_FLAG_FADVISE_FUA`
 const FUA: c_int = 0x80;
 
@@ -74,6 +76,7 @@ api! {
     rados_create: fn(*mut Handle, *const c_char) -> c_int, rados;
     rados_conf_read_file: fn(Handle, *const c_char) -> c_int, rados;
     rados_conf_set: fn(Handle, *const c_char, *const c_char) -> c_int, rados;
+    rados_conf_get: fn(Handle, *const c_char, *mut c_char, usize) -> c_int, rados;
     rados_connect: fn(Handle) -> c_int, rados;
     rados_shutdown: fn(Handle) -> (), rados;
     rados_getaddrs: fn(Handle, *mut *mut c_char) -> c_int, rados;
@@ -257,10 +260,9 @@ impl Image {
             (api.rados_conf_read_file)(image.cluster, conf)
         })?;
         for (name, value) in SETTINGS.into_iter().chain((!caches).then_some(NO_CACHE)) {
-            let (name, value) = (c_text(name), c_text(value));
-            // SAFETY: as above. One that does not know the option does what it does.
-            unsafe { (api.rados_conf_set)(image.cluster, name.as_ptr(), value.as_ptr()) };
+            image.set(name, value);
         }
+        image.set_senders();
         // SAFETY: as above.
         check(CONNECTING, unsafe { (api.rados_connect)(image.cluster) })?;
         image.keep_out(dead)?;
@@ -294,6 +296,32 @@ impl Image {
         // Without one, changes are seen when somebody asks.
         image.watch = (value >= 0).then_some(watch);
         Ok(image)
+    }
+
+    /// Sets an option of the client. One that does not know it does what it does.
+    fn set(&self, name: &str, value: &str) {
+        let (name, value) = (c_text(name), c_text(value));
+        // SAFETY: as in `open`.
+        unsafe { (self.api.rados_conf_set)(self.cluster, name.as_ptr(), value.as_ptr()) };
+    }
+
+    /// No more threads that send and receive than half of the processors: with each more, answers
+    /// that came together wake several. Who has set a number has that.
+    fn set_senders(&self) {
+        let (name, usual) = SENDERS;
+        let (option, mut value) = (c_text(name), [0; 16]);
+        // SAFETY: as in `open`; Ceph writes no more than it is told, with a zero at the end.
+        let known = unsafe {
+            let room = value.len();
+            (self.api.rados_conf_get)(self.cluster, option.as_ptr(), value.as_mut_ptr(), room)
+        };
+        // SAFETY: text with a zero at the end, or zeroes.
+        let value = unsafe { CStr::from_ptr(value.as_ptr()) }.to_bytes();
+        let processors = std::thread::available_parallelism().map_or(usual, Into::into);
+        let senders = (processors / 2).clamp(1, usual);
+        if known >= 0 && value == usual.to_string().as_bytes() && senders < usual {
+            self.set(name, &senders.to_string());
+        }
     }
 
     /// Has the cluster take nothing of these clients any more, for as long as it does by itself.
