@@ -28,8 +28,8 @@ fn the_daemon() {
 struct Model {
     /// What each held when a flush ended last, and all that was written to it since.
     blocks: Vec<Vec<u64>>,
-    /// What was flushed is there, and no more than that: in a cluster that was allocated since, what
-    /// the file has had there at any time may be read.
+    /// What was flushed is there, and no more than that: in a cluster that was allocated since,
+    /// what the file has had there at any time may be read.
     is_rough: bool,
     /// What each has held before. Of those alone that were not flushed, if that is `is_rough`.
     older: Vec<Vec<u64>>,

@@ -223,10 +223,11 @@ impl Queue for RbdQueue {
             | Op::Discard
             | Op::Read
             | Op::Compare
-            | Op::Verify => self.is_durable(request.op).1,
+            | Op::Verify => false,
             _ => return Submitted::Done(Err(DiskError::Unsupported)),
         };
-        let fua = self.is_durable(request.op).0;
+        let (fua, by_flush) = self.is_durable(request.op);
+        let flushes_after = flushes_after || by_flush;
         self.count += 1;
         let task = Task {
             number: self.count,

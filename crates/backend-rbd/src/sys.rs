@@ -378,8 +378,8 @@ impl Image {
         self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
     }
 
-    /// The cache that is in use: what the cluster has set for the pool or the image is stronger than
-    /// what we have asked for.
+    /// The cache that is in use: what the cluster has set for the pool or the image is stronger
+    /// than what we have asked for.
     pub(crate) fn cache(&self) -> Cache {
         let is = |name, value| self.setting(name).as_deref() == Some(value);
         // One that keeps writes in a file of this machine knows nothing of such flags.

@@ -338,8 +338,9 @@ fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskErro
     all
 }
 
-/// The OSDs do not answer, and a write that is answered is in a cache of this process. One with FUA,
-/// or on a disk that is kept for another process, is not answered, whoever has set up the cache.
+/// The OSDs do not answer, and a write that is answered is in a cache of this process. One with
+/// FUA, or on a disk that is kept for another process, is not answered, whoever has set up the
+/// cache.
 #[test]
 fn the_cluster_does_not_answer_and_what_is_to_be_in_it_waits() {
     let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {

@@ -159,8 +159,8 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// A file system that knows no syncs: the system says in its place that there is nothing to do, even
-/// when its server is dead. That is no durable write, and no image that has become shorter.
+/// A file system that knows no syncs: the system says in its place that there is nothing to do,
+/// even when its server is dead. That is no durable write, and no image that has become shorter.
 #[test]
 fn a_file_system_without_syncs_ends() {
     let directory = directory();

@@ -38,8 +38,8 @@ impl Default for Polling {
 const LONGEST_HOLD: Duration = Duration::from_micros(100);
 /// Idle passes between two looks at the clock.
 const PASSES: u32 = 64;
-/// Idle passes after which a worker that waits for a host gives way to others: some microseconds, in
-/// which a host that polls as well would have answered.
+/// Idle passes after which a worker that waits for a host gives way to others: some microseconds,
+/// in which a host that polls as well would have answered.
 const POLITE_AFTER: u32 = 8 * PASSES;
 /// The first window after a sleep that was worth spinning for.
 const FIRST_WINDOW: Duration = Duration::from_micros(8);

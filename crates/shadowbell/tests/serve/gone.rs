@@ -20,9 +20,9 @@ fn the_daemon() {
     be_the_daemon();
 }
 
-/// Serves an image of a file system whose server is killed. The guest gets errors of the medium, its
-/// other namespace and the controller go on, and with the storage there again an operator has the
-/// image opened anew.
+/// Serves an image of a file system whose server is killed. The guest gets errors of the medium,
+/// its other namespace and the controller go on, and with the storage there again an operator has
+/// the image opened anew.
 fn goes_away_and_comes_back(behind: &Path, options: &str) {
     let Some(mut mount) = Mount::over("gone::the_daemon", behind) else { return };
     let disk = format!("{}{options}", mount.path().display());
