@@ -54,6 +54,15 @@ impl Answers {
         self.queue.push_back(answer);
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Whether none of them has data behind it.
+    pub(super) fn have_no_data(&self) -> bool {
+        self.queue.iter().all(|answer| answer.len == 0)
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }

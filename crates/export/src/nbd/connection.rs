@@ -12,6 +12,7 @@
 
 use super::answers::{Answer, Answers, Sent};
 use super::clients::NewClient;
+use super::gather::Gather;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
 use super::request::{Action, Checked, Completed, EXTENTS, Job, carry_out, check, number};
@@ -105,6 +106,7 @@ struct Connection<F> {
     held: usize,
     memory: DataMemory,
     depth: Depth,
+    gather: Gather,
     /// The last request was a write, and a long one.
     writes_long: bool,
     /// A read that must be answered whole is under way, in pieces: nothing else is begun.
@@ -143,6 +145,7 @@ pub(super) fn serve(
         held: 0,
         memory: DataMemory::new(SLOTS),
         depth: Depth::default(),
+        gather: Gather::default(),
         writes_long: false,
         alone: false,
         broken: false,
@@ -206,6 +209,12 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 return Ok(Stop::Move);
             }
             let busy = self.collect(server.as_deref_mut());
+            if server.is_some() && self.holds_answers() {
+                // Nothing but an attempt says that the client has sent something.
+                self.socket.readable = true;
+                self.receive()?;
+                continue;
+            }
             let freed = self.send(make)?;
             let is_sent = self.answers.is_empty() && !self.socket.has_pending();
             if self.broken && is_sent {
@@ -261,6 +270,17 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 self.socket.wait(&mut self.io, server.as_deref_mut(), drain_deadline)?;
             }
         }
+    }
+
+    /// Whether what is to be answered waits for what the client sends next.
+    fn holds_answers(&mut self) -> bool {
+        let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
+        // Of reads, the data are what takes the time.
+        takes
+            && !self.socket.blocked
+            && !self.shared.is_ending()
+            && self.answers.have_no_data()
+            && self.gather.holds(self.answers.len())
     }
 
     /// Receives what is there: first the rest of the data that are arriving, then what follows.

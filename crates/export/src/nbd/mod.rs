@@ -8,6 +8,7 @@
 //! | `request` | what a request asks for, and whether it may |
 //! | `connection` | one client: a thread and its requests |
 //! | `negotiate`, `socket`, `answers` | the handshake over a socket; what is received and sent |
+//! | `gather` | which answers wait for one another |
 //! | `sys` | how the data of requests are sent and received |
 //! | `shared` | what a server and its connections share |
 //! | [`Server`] | a socket, and the clients that come to it |
@@ -41,6 +42,7 @@ mod address;
 mod answers;
 mod clients;
 mod connection;
+mod gather;
 pub mod handshake;
 mod negotiate;
 mod options;
