@@ -24,7 +24,23 @@ pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
             "the machine is at work (load {load}): these figures are not to be quoted"
         ));
     }
+    if gives_free_memory_back(&read(REPORTING_ORDER)) {
+        lines.push(format!(
+            "the kernel gives free memory back to this machine's host ({REPORTING_ORDER}), and to use \
+             such memory again takes microseconds a page: blocks of 64 KiB can be many times too \
+             slow, on either side (docs/performance.md says how to measure without it)"
+        ));
+    }
     lines
+}
+
+/// From which order on (a block of 2^N pages) the kernel tells the host of free memory.
+const REPORTING_ORDER: &str = "/sys/module/page_reporting/parameters/page_reporting_order";
+
+/// Whether that is an order of blocks that the kernel has: it has none of more than 2^10 pages, and
+/// where nothing reports, the order is -1 as a number without a sign.
+fn gives_free_memory_back(order: &str) -> bool {
+    order.parse::<u64>().is_ok_and(|order| order <= 10)
 }
 
 fn model(cpuinfo: &str) -> &str {
@@ -117,6 +133,15 @@ mod tests {
             assert_eq!(contains(list, cpu), is_in, "{list} {cpu}");
         }
         assert!(!contains("", 0));
+    }
+
+    #[test]
+    fn memory_that_goes_to_the_host_is_seen() {
+        for (order, is_given) in
+            [("9", true), ("10", true), ("11", false), ("4294967295", false), ("", false)]
+        {
+            assert_eq!(gives_free_memory_back(order), is_given, "{order}");
+        }
     }
 
     #[test]
