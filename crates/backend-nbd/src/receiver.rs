@@ -7,6 +7,11 @@ use shadowbell_nbd::wire::{Reader, chunk};
 
 /// Bytes that are received at once, apart from the data of long reads.
 const INPUT: usize = 128 << 10;
+/// Data that are so long come one reply at a time, so that all but their head goes to where it
+/// belongs. What follows them through the input is copied once more.
+const LONG: usize = 16 << 10;
+/// The head of a reply, and where the data of a chunk begin.
+const HEAD: usize = 20 + 8;
 /// Bytes of the extents that are kept of a reply, of eight bytes each. What follows is asked again.
 const EXTENTS: usize = 64 << 10;
 /// The longest payload of a chunk of extents: nbdkit sends a million at most, QEMU 128 K.
@@ -54,6 +59,8 @@ pub(crate) struct Receiver {
     from: usize,
     to: usize,
     state: State,
+    /// The last data were long, so the next are likely to be.
+    is_long: bool,
     structured: bool,
     /// The number of the context of which block status is told.
     allocation: Option<u32>,
@@ -62,7 +69,7 @@ pub(crate) struct Receiver {
 impl Receiver {
     pub(crate) fn new(structured: bool, allocation: Option<u32>) -> Self {
         let (input, state) = (vec![0; INPUT].into(), State::Head);
-        Self { input, from: 0, to: 0, state, structured, allocation }
+        Self { input, from: 0, to: 0, state, is_long: false, structured, allocation }
     }
 
     /// Where the next bytes go: what of a part's data is awaited, and then the input.
@@ -73,7 +80,10 @@ impl Receiver {
             self.input.copy_within(self.from..self.to, 0);
             (self.from, self.to) = (0, self.to - self.from);
         }
-        let rest = self.input.get_mut(self.to..).unwrap_or_default();
+        let end = if self.is_long { self.from + HEAD } else { self.input.len() };
+        // Less than a head is left of what was understood, but there is always room for a byte.
+        let end = end.max(self.to + 1).min(self.input.len());
+        let rest = self.input.get_mut(self.to..end).unwrap_or_default();
         let first = match self.state {
             State::Data { slot, at, left, .. } if self.from == self.to => parts
                 .get_mut(slot)
@@ -165,6 +175,15 @@ impl Receiver {
                     State::Head
                 }
             };
+            // An answer without data, to a write for example, comes among others like it; the end
+            // of a chunked one does not say so.
+            match (self.state, next) {
+                (State::Head | State::Payload { .. }, State::Data { left, .. }) => {
+                    self.is_long = left >= LONG;
+                }
+                (State::Head, State::Text { .. }) => self.is_long = false,
+                _ => {}
+            }
             self.state = next;
         }
     }
@@ -343,6 +362,52 @@ mod tests {
             let mut expected = data.clone();
             expected[500..2000].fill(0);
             assert!(ended[0].0.data == expected && ended[0].1 == 0);
+        }
+    }
+
+    #[test]
+    fn long_data_go_where_they_belong_and_not_through_the_input() {
+        for structured in [false, true] {
+            let mut table = Parts::default();
+            let mut bytes = Vec::new();
+            let long = 4 * LONG as u32;
+            for _ in 0..8 {
+                let slot = table.insert(Part::new(command::READ, 0, 0, long, vec![0; 4 * LONG]));
+                table.get_mut(slot).unwrap().is_sent = true;
+                let cookie = table.request(slot).unwrap().cookie;
+                match structured {
+                    true => bytes.extend(Head::data(cookie, 0, long, true).bytes()),
+                    false => bytes.extend(Head::simple(cookie, Ok(())).bytes()),
+                }
+                bytes.extend(vec![7; 4 * LONG]);
+            }
+            let slot = table.insert(Part::new(command::WRITE, 0, 0, 512, vec![0; 512]));
+            table.get_mut(slot).unwrap().is_sent = true;
+            bytes.extend(Head::simple(table.request(slot).unwrap().cookie, Ok(())).bytes());
+            let mut receiver = Receiver::new(structured, Some(1));
+            let (mut copied, mut ended, mut rest) = (0, 0, &bytes[..]);
+            while !rest.is_empty() {
+                let (first, input) = receiver.room(&mut table);
+                let (first_len, room) = (first.len(), first.len() + input.len());
+                let (now, later) = rest.split_at(room.min(rest.len()));
+                let (direct, buffered) = now.split_at(first_len.min(now.len()));
+                first[..direct.len()].copy_from_slice(direct);
+                input[..buffered.len()].copy_from_slice(buffered);
+                copied += buffered.len();
+                receiver.received(now.len(), first_len);
+                let done = |part: Part, error| {
+                    assert!(
+                        error == 0 && part.data.iter().all(|byte| *byte == 7 || part.len == 512)
+                    );
+                    ended += 1;
+                };
+                receiver.advance(&mut table, done).unwrap();
+                rest = later;
+            }
+            // Nothing was known before the first.
+            assert!(ended == 9 && copied <= INPUT + 8 * HEAD, "{copied}");
+            // Short answers are taken many at a time.
+            assert_eq!(receiver.room(&mut table).1.len(), INPUT);
         }
     }
 
