@@ -9,11 +9,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use shadowbell_bench::table::Table;
-use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Serve, Server, config};
+use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Serve, Server};
 
 use super::recover::{number, verify};
 use super::s4::Export;
-use super::setup::{MINUTE, Setup};
+use super::setup::{MINUTE, Setup, character_device};
 use super::vfio::{boot, json_of, load, pack, shadowbell};
 use super::{dmesg, kinds};
 use crate::report::Report;
@@ -66,25 +66,8 @@ impl Which {
     /// Its character device in the guest.
     fn device(self, guest: &mut Guest) -> Result<String> {
         let index = Self::ALL.iter().position(|which| *which == self).unwrap_or_default();
-        device_at(guest, index)
+        character_device(guest, index)
     }
-}
-
-/// The character device of the first namespace of the controller at this index, once it is there.
-fn device_at(guest: &mut Guest, index: usize) -> Result<String> {
-    let address = config::pci_address(index);
-    let text = guest.sh(
-        &format!(
-            "for try in $(seq 100); do \
-                for path in /sys/bus/pci/devices/{address}/nvme/nvme*; do \
-                    device=/dev/ng$(basename $path | sed s/nvme//)n1; \
-                    [ -c $device ] && echo $device && exit 0; \
-                done; sleep 0.1; \
-            done; ls /dev; dmesg | grep -i nvme; exit 1"
-        ),
-        MINUTE,
-    )?;
-    Ok(text.trim().to_owned())
 }
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {

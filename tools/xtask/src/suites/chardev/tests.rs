@@ -8,11 +8,10 @@ use anyhow::{Context, Result, ensure};
 use shadowbell_bench::workspace;
 use shadowbell_guest::{Device, Drive, Firmware, Guest, Kernel, RunDir, Serve, Server};
 
-use super::device_at;
 use crate::report::Report;
 use crate::suites::dmesg;
 use crate::suites::exporter::Exporter;
-use crate::suites::setup::{MINUTE, Setup};
+use crate::suites::setup::{MINUTE, Setup, character_device};
 use crate::suites::vfio::{boot, pack_with};
 
 /// The programs: a model, cancels, and those with a server.
@@ -138,7 +137,7 @@ fn carry_out(
 ) -> Result<()> {
     let program = tests.get(source).and_then(|path| path.file_name()).context("no program")?;
     let program = program.to_string_lossy();
-    let device = device_at(guest, device)?;
+    let device = character_device(guest, device)?;
     guest.sh(
         &format!(
             "rm -rf /tmp/asks /tmp/code; mkdir /tmp/asks; \
