@@ -5,7 +5,7 @@ use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_backend_rbd::{OpenError, RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
 use shadowbell_testing::disks::{
-    Random, batch, content, flush, memory, read, segments, wait, write,
+    Random, batch, begin, content, ended, flush, memory, read, segments, wait, write,
 };
 use std::path::Path;
 use std::process::Command;
@@ -328,16 +328,6 @@ fn is_stopped(pid: &str) -> bool {
     threads.flatten().map(stat).all(|stat| stat.is_ok_and(|stat| stat.contains(") T ")))
 }
 
-/// What has ended within that time.
-fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskError>)> {
-    let (until, mut all) = (Instant::now() + time, Vec::new());
-    while Instant::now() < until {
-        queue.reap(&mut |tag, result, _| all.push((tag, result)));
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    all
-}
-
 /// The OSDs do not answer, and a write that is answered is in a cache of this process. One with
 /// FUA, or on a disk that is kept for another process, is not answered, whoever has set up the
 /// cache.
@@ -389,8 +379,7 @@ fn the_cluster_does_not_answer_and_what_is_to_be_in_it_waits() {
         let stopped = Stopped::all(&conf);
         let request = Request { op, offset: 4096, len: 4096 };
         let len = if matches!(op, Op::Write { .. }) { 4096 } else { 0 };
-        assert_eq!(queue.submit(7, &request, &mut segments(&bytes, 0, len)), Submitted::Pending);
-        queue.commit();
+        begin(&mut *queue, 7, &request, segments(&bytes, 0, len));
         let time = Duration::from_millis(if answered { 10_000 } else { 100 });
         let (until, mut outcome) = (Instant::now() + time, None);
         while Instant::now() < until && outcome.is_none() {
@@ -425,10 +414,8 @@ fn the_cluster_does_not_answer() {
     const LAST: u32 = 10 + MANY - 1;
     let long = 4 << 20;
     let submit = |queue: &mut dyn Queue, tag, op, offset: u64, len: u64| {
-        let request = Request { op, offset, len };
-        let mut data = segments(&bytes, 0, len as usize);
-        assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
-        queue.commit();
+        let data = segments(&bytes, 0, len as usize);
+        begin(queue, tag, &Request { op, offset, len }, data);
     };
     submit(&mut *queue, 0, Op::Read, 0, 4096);
     submit(&mut *queue, 1, Op::Read, 4096, 4096);
@@ -457,9 +444,7 @@ fn the_cluster_does_not_answer() {
             for tag in 0..3000 {
                 let op = if tag % 2 == 0 { Op::Read } else { Op::Write { fua: false } };
                 let request = Request { op, offset: u64::from(tag) * 4096, len: 4096 };
-                let mut data = segments(&bytes, 0, 4096);
-                assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
-                queue.commit();
+                begin(&mut *queue, tag, &request, segments(&bytes, 0, 4096));
             }
             told.send(()).unwrap();
             while queue.pending() > 0 {

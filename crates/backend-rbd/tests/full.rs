@@ -1,9 +1,11 @@
 //! A cluster that is full: one of this machine's own, as `cargo xtask ceph` starts it. It fills the
 //! whole cluster, so it takes `SHADOWBELL_CEPH_FILL` beside `SHADOWBELL_CEPH_CONF`.
 
-use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, Op, Queue, Request};
 use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
-use shadowbell_testing::disks::{flush, memory, read, run_one, segments, wait, write};
+use shadowbell_testing::disks::{
+    begin, ended, flush, memory, read, run_one, segments, wait, write,
+};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -50,16 +52,6 @@ impl Drop for Full {
 
 fn spec(conf: &str, image: &str) -> RbdSpec {
     RbdSpec::parse(&format!("rbd:rbd/{image}?conf={conf}")).unwrap()
-}
-
-/// What has ended within that time.
-fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskError>)> {
-    let (until, mut all) = (Instant::now() + time, Vec::new());
-    while Instant::now() < until {
-        queue.reap(&mut |tag, result, _| all.push((tag, result)));
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    all
 }
 
 #[test]
@@ -156,10 +148,8 @@ fn waits_with_a_cache(conf: &str) {
     for (disk, queue) in disks.iter().zip(&mut queues) {
         let bytes = memory(4 * MIB as usize);
         let submit = |queue: &mut dyn Queue, tag, op, offset: u64, len: u64| {
-            let mut data = segments(&bytes, 0, len as usize);
-            let submitted = queue.submit(tag, &Request { op, offset, len }, &mut data);
-            assert_eq!(submitted, Submitted::Pending);
-            queue.commit();
+            let data = segments(&bytes, 0, len as usize);
+            begin(queue, tag, &Request { op, offset, len }, data);
         };
         // More than that cache and the queue's buffers have room for: the last have not begun.
         for n in 0..40 {

@@ -7,6 +7,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use shadowbell_backend::{self as disk, Disk, DiskError, Op, Request};
+use shadowbell_testing::outside;
 use std::sync::Arc;
 
 /// The disk; more than two bounce buffers of data fit.
@@ -363,5 +364,24 @@ fn block_device() {
             }
             open(device.as_ref(), options)
         });
+    }
+}
+
+/// Namespaces by their character devices, of a MiB each.
+#[test]
+fn namespaces() {
+    for device in outside::namespaces() {
+        for options in ["", "?aio=threads"] {
+            let opened = disk::open(&device).unwrap();
+            assert!(opened.info().discard, "{device}");
+            drop(opened);
+            let block = device.replace("/dev/ng", "/dev/nvme");
+            cases(12, |fresh| {
+                if fresh {
+                    std::fs::write(&block, vec![0; SIZE]).unwrap();
+                }
+                open(device.as_ref(), options)
+            });
+        }
     }
 }

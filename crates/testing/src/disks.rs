@@ -3,6 +3,7 @@
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use std::time::{Duration, Instant};
 
 /// Requests in a batch, each in its own part of the disk.
 const LANES: usize = 16;
@@ -77,6 +78,22 @@ pub fn flush(queue: &mut dyn Queue) -> Result<(), DiskError> {
 pub fn content(disk: &dyn Disk) -> Vec<u8> {
     let mut queue = disk.queue().unwrap();
     read(&mut *queue, 0, disk.info().bytes() as usize).unwrap()
+}
+
+/// One request that is under way when this returns.
+pub fn begin(queue: &mut dyn Queue, tag: u32, request: &Request, mut data: Segments) {
+    assert_eq!(queue.submit(tag, request, &mut data), Submitted::Pending, "{request:?}");
+    queue.commit();
+}
+
+/// What has ended within that time.
+pub fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskError>)> {
+    let (until, mut all) = (Instant::now() + time, Vec::new());
+    while Instant::now() < until {
+        queue.reap(&mut |tag, result, _| all.push((tag, result)));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    all
 }
 
 /// Waits for the wake descriptor.

@@ -8,6 +8,7 @@
 //! | `disks` | `disks` | a host of a disk: requests in batches, and a model |
 //! | `guest` | `guest` | a guest over a vfio-user socket, that can be moved to another |
 //! | `late` | `late` | a block device one of whose writes arrives late |
+//! | `outside` | | disks that somebody outside of the tests has made |
 //! | `stalled` | `stalled` | a FUSE file system that does not answer |
 #![forbid(unsafe_code)]
 
@@ -21,5 +22,6 @@ pub mod disks;
 pub mod guest;
 #[cfg(feature = "late")]
 pub mod late;
+pub mod outside;
 #[cfg(feature = "stalled")]
 pub mod stalled;

@@ -54,6 +54,48 @@ fn build(arguments: &[&str]) -> Result<PathBuf> {
         .context("cargo build named no program")
 }
 
+/// Builds test programs as `cargo xtask test` does, so that nothing is built twice, and says where
+/// they are. Each is named by its source, from the root of the repository.
+pub fn build_tests(sources: &[&str]) -> Result<Vec<PathBuf>> {
+    eprintln!("building the tests ...");
+    let mut command = cargo();
+    command.args(["test", "--no-run", "--workspace", "--features", "shadowbell/faults"]);
+    for source in sources {
+        command.arg("--test").arg(target(source)?);
+    }
+    let output = command
+        .arg("--message-format=json-render-diagnostics")
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cargo test")?;
+    if !output.status.success() {
+        bail!("the tests do not build");
+    }
+    let messages = String::from_utf8_lossy(&output.stdout);
+    let path = |source: &&str| {
+        test_executable(&messages, source).with_context(|| format!("cargo test has no {source}"))
+    };
+    sources.iter().map(path).collect()
+}
+
+/// What the test of a source file is called: its file, or the directory of its `main.rs`.
+fn target(source: &str) -> Result<&str> {
+    let path = source.strip_suffix("/main.rs").or_else(|| source.strip_suffix(".rs"));
+    path.and_then(|path| path.rsplit('/').next()).with_context(|| format!("no test: {source}"))
+}
+
+/// The test program of this source among cargo's messages.
+fn test_executable(messages: &str, source: &str) -> Option<PathBuf> {
+    messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
+        .filter(|message| {
+            let found = message.pointer("/target/src_path").and_then(Value::as_str);
+            found.is_some_and(|path| Path::new(path).ends_with(source))
+        })
+        .find_map(|message| Some(PathBuf::from(message.get("executable")?.as_str()?)))
+}
+
 /// The program of this name among cargo's messages.
 pub fn executable(messages: &str, name: &str) -> Option<PathBuf> {
     messages
@@ -74,6 +116,17 @@ mod tests {
             {\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"shadowbell\"},\"executable\":\"/t/shadowbell\"}\n";
         assert_eq!(executable(messages, "shadowbell"), Some("/t/shadowbell".into()));
         assert_eq!(executable(messages, "anyhow"), None);
+    }
+
+    #[test]
+    fn a_test_is_found_by_its_source() {
+        let messages = "{\"target\":{\"src_path\":\"/w/other/tests/a.rs\"},\"executable\":\"/t/b\"}\n\
+            {\"target\":{\"src_path\":\"/w/crates/x/tests/a.rs\"},\"executable\":\"/t/a\"}\n";
+        assert_eq!(test_executable(messages, "crates/x/tests/a.rs"), Some("/t/a".into()));
+        assert_eq!(test_executable(messages, "crates/y/tests/a.rs"), None);
+        assert_eq!(target("crates/x/tests/a.rs").unwrap(), "a");
+        assert_eq!(target("crates/x/tests/many/main.rs").unwrap(), "many");
+        assert!(target("crates/x/tests").is_err());
     }
 
     #[test]

@@ -16,9 +16,10 @@ use tempfile::TempDir;
 /// How long to wait for what should happen at once.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The program under test.
+/// The program under test. It is not where it was built if the tests are in a guest.
 pub(crate) fn program() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+    let elsewhere = std::env::var_os("SHADOWBELL_TEST_PROGRAM");
+    Command::new(elsewhere.unwrap_or_else(|| env!("CARGO_BIN_EXE_shadowbell").into()))
 }
 
 /// Waits until `what` is true.

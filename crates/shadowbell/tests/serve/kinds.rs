@@ -6,11 +6,12 @@ use crate::harness::{Server, complete, finish, image, program, run};
 use shadowbell_backend_qcow2::create;
 use shadowbell_driver::{AttachOptions, Buffer, Completion, Recovery, Token};
 use shadowbell_spec::Status;
+use shadowbell_testing::outside;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 const BYTES: u64 = 16 << 20;
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 /// Requests under way, each to a page of its own.
 const DEPTH: u64 = 64;
 /// How often a reset comes, and at most if none of these has come in mid-I/O.
@@ -46,17 +47,17 @@ fn page(number: u64) -> Vec<u8> {
     number.to_le_bytes().repeat(PAGE / 8)
 }
 
-fn fill(buffer: &mut Buffer, number: u64) {
+pub(crate) fn fill(buffer: &mut Buffer, number: u64) {
     assert!(buffer.copy_from(0, &page(number)));
 }
 
 /// A page, and what is under way to it.
 #[derive(Default)]
-struct Page {
+pub(crate) struct Page {
     /// What it may hold.
-    may: Vec<u64>,
+    pub(crate) may: Vec<u64>,
     /// The number that is being written, or none if it is being read.
-    under_way: Option<(Token, Option<u64>)>,
+    pub(crate) under_way: Option<(Token, Option<u64>)>,
 }
 
 /// Resets while many requests are under way. A write that a reset ends is there as a whole or not
@@ -143,7 +144,7 @@ fn resets(server: &Server) {
 }
 
 /// What was read is what the page may hold, and what it holds from then on.
-fn holds(page: &mut Page, buffer: &Buffer) {
+pub(crate) fn holds(page: &mut Page, buffer: &Buffer) {
     let bytes = buffer.to_vec(PAGE);
     let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());
     assert!(bytes == self::page(number), "a page is in parts: {number} and others");
@@ -187,5 +188,14 @@ fn a_namespace_of_another_controller_passes() {
     for options in ["", "?zero-copy=off"] {
         let below = Server::start(&["mem:16MiB"], &[]);
         passes(&format!("vfio-user:{}/1{options}", below.socket().display()));
+    }
+}
+
+#[test]
+fn namespaces_by_their_character_devices_pass() {
+    for device in outside::namespaces() {
+        for options in ["", "?aio=threads"] {
+            passes(&format!("{device}{options}"));
+        }
     }
 }

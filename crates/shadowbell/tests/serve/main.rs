@@ -41,5 +41,6 @@ mod stalling;
 mod steps;
 mod top;
 mod trace;
+mod unanswered;
 mod upgrade;
 mod upgrade_disks;

@@ -4,16 +4,15 @@
 //! systems, discards, fio's checksums; then the process that serves is killed and upgraded under
 //! fio.
 
-use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use shadowbell_guest::host::{in_path, install};
 use shadowbell_guest::{Guest, Kernel, RunDir};
 
 use super::dmesg;
+use super::exporter::Exporter;
 use super::setup::{MINUTE, Setup, finish, names};
 use super::unbroken::{kill_worker, upgrade_worker};
 use crate::report::Report;
@@ -25,39 +24,11 @@ const KINDS: [(&str, u32); 4] = [("qcow2", 1), ("nbd", 2), ("vfio-user", 3), ("r
 const EVENTS: u32 = 5;
 const LONG: Duration = Duration::from_secs(180);
 
-/// Ended when dropped.
-struct Exporter(Child);
-
-impl Drop for Exporter {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-impl Exporter {
-    fn start(image: &Path, socket: &Path) -> Result<Self> {
-        let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "qemu-nbd", "--persistent", "--shared=0"]);
-        command.args(["--format=raw", "--discard=unmap", "--socket"]).arg(socket).arg(image);
-        let exporter = Self(command.spawn().context("qemu-nbd")?);
-        let until = Instant::now() + Duration::from_secs(10);
-        while !socket.exists() {
-            ensure!(Instant::now() < until, "qemu-nbd does not serve");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        Ok(exporter)
-    }
-}
-
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let Some(program) = setup.shadowbell.clone() else {
         println!("   QEMU's own controller has QEMU's own disks");
         return Ok(());
     };
-    if !in_path("qemu-nbd") {
-        install(&["qemu-utils"])?;
-    }
     let (qcow2, socket) = (run.file("disk.qcow2"), run.socket("nbd"));
     let mut create = Command::new("qemu-img");
     create.args(["create", "-q", "-f", "qcow2"]).arg(&qcow2).arg(SIZE.to_string());

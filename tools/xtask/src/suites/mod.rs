@@ -5,6 +5,7 @@ mod chardev;
 mod cloud_hypervisor;
 mod comparison;
 mod dmesg;
+mod exporter;
 mod fio;
 mod fs;
 mod idle;

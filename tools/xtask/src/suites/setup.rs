@@ -180,6 +180,23 @@ pub(crate) fn names(guest: &mut Guest, index: usize) -> Result<(String, String)>
     Ok((controller.to_owned(), disk.to_owned()))
 }
 
+/// The character device of the first namespace of the controller at this index, once it is there.
+pub(crate) fn character_device(guest: &mut Guest, index: usize) -> Result<String> {
+    let address = config::pci_address(index);
+    let text = guest.sh(
+        &format!(
+            "for try in $(seq 100); do \
+                for path in /sys/bus/pci/devices/{address}/nvme/nvme*; do \
+                    device=/dev/ng$(basename $path | sed s/nvme//)n1; \
+                    [ -c $device ] && echo $device && exit 0; \
+                done; sleep 0.1; \
+            done; ls /dev; dmesg | grep -i nvme; exit 1"
+        ),
+        MINUTE,
+    )?;
+    Ok(text.trim().to_owned())
+}
+
 /// Powers the guest off and stops the server: both must end well.
 pub(crate) fn finish(report: &mut Report, guest: Guest, disk: Disk) {
     report.check("the guest powers off", |_| guest.power_off(MINUTE));

@@ -54,7 +54,8 @@ pub(crate) enum Suite {
     /// with every byte checked; and a disk on an SSD whose data nobody copies.
     Recover,
     /// A server in the guest whose disks are namespaces by their character devices (/dev/ng0n1):
-    /// every byte checked, kills, upgrades, errors, and what is refused.
+    /// every byte checked, kills, upgrades, errors, and what is refused; and tests of the crates on
+    /// such disks, with cancels, resets, and storage that does not answer for a while.
     Chardev,
     /// The disk as a block device (ublk) inside the guest, and the S4 table: readers, one and many.
     S4,

@@ -1,5 +1,7 @@
 //! A guest whose programs drive devices themselves: Linux VFIO, and the program under test in it.
 
+use std::path::PathBuf;
+
 use anyhow::{Context, Result};
 use serde_json::Value;
 use shadowbell_guest::initramfs::{self, Extra};
@@ -23,11 +25,25 @@ pub(crate) fn pack(
     more: &[&str],
     modules: &[&str],
 ) -> Result<()> {
+    pack_with(setup, kernel, run, more, modules, &[])
+}
+
+/// The same, with programs of the host's, too.
+pub(crate) fn pack_with(
+    setup: &Setup,
+    kernel: Kernel,
+    run: &RunDir,
+    more: &[&str],
+    modules: &[&str],
+    programs: &[PathBuf],
+) -> Result<()> {
     let shadowbell = setup.shadowbell.as_deref().context("this needs the shadowbell program")?;
     let tool = setup.directory().join(tool::NAME);
     let modules = setup.roots.modules(kernel, modules);
+    let linked: Vec<_> =
+        std::iter::once(shadowbell).chain(programs.iter().map(PathBuf::as_path)).collect();
     let extra =
-        Extra { programs: &[&tool], linked: &[shadowbell], modules: &modules, ..Extra::default() };
+        Extra { programs: &[&tool], linked: &linked, modules: &modules, ..Extra::default() };
     let programs: Vec<_> = initramfs::FULL.iter().chain(more).copied().collect();
     std::fs::write(run.file(ARCHIVE), initramfs::pack(&setup.roots, &programs, extra)?)
         .context("the initramfs")

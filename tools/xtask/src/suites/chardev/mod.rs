@@ -2,16 +2,19 @@
 //! commands of its clients become commands of the kernel's driver, by io_uring, and these come to
 //! shadowbell's controller, or QEMU's, outside.
 
+mod tests;
+
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use shadowbell_bench::table::Table;
-use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Serve, Server, config};
+use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Serve, Server};
 
 use super::recover::{number, verify};
-use super::setup::{MINUTE, Setup};
-use super::vfio::{boot, json_of, pack, shadowbell};
+use super::s4::Export;
+use super::setup::{MINUTE, Setup, character_device};
+use super::vfio::{boot, json_of, load, pack, shadowbell};
 use super::{dmesg, kinds};
 use crate::report::Report;
 
@@ -19,6 +22,8 @@ const SIZE: u64 = 128 << 20;
 const SOCKET: &str = "/tmp/vm0.sock";
 /// Reads and writes end with Unrecovered Read Error now and then, and Internal Error.
 const FAULTS: &str = "seed=7,status=0x281:queue=1:rate=1/40,status=0x281:queue=2:rate=1/40";
+/// The kernel's driver for block devices in user space.
+const UBLK: &str = "ublk_drv";
 const LOAD: &str = "--iodepth 64 --numjobs 2 --size 32m --max-bs 512k";
 /// How often the process that serves is killed, and upgraded.
 const EVENTS: usize = 3;
@@ -61,19 +66,7 @@ impl Which {
     /// Its character device in the guest.
     fn device(self, guest: &mut Guest) -> Result<String> {
         let index = Self::ALL.iter().position(|which| *which == self).unwrap_or_default();
-        let address = config::pci_address(index);
-        let text = guest.sh(
-            &format!(
-                "for try in $(seq 100); do \
-                    for path in /sys/bus/pci/devices/{address}/nvme/nvme*; do \
-                        device=/dev/ng$(basename $path | sed s/nvme//)n1; \
-                        [ -c $device ] && echo $device && exit 0; \
-                    done; sleep 0.1; \
-                done; ls /dev; dmesg | grep -i nvme; exit 1"
-            ),
-            MINUTE,
-        )?;
-        Ok(text.trim().to_owned())
+        character_device(guest, index)
     }
 }
 
@@ -82,8 +75,14 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         println!("   left out: it is about the program; give it with --shadowbell");
         return Ok(());
     }
+    on_devices(setup, report, kernel, run)?;
+    tests::run(setup, report, kernel, run)
+}
+
+fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let faulty = setup.faulty()?;
-    pack(setup, kernel, run, &[], &[])?;
+    let has_ublk = !setup.roots.modules(kernel, &[UBLK]).is_empty();
+    pack(setup, kernel, run, &[], &[UBLK])?;
     let (mut devices, mut servers) = (Vec::new(), Vec::new());
     for which in Which::ALL {
         let name = which.name();
@@ -175,6 +174,16 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let fio = kinds::fio(&[block]).replace("--offset=512m", "--offset=64m");
         guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE).map(drop)
     });
+    if has_ublk {
+        report.check("ublk's module is there", |_| load(&mut guest, &[UBLK]));
+        for which in [Which::Ours, Which::Qemu] {
+            let name = which.name();
+            let what = "a file system, discards, and fio's checksums, by ublk";
+            report.check(&format!("{name}: {what}"), |_| by_ublk(&mut guest, which));
+        }
+    } else {
+        println!("   Debian's Linux {kernel} has no {UBLK}: no file system on an export");
+    }
     report.check("one whose block device is mounted is refused", |_| {
         let device = Which::Ours.device(&mut guest)?;
         let block = device.replace("/ng", "/nvme");
@@ -245,6 +254,18 @@ fn same_bytes(guest: &mut Guest, which: Which) -> Result<()> {
     let log = stop(guest)?;
     written.with_context(|| log)?;
     Ok(())
+}
+
+/// The kernel's file system and fio on the block device that a namespace is exported as.
+fn by_ublk(guest: &mut Guest, which: Which) -> Result<()> {
+    let device = which.device(guest)?;
+    let export = Export::start(guest, &device, "")?;
+    let block = format!("/dev/{}", export.disk);
+    kinds::file_system(guest, &block)?;
+    kinds::discard(guest, &block)?;
+    let fio = kinds::fio(&[block]).replace("--offset=512m", "--offset=64m");
+    guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE)?;
+    export.stop(guest)
 }
 
 /// Clients verify while the process that serves goes and comes.

@@ -1,0 +1,155 @@
+//! A disk that does as it is ordered.
+
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Request, Submitted};
+use shadowbell_memory::{EventFd, Segments};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// What happens to a [`Late`] disk.
+#[derive(Debug, Default)]
+pub(crate) struct Orders {
+    /// Requests stay with the disk.
+    pub(crate) hold: AtomicBool,
+    /// Nobody may use it any more; and whether somebody did.
+    pub(crate) gone: AtomicBool,
+    pub(crate) used_after: AtomicBool,
+    /// So many queues can be opened.
+    pub(crate) queues: AtomicUsize,
+    pub(crate) seen: Mutex<Vec<Request>>,
+    pub(crate) cancelled: AtomicUsize,
+    pub(crate) events: Mutex<Vec<EventFd>>,
+}
+
+/// A disk whose requests end when they are reaped, in another order; cancelled ones as they would
+/// have.
+#[derive(Clone, Debug)]
+pub(crate) struct Late {
+    pub(crate) inner: Arc<dyn Disk>,
+    pub(crate) volatile: bool,
+    pub(crate) orders: Arc<Orders>,
+}
+
+impl Late {
+    pub(crate) fn new(inner: impl Disk + 'static) -> Self {
+        Self::of(Arc::new(inner))
+    }
+
+    pub(crate) fn of(inner: Arc<dyn Disk>) -> Self {
+        let orders = Orders { queues: 1000.into(), ..Orders::default() };
+        Self { inner, volatile: false, orders: Arc::new(orders) }
+    }
+
+    pub(crate) fn memory(blocks: u64) -> Self {
+        Self::new(MemDisk::lasting(blocks, 512).unwrap())
+    }
+
+    pub(crate) fn of_blocks(&self, blocks: u64) -> Self {
+        Self::of(self.inner.resized(Some(blocks * 512)).unwrap())
+    }
+
+    pub(crate) fn shared(&self) -> Arc<dyn Disk> {
+        Arc::new(self.clone())
+    }
+
+    pub(crate) fn hold(&self, hold: bool) {
+        self.orders.hold.store(hold, Ordering::SeqCst);
+        self.orders.events.lock().unwrap().iter().for_each(|event| event.signal());
+    }
+
+    pub(crate) fn seen(&self) -> Vec<Request> {
+        self.orders.seen.lock().unwrap().clone()
+    }
+
+    pub(crate) fn is_gone(&self) {
+        self.orders.gone.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn was_used_after(&self) -> bool {
+        self.orders.used_after.load(Ordering::SeqCst)
+    }
+}
+
+impl Disk for Late {
+    fn info(&self) -> DiskInfo {
+        let mut info = self.inner.info();
+        info.volatile_cache = self.volatile;
+        info
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn shadowbell_backend::Queue>> {
+        let take = |left: usize| left.checked_sub(1);
+        let taken = self.orders.queues.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take);
+        taken.map_err(|_| io::Error::other("no queue is left"))?;
+        let event = EventFd::new()?;
+        self.orders.events.lock().unwrap().push(event.try_clone()?);
+        let (disk, inner) = (self.clone(), self.inner.queue()?);
+        Ok(Box::new(LateQueue { disk, inner, event, held: Vec::new() }))
+    }
+
+    fn name(&self) -> String {
+        "late".into()
+    }
+}
+
+pub(crate) struct LateQueue {
+    disk: Late,
+    inner: Box<dyn shadowbell_backend::Queue>,
+    event: EventFd,
+    held: Vec<(u32, Request, Segments)>,
+}
+
+impl LateQueue {
+    fn used(&self) {
+        let Orders { gone, used_after, .. } = &*self.disk.orders;
+        used_after.fetch_or(gone.load(Ordering::SeqCst), Ordering::SeqCst);
+    }
+}
+
+impl shadowbell_backend::Queue for LateQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        self.used();
+        self.disk.orders.seen.lock().unwrap().push(*request);
+        self.held.push((tag, *request, data.take()));
+        self.event.signal();
+        Submitted::Pending
+    }
+
+    fn longest_inline(&self) -> u64 {
+        4096
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        self.event.drain();
+        if self.disk.orders.hold.load(Ordering::SeqCst) {
+            return;
+        }
+        while let Some((tag, request, mut data)) = self.held.pop() {
+            self.used();
+            let Submitted::Done(outcome) = self.inner.submit(tag, &request, &mut data) else {
+                panic!("memory does not wait");
+            };
+            done(tag, outcome, data);
+        }
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        assert!(self.held.iter().any(|(of, ..)| *of == tag), "it has this one");
+        self.disk.orders.cancelled.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn pending(&self) -> usize {
+        self.held.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.event.as_fd())
+    }
+}
+
+impl Drop for LateQueue {
+    fn drop(&mut self) {
+        self.used();
+    }
+}

@@ -1,0 +1,52 @@
+//! Changes that another controller goes on with.
+
+use crate::common;
+use crate::host::{
+    INACTIVE, INVALID, active, add, changed, ends, event, host, identify, pool, remove, replace,
+    want_events, write_and_read,
+};
+use crate::late::Late;
+use shadowbell_controller::{Carrier, Config, Controller, RestoreError};
+use shadowbell_spec::identify::{IdentifyController, cns};
+use shadowbell_state::Parcel;
+use std::collections::BTreeMap;
+use std::sync::mpsc::channel;
+
+#[test]
+fn a_successor_goes_on_with_what_has_become_of_them() {
+    let cached = Late { volatile: true, ..Late::memory(64) };
+    let mut host = host(&cached);
+    ends(&add(&host, Some(5), &Late::memory(9), "fifth").1).unwrap();
+    ends(&add(&host, Some(3), &Late::memory(8), "third").1).unwrap();
+    ends(&remove(&host, 1, &cached)).unwrap();
+    ends(&remove(&host, 5, &Late::memory(1))).unwrap();
+    want_events(&mut host, 500);
+    let mut queue = host.create(1, 16, false);
+    replace(&mut host, &BTreeMap::new());
+    let identified: IdentifyController = identify(&mut host, cns::CONTROLLER, 0);
+    assert_eq!(identified.nn, 5, "an NSID that was valid is");
+    assert!(identified.vwc.vwcp(), "the host was told so");
+    assert_eq!(active(&mut host), [3]);
+    assert!(write_and_read(&mut host, &mut queue, 3, 7, 4).is_success());
+    assert_eq!(write_and_read(&mut host, &mut queue, 1, 0, 4), INACTIVE);
+    assert_eq!(write_and_read(&mut host, &mut queue, 5, 0, 4), INACTIVE);
+    assert_eq!(write_and_read(&mut host, &mut queue, 6, 0, 4), INVALID);
+    ends(&remove(&host, 3, &Late::memory(1))).unwrap();
+    event(&mut host, 500);
+    // An event and a list that are not read yet go with it, and so does having none left.
+    replace(&mut host, &BTreeMap::new());
+    assert_eq!((active(&mut host), changed(&mut host)), (vec![], vec![1, 3, 5]));
+
+    // One that would have other namespaces is refused.
+    ends(&add(&host, Some(2), &Late::memory(9), "second").1).unwrap();
+    let (done, frozen) = channel();
+    host.controller.freeze(move || done.send(()).unwrap());
+    frozen.recv_timeout(common::TIMEOUT).unwrap();
+    let mut parcel = Parcel::new();
+    let saved = host.controller.save(parcel.descriptors()).unwrap();
+    let namespaces: Vec<_> = host.controller.namespaces().into_iter().map(|(_, ns)| ns).collect();
+    let config = Config { namespaces, ..host.controller.config().clone() };
+    let other =
+        Controller::successor(config, pool(1), Carrier::default(), &saved, parcel.descriptors());
+    assert!(matches!(other.unwrap_err(), RestoreError::Shape("set of namespaces")));
+}

@@ -1,0 +1,261 @@
+//! Storage that does not answer for a while, under a guest in mid-I/O: other namespaces of the same
+//! worker go on, nothing that was acknowledged is lost, and nothing waits longer than the storage.
+
+use crate::harness::{Server, complete, image, run};
+use crate::kinds::{PAGE, Page, fill, holds};
+use shadowbell_driver::{
+    AttachOptions, BufferPool, Completion, Controller, Namespace, QueuePair, Recovery, Timeouts,
+};
+use shadowbell_spec::Status;
+use shadowbell_testing::outside::{self, Storage};
+use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use std::time::{Duration, Instant};
+
+/// Requests under way, each to a page of its own.
+const PAGES: usize = 64;
+const BYTES: u64 = 16 << 20;
+/// How long nothing is answered, at least.
+const STALL: Duration = Duration::from_millis(600);
+
+#[test]
+fn the_daemon() {
+    be_the_daemon();
+}
+
+/// How storage is stopped, and goes on.
+trait Stalls: Sync {
+    fn stall(&self);
+    fn go_on(&self);
+}
+
+impl Stalls for Mount {
+    fn stall(&self) {
+        Mount::stall(self);
+    }
+
+    fn go_on(&self) {
+        Mount::go_on(self);
+    }
+}
+
+impl Stalls for Storage {
+    fn stall(&self) {
+        Storage::stall(self);
+    }
+
+    fn go_on(&self) {
+        Storage::go_on(self);
+    }
+}
+
+/// A guest of both namespaces, and what the pages of the first may hold.
+struct Guest {
+    controller: Controller,
+    queue: QueuePair,
+    pool: BufferPool,
+    namespace: Namespace,
+    pages: Vec<Page>,
+    last: u64,
+}
+
+impl Guest {
+    /// Attaches, and fills the pages.
+    fn attach(server: &Server, options: AttachOptions) -> Self {
+        let options = AttachOptions { queue_pairs: 2, queue_depth: 256, ..options };
+        let mut controller = server.attach_with(&options);
+        let queue = controller.take_queue_pair().unwrap();
+        let namespace = controller.namespace(1).unwrap().clone();
+        let pool = controller.buffers(PAGES, PAGE).unwrap();
+        let pages = (0..PAGES).map(|_| Page::default()).collect();
+        let mut guest = Self { controller, queue, pool, namespace, pages, last: 0 };
+        for at in 0..PAGES {
+            guest.submit(at, true);
+        }
+        guest.queue.ring().unwrap();
+        guest.settle(&[Status::SUCCESS]);
+        let flush = guest.namespace.flush();
+        assert_eq!(run(&mut guest.queue, flush, None).status, Status::SUCCESS);
+        guest
+    }
+
+    fn submit(&mut self, at: usize, is_write: bool) {
+        let mut buffer = self.pool.take().unwrap();
+        self.last += 1;
+        fill(&mut buffer, self.last);
+        let blocks = PAGE as u32 / self.namespace.block_size();
+        let lba = at as u64 * u64::from(blocks);
+        let (command, number) = match is_write {
+            true => (self.namespace.write(lba, blocks), Some(self.last)),
+            false => (self.namespace.read(lba, blocks), None),
+        };
+        let token = self.queue.submit(command.unwrap(), Some(buffer)).unwrap();
+        self.pages[at].under_way = Some((token, number));
+    }
+
+    /// A read or a write of every page is under way.
+    fn submit_many(&mut self) {
+        for at in 0..PAGES {
+            self.submit(at, at % 3 != 0);
+        }
+        self.queue.ring().unwrap();
+    }
+
+    /// Takes a completion of one of these statuses.
+    fn take(&mut self, completion: Completion, expected: &[Status]) -> Status {
+        let Completion { token, status, buffer, .. } = completion;
+        let is = |page: &Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
+        let at = self.pages.iter().position(is).expect("it ends once");
+        let page = &mut self.pages[at];
+        let (_, number) = page.under_way.take().unwrap();
+        assert!(expected.contains(&status), "{status:?}");
+        match (status, number) {
+            (Status::SUCCESS, Some(number)) => page.may = vec![number],
+            (Status::SUCCESS, None) => holds(page, &buffer.unwrap()),
+            (_, number) => page.may.extend(number),
+        }
+        status
+    }
+
+    /// Waits until nothing is under way. How many did not succeed.
+    fn settle(&mut self, expected: &[Status]) -> usize {
+        let mut failed = 0;
+        while self.pages.iter().any(|page| page.under_way.is_some()) {
+            let completion = complete(&mut self.queue);
+            failed += usize::from(self.take(completion, expected) != Status::SUCCESS);
+        }
+        failed
+    }
+
+    /// The other namespace, by the other queue.
+    fn the_other_goes_on(&mut self, queue: &mut QueuePair, pool: &BufferPool) {
+        let other = self.controller.namespace(2).unwrap().clone();
+        let blocks = PAGE as u32 / other.block_size();
+        let begun = Instant::now();
+        for number in 1..20 {
+            let mut buffer = pool.take().unwrap();
+            fill(&mut buffer, number);
+            let written = run(queue, other.write(0, blocks).unwrap(), Some(buffer));
+            assert_eq!(written.status, Status::SUCCESS);
+            drop(written);
+            let read = run(queue, other.read(0, blocks).unwrap(), pool.take());
+            assert_eq!(read.status, Status::SUCCESS);
+            let mut page = Page { may: vec![number], ..Page::default() };
+            holds(&mut page, &read.buffer.unwrap());
+        }
+        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    }
+
+    /// All that was acknowledged is there.
+    fn lost_nothing(mut self) {
+        for at in 0..PAGES {
+            self.submit(at, false);
+        }
+        self.queue.ring().unwrap();
+        self.settle(&[Status::SUCCESS]);
+        let Self { controller, queue, pool, .. } = self;
+        drop((queue, pool));
+        controller.detach().unwrap();
+    }
+}
+
+/// Whoever waits goes on when the storage does, and nobody else waits.
+fn is_waited_for(server: &Server, storage: &dyn Stalls) {
+    let mut guest = Guest::attach(server, AttachOptions::default());
+    let mut other = guest.controller.take_queue_pair().unwrap();
+    // To give memory back waits for all that is under way.
+    let pool = guest.controller.buffers(1, PAGE).unwrap();
+    storage.stall();
+    guest.submit_many();
+    let until = Instant::now() + STALL;
+    guest.the_other_goes_on(&mut other, &pool);
+    while Instant::now() < until {
+        assert!(guest.queue.pop().is_none(), "it has answered");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    guest.the_other_goes_on(&mut other, &pool);
+    storage.go_on();
+    guest.settle(&[Status::SUCCESS]);
+    drop((other, pool));
+    guest.lost_nothing();
+}
+
+/// A reset waits for what could still reach the disk or the guest's memory, and not longer.
+fn is_reset(server: &Server, storage: &dyn Stalls) {
+    // What a reset ends is not submitted again.
+    let recovery = Recovery { repeats: 0, ..Recovery::default() };
+    let mut guest = Guest::attach(server, AttachOptions { recovery, ..AttachOptions::default() });
+    storage.stall();
+    guest.submit_many();
+    std::thread::sleep(STALL / 2);
+    std::thread::scope(|scope| {
+        let reset = scope.spawn(|| guest.controller.reset());
+        std::thread::sleep(STALL);
+        storage.go_on();
+        reset.join().unwrap().unwrap();
+    });
+    let ended = guest.settle(&[Status::SUCCESS, Status::ABORTED_BY_HOST]);
+    assert!(ended > 0, "no reset came in mid-I/O");
+    // What it ended does not come over what is written now.
+    for _ in 0..3 {
+        guest.submit_many();
+        guest.settle(&[Status::SUCCESS]);
+    }
+    guest.lost_nothing();
+}
+
+/// A guest that does not wait so long aborts its commands, and deletes its queue when they can not
+/// be aborted. If that, too, takes longer than it waits, it resets the controller. What it submits
+/// again then is carried out.
+fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
+    let admin = if is_reset { Duration::from_secs(2) } else { Duration::from_secs(15) };
+    let timeouts = Timeouts { io: STALL / 2, admin, ..Timeouts::default() };
+    // While nothing answers, each of its tries may end one repetition.
+    let recovery = Recovery { repeats: 100, ..Recovery::default() };
+    let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
+    let mut guest = Guest::attach(server, options);
+    storage.stall();
+    guest.submit_many();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(2 * STALL + if is_reset { 2 * admin } else { Duration::ZERO });
+            storage.go_on();
+        });
+        guest.settle(&[Status::SUCCESS]);
+    });
+    let stats = guest.controller.recovery_stats();
+    assert!(stats.late > 0 && stats.aborts > 0 && stats.given_up == 0, "{stats:?}");
+    assert!(stats.queues_recreated > 0 || is_reset, "{stats:?}");
+    assert!(stats.resets > 0 || !is_reset, "{stats:?}");
+    guest.lost_nothing();
+}
+
+fn passes(disk: &str, storage: &dyn Stalls) {
+    // One thread serves both.
+    let options = ["--keeper", "--sandbox", "off", "--workers", "1"];
+    let mut server = Server::start(&[disk, "mem:1MiB"], &options);
+    is_waited_for(&server, storage);
+    is_reset(&server, storage);
+    is_given_up(&server, storage, false);
+    is_given_up(&server, storage, true);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+#[test]
+fn a_raw_image_passes() {
+    let directory = tempfile::tempdir().unwrap();
+    let behind = image(directory.path(), "disk.img", BYTES);
+    for options in ["?format=raw", "?format=raw&direct=off", "?format=raw&aio=threads"] {
+        let Some(mount) = Mount::over("unanswered::the_daemon", &behind) else { return };
+        passes(&format!("{}{options}", mount.path().display()), &mount);
+    }
+}
+
+#[test]
+fn namespaces_by_their_character_devices_pass() {
+    for device in outside::namespaces() {
+        let storage = Storage::new();
+        for options in ["", "?aio=threads"] {
+            passes(&format!("{device}{options}"), &storage);
+        }
+    }
+}

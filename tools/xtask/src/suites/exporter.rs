@@ -1,0 +1,59 @@
+//! An NBD server of QEMU's beside a guest.
+
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+use shadowbell_guest::host::{in_path, install};
+
+/// `qemu-nbd` with a raw image. Ended when dropped.
+pub(crate) struct Exporter(Child);
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Exporter {
+    pub(crate) fn start(image: &Path, socket: &Path) -> Result<Self> {
+        if !in_path("qemu-nbd") {
+            install(&["qemu-utils"])?;
+        }
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "qemu-nbd", "--persistent", "--shared=0"]);
+        command.args(["--format=raw", "--discard=unmap", "--socket"]).arg(socket).arg(image);
+        let exporter = Self(command.spawn().context("qemu-nbd")?);
+        let until = Instant::now() + Duration::from_secs(10);
+        while !socket.exists() {
+            ensure!(Instant::now() < until, "qemu-nbd does not serve");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(exporter)
+    }
+
+    /// From now on it answers nothing.
+    pub(crate) fn stall(&self) -> Result<()> {
+        self.signal(Signal::STOP)?;
+        // It may be at an answer still.
+        let stat = format!("/proc/{}/stat", self.0.id());
+        let until = Instant::now() + Duration::from_secs(10);
+        while !std::fs::read_to_string(&stat)?.contains(") T ") {
+            ensure!(Instant::now() < until, "qemu-nbd does not stop");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// What was asked meanwhile is answered.
+    pub(crate) fn go_on(&self) -> Result<()> {
+        self.signal(Signal::CONT)
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        kill_process(Pid::from_child(&self.0), signal).context("a signal for qemu-nbd")
+    }
+}
