@@ -50,8 +50,8 @@ fn offset(page: usize) -> u64 {
 }
 
 /// Requests are cancelled while many are under way. Each ends once, as carried out or as
-/// cancelled. What is cancelled is there as a whole or not at all; and neither gets to the disk nor
-/// touches the host's memory after its end.
+/// cancelled. What is cancelled is there as a whole or not at all; and neither gets to the disk
+/// nor touches the host's memory after its end.
 fn cancelled_in_mid_io(disk: &str) {
     let disk = open(disk.as_ref(), "");
     let mut queue = disk.queue().unwrap();

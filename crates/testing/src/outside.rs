@@ -1,6 +1,6 @@
 //! Disks that somebody outside of the tests has made, and stops on demand: namespaces by their
-//! character devices, in a guest (`cargo xtask guest chardev`). Who runs the tests by hand has none,
-//! and the tests that need one are skipped with a word.
+//! character devices, in a guest (`cargo xtask guest chardev`). Who runs the tests by hand has
+//! none, and the tests that need one are skipped with a word.
 
 use std::fs::File;
 use std::path::PathBuf;

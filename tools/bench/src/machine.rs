@@ -37,8 +37,8 @@ pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
 /// From which order on (a block of 2^N pages) the kernel tells the host of free memory.
 const REPORTING_ORDER: &str = "/sys/module/page_reporting/parameters/page_reporting_order";
 
-/// Whether that is an order of blocks that the kernel has: it has none of more than 2^10 pages, and
-/// where nothing reports, the order is -1 as a number without a sign.
+/// Whether that is an order of blocks that the kernel has: it has none of more than 2^10 pages,
+/// and where nothing reports, the order is -1 as a number without a sign.
 fn gives_free_memory_back(order: &str) -> bool {
     order.parse::<u64>().is_ok_and(|order| order <= 10)
 }

@@ -1,5 +1,6 @@
-//! Storage that does not answer for a while, under a guest in mid-I/O: other namespaces of the same
-//! worker go on, nothing that was acknowledged is lost, and nothing waits longer than the storage.
+//! Storage that does not answer for a while, under a guest in mid-I/O: other namespaces of the
+//! same worker go on, nothing that was acknowledged is lost, and nothing waits longer than the
+//! storage.
 
 use crate::harness::{Server, complete, image, run};
 use crate::kinds::{PAGE, Page, fill, holds};

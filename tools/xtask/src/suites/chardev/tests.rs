@@ -1,5 +1,5 @@
-//! Tests of the crates, carried out in a guest, on namespaces by their character devices: a model of
-//! a disk, cancels and resets in mid-I/O, and storage that does not answer for a while.
+//! Tests of the crates, carried out in a guest, on namespaces by their character devices: a model
+//! of a disk, cancels and resets in mid-I/O, and storage that does not answer for a while.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
