@@ -98,6 +98,9 @@ enum Suite {
 
 /// Runs the suites and shows what they found.
 pub fn run(arguments: Arguments) -> Result<()> {
+    if !arguments.quick {
+        workspace::run_optimised()?;
+    }
     let suites = match arguments.suites.as_slice() {
         [] => Suite::value_variants().to_vec(),
         named => named.to_vec(),

@@ -1,5 +1,6 @@
 //! Where the repository is, and cargo in it.
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -28,15 +29,25 @@ pub fn build_shadowbell() -> Result<PathBuf> {
     build(&["--release", "--package", "shadowbell", "--bin", "shadowbell"])
 }
 
-/// Builds the program as `cargo xtask test` builds it for the tests, so that nothing is built
-/// twice: it can also do wrong on purpose. Nothing is to be measured with it.
+/// Builds the program as `cargo test` builds it, so that nothing is built twice: in the dev profile,
+/// with fault injection. Nothing is to be measured with it.
 pub fn build_for_tests() -> Result<PathBuf> {
-    eprintln!("building shadowbell with faults ...");
-    let faults = ["--features", "shadowbell/faults"];
-    // With an example cargo chooses the features of dependencies as it does for tests. Without one
-    // half of the crates would be built anew.
-    let example = ["--workspace", "--bin", "shadowbell", "--example", "step"];
-    build(&[&example[..], &faults].concat())
+    eprintln!("building shadowbell for tests ...");
+    // With an example, cargo takes the features of dev-dependencies, as it does for tests. Without
+    // one, half of the crates would be built a second time.
+    build(&["--workspace", "--bin", "shadowbell", "--example", "step"])
+}
+
+/// Starts the chore again in the release profile, unless this is that profile: a load generator
+/// that is not optimised measures itself. Returns only if there is nothing to do, or with an error.
+pub fn run_optimised() -> Result<()> {
+    if !cfg!(debug_assertions) {
+        return Ok(());
+    }
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["run", "--quiet", "--release", "--package", "xtask", "--manifest-path"]);
+    command.arg(root().join("Cargo.toml")).arg("--").args(std::env::args_os().skip(1));
+    Err(command.exec()).context("cargo run")
 }
 
 fn build(arguments: &[&str]) -> Result<PathBuf> {
@@ -59,7 +70,7 @@ fn build(arguments: &[&str]) -> Result<PathBuf> {
 pub fn build_tests(sources: &[&str]) -> Result<Vec<PathBuf>> {
     eprintln!("building the tests ...");
     let mut command = cargo();
-    command.args(["test", "--no-run", "--workspace", "--features", "shadowbell/faults"]);
+    command.args(["test", "--no-run", "--workspace"]);
     for source in sources {
         command.arg("--test").arg(target(source)?);
     }

@@ -8,14 +8,16 @@ mod deb;
 mod fuzz;
 mod guest_shell;
 mod hostile;
-mod outsider;
 mod peer;
+mod processes;
 mod report;
+mod run_alone;
 mod soak;
 mod step;
 mod structure;
 mod suites;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -23,6 +25,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand, ValueEnum};
 use report::Report;
 use shadowbell_bench as bench;
+use shadowbell_bench::workspace::run_optimised;
 use shadowbell_guest::Kernel;
 use suites::{ControllerKind, Setup, Suite};
 
@@ -57,11 +60,6 @@ enum Verb {
     Ceph(ceph::Arguments),
     /// The models of the shadow doorbell protocol, explored by loom.
     Loom,
-    /// Compiles the programs of the guides in a package of its own, as somebody who copied them
-    /// would.
-    ///
-    /// The guides are README.md, the crates' README.md and the docs at the top of their lib.rs.
-    Outsider,
     /// Builds the book of `docs/` into target/book: open index.html there.
     ///
     /// Its links and commands are looked after by the tests of the crate shadowbell.
@@ -106,6 +104,13 @@ enum Verb {
     /// What takes minutes: many controllers of one server, honest and hostile, that verify.
     #[command(after_help = soak::EXAMPLES)]
     Soak(soak::Arguments),
+    /// Runs a test program, and fails if it leaves a process behind.
+    #[command(hide = true)]
+    RunAlone {
+        /// The program and its arguments.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        command: Vec<OsString>,
+    },
     /// A file system of one file, for an attack.
     #[command(hide = true)]
     FuseDaemon { friend: u32 },
@@ -196,15 +201,20 @@ fn main() -> ExitCode {
         Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
         Verb::Loom => chores::loom(&mut report),
         Verb::Ceph(arguments) => ceph::run(&mut report, &arguments),
-        Verb::Outsider => outsider::check(),
         Verb::Book => chores::book(&mut report),
         Verb::Crates => crates::run(&mut report, true),
         Verb::Package(arguments) => deb::run(&mut report, &arguments),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
-        Verb::Hostile(arguments) => hostile::run(&mut report, arguments),
-        Verb::Soak(arguments) => soak::run(&mut report, arguments),
+        Verb::Hostile(arguments) => {
+            run_optimised().and_then(|()| hostile::run(&mut report, arguments))
+        }
+        Verb::Soak(arguments) => run_optimised().and_then(|()| soak::run(&mut report, arguments)),
+        Verb::RunAlone { command } => match run_alone::run(&command) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Verb::FuseDaemon { friend } => hostile::fuse_daemon(friend),
         Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {

@@ -1,4 +1,4 @@
-//! A step of a chore: another program, run to its end or its limit.
+//! Step of a chore: another program, run to its end.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -8,19 +8,20 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::processes;
 use crate::report::Report;
 
-/// The seconds after which a step is taken for hung.
-const STEP_LIMIT: &str = "1500";
-/// How long the output may stay open when the step has ended. Somebody whom it has started, and not
-/// ended, has it: then nothing more is waited for, and the step has failed.
-const AFTERWARDS: Duration = Duration::from_secs(5);
+/// Time without output after which a step counts as hung. A limit of the whole step would include
+/// compilation, which takes several times as long on a busy machine.
+const SILENCE: Duration = Duration::from_secs(15 * 60);
+/// Time that the output may stay open after the step has ended.
+const AFTERWARDS: Duration = Duration::from_secs(60);
 
-/// Runs a command and shows its output; takes over the counts of the test runners in it.
+/// Runs a command and shows its output; adds the counts of the test runners in it to the report.
 pub(crate) fn step(report: &mut Report, name: &str, command: &mut Command) {
     let mut counts = Counts::default();
     report.check(name, |_| {
-        run(command, |line| {
+        run(command, SILENCE, AFTERWARDS, |line| {
             println!("{line}");
             counts.read(line);
         })
@@ -28,43 +29,49 @@ pub(crate) fn step(report: &mut Report, name: &str, command: &mut Command) {
     report.add(counts.passed, &counts.failed);
 }
 
-/// Runs a command to its end or its limit. `each` gets the lines of its standard output; what it
-/// writes to standard error is shown.
-fn run(command: &Command, mut each: impl FnMut(&str)) -> Result<()> {
-    let mut limited = Command::new("timeout");
-    limited.args(["--kill-after=10", STEP_LIMIT]).arg(command.get_program());
-    limited.args(command.get_args()).stdin(Stdio::null()).stdout(Stdio::piped());
-    if let Some(directory) = command.get_current_dir() {
-        limited.current_dir(directory);
-    }
-    for (key, value) in command.get_envs() {
-        match value {
-            Some(value) => limited.env(key, value),
-            None => limited.env_remove(key),
-        };
-    }
-    let mut child = limited.spawn().context("timeout")?;
-    let output = BufReader::new(child.stdout.take().context("no output")?);
+/// Runs a command to its end. Fails if the command fails, prints nothing for the time `silence`, or
+/// has ended and its output stays open for the time `afterwards`; the processes are then listed and
+/// killed. `each` gets the lines of standard output; standard error is inherited.
+fn run(
+    command: &mut Command,
+    silence: Duration,
+    afterwards: Duration,
+    mut each: impl FnMut(&str),
+) -> Result<()> {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+    let mut child = child.with_context(|| command.get_program().display().to_string())?;
+    let output = child.stdout.take().context("no output")?;
+    let pipe = rustix::fs::fstat(&output).context("the output")?.st_ino;
     let (sender, lines) = channel();
+    let output = BufReader::new(output);
     thread::spawn(move || output.lines().try_for_each(|line| sender.send(line).map_err(drop)));
-    let mut ended = None;
+    let (mut heard, mut ended) = (Instant::now(), None);
     let status = loop {
         match lines.recv_timeout(Duration::from_millis(100)) {
-            Ok(line) => each(&line.context("reading what it prints")?),
-            Err(RecvTimeoutError::Disconnected) => break child.wait()?,
-            Err(RecvTimeoutError::Timeout) => {
-                let Some(status) = child.try_wait()? else { continue };
-                if ended.get_or_insert_with(Instant::now).elapsed() > AFTERWARDS {
-                    bail!("{status}, and a process that it has left behind goes on");
-                }
+            Ok(line) => {
+                each(&line.context("reading the output")?);
+                heard = Instant::now();
             }
+            Err(RecvTimeoutError::Disconnected) => break child.wait()?,
+            Err(RecvTimeoutError::Timeout) => match child.try_wait()? {
+                Some(status) if ended.get_or_insert_with(Instant::now).elapsed() > afterwards => {
+                    let left = processes::holders(pipe);
+                    processes::kill(&left);
+                    bail!("{status}, and processes left behind:\n{}", processes::list(&left));
+                }
+                None if heard.elapsed() > silence => {
+                    let hung = processes::descendants(child.id());
+                    processes::kill(&hung);
+                    child.kill()?;
+                    child.wait()?;
+                    let seconds = silence.as_secs();
+                    bail!("no output for {seconds} s; processes:\n{}", processes::list(&hung));
+                }
+                _ => {}
+            },
         }
     };
-    match status.code() {
-        Some(0) => Ok(()),
-        Some(124 | 137) => bail!("did not end within {STEP_LIMIT} s"),
-        _ => bail!("{status}"),
-    }
+    if status.success() { Ok(()) } else { bail!("{status}") }
 }
 
 /// What `cargo test` counted.
@@ -94,15 +101,30 @@ impl Counts {
 mod tests {
     use super::*;
 
+    /// A limit that no run reaches.
+    const NEVER: Duration = Duration::from_secs(3600);
+
     #[test]
-    fn who_is_left_behind_is_not_waited_for() {
+    fn a_process_left_behind_fails_the_step_and_is_killed() {
         let mut lines = Vec::new();
         let mut shell = Command::new("sh");
-        shell.args(["-c", "sleep 60 & echo $!"]);
-        let error = run(&shell, |line| lines.push(line.to_owned())).unwrap_err();
-        assert!(error.to_string().contains("left behind"), "{error}");
+        shell.args(["-c", "sleep 3600 & echo $!"]);
+        let error = run(&mut shell, NEVER, Duration::ZERO, |line| lines.push(line.to_owned()));
+        let error = error.unwrap_err().to_string();
         let [sleeper] = &lines[..] else { panic!("{lines:?}") };
-        assert!(Command::new("kill").arg(sleeper).status().unwrap().success());
+        assert!(error.contains(&format!("{sleeper} sleep 3600")), "{error}");
+        shadowbell_testing::wait::until("the process is killed", || {
+            !Command::new("kill").args(["-0", sleeper]).status().unwrap().success()
+        });
+    }
+
+    #[test]
+    fn a_silent_step_fails_and_its_processes_are_listed() {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "sleep 3600; true"]);
+        let error = run(&mut shell, Duration::from_millis(1), NEVER, |_| {}).unwrap_err();
+        let error = error.to_string();
+        assert!(error.starts_with("no output for 0 s"), "{error}");
     }
 
     #[test]
