@@ -11,11 +11,14 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tracing::{Event, Level, Subscriber};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
-use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::registry::{LookupSpan, Registry};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, reload};
 
 /// A second of the log has 96 KiB at most, whatever guests do. An honest server says some hundred
 /// bytes for each guest that comes.
@@ -38,7 +41,7 @@ static FILTER: OnceLock<Filter> = OnceLock::new();
 struct Filter {
     /// As it was written, and whether it was changed.
     now: Mutex<(String, bool)>,
-    replace: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync>,
+    replace: Box<dyn Fn(Targets) -> Result<(), String> + Send + Sync>,
 }
 
 /// What is logged, as [`start`] or [`set_filter`] was told.
@@ -61,7 +64,7 @@ pub(crate) fn changed_filter() -> Option<String> {
 /// A sentence that says what is wrong with them.
 pub(crate) fn set_filter(directives: &str) -> Result<(), String> {
     let is_empty = directives.trim().is_empty();
-    let new = EnvFilter::builder().parse(directives);
+    let new = directives.parse::<Targets>();
     let new = new.ok().filter(|_| !is_empty && directives.is_ascii()).ok_or_else(|| {
         format!(
             "`{directives}` says nothing of what to log: it is error, warn, info, debug or trace, \
@@ -91,13 +94,13 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    fn level(self) -> &'static str {
+    fn level(self) -> Level {
         match (self.quiet, self.verbose) {
-            (0, 0) => "info",
-            (0, 1) => "debug",
-            (0, _) => "trace",
-            (1, _) => "warn",
-            _ => "error",
+            (0, 0) => Level::INFO,
+            (0, 1) => Level::DEBUG,
+            (0, _) => Level::TRACE,
+            (1, _) => Level::WARN,
+            _ => Level::ERROR,
         }
     }
 }
@@ -109,18 +112,17 @@ pub(crate) fn is_talkative() -> bool {
 }
 
 /// Takes what is logged, which is written from [`begin`] on. `RUST_LOG` says what that is, if it is
-/// set; it takes what [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`. `timed`: lines
+/// set; it takes what [`Targets`] takes, such as `shadowbell_vfio_user=trace`. `timed`: lines
 /// begin with the time, as those of a service have to.
 pub(crate) fn start(args: &Args, timed: bool) {
-    let (text, filter) = match std::env::var("RUST_LOG") {
-        Ok(directives) if !directives.is_empty() => {
-            let filter = EnvFilter::builder().parse_lossy(&directives);
-            (directives, filter)
-        }
-        _ => (args.level().to_owned(), EnvFilter::new(args.level())),
-    };
+    let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.is_empty());
+    let asked = asked.and_then(|text| text.parse::<Targets>().ok().map(|filter| (text, filter)));
+    let (text, filter) = asked.unwrap_or_else(|| {
+        (args.level().to_string().to_lowercase(), Targets::new().with_default(args.level()))
+    });
     let format = Lines { detailed: args.verbose > 0, timed: timed && !is_journal() };
-    let all = filter.max_level_hint().is_none_or(|level| level > Level::INFO);
+    let highest = <Targets as Layer<Registry>>::max_level_hint(&filter);
+    let all = highest.is_none_or(|level| level > Level::INFO);
     let limits = if all {
         Limits { waiting: WAITING_VERBOSE, pace: None }
     } else {
@@ -129,14 +131,12 @@ pub(crate) fn start(args: &Args, timed: bool) {
     let log = LogThread::new(limits);
     let writer = log.clone();
     // Fails only where a subscriber is there already: in a test, which wants its own.
-    let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let (filter, handle) = reload::Layer::new(filter);
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(move || Plain(writer.clone()))
         .with_ansi(std::io::stderr().is_terminal())
-        .event_format(format)
-        .with_filter_reloading();
-    let handle = subscriber.reload_handle();
-    let started = subscriber.try_init();
+        .event_format(format);
+    let started = tracing_subscriber::registry().with(filter).with(lines).try_init();
     let replace = move |new| handle.reload(new).map_err(|error| error.to_string());
     let now = Mutex::new((text, false));
     let _ = FILTER.set(Filter { now, replace: Box::new(replace) });

@@ -1,6 +1,6 @@
 //! The suite `instructions`: what an I/O costs each side, counted by callgrind.
 //!
-//! A driver and a controller take turns on one thread (`crates/shadowbell/examples/step.rs`): the
+//! A driver and a controller take turns on one thread (`crates/frontend/examples/step.rs`): the
 //! driver takes what has completed and submits as many reads, the controller makes one pass. Nobody
 //! waits, so every run executes the same instructions. Two runs of different length are subtracted,
 //! which leaves out the first touch of everything.
@@ -49,7 +49,7 @@ struct PerIo {
 /// Counts at all depths, or at the recorded one alone.
 pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
     machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
-    let program = build("shadowbell", "step")?;
+    let program = build("shadowbell-frontend", "step")?;
     let depths = if quick { vec![RECORDED_DEPTH] } else { DEPTHS.to_vec() };
     let mut table = Table {
         title: "Instructions per I/O, null disk, 4 KiB random read".into(),
