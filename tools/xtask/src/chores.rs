@@ -1,6 +1,7 @@
 //! The chores that need no guest, and all of them together.
 
 use std::path::Path;
+use std::process::Stdio;
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -33,9 +34,12 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     step(
         report,
         "cargo doc, no warning",
-        cargo()
-            .env("RUSTDOCFLAGS", "-D warnings")
-            .args(["doc", "--workspace", "--no-deps", "--quiet"]),
+        cargo().env("RUSTDOCFLAGS", "-D warnings").args([
+            "doc",
+            "--workspace",
+            "--no-deps",
+            "--quiet",
+        ]),
     );
     book_step(report);
     // Whether each package builds alone takes minutes: `cargo xtask crates` looks.
@@ -86,6 +90,29 @@ fn book_step(report: &mut Report) {
             .arg("--")
             .arg(root()),
     );
+}
+
+/// Licences, sources, duplicates and vulnerabilities of the dependencies, by `deny.toml`.
+pub(crate) fn deny(report: &mut Report) -> Result<()> {
+    report.begin("dependencies");
+    let mut installed = cargo();
+    installed.args(["deny", "--version"]).stdout(Stdio::null()).stderr(Stdio::null());
+    if !installed.status().is_ok_and(|status| status.success()) {
+        step(
+            report,
+            "cargo-deny is installed",
+            cargo().args(["install", "--locked", "cargo-deny"]),
+        );
+    }
+    let checks = ["check", "bans", "licenses", "sources"];
+    step(report, "licences, sources and duplicates", cargo().arg("deny").args(checks));
+    if cargo().args(["deny", "fetch", "db"]).status().is_ok_and(|status| status.success()) {
+        step(report, "no known vulnerability", cargo().args(["deny", "check", "advisories"]));
+    } else {
+        println!("   left out: known vulnerabilities, since the RustSec database is not reachable");
+    }
+    report.summary();
+    Ok(())
 }
 
 /// The loom models alone.

@@ -69,6 +69,11 @@ enum Verb {
     /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test`
     /// packages without building.
     Crates,
+    /// Checks the licences, sources and duplicates of all dependencies, and known vulnerabilities.
+    ///
+    /// cargo-deny is installed if it is missing. Vulnerabilities need the RustSec database: without
+    /// a network they are left out, with a message.
+    Deny,
     /// Builds a Debian package: the program, units of systemd, manual pages, completions.
     ///
     /// With --test, as root on Debian, what is missing is installed (mmdebstrap, systemd-container,
@@ -203,6 +208,7 @@ fn main() -> ExitCode {
         Verb::Ceph(arguments) => ceph::run(&mut report, &arguments),
         Verb::Book => chores::book(&mut report),
         Verb::Crates => crates::run(&mut report, true),
+        Verb::Deny => chores::deny(&mut report),
         Verb::Package(arguments) => deb::run(&mut report, &arguments),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
@@ -259,5 +265,23 @@ mod tests {
     fn the_command_line_is_sound() {
         use clap::CommandFactory;
         Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn the_commands_of_the_contributors_page_are_accepted() {
+        use clap::CommandFactory;
+        let page = bench::workspace::root().join("CONTRIBUTING.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let commands = page.split('`').chain(page.lines()).map(str::trim_start);
+        let mut found = 0;
+        for command in commands.filter_map(|text| text.strip_prefix("cargo xtask ")) {
+            let words = command.split('#').next().unwrap_or_default().split_whitespace();
+            let parsed = Arguments::command()
+                .no_binary_name(true)
+                .try_get_matches_from(words.clone().filter(|word| *word != "--help"));
+            assert!(parsed.is_ok(), "cargo xtask {command}: {parsed:?}");
+            found += 1;
+        }
+        assert!(found >= 5, "{found}");
     }
 }
