@@ -5,11 +5,11 @@ use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_backend_rbd::{OpenError, RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
 use shadowbell_testing::disks::{
-    Random, batch, begin, content, ended, flush, memory, read, segments, wait, write,
+    Random, batch, begin, content, ended, flush, memory, none_ends, read, segments, wait, write,
 };
+use shadowbell_testing::wait::{self, LIMIT};
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 /// Says to a process that it is the one that ends.
@@ -97,11 +97,7 @@ fn a_new_size_is_told() {
     let disk = open(&conf, "told");
     assert!(!disk.takes_new_size());
     rbd(&conf, &["resize", "--no-progress", "told", "--size", "8M"]);
-    let began = Instant::now();
-    while !disk.takes_new_size() {
-        assert!(began.elapsed() < Duration::from_secs(30), "nothing is told");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait::until("a change of the size", || disk.takes_new_size());
     assert_eq!(disk.resized(None).unwrap().info().bytes(), 8 * MIB);
 }
 
@@ -263,7 +259,7 @@ fn who_goes_on_has_what_was_answered_and_keeps_the_dead_out() {
             assert_eq!(write(&mut *old, n * 4096, &[n as u8 + 1; 4096]), Ok(()));
         }
         let waited = || {
-            std::thread::sleep(Duration::from_millis(2));
+            wait::pause();
             true
         };
         let next = RbdDisk::recover(&spec, &state, &waited).unwrap();
@@ -380,14 +376,11 @@ fn the_cluster_does_not_answer_and_what_is_to_be_in_it_waits() {
         let request = Request { op, offset: 4096, len: 4096 };
         let len = if matches!(op, Op::Write { .. }) { 4096 } else { 0 };
         begin(&mut *queue, 7, &request, segments(&bytes, 0, len));
-        let time = Duration::from_millis(if answered { 10_000 } else { 100 });
-        let (until, mut outcome) = (Instant::now() + time, None);
-        while Instant::now() < until && outcome.is_none() {
-            queue.reap(&mut |_, ended, _| outcome = Some(ended));
-            std::thread::sleep(Duration::from_millis(1));
-        }
         let case = format!("{op:?}, lasting: {lasting}, {settings:?}, kept: {is_kept}");
-        assert_eq!(outcome, answered.then_some(Ok(())), "{case}");
+        match answered {
+            true => assert_eq!(ended(&mut *queue, 1), [(7, Ok(()))], "{case}"),
+            false => none_ends(&mut *queue),
+        }
         drop(stopped);
         while queue.pending() > 0 {
             wait(&*queue);
@@ -421,18 +414,19 @@ fn the_cluster_does_not_answer() {
     submit(&mut *queue, 1, Op::Read, 4096, 4096);
     submit(&mut *queue, 2, Op::Write { fua: true }, 64 << 10, 4096);
     // It is in Ceph's cache, and the flush after it is under way.
-    assert_eq!(ended(&mut *queue, Duration::from_millis(100)), []);
+    none_ends(&mut *queue);
     // Of these not all have room for their buffers, and in that cache, at the same time.
     for n in 0..MANY {
         let at = (16 << 20) + u64::from(n) * long;
         submit(&mut *queue, 10 + n, Op::Write { fua: true }, at, long);
     }
-    assert_eq!(ended(&mut *queue, Duration::from_millis(200)), []);
+    none_ends(&mut *queue);
     for tag in [0, 2, LAST] {
         queue.cancel(tag);
     }
     wait(&*queue);
-    let mut cancelled = ended(&mut *queue, Duration::from_millis(100));
+    let mut cancelled = ended(&mut *queue, 2);
+    none_ends(&mut *queue);
     cancelled.sort_unstable_by_key(|(tag, _)| *tag);
     assert_eq!(cancelled, [0, LAST].map(|tag| (tag, Err(DiskError::Cancelled))));
     // More at a time than Ceph's own client lets under way (`objecter_inflight_ops`).
@@ -453,7 +447,7 @@ fn the_cluster_does_not_answer() {
             }
         }
     });
-    assert!(hears.recv_timeout(Duration::from_secs(20)).is_ok(), "a worker would wait");
+    assert!(hears.recv_timeout(LIMIT).is_ok(), "a worker would wait");
     drop(stopped);
     many.join().unwrap();
     let mut others = Vec::new();

@@ -4,10 +4,10 @@
 use shadowbell_backend::{Disk, DiskError, Op, Queue, Request};
 use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
 use shadowbell_testing::disks::{
-    begin, ended, flush, memory, read, run_one, segments, wait, write,
+    begin, ended, flush, memory, none_ends, read, run_one, segments, wait, write,
 };
+use shadowbell_testing::wait;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -32,15 +32,13 @@ impl Full {
         for kind in ["full", "backfillfull", "nearfull"] {
             ceph(&self.0, "ceph", &["osd", &format!("set-{kind}-ratio"), from]);
         }
-        let began = Instant::now();
         let pool = |map: String| {
             let line = map.lines().find(|line| line.starts_with("pool ")).map(str::to_owned);
             line.is_some_and(|line| line.contains(",full"))
         };
-        while pool(ceph(&self.0, "ceph", &["osd", "dump"])) != is_full {
-            assert!(began.elapsed() < Duration::from_secs(60), "the cluster does not see it");
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        wait::until("a change of the pool's state", || {
+            pool(ceph(&self.0, "ceph", &["osd", "dump"])) == is_full
+        });
     }
 }
 
@@ -82,10 +80,7 @@ fn says_so(conf: &str) {
     // What was not there yet, by all that writes.
     let no_room = Err(DiskError::NoSpace);
     // The first may have been under way while the cluster filled.
-    let began = Instant::now();
-    while write(&mut *queue, 8 * MIB, &[1; 4096]) != no_room {
-        assert!(began.elapsed() < Duration::from_secs(30), "there is room");
-    }
+    wait::until("a full cluster", || write(&mut *queue, 8 * MIB, &[1; 4096]) == no_room);
     assert!(disk.is_full());
     assert_eq!(write(&mut *queue, 12 * MIB, &[1; MIB as usize]), no_room);
     let bytes = memory(4096);
@@ -120,10 +115,7 @@ fn says_so(conf: &str) {
     drop((other, second));
     // With room again all of it is written.
     drop(full);
-    let began = Instant::now();
-    while write(&mut *queue, 8 * MIB, &[9; 4096]) != Ok(()) {
-        assert!(began.elapsed() < Duration::from_secs(30), "there is no room");
-    }
+    wait::until("room in the cluster", || write(&mut *queue, 8 * MIB, &[9; 4096]) == Ok(()));
     assert!(!disk.is_full());
     assert_eq!(write(&mut *queue, 12 * MIB, &[9; MIB as usize]), Ok(()));
     assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![9; 4096]));
@@ -157,14 +149,13 @@ fn waits_with_a_cache(conf: &str) {
             submit(&mut **queue, n, Op::Write { fua: true }, at, 4 * MIB);
         }
         submit(&mut **queue, 40, Op::Flush, 0, 0);
-        assert_eq!(ended(&mut **queue, Duration::from_millis(500)), []);
+        none_ends(&mut **queue);
         // The buffers are all in use: another queue reads.
         let mut reads = disk.queue().unwrap();
         assert_eq!(read(&mut *reads, 200 * MIB, 4096), Ok(vec![0; 4096]));
         queue.cancel(39);
-        wait(&**queue);
-        let cancelled = ended(&mut **queue, Duration::from_millis(200));
-        assert_eq!(cancelled, [(39, Err(DiskError::Cancelled))]);
+        assert_eq!(ended(&mut **queue, 1), [(39, Err(DiskError::Cancelled))]);
+        none_ends(&mut **queue);
     }
     drop(full);
     for queue in &mut queues {

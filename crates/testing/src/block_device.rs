@@ -11,7 +11,8 @@ use shadowbell_memory::{EventFd, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Duration;
+
+use crate::wait;
 
 /// A driver on a controller of its own over `disk`.
 ///
@@ -108,14 +109,10 @@ impl TestDisk {
     /// Waits until this many requests have come.
     ///
     /// # Panics
-    /// If they do not come in ten seconds.
+    /// After [`wait::LIMIT`].
     #[track_caller]
     pub fn expect(&self, count: usize) {
-        let began = std::time::Instant::now();
-        while self.seen().len() < count {
-            assert!(began.elapsed() < Duration::from_secs(10), "{:?}", self.seen());
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait::until(&format!("{count} requests"), || self.seen().len() >= count);
     }
 }
 
@@ -143,7 +140,7 @@ impl Disk for TestDisk {
 
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
         while self.orders.lock().hold_extents {
-            std::thread::sleep(Duration::from_millis(1));
+            wait::pause();
         }
         self.mem.extents(offset, len, tell);
     }

@@ -1,9 +1,7 @@
 //! A host of a disk, for the tests of every kind of disk: requests in batches, and a model.
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
-use std::time::{Duration, Instant};
 
 /// Requests in a batch, each in its own part of the disk.
 const LANES: usize = 16;
@@ -86,23 +84,26 @@ pub fn begin(queue: &mut dyn Queue, tag: u32, request: &Request, mut data: Segme
     queue.commit();
 }
 
-/// What has ended within that time.
-pub fn ended(queue: &mut dyn Queue, time: Duration) -> Vec<(u32, Result<(), DiskError>)> {
-    let (until, mut all) = (Instant::now() + time, Vec::new());
-    while Instant::now() < until {
+/// Waits until `count` requests have ended; their results in that order.
+pub fn ended(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskError>)> {
+    let mut all = Vec::new();
+    crate::wait::until("the ends of requests", || {
         queue.reap(&mut |tag, result, _| all.push((tag, result)));
-        std::thread::sleep(Duration::from_millis(2));
-    }
+        all.len() >= count
+    });
     all
+}
+
+/// Asserts that no request ends in the next moment.
+pub fn none_ends(queue: &mut dyn Queue) {
+    crate::wait::moment();
+    queue.reap(&mut |tag, result, _| panic!("request {tag} has ended: {result:?}"));
 }
 
 /// Waits for the wake descriptor.
 pub fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().expect("what leaves requests pending has a wake descriptor");
-    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-    let timeout = Timespec { tv_sec: 60, tv_nsec: 0 };
-    let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
-    assert_eq!(ready, 1, "the wake descriptor stays silent");
+    crate::wait::readable("a signal of the wake descriptor", fd);
 }
 
 /// Numbers without order, the same for the same seed.

@@ -12,13 +12,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use zerocopy::IntoBytes;
+
+use crate::wait::LIMIT;
 
 /// How much memory it has, from bus address 0 on.
 pub const MEMORY: u64 = 8 << 20;
 const PAGE: u64 = 4096;
-const TIMEOUT: Duration = Duration::from_secs(20);
 /// Entries of each queue, and commands that may be in flight at once on each.
 const ENTRIES: u32 = 32;
 const SLOTS: u64 = 24;
@@ -119,7 +120,7 @@ impl Guest {
         guest.write(regs::CC, &cc.into_bits().to_le_bytes());
         let start = Instant::now();
         while !guest.is_ready() {
-            assert!(start.elapsed() < TIMEOUT, "the controller does not become ready");
+            assert!(start.elapsed() < LIMIT, "the controller does not become ready");
         }
         if shadow {
             let pages = DoorbellBufferConfig { shadow: SHADOW, event_idx: EVENT_IDX };
@@ -234,7 +235,7 @@ impl Guest {
             if let Some(cqe) = self.reap_one(0) {
                 return assert_eq!(cqe.cid, cid, "another command has ended");
             }
-            assert!(start.elapsed() < TIMEOUT, "an admin command does not complete");
+            assert!(start.elapsed() < LIMIT, "an admin command does not complete");
             std::thread::yield_now();
         }
     }
@@ -300,7 +301,7 @@ impl Guest {
         while !self.in_flight.is_empty() {
             self.reap();
             let left = self.in_flight.len();
-            assert!(start.elapsed() < TIMEOUT, "{left} commands do not complete");
+            assert!(start.elapsed() < LIMIT, "{left} commands do not complete");
             std::thread::yield_now();
         }
     }

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use fuser::{
     Config, Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, InitFlags,
@@ -15,12 +15,13 @@ use fuser::{
 };
 use parking_lot::Mutex;
 
+use crate::wait;
+
 /// Where the daemon is to mount, and where it is told what to do; set in the process that is it.
 const MOUNT_AT: &str = "LATE_MOUNT_AT";
 const NAME: &str = "disk";
 const FILE: INodeNo = INodeNo(2);
 const SIZE: usize = 16 << 20;
-const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The file system.
 struct Late {
@@ -112,7 +113,7 @@ impl Filesystem for Late {
         let (bytes, data) = (Arc::clone(&self.bytes), data.to_vec());
         std::thread::spawn(move || {
             while held.exists() {
-                std::thread::sleep(Duration::from_millis(2));
+                wait::pause();
             }
             write(&bytes, offset, &data, reply);
             std::fs::write(landed, "").unwrap();
@@ -167,7 +168,7 @@ impl LateDevice {
             .unwrap();
         let mut late = Self { daemon, directory, device: PathBuf::new() };
         let file = mount.join(NAME);
-        wait_for("the daemon's file", || file.exists());
+        wait::until("the daemon's file", || file.exists());
         let arguments = ["--find", "--show", "--direct-io=on"];
         let output = Command::new("losetup").args(arguments).arg(&file).output().ok()?;
         late.device = String::from_utf8_lossy(&output.stdout).trim().into();
@@ -203,7 +204,7 @@ impl LateDevice {
     /// # Panics
     /// If none is.
     pub fn until_held(&self) {
-        wait_for("a write", || self.order("held").exists());
+        wait::until("a write", || self.order("held").exists());
     }
 
     /// Has it arrive, and waits until it has.
@@ -212,15 +213,7 @@ impl LateDevice {
     /// If it does not.
     pub fn release(&self) {
         std::fs::remove_file(self.order("held")).unwrap();
-        wait_for("the write's end", || self.order("landed").exists());
-    }
-}
-
-fn wait_for(what: &str, is: impl Fn() -> bool) {
-    let until = Instant::now() + PATIENCE;
-    while !is() {
-        assert!(Instant::now() < until, "{what} does not come to pass");
-        std::thread::sleep(Duration::from_millis(2));
+        wait::until("the write's end", || self.order("landed").exists());
     }
 }
 

@@ -9,7 +9,9 @@
 //! | `guest` | `guest` | a guest over a vfio-user socket, that can be moved to another |
 //! | `late` | `late` | a block device one of whose writes arrives late |
 //! | `outside` | | disks that somebody outside of the tests has made |
+//! | `process_group` | | child processes that end with the test |
 //! | `stalled` | `stalled` | a FUSE file system that does not answer |
+//! | `wait` | | waits for events, with one limit for all tests |
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "block-device")]
@@ -23,5 +25,7 @@ pub mod guest;
 #[cfg(feature = "late")]
 pub mod late;
 pub mod outside;
+pub mod process_group;
 #[cfg(feature = "stalled")]
 pub mod stalled;
+pub mod wait;

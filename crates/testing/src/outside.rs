@@ -4,7 +4,8 @@
 
 use std::fs::File;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+
+use crate::wait;
 
 /// The disks, with a space between two.
 const NAMESPACES: &str = "SHADOWBELL_TEST_NAMESPACES";
@@ -56,11 +57,7 @@ impl Storage {
     fn ask(&self, what: &str) {
         let path = self.0.join(what);
         File::create(&path).unwrap();
-        let until = Instant::now() + Duration::from_secs(60);
-        while path.exists() {
-            assert!(Instant::now() < until, "nobody does `{what}` to the storage");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait::until(&format!("`{what}` of the storage"), || !path.exists());
     }
 }
 

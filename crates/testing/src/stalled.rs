@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use fuser::{
     Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
@@ -18,6 +18,8 @@ use fuser::{
 };
 use parking_lot::{Mutex, MutexGuard};
 use rustix::process::{Pid, Signal, kill_process};
+
+use crate::wait;
 
 /// Where the daemon is to mount; set in the process that is it.
 const MOUNT_AT: &str = "STALLED_MOUNT_AT";
@@ -267,12 +269,10 @@ impl Mount {
             .spawn()
             .unwrap();
         let mut mount = Self { daemon, directory, _alone: alone };
-        let until = Instant::now() + Duration::from_secs(20);
-        while !mount.path().exists() {
+        wait::until("the daemon's file", || {
             assert!(mount.daemon.try_wait().unwrap().is_none(), "the daemon has ended");
-            assert!(Instant::now() < until, "the daemon mounts nothing");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+            mount.path().exists()
+        });
         Some(mount)
     }
 
@@ -300,11 +300,9 @@ impl Mount {
         self.signal(Signal::STOP);
         // It may be at an answer still.
         let stat = format!("/proc/{}/stat", self.daemon.id());
-        let until = Instant::now() + Duration::from_secs(20);
-        while !std::fs::read_to_string(&stat).unwrap().contains(") T ") {
-            assert!(Instant::now() < until, "the daemon does not stop");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait::until("a stopped daemon", || {
+            std::fs::read_to_string(&stat).unwrap().contains(") T ")
+        });
     }
 
     /// What was asked meanwhile is answered.

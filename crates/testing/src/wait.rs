@@ -1,0 +1,75 @@
+//! Waits for events, with one limit for all tests.
+//!
+//! A test waits until an event has happened, however long that takes on a busy machine. [`LIMIT`]
+//! is only there so that a test ends at all if the event never happens.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
+
+/// Limit of every wait: long enough for a machine that does much else.
+pub const LIMIT: Duration = Duration::from_secs(300);
+
+/// Pause between two polls of a state.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Length of [`moment`].
+const MOMENT: Duration = Duration::from_millis(50);
+
+/// Polls `is_so` until it returns true.
+///
+/// # Panics
+/// After [`LIMIT`], with `what`: the event that did not happen.
+#[track_caller]
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    until_some(what, || is_so().then_some(()));
+}
+
+/// Polls `get` until it returns a value.
+///
+/// # Panics
+/// After [`LIMIT`], with `what`: the event that did not happen.
+#[track_caller]
+pub fn until_some<T>(what: &str, mut get: impl FnMut() -> Option<T>) -> T {
+    let deadline = deadline();
+    loop {
+        if let Some(value) = get() {
+            return value;
+        }
+        assert!(Instant::now() < deadline, "not within {} s: {what}", LIMIT.as_secs());
+        pause();
+    }
+}
+
+/// Waits until `fd` is readable.
+///
+/// # Panics
+/// After [`LIMIT`], with `what`: the event that did not happen.
+#[track_caller]
+pub fn readable(what: &str, fd: impl AsFd) {
+    let limit = Timespec::try_from(LIMIT).expect("seconds");
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let ready = retry_on_intr(|| poll(&mut fds, Some(&limit))).expect("a poll");
+    assert_eq!(ready, 1, "not within {} s: {what}", LIMIT.as_secs());
+}
+
+/// Deadline of a wait that begins now.
+pub fn deadline() -> Instant {
+    Instant::now() + LIMIT
+}
+
+/// Sleeps between two polls of a state.
+pub fn pause() {
+    std::thread::sleep(PAUSE);
+}
+
+/// Sleeps for a short time in which something must not happen, or may begin to happen.
+///
+/// For a test that something does *not* happen, such as a completion of a command that is held
+/// back, or for one that lets another thread reach a call that blocks. On a busy machine the time
+/// may be too short: the test then misses a fault, but it does not fail without one.
+pub fn moment() {
+    std::thread::sleep(MOMENT);
+}
