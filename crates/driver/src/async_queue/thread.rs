@@ -49,7 +49,7 @@ fn run(parking: &WorkerParking) {
 enum Turn {
     /// The queue is closed or has failed.
     Over,
-    /// There is no work.
+    /// No commands are outstanding, and no futures wait.
     Idle,
     /// Another thread has asked to drive the queue.
     Requested,

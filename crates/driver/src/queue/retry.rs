@@ -5,7 +5,6 @@
 //! slots in use. A command that exceeds the limit becomes a [`LateCommand`]. Its slot then looks
 //! free to the fast path, so its completion does not match there, and [`RetryTable::pop`] handles
 //! the completion.
-//! in [`RetryTable::pop`].
 
 use super::core::Core;
 use super::doorbell::Doorbell;
