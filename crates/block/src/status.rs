@@ -182,8 +182,8 @@ impl Questions {
 impl Question {
     fn end(self, found: Option<AllocatedBlocks>) {
         let Self { admin, answer, .. } = self;
-        // Dropped first: the waiting caller owns the controller, and may drop its last handle at
-        // once.
+        // Dropped before the wakeup: the woken caller may drop all other handles, and the shutdown of
+        // the controller must then run on its thread and not on this one.
         drop(admin);
         let mut answer = answer.lock();
         answer.found = Some(found);
