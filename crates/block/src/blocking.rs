@@ -1,4 +1,4 @@
-//! A disk for a thread that has nothing else to do while it waits for a request.
+//! Blocking API, for threads that only wait for their request.
 
 use crate::device::BlockDevice;
 use crate::error::BlockError;
@@ -16,11 +16,11 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-/// Wakes a thread that waits for one future.
+/// Waker of a thread that waits for one future.
 struct Sleeping {
     thread: Thread,
     woken: AtomicBool,
-    /// The queue that the thread drives meanwhile: it sleeps on that, and not parked.
+    /// Queue that the thread drives while it waits: wakeups nudge the queue instead of the thread.
     driven: Mutex<Option<AsyncQueue>>,
 }
 
@@ -57,18 +57,18 @@ thread_local! {
     };
 }
 
-/// Runs a future to its end on this thread, which sleeps while there is nothing to do.
+/// Runs a future to completion on this thread, which sleeps while the future is pending.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     loop {
-        // No deadline: it comes back with an output.
+        // Without a deadline, `run` returns only with an output.
         if let Some(output) = run(future.as_mut(), None) {
             return output;
         }
     }
 }
 
-/// As [`block_on`], but gives up after `timeout`.
+/// Like [`block_on`], with a timeout.
 pub fn block_on_for<F: Future>(future: F, timeout: Duration) -> Option<F::Output> {
     run(pin!(future), Instant::now().checked_add(timeout))
 }
@@ -96,8 +96,8 @@ fn run<F: Future>(mut future: Pin<&mut F>, deadline: Option<Instant>) -> Option<
     }
 }
 
-/// As [`block_on`], for a future whose commands go through `queue`: if no other thread drives
-/// that, this one does it meanwhile, and no command goes to another thread and back.
+/// Like [`block_on`], for a future whose commands use `queue`: if no other thread drives the queue,
+/// this thread drives it while it waits. Saves the wakeups of the queue thread and back.
 fn block_on_queue<F: Future>(queue: &AsyncQueue, future: F) -> F::Output {
     let mut future = pin!(future);
     if let Some(driver) = queue.try_drive()
@@ -108,9 +108,9 @@ fn block_on_queue<F: Future>(queue: &AsyncQueue, future: F) -> F::Output {
     block_on(future)
 }
 
-/// Drives a queue until the future is ready; nothing, if the queue does not work any more.
+/// Drives a queue until the future is ready; `None` if the queue has failed.
 fn drive<F: Future>(mut driver: Driver, mut future: Pin<&mut F>) -> Option<F::Output> {
-    /// The thread sleeps as threads do, whatever happens.
+    /// Switches the waker back to unparking the thread, on every exit.
     struct Reset<'a>(&'a Sleeping);
     impl Drop for Reset<'_> {
         fn drop(&mut self) {
@@ -140,25 +140,25 @@ fn drive<F: Future>(mut driver: Driver, mut future: Pin<&mut F>) -> Option<F::Ou
     None
 }
 
-/// A [`BlockDevice`] whose requests are waited for. The thread that waits drives the disk's queue
-/// meanwhile, if no other does. A clone is another handle on the same disk.
+/// Blocking API of a [`BlockDevice`]. The waiting thread drives the disk's queue, unless another
+/// thread does. A clone is another handle to the same disk.
 #[derive(Clone, Debug)]
 pub struct Blocking(BlockDevice);
 
 impl Blocking {
-    /// The disk, for this thread or for others.
+    /// Wraps `disk`, for use on any thread.
     #[must_use]
     pub fn new(disk: BlockDevice) -> Self {
         Self(disk)
     }
 
-    /// The disk below.
+    /// The wrapped disk.
     #[must_use]
     pub fn disk(&self) -> &BlockDevice {
         &self.0
     }
 
-    /// What the disk is and can do.
+    /// Size and features of the disk.
     #[must_use]
     pub fn geometry(&self) -> &Geometry {
         self.0.geometry()
@@ -171,7 +171,7 @@ impl Blocking {
         }
     }
 
-    /// As [`BlockDevice::read`].
+    /// Blocking [`BlockDevice::read`].
     ///
     /// # Errors
     /// [`BlockError`].
@@ -179,7 +179,7 @@ impl Blocking {
         self.run(self.0.read(offset, into))
     }
 
-    /// As [`BlockDevice::write`].
+    /// Blocking [`BlockDevice::write`].
     ///
     /// # Errors
     /// [`BlockError`].
@@ -187,7 +187,7 @@ impl Blocking {
         self.run(self.0.write(offset, from, fua))
     }
 
-    /// As [`BlockDevice::write_zeroes`].
+    /// Blocking [`BlockDevice::write_zeroes`].
     ///
     /// # Errors
     /// [`BlockError`].
@@ -195,7 +195,7 @@ impl Blocking {
         self.run(self.0.write_zeroes(offset, len, how))
     }
 
-    /// As [`BlockDevice::discard`].
+    /// Blocking [`BlockDevice::discard`].
     ///
     /// # Errors
     /// [`BlockError`].
@@ -203,7 +203,7 @@ impl Blocking {
         self.run(self.0.discard(offset, len))
     }
 
-    /// As [`BlockDevice::compare`].
+    /// Blocking [`BlockDevice::compare`].
     ///
     /// # Errors
     /// [`BlockError`].
@@ -211,7 +211,7 @@ impl Blocking {
         self.run(self.0.compare(offset, with))
     }
 
-    /// As [`BlockDevice::copy`].
+    /// Blocking [`BlockDevice::copy`].
     ///
     /// # Errors
     /// [`BlockError`].
@@ -219,7 +219,7 @@ impl Blocking {
         self.run(self.0.copy(from, to, len))
     }
 
-    /// As [`BlockDevice::extents`].
+    /// Blocking [`BlockDevice::extents`].
     ///
     /// # Errors
     /// [`BlockError`].
@@ -227,7 +227,7 @@ impl Blocking {
         self.run(self.0.extents(offset, len, most))
     }
 
-    /// As [`BlockDevice::flush`].
+    /// Blocking [`BlockDevice::flush`].
     ///
     /// # Errors
     /// [`BlockError`].

@@ -1,4 +1,4 @@
-//! Buffers that requests take turns with.
+//! Buffer pool with a FIFO queue of waiting requests.
 
 use crate::error::BlockError;
 use parking_lot::Mutex;
@@ -9,8 +9,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// A driver's pool of buffers, with a queue of requests that wait for one, first come, first
-/// served.
+/// A driver's buffer pool, with a FIFO queue of requests that wait for a buffer.
 pub(crate) struct Buffers {
     pool: BufferPool,
     state: Mutex<BuffersState>,
@@ -19,14 +18,14 @@ pub(crate) struct Buffers {
 #[derive(Default)]
 struct BuffersState {
     free: Vec<Buffer>,
-    /// How many there are.
+    /// Number of leases, that is, of buffers in use.
     leases: usize,
     waiters: VecDeque<(u64, Waker)>,
     next: u64,
 }
 
 impl BuffersState {
-    /// Whose turn it is: there is a buffer, or there never will be one.
+    /// Waker of the first waiter, if it can continue: a buffer is free, or none can become free.
     fn next(&self) -> Option<Waker> {
         if self.free.is_empty() && self.leases != 0 {
             return None;
@@ -47,40 +46,40 @@ impl Buffers {
         Arc::new(Self { pool, state: Mutex::new(BuffersState { free, ..BuffersState::default() }) })
     }
 
-    /// Bytes of each.
+    /// Size of each buffer in bytes.
     pub(crate) fn size(&self) -> usize {
         self.pool.buffer_size()
     }
 
     fn lease(self: &Arc<Self>, state: &mut BuffersState) -> Option<Lease> {
-        // A buffer that a command kept, because it took too long, comes back to the driver's pool.
+        // A buffer that a timed-out command kept returns to the driver's pool, not to `free`.
         let buffer = state.free.pop().or_else(|| self.pool.take())?;
         state.leases += 1;
         Some(Lease { buffers: Some(Arc::clone(self)), buffer: Some(buffer) })
     }
 
-    /// A buffer, if there is one and no request waits.
+    /// Takes a buffer, if one is free and no request waits.
     pub(crate) fn try_take(self: &Arc<Self>) -> Option<Lease> {
         let mut state = self.state.lock();
         if state.waiters.is_empty() { self.lease(&mut state) } else { None }
     }
 
-    /// Waits for a buffer. Its turn counts from the first poll on.
+    /// Waits for a buffer. The place in the FIFO queue is taken at the first poll.
     pub(crate) fn take(self: &Arc<Self>) -> Take {
         Take { buffers: Arc::clone(self), ticket: None }
     }
 }
 
-/// A buffer, until this is dropped.
+/// Exclusive use of a buffer, until the lease is dropped.
 pub(crate) struct Lease {
-    /// Whose turn it is next; nobody's if the buffer is the caller's own.
+    /// Pool that the buffer returns to; `None` if the buffer belongs to the caller.
     buffers: Option<Arc<Buffers>>,
-    /// Not here while a command has it.
+    /// `None` while a command owns the buffer.
     pub(crate) buffer: Option<Buffer>,
 }
 
 impl Lease {
-    /// A buffer that no request waits for: the caller's own.
+    /// Wraps a buffer of the caller, which no request waits for.
     pub(crate) fn of(buffer: Buffer) -> Self {
         Self { buffers: None, buffer: Some(buffer) }
     }
@@ -100,7 +99,7 @@ impl Drop for Lease {
     }
 }
 
-/// Made by [`Buffers::take`].
+/// Future of [`Buffers::take`].
 pub(crate) struct Take {
     buffers: Arc<Buffers>,
     ticket: Option<u64>,
@@ -116,7 +115,7 @@ impl Future for Take {
         if first.is_none() || first == this.ticket {
             let outcome = match this.buffers.lease(&mut state) {
                 Some(lease) => Some(Ok(lease)),
-                // None is in use that could come back.
+                // No buffer is in use, so none can be returned.
                 None if state.leases == 0 => Some(Err(BlockError::BuffersLost)),
                 None => None,
             };

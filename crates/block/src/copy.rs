@@ -1,4 +1,4 @@
-//! Bytes from one place of the disk to another.
+//! Copy of byte ranges, by the controller's Copy command or by reading and writing.
 
 use crate::buffers::Lease;
 use crate::error::BlockError;
@@ -14,16 +14,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use zerocopy::IntoBytes;
 
-/// A copy of whole blocks of the destination, and in which order it has to be made.
+/// A copy, and the direction that overlapping source and destination require.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CopyOrder {
     from: u64,
     to: u64,
     len: u64,
-    /// The last bytes first: the destination begins inside of the source.
+    /// True to copy the last bytes first, because the destination begins inside of the source.
     backward: bool,
-    /// How far writes may get before reads: the distance of source and destination if they overlap,
-    /// and else no limit.
+    /// Maximum number of bytes that writes may be ahead of reads: the distance of source and
+    /// destination if they overlap, otherwise no limit.
     distance: u64,
 }
 
@@ -41,8 +41,7 @@ impl CopyOrder {
         Self { from, to: start, len: end.saturating_sub(start), ..self }
     }
 
-    /// Where `len` bytes are that are copied after `done` others: at the source and at the
-    /// destination.
+    /// Source and destination offsets of the `len` bytes that are copied after the first `done`.
     fn at(self, done: u64, len: u64) -> (u64, u64) {
         let skip = if self.backward { self.len - done - len } else { done };
         (self.from + skip, self.to + skip)
@@ -58,7 +57,7 @@ pub(crate) async fn copy(handle: &Handle, from: u64, to: u64, len: u64) -> Resul
     let Some(guard) = handle.lock(&range).await else { return Ok(()) };
     let order = CopyOrder::of(from, to, len);
     let whole = order.part(range.first_whole, range.end_whole);
-    // The parts of blocks at both ends are copied when the order comes to them.
+    // Partial blocks at both ends are copied in the same direction as the whole blocks.
     let before = |edge: &Edge| (edge.at < range.first_whole) != order.backward;
     for edge in range.edges().filter(before) {
         copy_edge(handle, order, edge, &guard).await?;
@@ -98,27 +97,26 @@ async fn copy_whole(
     copy_by_hand(handle, order, done, guard).await
 }
 
-/// What the controller's commands may be, if it is to copy this.
+/// Limits of Copy commands for this copy; `None` if it must be done by reading and writing.
 fn copies_itself(handle: &Handle, order: CopyOrder) -> Option<CopyLimits> {
     if !handle.shared.copy.load(Ordering::Relaxed) || order.len == 0 {
         return None;
     }
     let queue = handle.queue().ok()?;
     let block = u64::from(handle.geometry().block_size);
-    // Of places that overlap, commands copy no more than their distance: if that is small, reading
-    // and writing takes fewer of them.
+    // With overlap, a command copies no more than the distance. If the distance is small, reading
+    // and writing needs fewer commands.
     let worth_it = order.distance >= queue.large.size() as u64;
     let limits = handle.namespace().ok()?.copy_limits()?;
     (order.from.is_multiple_of(block) && worth_it).then_some(CopyLimits {
-        // As many as the buffer has room for.
+        // The source ranges must fit into a small buffer.
         ranges: limits.ranges.min(queue.small.size() / size_of::<CopyRange>()),
         ..limits
     })
 }
 
-/// Has the controller copy whole blocks, with several commands in flight. It returns when nothing
-/// is in flight any more: how many bytes were copied, first to last in `order`, and why it is not
-/// all.
+/// Copies whole blocks by Copy commands, several in flight. Returns when no command is in flight:
+/// the number of bytes that were copied in the order of `order`, and the first failure.
 async fn copy_by_command(
     handle: &Handle,
     order: CopyOrder,
@@ -133,7 +131,7 @@ async fn copy_by_command(
     loop {
         while window.has_room() && next < order.len {
             let end = order.len.min(next + step);
-            // The source of what is in flight must not be written by the next command.
+            // The next command must not overwrite the source of a command in flight.
             if end - done > order.distance {
                 break;
             }
@@ -158,7 +156,7 @@ async fn copy_by_command(
     (done, window.outcome)
 }
 
-/// A buffer for source ranges.
+/// Takes a buffer for source ranges.
 async fn copy_buffer(handle: &Handle, first: bool) -> Result<Option<Lease>, BlockError> {
     take_buffer(&handle.queue()?.small, first).await
 }
@@ -172,7 +170,7 @@ fn copy_command(
     guard: &Arc<RangeGuard>,
 ) -> Result<InFlight, BlockError> {
     let namespace = handle.namespace()?;
-    // A step is as long as the limits allow, which are of 32 bits.
+    // Cannot saturate: `len` is within `limits`, which have 32 bits.
     let blocks = u32::try_from(namespace.blocks_in(len)?).unwrap_or(u32::MAX);
     let sources: Vec<CopyRange> = limits.split(namespace.blocks_in(from)?, blocks).collect();
     fill_buffer(&mut lease, sources.as_bytes())?;
@@ -180,7 +178,7 @@ fn copy_command(
     handle.command(command, Some(lease), Some(Arc::clone(guard)))
 }
 
-/// Reads and writes whole blocks of the destination, after the first `done` bytes of `order`.
+/// Copies whole blocks by reading and writing, after the first `done` bytes of `order`.
 async fn copy_by_hand(
     handle: &Handle,
     order: CopyOrder,
@@ -190,7 +188,7 @@ async fn copy_by_hand(
     if done >= order.len {
         return Ok(());
     }
-    // As much as can be in flight at the same time. All of a piece is read before any is written.
+    // A piece is the amount that can be in flight at once. A piece is read before it is written.
     let piece = handle.queue()?.large.size().saturating_mul(handle.shared.window) as u64;
     let mut memory = vec![0; usize::try_from(piece.min(order.len - done)).unwrap_or(0)];
     while done < order.len {
@@ -229,12 +227,12 @@ mod tests {
         assert_eq!((part.at(0, 5), part.at(15, 5)), ((110, 1010), (125, 1025)));
         let part = CopyOrder::of(980, 1000, 50).part(1010, 1030);
         assert_eq!((part.at(0, 5), part.at(15, 5)), ((1005, 1025), (990, 1010)));
-        // Nothing is left of it between two edges.
+        // No whole block between two partial blocks.
         assert_eq!(CopyOrder::of(100, 1000, 5).part(1024, 1024).len, 0);
     }
 
     proptest::proptest! {
-        /// In this order, a piece at a time, it comes to what a copy of all at once does.
+        /// Copying piece by piece in this order has the same result as copying all at once.
         #[test]
         fn the_order_is_right(
             from in 0usize..64,

@@ -1,4 +1,4 @@
-//! A namespace as a disk of bytes.
+//! Block device with byte granularity on an NVMe namespace.
 
 use crate::buffers::Buffers;
 use crate::error::{BlockError, OpenError};
@@ -16,7 +16,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// A namespace as a disk of bytes. A clone is another handle on the same disk.
+/// A namespace as a block device with byte granularity. A clone is another handle to the same disk.
 ///
 /// A handle uses one of the disk's queues: see [`on_queue`](Self::on_queue). When the last handle
 /// and the last future are dropped, the queue pairs that [`open`](Self::open) took are deleted.
@@ -24,7 +24,7 @@ use std::sync::atomic::AtomicBool;
 pub struct BlockDevice(Handle);
 
 impl BlockDevice {
-    /// Namespace `nsid` as a disk, on every queue pair that `controller` still has.
+    /// Opens namespace `nsid` with all queue pairs of `controller` that were not taken yet.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -40,7 +40,8 @@ impl BlockDevice {
         Self::over(controller, &queues, nsid, options)
     }
 
-    /// Namespace `nsid` as a disk, on queues of `controller` that others may use as well.
+    /// Opens namespace `nsid` with existing queues of `controller`, which can be shared with
+    /// others.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -86,7 +87,7 @@ impl BlockDevice {
             abandoned: Abandoned::new(),
             write_zeroes: AtomicBool::new(geometry.write_zeroes),
             copy: AtomicBool::new(geometry.copy),
-            // What is not allocated can only be skipped if it is known what it reads as.
+            // Holes can be reported only if deallocated blocks read as zeroes.
             status: BlockStatus::new(namespace.identity().dlfeat.drb() == 1),
             admin: controller.admin(),
         };
@@ -97,35 +98,35 @@ impl BlockDevice {
         &self.0
     }
 
-    /// What the disk is and can do.
+    /// Size and features of the disk.
     #[must_use]
     pub fn geometry(&self) -> &Geometry {
         self.0.geometry()
     }
 
-    /// How many queues there are.
+    /// The number of queues.
     #[must_use]
     pub fn queues(&self) -> usize {
         self.0.shared.queues.len()
     }
 
-    /// A handle that uses another of the disk's queues: `queue`, modulo their number. A thread had
-    /// best have a queue of its own.
+    /// Creates a handle that uses queue number `queue` modulo the number of queues. Threads should
+    /// use separate queues.
     #[must_use]
     pub fn on_queue(&self, queue: usize) -> Self {
         let count = self.0.shared.queues.len().max(1);
         Self(Handle { shared: Arc::clone(&self.0.shared), queue: queue % count })
     }
 
-    /// The queue that this handle uses, to be driven (see
-    /// [`shadowbell_driver::async_queue`]) while waiting for futures of this disk.
+    /// The queue of this handle, to be driven (see [`shadowbell_driver::async_queue`]) while
+    /// waiting for futures of this disk.
     #[must_use]
     pub fn queue(&self) -> Option<&AsyncQueue> {
         Some(self.0.queue().ok()?.disk.queue())
     }
 
-    /// Whether the volatile write cache is in use; `None` if the controller has none (Base 2.1,
-    /// "Volatile Write Cache", feature 06h). Waits for a command of the control plane.
+    /// True if the volatile write cache is enabled; `None` if the controller has none (Base 2.1,
+    /// "Volatile Write Cache", feature 06h). Blocks until an admin command completes.
     ///
     /// # Errors
     /// [`BlockError::Admin`].
@@ -138,11 +139,12 @@ impl BlockDevice {
         Ok(Some(value & 1 != 0))
     }
 
-    /// Turns the controller's volatile write cache on or off, for all of its namespaces. With the
-    /// cache off, a write is durable when it completes. Waits for a command of the control plane.
+    /// Enables or disables the controller's volatile write cache, for all of its namespaces.
+    /// Without the cache, a write is durable when it completes. Blocks until an admin command
+    /// completes.
     ///
     /// # Errors
-    /// [`BlockError::Unsupported`] if there is no cache, [`BlockError::Admin`].
+    /// [`BlockError::Unsupported`] if the controller has no cache; [`BlockError::Admin`].
     pub fn set_write_cache(&self, enabled: bool) -> Result<(), BlockError> {
         if !self.0.geometry().volatile_cache {
             return Err(BlockError::Unsupported { command: "Set Features, Volatile Write Cache" });
@@ -151,7 +153,7 @@ impl BlockDevice {
         Ok(())
     }
 
-    /// Fills `into` with the bytes from `offset` on.
+    /// Reads the bytes from `offset` on into all of `into`.
     ///
     /// # Errors
     /// [`BlockError`].
@@ -159,34 +161,34 @@ impl BlockDevice {
         operations::read(&self.0, offset, into).await
     }
 
-    /// Writes the bytes of `from` from `offset` on; with `fua`, they are durable when this
-    /// completes.
+    /// Writes all of `from` to the bytes from `offset` on. With `fua`, the bytes are durable when
+    /// the write completes.
     ///
     /// # Errors
-    /// [`BlockError`]. Some of the bytes may be written then.
+    /// [`BlockError`]; some of the bytes may have been written.
     pub async fn write(&self, offset: u64, from: &[u8], fua: bool) -> Result<(), BlockError> {
         operations::write(&self.0, offset, from, fua).await
     }
 
-    /// Makes `len` bytes from `offset` on zero.
+    /// Zeroes `len` bytes from `offset` on.
     ///
     /// # Errors
-    /// [`BlockError`]. Some of the bytes may be zero then.
+    /// [`BlockError`]; some of the bytes may have been zeroed.
     pub async fn write_zeroes(&self, offset: u64, len: u64, how: Zeroes) -> Result<(), BlockError> {
         operations::write_zeroes(&self.0, offset, len, how).await
     }
 
-    /// Deallocates `len` bytes from `offset` on, which are not needed any more. What they read as
-    /// afterwards is the controller's choice; blocks that are not covered as a whole are left
-    /// alone.
+    /// Deallocates the whole blocks within `len` bytes from `offset` on; partial blocks at the ends
+    /// remain unchanged. The controller chooses what deallocated blocks read as.
     ///
     /// # Errors
-    /// [`BlockError::Unsupported`] if the controller has no such command, and others.
+    /// [`BlockError::Unsupported`] if the controller has no Dataset Management command; other
+    /// errors.
     pub async fn discard(&self, offset: u64, len: u64) -> Result<(), BlockError> {
         operations::discard(&self.0, offset, len).await
     }
 
-    /// Whether the bytes from `offset` on are those of `with`.
+    /// True if the bytes from `offset` on are equal to `with`.
     ///
     /// # Errors
     /// [`BlockError`].
@@ -194,13 +196,14 @@ impl BlockDevice {
         operations::compare(&self.0, offset, with).await
     }
 
-    /// Which of `len` bytes from `offset` on may hold data: extents without gaps, at least one of a
-    /// range that is not empty, at most `most`, and perhaps fewer than there are.
+    /// Reports which of `len` bytes from `offset` on may hold data, as contiguous extents: at least
+    /// one unless the range is empty, at most `most`. They may cover only the beginning of the
+    /// range.
     ///
-    /// Bytes that were written before the request count as data, unless they were discarded or
-    /// zeroed since. Of what is written or discarded meanwhile it may be either. A controller that
-    /// does not say which blocks are allocated (Get LBA Status, NVM 1.1, 4.2.1), or not what the
-    /// others read as, has all of them for data; so has one that does not answer in time.
+    /// Bytes that were written before the request are reported as data, unless they were discarded
+    /// or zeroed since. Concurrent changes may be reported or not. Everything is reported as data
+    /// if the controller does not report allocated blocks (Get LBA Status, NVM 1.1, 4.2.1), does
+    /// not specify that deallocated blocks read as zeroes, or does not answer in time.
     ///
     /// # Errors
     /// [`BlockError::OutOfRange`].
@@ -214,7 +217,7 @@ impl BlockDevice {
         Ok(extents::extents(&self.0, offset, len, most).await)
     }
 
-    /// Makes everything durable that was completed before, through any queue.
+    /// Makes all completed writes durable, of any queue.
     ///
     /// # Errors
     /// [`BlockError`].
@@ -222,20 +225,20 @@ impl BlockDevice {
         operations::flush(&self.0).await
     }
 
-    /// Copies `len` bytes from `from` to `to`. The two may overlap: the destination holds
-    /// afterwards what the source held before.
+    /// Copies `len` bytes from `from` to `to`. The ranges may overlap: afterwards the destination
+    /// has the previous content of the source.
     ///
-    /// Whole blocks that move by whole blocks are copied by the controller itself, if it can
-    /// ([`Geometry::copy`]); everything else is read and written. Other requests on the source
-    /// happen before or after, block for block, as they would with a read; to others, the
-    /// destination is written.
+    /// If source and destination have the same offset in a block, the controller itself copies
+    /// whole blocks, if it supports Copy ([`Geometry::copy`]); other bytes are read and written.
+    /// Concurrent writes to the source take effect before or after the copy of each block, as with
+    /// a read. For concurrent requests, the destination is written.
     ///
-    /// Each command copies between places that do not overlap, so that the driver may submit it
-    /// again when its completion is lost.
+    /// Source and destination of each Copy command do not overlap, so that the driver may submit
+    /// the command again if its completion is lost.
     ///
     /// # Errors
-    /// [`BlockError`]. Some of the bytes may be copied then, and of a source that overlaps the
-    /// destination some may be lost.
+    /// [`BlockError`]. Some of the bytes may have been copied; if source and destination overlap, a
+    /// part of the source may be overwritten.
     pub async fn copy(&self, from: u64, to: u64, len: u64) -> Result<(), BlockError> {
         copy::copy(&self.0, from, to, len).await
     }

@@ -1,4 +1,4 @@
-//! Whole blocks to and from buffers of the caller's own, without a copy.
+//! Zero-copy I/O of whole blocks with buffers of the caller.
 
 use crate::buffers::Lease;
 use crate::device::BlockDevice;
@@ -9,9 +9,9 @@ use shadowbell_driver::{Buffer, BufferPool, Command, DmaError, Namespace, Reques
 use std::sync::Arc;
 
 impl BlockDevice {
-    /// Memory for `count` buffers of `size` bytes that the controller can reach, for
-    /// [`read_direct`](Self::read_direct) and [`write_direct`](Self::write_direct). They belong to
-    /// the caller: no other request waits for them, however long they are kept.
+    /// Allocates `count` buffers of `size` bytes in memory that is shared with the controller, for
+    /// [`read_direct`](Self::read_direct) and [`write_direct`](Self::write_direct). The buffers
+    /// belong to the caller: no other request waits for them.
     ///
     /// # Errors
     /// [`DmaError`].
@@ -20,8 +20,8 @@ impl BlockDevice {
         queue.disk.queue().buffers(count, size)
     }
 
-    /// Whether these bytes can be moved without a copy: they are whole blocks, one or more, and no
-    /// more than go with one command.
+    /// True if these bytes can be transferred without a copy: whole blocks, at least one, and no
+    /// more than one command transfers.
     #[must_use]
     pub fn is_direct(&self, offset: u64, len: usize) -> bool {
         let block = u64::from(self.geometry().block_size);
@@ -31,11 +31,11 @@ impl BlockDevice {
             && (len as u64).is_multiple_of(block)
     }
 
-    /// Reads `len` bytes from `offset` on to the beginning of `buffer`, and gives it back. The
-    /// bytes have to be [direct](Self::is_direct), and the buffer as long as they are, or longer.
+    /// Reads `len` bytes from `offset` on to the beginning of `buffer`. Returns the buffer. The
+    /// range must be [direct](Self::is_direct), and the buffer have at least `len` bytes.
     ///
     /// # Errors
-    /// [`BlockError`]. The buffer goes back to its pool then.
+    /// [`BlockError`]; the buffer returns to its pool.
     pub async fn read_direct(
         &self,
         offset: u64,
@@ -46,11 +46,11 @@ impl BlockDevice {
         self.transfer_direct((offset, len), buffer, None, Namespace::read).await
     }
 
-    /// Writes the first `len` bytes of `buffer` from `offset` on, and gives it back. Otherwise as
-    /// [`read_direct`](Self::read_direct) and [`write`](Self::write) have it.
+    /// Writes the first `len` bytes of `buffer` to `offset`. Returns the buffer. The requirements
+    /// are those of [`read_direct`](Self::read_direct); `fua` is as for [`write`](Self::write).
     ///
     /// # Errors
-    /// [`BlockError`]. The buffer goes back to its pool then.
+    /// [`BlockError`]; the buffer returns to its pool.
     pub async fn write_direct(
         &self,
         offset: u64,

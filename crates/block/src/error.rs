@@ -1,4 +1,4 @@
-//! What can go wrong with a block device, in sentences.
+//! Error types of block devices.
 
 use rustix::io::Errno;
 use shadowbell_driver::{CommandError, DmaError, IoErrorKind, RequestError};
@@ -7,73 +7,73 @@ use std::io;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Why a block device could not be opened.
+/// Failure to open a block device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The controller has no such namespace.
+    /// The controller does not have this namespace.
     #[error("there is no namespace {nsid} on {device}")]
     NoNamespace {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
-        /// What a person calls the controller.
+        /// Human-readable name of the controller.
         device: String,
     },
-    /// The namespace is one whose blocks the driver can not move.
+    /// The format of the namespace's blocks is not supported by the driver.
     #[error("namespace {nsid} {what}, which the driver can not handle; format it without")]
     Unusable {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
-        /// What it has.
+        /// Unsupported property, which completes "the namespace ...".
         what: &'static str,
     },
-    /// There is no queue pair to use.
+    /// No queue pair is available.
     #[error("{device} has no queue pair left")]
     NoQueue {
-        /// What a person calls the controller.
+        /// Human-readable name of the controller.
         device: String,
     },
-    /// There is no memory to share with the device.
+    /// Memory could not be shared with the device.
     #[error(transparent)]
     Dma(#[from] DmaError),
-    /// There is no thread or descriptor to be had for a queue.
+    /// No thread or descriptor is available for a queue.
     #[error("a queue could not be started: {0}")]
     Start(io::Error),
 }
 
-/// Why a request failed.
+/// Failed request.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum BlockError {
-    /// The request reaches past the end of the disk.
+    /// The request extends beyond the end of the disk.
     #[error("{len} bytes at byte {offset} reach past the disk's {size} bytes")]
     OutOfRange {
-        /// The first byte.
+        /// First byte of the request.
         offset: u64,
-        /// How many bytes.
+        /// Number of requested bytes.
         len: u64,
-        /// How many bytes the disk has.
+        /// Size of the disk in bytes.
         size: u64,
     },
-    /// The disk takes no writes.
+    /// The disk is read-only.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// The controller does not have what it takes, and there is nothing to put in its place.
+    /// The controller does not support the command, and the request cannot be emulated.
     #[error("the controller has no {command} command")]
     Unsupported {
-        /// The command's name in the specification.
+        /// Name of the command in the specification.
         command: &'static str,
     },
-    /// The command failed.
+    /// An I/O command failed.
     #[error(transparent)]
     Command(#[from] IoErrorKind),
-    /// A command of the control plane failed.
+    /// An admin command failed.
     #[error("{0}")]
     Admin(Arc<CommandError>),
-    /// The device did not give a single buffer back, so there is none for another command.
+    /// The device has returned none of the buffers, so no command can be submitted.
     #[error("the device gives no buffer back; attach again")]
     BuffersLost,
-    /// A command completed without its buffer, or with a shorter one: a defect of this program.
+    /// A command completed without its buffer or with a too short one: a bug of this crate.
     #[error("a buffer does not fit its command, which is a defect of the block layer")]
     Buffer,
 }
@@ -91,7 +91,7 @@ impl From<CommandError> for BlockError {
 }
 
 impl BlockError {
-    /// The status that the controller gave, if it gave one.
+    /// The completion status, if the controller completed a command with an error.
     #[must_use]
     pub fn status(&self) -> Option<Status> {
         match self {
@@ -101,9 +101,9 @@ impl BlockError {
         }
     }
 
-    /// The system's number for it, as the protocols want it that a disk is exported with: `EPERM`
-    /// for a disk that takes no writes, `EINVAL` for a range that is not there, `ENOTSUP` for what
-    /// can not be done, `ENOSPC` for a controller without room, and `EIO` for everything else.
+    /// The error number for export protocols: `EPERM` for a read-only disk, `EINVAL` for a range
+    /// beyond the end, `ENOTSUP` for an unsupported command, `ENOSPC` for a controller without free
+    /// capacity, and `EIO` for everything else.
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {

@@ -1,19 +1,19 @@
-//! Which bytes of a disk are allocated.
+//! Allocation status of byte ranges.
 
 use crate::shared::Handle;
 use shadowbell_driver::AllocatedBlocks;
 use std::ops::Range;
 
-/// Bytes of a disk, one after the other, of which the same is known.
+/// Contiguous bytes with the same allocation status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// How many; at least one.
+    /// Number of bytes, at least one.
     pub len: u64,
-    /// They are not allocated, and read as zeroes. If not, they may hold data.
+    /// True if the bytes are deallocated and read as zeroes. False if they may hold data.
     pub is_hole: bool,
 }
 
-/// The extents of a range of bytes that lies in the disk, at most `most`.
+/// Extents of a range, which must be within the disk; at most `most`.
 pub(crate) async fn extents(handle: &Handle, offset: u64, len: u64, most: usize) -> Vec<Extent> {
     if len == 0 {
         return Vec::new();
@@ -27,7 +27,7 @@ pub(crate) async fn extents(handle: &Handle, offset: u64, len: u64, most: usize)
     let blocks = offset / size..(offset + len).div_ceil(size);
     let Ok(namespace) = handle.namespace() else { return all };
     let whose = (handle.shared.admin.clone(), namespace.nsid());
-    // Between two allocated ranges there is a hole.
+    // Each allocated range can be preceded by a hole, so `most` extents need half as many ranges.
     let found = status.ask(whose, blocks.clone(), most / 2 + 1).await;
     match found {
         Some(found) if found.until > blocks.start => {
@@ -37,7 +37,7 @@ pub(crate) async fn extents(handle: &Handle, offset: u64, len: u64, most: usize)
     }
 }
 
-/// What was found of the blocks from `first` on, as bytes of `range`.
+/// Converts the status of the blocks from `first` on to extents of the byte range `range`.
 fn in_bytes(
     found: &AllocatedBlocks,
     first: u64,
@@ -92,10 +92,10 @@ mod tests {
         let some = [(2, 3), (3, 4), (6, 7)];
         let all = [(1024, hole), (1024, data), (1024, hole), (512, data)];
         assert_eq!(extents(&some, 8, 0..4096), all);
-        // The rest is not known.
+        // The status of the last blocks is unknown.
         assert_eq!(extents(&some, 7, 0..4096), all);
         assert_eq!(extents(&some[..2], 4, 0..4096), all[..2]);
-        // From the middle of a block to the middle of another.
+        // The range begins and ends inside of a block.
         assert_eq!(extents(&[(2, 7)], 8, 700..2000), [(324, hole), (976, data)]);
         assert_eq!(
             extents(&[(1, 2), (3, 8)], 8, 700..2000),

@@ -1,25 +1,25 @@
-//! What a disk is and can do.
+//! Size and features of a disk.
 
 use shadowbell_driver::Namespace;
 
-/// What a disk is and can do.
+/// Size and features of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// How many bytes it has.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Bytes of a block. Requests of whole blocks are the fast ones.
+    /// Block size in bytes. Requests of whole blocks are faster than others.
     pub block_size: u32,
-    /// Whether it takes no writes.
+    /// True if writes are refused.
     pub read_only: bool,
-    /// Whether a write may be lost with the power until a flush.
+    /// True if a power loss before a flush can lose writes (volatile write cache).
     pub volatile_cache: bool,
-    /// Whether there is a Write Zeroes command; without, zeroes are written.
+    /// True if the controller has the Write Zeroes command; otherwise zeroes are written.
     pub write_zeroes: bool,
-    /// Whether blocks can be discarded.
+    /// True if blocks can be discarded (Dataset Management).
     pub discard: bool,
-    /// Whether there is a Compare command; without, the data are read.
+    /// True if the controller has the Compare command; otherwise the data are read.
     pub compare: bool,
-    /// Whether there is a Copy command; without, the data are read and written.
+    /// True if the controller has the Copy command; otherwise the data are read and written.
     pub copy: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Commands in flight, and what becomes of those whose futures were dropped.
+//! Commands in flight: retries, and completion of commands whose futures were dropped.
 
 use crate::buffers::Lease;
 use crate::error::BlockError;
@@ -13,17 +13,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// How often a command is submitted once more that failed, and need not.
+/// Maximum number of retries of a command that failed with a transient error.
 const RETRIES: u8 = 3;
 
-/// Whether the same command may yet succeed: the controller has not set Do Not Retry, and does not
-/// say that the command is wrong, which it will be the next time as well. Base 2.1, 4.2.3.
+/// True if a retry may succeed: the controller has not set Do Not Retry, and the status does not
+/// mean that the command itself is invalid. Base 2.1, 4.2.3.
 ///
-/// One that was aborted is not among them: the driver has done what can be done about that.
+/// An aborted command is not retried: the driver's recovery has handled it already.
 fn may_succeed(status: Status) -> bool {
     const PATH: u8 = 3;
-    // A namespace that this controller is no way to is not there a moment later either: whoever has
-    // another controller asks that one.
+    // If the ANA state makes the namespace inaccessible through this controller, a retry fails as
+    // well. The caller has to use another controller.
     let is_no_way = matches!(status.code(), Status::ANA_INACCESSIBLE | Status::ANA_PERSISTENT_LOSS);
     !status.dnr()
         && !is_no_way
@@ -45,14 +45,14 @@ fn is_passing(error: &IoErrorKind) -> bool {
     matches!(error, IoErrorKind::Status { status, .. } if may_succeed(*status))
 }
 
-/// A command with the buffer that it uses and the range that it writes.
+/// A command with its buffer and with the lock of the range that it writes.
 ///
-/// If it fails and the controller does not rule out that it succeeds, it is submitted again, at
-/// once: a delay (CRD) is only given to hosts that have asked for it (ACRE), which the driver does
-/// not. What it writes is locked meanwhile, so that doing it twice is doing it once.
+/// After a transient failure, the command is submitted again immediately: only hosts that have
+/// enabled Advanced Command Retry (ACRE) get a delay (CRD), and the driver has not. The range
+/// remains locked meanwhile, so executing a write twice has the effect of executing it once.
 ///
-/// If it is dropped while it is under way, it runs to its end all the same: its range stays locked
-/// until then, and its buffer comes back.
+/// If the future is dropped while the command is in flight, the command is executed to its end: its
+/// range remains locked until then, and its buffer is returned to the pool afterwards.
 #[must_use = "nothing is submitted until the future is polled"]
 pub(crate) struct InFlight {
     io: Option<Io>,
@@ -62,7 +62,7 @@ pub(crate) struct InFlight {
     guard: Option<Arc<RangeGuard>>,
     abandoned: Arc<Abandoned>,
     polled: bool,
-    /// What it came to already when it was submitted.
+    /// Result that was available when the command was submitted.
     early: Option<Result<Option<Lease>, BlockError>>,
 }
 
@@ -80,7 +80,7 @@ impl InFlight {
         Self { io, command, retries: RETRIES, lease, guard, abandoned, polled: false, early: None }
     }
 
-    /// Submits the command, without waiting for it.
+    /// Submits the command without waiting for its completion.
     pub(crate) async fn submit(&mut self) {
         poll_fn(|context| {
             if let Poll::Ready(outcome) = Pin::new(&mut *self).poll(context) {
@@ -130,7 +130,7 @@ impl Future for InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        // One that was never polled was never submitted.
+        // A command that was never polled was never submitted.
         if let Some(io) = self.io.take()
             && self.polled
         {
@@ -149,12 +149,12 @@ struct AbandonedCommand {
     _guard: Option<Arc<RangeGuard>>,
 }
 
-/// Commands whose futures were dropped while they were under way.
+/// Commands whose futures were dropped while the commands were in flight.
 pub(crate) struct Abandoned {
-    /// Those that are new.
+    /// Newly added commands.
     inbox: Mutex<Vec<AbandonedCommand>>,
     list: Mutex<Vec<AbandonedCommand>>,
-    /// They are to be polled.
+    /// Set if the commands must be polled.
     poll_wanted: AtomicBool,
     myself: Weak<Self>,
 }
@@ -171,19 +171,19 @@ impl Abandoned {
 
     fn add(&self, command: AbandonedCommand) {
         self.inbox.lock().push(command);
-        // Being polled here, it wakes this list and no longer the task that it belonged to.
+        // Replaces the waker of the dropped task by the waker of this list.
         self.poll_all();
     }
 
-    /// Takes the completions of those that have one. Never waits for the lock: a completion may
-    /// lead here again, on the same thread.
+    /// Polls all commands and removes completed ones. Never blocks on the lock, because a
+    /// completion may call this function on the thread that holds the lock.
     fn poll_all(&self) {
         self.poll_wanted.store(true, Ordering::SeqCst);
         let Some(myself) = self.myself.upgrade() else { return };
         let waker = Waker::from(myself);
         let mut context = Context::from_waker(&waker);
         while self.poll_wanted.load(Ordering::SeqCst) {
-            // The thread that has the lock looks at the flag again after giving it up.
+            // The thread that holds the lock checks `poll_wanted` again after its release.
             let Some(mut list) = self.list.try_lock() else { return };
             self.poll_wanted.store(false, Ordering::SeqCst);
             list.append(&mut self.inbox.lock());
@@ -200,7 +200,7 @@ impl Abandoned {
                 })
                 .collect();
             drop(list);
-            // Wakes the requests that wait for the buffers and the ranges.
+            // Wakes requests that wait for these buffers or ranges. Must not run under the lock.
             drop(done);
         }
     }

@@ -1,21 +1,21 @@
-//! A block device on the driver's queue pairs: any bytes, of any length.
+//! Block device with byte granularity on the driver's queue pairs.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
 //! | [`BlockDevice`] | a namespace as a disk, with futures for any executor |
-//! | [`Blocking`], [`block_on`] | a disk for a thread that has nothing else to do meanwhile |
-//! | `operations` | read, write, compare, write zeroes, discard, flush; parts of blocks |
-//! | `copy` | bytes from one place of the disk to another, by the controller where it can |
-//! | `direct` | whole blocks to and from buffers of the caller's own, without a copy |
-//! | `extents`, `status` | which bytes are allocated |
-//! | `stream` | a range of blocks as commands: split, with several of them in flight |
-//! | `shared` | what all handles on a disk share |
-//! | `in_flight` | commands in flight, also those whose futures were dropped |
-//! | `locks` | which ranges are being written: a change of part of a block has it to itself |
-//! | `buffers` | the buffers that requests take turns with |
-//! | `range` | a range of bytes as whole blocks and parts of blocks |
+//! | [`Blocking`], [`block_on`] | blocking API, for threads that only wait for their request |
+//! | `operations` | read, write, compare, write zeroes, discard, flush; partial blocks |
+//! | `copy` | copy, by the controller's Copy command where possible |
+//! | `direct` | zero-copy I/O of whole blocks with buffers of the caller |
+//! | `extents`, `status` | allocation status |
+//! | `stream` | splitting a range into commands, several of them in flight |
+//! | `shared` | state that all handles of a disk share |
+//! | `in_flight` | commands in flight, including those whose futures were dropped |
+//! | `locks` | locks of written ranges: a partial block is changed exclusively |
+//! | `buffers` | buffer pool with waiting requests |
+//! | `range` | splitting a byte range into whole and partial blocks |
 //!
 //! ```no_run
 //! use shadowbell_block::{BlockDevice, BlockOptions, block_on};
@@ -37,20 +37,20 @@
 //!
 //! # Order
 //!
-//! Requests that overlap and are under way at the same time happen in any order, as on every disk;
-//! a program that needs an order waits for the first before it makes the second. What a request
-//! that does not cover whole blocks must not do is undo others: it has its blocks to itself while
-//! it reads, modifies and writes them. A flush makes durable what was completed before it began,
-//! through whichever queue.
+//! Overlapping requests that are in flight at the same time are executed in any order, as on every
+//! disk. A program that needs an order waits for the first request before it starts the second. A
+//! write of a partial block does not undo concurrent writes to the same block: the block is locked
+//! exclusively while it is read, modified and written. A flush makes durable what was completed
+//! before the flush was started, through any queue.
 //!
-//! More requests than there are buffers or places in the queue wait, first come, first served.
+//! If all buffers or queue slots are in use, requests wait in FIFO order.
 //!
 //! # Dropping a future
 //!
-//! is safe at any time. What was under way then still happens, and a range that it writes stays
-//! locked against those who modify parts of blocks until it has.
+//! A future can be dropped at any time. Its commands in flight are still executed, and a range that
+//! they write remains locked against changes of partial blocks until they complete.
 //!
-//! # What it does not implement
+//! # Not implemented
 //!
 //! Reservations.
 #![forbid(unsafe_code)]

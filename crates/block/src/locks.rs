@@ -1,5 +1,5 @@
-//! Which bytes are being written, so that what reads, modifies and writes blocks does not undo what
-//! others write to the same blocks meanwhile.
+//! Locks of written ranges, so that a read-modify-write of a partial block does not undo concurrent
+//! writes to the same block.
 
 use parking_lot::Mutex;
 use std::future::Future;
@@ -7,12 +7,11 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// The ranges that are being written, and those that wait to be.
+/// Locked ranges, and waiting lock requests.
 ///
-/// A writer of whole blocks shares its range with other such writers: a disk promises nothing about
-/// the order of writes that overlap. A change of part of a block has the block to itself.
-/// Those that can not begin wait in the order in which they came, and none overtakes one that waits
-/// for a range that it overlaps, so nothing starves.
+/// Writers of whole blocks share their range, because a disk guarantees no order of overlapping
+/// writes. A change of a partial block locks its range exclusively. Requests wait in FIFO order: no
+/// request overtakes an earlier one that it conflicts with, so none starves.
 #[derive(Default)]
 pub(crate) struct RangeLocks(Mutex<Table>);
 
@@ -21,18 +20,18 @@ struct Table {
     entries: Vec<Option<Entry>>,
     free: Vec<usize>,
     next: u64,
-    /// Entries that are exclusive. While there are none, no shared one has to look at the others.
+    /// Number of exclusive entries. While it is 0, shared requests need no conflict check.
     exclusive: usize,
     waiting: usize,
 }
 
 struct Entry {
-    /// The one that came first has the lower number.
+    /// Sequence number; lower for earlier requests.
     order: u64,
     first: u64,
     end: u64,
     exclusive: bool,
-    /// There while it waits.
+    /// Set while the request waits.
     waker: Option<Waker>,
 }
 
@@ -55,7 +54,7 @@ impl Table {
         index
     }
 
-    /// Whether an entry that came earlier is in the way of this one.
+    /// True if an earlier entry conflicts with this one.
     fn is_blocked(&self, entry: &Entry) -> bool {
         if self.exclusive == 0 {
             return false;
@@ -64,7 +63,8 @@ impl Table {
         others.any(|other| other.order < entry.order && other.conflicts(entry))
     }
 
-    /// Takes an entry out. The result is to be woken, without the lock: those that may begin now.
+    /// Removes an entry. Returns the wakers of requests that can now continue; they must be called
+    /// without the lock.
     fn remove(&mut self, index: usize) -> Vec<Waker> {
         let Some(gone) = self.entries.get_mut(index).and_then(Option::take) else {
             return Vec::new();
@@ -82,7 +82,7 @@ impl Table {
 }
 
 impl RangeLocks {
-    /// Waits until `first..end` may be written. Its turn counts from the first poll on.
+    /// Locks `first..end`. The place in the order is taken at the first poll.
     pub(crate) fn acquire(self: &Arc<Self>, first: u64, end: u64, exclusive: bool) -> Acquire {
         Acquire { locks: Arc::clone(self), first, end, exclusive, index: None }
     }
@@ -93,7 +93,7 @@ impl RangeLocks {
     }
 }
 
-/// A range that may be written until this is dropped.
+/// A locked range; dropping the guard unlocks it.
 pub(crate) struct RangeGuard {
     locks: Arc<RangeLocks>,
     index: usize,
@@ -105,13 +105,13 @@ impl Drop for RangeGuard {
     }
 }
 
-/// Made by [`RangeLocks::acquire`].
+/// Future of [`RangeLocks::acquire`].
 pub(crate) struct Acquire {
     locks: Arc<RangeLocks>,
     first: u64,
     end: u64,
     exclusive: bool,
-    /// The entry, while it waits.
+    /// Index of the entry, while it waits.
     index: Option<usize>,
 }
 
@@ -200,7 +200,7 @@ mod tests {
         let first = poll(&mut locks.acquire(0, 10, false)).unwrap();
         let mut second = locks.acquire(0, 10, true);
         assert!(poll(&mut second).is_none());
-        // Would fit beside the first.
+        // Compatible with the first request, but conflicts with the second.
         let mut third = locks.acquire(5, 6, false);
         assert!(poll(&mut third).is_none());
         drop(first);

@@ -1,4 +1,4 @@
-//! What can be done with a disk, apart from copying.
+//! Disk operations other than copy.
 
 use crate::buffers::Lease;
 use crate::error::BlockError;
@@ -13,18 +13,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use zerocopy::IntoBytes;
 
-/// Bytes that are compared at a time, out of a buffer.
+/// Number of bytes that are copied from the buffer and compared at a time.
 const COMPARE_STEP: usize = 512;
 
-/// How bytes become zero.
+/// Options of a request to zero bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Zeroes {
-    /// The blocks may be given back to the storage below.
+    /// The controller may deallocate the blocks.
     pub deallocate: bool,
-    /// They are durable when the request completes.
+    /// The zeroes are durable when the request completes (Force Unit Access).
     pub fua: bool,
-    /// Only if the controller does it by itself ([`Geometry::write_zeroes`](crate::Geometry)): fail
-    /// with [`BlockError::Unsupported`], before anything is written, rather than write zeroes.
+    /// Only if the controller has Write Zeroes ([`Geometry::write_zeroes`](crate::Geometry)):
+    /// otherwise the request fails with [`BlockError::Unsupported`] before anything is written.
     pub fast_only: bool,
 }
 
@@ -63,7 +63,7 @@ pub(crate) async fn write_zeroes(
     let Some(guard) = handle.lock(&range).await else { return Ok(()) };
     let zeroes = [0; 4096];
     for edge in range.edges() {
-        // A block may be longer than our zeroes, so its edge may come in parts.
+        // A block may be longer than `zeroes`, so a partial block is zeroed in several steps.
         let mut edge = edge;
         while edge.len > 0 {
             let now = Edge { len: edge.len.min(zeroes.len()), ..edge };
@@ -134,7 +134,7 @@ pub(crate) async fn flush(handle: &Handle) -> Result<(), BlockError> {
     handle.command(command, None, None)?.await.map(drop)
 }
 
-/// Changes a part of a block, which no other request writes meanwhile.
+/// Read-modify-write of a partial block, which the caller has locked exclusively.
 pub(crate) async fn modify(
     handle: &Handle,
     edge: Edge,
@@ -165,7 +165,7 @@ pub(crate) fn fill_buffer(lease: &mut Lease, bytes: &[u8]) -> Result<(), BlockEr
     if buffer.copy_from(0, bytes) { Ok(()) } else { Err(BlockError::Buffer) }
 }
 
-/// Whether the controller does not do this at all, or not that much at once.
+/// True if the controller does not support the command, or not with this size.
 pub(crate) fn is_refusal(error: &BlockError) -> bool {
     matches!(
         error.status().map(Status::code),
@@ -173,8 +173,8 @@ pub(crate) fn is_refusal(error: &BlockError) -> bool {
     )
 }
 
-/// Where the bytes from `at` to `at + len` and those from `offset` on, `count` of them, have some
-/// in common: first byte in the former, first in the latter, how many.
+/// Intersection of the `len` bytes at `at` and the `count` bytes at `offset`: its start relative to
+/// `at`, its start relative to `offset`, and its length.
 fn overlap(at: u64, len: usize, offset: u64, count: usize) -> (usize, usize, usize) {
     let from = at.max(offset);
     let to = (at + len as u64).min(offset + count as u64).max(from);
@@ -202,7 +202,7 @@ impl Parts for Read<'_> {
     }
 }
 
-/// Whole blocks.
+/// Write of whole blocks.
 pub(crate) struct Write<'a> {
     pub(crate) offset: u64,
     pub(crate) from: &'a [u8],
@@ -226,7 +226,7 @@ impl Parts for Write<'_> {
     }
 }
 
-/// Whole blocks of zeroes.
+/// Write of zeroes to whole blocks.
 struct Fill {
     fua: bool,
 }

@@ -1,13 +1,13 @@
-//! A range of bytes as whole blocks and parts of blocks.
+//! Splitting of a byte range into whole and partial blocks.
 
-/// A range of bytes, and the blocks that it touches.
+/// A byte range, and the blocks that it touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockRange {
-    /// The first byte of the first block.
+    /// First byte of the first touched block.
     pub(crate) start: u64,
-    /// The byte after the last block.
+    /// First byte after the last touched block.
     pub(crate) end: u64,
-    /// The whole blocks in the range: its first byte, or where they end if there are none.
+    /// First whole block in the range; equal to `end_whole` if there is none.
     pub(crate) first_whole: u64,
     pub(crate) end_whole: u64,
     block: u64,
@@ -15,22 +15,22 @@ pub(crate) struct BlockRange {
     offset_end: u64,
 }
 
-/// A part of a block that is not the whole.
+/// Part of a partial block at the beginning or end of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Edge {
-    /// The first byte of the block.
+    /// First byte of the block.
     pub(crate) block: u64,
-    /// The first byte of the part.
+    /// First byte of the part.
     pub(crate) at: u64,
-    /// How many bytes.
+    /// Number of bytes of the part.
     pub(crate) len: usize,
 }
 
 impl BlockRange {
-    /// The bytes from `offset` to `offset_end`, on a disk of blocks of `block` bytes.
+    /// Splits the bytes from `offset` to `offset_end` on a disk with blocks of `block` bytes.
     pub(crate) fn of(offset: u64, offset_end: u64, block: u64) -> Self {
         let down = |at: u64| at / block * block;
-        // The end of the disk is a whole block, so this does not pass it.
+        // Cannot exceed the size of the disk, which is a multiple of the block size.
         let up = |at: u64| at.div_ceil(block).saturating_mul(block);
         if offset == offset_end {
             let at = down(offset);
@@ -50,7 +50,7 @@ impl BlockRange {
         Self { start, end, first_whole, end_whole, block, offset, offset_end }
     }
 
-    /// The parts of blocks at both ends.
+    /// The partial blocks at both ends.
     pub(crate) fn edges(&self) -> impl Iterator<Item = Edge> + use<> {
         let Self { start, block, offset, offset_end, first_whole, end_whole, .. } = *self;
         let edge = |block, from: u64, to: u64| Edge { block, at: from, len: (to - from) as usize };

@@ -1,4 +1,4 @@
-//! What all handles on a disk share, and a handle, which uses one queue of it.
+//! State shared by all handles of a disk, and the handle with its queue.
 
 use crate::buffers::{Buffers, Lease};
 use crate::error::BlockError;
@@ -11,7 +11,7 @@ use shadowbell_driver::{Admin, AsyncNamespace, Command, Namespace};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// One queue, with the buffers of the requests that go through it.
+/// A queue with the buffers of its requests.
 pub(crate) struct DeviceQueue {
     pub(crate) disk: AsyncNamespace,
     pub(crate) small: Arc<Buffers>,
@@ -21,19 +21,19 @@ pub(crate) struct DeviceQueue {
 pub(crate) struct DeviceShared {
     pub(crate) queues: Vec<DeviceQueue>,
     pub(crate) geometry: Geometry,
-    /// Commands of one long request that are in flight at the same time.
+    /// Maximum number of commands in flight for one long request.
     pub(crate) window: usize,
     pub(crate) locks: Arc<RangeLocks>,
     pub(crate) abandoned: Arc<Abandoned>,
-    /// The controller has a Write Zeroes command, and has not refused one yet.
+    /// True if the controller has Write Zeroes and has not refused it yet.
     pub(crate) write_zeroes: AtomicBool,
-    /// The controller has a Copy command, and has not refused one yet.
+    /// True if the controller has Copy and has not refused it yet.
     pub(crate) copy: AtomicBool,
     pub(crate) status: BlockStatus,
     pub(crate) admin: Admin,
 }
 
-/// A disk and one of its queues.
+/// A disk and the number of the queue that this handle uses.
 #[derive(Clone)]
 pub(crate) struct Handle {
     pub(crate) shared: Arc<DeviceShared>,
@@ -53,7 +53,7 @@ impl Handle {
         Ok(self.queue()?.disk.namespace())
     }
 
-    /// The blocks that these bytes touch.
+    /// Splits a range into blocks, after a check against the disk's size.
     pub(crate) fn range(&self, offset: u64, len: u64) -> Result<BlockRange, BlockError> {
         let geometry = self.geometry();
         let size = geometry.bytes;
@@ -63,12 +63,12 @@ impl Handle {
         }
     }
 
-    /// The blocks that these bytes touch, which are to be changed.
+    /// As [`range`](Self::range), for a change: fails if the disk is read-only.
     pub(crate) fn range_to_change(&self, offset: u64, len: u64) -> Result<BlockRange, BlockError> {
         if self.geometry().read_only { Err(BlockError::ReadOnly) } else { self.range(offset, len) }
     }
 
-    /// Waits until the range may be written; nothing if there is nothing in it.
+    /// Locks a range for writing: exclusively if it has partial blocks. `None` for an empty range.
     pub(crate) async fn lock(&self, range: &BlockRange) -> Option<Arc<RangeGuard>> {
         if range.start == range.end {
             return None;
@@ -77,7 +77,7 @@ impl Handle {
         Some(Arc::new(self.shared.locks.acquire(range.start, range.end, alone).await))
     }
 
-    /// A command on this handle's queue, submitted when it is first polled.
+    /// Creates a command on this handle's queue. It is submitted when it is first polled.
     pub(crate) fn command(
         &self,
         command: Command,
@@ -88,14 +88,14 @@ impl Handle {
         Ok(InFlight::new(self.queue()?.disk.queue(), command, lease, guard, abandoned))
     }
 
-    /// The controller refused Write Zeroes: from now on, zeroes are written.
+    /// Records that the controller refused Write Zeroes: later requests write zeroes.
     pub(crate) fn forget_write_zeroes(&self) {
         if self.shared.write_zeroes.swap(false, Ordering::Relaxed) {
             tracing::warn!("the controller refuses Write Zeroes; zeroes are written instead");
         }
     }
 
-    /// The controller refused Copy: from now on, bytes are read and written.
+    /// Records that the controller refused Copy: later requests read and write.
     pub(crate) fn forget_copy(&self) {
         if self.shared.copy.swap(false, Ordering::Relaxed) {
             tracing::warn!("the controller refuses Copy; bytes are read and written instead");

@@ -1,7 +1,7 @@
-//! Which bytes of a disk are allocated.
+//! Queries of the allocation status, on a separate thread.
 //!
-//! The controller is asked by an admin command, for whose end somebody has to wait. Whoever drives a
-//! queue must not. So a thread of its own does, which is there while there are questions.
+//! The query is an admin command, which blocks. A thread that drives a queue must not block, so a
+//! separate thread executes the queries. The thread exists only while there are queries.
 
 use parking_lot::{Condvar, Mutex};
 use shadowbell_driver::{Admin, AllocatedBlocks, CommandError};
@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-/// How long the thread stays without a question.
+/// Time after which the idle thread ends.
 const IDLE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// Which blocks of a range are allocated, and how many ranges of them are to be told.
+/// Query: the allocated blocks of a range, as at most `most` ranges.
 struct Question {
     support: Arc<Support>,
     admin: Admin,
@@ -29,7 +29,7 @@ struct Question {
 
 #[derive(Default)]
 struct Answer {
-    /// Nothing in it: nothing is known.
+    /// Result; `Some(None)` if the status is unknown.
     found: Option<Option<AllocatedBlocks>>,
     waker: Option<Waker>,
 }
@@ -40,29 +40,29 @@ struct Work {
     has_thread: bool,
 }
 
-/// The thread, and what it has to do.
+/// Queue of the queries, and its thread.
 #[derive(Default)]
 struct Questions {
     work: Mutex<Work>,
     came: Condvar,
 }
 
-/// What is known of the controller.
+/// Support of the query by the controller.
 struct Support {
-    /// It was found out whether it has the command.
+    /// True if the controller was asked for its support.
     is_known: AtomicBool,
-    /// It may have it, and has not refused it.
+    /// True unless the controller lacks or has refused the command.
     is_possible: AtomicBool,
 }
 
-/// The way to find out which blocks of a disk are allocated.
+/// Access to the allocation status of a disk.
 pub(crate) struct BlockStatus {
     questions: Arc<Questions>,
     support: Arc<Support>,
 }
 
 impl BlockStatus {
-    /// `reads_zeroes`: blocks that are not allocated do.
+    /// `reads_zeroes`: true if deallocated blocks read as zeroes. Otherwise no query is made.
     pub(crate) fn new(reads_zeroes: bool) -> Self {
         let support = Support {
             is_known: AtomicBool::new(false),
@@ -71,13 +71,13 @@ impl BlockStatus {
         Self { questions: Arc::default(), support: Arc::new(support) }
     }
 
-    /// Whether there may be something to find out.
+    /// True if a query may return a result.
     pub(crate) fn is_possible(&self) -> bool {
         self.support.is_possible.load(Ordering::Relaxed)
     }
 
-    /// Which of these blocks of a namespace are allocated, at most `most` ranges of them; nothing
-    /// if that is not known.
+    /// Queries the allocated blocks of a namespace, as at most `most` ranges; `None` if the status
+    /// is unknown.
     pub(crate) async fn ask(
         &self,
         (admin, nsid): (Admin, u32),
@@ -126,7 +126,7 @@ impl Support {
         admin.allocated_blocks(nsid, blocks, most).map(Some)
     }
 
-    /// As [`find`](Self::find). What can not be found out is not known.
+    /// Like [`find`](Self::find); a failure means that the status is unknown.
     fn find_or_not(&self, question: &Question) -> Option<AllocatedBlocks> {
         let Question { admin, nsid, blocks, most, .. } = question;
         match self.find(admin, *nsid, blocks.clone(), *most) {
@@ -182,7 +182,8 @@ impl Questions {
 impl Question {
     fn end(self, found: Option<AllocatedBlocks>) {
         let Self { admin, answer, .. } = self;
-        // Whoever waits has the controller, and may let go of it at once.
+        // Dropped before the wakeup: the woken caller may drop all other handles, and the shutdown of
+        // the controller must then run on its thread and not on this one.
         drop(admin);
         let mut answer = answer.lock();
         answer.found = Some(found);

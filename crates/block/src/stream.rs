@@ -1,4 +1,4 @@
-//! A range of blocks as commands: as many as it takes, several of them in flight at once.
+//! Splitting of a range of blocks into commands, several of them in flight.
 
 use crate::buffers::{Buffers, Lease};
 use crate::error::BlockError;
@@ -9,13 +9,13 @@ use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The most blocks that a command without data names here, below the 65536 that it could: a
-/// controller that has a lot to do with them gets it in parts.
+/// Maximum number of blocks of a command without data. Below the 65536 that a command permits, so
+/// that a controller for which each block is work gets the range in parts.
 pub(crate) const MAX_BLOCKS: u64 = 1 << 15;
 
-/// What is done with each part of a range that moves data.
+/// Commands and data of the parts of a range.
 pub(crate) trait Parts {
-    /// The command for `blocks` blocks from `lba` on.
+    /// Creates the command for `blocks` blocks from `lba` on.
     fn command(
         &self,
         namespace: &Namespace,
@@ -23,20 +23,19 @@ pub(crate) trait Parts {
         blocks: u32,
     ) -> Result<Command, RequestError>;
 
-    /// Puts the data for the bytes from `at` on into the buffer; `len` is how many the command
-    /// moves.
+    /// Copies the `len` bytes at `at` into the buffer, before the command.
     fn fill(&mut self, at: u64, len: usize, buffer: &mut Buffer) -> Result<(), BlockError>;
 
-    /// Takes the data of the bytes from `at` on out of the buffer.
+    /// Copies the `len` bytes at `at` from the buffer, after the command.
     fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError>;
 }
 
-/// The commands of one long request, oldest first. After a failure no more begin, and those that
-/// are in flight are waited for.
+/// In-flight commands of one long request, oldest first. After a failure no further command starts,
+/// but the commands in flight are waited for.
 pub(crate) struct Window {
     commands: VecDeque<(u64, InFlight)>,
     limit: usize,
-    /// The first failure.
+    /// First failure.
     pub(crate) outcome: Result<(), BlockError>,
 }
 
@@ -45,7 +44,7 @@ impl Window {
         Self { commands: VecDeque::with_capacity(limit), limit, outcome: Ok(()) }
     }
 
-    /// Whether another command may begin.
+    /// True if another command may start.
     pub(crate) fn has_room(&self) -> bool {
         self.outcome.is_ok() && self.commands.len() < self.limit
     }
@@ -54,7 +53,7 @@ impl Window {
         self.commands.is_empty()
     }
 
-    /// Submits a command, which is known by `at`.
+    /// Submits a command. `at` identifies it.
     pub(crate) async fn begin(&mut self, at: u64, command: Result<InFlight, BlockError>) {
         match command {
             Ok(mut command) => {
@@ -65,13 +64,13 @@ impl Window {
         }
     }
 
-    /// Waits for the oldest command; nothing if none is in flight.
+    /// Waits for the oldest command; `None` if no command is in flight.
     pub(crate) async fn oldest(&mut self) -> Option<(u64, Result<Option<Lease>, BlockError>)> {
         let (at, command) = self.commands.pop_front()?;
         Some((at, command.await))
     }
 
-    /// Keeps the first failure.
+    /// Records the outcome, unless an earlier one was a failure.
     pub(crate) fn record(&mut self, outcome: Result<(), BlockError>) {
         if self.outcome.is_ok() {
             self.outcome = outcome;
@@ -79,8 +78,8 @@ impl Window {
     }
 }
 
-/// A buffer for one more command of a request, which has none in flight if it is `first`. Only then
-/// is it waited for: two requests that hold buffers and wait for more could wait for each other.
+/// Takes a buffer for a command. Waits for one only if the request has no command in flight
+/// (`first`): two requests that hold buffers and wait for more could deadlock.
 pub(crate) async fn take_buffer(
     pool: &Arc<Buffers>,
     first: bool,
@@ -91,9 +90,9 @@ pub(crate) async fn take_buffer(
     }
 }
 
-/// Runs commands over the bytes from `start` to `end`, which are whole blocks.
+/// Executes commands with data for the bytes from `start` to `end`, which are whole blocks.
 ///
-/// Whatever fails, it returns when nothing is in flight any more.
+/// Returns when no command is in flight, also after a failure.
 pub(crate) async fn transfer(
     handle: &Handle,
     start: u64,
@@ -106,7 +105,7 @@ pub(crate) async fn transfer(
     let pool = if total <= queue.small.size() as u64 { &queue.small } else { &queue.large };
     let step = pool.size() as u64;
     if total <= step {
-        // The usual case takes no memory but the buffer.
+        // Fast path: one command, no allocation other than the buffer.
         if total == 0 {
             return Ok(());
         }
@@ -133,7 +132,7 @@ pub(crate) async fn transfer(
     window.outcome
 }
 
-/// The command for the bytes from `at` to `end`, with its buffer filled.
+/// Creates the command for the bytes from `at` to `end`, and fills its buffer.
 fn prepare(
     handle: &Handle,
     at: u64,
@@ -150,9 +149,9 @@ fn prepare(
     handle.command(command, Some(lease), guard.cloned())
 }
 
-/// Runs commands without data over the bytes from `start` to `end`, which are whole blocks.
+/// Executes commands without data for the bytes from `start` to `end`, which are whole blocks.
 ///
-/// Whatever fails, it returns when nothing is in flight any more.
+/// Returns when no command is in flight, also after a failure.
 pub(crate) async fn run_without_data(
     handle: &Handle,
     start: u64,
@@ -179,7 +178,7 @@ pub(crate) async fn run_without_data(
     window.outcome
 }
 
-/// The first block and the number of blocks of a range of bytes.
+/// First block and number of blocks of a byte range.
 fn blocks_of(namespace: &Namespace, at: u64, end: u64) -> Result<(u64, u32), BlockError> {
     let lba = namespace.blocks_in(at)?;
     let blocks = namespace.blocks_in(end.saturating_sub(at))?;

@@ -1,9 +1,9 @@
-//! Writes a block and reads it back, on a controller that this program makes itself:
+//! Writes a block and reads it back, on a controller that this program creates:
 //!
 //!     cargo run -p shadowbell-driver --example in_process
 //!     cargo run -p shadowbell-driver --example in_process -- disk.img
 //!
-//! Without a disk to keep its blocks in, the controller keeps them in memory.
+//! Without an argument, the disk of the controller is in memory. A given disk is only read.
 
 #[path = "common/tour.rs"]
 mod tour;
@@ -20,6 +20,6 @@ fn main() -> ExitCode {
 fn run() -> Result<(), Box<dyn Error>> {
     let disk = std::env::args().nth(1).unwrap_or_else(|| "mem:64MiB".to_owned());
     let ssd = InProcess::over(shadowbell_backend::open(&disk)?)?;
-    // Only a disk of our own making is written to.
+    // A disk that the user has given is not written to.
     tour::take(Arc::new(ssd), disk.starts_with("mem:"))
 }

@@ -3,8 +3,8 @@
 //!     shadowbell bind 0000:01:00.0
 //!     cargo run -p shadowbell-driver --example vfio -- 0000:01:00.0
 //!
-//! The kernel's driver has to release the device first, which is what `bind` does; `unbind` gives
-//! it back. Nothing on the device is changed here.
+//! `bind` detaches the kernel's NVMe driver from the device and binds the device to vfio-pci;
+//! `unbind` returns the device to the kernel's driver. This example only reads.
 
 #[path = "common/tour.rs"]
 mod tour;

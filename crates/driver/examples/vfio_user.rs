@@ -3,7 +3,7 @@
 //!     shadowbell serve --socket /run/vm0.sock mem:1GiB &
 //!     cargo run -p shadowbell-driver --example vfio_user -- /run/vm0.sock
 //!
-//! The server may be anybody's: SPDK's `nvmf_tgt` has such sockets, too.
+//! Works with any vfio-user server, for example with SPDK's `nvmf_tgt`.
 
 #[path = "common/tour.rs"]
 mod tour;

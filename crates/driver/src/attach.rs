@@ -1,8 +1,8 @@
-//! From a device in whatever state to a controller with queues.
+//! Attaching: controller initialization from any state up to I/O queues.
 //!
-//! Base 2.1, 3.5.1 "Memory-based Controller Initialization". Each stage owns what the one before
-//! has made: a [`Device`](crate::device::Device) with its registers, an [`EnabledController`] with
-//! an admin queue, [`ControllerInfo`] from Identify, an [`AttachedController`] with I/O queue
+//! Base 2.1, 3.5.1 "Memory-based Controller Initialization". Each stage owns the result of the
+//! previous stage: a [`Device`](crate::device::Device) with its registers, an [`EnabledController`]
+//! with an admin queue, [`ControllerInfo`] from Identify, an [`AttachedController`] with I/O queue
 //! pairs.
 
 use crate::admin::{identify_controller, identify_namespaces};
@@ -21,19 +21,18 @@ use crate::recovery::{WatchIntervals, Watchdog, Watched};
 use crate::transport::Transport;
 use std::sync::{Arc, Weak};
 
-/// Everything that an attach brings about.
+/// Result of an attach.
 pub(crate) struct Attached {
     pub(crate) controller: Arc<AttachedController>,
     pub(crate) namespaces: Vec<Namespace>,
-    /// In the order of their identifiers.
+    /// Created queue pairs, in ascending order of their identifiers.
     pub(crate) queues: Vec<QueuePair>,
 }
 
-/// Attaches; a second time if the controller goes fatal in the first.
+/// Attaches to the controller; retries once if the controller reports a fatal status.
 ///
-/// Its first access to memory may meet what the driver before us left behind: a translation that an
-/// IOMMU still serves, right after the device has changed hands. Once the controller was reset,
-/// nothing of that is left.
+/// The first DMA of the controller can hit a stale IOMMU translation of the previous driver, right
+/// after the device has changed owners. A controller reset removes such leftovers.
 pub(crate) fn attach(
     transport: Arc<dyn Transport>,
     options: &AttachOptions,
@@ -42,7 +41,8 @@ pub(crate) fn attach(
     match attempt(&transport, options) {
         Err(AttemptError { error, fatal: true }) => {
             tracing::warn!("{error}; resetting it and trying once more");
-            // Disabling it, which comes first in an attempt, is a reset as well.
+            // A transport that cannot reset is no problem: the second attempt begins by disabling
+            // the controller, which is a controller reset as well.
             if let Err(error) = transport.reset() {
                 tracing::debug!("{error}");
             }
@@ -52,18 +52,18 @@ pub(crate) fn attach(
     }
 }
 
-/// Why an attempt to attach failed, and whether the controller reported a fatal status (CSTS.CFS)
-/// then; once it is disabled again it does not.
+/// Failed attempt to attach, with the fatal status (CSTS.CFS) at the time of the failure. The
+/// status is sampled then, because disabling the controller clears it.
 struct AttemptError {
     error: AttachError,
     fatal: bool,
 }
 
 impl AttemptError {
-    /// Of an attempt that came as far as an enabled controller.
+    /// Failure of an attempt that got as far as an enabled controller; samples CSTS.CFS.
     fn of(error: AttachError, enabled: &EnabledController) -> Self {
         let csts = enabled.admin.device.csts();
-        // All ones are no status, but those of a device that is gone.
+        // All ones are not a status: a removed device reads as all ones.
         let fatal = csts.is_ok_and(|csts| csts.cfs() && csts.into_bits() != u32::MAX);
         Self { error, fatal }
     }
@@ -89,7 +89,7 @@ fn attempt(
     }
 }
 
-/// From an enabled controller to one that is known and configured.
+/// Identifies and configures an enabled controller, and allocates memory for its I/O queues.
 fn identify(
     enabled: &mut EnabledController,
     options: &AttachOptions,
@@ -121,7 +121,7 @@ fn identify(
     Ok((info, namespaces))
 }
 
-/// From a configured controller to one with queues, which is watched.
+/// Creates the I/O queue pairs of a configured controller, requests events, starts the watchdog.
 fn create_queues(
     controller: &Arc<AttachedController>,
     options: &AttachOptions,

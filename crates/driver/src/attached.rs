@@ -1,4 +1,4 @@
-//! A controller that was attached: what its handles and its queue pairs share.
+//! Attached controller: the state that all handles and queue pairs share.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane, AdminResult};
 use crate::controller_info::ControllerInfo;
@@ -15,20 +15,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// An attached controller. Kept by every handle; with the last of them it is shut down.
+/// An attached controller. Every handle holds a reference; dropping the last one shuts down.
 pub(crate) struct AttachedController {
     pub(crate) enabled: EnabledController,
     pub(crate) info: ControllerInfo,
     pub(crate) recovery: Recovery,
     pub(crate) ticks: TimeoutTicks,
     pub(crate) counters: Counters,
-    /// Queues that sleep by themselves, and whether they want to be woken.
+    /// Queues that sleep on their own event: the flag asks the watchdog for a wakeup.
     sleepers: Mutex<Vec<(Arc<AtomicBool>, EventFd)>>,
-    /// A queue had something outstanding for long when it looked last.
+    /// True if a queue had a long-running command at its last timeout check.
     has_lasting: AtomicBool,
-    /// Pages that were lost in all of the process when that was looked at last.
+    /// Process-wide count of SIGBUS faults (lost memory pages) at the last check.
     faults: AtomicU64,
-    /// The namespaces, if they were read again and nobody has asked for them.
+    /// Namespaces that were read again after an event and not yet taken by the program.
     changed_namespaces: Mutex<Option<Vec<Namespace>>>,
     watchdog: OnceLock<Watchdog>,
 }
@@ -62,41 +62,41 @@ impl AttachedController {
         &self.enabled.state
     }
 
-    /// Whether queue `qid` can be used, after the reset that may be under way.
+    /// Checks that queue `qid` is usable. Waits for the end of a reset that is in progress.
     pub(crate) fn check(&self, qid: u16) -> Result<(), QueueError> {
         if self.state().condition() == Condition::Resetting {
-            // Whoever resets it holds the lock until it is done.
+            // The thread that resets the controller holds the lock until the reset has ended.
             drop(self.enabled.io_queues());
         }
         self.state().usable(qid)
     }
 
-    /// Memory for `count` buffers of `size` bytes, shared with the controller.
+    /// Allocates memory for `count` buffers of `size` bytes and shares it with the controller.
     pub(crate) fn buffers(&self, count: usize, size: usize) -> Result<BufferPool, DmaError> {
         let device = &self.enabled.admin.device;
         BufferPool::new(&device.transport, count, size, device.page as usize)
     }
 
-    /// Has `watchdog` stopped when the controller is shut down.
+    /// Stores the watchdog, which is stopped when the controller is shut down.
     pub(crate) fn set_watchdog(&self, watchdog: Watchdog) {
-        // Set once, when attaching.
+        // Set only once, when attaching, so the cell is empty.
         let _ = self.watchdog.set(watchdog);
     }
 
-    /// A queue that sleeps on `event` by itself: when the returned flag is set, the watchdog
-    /// signals the event once.
+    /// Registers a queue that sleeps on `event`. While the returned flag is set, the next watchdog
+    /// tick signals the event and clears the flag.
     pub(crate) fn add_sleeper(&self, event: EventFd) -> Arc<AtomicBool> {
         let wants_wakeup = Arc::new(AtomicBool::new(false));
         self.sleepers.lock().push((Arc::clone(&wants_wakeup), event));
         wants_wakeup
     }
 
-    /// The queue with this flag is dropped.
+    /// Unregisters a queue that is being dropped, by its flag.
     pub(crate) fn remove_sleeper(&self, wants_wakeup: &Arc<AtomicBool>) {
         self.sleepers.lock().retain(|(sleeper, _)| !Arc::ptr_eq(sleeper, wants_wakeup));
     }
 
-    /// Wakes the queues that sleep by themselves with something outstanding.
+    /// Wakes the sleeping queues that have commands outstanding, so that they check timeouts.
     pub(crate) fn wake_sleepers(&self) {
         for (wants_wakeup, event) in &*self.sleepers.lock() {
             if wants_wakeup.swap(false, Ordering::Relaxed) {
@@ -105,33 +105,34 @@ impl AttachedController {
         }
     }
 
-    /// A queue has something outstanding for long.
+    /// Records that a queue has a long-running command.
     pub(crate) fn note_lasting(&self) {
         self.has_lasting.store(true, Ordering::Relaxed);
     }
 
-    /// Whether one had since this was asked last.
+    /// True if a queue had a long-running command since the last call.
     pub(crate) fn take_lasting(&self) -> bool {
         self.has_lasting.swap(false, Ordering::Relaxed)
     }
 
-    /// Whether memory was lost since this was asked last, perhaps some that the controller shares.
+    /// True if memory pages of this process were lost since the last call. Shared DMA memory may be
+    /// among them.
     pub(crate) fn take_faults(&self) -> bool {
         let now = sigbus::faults();
         self.faults.swap(now, Ordering::Relaxed) != now
     }
 
-    /// Keeps the namespaces, which were read again, for the program.
+    /// Stores namespaces that were read again, until the program takes them.
     pub(crate) fn set_changed_namespaces(&self, namespaces: Vec<Namespace>) {
         *self.changed_namespaces.lock() = Some(namespaces);
     }
 
-    /// The namespaces, if they were read again since this was called last.
+    /// Takes the namespaces that were read again since the last call.
     pub(crate) fn take_changed_namespaces(&self) -> Option<Vec<Namespace>> {
         self.changed_namespaces.lock().take()
     }
 
-    /// Ends the controller's work: see [`EnabledController::shut_down`].
+    /// Shuts the controller down: see [`EnabledController::shut_down`].
     pub(crate) fn shut_down(&self) -> Result<(), DetachError> {
         if let Some(watchdog) = self.watchdog.get() {
             watchdog.stop();
@@ -140,8 +141,9 @@ impl AttachedController {
         self.enabled.shut_down(self.info.shutdown_limit(least))
     }
 
-    /// Called by a handle that is being dropped: if it is the last, the controller is shut down
-    /// here and now, and not when the watchdog, which may have a reference, drops that.
+    /// Shuts the controller down if the dropped handle is the last one. The watchdog may hold a
+    /// temporary reference, so it is paused; otherwise the shutdown would happen on its thread,
+    /// later.
     pub(crate) fn shut_down_if_last(this: &Arc<Self>) {
         let Some(watchdog) = this.watchdog.get() else { return };
         let Some(_paused) = watchdog.pause() else { return };
@@ -171,7 +173,7 @@ impl AdminCommands for AttachedController {
 
 impl Drop for AttachedController {
     fn drop(&mut self) {
-        // A controller that was given up has been in the log.
+        // The failure of this controller is in the log already.
         let was_over = self.state().over().is_some();
         match self.shut_down() {
             Ok(()) => {}

@@ -1,38 +1,39 @@
-//! I/O commands, as small as they can be until they are written into their queue.
+//! I/O commands in a compact form, until they are written to the submission queue.
 
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{DatasetManagement, DsmRange, PRINFO_REFTAG, RwFields};
 use shadowbell_spec::opcode::{DataTransfer, NvmOpcode, data_transfer};
 use shadowbell_spec::protection::GuardKind;
 
-/// The most bytes that a command of this driver moves, whatever the controller takes.
+/// Upper limit of the bytes that one command transfers, even if the controller accepts more.
 pub(crate) const MOST_BYTES: u64 = 1 << 29;
-/// The bits of [`Command::transfer`] that count bytes. The others say what its entry has beside
-/// dwords 10 to 13, and with one of them it is more than any command moves: so only a command that
-/// the way of plain ones refuses is looked at once more, and plain ones pay nothing.
+/// The bits of [`Command::transfer`] that count bytes. The upper two bits mark an entry with tags
+/// ([`Beside`]). With a mark set, `transfer` exceeds every transfer limit, so the fast path refuses
+/// the command, and only a refused command is examined for marks. Plain commands pay nothing.
 const BYTES: u32 = (1 << 30) - 1;
-/// A reference tag that is the number of the first block.
+/// Mark: the reference tag is the LBA of the first block.
 const LBA_TAG: u32 = 1 << 31;
-/// With `LBA_TAG`, one of 48 bits and not of 32; without, the queue has dwords 2, 3, 14 and 15.
+/// Mark: with `LBA_TAG`, a 48-bit reference tag (CRC-64 guard) instead of a 32-bit one; without
+/// `LBA_TAG`, the queue stores dwords 2, 3, 14 and 15 of the entry.
 const WIDE_OR_GIVEN: u32 = 1 << 30;
 
-/// PRINFO, in CDW12.
+/// Position of PRINFO in CDW12.
 const PRINFO_SHIFT: u32 = 26;
 
-/// What an entry has beside the dwords of its [`Command`].
+/// Tag dwords of a submission queue entry beyond the dwords of its [`Command`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Beside {
-    /// Nothing.
+    /// No tag dwords.
     Nothing,
-    /// A reference tag that is the number of the first block, for such guards.
+    /// A reference tag that is the LBA of the first block, in the width of this guard type.
     LbaTag(GuardKind),
-    /// What the queue keeps beside the command.
+    /// Tag dwords that the queue stores separately from the command.
     Given,
 }
 
 /// An I/O command without its buffer: a few words that fit into registers.
 ///
-/// Made by [`Namespace`](crate::Namespace), which knows how many bytes a block has, or with
+/// Created by the methods of [`Namespace`](crate::Namespace), which convert blocks to bytes, or by
 /// [`Command::raw`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Command {
@@ -41,29 +42,29 @@ pub struct Command {
     pub(crate) cdw10_11: u64,
     pub(crate) cdw12: u32,
     pub(crate) cdw13: u32,
-    /// Bytes that the command moves, 0 if it has no data, and in the highest bits what its entry
-    /// has [`Beside`].
+    /// Bytes that the command transfers (0 without data), and in the two highest bits the marks for
+    /// its tag dwords ([`Beside`]).
     pub(crate) transfer: u32,
-    /// Where in its buffer they begin.
+    /// Offset of the data in the buffer.
     pub(crate) offset: u32,
-    /// Never to be submitted again by the driver.
+    /// True if the driver must not submit the command a second time.
     pub(crate) once: bool,
 }
 
 impl Command {
-    /// What a slot without a command has.
+    /// Placeholder of a slot without a command.
     pub(crate) const NONE: Self = Self::raw(0, 0, [0; 4], 0);
 
-    /// What is kept of a command of the control plane, which nobody submits again by itself.
+    /// Slot content for an admin command, which recovery never submits again.
     pub(crate) const fn admin(transfer: u32) -> Self {
         Self::raw(0, 0, [0; 4], transfer).once()
     }
 
-    /// A command with its dwords 10 to 13 as they are, which moves `transfer` bytes (0 for a
-    /// command without data). Dwords 2, 3, 14 and 15 are zero.
+    /// Creates a command from its dwords 10 to 13, with `transfer` bytes of data (0 for none).
+    /// Dwords 2, 3, 14 and 15 are zero.
     ///
-    /// The device believes the dwords and not `transfer`: a command that makes it move more than
-    /// that reaches past the buffer, into other memory that was shared with the device.
+    /// The device acts on the dwords and not on `transfer`: if the dwords describe a longer
+    /// transfer, the device accesses memory beyond the buffer that was shared with it.
     #[must_use]
     pub const fn raw(opcode: u8, nsid: u32, cdw10_to_13: [u32; 4], transfer: u32) -> Self {
         let [cdw10, cdw11, cdw12, cdw13] = cdw10_to_13;
@@ -73,10 +74,10 @@ impl Command {
             cdw10_11: cdw10 as u64 | (cdw11 as u64) << 32,
             cdw12,
             cdw13,
-            // What does not fit is too long in any case.
+            // A value beyond `BYTES` is refused as too long when it is submitted, clamped or not.
             transfer: if transfer > BYTES { BYTES } else { transfer },
             offset: 0,
-            // What it does depends on what its buffer says.
+            // The effect of a Copy depends on the ranges in its buffer, which are unknown.
             once: opcode == NvmOpcode::Copy as u8,
         }
     }
@@ -105,7 +106,7 @@ impl Command {
         Self::raw(NvmOpcode::Flush as u8, nsid, [0; 4], 0)
     }
 
-    /// Deallocate the `ranges` (1 to 256) that the buffer begins with.
+    /// Dataset Management, Deallocate. `ranges` is 0's based; the ranges begin the buffer.
     pub(crate) const fn deallocate(nsid: u32, ranges: u8) -> Self {
         let fields = DatasetManagement { nr0: ranges, idr: false, idw: false, ad: true };
         let sqe = Sqe::dsm(nsid, fields, 0);
@@ -113,16 +114,16 @@ impl Command {
         Self::raw(sqe.opcode, nsid, [sqe.cdw10, sqe.cdw11, 0, 0], transfer)
     }
 
-    /// This command with Force Unit Access: a write is durable when it completes, a read comes
-    /// from the medium. For commands of the Read and Write frame (NVM 1.1, "Write command").
+    /// Sets Force Unit Access: a write is durable when it completes, a read comes from the medium.
+    /// For commands with the fields of Read and Write (NVM 1.1, "Write command").
     #[must_use]
     pub const fn with_fua(mut self) -> Self {
         self.cdw12 |= 1 << 30;
         self
     }
 
-    /// This command of the Read and Write frame from another block on. Nobody has checked whether
-    /// that is there.
+    /// Sets another first block, for commands with the fields of Read and Write. The block is not
+    /// checked against the namespace's size.
     #[inline]
     #[must_use]
     pub const fn from_block(mut self, lba: u64) -> Self {
@@ -130,28 +131,27 @@ impl Command {
         self
     }
 
-    /// This command with its data `offset` bytes into the buffer, a multiple of 4.
+    /// Sets the offset of the data in the buffer, a multiple of 4.
     #[must_use]
     pub const fn at(mut self, offset: u32) -> Self {
         self.offset = offset;
         self
     }
 
-    /// This command, never to be submitted a second time by the driver: if it is not known how
-    /// it ended, it fails with Command Aborted By Host. For what must happen once at most, and for
-    /// what must not happen after something that another queue does.
+    /// Forbids the driver to submit the command a second time: if its outcome is unknown, it fails
+    /// with Command Aborted By Host. For commands that must be executed at most once, and for
+    /// commands that must not be executed after a later command of another queue.
     #[must_use]
     pub const fn once(mut self) -> Self {
         self.once = true;
         self
     }
 
-    /// Whether the driver may submit the command again when its completion was lost: whether it
-    /// does the same if it has been carried out already, and nothing else was submitted after it
-    /// completed. That is so for Flush, Read, Write, Compare, Verify, Write Zeroes, Write
-    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it, and for a Copy
-    /// of [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its
-    /// sources.
+    /// True if the driver may submit the command again after its completion was lost: a second
+    /// execution has the same effect, provided that no other command was submitted after the first
+    /// execution. True for Flush, Read, Write, Compare, Verify, Write Zeroes, Write Uncorrectable
+    /// and Dataset Management, unless [`once`](Self::once) forbids it, and for a Copy of
+    /// [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its sources.
     #[must_use]
     pub const fn is_repeatable(&self) -> bool {
         const FLUSH: u8 = NvmOpcode::Flush as u8;
@@ -170,13 +170,13 @@ impl Command {
             )
     }
 
-    /// How many bytes the command moves.
+    /// The number of bytes that the command transfers.
     #[must_use]
     pub const fn transfer_bytes(&self) -> u32 {
         self.transfer & BYTES
     }
 
-    /// What its entry has beside dwords 10 to 13.
+    /// Decodes the marks of `transfer`: the tag dwords of the entry.
     pub(crate) const fn beside(&self) -> Beside {
         match (self.transfer & LBA_TAG != 0, self.transfer & WIDE_OR_GIVEN != 0) {
             (false, false) => Beside::Nothing,
@@ -186,32 +186,32 @@ impl Command {
         }
     }
 
-    /// This command with these bits of PRINFO (CDW12 29:26).
+    /// Sets PRINFO bits (CDW12 29:26).
     pub(crate) const fn with_prinfo(mut self, prinfo: u8) -> Self {
         self.cdw12 |= (prinfo as u32 & 0xf) << PRINFO_SHIFT;
         self
     }
 
-    /// This command with the number of its first block as reference tag, if it says that one is
-    /// checked or inserted.
+    /// Sets the LBA of the first block as reference tag. Takes effect only if PRINFO has the
+    /// reference tag checked or inserted.
     pub(crate) const fn with_lba_tag(mut self, guard: GuardKind) -> Self {
         let wide = matches!(guard, GuardKind::Crc64);
         self.transfer |= LBA_TAG | if wide { WIDE_OR_GIVEN } else { 0 };
         self
     }
 
-    /// This command with dwords that are given to the queue.
+    /// Marks that the queue stores the tag dwords of this command.
     pub(crate) const fn with_given_tags(mut self) -> Self {
         self.transfer = self.transfer & BYTES | WIDE_OR_GIVEN;
         self
     }
 
-    /// This command, which moves so many bytes, fewer than [`MOST_BYTES`].
+    /// Sets the number of transferred bytes, less than [`MOST_BYTES`], and keeps the marks.
     pub(crate) const fn set_transfer(&mut self, bytes: u32) {
         self.transfer = self.transfer & !BYTES | bytes & BYTES;
     }
 
-    /// The reference tag that follows from its first block.
+    /// The reference tag that is derived from the first block; 0 if PRINFO does not check it.
     pub(crate) const fn lba_tag(&self, guard: GuardKind) -> u64 {
         if self.cdw12 >> PRINFO_SHIFT & PRINFO_REFTAG as u32 == 0 {
             return 0;
@@ -219,13 +219,13 @@ impl Command {
         self.cdw10_11 & guard.ref_mask()
     }
 
-    /// Whether the device writes into the command's buffer.
+    /// True if the device writes to the command's buffer.
     #[must_use]
     pub const fn writes_buffer(&self) -> bool {
         matches!(data_transfer(self.opcode), DataTransfer::ToHost | DataTransfer::Bidirectional)
     }
 
-    /// The fields of a command of the Read and Write frame.
+    /// Decodes the fields of a command with the layout of Read and Write.
     #[must_use]
     pub const fn fields(&self) -> RwFields {
         let mut sqe = self.sqe(0);
@@ -235,8 +235,8 @@ impl Command {
         RwFields::decode(&sqe)
     }
 
-    /// The entry of a submission queue, without identifier and data pointer, as eight words: there
-    /// the fields are side by side, and this way they need not meet on the stack first.
+    /// The submission queue entry without command identifier and data pointer, as eight words.
+    /// Words are stored to the queue directly, without an entry assembled on the stack first.
     #[inline]
     pub(crate) const fn words(&self) -> [u64; 8] {
         let first = self.opcode as u64 | (self.nsid as u64) << 32;
@@ -244,7 +244,7 @@ impl Command {
         [first, 0, 0, 0, 0, self.cdw10_11, cdw12_13, 0]
     }
 
-    /// All of it, for a call that is not usual.
+    /// All fields packed into four words, so that a cold call takes them in registers.
     #[inline(always)]
     pub(crate) const fn parts(&self) -> [u64; 4] {
         let first = self.opcode as u64 | (self.once as u64) << 8 | (self.nsid as u64) << 32;
@@ -253,7 +253,7 @@ impl Command {
         [first, self.cdw10_11, cdw12_13, data]
     }
 
-    /// The command of these [`parts`](Self::parts).
+    /// Restores a command from its [`parts`](Self::parts).
     pub(crate) const fn from_parts([first, cdw10_11, cdw12_13, data]: [u64; 4]) -> Self {
         Self {
             opcode: first as u8,
@@ -267,7 +267,7 @@ impl Command {
         }
     }
 
-    /// The entry of a submission queue, without data pointer: for where speed does not matter.
+    /// The submission queue entry without data pointer, for code that is not performance critical.
     pub(crate) const fn sqe(&self, cid: u16) -> Sqe {
         let sqe: Sqe = zerocopy::transmute!(self.words());
         sqe.with_cid(cid)

@@ -1,7 +1,7 @@
-//! What a controller is set up with between being enabled and its first I/O queue, when attaching
-//! and after a reset.
+//! Controller configuration between CC.EN and the first I/O queue, when attaching and after a
+//! reset.
 //!
-//! Doorbell Buffer Config comes before the first I/O queue is created, so that no queue changes
+//! Doorbell Buffer Config is sent before the first I/O queue is created, so that no queue changes
 //! from plain to shadow doorbells with commands in flight.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane, identify_controller};
@@ -18,10 +18,10 @@ use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::{Sqe, dbbuf};
 use zerocopy::IntoBytes;
 
-/// Asynchronous Event Requests to have outstanding, where the controller takes as many.
+/// Number of Asynchronous Event Requests to keep outstanding, if the controller accepts that many.
 const EVENT_REQUESTS: u8 = 4;
 
-/// The most that one command moves: MDTS counts pages of CAP.MPSMIN. Base 2.1, 5.1.13.2.1.
+/// Transfer limit of one command. MDTS counts pages of CAP.MPSMIN (Base 2.1, 5.1.13.2.1).
 pub(crate) fn max_transfer(device: &Device, identity: &IdentifyController, wanted: u64) -> u64 {
     let most = match identity.mdts {
         0 => u64::MAX,
@@ -32,12 +32,12 @@ pub(crate) fn max_transfer(device: &Device, identity: &IdentifyController, wante
     wanted.min(most).min(MOST_BYTES)
 }
 
-/// Set Features, Number of Queues (07h): as many pairs as wanted, or as the controller has.
+/// Set Features, Number of Queues (07h): requests `wanted` queue pairs, returns the granted number.
 pub(crate) fn request_queues(admin: &AdminPlane, wanted: u16) -> Result<u16, CommandError> {
     let ask = NumberOfQueues::new().with_nsq(wanted - 1).with_ncq(wanted - 1);
     let answer = admin.set_feature(fid::NUMBER_OF_QUEUES, 0, ask.into_bits())?;
     let answer = NumberOfQueues::from_bits(answer);
-    // 0's based, so one of each at least; and more than were asked for are none of our business.
+    // 0's based, so at least one of each is granted. More than requested are ignored.
     let granted = answer.nsq().min(answer.ncq()).saturating_add(1).min(wanted);
     if granted < wanted {
         tracing::info!("asked for {wanted} queue pairs, got {granted}");
@@ -45,8 +45,8 @@ pub(crate) fn request_queues(admin: &AdminPlane, wanted: u16) -> Result<u16, Com
     Ok(granted)
 }
 
-/// Chooses how doorbells are rung, and sends Doorbell Buffer Config if that is how. One line in the
-/// log if it is not what was wanted.
+/// Selects the doorbell mode, and sends Doorbell Buffer Config for shadow doorbells. Logs a line if
+/// the wanted mode is not available.
 pub(crate) fn configure_doorbells(
     admin: &AdminPlane,
     identity: &IdentifyController,
@@ -76,7 +76,7 @@ pub(crate) fn configure_doorbells(
     }
 }
 
-/// Doorbell Buffer Config. Base 2.1, 5.1.6.
+/// Sends Doorbell Buffer Config (Base 2.1, 5.1.6).
 fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
     let dstrd = admin.device.cap.dstrd();
     if dbbuf::queue_pairs_in_page(admin.device.page, dstrd) == 0 {
@@ -86,9 +86,9 @@ fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
     let [(values, shadow), (event_idxs, event_idx)] = admin.shadow_memory().ok_or_else(no_page)?;
     let pages = ShadowPages { values, event_idxs, dstrd };
     let [sq, cq] = pages.of(0).ok_or_else(no_page)?;
-    // The admin queue is shadowed as well (Base 2.1, "Doorbell Buffer Config command"), and there
-    // are controllers that leave it out, SPDK's for one. Its doorbells are written both ways for
-    // good.
+    // The admin queue is shadowed as well (Base 2.1, "Doorbell Buffer Config command"), but some
+    // controllers, such as SPDK's, leave it out. So the driver always writes both the shadow
+    // doorbells and the registers of the admin queue.
     admin.queue.mirror(sq, cq);
     let config = Sqe::dbbuf_config(DoorbellBufferConfig { shadow, event_idx }, 0);
     admin.succeed(config, AdminData::None).map(|_| pages).map_err(|error| {
@@ -97,8 +97,8 @@ fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
     })
 }
 
-/// Says that this driver knows blocks whose protection information is not of 8 bytes, if the
-/// controller has such (Base 2.1, "Host Behavior Support", LBAFEE).
+/// Host Behavior Support, LBAFEE: announces support for extended protection information formats, if
+/// the controller has them (Base 2.1, "Host Behavior Support").
 pub(crate) fn know_extended_formats(admin: &AdminPlane, identity: &IdentifyController) {
     if !identity.ctratt.elbas() {
         return;
@@ -107,24 +107,25 @@ pub(crate) fn know_extended_formats(admin: &AdminPlane, identity: &IdentifyContr
     let fields = SetFeatures { fid: fid::HOST_BEHAVIOR_SUPPORT, ..SetFeatures::default() };
     let set = Sqe::set_features(0, fields, 0);
     if let Err(error) = admin.succeed(set, AdminData::ToController(behavior.as_bytes())) {
-        // Namespaces with other blocks work.
+        // Not fatal: namespaces with other formats work.
         tracing::info!("blocks with guards of 64 bits stay unknown to this host: {error}");
     }
 }
 
-/// Enables the asynchronous events that the controller has, and sends Asynchronous Event Requests.
+/// Enables the asynchronous events of the controller, and sends Asynchronous Event Requests.
 pub(crate) fn request_events(
     admin: &AdminPlane,
     identity: &IdentifyController,
 ) -> Result<(), CommandError> {
     let config = AsyncEventConfig::new()
-        // The critical warnings that every controller has.
+        // The critical warnings of SMART, which every controller has.
         .with_smart(0x1f)
         .with_nan(identity.oaes.nsan())
         .with_fan(identity.oaes.fan());
     let set = admin.set_feature(fid::ASYNC_EVENT_CONFIGURATION, 0, config.into_bits());
     if let Err(error) = set {
-        // Mandatory, but not worth a refusal: the events that are enabled by default still arrive.
+        // The feature is mandatory, but events that are enabled by default arrive without it, so
+        // the failure is only logged.
         tracing::info!("asynchronous events stay as the controller has them: {error}");
     }
     let requests = EVENT_REQUESTS.min(identity.aerl.saturating_add(1));
@@ -132,8 +133,11 @@ pub(crate) fn request_events(
     sent.map_err(|source| CommandError::not_submitted(AdminOpcode::AsyncEventRequest as u8, source))
 }
 
-/// Configures a controller that was reset as it was: everything but its I/O queues. The reason, if
-/// it is not the controller that it was.
+/// Configures a controller after a reset: everything but its I/O queues.
+///
+/// # Errors
+/// The reason, if another controller answers, or the controller grants or supports less than
+/// before.
 pub(crate) fn configure_again(admin: &AdminPlane, info: &ControllerInfo) -> Result<(), String> {
     let why = |error: CommandError| error.to_string();
     let identity = identify_controller(admin).map_err(why)?;

@@ -1,4 +1,4 @@
-//! An attached controller.
+//! Attached NVMe controller: the public handle of the driver.
 
 use crate::admin::{Admin, AdminCommands, identify_namespaces};
 use crate::attach::{Attached, attach};
@@ -24,8 +24,8 @@ use std::sync::Arc;
 
 /// A controller that this program drives.
 ///
-/// The controller is shut down in an orderly way when it is [detached](Self::detach), or when the
-/// last of its handles (this, its queue pairs, its [`Admin`] handles) is dropped.
+/// The controller is shut down by [`detach`](Self::detach), or when its last handle (this value, a
+/// queue pair, an [`Admin`]) is dropped.
 pub struct Controller {
     attached: Arc<AttachedController>,
     namespaces: Vec<Namespace>,
@@ -34,8 +34,8 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// Takes the controller at the other end of `transport` over: disables it, enables it with
-    /// queues of ours, and finds out what it is. Every step has a deadline.
+    /// Takes control of the controller behind `transport`: disables it, enables it with new admin
+    /// queues, identifies it, creates I/O queues. Every step has a deadline.
     ///
     /// # Errors
     /// [`AttachError`]; the controller is disabled again.
@@ -44,58 +44,58 @@ impl Controller {
         options: &AttachOptions,
     ) -> Result<Self, AttachError> {
         let Attached { controller, namespaces, mut queues } = attach(transport, options)?;
-        // Taken from the end, lowest identifier first.
+        // `take_queue_pair` pops from the end: reversed, the lowest identifier comes first.
         queues.reverse();
         Ok(Self { attached: controller, namespaces, ready: queues, spin: options.spin })
     }
 
-    /// A queue pair that was created when attaching, or nothing if all were taken.
+    /// Takes a queue pair that was created when attaching; `None` if all were taken.
     pub fn take_queue_pair(&mut self) -> Option<QueuePair> {
         self.ready.pop()
     }
 
-    /// Creates a queue pair of `entries` entries, in the place of one that was taken and dropped.
-    /// It gets at most as many entries as [`AttachOptions::queue_depth`] asked for.
+    /// Creates a queue pair of `entries` entries, to replace one that was taken and dropped. The
+    /// number of entries is limited to [`AttachOptions::queue_depth`].
     ///
     /// # Errors
-    /// [`AttachError`], when all that were granted exist or the controller refuses.
+    /// [`AttachError`], if all granted queue pairs exist or the controller refuses.
     pub fn create_queue_pair(&self, entries: u32) -> Result<QueuePair, AttachError> {
         let why = "it has to be 2 to 65536";
         let option = AttachError::Option { option: "entries", value: entries.into(), why };
         QueuePair::create(&self.attached, RingSize::new(entries).ok_or(option)?, self.spin)
     }
 
-    /// How many queue pairs the controller granted.
+    /// The number of queue pairs that the controller granted.
     #[must_use]
     pub fn queue_pairs(&self) -> u16 {
         self.attached.info.granted
     }
 
-    /// The most entries of a submission queue.
+    /// The maximum number of entries of a submission queue.
     #[must_use]
     pub fn queue_depth(&self) -> u32 {
         self.attached.info.largest.entries()
     }
 
-    /// How the doorbells are rung: what came of [`AttachOptions::doorbells`].
+    /// The doorbell mode in use: the outcome of [`AttachOptions::doorbells`].
     #[must_use]
     pub fn doorbells(&self) -> Doorbells {
         self.attached.info.doorbells
     }
 
-    /// Whether the controller interrupts.
+    /// True if the controller raises interrupts.
     #[must_use]
     pub fn has_interrupts(&self) -> bool {
         self.attached.info.interrupts
     }
 
-    /// The most bytes that one I/O command moves.
+    /// The maximum number of bytes that one I/O command transfers.
     #[must_use]
     pub fn max_transfer_bytes(&self) -> u64 {
         self.attached.info.max_transfer
     }
 
-    /// The active namespaces, as they were when attaching.
+    /// The active namespaces, as of attaching or the last refresh.
     #[must_use]
     pub fn namespaces(&self) -> &[Namespace] {
         &self.namespaces
@@ -107,10 +107,10 @@ impl Controller {
         self.namespaces.iter().find(|namespace| namespace.nsid() == nsid)
     }
 
-    /// Reads the namespaces again, after an event that said that they changed.
+    /// Identifies the namespaces again, for example after a namespace change event.
     ///
     /// # Errors
-    /// [`AttachError::Command`]; what was known before stays.
+    /// [`AttachError::Command`]; the list of namespaces remains unchanged.
     pub fn refresh_namespaces(&mut self) -> Result<(), AttachError> {
         let info = &self.attached.info;
         self.namespaces =
@@ -119,12 +119,12 @@ impl Controller {
         Ok(())
     }
 
-    /// Reads the controller's status, now and not when the watchdog does ([`recovery`]), and takes
-    /// over the namespaces, if they were read again because an event said that they changed:
-    /// whether they were.
+    /// Checks the controller's status immediately instead of at the next watchdog interval
+    /// ([`recovery`]). If the namespaces were identified again after a namespace change event,
+    /// adopts the new list and returns true.
     ///
     /// # Errors
-    /// [`QueueError`], if the controller was given up, or is not there any more.
+    /// [`QueueError`], if the controller has failed or was removed.
     ///
     /// [`recovery`]: crate::recovery
     pub fn check(&mut self) -> Result<bool, QueueError> {
@@ -139,24 +139,24 @@ impl Controller {
         Ok(has_changed)
     }
 
-    /// What was done so far about a controller that did not do what it should.
+    /// Counts of recovery actions since attaching.
     #[must_use]
     pub fn recovery_stats(&self) -> RecoveryStats {
         self.attached.counters.snapshot()
     }
 
-    /// Resets the controller. Its queue pairs stay, and what is outstanding in them is submitted
-    /// again, or ended, as [`recovery`](crate::recovery) has it.
+    /// Resets the controller. Its queue pairs continue; their outstanding commands are submitted
+    /// again or fail, as [`recovery`](crate::recovery) describes.
     ///
     /// # Errors
-    /// [`QueueError`], if the controller does not work after it.
+    /// [`QueueError`], if the controller does not work after the reset.
     pub fn reset(&self) -> Result<(), QueueError> {
         self.attached.check(0)?;
         reset(&self.attached, self.attached.state().generation(), "asked for by the program");
         self.attached.check(0)
     }
 
-    /// What Identify Controller returned when attaching.
+    /// The Identify Controller data structure, as of attaching.
     #[must_use]
     pub fn identity(&self) -> &IdentifyController {
         &self.attached.info.identity
@@ -168,33 +168,33 @@ impl Controller {
         self.attached.plane().device.cap
     }
 
-    /// The version of the specification that the controller follows.
+    /// The version of the NVMe specification that the controller implements.
     #[must_use]
     pub fn version(&self) -> Vs {
         self.attached.plane().device.vs
     }
 
-    /// Reads the registers that say what the controller is and how it does.
+    /// Reads the registers CC and CSTS, and returns them with CAP and VS.
     ///
     /// # Errors
-    /// [`TransportError`], when the device can not be reached.
+    /// [`TransportError`], if the device is unreachable.
     pub fn registers(&self) -> Result<Registers, TransportError> {
         self.attached.plane().device.registers()
     }
 
-    /// What a person would call the device ([`Transport::name`]).
+    /// Human-readable name of the device ([`Transport::name`]).
     #[must_use]
     pub fn name(&self) -> &str {
         self.attached.name()
     }
 
-    /// A handle on the control plane.
+    /// Creates a handle for admin commands.
     #[must_use]
     pub fn admin(&self) -> Admin {
         Admin::new(Arc::clone(&self.attached))
     }
 
-    /// Memory for `count` buffers of `size` bytes, shared with the controller at once.
+    /// Allocates `count` buffers of `size` bytes in memory that is shared with the controller.
     ///
     /// # Errors
     /// [`DmaError`].
@@ -202,21 +202,21 @@ impl Controller {
         self.attached.buffers(count, size)
     }
 
-    /// Lets the controller reach memory that is there already, without a copy. How much of it there
-    /// may be is the transport's affair: through VFIO all of it is pinned.
+    /// Shares existing memory with the controller, for I/O without a copy. The transport limits the
+    /// amount: VFIO pins all of the shared memory.
     ///
     /// # Errors
-    /// [`DmaError`], when the transport can not share this memory.
+    /// [`DmaError`], if the transport cannot share this memory.
     pub fn share_memory(&self, mapping: &Arc<Mapping>) -> Result<SharedMemory, DmaError> {
         SharedMemory::new(&self.attached.plane().device.transport, mapping)
     }
 
-    /// Calls `deliver` for each asynchronous event, on a thread of its own, as long as the returned
-    /// value lives. The thread sleeps in between; a controller without interrupts has no such
-    /// thread (`None`), and [`Admin::take_events`] is the way.
+    /// Calls `deliver` for each asynchronous event, on a separate thread, until the returned value
+    /// is dropped. The thread sleeps between events, so it needs the admin interrupt. Returns
+    /// `None` without interrupts; then poll [`Admin::take_events`].
     ///
     /// # Errors
-    /// The system's, when there is no thread or descriptor to be had.
+    /// The error of the system, if no thread or descriptor is available.
     pub fn on_event(
         &self,
         deliver: impl FnMut(AsyncEvent) + Send + 'static,
@@ -225,12 +225,12 @@ impl Controller {
         self.attached.enabled.admin_event.as_ref().map(spawn).transpose()
     }
 
-    /// Ends the controller's work: deletes its queues, notifies it of the shutdown and waits for
-    /// that to complete, and disables it. Queue pairs and handles that are still around only return
-    /// errors from then on.
+    /// Shuts the controller down: deletes its queues, notifies it of the shutdown (CC.SHN), waits
+    /// until the shutdown is complete, and disables the controller. Remaining queue pairs and
+    /// handles only return errors afterwards.
     ///
     /// # Errors
-    /// [`DetachError`], when the shutdown did not complete in time.
+    /// [`DetachError`], if the shutdown did not complete in time.
     pub fn detach(self) -> Result<(), DetachError> {
         self.attached.shut_down()
     }

@@ -1,4 +1,4 @@
-//! What is known of a controller once it was identified.
+//! Static properties of an identified controller.
 
 use crate::options::Doorbells;
 use crate::queue::{QueueMemory, ShadowPages};
@@ -6,29 +6,29 @@ use shadowbell_doorbell::RingSize;
 use shadowbell_spec::identify::IdentifyController;
 use std::time::Duration;
 
-/// What Identify Controller, Number of Queues and Doorbell Buffer Config have settled.
+/// Results of Identify Controller, Number of Queues and Doorbell Buffer Config.
 pub(crate) struct ControllerInfo {
     pub(crate) identity: Box<IdentifyController>,
-    /// How the doorbells are rung: not [`Doorbells::Auto`].
+    /// Doorbell mode in use, never [`Doorbells::Auto`].
     pub(crate) doorbells: Doorbells,
-    /// The buffers of Doorbell Buffer Config, if the controller has them.
+    /// Shadow Doorbell and EventIdx buffers, if Doorbell Buffer Config succeeded.
     pub(crate) shadow: Option<ShadowPages>,
-    /// The most bytes that an I/O command moves.
+    /// Maximum number of bytes that one I/O command transfers.
     pub(crate) max_transfer: u64,
-    /// Memory for as many queue pairs as there may be.
+    /// Memory for all granted I/O queue pairs.
     pub(crate) io_memory: QueueMemory,
-    /// Queue pairs that there may be, identifiers 1 to this.
+    /// Number of granted queue pairs; their identifiers are 1 to `granted`.
     pub(crate) granted: u16,
-    /// The most entries of an I/O submission queue.
+    /// Maximum number of entries of an I/O submission queue.
     pub(crate) largest: RingSize,
-    /// Whether the controller interrupts.
+    /// True if the controller raises interrupts.
     pub(crate) interrupts: bool,
 }
 
 impl ControllerInfo {
-    /// How long a shutdown may take: as the controller says (RTD3E), and `least`.
+    /// Timeout of a shutdown: RTD3E of the controller, at least `least`.
     pub(crate) fn shutdown_limit(&self, least: Duration) -> Duration {
-        // A controller that asks for more than a minute is not believed.
+        // RTD3E is capped at one minute: a larger value is not trusted.
         let asked = Duration::from_micros(self.identity.rtd3e.into());
         least.max(asked.min(Duration::from_secs(60)))
     }

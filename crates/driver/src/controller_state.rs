@@ -1,24 +1,24 @@
-//! Whether an attached controller works, and the one word by which its queues learn of a change.
+//! State of an attached controller, and the epoch word that notifies its queues of changes.
 
 use crate::error::QueueError;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// What the driver has made of a controller.
+/// Life-cycle phase of a controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Phase {
-    /// It works for us.
+    /// Enabled and usable.
     Live,
-    /// It is being shut down.
+    /// Being shut down.
     Closing,
-    /// It is disabled: it touches no memory of ours.
+    /// Disabled: the controller does not access memory of this process.
     Disabled,
-    /// It could not be disabled: it may touch whatever it was given, for ever.
+    /// Not disabled, because disabling failed: the controller may access shared memory for ever.
     Lost,
-    /// It is being reset, by the thread that has the lock of the I/O queues.
+    /// Being reset, by the thread that holds the lock of the I/O queues.
     Resetting,
-    /// It went away.
+    /// Removed or unreachable.
     Gone,
 }
 
@@ -35,32 +35,32 @@ impl Phase {
     }
 }
 
-/// The bits of the state epoch that are a [`Phase`].
+/// The bits of the epoch word that encode a [`Phase`].
 const PHASE: u32 = 7;
-/// What the state epoch grows by when there is something for every queue to look at.
+/// Increment of the epoch word that makes every queue look at the state.
 const EPOCH: u32 = 8;
 
-/// The state of a controller, as far as a queue pair is concerned.
+/// State of a controller from the view of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Condition {
-    /// The controller works for us.
+    /// The controller is usable.
     Live,
-    /// It will, when the lock of the I/O queues is free.
+    /// The controller is being reset, until the lock of the I/O queues is free.
     Resetting,
-    /// The program detached it.
+    /// The program detached the controller.
     Detached,
-    /// It went away or was given up. If it is quiet, it touches no memory of ours.
+    /// The controller failed or was removed. If `quiet`, it no longer accesses shared memory.
     Over { quiet: bool },
 }
 
-/// The state of a controller that is, or is about to be, enabled.
+/// State of a controller that is enabled or about to be enabled.
 pub(crate) struct ControllerState {
-    /// The [`Phase`], and a count of the times that there was something for every queue to look at:
-    /// what a queue pair compares with what it saw last, once for each batch.
+    /// The [`Phase`] and a counter of changes that every queue has to look at. A queue pair
+    /// compares the word with its last copy once for each batch.
     epoch: AtomicU32,
-    /// How often the controller was reset.
+    /// Number of completed controller resets.
     generation: AtomicU32,
-    /// Why the controller is no more, if that is not the program's doing.
+    /// Cause of a failure; unset if the program detached the controller.
     over: OnceLock<Arc<str>>,
 }
 
@@ -70,14 +70,14 @@ impl ControllerState {
         Self { epoch, generation, over: OnceLock::new() }
     }
 
-    /// A word that changes when there is something to look at. One load from a line that is written
-    /// some times a second at most.
+    /// The epoch word, which changes when the state changes or a timeout tick passes. Costs one
+    /// load from a cache line that is written a few times per second at most.
     #[inline]
     pub(crate) fn epoch(&self) -> u32 {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// What the epoch means, and everything that was done before it was set.
+    /// Decodes the state. Acquires, so writes before the change of the epoch are visible.
     pub(crate) fn condition(&self) -> Condition {
         match (self.phase(), self.over.get()) {
             (Phase::Live, _) => Condition::Live,
@@ -96,36 +96,36 @@ impl ControllerState {
         let _ = self.epoch.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
     }
 
-    /// Has every queue count a tick for its commands.
+    /// Advances the epoch, so that every queue counts a timeout tick for its commands.
     pub(crate) fn tick(&self) {
         self.epoch.fetch_add(EPOCH, Ordering::AcqRel);
     }
 
-    /// How often the controller was reset.
+    /// The number of completed controller resets.
     pub(crate) fn generation(&self) -> u32 {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// A reset begins. Called with the lock of the I/O queues held.
+    /// Marks the beginning of a reset. Called with the lock of the I/O queues held.
     pub(crate) fn begin_reset(&self) {
         self.set_phase(Phase::Resetting);
     }
 
-    /// It is over, and the controller works.
+    /// Marks the end of a successful reset.
     pub(crate) fn end_reset(&self) {
         self.generation.fetch_add(1, Ordering::AcqRel);
         self.set_phase(Phase::Live);
     }
 
-    /// The controller is given up, disabled if `quiet`.
+    /// Marks the controller as failed; `quiet` if it could be disabled.
     pub(crate) fn give_up(&self, why: &str, quiet: bool) {
         self.over.get_or_init(|| why.into());
         self.set_phase(if quiet { Phase::Disabled } else { Phase::Lost });
     }
 
-    /// The controller went away in this phase, [`Live`](Phase::Live) or
-    /// [`Resetting`](Phase::Resetting). What it was given stays given. Whether this call is the one
-    /// that changed the phase.
+    /// Marks the controller as removed, if its phase is `from` ([`Live`](Phase::Live) or
+    /// [`Resetting`](Phase::Resetting)). Memory remains shared with the controller. Returns true if
+    /// this call changed the phase.
     pub(crate) fn set_gone(&self, from: Phase, why: &str) -> bool {
         if self.phase() != from {
             return false;
@@ -138,12 +138,13 @@ impl ControllerState {
         self.epoch.fetch_update(Ordering::AcqRel, Ordering::Acquire, gone).is_ok()
     }
 
-    /// Why the controller is no more, if that is not the program's doing.
+    /// Cause of the failure; `None` if the controller works or the program detached it.
     pub(crate) fn over(&self) -> Option<&Arc<str>> {
         self.over.get()
     }
 
-    /// Whether queue `qid` can be used now. Who holds the lock of the I/O queues sees no reset.
+    /// Checks that queue `qid` is usable. No reset is in progress, because the caller holds the
+    /// lock of the I/O queues.
     pub(crate) fn usable(&self, qid: u16) -> Result<(), QueueError> {
         match self.condition() {
             Condition::Live => Ok(()),
@@ -152,7 +153,7 @@ impl ControllerState {
         }
     }
 
-    /// Why the controller is no more, in any case a sentence.
+    /// Cause of the failure, with a default text if none was recorded.
     pub(crate) fn why_over(&self) -> Arc<str> {
         self.over.get().cloned().unwrap_or_else(|| "it was closed".into())
     }

@@ -1,21 +1,21 @@
-//! What a Copy command may copy. NVM 1.1, "Copy command".
+//! Limits of the Copy command. NVM 1.1, "Copy command".
 
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace};
 use shadowbell_spec::nvm::CopyRange;
 
-/// What one Copy command of a namespace may be (Identify Namespace).
+/// Limits of one Copy command on a namespace, from Identify Namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyLimits {
-    /// Source ranges, at most 256 (MSRC + 1).
+    /// Maximum number of source ranges, at most 256 (MSRC + 1).
     pub ranges: usize,
-    /// Blocks of one source range (MSSRL).
+    /// Maximum number of blocks of one source range (MSSRL).
     pub range_blocks: u32,
-    /// Blocks of all of them together (MCL).
+    /// Maximum number of blocks of all source ranges together (MCL).
     pub blocks: u32,
 }
 
 impl CopyLimits {
-    /// None if there is no Copy command, or none that takes source range entries of format 0h.
+    /// `None` if the controller does not support Copy with source range entries of format 0h.
     pub(crate) fn of(
         controller: &IdentifyController,
         identity: &IdentifyNamespace,
@@ -31,15 +31,15 @@ impl CopyLimits {
         (limits.range_blocks != 0 && limits.blocks != 0).then_some(limits)
     }
 
-    /// The most blocks that one command copies from one place.
+    /// The maximum number of blocks that one command copies from one contiguous source.
     #[must_use]
     pub fn most(&self) -> u32 {
         let ranges = u32::try_from(self.ranges).unwrap_or(u32::MAX);
         self.blocks.min(self.range_blocks.saturating_mul(ranges))
     }
 
-    /// The source ranges for `blocks` blocks from `lba` on: at most as many as there may be, so
-    /// that not all of the blocks are among them if they are more than [`most`](Self::most).
+    /// Splits `blocks` blocks from `lba` on into source ranges of one command. If `blocks` exceeds
+    /// [`most`](Self::most), the ranges cover only the first [`most`](Self::most) blocks.
     pub fn split(&self, lba: u64, blocks: u32) -> impl Iterator<Item = CopyRange> + use<> {
         let step = self.range_blocks.clamp(1, 1 << 16);
         let left = blocks.min(self.most());

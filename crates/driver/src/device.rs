@@ -1,4 +1,4 @@
-//! The controller's registers: what it can do, and turning it on and off.
+//! Controller registers: capabilities, enabling, disabling and shutdown.
 
 use crate::error::AttachError;
 use crate::options::Timeouts;
@@ -8,14 +8,14 @@ use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// CAP.TO and CRTO count in these. Base 2.1, 3.1.4.1.
+/// Unit of CAP.TO and CRTO. Base 2.1, 3.1.4.1.
 const READY_UNIT: Duration = Duration::from_millis(500);
 
-/// The largest memory page that is used unasked, in bytes. Every queue takes two at least, and a
-/// controller can claim that it knows none below 128 MiB.
+/// Largest memory page size in bytes that is used without an explicit option. Every queue takes at
+/// least two pages, and a controller can report a minimum of up to 128 MiB.
 const LARGEST_PAGE: u64 = 1 << 20;
 
-/// The registers that say what a controller is and how it does. See [`Admin::registers`].
+/// Capability and status registers of a controller. See [`Admin::registers`].
 ///
 /// [`Admin::registers`]: crate::Admin::registers
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,18 +30,18 @@ pub struct Registers {
     pub csts: Csts,
 }
 
-/// A controller's registers.
+/// Register access to a controller, with its capabilities and time limits.
 pub(crate) struct Device {
     pub(crate) transport: Arc<dyn Transport>,
     pub(crate) cap: Cap,
     pub(crate) vs: Vs,
-    /// The memory page size in use, CC.MPS.
+    /// Memory page size in use (CC.MPS), in bytes.
     pub(crate) page: u64,
     pub(crate) timeouts: Timeouts,
     ready_limit: Duration,
 }
 
-/// Why a controller did not get into a state.
+/// Failure of a controller to reach a state.
 pub(crate) enum StateError {
     Timeout { waited: Duration, csts: Csts },
     Fatal,
@@ -50,7 +50,7 @@ pub(crate) enum StateError {
 }
 
 impl Device {
-    /// Looks at the capabilities, and chooses a page size.
+    /// Reads the capabilities and chooses a memory page size.
     pub(crate) fn probe(
         transport: Arc<dyn Transport>,
         page_size: Option<u32>,
@@ -109,8 +109,8 @@ impl Device {
         Ok(Registers { cap: self.cap, vs: self.vs, cc: self.cc()?, csts: self.csts()? })
     }
 
-    /// Why no completion will come any more, if the registers say so: the controller is gone, or
-    /// reports a fatal status.
+    /// The reason why no further completion can arrive, according to the registers: the device was
+    /// removed, or reports a fatal status. `None` if the device is healthy.
     pub(crate) fn broken(&self) -> Option<String> {
         match self.csts() {
             Err(error) => Some(error.to_string()),
@@ -124,7 +124,7 @@ impl Device {
         }
     }
 
-    /// Waits until `there` says so of CSTS.
+    /// Waits until CSTS satisfies `there`.
     fn wait(
         &self,
         limit: Duration,
@@ -134,8 +134,8 @@ impl Device {
         let began = Instant::now();
         let mut pause = Duration::from_micros(20);
         loop {
-            // The clock first: if this thread was not run for long, the controller still gets a
-            // last look.
+            // The clock is read before CSTS: if this thread was not scheduled for long, CSTS is
+            // still read once after the delay, before the timeout is reported.
             let waited = began.elapsed();
             let csts = self.csts().map_err(StateError::Transport)?;
             if csts.into_bits() == u32::MAX {
@@ -155,7 +155,7 @@ impl Device {
         }
     }
 
-    /// The error of an attach in which `step` did not work.
+    /// Converts the failure of the attach step `step` into an error.
     pub(crate) fn attach_error(&self, step: &'static str, error: StateError) -> AttachError {
         let device = self.name().to_owned();
         match error {
@@ -168,16 +168,16 @@ impl Device {
         }
     }
 
-    /// Disables the controller, and waits until it is: it touches no memory any more. Base 2.1,
-    /// 3.5.1 "Memory-based Controller Initialization".
+    /// Disables the controller and waits until CSTS.RDY is clear. Afterwards the controller
+    /// accesses no memory. Base 2.1, 3.5.1 "Memory-based Controller Initialization".
     pub(crate) fn disable(&self) -> Result<(), StateError> {
         let cc = self.cc().map_err(StateError::Transport)?;
         if cc.into_bits() == u32::MAX {
             return Err(StateError::Absent);
         }
         if cc.en() {
-            // CC.EN is not to be cleared while the controller is still getting ready, unless it
-            // never will.
+            // CC.EN must not be cleared before CSTS.RDY is set, so wait for CSTS.RDY first. A fatal
+            // status or a timeout means that CSTS.RDY will never be set.
             match self.wait(self.ready_limit, true, |csts| csts.rdy()) {
                 Ok(()) | Err(StateError::Fatal | StateError::Timeout { .. }) => {}
                 Err(error) => return Err(error),
@@ -187,7 +187,7 @@ impl Device {
         self.wait(self.ready_limit, false, |csts| !csts.rdy())
     }
 
-    /// Enables the controller with these admin queues. It must be disabled.
+    /// Enables the controller with these admin queues. The controller must be disabled.
     pub(crate) fn enable(&self, queues: QueueLayout) -> Result<(), StateError> {
         let aqa = Aqa::new().with_asqs(queues.sq_size0()).with_acqs(queues.cq_size0());
         let failed = StateError::Transport;
@@ -202,8 +202,8 @@ impl Device {
             .with_iocqes(shadowbell_spec::Cqe::SIZE.trailing_zeros() as u8);
         self.set_cc(cc)?;
         self.wait(self.ready_limit, true, |csts| csts.rdy())?;
-        // What was reset before does not matter: NSSRO is cleared by writing it (Base 2.1,
-        // 3.1.4.6).
+        // An earlier subsystem reset does not concern this driver. NSSRO is cleared by writing 1
+        // (Base 2.1, 3.1.4.6), so that a later one is noticed.
         if self.csts().map_err(StateError::Transport)?.nssro() {
             let nssro = Csts::new().with_nssro(true);
             self.transport.write32(regs::CSTS, nssro.into_bits()).map_err(StateError::Transport)?;
@@ -211,8 +211,8 @@ impl Device {
         Ok(())
     }
 
-    /// Has the controller get ready for power off (CC.SHN), and waits until it is. Base 2.1,
-    /// 3.6.1 "Memory-based Controller Shutdown".
+    /// Requests a normal shutdown (CC.SHN) and waits until it is complete. Base 2.1, 3.6.1
+    /// "Memory-based Controller Shutdown".
     pub(crate) fn shut_down(&self, limit: Duration) -> Result<(), StateError> {
         let cc = self.cc().map_err(StateError::Transport)?;
         if cc.into_bits() == u32::MAX {

@@ -1,4 +1,4 @@
-//! Memory that the device can reach, and the buffers that commands move data with.
+//! DMA memory: shared regions, buffers and buffer pools.
 
 use crate::transport::{Transport, TransportError};
 use parking_lot::Mutex;
@@ -7,30 +7,30 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use thiserror::Error;
 
-/// Why there is no memory to share with the device.
+/// Failure to share memory with the device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DmaError {
-    /// The system has none, or the length is impossible.
+    /// The system has no memory, or the length is impossible.
     #[error("no memory to share with the device: {0}")]
     Map(#[from] MapError),
-    /// The device can not have it.
+    /// The transport cannot share the memory.
     #[error("memory could not be shared with the device: {0}")]
     Transport(#[from] TransportError),
-    /// The transport gave the memory an address that NVMe can not use.
+    /// The transport mapped the memory at an IOVA that NVMe cannot use.
     #[error("{device} placed shared memory at IOVA {iova:#x}, which is no multiple of 4096")]
     Alignment {
         /// [`Transport::name`].
         device: String,
-        /// The address.
+        /// I/O virtual address.
         iova: u64,
     },
-    /// The controller that would reach the memory is not attached any more.
+    /// The controller was detached, so no memory can be shared with it.
     #[error("no memory is shared with a controller that was detached; attach again")]
     Detached,
 }
 
-/// A mapping that the device can reach at `iova`, as long as the value lives.
+/// A mapping that is shared with the device at `iova` until the value is dropped.
 pub(crate) struct Region {
     mapping: Arc<Mapping>,
     iova: u64,
@@ -43,18 +43,19 @@ impl Region {
         name: &str,
         len: u64,
     ) -> Result<Arc<Self>, DmaError> {
-        // Huge pages where there are some, for what fills one: most machines set none aside.
+        // Huge pages for regions that fill one; most machines reserve none, so fall back to normal
+        // pages.
         let huge = if len >= HUGE_PAGE { Mapping::shared_huge(name, len).ok() } else { None };
         let mapping = huge.map_or_else(|| Mapping::shared(name, len), Ok)?;
         Self::over(transport, mapping)
     }
 
-    /// Shares memory that is there.
+    /// Shares an existing mapping.
     fn over(transport: &Arc<dyn Transport>, mapping: Arc<Mapping>) -> Result<Arc<Self>, DmaError> {
         let iova = transport.map_dma(&mapping)?;
         let region = Self { mapping, iova, transport: Arc::clone(transport) };
         if !iova.is_multiple_of(4096) || iova.checked_add(region.len()).is_none() {
-            // Dropping the region takes it away from the device again.
+            // The drop of `region` unmaps the memory from the device again.
             return Err(DmaError::Alignment { device: transport.name().to_owned(), iova });
         }
         Ok(Arc::new(region))
@@ -82,7 +83,7 @@ impl Drop for Region {
                 "{} may still write to memory that was shared with it, so the memory is kept: {error}",
                 self.transport.name()
             );
-            // Keeps the mapping, and with it its pages and its address, until the process ends.
+            // Leaks the mapping: its pages and its address stay reserved until the process ends.
             std::mem::forget(Arc::clone(&self.mapping));
         }
     }
@@ -97,18 +98,17 @@ impl fmt::Debug for Region {
     }
 }
 
-/// A buffer for the data of a command, at one address for the device (IOVA) without a gap.
+/// A buffer for the data of a command, contiguous in the device's address space (IOVA).
 ///
-/// A command that is submitted takes its buffer along and gives it back with its completion; in
-/// between the program has no way to it, and nothing that the program drops can free it. The bytes
-/// are shared memory: a device that misbehaves may change them at any time, so they are copied in
-/// and out and never borrowed.
+/// A submitted command owns its buffer and returns it with the completion. In between, the program
+/// cannot access or free the buffer. The bytes are shared memory: a misbehaving device may change
+/// them at any time, so they are copied in and out and never borrowed.
 pub struct Buffer(Arc<Chunk>);
 
 struct Chunk {
     bytes: SharedBytes,
     iova: u64,
-    /// Keeps the memory shared with the device.
+    /// Keeps the memory shared with the device while the buffer exists.
     _region: Arc<Region>,
     pool: Weak<Pool>,
 }
@@ -121,13 +121,14 @@ impl Buffer {
         self.0.bytes.len()
     }
 
-    /// Never: a buffer has at least one byte. Here because [`len`](Self::len) is.
+    /// Always false: a buffer has at least one byte. Exists as the counterpart of
+    /// [`len`](Self::len).
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.bytes.is_empty()
     }
 
-    /// The device's address of the first byte.
+    /// The device's address (IOVA) of the first byte.
     #[inline]
     #[must_use]
     pub fn iova(&self) -> u64 {
@@ -141,32 +142,32 @@ impl Buffer {
         &self.0.bytes
     }
 
-    /// Copies all of `from` into the buffer at `offset`; `false`, and nothing copied, if it does
-    /// not fit.
+    /// Copies all of `from` into the buffer at `offset`. If `from` does not fit, copies nothing and
+    /// returns `false`.
     #[must_use = "nothing is copied if it does not fit"]
     pub fn copy_from(&mut self, offset: usize, from: &[u8]) -> bool {
         self.0.bytes.write_from(offset, from).is_some()
     }
 
-    /// Copies from the buffer at `offset` into all of `into`; `false`, and nothing copied, if there
-    /// is not enough.
+    /// Fills `into` with the bytes of the buffer from `offset` on. If the buffer is too short,
+    /// copies nothing and returns `false`.
     #[must_use = "nothing is copied if there is not enough"]
     pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> bool {
         self.0.bytes.read_into(offset, into).is_some()
     }
 
-    /// A copy of the first `len` bytes (of all, if there are not that many).
+    /// Copies the first `len` bytes, or all bytes if the buffer is shorter.
     #[must_use]
     pub fn to_vec(&self, len: usize) -> Vec<u8> {
         let mut out = vec![0; len.min(self.len())];
-        // The length was just cut to what is there.
+        // Cannot fail: `out` is no longer than the buffer.
         let _ = self.0.bytes.read_into(0, &mut out);
         out
     }
 
     /// Sets every byte to `byte`.
     pub fn fill(&mut self, byte: u8) {
-        // All of the buffer is inside of itself.
+        // Cannot fail: the range is the whole buffer.
         let _ = self.0.bytes.fill(0, self.len(), byte);
     }
 }
@@ -188,11 +189,10 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// Memory that the program has for other reasons, and that the device may reach for as long as this
-/// or a buffer in it lives: for commands that move data from or to where they belong, without a
-/// copy.
+/// Existing memory of the program that is shared with the device until this value and all its
+/// buffers are dropped, for I/O without a copy.
 ///
-/// The device may write to all of it at any time, as a device that misbehaves may to every buffer.
+/// A misbehaving device may write to all of the memory at any time, as to every buffer.
 #[derive(Debug)]
 pub struct SharedMemory(Arc<Region>);
 
@@ -204,14 +204,15 @@ impl SharedMemory {
         Region::over(transport, Arc::clone(mapping)).map(Self)
     }
 
-    /// The memory.
+    /// The shared mapping.
     #[must_use]
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.0.mapping
     }
 
-    /// `len` bytes (not 0) from `offset` on as the buffer of a command; nothing if they are not all
-    /// there. `used`, a buffer of shared memory that nobody needs any more, saves an allocation.
+    /// Creates a buffer of `len` bytes at `offset`; `None` if `len` is 0 or the range exceeds the
+    /// mapping. A no longer needed buffer of shared memory can be passed as `used` to save an
+    /// allocation.
     #[must_use]
     pub fn buffer(&self, offset: usize, len: usize, used: Option<Buffer>) -> Option<Buffer> {
         let bytes = self.0.bytes().slice(offset, len).filter(|_| len != 0)?;
@@ -228,11 +229,10 @@ impl SharedMemory {
     }
 }
 
-/// Buffers of one size, in memory that was shared with the device once, when the pool was made.
+/// Buffers of one size, in memory that is shared with the device once, when the pool is created.
 ///
-/// A clone is another handle on the same pool. A buffer goes back to its pool when it is dropped;
-/// taking one and dropping it costs a lock, so a program that is in a hurry submits the buffer that
-/// a completion gave it again.
+/// A clone is another handle to the same pool. A dropped buffer returns to its pool. Taking and
+/// dropping a buffer costs a lock each, so fast programs submit the buffer of a completion again.
 #[derive(Clone, Debug)]
 pub struct BufferPool(Arc<Pool>);
 
@@ -258,9 +258,9 @@ impl fmt::Debug for Pool {
 }
 
 impl BufferPool {
-    /// `count` buffers of `size` bytes each, rounded up to at least one of each. Buffers of less
-    /// than a page do not cross pages (`page`, the controller's memory page size), larger ones
-    /// start at one: both keep PRPs few.
+    /// Creates `count` buffers of `size` bytes each; zeros are raised to one. To need few PRPs,
+    /// buffers smaller than `page` (the controller's memory page size) do not cross pages, and
+    /// larger buffers begin at a page boundary.
     pub(crate) fn new(
         transport: &Arc<dyn Transport>,
         count: usize,
@@ -278,11 +278,12 @@ impl BufferPool {
         let stride = if size >= page {
             size.checked_next_multiple_of(page)
         } else {
-            // Divides the page, so that none crosses into the next; and no two share a cache line.
+            // A power of two divides the page, so no buffer crosses pages. The minimum of 64 keeps
+            // buffers in separate cache lines.
             size.max(64).checked_next_power_of_two()
         }
         .ok_or_else(impossible)?;
-        // The transport aligns to 4096 bytes; the rest of a larger page is found inside.
+        // The transport aligns to 4096 bytes only, so reserve the space to align to a larger page.
         let slack = page.saturating_sub(4096);
         let len =
             stride.checked_mul(count).and_then(|l| l.checked_add(slack)).ok_or_else(impossible)?;
@@ -305,19 +306,19 @@ impl BufferPool {
         Ok(Self(pool))
     }
 
-    /// A buffer, or nothing if all are in use. Its bytes are what the last user left there.
+    /// Takes a free buffer; `None` if all are in use. The content is left over from the last use.
     #[must_use]
     pub fn take(&self) -> Option<Buffer> {
         self.0.free.lock().pop().map(Buffer)
     }
 
-    /// How many buffers the pool has, free or not.
+    /// The number of buffers of the pool, free or not.
     #[must_use]
     pub fn count(&self) -> usize {
         self.0.count
     }
 
-    /// How many are free now.
+    /// The number of free buffers.
     #[must_use]
     pub fn available(&self) -> usize {
         self.0.free.lock().len()

@@ -1,4 +1,4 @@
-//! A controller that was enabled with an admin queue of ours, and how its work ends.
+//! Enabled controller with an admin queue, and its shutdown.
 
 use crate::admin::AdminPlane;
 use crate::controller_state::{ControllerState, Phase};
@@ -13,19 +13,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A controller from before it is identified until it is shut down, which dropping this does.
+/// A controller from CC.EN until its shutdown. Dropping the value shuts the controller down.
 pub(crate) struct EnabledController {
     pub(crate) admin: AdminPlane,
     pub(crate) state: ControllerState,
     io_queues: Mutex<IoQueueTable>,
-    /// What vector 0 signals.
+    /// Eventfd that interrupt vector 0 signals.
     pub(crate) admin_event: Option<EventFd>,
-    /// CSTS.NSSRO can not be cleared.
+    /// True if CSTS.NSSRO remains set although the driver has cleared it.
     nssro_stuck: AtomicBool,
 }
 
 impl EnabledController {
-    /// Disables the controller, and enables it with an admin queue of ours.
+    /// Disables the controller, and enables it with new admin queues.
     pub(crate) fn enable(
         transport: Arc<dyn Transport>,
         options: &AttachOptions,
@@ -33,7 +33,8 @@ impl EnabledController {
         let device = Device::probe(transport, options.page_size, options.timeouts)?;
         device.disable().map_err(|error| device.attach_error("disabling", error))?;
         let (admin, layout) = AdminPlane::new(device)?;
-        // From here on it has to be shut down, however far it comes.
+        // Created before the enable: if a later step fails, dropping the value disables the
+        // controller.
         let enabled = Self {
             admin,
             state: ControllerState::new(),
@@ -47,18 +48,18 @@ impl EnabledController {
         Ok(enabled)
     }
 
-    /// After the controller was enabled, which clears CSTS.NSSRO if anything does.
+    /// Records whether CSTS.NSSRO is still set. Called after an enable, which clears the bit.
     pub(crate) fn note_nssro(&self) {
         let stuck = self.admin.device.csts().is_ok_and(|csts| csts.nssro());
         self.nssro_stuck.store(stuck, Ordering::Relaxed);
     }
 
-    /// Whether CSTS.NSSRO can not be cleared, and so says nothing.
+    /// True if CSTS.NSSRO cannot be cleared, so that it does not indicate a subsystem reset.
     pub(crate) fn is_nssro_stuck(&self) -> bool {
         self.nssro_stuck.load(Ordering::Relaxed)
     }
 
-    /// Gives the admin queue its interrupt, if it can have one.
+    /// Connects the interrupt of the admin queue, if the transport has interrupt vectors.
     pub(crate) fn connect_admin_interrupt(&mut self) -> Result<(), AttachError> {
         if self.admin.device.transport.irq_vectors() == 0 {
             tracing::info!("{} raises no interrupts; polling for completions", self.admin.name());
@@ -70,7 +71,7 @@ impl EnabledController {
         Ok(())
     }
 
-    /// Gives the admin queue its interrupt again, after a reset.
+    /// Connects the interrupt of the admin queue again, after a reset.
     pub(crate) fn reconnect_admin_interrupt(&self) -> Result<(), TransportError> {
         match &self.admin_event {
             Some(event) => self.admin.device.transport.set_irq(0, Some(event)),
@@ -78,12 +79,12 @@ impl EnabledController {
         }
     }
 
-    /// The I/O queues, for whoever creates or deletes them, resets the controller or shuts it down.
+    /// Locks the I/O queue table: for creating and deleting queues, for reset and shutdown.
     pub(crate) fn io_queues(&self) -> MutexGuard<'_, IoQueueTable> {
         self.io_queues.lock()
     }
 
-    /// Deletes both queues of a pair. Whether the controller is certainly done with them.
+    /// Deletes both queues of a pair. Returns true if the controller no longer uses their memory.
     pub(crate) fn delete_io_queues(&self, qid: u16) -> bool {
         let mut io_queues = self.io_queues();
         match self.state.phase() {
@@ -93,9 +94,10 @@ impl EnabledController {
         }
     }
 
-    /// Ends the controller's work: deletes the queues, notifies it of the shutdown, waits until
-    /// that is complete, `limit` at most, and disables it. Whatever fails, it ends up disabled or
-    /// reset if that can be had at all, because only then memory can be given back.
+    /// Shuts the controller down: deletes the queues, notifies the controller (CC.SHN), waits at
+    /// most `limit` for completion, and disables it. After a failed step the shutdown continues,
+    /// down to a transport reset, because shared memory can be freed only if the controller is
+    /// disabled or reset.
     pub(crate) fn shut_down(&self, limit: Duration) -> Result<(), DetachError> {
         let mut io_queues = self.io_queues();
         let (admin, phase) = (&self.admin, self.state.phase());
@@ -133,7 +135,7 @@ impl EnabledController {
         }
     }
 
-    /// How a controller was left that was given up before.
+    /// Result of a shutdown for a controller that is already closed or failed.
     fn outcome(&self, phase: Phase) -> Result<(), DetachError> {
         let Some(why) = self.state.over() else { return Ok(()) };
         let (device, why) = (self.admin.name().to_owned(), why.to_string());
@@ -146,7 +148,7 @@ impl EnabledController {
 
 impl Drop for EnabledController {
     fn drop(&mut self) {
-        // One that was attached was shut down before.
+        // An attached controller was shut down before.
         if matches!(self.state.phase(), Phase::Live | Phase::Gone)
             && let Err(error) = self.shut_down(self.admin.device.timeouts.shutdown)
         {

@@ -1,4 +1,4 @@
-//! What can go wrong, in sentences.
+//! Error types.
 
 use crate::copy_limits::CopyLimits;
 use crate::dma::{Buffer, DmaError};
@@ -10,21 +10,21 @@ use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
-/// Why the driver could not attach to a controller.
+/// Failure to attach to a controller.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AttachError {
-    /// The device can not be reached.
+    /// The device is unreachable.
     #[error("attach: {0}")]
     Transport(#[from] TransportError),
-    /// An option has a value that no controller could honour.
+    /// An option has an invalid value.
     #[error("attach: {option} is {value}, which is not possible: {why}")]
     Option {
         /// The field of [`AttachOptions`](crate::AttachOptions).
         option: &'static str,
-        /// Its value.
+        /// Value of the option.
         value: u64,
-        /// What is wrong with it.
+        /// Valid values, or the reason for the refusal.
         why: &'static str,
     },
     /// Every register reads as all ones.
@@ -33,15 +33,15 @@ pub enum AttachError {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
     },
-    /// The controller is one that this driver can not use.
+    /// The controller lacks a feature that this driver needs.
     #[error("attach: {device} {what}, which this driver can not use")]
     Unsupported {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
-        /// What it has or lacks.
+        /// Unsupported or missing feature.
         what: String,
     },
-    /// The controller did not get ready or not ready in time (CAP.TO, Base 2.1, 3.1.4.1).
+    /// CSTS.RDY did not change in time (CAP.TO, Base 2.1, 3.1.4.1).
     #[error(
         "attach: {device} did not finish {step} within {waited:?} (CSTS {csts:#010x}); \
          reset the device and try again"
@@ -49,14 +49,14 @@ pub enum AttachError {
     NotReady {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
-        /// The step.
+        /// Step of the attach.
         step: &'static str,
-        /// How long the driver waited.
+        /// Time that the driver waited.
         waited: Duration,
-        /// The Controller Status register at the end.
+        /// Controller Status register (CSTS) at the timeout.
         csts: u32,
     },
-    /// Controller Fatal Status came up (CSTS.CFS).
+    /// The controller reported Controller Fatal Status (CSTS.CFS).
     #[error(
         "attach: {device} reports a fatal status (CSTS.CFS) during {step}; \
          reset the device and try again"
@@ -64,76 +64,76 @@ pub enum AttachError {
     Fatal {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
-        /// The step.
+        /// Step of the attach.
         step: &'static str,
     },
-    /// A command that is needed to attach failed.
+    /// An admin command that is needed to attach failed.
     #[error("attach: {step}: {source}")]
     Command {
-        /// The step.
+        /// Step of the attach.
         step: &'static str,
-        /// Why it failed.
+        /// Failure of the command.
         source: CommandError,
     },
-    /// There is no memory to share with the device.
+    /// Memory could not be shared with the device.
     #[error("attach: {0}")]
     Dma(#[from] DmaError),
-    /// The system has no event descriptors left.
+    /// No eventfd is available for an interrupt.
     #[error("attach: no event descriptor for an interrupt: {0}; raise the limit of open files")]
     Event(io::Error),
-    /// The system has no thread left to watch the controller with.
+    /// No thread is available for the watchdog.
     #[error("attach: no thread to watch the controller with: {0}; or turn recovery off")]
     Thread(io::Error),
 }
 
-/// Why a command of the control plane failed.
+/// Failure of an admin command.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CommandError {
-    /// The controller says so.
+    /// The command completed with an error status.
     #[error("{device} ended {command} with: {status}")]
     Status {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
-        /// The command's name in the specification.
+        /// Name of the command in the specification.
         command: String,
-        /// The status of its completion.
+        /// Status of the completion.
         status: Status,
     },
-    /// There was no completion in time. What the command was to do may still happen.
+    /// The command did not complete in time. The controller may still execute it.
     #[error("{device} did not complete {command} within {waited:?}; reset the controller")]
     Timeout {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
-        /// The command's name in the specification.
+        /// Name of the command in the specification.
         command: String,
-        /// How long the driver waited.
+        /// Time that the driver waited.
         waited: Duration,
     },
     /// The command could not be submitted.
     #[error("{command} was not submitted: {source}")]
     Queue {
-        /// The command's name in the specification.
+        /// Name of the command in the specification.
         command: String,
-        /// Why not.
+        /// Reason of the refusal.
         source: QueueError,
     },
-    /// There is no memory for its data.
+    /// No memory could be shared with the device for the data of the command.
     #[error("{command} was not submitted: {source}")]
     Dma {
-        /// The command's name in the specification.
+        /// Name of the command in the specification.
         command: String,
-        /// Why not.
+        /// Reason of the failure.
         source: DmaError,
     },
-    /// The device's answer contradicts the specification or itself.
+    /// The returned data violate the specification or are inconsistent.
     #[error("{device} answered {command} with nonsense: {what}")]
     Nonsense {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
-        /// The command's name in the specification.
+        /// Name of the command in the specification.
         command: String,
-        /// What is wrong with it.
+        /// Description of the violation.
         what: String,
     },
 }
@@ -147,7 +147,7 @@ impl CommandError {
         Self::Nonsense { device: device.to_owned(), command: command.to_owned(), what: what.into() }
     }
 
-    /// The status, if it is the controller that refused.
+    /// The completion status, if the controller completed the command with an error.
     #[must_use]
     pub fn status(&self) -> Option<Status> {
         match self {
@@ -157,239 +157,238 @@ impl CommandError {
     }
 }
 
-/// Why a queue does not take a command, or does not work any more.
+/// Failure of a queue, or its refusal of a command.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum QueueError {
-    /// As many commands as the queue can hold are outstanding.
+    /// The maximum number of commands is outstanding.
     #[error("queue {qid} is full with {outstanding} commands; poll for completions first")]
     Full {
-        /// The queue's identifier.
+        /// Identifier of the queue.
         qid: u16,
-        /// How many commands are outstanding.
+        /// Number of outstanding commands.
         outstanding: u32,
     },
-    /// A command moves more than the controller or the queue takes.
+    /// The command transfers more bytes than the controller or the queue supports.
     #[error("{bytes} bytes are more than the {max} that one command moves; split the request")]
     TooLong {
-        /// What the command moves.
+        /// Number of bytes that the command transfers.
         bytes: u64,
-        /// What a command may move at most.
+        /// Maximum number of bytes of one command.
         max: u64,
     },
-    /// A command moves data, and there is no buffer or a short one.
+    /// The command transfers data, but its buffer is missing or too short.
     #[error("the command moves {needed} bytes at offset {offset} of a buffer of {len} bytes")]
     BufferTooShort {
-        /// What the command moves.
+        /// Number of bytes that the command transfers.
         needed: u32,
-        /// Where in the buffer it begins.
+        /// Offset of the data in the buffer.
         offset: u32,
-        /// The length of the buffer; 0 if there is none.
+        /// Length of the buffer; 0 if there is none.
         len: usize,
     },
-    /// Data must begin at a multiple of 4 bytes (Base 2.1, 4.1.1).
+    /// The data do not begin at a multiple of 4 bytes (Base 2.1, 4.1.1).
     #[error("data at offset {offset} of a buffer is not aligned; use a multiple of 4")]
     Misaligned {
-        /// The offset.
+        /// Offset of the data in the buffer.
         offset: u32,
     },
-    /// The controller was detached, by this program.
+    /// This program detached the controller.
     #[error("the controller was detached; attach again to use queue {qid}")]
     Detached {
-        /// The queue's identifier.
+        /// Identifier of the queue.
         qid: u16,
     },
-    /// The queue does not work any more.
+    /// The queue failed and cannot be used any more.
     #[error("queue {qid} failed earlier: {why}; detach and attach again")]
     Failed {
-        /// The queue's identifier.
+        /// Identifier of the queue.
         qid: u16,
-        /// What happened.
+        /// Cause of the failure.
         why: Arc<str>,
     },
 }
 
-/// A command that was not submitted, with the buffer that it would have used.
+/// A command that was not submitted, with its unused buffer.
 #[derive(Debug, Error)]
 #[error("{reason}")]
 pub struct Refused {
-    /// Why.
+    /// Reason of the refusal.
     pub reason: QueueError,
-    /// The buffer, untouched.
+    /// The buffer of the command, unchanged.
     pub buffer: Option<Buffer>,
 }
 
-/// Why a request can not be made into a command.
+/// Invalid request, for which no command can be created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RequestError {
-    /// A request of no blocks, or of more than the 65536 that a command can name.
+    /// The request has no blocks, or more than the 65536 of one command.
     #[error("{blocks} blocks are not 1 to 65536, what one command can name")]
     Blocks {
-        /// How many.
+        /// Number of requested blocks.
         blocks: u64,
     },
-    /// A request for more bytes than one command moves ([`Namespace::max_transfer_bytes`]).
+    /// The request exceeds the transfer limit of one command ([`Namespace::max_transfer_bytes`]).
     ///
     /// [`Namespace::max_transfer_bytes`]: crate::Namespace::max_transfer_bytes
     #[error("{bytes} bytes are more than the {max} that one command moves; split the request")]
     TooLong {
-        /// How many.
+        /// Number of requested bytes.
         bytes: u64,
-        /// How many at most.
+        /// Maximum number of bytes of one command.
         max: u64,
     },
-    /// A length that is no multiple of the block size.
+    /// The length is not a multiple of the block size.
     #[error("{bytes} bytes are no whole number of blocks of {block_size} bytes")]
     Unaligned {
-        /// How many.
+        /// Number of requested bytes.
         bytes: u64,
-        /// The namespace's block size.
+        /// Block size of the namespace.
         block_size: u32,
     },
-    /// A request that reaches past the end of the namespace.
+    /// The request extends beyond the end of the namespace.
     #[error("blocks {lba} to {end} reach past the namespace's {blocks} blocks")]
     PastEnd {
-        /// The first block.
+        /// First block of the request.
         lba: u64,
-        /// The block after the last.
+        /// First block after the request.
         end: u64,
-        /// How many the namespace has.
+        /// Number of blocks of the namespace.
         blocks: u64,
     },
-    /// A namespace whose blocks this driver can not move.
+    /// The format of the namespace's blocks is not supported by this driver.
     #[error("namespace {nsid} {what}, which this driver can not handle; format it without")]
     Unusable {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
-        /// What it has.
+        /// Unsupported property, which completes "the namespace ...".
         what: &'static str,
     },
-    /// Metadata of a namespace that has none, or none that this driver knows.
+    /// The namespace has no metadata, or a metadata format that this driver does not support.
     #[error("namespace {nsid} has no metadata that a command could move")]
     NoMetadata {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
     },
-    /// A Compare of blocks with metadata without these.
+    /// Compare without metadata on a namespace with metadata.
     #[error("blocks of namespace {nsid} have metadata, which a Compare moves as well")]
     CompareMetadata {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
     },
-    /// More ranges than one Dataset Management command takes, or none.
+    /// The number of ranges is not 1 to 256, the limits of Dataset Management.
     #[error("{ranges} ranges are not 1 to 256, what one Dataset Management command takes")]
     Ranges {
-        /// How many.
+        /// Number of requested ranges.
         ranges: usize,
     },
-    /// The controller has no Copy command, or none with source range entries of format 0h.
+    /// The controller does not support Copy with source range entries of format 0h.
     #[error("the controller has no Copy command")]
     NoCopy,
-    /// A copy of nothing, or of more than one command copies
+    /// The copy is empty, or exceeds the limits of one command
     /// ([`Namespace::copy_limits`](crate::Namespace::copy_limits)).
     #[error(
         "a copy of {blocks} blocks in {ranges} ranges of up to {longest}, where one command copies 1 \
          to {} in up to {} of up to {}", limits.blocks, limits.ranges, limits.range_blocks
     )]
     CopyTooLong {
-        /// How many source ranges.
+        /// Number of source ranges.
         ranges: usize,
-        /// Blocks of the longest of them.
+        /// Number of blocks of the longest source range.
         longest: u32,
-        /// Blocks of all of them.
+        /// Number of blocks of all source ranges.
         blocks: u64,
-        /// What there may be.
+        /// Limits of one Copy command.
         limits: CopyLimits,
     },
 }
 
-/// An I/O command that failed, with its buffer if the device is done with it.
+/// A failed I/O command, with its buffer if the device no longer uses it.
 #[derive(Debug, Error)]
 #[error("{kind}")]
 pub struct IoError {
-    /// Why.
+    /// Cause of the failure.
     pub kind: IoErrorKind,
-    /// The buffer. There is none if the command had none, or if the device may still use it: then
-    /// the queue keeps it until the device is certainly done.
+    /// The buffer of the command. `None` if the command had none, or if the device may still use
+    /// the buffer; then the queue keeps the buffer until the device no longer uses it.
     pub buffer: Option<Buffer>,
 }
 
-/// Why an I/O command failed.
+/// Cause of the failure of an I/O command.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum IoErrorKind {
-    /// It could not be made.
+    /// The request was invalid.
     #[error(transparent)]
     Request(#[from] RequestError),
-    /// It could not be submitted, or the queue failed while it was under way.
+    /// The command could not be submitted, or the queue failed while it was in flight.
     #[error(transparent)]
     Queue(#[from] QueueError),
-    /// The controller says so.
+    /// The command completed with an error status.
     #[error("{} ended with: {status}", io_name(*opcode))]
     Status {
-        /// The command's opcode.
+        /// Opcode of the command.
         opcode: u8,
-        /// The status of its completion.
+        /// Status of the completion.
         status: Status,
-        /// Command specific result, dword 0: of a Copy, the lowest source range that was not
-        /// copied.
+        /// Command specific result, dword 0. For Copy: the lowest source range that was not copied.
         dw0: u32,
     },
-    /// There was no completion in time. What the command was to do may still happen.
+    /// The command did not complete in time. The controller may still execute it.
     #[error("{} was not completed within {waited:?}; reset the controller", io_name(*opcode))]
     TimedOut {
-        /// The command's opcode.
+        /// Opcode of the command.
         opcode: u8,
-        /// How long was waited.
+        /// Time that the driver waited.
         waited: Duration,
     },
-    /// The queue was full for too long. The command was not submitted.
+    /// The command waited too long for a full queue and was not submitted.
     #[error(
         "{} was not submitted: the queue was full for {waited:?}; reset the controller",
         io_name(*opcode)
     )]
     QueueFull {
-        /// The command's opcode.
+        /// Opcode of the command.
         opcode: u8,
-        /// How long was waited.
+        /// Time that the driver waited.
         waited: Duration,
     },
-    /// There was no memory for the command's own data.
+    /// No memory could be shared with the device for the ranges of the command.
     #[error(transparent)]
     Dma(Arc<DmaError>),
-    /// The command completed without its buffer: a defect of this driver.
+    /// The command completed without its buffer: a bug of this driver.
     #[error("the command completed without its buffer, which is a defect of the driver")]
     NoBuffer,
 }
 
-/// What the specification calls the admin command.
+/// Name of an admin command in the specification.
 pub(crate) fn admin_name(opcode: u8) -> String {
     AdminOpcode::try_from(opcode)
         .map_or_else(|unknown| unknown.to_string(), |opcode| opcode.name().to_owned())
 }
 
-/// What the specification calls the I/O command.
+/// Name of an I/O command in the specification.
 fn io_name(opcode: u8) -> String {
     NvmOpcode::try_from(opcode)
         .map_or_else(|unknown| unknown.to_string(), |opcode| opcode.name().to_owned())
 }
 
-/// Why a controller was not left as it should be.
+/// Failure to shut a controller down cleanly.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DetachError {
-    /// It is disabled and touches no memory any more, but did not say that everything it held is
-    /// on the medium.
+    /// The controller is disabled and accesses no memory any more, but did not confirm that its
+    /// volatile data are on the medium.
     #[error("{device} was detached, but not cleanly: {why}")]
     Unclean {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
-        /// What went wrong.
+        /// Failed step.
         why: String,
     },
-    /// It could not be disabled. The memory that it was given is kept until the process ends,
-    /// because it may still write there.
+    /// The controller could not be disabled. Memory that was shared with it is leaked until the
+    /// process ends, because the controller may still write there.
     #[error(
         "{device} could not be disabled ({why}); the memory that was shared with it is kept; \
          reset the device before it is used again"
@@ -397,7 +396,7 @@ pub enum DetachError {
     Lost {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
-        /// What went wrong.
+        /// Failed step.
         why: String,
     },
 }

@@ -1,4 +1,4 @@
-//! Asynchronous events, delivered by a thread that sleeps until there are some.
+//! Delivery of asynchronous events on a sleeping thread.
 
 use crate::admin::AdminCommands;
 use crate::attached::AttachedController;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
-/// Delivers asynchronous events as long as it lives. Made by
+/// Delivers asynchronous events to a callback until it is dropped. Created by
 /// [`Controller::on_event`](crate::Controller::on_event).
 pub struct EventListener {
     stop: Arc<AtomicBool>,
@@ -27,7 +27,7 @@ impl EventListener {
         let stop = Arc::new(AtomicBool::new(false));
         let waits_on = event.try_clone()?;
         let event = event.try_clone()?;
-        // The thread keeps no controller alive.
+        // A weak reference, so that the thread does not keep the controller attached.
         let controller: Weak<AttachedController> = Arc::downgrade(controller);
         let stopped = Arc::clone(&stop);
         let thread =
@@ -38,8 +38,8 @@ impl EventListener {
                     let queue = &controller.plane().queue;
                     let (events, lost) = queue.take_events();
                     queue.ring_cq_doorbell();
-                    // With the completion queue's head published there is an interrupt for what
-                    // comes, and this is for what came before.
+                    // The controller interrupts only for completions after the published head. The
+                    // second `take_events` finds the events that arrived before the publication.
                     let (more, lost_too) = queue.take_events();
                     drop(controller);
                     if lost + lost_too != 0 {
@@ -63,7 +63,7 @@ impl Drop for EventListener {
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
-            // It panicked only if the program's own function did.
+            // An error means that the callback has panicked.
             let _ = thread.join();
         }
     }

@@ -1,9 +1,9 @@
-//! From nothing to a block that was read, in a few steps.
+//! Tutorial: from an in-memory SSD to asynchronous I/O, Copy and metadata.
 //!
 //! # A block in twenty lines
 //!
-//! This program needs no SSD: it makes one, in its own memory, and drives it. Everything after the
-//! first two lines is the same for a real one.
+//! This program needs no SSD: it creates an NVMe controller in its own memory and drives it. The
+//! code after the first two lines is the same for a real SSD.
 //!
 //! ```
 //! use shadowbell_driver::{AttachOptions, Controller};
@@ -31,21 +31,21 @@
 //! }
 //! ```
 //!
-//! What happened there:
+//! The types of this program:
 //!
-//! * **A transport** is the way to one controller. [`Controller::attach`] has it to itself.
+//! * **A transport** connects to one controller. [`Controller::attach`] takes exclusive control.
 //! * **A namespace** is a disk of the controller, with blocks of 512 or 4096 bytes. Its methods
-//!   make commands, and refuse what it can not do before the controller has to.
+//!   create commands, and return an error for requests that the namespace does not support.
 //! * **A queue pair** belongs to one thread. [`submit`](QueuePair::submit) only writes the command
-//!   down; the controller is notified by [`ring`](QueuePair::ring), or by
-//!   [`wait`](QueuePair::wait), which rings first.
-//! * **A buffer** goes along with its command and comes back with its completion. In between nobody
-//!   can touch it, so nothing can be freed under the controller's hands.
+//!   to the submission queue; [`ring`](QueuePair::ring) notifies the controller, and so does
+//!   [`wait`](QueuePair::wait) before it waits.
+//! * **A buffer** is passed in with its command and returned with the completion. In between the
+//!   program cannot access the buffer, so the program cannot free memory that the controller uses.
 //!
-//! # Many at a time
+//! # Many commands in flight
 //!
-//! An SSD is fast with many commands under way. Submit any number, ring once, take completions in
-//! whatever order they come, and use the buffer of each for the next:
+//! An SSD is fast with many commands in flight. Submit any number, ring once, take completions in
+//! any order, and reuse the buffer of each completion for the next command:
 //!
 //! ```
 //! # use shadowbell_driver::{AttachOptions, Controller};
@@ -81,11 +81,10 @@
 //! # }
 //! ```
 //!
-//! # With futures
+//! # Futures
 //!
-//! An [`AsyncQueue`] takes commands from any thread and any executor. Whoever has a thread that
-//! does nothing but wait had best [drive the queue](crate::async_queue) with it.
-//!
+//! An [`AsyncQueue`] takes commands from any thread and any executor. If a thread does nothing but
+//! wait for its futures, let that thread [drive the queue](crate::async_queue).
 //! ```
 //! # use shadowbell_driver::{AsyncQueue, AttachOptions, Controller};
 //! # use std::sync::Arc;
@@ -122,11 +121,10 @@
 //! # }
 //! ```
 //!
-//! # Copies that never come here
+//! # Copy inside the controller
 //!
-//! A controller with a Copy command moves blocks to another place by itself; all that is sent is
-//! where they are:
-//!
+//! The Copy command copies blocks inside the controller; the host sends only the source ranges and
+//! the destination:
 //! ```
 //! # use shadowbell_driver::{AttachOptions, Controller};
 //! # use shadowbell_spec::nvm::CopyRange;
@@ -154,10 +152,10 @@
 //!
 //! # Metadata
 //!
-//! Blocks whose metadata are protection information alone are read and written as above: the
-//! controller inserts, checks and strips it. Whoever wants to know that data arrive unharmed makes
-//! it before the write and checks it after the read:
-//!
+//! If the metadata of a block are protection information and nothing else, the namespace is read
+//! and written as above: the controller inserts, checks and strips protection information. For
+//! end-to-end protection, the program generates protection information before the write and checks
+//! it after the read:
 //! ```
 //! # use shadowbell_backend::{MetadataDisk, MetadataFormat};
 //! # use shadowbell_driver::{AttachOptions, Controller};
@@ -197,8 +195,7 @@
 //! # }
 //! ```
 //!
-//! For bytes instead of blocks, of any length and at any place, there is the crate
-//! `shadowbell-block` on top of this.
+//! The crate `shadowbell-block` provides byte ranges of any offset and length on top of this crate.
 //!
 //! # A real SSD
 //!
@@ -216,7 +213,7 @@
 //! # }
 //! ```
 //!
-//! The directory `examples` has a program for each:
+//! The directory `examples` has one program for each transport:
 //!
 //! ```text
 //! cargo run -p shadowbell-driver --example in_process

@@ -1,7 +1,7 @@
-//! I/O queues: everything that creates or deletes them, at the controller and here.
+//! Creation and deletion of I/O queues, and the table of existing queues.
 //!
-//! Base 2.1, 5.2.1 to 5.2.4. A completion queue is created before the submission queue that it
-//! serves, and deleted after it.
+//! Base 2.1, 5.2.1 to 5.2.4. A completion queue is created before its submission queue, and deleted
+//! after it.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane};
 use crate::controller_info::ControllerInfo;
@@ -18,7 +18,7 @@ use shadowbell_spec::{Sqe, regs};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// What a queue has at least. Base 2.1, 3.3.3.1.
+/// Minimum number of entries of a queue. Base 2.1, 3.3.3.1.
 const SMALLEST: RingSize = match RingSize::new(RingSize::MIN) {
     Some(size) => size,
     None => panic!("the smallest size of a ring is a size of a ring"),
@@ -26,48 +26,48 @@ const SMALLEST: RingSize = match RingSize::new(RingSize::MIN) {
 const STEP: &str = "creating an I/O queue pair";
 const CREATE: &str = "Create I/O Completion Queue";
 
-/// Which I/O queues and interrupt vectors are in use. Its lock is held by whoever creates or
-/// deletes queues, resets the controller or shuts it down.
+/// Table of I/O queues and interrupt vectors. Its lock serializes the creation and deletion of
+/// queues, controller resets and shutdown.
 #[derive(Default)]
 pub(crate) struct IoQueueTable {
-    /// Queue pairs that exist here.
+    /// Queue pairs that exist in the driver.
     created: BTreeSet<u16>,
-    /// Those of them that exist at the controller: none after a reset.
+    /// Queue pairs of `created` that also exist in the controller. Empty after a reset.
     live: BTreeSet<u16>,
-    /// Queue pairs that the controller did not confirm to have deleted: their memory is not used
-    /// again before it was reset.
+    /// Queue pairs whose deletion the controller did not confirm. Their identifiers and memory are
+    /// not used again before a controller reset.
     quarantined: BTreeSet<u16>,
-    /// Vectors with an event.
+    /// Interrupt vectors that are connected to an eventfd.
     vectors: BTreeSet<u16>,
 }
 
-/// A queue pair that was created.
+/// A created I/O queue pair.
 pub(crate) struct IoQueuePair {
     pub(crate) core: Core,
     pub(crate) layout: QueueLayout,
-    /// What its interrupt signals.
+    /// Eventfd that the interrupt of the pair signals.
     pub(crate) event: EventFd,
 }
 
-/// Memory for `granted` queue pairs, and the most entries of a submission queue.
+/// Allocates memory for `granted` queue pairs, and limits the entries of a submission queue.
 pub(crate) fn io_queue_memory(
     device: &Device,
     options: &AttachOptions,
     max_transfer: u64,
     granted: u16,
 ) -> Result<(QueueMemory, RingSize), DmaError> {
-    // CAP.MQES was checked: both are in the range of a ring.
+    // `Device::probe` refuses MQES 0, so `most` is at least the minimum size of a ring.
     let most = u32::from(device.cap.mqes()) + 1;
     let entries = |wanted: u32| RingSize::new(wanted.min(most)).unwrap_or(SMALLEST);
     let sq = entries(options.queue_depth);
-    // The head of a completion queue of twice the length is published half as often.
+    // A completion queue of twice the length needs half as many head updates.
     let cq = entries(options.queue_depth.saturating_mul(2).min(RingSize::MAX));
     let shape = PairShape { sq, cq, max_transfer, page: device.page };
     Ok((QueueMemory::new(&device.transport, shape, granted.into(), 0)?, sq))
 }
 
 impl IoQueueTable {
-    /// Creates the queue pair with the lowest free identifier, with `size` entries at most.
+    /// Creates the queue pair with the lowest free identifier, with at most `size` entries.
     pub(crate) fn create(
         &mut self,
         admin: &AdminPlane,
@@ -96,7 +96,7 @@ impl IoQueueTable {
             tracing::info!(qid, "no interrupt vector is left for this queue pair; polling");
         }
         self.connect(admin, layout, &event)?;
-        // Known as created from the first command on: one that timed out may have worked.
+        // Entered before the first command: a command that timed out may have created a queue.
         self.created.insert(qid);
         if let Err(source) = self.create_at_controller(admin, layout) {
             self.withdraw(admin, qid, &source);
@@ -106,8 +106,8 @@ impl IoQueueTable {
         Ok(IoQueuePair { core, layout, event })
     }
 
-    /// Creates the queues of a pair again, which the controller does not have any more. `core` was
-    /// restarted with [`doorbells`].
+    /// Creates the queues of a pair again after the controller has lost them. `core` was restarted
+    /// with new [`doorbells`].
     pub(crate) fn recreate(
         &mut self,
         admin: &AdminPlane,
@@ -122,7 +122,7 @@ impl IoQueueTable {
         Ok(())
     }
 
-    /// Has the interrupt of a queue pair, if it has one, signal `event`.
+    /// Connects the interrupt of a queue pair, if it has one, to `event`.
     fn connect(
         &mut self,
         admin: &AdminPlane,
@@ -132,7 +132,7 @@ impl IoQueueTable {
         if layout.interrupts { self.connect_vector(admin, layout.qid, event) } else { Ok(()) }
     }
 
-    /// Has `vector` signal `event`.
+    /// Connects an interrupt vector to `event`.
     pub(crate) fn connect_vector(
         &mut self,
         admin: &AdminPlane,
@@ -165,14 +165,16 @@ impl IoQueueTable {
         Ok(())
     }
 
-    /// Takes back what was created of a pair whose creation failed.
+    /// Removes a pair whose creation failed.
     fn withdraw(&mut self, admin: &AdminPlane, qid: u16, why: &CommandError) {
         if why.status().is_some() {
-            // Refused: either the first command, and there is nothing, or the second, and there is
-            // a completion queue, which nobody uses. It fails where there is nothing to delete.
+            // The controller refused Create I/O Completion Queue, so nothing exists, or Create I/O
+            // Submission Queue, so the completion queue exists. Deleting a completion queue that
+            // does not exist fails harmlessly.
             let _ = admin.succeed(Sqe::delete_io_cq(qid, 0), AdminData::None);
         } else {
-            // Nobody knows what the controller did; its memory is not used again.
+            // The outcome is unknown, so the controller may use the queues. Do not use their
+            // memory.
             self.quarantined.insert(qid);
         }
         self.created.remove(&qid);
@@ -180,7 +182,7 @@ impl IoQueueTable {
         self.disconnect(admin, qid);
     }
 
-    /// Deletes both queues of a pair at the controller.
+    /// Deletes both queues of a pair in the controller.
     pub(crate) fn delete_at_controller(
         &mut self,
         admin: &AdminPlane,
@@ -192,7 +194,7 @@ impl IoQueueTable {
         Ok(())
     }
 
-    /// Deletes a queue pair for good. Whether the controller is certainly done with it.
+    /// Removes a queue pair. Returns true if the controller no longer uses its memory.
     pub(crate) fn delete(&mut self, admin: &AdminPlane, qid: u16) -> bool {
         if !self.created.contains(&qid) {
             return !self.quarantined.contains(&qid);
@@ -200,7 +202,7 @@ impl IoQueueTable {
         let deleted = if self.live.contains(&qid) {
             self.delete_at_controller(admin, qid)
         } else {
-            // A reset has.
+            // A controller reset has deleted the queues.
             Ok(())
         };
         self.created.remove(&qid);
@@ -215,18 +217,18 @@ impl IoQueueTable {
         }
     }
 
-    /// Deletes all queue pairs, until one is not deleted: its identifier.
+    /// Removes all queue pairs. Stops at the first failure and returns its identifier.
     pub(crate) fn delete_all(&mut self, admin: &AdminPlane) -> Option<u16> {
         let qids: Vec<_> = self.created.iter().copied().collect();
         qids.into_iter().find(|qid| !self.delete(admin, *qid))
     }
 
-    /// The controller is being reset: it has no I/O queues any more.
+    /// Records that a controller reset has deleted all I/O queues in the controller.
     pub(crate) fn forget_live(&mut self) {
         self.live.clear();
     }
 
-    /// The controller was disabled: what it did not confirm to have deleted, it is done with now.
+    /// Ends the quarantine after the controller was disabled: it no longer uses any queue.
     pub(crate) fn end_quarantine(&mut self) {
         self.quarantined.clear();
     }
@@ -239,7 +241,7 @@ impl IoQueueTable {
         }
     }
 
-    /// Takes all interrupts down.
+    /// Disconnects all interrupts.
     pub(crate) fn disconnect_all(&mut self, admin: &AdminPlane) {
         for vector in self.vectors.clone() {
             self.disconnect(admin, vector);
@@ -247,7 +249,7 @@ impl IoQueueTable {
     }
 }
 
-/// The doorbells of queue pair `qid`, for queues of these sizes that are about to be created.
+/// Creates the doorbells of queue pair `qid`, for queues of these sizes that will be created.
 pub(crate) fn doorbells(
     admin: &AdminPlane,
     info: &ControllerInfo,
@@ -278,8 +280,8 @@ pub(crate) fn doorbells(
     doorbells
 }
 
-/// Has eventfds stand for the register writes of a queue pair that exists, where its doorbells are
-/// shadowed and the transport has such eventfds.
+/// Replaces the doorbell register writes of an existing queue pair by eventfds, if its doorbells
+/// are shadowed and the transport supports doorbell eventfds.
 fn set_doorbell_eventfds(admin: &AdminPlane, info: &ControllerInfo, core: &mut Core) {
     let qid = core.qid();
     if info.shadow.as_ref().and_then(|pages| pages.of(qid)).is_none() {
@@ -294,7 +296,7 @@ fn set_doorbell_eventfds(admin: &AdminPlane, info: &ControllerInfo, core: &mut C
     }
 }
 
-/// Where the doorbells of queue pair `qid` are in BAR0.
+/// Offsets of the doorbells of queue pair `qid` in BAR0.
 fn offsets(admin: &AdminPlane, qid: u16) -> [u64; 2] {
     let dstrd = admin.device.cap.dstrd();
     [regs::sq_doorbell_offset(qid, dstrd), regs::cq_doorbell_offset(qid, dstrd)]

@@ -1,30 +1,30 @@
-//! A user-space NVMe driver with shadow doorbells.
+//! User-space NVMe driver with shadow doorbells (Doorbell Buffer Config).
 //!
 //! # Architecture
 //!
-//! Bottom up; a module imports only from those above it.
+//! Modules from the bottom up; a module imports only from the modules above it.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `transport` | how a controller is reached: [`Transport`], `VfioUser` and `Vfio` |
-//! | `dma`, `prp` | [`Buffer`], [`BufferPool`]: memory that was shared with the device once |
+//! | `transport` | register, DMA and interrupt access: [`Transport`], `VfioUser` and `Vfio` |
+//! | `dma`, `prp` | [`Buffer`], [`BufferPool`]: memory that is shared with the device once |
 //! | `command`, `completion`, `namespace` | [`Command`], [`Completion`], [`Namespace`] |
-//! | `metadata` | [`BlockMetadata`] and [`MetadataCommand`]: what blocks have beside their data |
-//! | `queue` | rings, doorbells and slots of any queue pair, and its late commands |
-//! | `device`, `admin` | the registers and the admin queue; [`Admin`] is the program's handle |
-//! | `controller_info`, `controller_state` | what is known after Identify; whether it works |
+//! | `metadata` | [`BlockMetadata`] and [`MetadataCommand`]: metadata and protection information |
+//! | `queue` | rings, doorbells, slots and command timeouts of any queue pair |
+//! | `device`, `admin` | the registers and the admin queue; [`Admin`] is the public handle |
+//! | `controller_info`, `controller_state` | results of Identify; live, resetting or failed |
 //! | `io_queues` | creating and deleting I/O queues |
-//! | `configure` | what a controller is set up with when attaching, and again after a reset |
+//! | `configure` | features that are set when attaching, and again after a reset |
 //! | `enabled`, `attached` | a controller before Identify, and with its queues |
-//! | [`recovery`] | what is done about a controller that does not do what it should |
+//! | [`recovery`] | Abort, queue recreation and controller reset after command timeouts |
 //! | `queue_pair` | [`QueuePair`], of one thread: submit, ring, pop; no lock, no allocation |
-//! | `attach`, `controller` | from a device to a [`Controller`], and what to do with it |
+//! | `attach`, `controller` | from a device to a [`Controller`], and its methods |
 //! | [`async_queue`] | [`AsyncQueue`]: futures over a queue pair, for any executor |
 //!
 //! # Features
 //!
 //! `vfio` (`Vfio`: PCI devices of this machine) and `vfio-user` (`VfioUser`: controllers behind a
-//! socket), both by default. Without them the program brings a [`Transport`] of its own.
+//! UNIX socket), both enabled by default. Without them, the program implements [`Transport`].
 //!
 //! # Reading a block
 //!
@@ -66,26 +66,26 @@
 //! # }
 //! ```
 //!
-//! # Who owns a buffer
+//! # Buffer ownership
 //!
-//! A buffer that was submitted belongs to its queue until the completion. Nothing that a program
-//! drops, a future, a queue pair or the controller, gives memory back that the device may still
-//! write to: either the device has confirmed that it is done (a completion, a deleted queue, a
-//! disabled controller), or the memory is kept, with a line in the log.
+//! A submitted buffer belongs to its queue until the completion. Dropping a future, a queue pair or
+//! the controller never frees memory that the device may still write to: either the device has
+//! confirmed that it no longer uses the memory (a completion, a deleted queue, a disabled
+//! controller), or the memory is leaked, with a warning in the log.
 //!
 //! # The device is not trusted
 //!
-//! Completions for commands that are not outstanding, repeated ones, impossible queue heads, lists
-//! out of order and data that contradict themselves are counted, logged once and ignored, or end
-//! what asked for them with an error that says so. Everything that waits has a deadline, and
-//! commands that are not completed in time lead to recovery, step by step: Abort, a new queue
-//! pair, a controller reset, an end ([`recovery`]).
+//! Completions for commands that are not outstanding, duplicate completions, impossible queue
+//! heads, unordered lists and inconsistent data are counted, logged once and ignored, or fail the
+//! request with an error that describes them. Every wait has a deadline. Commands that do not
+//! complete in time start recovery, which escalates: Abort, a new queue pair, a controller reset,
+//! failure of the controller ([`recovery`]).
 //!
-//! # What it does not implement
+//! # Not implemented
 //!
-//! Splitting of long requests, storage tags and guards of 32 bits, SGLs (PRPs do as well for
-//! buffers without gaps), and command sets other than NVM.
-// Forbidden but for the system calls of VFIO, in a module named `sys`.
+//! Splitting of long requests, storage tags, 32-bit guards, SGLs (PRPs suffice for buffers that are
+//! contiguous for the device), and command sets other than NVM.
+// Unsafe code is allowed only for the system calls of VFIO, in a module named `sys`.
 #![deny(unsafe_code)]
 
 #[cfg(doctest)]

@@ -1,4 +1,4 @@
-//! A namespace: what it is, and the commands on it.
+//! Namespace properties from Identify, and construction of commands.
 
 use crate::command::Command;
 use crate::copy_limits::CopyLimits;
@@ -14,31 +14,32 @@ use shadowbell_spec::nvm::{
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::protection::GuardKind;
 
-/// The most blocks that one command can name. NVM 1.1, "Read command" (NLB is 16 bits, 0's based).
+/// Maximum number of blocks of one command. NVM 1.1, "Read command" (NLB: 16 bits, 0's based).
 const MAX_BLOCKS: u64 = 1 << 16;
 
-/// A namespace as Identify described it, and the way to make commands on it.
+/// A namespace as described by Identify; its methods create commands.
 ///
 /// Blocks are the namespace's logical blocks, of [`block_size`](Self::block_size) bytes.
 ///
 /// # Metadata
 ///
-/// Where the metadata of each block are protection information and nothing else, plain commands
-/// ([`read`](Self::read), [`write`](Self::write) and the like) move data alone: the controller
-/// inserts protection information, and checks and strips it (PRACT). The reference tag is the
-/// number of the block, as far as it goes (of type 3: zero), and the application tag is zero, as
-/// Linux has them. Where there are other metadata, plain commands that move data are refused:
-/// nobody has said what they are to be. Either way the commands `..._with_metadata` say all of it.
+/// If the metadata of each block are protection information and nothing else, plain commands
+/// ([`read`](Self::read), [`write`](Self::write) and similar) transfer data alone: the controller
+/// inserts protection information, and checks and strips it (PRACT). As in Linux, the reference tag
+/// is the LBA, truncated to the tag's width (zero for type 3), and the application tag is zero. If
+/// blocks have other metadata, plain commands that transfer data are refused, because the
+/// metadata's content is unspecified. For either kind of metadata, the commands `..._with_metadata`
+/// transfer or specify metadata explicitly.
 #[derive(Clone, Debug)]
 pub struct Namespace {
     nsid: u32,
     block_shift: u32,
-    /// The most blocks that a command without metadata moves; 0 if there is none, or if the
-    /// blocks have metadata.
+    /// Block limit of a command on blocks without metadata; 0 if the blocks have metadata or are
+    /// unusable.
     max_blocks: u32,
-    /// The same, whether the blocks have metadata or not.
+    /// Block limit of a plain command on blocks with or without metadata; 0 if unusable.
     plain_blocks: u32,
-    /// The most bytes that one command moves.
+    /// Transfer limit of one command in bytes.
     pub(crate) most_bytes: u64,
     metadata: Option<BlockMetadata>,
     blocks: u64,
@@ -88,7 +89,7 @@ impl Namespace {
             metadata,
             blocks: identity.nsze,
             max_transfer: u64::from(plain_blocks) << block_shift,
-            // Bit 0: the namespace is write protected (NVM 1.1, NSATTR).
+            // NSATTR bit 0: the namespace is write protected (NVM 1.1).
             read_only: identity.nsattr & 1 != 0,
             oncs: controller.oncs,
             copies: CopyLimits::of(controller, &identity),
@@ -116,63 +117,63 @@ impl Namespace {
         self.nsid
     }
 
-    /// Bytes of a logical block.
+    /// The size of a logical block in bytes.
     #[must_use]
     pub fn block_size(&self) -> u32 {
         1 << self.block_shift
     }
 
-    /// How many logical blocks there are.
+    /// The number of logical blocks.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// How many bytes there are; as many as 64 bits hold, should there be more.
+    /// The size in bytes, saturating at `u64::MAX`.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.blocks.saturating_mul(self.block_size().into())
     }
 
-    /// The most bytes that one command moves: a whole number of blocks.
+    /// The transfer limit of one command in bytes, a multiple of the block size.
     #[must_use]
     pub fn max_transfer_bytes(&self) -> u64 {
         self.max_transfer
     }
 
-    /// Whether writes are refused at the moment (NSATTR, write protected).
+    /// True if the namespace was write protected at Identify (NSATTR).
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.read_only
     }
 
-    /// Whether a write may be lost with the power until a Flush (a volatile write cache).
+    /// True if the controller has a volatile write cache: a power loss before a Flush loses writes.
     #[must_use]
     pub fn has_volatile_cache(&self) -> bool {
         self.volatile_cache
     }
 
-    /// Which optional commands the controller has.
+    /// The optional commands that the controller supports.
     #[must_use]
     pub fn optional_commands(&self) -> Oncs {
         self.oncs
     }
 
-    /// Why plain commands can not read or write the namespace, if they can not: what it "has". If
-    /// it has [`metadata`](Self::metadata) nevertheless, commands with metadata can.
+    /// The reason why plain commands cannot transfer data, as the end of a sentence "the namespace
+    /// ...". If [`metadata`](Self::metadata) is `Some` nevertheless, commands with metadata can.
     #[must_use]
     pub fn unusable(&self) -> Option<&'static str> {
         self.unusable
     }
 
-    /// What metadata its blocks have, if they have any that this driver knows.
+    /// Metadata format of the blocks, if they have metadata and the driver supports the format.
     #[must_use]
     pub fn metadata(&self) -> Option<&BlockMetadata> {
         self.metadata.as_ref()
     }
 
-    /// Whether there is a Compare command that [`compare`](Self::compare) makes: none for blocks
-    /// with metadata.
+    /// True if [`compare`](Self::compare) is supported: the controller has the Compare command, and
+    /// the blocks have no metadata.
     #[must_use]
     pub fn compares(&self) -> bool {
         self.oncs.compare() && self.metadata.is_none()
@@ -196,13 +197,13 @@ impl Namespace {
         self.uuid
     }
 
-    /// Everything that Identify Namespace (CNS 00h) returned.
+    /// The Identify Namespace data structure (CNS 00h).
     #[must_use]
     pub fn identity(&self) -> &IdentifyNamespace {
         &self.identity
     }
 
-    /// How many blocks `bytes` are.
+    /// Converts bytes to blocks.
     ///
     /// # Errors
     /// [`RequestError::Unaligned`].
@@ -214,17 +215,17 @@ impl Namespace {
         }
     }
 
-    /// Read `blocks` blocks from `lba` into the buffer.
+    /// Read: `blocks` blocks from `lba` into the buffer.
     ///
     /// # Errors
-    /// [`RequestError`], as for every command here: too many blocks for one command, or past the
-    /// end.
+    /// [`RequestError`], as for every method that creates a command: too many blocks for one
+    /// command, or blocks beyond the end.
     #[inline]
     pub fn read(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         self.rw(NvmOpcode::Read, lba, blocks)
     }
 
-    /// Write `blocks` blocks from the buffer to `lba`.
+    /// Write: `blocks` blocks from the buffer to `lba`.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -233,17 +234,18 @@ impl Namespace {
         self.rw(NvmOpcode::Write, lba, blocks)
     }
 
-    /// Compare `blocks` blocks from `lba` with the buffer: Compare Failure if they differ.
+    /// Compare: compares `blocks` blocks from `lba` with the buffer. Ends with Compare Failure if
+    /// they differ.
     ///
     /// # Errors
     /// As [`read`](Self::read), and [`RequestError::CompareMetadata`] if the blocks have metadata,
-    /// which a controller compares as well, or asks for at least.
+    /// because the controller would compare or require metadata as well.
     pub fn compare(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         self.rw(NvmOpcode::Compare, lba, blocks)
     }
 
-    /// Have the controller read `blocks` blocks from `lba`, without a buffer, and check protection
-    /// information if they have that.
+    /// Verify: the controller reads `blocks` blocks from `lba` without a data transfer, and checks
+    /// protection information if the blocks have it.
     ///
     /// # Errors
     /// As [`read`](Self::read), but [`max_transfer_bytes`](Self::max_transfer_bytes) is no limit.
@@ -252,8 +254,7 @@ impl Namespace {
         Ok(self.protected(command, 0))
     }
 
-    /// Write Uncorrectable: `blocks` blocks from `lba` can not be read until they are written
-    /// again.
+    /// Write Uncorrectable: makes `blocks` blocks from `lba` unreadable until the next write.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).
@@ -261,11 +262,12 @@ impl Namespace {
         self.without_data(NvmOpcode::WriteUncorrectable, lba, blocks)
     }
 
-    /// Make `blocks` blocks from `lba` zero, and let the controller deallocate them if `deallocate`
-    /// and it knows how (DLFEAT, bit 3): SPDK's target refuses the command otherwise.
+    /// Write Zeroes: zeroes `blocks` blocks from `lba`. With `deallocate`, the controller may
+    /// deallocate them. The bit is set only if the controller supports it (DLFEAT, bit 3), because
+    /// SPDK's target refuses the command otherwise.
     ///
-    /// Blocks with protection information get that of zeroes, unless they may be deallocated: then
-    /// they have it of FFh, which is not checked.
+    /// The controller writes protection information that matches zeroes, unless the blocks may be
+    /// deallocated: then protection information reads as FFh, which disables its checks.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).
@@ -287,13 +289,13 @@ impl Namespace {
         })
     }
 
-    /// Make everything written so far durable.
+    /// Flush: makes all completed writes durable.
     #[must_use]
     pub fn flush(&self) -> Command {
         Command::flush(self.nsid)
     }
 
-    /// Dataset Management, Deallocate: the buffer begins with `ranges` (1 to 256)
+    /// Dataset Management, Deallocate. The buffer begins with `ranges` (1 to 256)
     /// [`DsmRange`](shadowbell_spec::nvm::DsmRange)s.
     ///
     /// # Errors
@@ -307,29 +309,29 @@ impl Namespace {
         }
     }
 
-    /// What one Copy command may be; nothing if the controller has no such command.
+    /// Limits of one Copy command; `None` if the controller or this format does not support Copy.
     #[must_use]
     pub fn copy_limits(&self) -> Option<CopyLimits> {
-        // Sources of blocks with guards of 64 bits are ranges of another format.
+        // Blocks with 64-bit guards need source range entries of another format.
         let is_narrow = |metadata: BlockMetadata| metadata.guard() == GuardKind::Crc16;
         let knows = self.unusable.is_none() && self.metadata.is_none_or(is_narrow);
         self.copies.filter(|_| knows)
     }
 
-    /// Copy the blocks of `sources`, one range after the other, to `to` and what follows. The
-    /// buffer begins with the same [`CopyRange`]s.
+    /// Copy: copies the blocks of `sources`, one range after the other, to consecutive blocks from
+    /// `to` on. The buffer begins with the same [`CopyRange`]s.
     ///
-    /// Whether the driver may submit the command again if it is not known how it ended depends on
-    /// them: the second time, a source that overlaps the destination would be another. Such a copy
-    /// is submitted [`once`](Command::once), and fails then. What it does is the controller's
-    /// choice: the specification leaves to it in which order it reads and writes.
+    /// If a source overlaps the destination, a second execution would read different data, so the
+    /// command is created with [`once`](Command::once) and fails if its outcome is unknown. The
+    /// result of an overlapping copy depends on the controller, because the specification does not
+    /// define the order of its reads and writes.
     ///
     /// If the command fails, dword 0 of its completion is the lowest source range that was not
     /// copied.
     ///
     /// # Errors
-    /// [`RequestError::NoCopy`], [`RequestError::CopyTooLong`] if that is more than
-    /// [`copy_limits`](Self::copy_limits) (or nothing), [`RequestError::PastEnd`].
+    /// [`RequestError::NoCopy`]; [`RequestError::CopyTooLong`] if the sources are empty or exceed
+    /// [`copy_limits`](Self::copy_limits); [`RequestError::PastEnd`].
     pub fn copy(&self, to: u64, sources: &[CopyRange]) -> Result<Command, RequestError> {
         let limits = self.copy_limits().ok_or(RequestError::NoCopy)?;
         let longest = sources.iter().map(|range| u32::from(range.nlb0) + 1).max().unwrap_or(0);
@@ -362,8 +364,8 @@ impl Namespace {
             let end = end_of(range.slba, u64::from(range.nlb0) + 1)?;
             overlaps |= range.slba < to_end && to < end;
         }
-        // Reference tags of other blocks: so they are inserted anew. Those of the sources are not
-        // checked, which the ranges in the buffer would have to say.
+        // Reference tags depend on the LBA, so the controller inserts new ones at the destination.
+        // The tags of the sources are not checked: the ranges in the buffer carry no expected tags.
         let checks = self.metadata.map_or(0, |metadata| metadata.checks());
         let prinfor = if checks == 0 { 0 } else { PRINFO_PRACT | PRINFO_GUARD };
         let fields = CopyFields { sdlba: to, nr0, prinfor, ..CopyFields::default() };
@@ -386,7 +388,7 @@ impl Namespace {
         Ok(Command::rw(opcode, self.nsid, lba, zero_based as u16, transfer))
     }
 
-    /// What is no plain command of blocks without metadata.
+    /// Slow path of `rw`: blocks with metadata, and invalid requests.
     #[cold]
     fn rw_otherwise(
         &self,
@@ -406,8 +408,8 @@ impl Namespace {
         Ok(self.protected(command, PRINFO_PRACT))
     }
 
-    /// The command, whose protection information is checked and, with `pract`, inserted or
-    /// stripped.
+    /// Adds the checks of protection information, and with `pract` its insertion or stripping, to
+    /// the command.
     fn protected(&self, command: Command, pract: u8) -> Command {
         match self.metadata.map_or(0, |metadata| metadata.checks()) {
             0 => command,
@@ -551,7 +553,7 @@ mod tests {
         // The destination is as long as all sources together.
         assert!(!repeatable(100, &[range(0, 50), range(120, 50)]));
         assert!(repeatable(100, &[range(0, 50), range(200, 50)]));
-        // Nobody knows what the buffer of this one says.
+        // The ranges in the buffer of a raw Copy are unknown.
         assert!(!Command::raw(0x19, 1, [100, 0, 0, 0], 32).is_repeatable());
     }
 }

@@ -1,4 +1,4 @@
-//! The commands on a namespace that say all that there is to say of metadata.
+//! Namespace commands that transfer metadata or specify protection information explicitly.
 
 use crate::command::Command;
 use crate::error::RequestError;
@@ -8,8 +8,8 @@ use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::protection::ProtectionFields;
 
 impl Namespace {
-    /// Read `blocks` blocks from `lba` into the buffer, with metadata: see [`MetadataCommand`] for
-    /// where they are, and `fields` for what is said of protection information.
+    /// Read with metadata: `blocks` blocks from `lba` into the buffer. [`MetadataCommand`]
+    /// describes the layout of the buffer; `fields` select the checks of protection information.
     ///
     /// # Errors
     /// As [`read`](Self::read), and [`RequestError::NoMetadata`].
@@ -22,7 +22,7 @@ impl Namespace {
         self.with_metadata(NvmOpcode::Read, lba, blocks, fields)
     }
 
-    /// Write `blocks` blocks from the buffer to `lba`, with metadata.
+    /// Write with metadata: `blocks` blocks from the buffer to `lba`.
     ///
     /// # Errors
     /// As [`read_with_metadata`](Self::read_with_metadata).
@@ -35,8 +35,8 @@ impl Namespace {
         self.with_metadata(NvmOpcode::Write, lba, blocks, fields)
     }
 
-    /// Compare `blocks` blocks from `lba` with the buffer, and their metadata as far as the
-    /// controller does. There is none with PRACT.
+    /// Compare with metadata: compares `blocks` blocks from `lba` with the buffer, and their
+    /// metadata as far as the controller compares metadata. PRACT is not defined for Compare.
     ///
     /// # Errors
     /// As [`read_with_metadata`](Self::read_with_metadata).
@@ -49,11 +49,11 @@ impl Namespace {
         self.with_metadata(NvmOpcode::Compare, lba, blocks, fields)
     }
 
-    /// Have the controller check the protection information of `blocks` blocks from `lba` as
-    /// `fields` say, without a buffer.
+    /// Verify: the controller checks the protection information of `blocks` blocks from `lba` as
+    /// `fields` specify, without a data transfer.
     ///
     /// # Errors
-    /// As [`read_with_metadata`](Self::read_with_metadata), but there is no limit of bytes.
+    /// As [`read_with_metadata`](Self::read_with_metadata), but without a transfer limit.
     pub fn verify_with_metadata(
         &self,
         lba: u64,

@@ -1,29 +1,30 @@
-//! What a program may choose when it attaches.
+//! Options of an attach.
 
 use crate::error::AttachError;
 use crate::queue::SpinPolicy;
 use crate::recovery::Recovery;
 use std::time::Duration;
 
-/// How the controller learns of new submission queue tails and completion queue heads.
+/// Doorbell mode: notification of new submission queue tails and completion queue heads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Doorbells {
-    /// Shadow doorbells if the controller has them, else mapped ones, else plain ones.
+    /// Shadow doorbells if the controller supports them, else mapped ones, else plain ones.
     #[default]
     Auto,
     /// Shadow doorbells (Doorbell Buffer Config): a store in shared memory, and a register write
-    /// only when the controller asks for it.
+    /// only if the controller has requested one by its EventIdx.
     Shadow,
-    /// Plain doorbells: a register write each, which the device, or whoever emulates it, handles.
+    /// Plain doorbells: one register write each, handled by the device or its emulation.
     Mmio,
-    /// Doorbells that are memory: a store, which nobody traps, so the controller has to poll.
+    /// Mapped doorbells: a store in memory that is not trapped, so the controller has to poll.
     Mapped,
 }
 
 /// Options of [`Controller::attach`](crate::Controller::attach).
 ///
-/// More will come: a program sets those that it cares about, and takes the rest from the default.
+/// Fields will be added in later versions: set the fields of interest, and take the other fields
+/// from the default.
 ///
 /// ```
 /// use shadowbell_driver::AttachOptions;
@@ -33,34 +34,34 @@ pub enum Doorbells {
 /// ```
 #[derive(Clone, Debug)]
 pub struct AttachOptions {
-    /// How many I/O queue pairs to create; fewer if the controller grants fewer.
+    /// Number of I/O queue pairs to create; fewer are created if the controller grants fewer.
     pub queue_pairs: u16,
-    /// Entries of each I/O submission queue, 2 to 65536: one less is the number of commands that
-    /// may be outstanding. Fewer if the controller takes fewer (CAP.MQES).
+    /// Entries of each I/O submission queue, 2 to 65536, limited by CAP.MQES. The number of
+    /// commands that can be outstanding is one less.
     pub queue_depth: u32,
-    /// How the doorbells are rung. What the controller does not have is replaced by
-    /// [`Doorbells::Mmio`], with a line in the log.
+    /// Doorbell mode. If the controller does not support it, [`Doorbells::Mmio`] is used and a line
+    /// is logged.
     pub doorbells: Doorbells,
-    /// Have the controller interrupt. Without, and for queues for which the device has no vector,
-    /// completions are found by polling alone.
+    /// Enables interrupts. Without them, and for queues without an interrupt vector, completions
+    /// are found by polling alone.
     pub interrupts: bool,
-    /// How long a queue polls before it sleeps, where it has an interrupt.
+    /// Time that a queue with an interrupt polls before it sleeps.
     pub spin: SpinPolicy,
-    /// The most bytes that one command moves, where the controller takes more (MDTS): 512 MiB at
-    /// most, if more are said.
+    /// Transfer limit of one command in bytes. The effective limit is also limited by MDTS and by
+    /// 512 MiB.
     pub max_transfer_bytes: u64,
-    /// The memory page size to set (CC.MPS), a power of two of at least 4096; `None` for the
-    /// smallest that the controller supports.
+    /// Memory page size (CC.MPS), a power of two of at least 4096; `None` for the smallest size
+    /// that the controller supports.
     pub page_size: Option<u32>,
-    /// How long to wait for what.
+    /// Timeouts of the controller's state changes and of commands.
     pub timeouts: Timeouts,
-    /// What to do about a controller that does not do what it should.
+    /// Recovery of a controller that does not complete commands in time.
     pub recovery: Recovery,
 }
 
 impl Default for AttachOptions {
-    /// One queue pair of 128 entries with an interrupt, shadow doorbells if there are any, and up
-    /// to 1 MiB a command.
+    /// One queue pair of 128 entries with an interrupt, shadow doorbells if supported, and up to 1
+    /// MiB per command.
     fn default() -> Self {
         Self {
             queue_pairs: 1,
@@ -76,22 +77,22 @@ impl Default for AttachOptions {
     }
 }
 
-/// How long to wait for what.
+/// Timeouts of state changes and commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
-    /// For CSTS.RDY to follow CC.EN; `None` for what the controller says (CAP.TO, CRTO).
+    /// For CSTS.RDY to follow CC.EN; `None` for the controller's value (CAP.TO, CRTO).
     pub ready: Option<Duration>,
-    /// For a command of the control plane.
+    /// For an admin command.
     pub admin: Duration,
-    /// For an I/O command: after this, [recovery](crate::recovery) begins.
+    /// For an I/O command. Afterwards [recovery](crate::recovery) begins.
     pub io: Duration,
-    /// For a shutdown (CSTS.SHST), at least; longer if the controller says so (RTD3E).
+    /// For a shutdown (CSTS.SHST). A longer time of the controller (RTD3E) takes precedence.
     pub shutdown: Duration,
 }
 
 impl Default for Timeouts {
-    /// What the controller says to get ready, 10 s for an administrative command, 30 s for an I/O
-    /// command, 5 s to shut down.
+    /// The controller's value for CSTS.RDY, 10 s for an admin command, 30 s for an I/O command, 5 s
+    /// for a shutdown.
     fn default() -> Self {
         Self {
             ready: None,

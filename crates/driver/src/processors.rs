@@ -1,22 +1,22 @@
-//! Which processors use which queue pair.
+//! Mapping of processors to I/O queue pairs.
 
 use rustix::thread::{CpuSet, sched_getaffinity};
 use std::fmt;
 
-/// Which processors use which queue pair: each its own while there are enough, and neighbours share
-/// one otherwise.
+/// Mapping of processors to queue pairs: one queue pair for each processor if there are enough,
+/// otherwise adjacent processors share a queue pair.
 ///
-/// Queue pairs are counted from 1, as the controller counts them (a queue identifier, and here the
-/// number of its interrupt vector).
+/// Queue pairs are numbered from 1, as queue identifiers are. The driver uses the same number for
+/// the interrupt vector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueMap {
-    /// In ascending order.
+    /// Mapped processors in ascending order.
     processors: Vec<usize>,
     queues: u16,
 }
 
 impl QueueMap {
-    /// The map of these processors to `queues` queue pairs; no queue pair counts as one.
+    /// Maps these processors to `queues` queue pairs; 0 counts as 1.
     #[must_use]
     pub fn new(processors: impl IntoIterator<Item = usize>, queues: u16) -> Self {
         let mut processors: Vec<_> = processors.into_iter().collect();
@@ -25,14 +25,14 @@ impl QueueMap {
         Self { processors, queues: queues.max(1) }
     }
 
-    /// The map of the processors that this thread may run on.
+    /// Maps the processors of this thread's affinity mask.
     #[must_use]
     pub fn of_this_machine(queues: u16) -> Self {
         let allowed = sched_getaffinity(None).unwrap_or_default();
         Self::new((0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)), queues)
     }
 
-    /// The queue pair of a processor, if it is in the map.
+    /// The queue pair of a processor; `None` if the processor is not in the map.
     #[must_use]
     pub fn queue_of(&self, processor: usize) -> Option<u16> {
         let index = self.processors.binary_search(&processor).ok()?;
@@ -40,22 +40,23 @@ impl QueueMap {
         u16::try_from(index * queues / self.processors.len() + 1).ok()
     }
 
-    /// The processors of a queue pair; none for one that is more than there are processors.
+    /// The processors of a queue pair; empty if there are fewer processors than queue pairs and
+    /// this queue pair is spare.
     #[must_use]
     pub fn processors_of(&self, queue: u16) -> Vec<usize> {
         let of = |cpu: &usize| self.queue_of(*cpu) == Some(queue);
         self.processors.iter().copied().filter(of).collect()
     }
 
-    /// How many queue pairs there are.
+    /// The number of queue pairs.
     #[must_use]
     pub fn queues(&self) -> u16 {
         self.queues
     }
 }
 
-/// `1 (processors 0-1), 2 (processor 2), 3 (spare)`; alike neighbours are not listed one by one:
-/// `each processor its own`.
+/// Formats the map as `1 (processors 0-1), 2 (processor 2), 3 (spare)`. A one-to-one mapping of
+/// consecutive processors is abbreviated with `each its own`.
 impl fmt::Display for QueueMap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (queues, processors) = (usize::from(self.queues), self.processors.len());
@@ -87,7 +88,7 @@ impl fmt::Display for QueueMap {
     }
 }
 
-/// As the kernel lists processors: `0-3,8`.
+/// Formats processors as a kernel CPU list: `0-3,8`.
 pub(crate) fn list(processors: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &processor in processors {

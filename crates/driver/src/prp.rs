@@ -1,45 +1,45 @@
-//! Data pointers: PRPs for memory that is contiguous for the device.
+//! PRPs (data pointers) for buffers that are contiguous in the device's address space.
 //!
-//! Base 2.1, 4.1.1 "Physical Region Page Entry and List". Because a buffer has one address without
-//! a gap, its PRPs are arithmetic; only the list of a transfer of more than two pages lies in
-//! memory, in a place that belongs to the command's slot.
+//! Base 2.1, 4.1.1 "Physical Region Page Entry and List". Because a buffer is contiguous, its PRPs
+//! are computed. Only the PRP list of a transfer of more than two pages needs memory, which is
+//! preallocated for the command's slot.
 
 use shadowbell_memory::SharedBytes;
 
-/// The bytes that the PRP list of a transfer of `max_bytes` may need, chain entries included, with
-/// a first page that is entered anywhere.
+/// Maximum size in bytes of the PRP list of a transfer of `max_bytes` that begins anywhere in its
+/// first page, chain entries included.
 pub(crate) const fn list_bytes(max_bytes: u64, page: u64) -> u64 {
-    // An offset into the first page makes one page more; PRP1 takes the first.
+    // An offset into the first page adds one page; PRP1 covers the first page.
     let entries = max_bytes.div_ceil(page);
     if entries <= 1 {
         return 0;
     }
     let per_page = page / 8;
     if entries <= per_page {
-        // All in one page: a slot takes no more of it than it needs, in powers of two so that none
-        // crosses a page.
+        // The list fits into one page. Sizes are powers of two, so that the lists of several slots
+        // share a page and none crosses into the next.
         let bytes = (entries * 8).next_power_of_two();
         return if bytes < 64 { 64 } else { bytes };
     }
-    // The last entry of each list page but the last points to the next.
+    // The last entry of each list page except the last one points to the next list page.
     let pages = (entries - 1).div_ceil(per_page - 1);
     pages * page
 }
 
-/// The PRP lists of a queue's slots, side by side.
+/// PRP lists of all slots of a queue, in one array.
 #[derive(Debug)]
 pub(crate) struct PrpLists {
     bytes: SharedBytes,
     iova: u64,
     per_slot: u64,
     page: u64,
-    /// What each list holds, so that a buffer that comes again to the same slot costs no writes,
-    /// neither here nor in the controller's cache.
+    /// Current content of each list. A buffer that returns to the same slot needs no new list,
+    /// which saves the writes and keeps the list in the controller's cache.
     holds: Box<[Held]>,
 }
 
-/// A list whose entry `i` is `first + i * page`, for `i < entries`, chained after every
-/// `page / 8 - 1` if it was written for more than one page.
+/// Content of a list: entry `i` is `first + i * page` for `i < entries`. A list of more than `page
+/// / 8` entries has a chain entry after every `page / 8 - 1` entries.
 #[derive(Clone, Copy, Debug, Default)]
 struct Held {
     first: u64,
@@ -50,7 +50,8 @@ struct Held {
 pub(crate) type Prps = (u64, u64);
 
 impl PrpLists {
-    /// Lists for `slots` slots, each of [`list_bytes`], in `bytes` at `iova` (page-aligned).
+    /// Creates the lists of `slots` slots, each of [`list_bytes`], in `bytes` at `iova`
+    /// (page-aligned).
     ///
     /// `None` if `bytes` is too short.
     pub(crate) fn new(
@@ -71,8 +72,8 @@ impl PrpLists {
         })
     }
 
-    /// The PRPs of `len` bytes at `iova` (a multiple of 4), with the list in the place of `slot` if
-    /// there has to be one. `None` if the list would not fit there.
+    /// The PRPs of `len` bytes at `iova` (a multiple of 4). A necessary list is written to the
+    /// memory of `slot`; `None` if it does not fit.
     #[inline]
     pub(crate) fn prps(&mut self, slot: usize, iova: u64, len: u64) -> Option<Prps> {
         let page = self.page;
@@ -88,14 +89,14 @@ impl PrpLists {
         Some((iova, list))
     }
 
-    /// The address of the list of `entries` pages from `first` on, written if it is not there yet.
+    /// The address of a list of `entries` pages from `first` on. Written unless it exists already.
     fn list(&mut self, slot: usize, first: u64, entries: u64) -> Option<u64> {
         let start = self.per_slot.checked_mul(slot as u64)?;
         let at = self.iova + start;
         let held = self.holds.get_mut(slot)?;
         let per_page = self.page / 8;
         let reusable = if entries <= per_page {
-            // A longer list serves a shorter transfer, unless its chain entry lies inside.
+            // A longer list serves a shorter transfer, unless the longer list has a chain entry.
             held.entries >= entries && held.entries <= per_page
         } else {
             held.entries == entries
@@ -103,7 +104,7 @@ impl PrpLists {
         if held.first == first && reusable {
             return Some(at);
         }
-        // If this fails half way, the list is nothing that was held before.
+        // Forget the content first: if a write fails, the list is neither the old nor the new one.
         *held = Held::default();
         let mut word = 0;
         for entry in 0..entries {
@@ -139,12 +140,12 @@ mod tests {
     const DATA: u64 = 0x1_0000_0000;
     const LISTS: u64 = 0x8000_0000;
 
-    /// What a controller would find behind the PRPs, by the code of the other end.
+    /// Resolves PRPs with the controller's implementation.
     fn resolve(view: &View, prps: Prps, len: u64, page: u64) -> Vec<(usize, usize)> {
         let mut segments = Segments::new();
         view.resolve_prps(prps.0, prps.1, len as usize, page as usize, true, &mut segments)
             .expect("PRPs that a controller accepts");
-        // Neighbouring pieces are one run.
+        // Merge adjacent pieces.
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for piece in segments.pieces() {
             match runs.last_mut() {

@@ -1,7 +1,7 @@
-//! A transport for the driver to a controller in the same process.
+//! In-process transport: connects the driver to a controller in the same process.
 //!
-//! Registers are function calls and memory is the driver's own, so a test or a measurement sees the
-//! two ends and nothing between.
+//! Register accesses are function calls, and the controller accesses the driver's memory directly,
+//! so a test or a benchmark measures only the driver and the controller.
 //!
 //! ```
 //! use shadowbell_driver::{AttachOptions, Controller};
@@ -25,23 +25,23 @@ use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-/// How long to wait until the controller touches memory no more. Its workers wait for disks first.
+/// Timeout until the controller no longer accesses memory. Its I/O threads wait for disks first.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Why there is no controller in this process.
+/// Failure to start a controller in this process.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// The system has no more threads or descriptors.
+    /// The I/O threads could not be started: no thread or descriptor is available.
     #[error("the workers can not be started: {0}")]
     Workers(io::Error),
-    /// The controller can not be like that.
+    /// The configuration of the controller is invalid.
     #[error(transparent)]
     Controller(#[from] NewError),
 }
 
-/// A [`Transport`] to a controller in this process. Dropping it resets the controller and takes all
-/// memory away from it.
+/// A [`Transport`] to a controller in this process. Dropping it resets the controller, which then
+/// no longer accesses shared memory.
 #[derive(Debug)]
 pub struct InProcess {
     controller: Controller,
@@ -49,8 +49,8 @@ pub struct InProcess {
 }
 
 impl InProcess {
-    /// A controller of its own over `disk`, as namespace 1, with shadow doorbells and a worker
-    /// thread: a whole SSD for a test, an example, or a program that wants a queue to try.
+    /// Creates a controller with `disk` as namespace 1, shadow doorbells and one I/O thread: a
+    /// complete SSD for a test, an example or an experiment.
     ///
     /// # Errors
     /// [`StartError`].
@@ -62,7 +62,7 @@ impl InProcess {
         Self::start(config, Carrier::default(), &pool, name)
     }
 
-    /// A controller with workers of its own; `name` is what a person calls it.
+    /// Creates a controller with its own I/O threads and the human-readable name `name`.
     ///
     /// # Errors
     /// [`StartError`].
@@ -76,13 +76,13 @@ impl InProcess {
         Ok(Self::new(Controller::new(config, pool, carrier)?, name))
     }
 
-    /// The way to `controller`, which nobody else may have.
+    /// Wraps `controller`, which must have no other transport.
     #[must_use]
     pub fn new(controller: Controller, name: String) -> Self {
         Self { controller, name }
     }
 
-    /// The controller at the other end, for its counters.
+    /// The wrapped controller, for its counters.
     #[must_use]
     pub fn controller(&self) -> &Controller {
         &self.controller
@@ -96,7 +96,7 @@ impl InProcess {
         TransportError::Failed { device: self.name.clone(), doing, source: source.into() }
     }
 
-    /// Waits for what `start` starts.
+    /// Calls `start` and waits until it has called its completion callback.
     fn wait(
         &self,
         doing: &'static str,
@@ -151,7 +151,7 @@ impl Transport for InProcess {
     }
 
     fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
-        // No two mappings of a process have an address in common.
+        // The address of a mapping is unique in this process, so it serves as IOVA.
         let iova = mapping.address() as u64;
         let mapped = self.controller.map_dma(iova, mapping.len() as u64, &mapping.bytes());
         mapped.map(|()| iova).map_err(|error| self.failed("sharing memory", error))

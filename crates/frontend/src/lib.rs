@@ -1,11 +1,11 @@
-//! An emulated NVMe controller and the way to it: what an integrator embeds.
+//! Emulated NVMe controller with its front ends: the crate for integrators.
 //!
 //! # Architecture
 //!
-//! [`shadowbell_controller`] is an NVMe controller that knows nothing of sockets or of PCI. This
-//! crate carries it to a host:
+//! [`shadowbell_controller`] is an NVMe controller that is independent of sockets and PCI. This
+//! crate connects it to a host:
 //!
-//! | module | who reaches the controller |
+//! | module | host |
 //! |---|---|
 //! | [`vfio_user`] | a VMM or a driver in another process, over a vfio-user socket |
 //! | [`in_process`] | the driver in the same process, by function calls |
@@ -18,16 +18,16 @@
 //!     ControllerDevice                        InProcess
 //!            └──────────► Controller ◄─────────────┘
 //!                             │
-//!                     Pool: worker threads ──► Disk (shadowbell-backend)
+//!                     Pool: I/O threads ──► Disk (shadowbell-backend)
 //! ```
 //!
-//! Nothing of this is on the path of a command: the workers read the host's queues in the memory
-//! that it shares. What passes through here are registers, doorbells that trap, memory maps, and
+//! This crate is not on the path of a command: the I/O threads read the host's queues in the memory
+//! that the host shares. This crate handles register accesses, trapped doorbells, memory maps and
 //! the eventfds of interrupts.
 //!
 //! # A controller for a VM
 //!
-//! The whole program is `examples/serve.rs`.
+//! The complete program is `examples/serve.rs`.
 //!
 //! ```no_run
 //! use shadowbell_controller::config::uuid_from;
@@ -66,13 +66,11 @@
 //! # }
 //! ```
 //!
-//! # What it does not do
+//! # Not implemented
 //!
-//! * No configuration files, no command line, no signals: that is the program `shadowbell`.
-//! * No migration: a device can be handed to another process on the same machine
-//!   ([`shadowbell_vfio_user::server`]), and no further.
-//! * No interrupt pin and no I/O space; D3hot keeps the registers accessible.
-//! * No memory without a descriptor: a VMM has to share its guest's memory as a file.
+//! * Configuration files, command line, signals: see the program `shadowbell`.
+//! * Interrupt pin and I/O space; D3hot keeps the registers accessible.
+//! * Memory without a descriptor: a VMM has to share its guest's memory as a file.
 #![forbid(unsafe_code)]
 
 #[cfg(doctest)]

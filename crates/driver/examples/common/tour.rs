@@ -1,4 +1,4 @@
-//! What the examples do with a controller, whichever way it is reached.
+//! Common part of the examples: attach, print the namespaces, read and write a block.
 
 use shadowbell_driver::{AttachOptions, Buffer, Command, Controller, QueuePair, Transport};
 use std::error::Error;
@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How an example ends: what went wrong is said in a sentence.
+/// Prints the error, if any, and converts the outcome to an exit code.
 pub(crate) fn end(outcome: Result<(), Box<dyn Error>>) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -17,7 +17,7 @@ pub(crate) fn end(outcome: Result<(), Box<dyn Error>>) -> ExitCode {
     }
 }
 
-/// Attaches, prints what was found, and reads the first block; with `write`, writes it before.
+/// Attaches, prints the namespaces, and reads the first block; with `write`, writes it before.
 pub(crate) fn take(ssd: Arc<dyn Transport>, write: bool) -> Result<(), Box<dyn Error>> {
     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
     println!(
@@ -54,12 +54,12 @@ pub(crate) fn take(ssd: Arc<dyn Transport>, write: bool) -> Result<(), Box<dyn E
     }
     println!("read in {took:.0?}");
 
-    // The controller is shut down in order: queues deleted, caches flushed, disabled.
+    // Normal shutdown: deletes the queues, flushes caches, disables the controller.
     drop(queue);
     Ok(controller.detach()?)
 }
 
-/// One command, from submission to completion.
+/// Executes one command and waits for its completion.
 fn run(queue: &mut QueuePair, command: Command, buffer: Buffer) -> Result<Buffer, Box<dyn Error>> {
     queue.submit(command, Some(buffer))?;
     let deadline = Instant::now() + Duration::from_secs(10);

@@ -1,4 +1,4 @@
-//! The ways to namespaces that several controllers have: Asymmetric Namespace Access. Base 2.1,
+//! Asymmetric Namespace Access: ANA state of namespaces that several controllers share. Base 2.1,
 //! 5.1.12.1 and 8.1.1.
 
 use super::handle::Admin;
@@ -7,16 +7,16 @@ use crate::error::CommandError;
 use shadowbell_spec::log::{AnaGroupDescriptor, AnaLog, AnaLogHeader, lid};
 use zerocopy::FromBytes;
 
-/// Bytes that a page may have. A device that says more is not believed: it is 4 bytes for each
-/// namespace, and 32 for each group.
+/// Size limit of the ANA log page in bytes. The page has 32 bytes for each group and 4 bytes for
+/// each namespace; a larger size is not trusted.
 const LONGEST: usize = 1 << 20;
-/// How often the page is read that changes while it is read.
+/// Number of attempts to read a log page that changes between its pieces.
 const ATTEMPTS: u32 = 4;
 
 impl Admin {
-    /// Asymmetric Namespace Access, log page 0Ch: the groups of the namespaces, and what the
-    /// controller is for each. `None`: the controller does not report that. A state that changes
-    /// while the page is read in pieces has it read anew.
+    /// Asymmetric Namespace Access, log page 0Ch: ANA groups, their namespaces and ANA states.
+    /// `None` if the controller does not support ANA. If the change count changes while the page is
+    /// read in pieces, the page is read again.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -34,7 +34,7 @@ impl Admin {
             let nsids = usize::try_from(identity.nn).unwrap_or(usize::MAX).saturating_mul(4);
             let len = len.saturating_add(groups).saturating_add(nsids).min(LONGEST);
             let page = self.log_page(LogRequest::new(lid::ANA, len))?;
-            // The first piece is older than the last one.
+            // Compare the change count now with the one of the first piece.
             let request = LogRequest { rae: true, ..LogRequest::new(lid::ANA, 8) };
             let is_same = self.log_page(request)?.get(..8) == page.get(..8);
             if is_same || attempt == ATTEMPTS {

@@ -1,28 +1,28 @@
-//! What goes with an admin command, and what comes of it.
+//! Data and result of an admin command.
 
 use shadowbell_spec::Status;
 
 /// The data of an admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AdminData<'a> {
-    /// None.
+    /// No data.
     None,
-    /// These bytes go to the controller.
+    /// Bytes to transfer to the controller.
     ToController(&'a [u8]),
-    /// So many bytes come from the controller.
+    /// Number of bytes to transfer from the controller.
     FromController(usize),
 }
 
-/// What an admin command came to.
+/// Result of an admin command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AdminResult {
-    /// How it went.
+    /// Status of the completion.
     pub status: Status,
     /// Command specific result, dword 0.
     pub dw0: u32,
     /// Command specific result, dword 1.
     pub dw1: u32,
-    /// With [`AdminData::FromController`], the bytes.
+    /// Bytes from the controller, for [`AdminData::FromController`].
     pub data: Vec<u8>,
 }

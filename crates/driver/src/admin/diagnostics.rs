@@ -1,4 +1,4 @@
-//! What a controller keeps for supporters: self-tests, telemetry, the log of events.
+//! Diagnostics: self-test, telemetry, persistent event log.
 
 use super::data::AdminData;
 use super::handle::Admin;
@@ -10,23 +10,23 @@ use shadowbell_spec::log::persistent_event::{PersistentEventLog, action};
 use shadowbell_spec::log::{SelfTestLog, TELEMETRY_BLOCK, TelemetryHeader, lid};
 use zerocopy::FromBytes;
 
-/// The longest page that is read: a controller may say anything of its length.
+/// Size limit of a log page whose size the controller reports.
 const MOST_BYTES: usize = 64 << 20;
 
-/// Which telemetry is read.
+/// Telemetry log page to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Telemetry {
-    /// What is captured for the host, now.
+    /// Host-initiated: the controller captures new data for this read.
     Created,
-    /// What was captured for the host before.
+    /// Host-initiated: the data of an earlier capture.
     Kept,
-    /// What the controller has captured by itself. The event that points there is cleared.
+    /// Controller-initiated. The read clears the asynchronous event of the page.
     OfController,
 }
 
 impl Admin {
-    /// Device Self-test: `code` is one of [`stc`](shadowbell_spec::log::stc). `nsid` is what is
-    /// tested: 0 the controller alone, FFFFFFFFh all namespaces. Base 2.1, 5.1.5.
+    /// Device Self-test with a self-test code of [`stc`](shadowbell_spec::log::stc). `nsid` selects
+    /// the tested namespace: 0 for the controller alone, FFFFFFFFh for all. Base 2.1, 5.1.5.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -44,7 +44,7 @@ impl Admin {
         SelfTestLog::read_from_bytes(&data).map_err(|_| self.too_short())
     }
 
-    /// Telemetry, log page 07h or 08h: the header and all its blocks up to the end of a data area,
+    /// Telemetry, log page 07h or 08h: the header and all blocks up to the end of data area `area`,
     /// 1 to 3.
     ///
     /// # Errors
@@ -65,15 +65,15 @@ impl Admin {
         let last = header.last_blocks[usize::from(area.clamp(1, 3)) - 1].get();
         let bytes = usize::from(last) * TELEMETRY_BLOCK;
         if bytes == 0 {
-            // The event goes with a command that does not retain it.
+            // Read again without Retain Asynchronous Event, which clears the event.
             return self.log_page(request(0, TELEMETRY_BLOCK));
         }
         page.extend(self.log_page(request(TELEMETRY_BLOCK as u64, bytes))?);
         Ok(page)
     }
 
-    /// Persistent Event, log page 0Dh: all of it, in a context that is there for that long. One
-    /// that is there already is used, and released.
+    /// Persistent Event, log page 0Dh: the whole page, read in a reporting context that is
+    /// established and released. An existing context is used and released as well.
     ///
     /// # Errors
     /// [`CommandError`].

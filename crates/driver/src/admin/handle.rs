@@ -1,4 +1,4 @@
-//! The program's handle on the admin commands of an attached controller.
+//! Public handle for the admin commands of an attached controller.
 
 use super::data::{AdminData, AdminResult};
 use super::identify;
@@ -22,8 +22,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::FromBytes;
 
-/// A handle on the control plane of an attached controller, for any thread. Every command has a
-/// deadline, [`Timeouts::admin`](crate::Timeouts::admin) unless it is given one.
+/// A handle for admin commands, usable on any thread. Every command has a deadline:
+/// [`Timeouts::admin`](crate::Timeouts::admin), unless the method takes one.
 #[derive(Clone)]
 pub struct Admin {
     controller: Arc<AttachedController>,
@@ -42,34 +42,34 @@ impl Admin {
         self.controller.name()
     }
 
-    /// Reads the registers that say what the controller is and how it does.
+    /// Reads the registers CC and CSTS, and returns them with CAP and VS.
     ///
     /// # Errors
-    /// [`TransportError`], when the device can not be reached.
+    /// [`TransportError`], if the device is unreachable.
     pub fn registers(&self) -> Result<Registers, TransportError> {
         self.controller.plane().device.registers()
     }
 
-    /// What the admin queue did so far.
+    /// Statistics of the admin queue.
     #[must_use]
     pub fn stats(&self) -> QueueStats {
         self.controller.plane().queue.stats()
     }
 
-    /// The most bytes of data that an admin command of this driver moves.
+    /// The maximum number of data bytes of one admin command.
     #[must_use]
     pub fn max_transfer_bytes(&self) -> u64 {
         self.controller.plane().queue.max_transfer()
     }
 
-    /// Runs any admin command, with its data pointer and its command identifier set here.
+    /// Executes any admin command. The driver sets its data pointer and command identifier.
     ///
-    /// The controller believes the command's dwords and not `data`: one that makes it move more
-    /// than that reaches past the data, into other memory that was shared with it.
+    /// The controller acts on the command's dwords and not on `data`: if the dwords describe a
+    /// longer transfer, the controller accesses memory beyond the data that was shared with it.
     ///
     /// # Errors
-    /// [`CommandError`], when there is no completion before `limit` has passed. A completion with a
-    /// bad status is none.
+    /// [`CommandError`], if no completion arrives within `limit`. A completion with an error status
+    /// is `Ok`.
     pub fn execute(
         &self,
         sqe: Sqe,
@@ -79,7 +79,7 @@ impl Admin {
         self.controller.execute(sqe, data, limit)
     }
 
-    /// Identify, any of its structures: 4096 bytes.
+    /// Identify with any CNS: returns the 4096 bytes of the data structure.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -95,7 +95,7 @@ impl Admin {
         identify::identify_controller(&*self.controller)
     }
 
-    /// Identify Namespace, CNS 00h: all zeroes for one that is not active.
+    /// Identify Namespace, CNS 00h. All zeroes for an inactive namespace.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -103,7 +103,7 @@ impl Admin {
         identify::identify_namespace(&*self.controller, nsid)
     }
 
-    /// The namespace identification descriptors, CNS 03h (from version 1.3 on).
+    /// Namespace Identification Descriptors, CNS 03h (since version 1.3).
     ///
     /// # Errors
     /// [`CommandError`].
@@ -111,7 +111,7 @@ impl Admin {
         identify::identify_namespace_ids(&*self.controller, nsid)
     }
 
-    /// The identifiers of the active namespaces, ascending: CNS 02h, as often as it takes.
+    /// Active namespace identifiers in ascending order (CNS 02h, in as many commands as needed).
     ///
     /// # Errors
     /// [`CommandError`], also for a list that is out of order.
@@ -119,12 +119,12 @@ impl Admin {
         identify::active_namespaces(&*self.controller)
     }
 
-    /// Reads (part of) a log page, in as many commands as it takes. Those but the last retain the
-    /// asynchronous event, so that it is cleared with the last. Base 2.1, 5.1.12.
+    /// Reads a log page or a part of it, in as many commands as needed. Only the last command
+    /// clears the asynchronous event of the page; the commands before retain it. Base 2.1, 5.1.12.
     ///
     /// # Errors
-    /// [`CommandError`]; a page that is longer than a command moves needs a controller with
-    /// extended data (LPA).
+    /// [`CommandError`]. Pages that exceed the transfer limit need a controller with extended data
+    /// (LPA).
     pub fn log_page(&self, request: LogRequest) -> Result<Vec<u8>, CommandError> {
         read_log_page(&*self.controller, request)
     }
@@ -141,8 +141,7 @@ impl Admin {
         })
     }
 
-    /// The `count` newest entries of the Error Information log page, 01h, at most as many as there
-    /// were errors and as the controller keeps.
+    /// Error Information, log page 01h: the newest `count` entries, or fewer if the log has fewer.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -159,7 +158,7 @@ impl Admin {
         Ok(entries.take_while(|entry| entry.error_count != 0).collect())
     }
 
-    /// Get Features: dword 0 of the completion, which is the value of most. Base 2.1, 5.1.11.
+    /// Get Features: dword 0 of the completion, the value of most features. Base 2.1, 5.1.11.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -168,8 +167,8 @@ impl Admin {
         Ok(self.controller.succeed(Sqe::get_features(nsid, fields, 0), AdminData::None)?.dw0)
     }
 
-    /// Get Features of one whose value is `len` bytes of data, or that is asked about with dword
-    /// 11: dword 0 of the completion, and the data.
+    /// Get Features for a feature with `len` bytes of data or a parameter in dword 11. Returns
+    /// dword 0 of the completion and the data.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -187,7 +186,8 @@ impl Admin {
         Ok((result.dw0, result.data))
     }
 
-    /// Set Features with the value in dword 11: dword 0 of the completion. Base 2.1, 5.1.25.
+    /// Set Features with the value in dword 11. Returns dword 0 of the completion. Base 2.1,
+    /// 5.1.25.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -195,7 +195,7 @@ impl Admin {
         self.controller.set_feature(fid, nsid, value)
     }
 
-    /// Set Features of one whose value is data.
+    /// Set Features for a feature whose value is data. Returns dword 0 of the completion.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -211,8 +211,8 @@ impl Admin {
         Ok(self.controller.succeed(sqe, AdminData::ToController(data))?.dw0)
     }
 
-    /// Whether the controller tells which blocks are allocated: whether
-    /// [`allocated_blocks`](Self::allocated_blocks) can be had.
+    /// True if the controller reports allocated blocks, so that
+    /// [`allocated_blocks`](Self::allocated_blocks) is supported.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -221,16 +221,16 @@ impl Admin {
         lba_status::reports_allocated(&*self.controller, has_command)
     }
 
-    /// Get LBA Status: which blocks of `range` of a namespace are allocated, at most `most` ranges
-    /// of them (255 if there are more); nothing of an empty range. The command completes when the
-    /// controller has found out, which may take as long as its storage takes. NVM 1.1, 4.2.1.
+    /// Get LBA Status: the allocated blocks of `range`, as at most `most` ranges (and at most 255);
+    /// empty for an empty range. The controller may have to query its storage before it completes
+    /// the command. NVM 1.1, 4.2.1.
     ///
-    /// Blocks that were written before the command was given are allocated, unless they were
-    /// deallocated since. The others read as the namespace says that deallocated blocks do
-    /// (DLFEAT).
+    /// Blocks that were written before the submission of the command are allocated, unless they
+    /// were deallocated since. Unallocated blocks read as the namespace specifies for deallocated
+    /// blocks (DLFEAT).
     ///
     /// # Errors
-    /// [`CommandError`], also for a list that contradicts itself.
+    /// [`CommandError`], also for an inconsistent list.
     pub fn allocated_blocks(
         &self,
         nsid: u32,
@@ -243,8 +243,8 @@ impl Admin {
         lba_status::allocated_blocks(&*self.controller, nsid, range, most)
     }
 
-    /// Abort: asks the controller to end command `cid` of submission queue `sqid` early. Whether it
-    /// did; the command completes in either case. Base 2.1, 5.1.1.
+    /// Abort: requests the early end of command `cid` of submission queue `sqid`. Returns true if
+    /// the controller aborted the command; the command completes in either case. Base 2.1, 5.1.1.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -254,8 +254,8 @@ impl Admin {
         Ok(result.dw0 & Abort::NOT_ABORTED == 0)
     }
 
-    /// The asynchronous events that came since the last call. Each stays masked until the log page
-    /// that it names is read ([`log_page`](Self::log_page)). Base 2.1, 5.1.2.
+    /// Takes the asynchronous events since the last call. An event type stays masked until the log
+    /// page of the event is read ([`log_page`](Self::log_page)). Base 2.1, 5.1.2.
     #[must_use]
     pub fn take_events(&self) -> Vec<AsyncEvent> {
         let (events, lost) = self.controller.plane().queue.take_events();

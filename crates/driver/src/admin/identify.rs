@@ -1,4 +1,4 @@
-//! Identify. Base 2.1, 5.1.13.
+//! Identify command. Base 2.1, 5.1.13.
 
 use super::data::AdminData;
 use super::plane::AdminCommands;
@@ -13,10 +13,10 @@ use shadowbell_spec::identify::{
 use shadowbell_spec::regs::Vs;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
-/// The most namespaces that are looked at: a controller that claims more is not believed.
+/// Limit on the number of namespaces: a larger number is not trusted.
 const MAX_NAMESPACES: usize = 4096;
 
-/// Identify, any of its structures.
+/// Identify with any CNS.
 pub(super) fn identify(
     admin: &dyn AdminCommands,
     nsid: u32,
@@ -54,7 +54,7 @@ pub(super) fn identify_namespace(
     identify_as(admin, nsid, cns::NAMESPACE)
 }
 
-/// The namespace identification descriptors, CNS 03h.
+/// Namespace Identification Descriptors, CNS 03h.
 pub(super) fn identify_namespace_ids(
     admin: &dyn AdminCommands,
     nsid: u32,
@@ -62,8 +62,8 @@ pub(super) fn identify_namespace_ids(
     identify_as(admin, nsid, cns::NAMESPACE_IDS)
 }
 
-/// The extended format of the blocks of a namespace, CNS 05h, if they have protection information
-/// and the controller has such formats.
+/// Extended LBA format of a namespace, CNS 05h. `None` unless the blocks have protection
+/// information and the controller supports extended formats.
 fn extended_format(
     admin: &dyn AdminCommands,
     nsid: u32,
@@ -77,7 +77,7 @@ fn extended_format(
     Ok(found.elbaf.get(usize::from(identity.flbas.index())).copied())
 }
 
-/// The identifiers of the active namespaces, ascending: CNS 02h, as often as it takes.
+/// Active namespace identifiers in ascending order (CNS 02h, in as many commands as needed).
 pub(super) fn active_namespaces(admin: &dyn AdminCommands) -> Result<Vec<u32>, CommandError> {
     let mut all = Vec::new();
     let mut last = 0;
@@ -106,7 +106,7 @@ pub(super) fn active_namespaces(admin: &dyn AdminCommands) -> Result<Vec<u32>, C
     }
 }
 
-/// Everything about the active namespaces.
+/// Identifies all active namespaces.
 pub(crate) fn identify_namespaces(
     admin: &dyn AdminCommands,
     controller: &IdentifyController,
@@ -115,7 +115,7 @@ pub(crate) fn identify_namespaces(
     let vs = admin.plane().device.vs;
     let nsids = match active_namespaces(admin) {
         Ok(nsids) => nsids,
-        // Before 1.1 there was no such list, and all namespaces up to NN may be active.
+        // Versions before 1.1 have no such list: every namespace up to NN may be active.
         Err(error) if error.status().is_some() && vs.into_bits() < Vs::of(1, 1, 0).into_bits() => {
             (1..=controller.nn).take(MAX_NAMESPACES).collect()
         }
@@ -126,14 +126,14 @@ pub(crate) fn identify_namespaces(
         let identity = match identify_namespace(admin, nsid) {
             Ok(identity) if identity.nsze == 0 => continue,
             Ok(identity) => identity,
-            // Detached in this moment, or of a command set without this structure.
+            // The namespace was detached meanwhile, or its command set has no such structure.
             Err(error) if error.status().is_some() => {
                 tracing::warn!(nsid, "a namespace is left out: {error}");
                 continue;
             }
             Err(error) => return Err(error),
         };
-        // Names are nice to have: a controller that has none still works.
+        // Identifiers are optional: a controller without them still works.
         let ids = if vs.into_bits() >= Vs::V1_3.into_bits() {
             match identify_namespace_ids(admin, nsid) {
                 Ok(ids) => Some(ids),
@@ -145,7 +145,7 @@ pub(crate) fn identify_namespaces(
         };
         let elbaf = match extended_format(admin, nsid, controller, &identity) {
             Ok(elbaf) => elbaf,
-            // Deleted or formatted in this moment: an event will say so.
+            // The namespace was deleted or formatted meanwhile; an event will report the change.
             Err(error) if error.status().is_some() => {
                 tracing::warn!(nsid, "a namespace is left out: {error}");
                 continue;

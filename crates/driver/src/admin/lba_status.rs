@@ -1,4 +1,4 @@
-//! Get LBA Status: which blocks are allocated. NVM 1.1, 4.2.1.
+//! Get LBA Status: allocated blocks of a range. NVM 1.1, 4.2.1.
 
 use super::data::AdminData;
 use super::identify::identify;
@@ -11,22 +11,22 @@ use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList, atype};
 use std::ops::Range;
 use zerocopy::FromBytes;
 
-/// The most descriptors that are asked for: as many as a page has room for.
+/// Limit of requested descriptors: the number that fits into a page of 4096 bytes.
 const MAX_DESCRIPTORS: usize =
     (4096 - size_of::<LbaStatusList>()) / size_of::<LbaStatusDescriptor>();
 const COMMAND: &str = "Get LBA Status";
 
-/// Which of a range's blocks are allocated, as far as the controller has told.
+/// Allocated blocks of a range, as far as the controller has reported them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocatedBlocks {
-    /// The allocated ones, in ascending order.
+    /// Allocated ranges in ascending order.
     pub ranges: Vec<Range<u64>>,
-    /// What is known ends before this block: those before it that are not in a range are not
-    /// allocated. If this is the first block that was asked about, nothing is known.
+    /// End of the reported part: blocks before `until` that are in none of the ranges are not
+    /// allocated. Equal to the start of the requested range if the controller reported nothing.
     pub until: u64,
 }
 
-/// Whether the controller tells which blocks are allocated (OACS, and AOCS in CNS 06h).
+/// True if the controller reports allocated blocks (OACS, and AOCS in CNS 06h).
 pub(super) fn reports_allocated(
     admin: &dyn AdminCommands,
     has_command: bool,
@@ -38,13 +38,13 @@ pub(super) fn reports_allocated(
     match identify(admin, 0, fields) {
         Ok(page) => Ok(IdentifyNvmController::read_from_bytes(&page)
             .is_ok_and(|nvm| nvm.aocs & IdentifyNvmController::REPORTS_ALLOCATED != 0)),
-        // Before 2.0 there was no such structure.
+        // Versions before 2.0 do not have this structure.
         Err(error) if error.status().is_some() => Ok(false),
         Err(error) => Err(error),
     }
 }
 
-/// Asks for the allocated blocks of `range`, which is not empty, at most `most` ranges of them.
+/// Get LBA Status for `range`, which must not be empty: at most `most` allocated ranges.
 pub(super) fn allocated_blocks(
     admin: &dyn AdminCommands,
     nsid: u32,
@@ -53,7 +53,7 @@ pub(super) fn allocated_blocks(
 ) -> Result<AllocatedBlocks, CommandError> {
     let count = most.clamp(1, MAX_DESCRIPTORS);
     let len = size_of::<LbaStatusList>() + count * size_of::<LbaStatusDescriptor>();
-    // RL has 16 bits. Of a longer range the end of the namespace is the end.
+    // RL has 16 bits. For a longer range 0 requests the range up to the namespace's end.
     let rl = u16::try_from(range.end.saturating_sub(range.start)).unwrap_or(0);
     let mndw0 = (len / 4 - 1) as u32;
     let fields = GetLbaStatus { slba: range.start, mndw0, rl, atype: atype::ALLOCATED };
@@ -63,7 +63,7 @@ pub(super) fn allocated_blocks(
         .map_err(|what| CommandError::nonsense(admin.plane().name(), COMMAND, what))
 }
 
-/// Reads a list. Nothing of it is believed that contradicts itself.
+/// Decodes and validates a list of descriptors.
 fn parse(data: &[u8], range: Range<u64>, count: usize) -> Result<AllocatedBlocks, &'static str> {
     let (list, mut rest) =
         LbaStatusList::read_from_prefix(data).map_err(|_| "its data are too short")?;
@@ -87,7 +87,7 @@ fn parse(data: &[u8], range: Range<u64>, count: usize) -> Result<AllocatedBlocks
     }
     let until = match list.cmpc {
         LbaStatusList::COMPLETE => range.end,
-        // Up to the last descriptor; without one, it has not said how far it has got.
+        // Without COMPLETE, the report ends with the last descriptor, or is empty without one.
         _ => last.min(range.end),
     };
     Ok(AllocatedBlocks { ranges, until })

@@ -1,4 +1,4 @@
-//! Get Log Page. Base 2.1, 5.1.12.
+//! Get Log Page command. Base 2.1, 5.1.12.
 
 use super::data::AdminData;
 use super::plane::AdminCommands;
@@ -7,41 +7,41 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::sqe::NSID_ALL;
 
-/// What to read of a log page.
+/// Part of a log page to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogRequest {
     /// Log Page Identifier.
     pub lid: u8,
-    /// The namespace, or [`NSID_ALL`] for the controller.
+    /// Namespace identifier, or [`NSID_ALL`] for the controller.
     pub nsid: u32,
     /// Log Specific Parameter.
     pub lsp: u8,
     /// Log Specific Identifier.
     pub lsi: u16,
-    /// Retain Asynchronous Event: leave the event that points here masked.
+    /// Retain Asynchronous Event: keeps the event of this page masked.
     pub rae: bool,
-    /// Where to begin, in bytes, a multiple of 4.
+    /// Offset in bytes, a multiple of 4.
     pub offset: u64,
-    /// How many bytes, rounded up to a multiple of 4.
+    /// Number of bytes; the command rounds up to a multiple of 4.
     pub len: usize,
 }
 
 impl LogRequest {
-    /// The first `len` bytes of a log page of the controller.
+    /// Requests the first `len` bytes of a log page of the controller.
     #[must_use]
     pub const fn new(lid: u8, len: usize) -> Self {
         Self { lid, nsid: NSID_ALL, lsp: 0, lsi: 0, rae: false, offset: 0, len }
     }
 }
 
-/// Reads (part of) a log page, in as many commands as it takes. Those but the last retain the
-/// asynchronous event, so that it is cleared with the last.
+/// Reads a log page or a part of it, in as many commands as needed. Only the last command clears
+/// the asynchronous event of the page; the commands before retain it.
 pub(crate) fn read_log_page(
     admin: &dyn AdminCommands,
     request: LogRequest,
 ) -> Result<Vec<u8>, CommandError> {
     let wanted = request.len.max(1).next_multiple_of(4);
-    // A command may move less than the controller's pages: 4096 bytes always are in it.
+    // Every controller accepts 4096 bytes per command, even with a smaller configured limit.
     let max = admin.plane().queue.max_transfer();
     let chunk = usize::try_from(max).unwrap_or(usize::MAX).max(4096);
     let mut out = Vec::with_capacity(wanted.min(1 << 20));

@@ -1,16 +1,16 @@
 //! Admin commands: Identify, features, log pages, and any other.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `data` | what goes with an admin command, and what comes of it |
+//! | `data` | data and result of an admin command |
 //! | `queue` | the admin queue pair, shared by threads |
-//! | `plane` | the registers and the admin queue: what there is before Identify |
+//! | `plane` | registers and admin queue: execution of admin commands, usable before Identify |
 //! | `identify`, `log` | Identify and Get Log Page |
 //! | `lba_status` | Get LBA Status |
-//! | `ana` | the ways to namespaces that several controllers have |
-//! | `namespaces` | namespaces that are made, formatted, sanitized |
-//! | `diagnostics` | self-tests, telemetry, the log of events |
-//! | `handle` | [`Admin`], the program's handle on an attached controller |
+//! | `ana` | Asymmetric Namespace Access log |
+//! | `namespaces` | Namespace Management and Attachment, Format NVM, Sanitize |
+//! | `diagnostics` | self-test, telemetry, persistent event log |
+//! | `handle` | [`Admin`], the public handle of an attached controller |
 
 mod ana;
 mod data;

@@ -1,4 +1,4 @@
-//! Namespaces that are made, formatted and sanitized by a controller that can do that.
+//! Namespace Management and Attachment, Format NVM, Sanitize.
 
 use super::data::AdminData;
 use super::handle::Admin;
@@ -11,12 +11,12 @@ use shadowbell_spec::log::{SanitizeLog, lid};
 use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
 
-/// How long a controller may take that erases what a namespace holds.
+/// Timeout of commands that erase namespaces.
 const ERASE: Duration = Duration::from_secs(600);
 
 impl Admin {
-    /// Namespace Management (Create): a namespace of so many logical blocks, in the LBA format of
-    /// this index, attached to nobody. Its NSID. Base 2.1, 5.1.21.
+    /// Namespace Management (Create): creates a namespace of `blocks` logical blocks with LBA
+    /// format index `format`, attached to no controller. Returns its NSID. Base 2.1, 5.1.21.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -30,7 +30,7 @@ impl Admin {
         Ok(self.commands().succeed(sqe, data)?.dw0)
     }
 
-    /// Namespace Management (Delete): the namespace is gone, with what it holds, or all of them are
+    /// Namespace Management (Delete): deletes a namespace and its data, or all namespaces
     /// (FFFFFFFFh). Base 2.1, 5.1.21.
     ///
     /// # Errors
@@ -40,8 +40,8 @@ impl Admin {
         self.erase(Sqe::namespace_management(nsid, fields, 0))
     }
 
-    /// Namespace Attachment: these controllers have the namespace from here on, or, unless it is to
-    /// be `attached`, have it no more. Base 2.1, 5.1.20.
+    /// Namespace Attachment: attaches a namespace to the controllers `cntlids`, or detaches it if
+    /// `attached` is false. Base 2.1, 5.1.20.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -58,8 +58,7 @@ impl Admin {
         self.commands().succeed(sqe, AdminData::ToController(list.as_bytes())).map(drop)
     }
 
-    /// Format NVM: nothing is left of what the namespace holds, or of all of them (FFFFFFFFh). Base
-    /// 2.1, 5.1.10.
+    /// Format NVM: erases a namespace, or all namespaces (FFFFFFFFh). Base 2.1, 5.1.10.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -67,7 +66,7 @@ impl Admin {
         self.erase(Sqe::format_nvm(nsid, fields, 0))
     }
 
-    /// Sanitize: begins an operation, or leaves a failed one. Base 2.1, 5.1.22.
+    /// Sanitize: starts an operation, or exits failure mode. Base 2.1, 5.1.22.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -85,7 +84,7 @@ impl Admin {
         SanitizeLog::read_from_bytes(&data).map_err(|_| self.too_short())
     }
 
-    /// A command that may take its time.
+    /// Executes a command that may take long.
     fn erase(&self, sqe: Sqe) -> Result<(), CommandError> {
         self.commands().succeed_in(sqe, AdminData::None, ERASE).map(drop)
     }

@@ -1,4 +1,4 @@
-//! The registers and the admin queue: all that there is of a controller before Identify.
+//! Registers and admin queue: execution of admin commands, usable before Identify.
 
 use super::data::{AdminData, AdminResult};
 use super::queue::AdminQueue;
@@ -15,19 +15,19 @@ use shadowbell_spec::{Sqe, regs};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Entries of the admin queues.
+/// Number of entries of the admin queues.
 const ADMIN_ENTRIES: u32 = 64;
-/// The most that an admin command moves, where the controller takes more.
+/// Upper limit of the data bytes of one admin command.
 const ADMIN_TRANSFER: u64 = 128 * 1024;
-/// Pages beside the admin queues: the Shadow Doorbell buffer and the EventIdx buffer.
+/// Additional pages beside the admin queues: the Shadow Doorbell and EventIdx buffers.
 const SHADOW_PAGES: u64 = 2;
 
-/// Who runs admin commands: the [`AdminPlane`] at once, an attached controller after the reset that
-/// may be under way.
+/// Execution of admin commands: immediately by [`AdminPlane`], or by an attached controller, which
+/// first waits for the end of a reset that is in progress.
 pub(crate) trait AdminCommands {
     fn plane(&self) -> &AdminPlane;
 
-    /// Runs any admin command: see [`Admin::execute`](super::Admin::execute).
+    /// Executes any admin command: see [`Admin::execute`](super::Admin::execute).
     fn execute(
         &self,
         sqe: Sqe,
@@ -35,12 +35,12 @@ pub(crate) trait AdminCommands {
         limit: Duration,
     ) -> Result<AdminResult, CommandError>;
 
-    /// Runs a command with the usual deadline; a bad status is an error.
+    /// Executes a command with the default timeout; an error status is an error.
     fn succeed(&self, sqe: Sqe, data: AdminData<'_>) -> Result<AdminResult, CommandError> {
         self.succeed_in(sqe, data, self.plane().device.timeouts.admin)
     }
 
-    /// The same, with another deadline.
+    /// Executes a command with timeout `limit`; an error status is an error.
     fn succeed_in(
         &self,
         sqe: Sqe,
@@ -59,25 +59,25 @@ pub(crate) trait AdminCommands {
         }
     }
 
-    /// Set Features with the value in dword 11: dword 0 of the completion.
+    /// Set Features with the value in dword 11. Returns dword 0 of the completion.
     fn set_feature(&self, fid: u8, nsid: u32, value: u32) -> Result<u32, CommandError> {
         let fields = SetFeatures { fid, cdw11: value, ..SetFeatures::default() };
         Ok(self.succeed(Sqe::set_features(nsid, fields, 0), AdminData::None)?.dw0)
     }
 }
 
-/// A controller's registers, its admin queue and the memory of both ends of it.
+/// Registers, admin queue and DMA memory of a controller.
 pub(crate) struct AdminPlane {
     pub(crate) device: Device,
     pub(crate) queue: AdminQueue,
     /// Small buffers for the data of admin commands.
     scratch: BufferPool,
-    /// The admin queues, and the two pages of the shadow doorbells.
+    /// Memory of the admin queues and of the two shadow doorbell pages.
     memory: QueueMemory,
 }
 
 impl AdminPlane {
-    /// Admin queues for `device`, which is disabled and is to be enabled with the layout.
+    /// Creates admin queues for a disabled `device`, to be enabled with the returned layout.
     pub(crate) fn new(device: Device) -> Result<(Self, QueueLayout), AttachError> {
         let impossible = || AttachError::Unsupported {
             device: device.name().to_owned(),
@@ -93,8 +93,8 @@ impl AdminPlane {
         Ok((Self { device, queue: AdminQueue::new(core), scratch, memory }, layout))
     }
 
-    /// New admin queues in the old memory: the controller is disabled, and is to be enabled with
-    /// the layout.
+    /// Creates new admin queues in the existing memory, after the controller was disabled. The
+    /// controller is to be enabled with the returned layout.
     pub(crate) fn restart(&self) -> Option<QueueLayout> {
         let (core, layout) = queue_pair(&self.device, &self.memory)?;
         self.queue.restart(core);
@@ -105,13 +105,13 @@ impl AdminPlane {
         self.device.name()
     }
 
-    /// Memory for the Shadow Doorbell buffer and the EventIdx buffer, zeroed, with its addresses.
+    /// Zeroed pages for the Shadow Doorbell and EventIdx buffers, with their addresses.
     pub(crate) fn shadow_memory(&self) -> Option<[(SharedBytes, u64); 2]> {
         Some([self.memory.page(0)?, self.memory.page(1)?])
     }
 
-    /// Keeps the admin queues' memory until the process ends, because the controller may still use
-    /// it. How many bytes.
+    /// Leaks the memory of the admin queues, because the controller may still use it. Returns its
+    /// size in bytes.
     pub(crate) fn keep_memory(&self) -> u64 {
         std::mem::forget(self.queue.take_buffers());
         self.memory.keep()
@@ -125,7 +125,7 @@ impl AdminPlane {
         }
         let page = self.device.page as usize;
         let pool = BufferPool::new(&self.device.transport, 1, len, page)?;
-        // A pool that was just made has all of its one buffer.
+        // Cannot fail: the new pool has one free buffer.
         pool.take().ok_or(DmaError::Map(MapError::Shape {
             len: len as u64,
             offset: 0,
@@ -163,10 +163,10 @@ impl AdminCommands for AdminPlane {
             let mut buffer = self.buffer(len).map_err(no_memory)?;
             match data {
                 AdminData::ToController(bytes) => {
-                    // The buffer has at least as many bytes.
+                    // Cannot fail: the buffer has at least `len` bytes.
                     let _ = buffer.copy_from(0, bytes);
                 }
-                // What the controller does not write reads as zeroes.
+                // Bytes that the controller does not write read as zeroes, not as stale data.
                 _ => buffer.fill(0),
             }
             Some(buffer)
@@ -181,10 +181,11 @@ impl AdminCommands for AdminPlane {
     }
 }
 
-/// Admin queues in `memory`, zeroed.
+/// Creates zeroed admin queues in `memory`.
 fn queue_pair(device: &Device, memory: &QueueMemory) -> Option<(Core, QueueLayout)> {
     let dstrd = device.cap.dstrd();
-    // The admin queue is control: it takes the way that can wake a controller, mapped or not.
+    // Admin doorbells always use trapped register writes, because only those wake a controller that
+    // does not poll, even if the transport can map doorbells.
     let offsets = [regs::sq_doorbell_offset(0, dstrd), regs::cq_doorbell_offset(0, dstrd)];
     let doorbells = offsets.map(|offset| {
         let transport = Arc::clone(&device.transport);

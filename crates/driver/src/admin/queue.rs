@@ -1,4 +1,4 @@
-//! The admin queue: commands that wait for their completion, and the asynchronous events.
+//! Admin queue: synchronous commands, and asynchronous events.
 
 use crate::command::Command;
 use crate::completion::{Completion, Token};
@@ -12,46 +12,47 @@ use shadowbell_spec::{Sqe, Status};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// Events that are kept for a program that does not ask for them; the oldest go first.
+/// Limit of stored events that the program has not taken; the oldest are dropped first.
 const MAX_EVENTS: usize = 256;
-/// How often a command that takes long has the controller's health looked at.
+/// Interval between status checks (CSTS) while a command is outstanding.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
 
-/// In the completion of a command that the driver has ended: of no slot.
+/// Token in completions of commands that the driver itself has ended.
 const NO_TOKEN: Token = Token { cid: u16::MAX, slot: u16::MAX };
 
-/// Whose a slot's command is.
+/// Owner of the command in a slot.
 #[derive(Clone, Copy)]
 enum Owner {
-    /// That of a thread in [`AdminQueue::execute`], with this ticket. Not the slot: that is free,
-    /// and may be the next command's, before the thread has come to take its completion.
+    /// A thread in [`AdminQueue::execute`], identified by a ticket. The slot cannot identify the
+    /// thread: a slot is free, and may hold the next command, before the thread takes its
+    /// completion.
     Ticket(u64),
-    /// It is an Asynchronous Event Request.
+    /// An Asynchronous Event Request.
     Event,
-    /// Nobody waits for it.
+    /// None: the completion is discarded.
     Nobody,
 }
 
 struct AdminQueueState {
     core: Core,
-    /// By slot.
+    /// Owners, indexed by slot.
     owners: Box<[Owner]>,
-    /// What is waited for, by ticket, and what has come of it. Who gave up has no entry.
+    /// Expected completions by ticket. `None` until the completion; no entry after a timeout.
     tickets: BTreeMap<u64, Option<Completion>>,
     next_ticket: u64,
     events: VecDeque<AsyncEvent>,
-    /// Events that were dropped because nobody took them.
+    /// Number of events that were dropped because the program did not take them in time.
     lost: u64,
-    /// An event said that namespaces changed.
+    /// True if a namespace change event has arrived.
     namespaces_changed: bool,
-    /// The most bytes that a command moves.
+    /// Transfer limit of one command in bytes.
     limit: u64,
 }
 
-/// The admin submission and completion queue, shared by threads.
+/// Admin submission and completion queue, shared by threads.
 ///
-/// The lock is held to submit and to look for completions, not while a command is on its way, so
-/// commands of several threads overlap.
+/// The lock is held to submit and to look for completions, but not while a command is outstanding,
+/// so commands of several threads overlap.
 pub(crate) struct AdminQueue {
     state: Mutex<AdminQueueState>,
 }
@@ -76,7 +77,7 @@ impl AdminQueue {
         self.state.lock()
     }
 
-    /// The most bytes that a command moves.
+    /// The transfer limit of one command in bytes.
     pub(crate) fn max_transfer(&self) -> u64 {
         self.lock().limit
     }
@@ -106,10 +107,10 @@ impl AdminQueue {
         self.lock().core.stats()
     }
 
-    /// Runs one command to its end, at the latest until `limit` has passed.
+    /// Executes one command and waits at most `limit` for its completion.
     ///
-    /// The buffer comes back with the completion. After a timeout it stays with the queue until
-    /// the controller completes the command after all, or is disabled.
+    /// The buffer is returned with the completion. After a timeout, the queue keeps the buffer
+    /// until the controller completes the command or is disabled.
     pub(crate) fn execute(
         &self,
         device: &Device,
@@ -149,8 +150,8 @@ impl AdminQueue {
         let mut health = HEALTH_INTERVAL;
         let mut backoff = PollBackoff::default();
         loop {
-            // The clock first: if this thread was not run for long, the controller still gets a
-            // last look.
+            // The clock is read before the completion queue: if this thread was not scheduled for
+            // long, the queue is still read once after the delay, before the timeout is reported.
             let waited = began.elapsed();
             if let Some(completion) = self.take(ticket) {
                 return Ok(completion);
@@ -177,12 +178,12 @@ impl AdminQueue {
         Some(completion)
     }
 
-    /// Waits no more, unless the completion has come in this moment.
+    /// Stops waiting. Returns the completion if it arrived since the last look.
     fn give_up(&self, ticket: u64) -> Option<Completion> {
         self.lock().tickets.remove(&ticket)?
     }
 
-    /// Has `count` Asynchronous Event Requests outstanding. Base 2.1, 5.1.2.
+    /// Submits `count` Asynchronous Event Requests. Base 2.1, 5.1.2.
     pub(crate) fn request_events(&self, count: u8) -> Result<(), QueueError> {
         let mut state = self.lock();
         for _ in 0..count {
@@ -191,7 +192,7 @@ impl AdminQueue {
         state.core.ring()
     }
 
-    /// The events that came since the last call, and how many more were lost.
+    /// Takes the events since the last call, and the number of lost events.
     pub(crate) fn take_events(&self) -> (Vec<AsyncEvent>, u64) {
         let mut state = self.lock();
         state.reap();
@@ -202,11 +203,11 @@ impl AdminQueue {
     /// Publishes the completion queue head, so that the controller interrupts for the next
     /// completion.
     pub(crate) fn ring_cq_doorbell(&self) {
-        // If it fails, so does the next command.
+        // A failed register write needs no handling: the next command reports the failure.
         let _ = self.lock().core.ring_cq_doorbell();
     }
 
-    /// Sends a command of which nobody waits for the end. Whether it was sent.
+    /// Submits a command whose completion is discarded. Returns true if it was submitted.
     pub(crate) fn send(&self, sqe: Sqe) -> bool {
         let mut state = self.lock();
         state.reap();
@@ -217,20 +218,20 @@ impl AdminQueue {
         state.core.ring().is_ok()
     }
 
-    /// Takes completions. Whether an event has said since the last call that namespaces changed.
+    /// Reaps completions. Returns true if a namespace change event arrived since the last call.
     pub(crate) fn poll_namespaces_changed(&self) -> bool {
         let mut state = self.lock();
         state.reap();
         std::mem::take(&mut state.namespaces_changed)
     }
 
-    /// Ends every command that a thread waits for.
+    /// Fails all commands that threads wait for.
     pub(crate) fn fail_all(&self) {
         self.lock().fail_all();
     }
 
-    /// Begins again with another core: the controller is disabled, and touches nothing that the old
-    /// one had.
+    /// Replaces the core, after the controller was disabled and no longer accesses the memory of
+    /// the old core.
     pub(crate) fn restart(&self, core: Core) {
         let mut state = self.lock();
         state.fail_all();
@@ -252,7 +253,7 @@ impl AdminQueueState {
         }
     }
 
-    /// The command just submitted is waited for, with the ticket that this returns.
+    /// Registers a wait for the submitted command. Returns its ticket.
     fn own(&mut self, token: Token) -> u64 {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
@@ -263,7 +264,7 @@ impl AdminQueueState {
         ticket
     }
 
-    /// Sorts the completions that are there, at most as many as the queue holds.
+    /// Dispatches available completions, at most as many as the queue has slots.
     fn reap(&mut self) {
         let mut ring = false;
         for _ in 0..self.core.capacity() {
@@ -278,11 +279,11 @@ impl AdminQueueState {
                 Some(Owner::Nobody) | None => {}
             }
         }
-        // If it fails, so does the next command.
+        // A failed register write needs no handling: the next command reports the failure.
         let _ = if ring { self.core.ring() } else { self.core.ring_cq_doorbell_if_needed() };
     }
 
-    /// Keeps an event, and asks for the next.
+    /// Stores an event, and submits a new Asynchronous Event Request. Returns true if submitted.
     fn event(&mut self, completion: &Completion) -> bool {
         if !completion.status.is_success() {
             if completion.status.code() != Status::ABORTED_SQ_DELETION {
@@ -314,7 +315,7 @@ impl AdminQueueState {
     }
 }
 
-/// How to wait for a completion that comes within microseconds, usually.
+/// Backoff of a polling wait for a completion that usually arrives within microseconds.
 #[derive(Default)]
 struct PollBackoff(u32);
 

@@ -1,4 +1,4 @@
-//! The futures of I/O commands.
+//! Futures of I/O commands.
 
 use super::handle::AsyncHandle;
 use super::shared::{AsyncState, Freed, OpState};
@@ -12,20 +12,19 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-/// What an I/O command came to.
+/// Result of a successful I/O command.
 #[derive(Debug)]
 pub struct Done {
     /// Command specific result, dword 0.
     pub dw0: u32,
-    /// The buffer that it was submitted with.
+    /// The buffer that the command was submitted with.
     pub buffer: Option<Buffer>,
 }
 
-/// An I/O command under way. Made by
-/// [`AsyncQueue::submit`](super::AsyncQueue::submit).
+/// Future of an I/O command. Created by [`AsyncQueue::submit`](super::AsyncQueue::submit).
 ///
 /// # Panics
-/// If it is polled again after it was ready.
+/// If it is polled again after it has returned `Ready`.
 #[must_use = "nothing is submitted until the future is polled"]
 pub struct Io {
     handle: Arc<AsyncHandle>,
@@ -39,11 +38,11 @@ enum Stage {
         buffer: Option<Buffer>,
         ticket: Option<u64>,
     },
-    /// The same, of a command with metadata.
+    /// As `New`, for a command with metadata.
     NewWithMetadata(Box<(MetadataCommand, Option<Buffer>, Option<u64>)>),
-    /// It is this op of the queue.
+    /// Queued or in flight as the op with this index.
     Active(u32),
-    /// It could not be made.
+    /// Not submitted, because the request was invalid or its memory was not available.
     Refused(IoError),
     Over,
 }
@@ -53,7 +52,7 @@ impl Io {
         Self { handle, stage: Stage::New { command, buffer, ticket: None } }
     }
 
-    /// Another command for the same queue.
+    /// Creates a future of another command for the same queue.
     pub fn another(&self, command: Command, buffer: Option<Buffer>) -> Self {
         Self::new(Arc::clone(&self.handle), command, buffer)
     }
@@ -70,7 +69,7 @@ impl Io {
         Self { handle, stage: Stage::Refused(error) }
     }
 
-    /// The same for a command with metadata, which is left beside the op.
+    /// As [`enter`](Self::enter), for a command with metadata, which is stored by op index.
     fn enter_with_metadata(
         &mut self,
         (command, buffer, ticket): (MetadataCommand, Option<Buffer>, Option<u64>),
@@ -89,8 +88,8 @@ impl Io {
         outcome
     }
 
-    /// Takes a free op and goes to the inbox, or waits for one. What there is beside the command,
-    /// it can `leave` with the op.
+    /// Takes a free op and puts it into the inbox, or waits for a free op. `leave` stores
+    /// additional state of the command for the op.
     fn enter(
         &mut self,
         command: Command,
@@ -103,7 +102,7 @@ impl Io {
         let waker = context.waker().clone();
         let mut state = shared.lock();
         if let Some(reason) = state.failed.clone() {
-            // Whoever waits fails, one after the other.
+            // The queue has failed: every waiter fails and wakes the next one.
             let freed = state.leave(ticket);
             drop(state);
             freed.pass_on();
@@ -113,7 +112,7 @@ impl Io {
         let index = if first.is_none() || first == ticket { state.free.pop() } else { None };
         let Some(index) = index else {
             if state.is_late(ticket) {
-                // Not with the controller: the buffer is ours to give back.
+                // Not submitted to the controller, so the buffer can be returned.
                 let freed = state.leave(ticket);
                 drop(state);
                 freed.pass_on();
@@ -134,7 +133,7 @@ impl Io {
         if let Some(op) = state.op(index) {
             op.opcode = command.opcode;
             op.state = OpState::Queued(command, buffer);
-            // A free op has no waker that this could drop.
+            // A free op has no waker, so this assignment drops none under the lock.
             op.waker = Some(waker);
         }
         state.inbox.push_back(index);
@@ -145,7 +144,7 @@ impl Io {
         Poll::Pending
     }
 
-    /// Takes the outcome, if it is there.
+    /// Takes the result of the op, if it is complete.
     fn take_outcome(&mut self, index: u32, context: &Context<'_>) -> Poll<Result<Done, IoError>> {
         let shared = self.handle.shared();
         let waker = context.waker().clone();
@@ -156,7 +155,7 @@ impl Io {
         let outcome = match std::mem::replace(&mut op.state, OpState::Free) {
             OpState::Done(outcome) => outcome,
             OpState::Expired => {
-                // The op stays in use until the completion.
+                // The op remains in use until the controller completes the command.
                 op.state = OpState::Abandoned;
                 drop(state);
                 self.stage = Stage::Over;
@@ -184,19 +183,19 @@ impl Io {
         Poll::Ready(outcome.and_then(|completion| finish(opcode, completion)))
     }
 
-    /// Nobody waits for this op any more.
+    /// Abandons the op of a dropped future.
     fn abandon(&self, index: u32) {
         let mut state = self.handle.shared().lock();
         let Some(op) = state.op(index) else { return };
         let stale = op.waker.take();
         let (unsent, done, freed) = match std::mem::replace(&mut op.state, OpState::Abandoned) {
             OpState::Queued(_, buffer) => {
-                // The worker has not seen it yet, and frees the op when it does.
+                // The op is still in the inbox. The driving thread frees it there.
                 op.state = OpState::Cancelled;
                 (buffer, None, None)
             }
             OpState::Done(outcome) => (None, Some(outcome), Some(state.free_op(index))),
-            // The completion frees the op, and the buffer with it.
+            // In flight: the completion frees the op and its buffer.
             _ => (None, None, None),
         };
         drop(state);
@@ -237,7 +236,7 @@ impl Drop for Io {
     fn drop(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::Over) {
             Stage::New { ticket: ticket @ Some(_), .. } => {
-                // The op that was for us is for the next.
+                // A free op that was meant for this future is passed to the next waiter.
                 let mut state = self.handle.shared().lock();
                 let freed = state.leave(ticket);
                 drop(state);
@@ -272,7 +271,7 @@ impl std::fmt::Debug for Io {
     }
 }
 
-/// An I/O command that moves data: gives its buffer back.
+/// Future of an I/O command that transfers data: returns its buffer.
 #[derive(Debug)]
 #[must_use = "nothing is submitted until the future is polled"]
 pub struct Transfer(pub(super) Io);
@@ -289,7 +288,7 @@ impl Future for Transfer {
     }
 }
 
-/// An I/O command of which only the success matters.
+/// Future of an I/O command without a result.
 #[derive(Debug)]
 #[must_use = "nothing is submitted until the future is polled"]
 pub struct Unit(pub(super) Io);

@@ -1,4 +1,4 @@
-//! What every handle of a queue, and every future on it, keeps.
+//! Shared handle of an async queue: its queue thread, and range buffers.
 
 use super::parking::WorkerParking;
 use super::shared::AsyncShared;
@@ -13,12 +13,12 @@ use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
-/// Buffers for the ranges of Dataset Management and Copy commands.
+/// Number of pooled buffers for the ranges of Dataset Management and Copy commands.
 const RANGE_BUFFERS: usize = 8;
-/// Bytes of each: 256 ranges of the longer kind.
+/// Bytes of each range buffer: 256 entries of Copy, which are longer than those of DSM.
 const RANGE_BYTES: usize = 256 * size_of::<CopyRange>();
 
-/// A queue with its thread. With the last reference the queue is closed.
+/// An async queue with its queue thread. Dropping the last reference closes the queue.
 pub(super) struct AsyncHandle {
     pub(super) parking: Arc<WorkerParking>,
     thread: Option<JoinHandle<()>>,
@@ -26,7 +26,7 @@ pub(super) struct AsyncHandle {
 }
 
 impl AsyncHandle {
-    /// Gives `queue` a thread.
+    /// Starts the queue thread of `queue`.
     pub(super) fn start(queue: QueuePair) -> io::Result<Self> {
         let sleeping = Arc::new(AtomicU32::new(0));
         let parking = Arc::new(WorkerParking::new(AsyncShared::new(&queue, &sleeping)?));
@@ -39,7 +39,7 @@ impl AsyncHandle {
         &self.parking.shared
     }
 
-    /// A buffer for `len` bytes of ranges.
+    /// Takes a buffer for `len` bytes of ranges.
     pub(super) fn range_buffer(&self, len: usize) -> Result<Buffer, DmaError> {
         let make = |count| self.shared().pool(count, len.max(RANGE_BYTES));
         let pool = match self.ranges.get() {
@@ -52,7 +52,7 @@ impl AsyncHandle {
         if let Some(buffer) = pool.take() {
             return Ok(buffer);
         }
-        // A pool that was just made has its one buffer.
+        // Cannot fail: a new pool has a free buffer.
         make(1)?.take().ok_or(DmaError::Map(MapError::Shape {
             len: len as u64,
             offset: 0,
@@ -64,7 +64,7 @@ impl AsyncHandle {
 impl Drop for AsyncHandle {
     fn drop(&mut self) {
         self.shared().close();
-        // The last handle may go down with a waker, on the thread itself.
+        // A waker on the queue thread may drop the last handle; a thread cannot join itself.
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {

@@ -1,18 +1,17 @@
-//! The asynchronous API: futures over a queue pair, for any executor.
+//! Asynchronous API: futures over a queue pair, for any executor.
 //!
-//! A queue pair belongs to one thread at a time: the one that drives it. It submits what futures
-//! leave in the inbox, in batches, and wakes them when their commands complete. It polls while
-//! there is work, for as long as the queue's [`SpinPolicy`](crate::SpinPolicy) says, and then
-//! sleeps on one descriptor, which the controller's interrupt and new work both signal. Nothing
-//! here needs an executor of a certain kind: `std::task::Waker` is all.
+//! One thread at a time drives a queue pair. The driving thread submits the commands that futures
+//! put into the inbox, in batches, and wakes the futures when their commands complete. It polls
+//! while commands are in flight, limited by the queue's [`SpinPolicy`](crate::SpinPolicy), and then
+//! sleeps on an eventfd, which the controller's interrupt and new commands both signal. Futures
+//! only need a `std::task::Waker`, so they work with any executor.
 //!
-//! # Who drives
+//! # Driving thread
 //!
-//! An [`AsyncQueue`] has a thread of its own for that, so futures get on wherever they are polled.
-//! But a command that goes to another thread and back costs two wakeups, which is more than the
-//! command itself. A thread that polls futures and has nothing better to do than to wait for them
-//! (an event loop, a blocking call) therefore drives the queue itself, as long as it has a
-//! [`Driver`]:
+//! An [`AsyncQueue`] has a queue thread, so futures make progress wherever they are polled. But
+//! passing a command to the queue thread and back costs two wakeups, more than the command itself.
+//! Therefore a thread that polls futures and otherwise only waits for them (an event loop, a
+//! blocking call) can drive the queue itself, with a [`Driver`]:
 //!
 //! ```no_run
 //! # use shadowbell_driver::AsyncQueue;
@@ -35,22 +34,22 @@
 //! # }
 //! ```
 //!
-//! Futures of other threads are served as well meanwhile. When the [`Driver`] is dropped, whatever
-//! is under way goes on, by the queue's own thread.
+//! The [`Driver`] also serves futures of other threads. When the [`Driver`] is dropped, the queue
+//! thread continues with the commands in flight.
 //!
 //! # Dropping a future
 //!
-//! Dropping a future never touches the device and never frees memory that the device may use. A
-//! command that was not submitted yet is forgotten, and its buffer goes back to its pool. One that
-//! was submitted runs to its end: the queue keeps its buffer until the completion, with which it
-//! goes back to its pool.
+//! Dropping a future never touches the device and never frees memory that the device may use. If
+//! the command was not submitted yet, it is discarded, and its buffer returns to its pool. If the
+//! command was submitted, it is executed: the queue keeps the buffer until the completion, and then
+//! returns the buffer to its pool.
 //!
-//! # Order, and time
+//! # Order and timeouts
 //!
-//! Commands are submitted in the order of the first poll of their futures. A queue that is full has
-//! them wait, first come, first served. The controller may carry commands out in any order. A
-//! command that does not complete in time ([`Timeouts::io`](crate::Timeouts)) fails its future, and
-//! so does one that waits for a full queue for so long.
+//! Commands are submitted in the order of the first poll of their futures. If the queue is full,
+//! futures wait in FIFO order. The controller may execute commands in any order. A command that
+//! does not complete within [`Timeouts::io`](crate::Timeouts) fails its future; a future that waits
+//! for a full queue for the same time fails as well.
 
 mod future;
 mod handle;

@@ -1,4 +1,4 @@
-//! The commands on a namespace, as futures.
+//! Namespace commands as futures.
 
 use super::future::{Io, Transfer, Unit};
 use super::queue::AsyncQueue;
@@ -11,9 +11,9 @@ use shadowbell_spec::nvm::{CopyRange, DsmRange};
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
-/// A namespace, through an [`AsyncQueue`].
+/// A namespace that is accessed through an [`AsyncQueue`].
 ///
-/// Every future here may be dropped at any time: see the [module](super) for what happens then.
+/// Futures may be dropped at any time: see the [module](super) for the effect on their commands.
 #[derive(Clone, Debug)]
 pub struct AsyncNamespace {
     queue: AsyncQueue,
@@ -21,7 +21,7 @@ pub struct AsyncNamespace {
 }
 
 impl AsyncQueue {
-    /// The way to use `namespace` through this queue.
+    /// Opens `namespace` for commands through this queue.
     #[must_use]
     pub fn open(&self, namespace: &Namespace) -> AsyncNamespace {
         AsyncNamespace { queue: self.clone(), namespace: Arc::new(namespace.clone()) }
@@ -29,66 +29,66 @@ impl AsyncQueue {
 }
 
 impl AsyncNamespace {
-    /// What the namespace is.
+    /// The namespace's properties.
     #[must_use]
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// The queue that the commands go through.
+    /// The queue that executes the commands.
     #[must_use]
     pub fn queue(&self) -> &AsyncQueue {
         &self.queue
     }
 
-    /// Reads into all of `buffer`, from block `lba` on. Gives the buffer back.
+    /// Reads blocks from `lba` on into all of `buffer`. Returns the buffer.
     pub fn read(&self, lba: u64, buffer: Buffer) -> Transfer {
         let blocks = self.blocks(&buffer);
         self.transfer(blocks.and_then(|blocks| self.namespace.read(lba, blocks)), buffer)
     }
 
-    /// Writes all of `buffer`, from block `lba` on. Gives the buffer back.
+    /// Writes all of `buffer` to the blocks from `lba` on. Returns the buffer.
     pub fn write(&self, lba: u64, buffer: Buffer) -> Transfer {
         let blocks = self.blocks(&buffer);
         self.transfer(blocks.and_then(|blocks| self.namespace.write(lba, blocks)), buffer)
     }
 
-    /// A command of [`Namespace::read_with_metadata`] and the like. Gives the buffer back, which
-    /// has the data and the metadata.
+    /// Executes a command of [`Namespace::read_with_metadata`] or a similar method. Returns the
+    /// buffer with data and metadata.
     pub fn transfer_with_metadata(&self, command: MetadataCommand, buffer: Buffer) -> Transfer {
         Transfer(self.queue.submit_with_metadata(command, Some(buffer)))
     }
 
-    /// Compares all of `buffer` with what is there from block `lba` on: Compare Failure if they
-    /// differ. Gives the buffer back.
+    /// Compares all of `buffer` with the blocks from `lba` on. Fails with Compare Failure if they
+    /// differ. Returns the buffer.
     pub fn compare(&self, lba: u64, buffer: Buffer) -> Transfer {
         let blocks = self.blocks(&buffer);
         self.transfer(blocks.and_then(|blocks| self.namespace.compare(lba, blocks)), buffer)
     }
 
-    /// Makes everything that was written before durable.
+    /// Flush: makes all completed writes durable.
     pub fn flush(&self) -> Unit {
         Unit(self.queue.submit(self.namespace.flush(), None))
     }
 
-    /// Has the controller check that `blocks` blocks from `lba` can be read.
+    /// Verify: the controller checks that `blocks` blocks from `lba` are readable.
     pub fn verify(&self, lba: u64, blocks: u32) -> Unit {
         self.unit(self.namespace.verify(lba, blocks))
     }
 
-    /// Makes `blocks` blocks from `lba` zero; the controller may deallocate them if `deallocate`.
+    /// Zeroes `blocks` blocks from `lba`. With `deallocate`, the controller may deallocate them.
     pub fn write_zeroes(&self, lba: u64, blocks: u32, deallocate: bool) -> Unit {
         self.unit(self.namespace.write_zeroes(lba, blocks, deallocate))
     }
 
-    /// Dataset Management, Deallocate: the data of these ranges (1 to 256) are not needed any more.
-    /// What they read as afterwards is the controller's choice.
+    /// Dataset Management, Deallocate: discards the data of 1 to 256 ranges. The controller chooses
+    /// what deallocated blocks read as.
     pub fn discard(&self, ranges: &[DsmRange]) -> Unit {
         self.with_ranges(self.namespace.deallocate(ranges.len()), ranges.as_bytes())
     }
 
-    /// Has the controller copy the blocks of `sources`, one range after the other, to `to` and what
-    /// follows: see [`Namespace::copy`].
+    /// Copies the blocks of `sources`, one range after the other, to consecutive blocks from `to`
+    /// on, inside the controller: see [`Namespace::copy`].
     pub fn copy(&self, to: u64, sources: &[CopyRange]) -> Unit {
         self.with_ranges(self.namespace.copy(to, sources), sources.as_bytes())
     }
@@ -100,7 +100,7 @@ impl AsyncNamespace {
         };
         match self.queue.handle().range_buffer(ranges.len()) {
             Ok(mut buffer) => {
-                // It has room for the most ranges that there may be.
+                // Cannot fail: `range_buffer` returns at least `ranges.len()` bytes.
                 let _ = buffer.copy_from(0, ranges);
                 Unit(self.queue.submit(command, Some(buffer)))
             }

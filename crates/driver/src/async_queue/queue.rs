@@ -1,4 +1,4 @@
-//! A queue for futures, and the right to drive it.
+//! Public handle of an async queue, and the [`Driver`] that drives it.
 
 use super::future::Io;
 use super::handle::AsyncHandle;
@@ -15,36 +15,36 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A queue pair with a thread of its own, for futures of any executor. A clone is another handle on
-/// the same queue.
+/// A queue pair with a queue thread, for futures of any executor. A clone is another handle to the
+/// same queue.
 ///
-/// When the last handle and the last future are dropped, the thread waits for what is outstanding
-/// (until its deadline), deletes the queue pair and ends, and the drop waits for that.
+/// When the last handle and the last future are dropped, the queue thread waits for outstanding
+/// commands (until their deadline), deletes the queue pair and ends. The drop waits for the thread.
 #[derive(Clone)]
 pub struct AsyncQueue(Arc<AsyncHandle>);
 
 impl AsyncQueue {
-    /// Gives `queue` a thread.
+    /// Starts a queue thread for `queue`.
     ///
     /// # Errors
-    /// The system's, when there is no thread or descriptor to be had.
+    /// The error of the system, if no thread or descriptor is available.
     pub fn start(queue: QueuePair) -> io::Result<Self> {
         Ok(Self(Arc::new(AsyncHandle::start(queue)?)))
     }
 
-    /// Any I/O command, with its buffer if it has data. It is submitted when the future is first
-    /// polled.
+    /// Creates the future of an I/O command, with a buffer if the command transfers data. The
+    /// command is submitted when the future is first polled.
     pub fn submit(&self, command: Command, buffer: Option<Buffer>) -> Io {
         Io::new(Arc::clone(&self.0), command, buffer)
     }
 
-    /// Any I/O command with metadata, as [`submit`](Self::submit) has those without.
+    /// As [`submit`](Self::submit), for a command with metadata.
     pub fn submit_with_metadata(&self, command: MetadataCommand, buffer: Option<Buffer>) -> Io {
         Io::with_metadata(Arc::clone(&self.0), command, buffer)
     }
 
-    /// Memory for `count` buffers of `size` bytes, shared with the controller at once: for whoever
-    /// knows the queue and not the controller.
+    /// Allocates `count` buffers of `size` bytes in memory that is shared with the controller. As
+    /// [`Controller::buffers`](crate::Controller::buffers), for code that has only the queue.
     ///
     /// # Errors
     /// [`DmaError`].
@@ -52,14 +52,14 @@ impl AsyncQueue {
         self.shared().pool(count, size)
     }
 
-    /// The right to drive this queue, if nobody else has it at the moment.
+    /// Takes the right to drive this queue; `None` if another thread drives it.
     #[must_use]
     pub fn try_drive(&self) -> Option<Driver> {
         Driver::new(self.clone())
     }
 
-    /// The right to drive this queue, for an event loop, which comes here again soon: if it is the
-    /// queue's own thread that drives, it stops, even with commands under way.
+    /// Takes the right to drive this queue, for an event loop that retries soon. If the queue
+    /// thread drives, it stops on this request, even with commands in flight.
     #[must_use]
     pub fn ask_to_drive(&self) -> Option<Driver> {
         let driver = self.try_drive();
@@ -69,39 +69,39 @@ impl AsyncQueue {
         driver
     }
 
-    /// Ends the sleep of whoever drives the queue, or has its thread look at it.
+    /// Wakes the driving thread if it sleeps, or the queue thread if no thread drives.
     pub fn nudge(&self) {
         self.shared().nudge();
     }
 
-    /// What is signalled, as an eventfd is, while whoever drives the queue sleeps and there is
-    /// something to do. For event loops: edge-triggered, since nobody resets its count.
+    /// An eventfd that is signalled if there is work while the driving thread sleeps. Event loops
+    /// must watch it edge-triggered, because its counter is not reset.
     #[must_use]
     pub fn event(&self) -> BorrowedFd<'_> {
         self.shared().event().as_fd()
     }
 
-    /// A socket that hangs up when the device has gone, if it is one that has such a thing: to be
-    /// watched (`EPOLLRDHUP`) together with [`event`](Self::event), and followed by
-    /// [`Driver::check_gone`].
+    /// A socket that hangs up when the device disappears, if the transport has one. An event loop
+    /// watches it (`EPOLLRDHUP`) together with [`event`](Self::event), and calls
+    /// [`Driver::check_gone`] after a hang-up.
     #[must_use]
     pub fn hang_up(&self) -> Option<BorrowedFd<'_>> {
         self.shared().hang_up().map(AsFd::as_fd)
     }
 
-    /// What the queue did, as of the last time that its driver had nothing better to do.
+    /// Statistics of the queue, as of the last time that its driving thread prepared to sleep.
     #[must_use]
     pub fn stats(&self) -> QueueStats {
         self.shared().lock().stats
     }
 
-    /// The identifier of its submission queue, and of its completion queue.
+    /// The identifier of the submission and completion queue.
     #[must_use]
     pub fn qid(&self) -> u16 {
         self.shared().qid
     }
 
-    /// How many commands may be outstanding at once; further ones wait.
+    /// The maximum number of outstanding commands; further commands wait.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.shared().capacity
@@ -122,14 +122,14 @@ impl fmt::Debug for AsyncQueue {
     }
 }
 
-/// The right to drive a queue, and the duty: while this lives, nobody else does. See the
-/// [module](super).
+/// Exclusive right and duty to drive a queue: while it exists, no other thread drives the queue.
+/// See the [module](super).
 ///
-/// Whoever has it calls [`step`](Self::step) again and again, and sleeps only after
-/// [`prepare_sleep`](Self::prepare_sleep) (or by [`sleep`](Self::sleep)). It can be dropped at any
-/// time, and taken again.
+/// The owner calls [`step`](Self::step) in a loop, and sleeps only after
+/// [`prepare_sleep`](Self::prepare_sleep) (or by [`sleep`](Self::sleep)). A driver can be dropped
+/// and taken again at any time.
 pub struct Driver {
-    /// Not here any more when the queue does not work.
+    /// `None` after the queue has failed.
     worker: Option<Box<Worker>>,
     queue: AsyncQueue,
 }
@@ -144,14 +144,14 @@ impl Driver {
         Some(Self { worker: Some(worker), queue })
     }
 
-    /// The queue.
+    /// The driven queue.
     #[must_use]
     pub fn queue(&self) -> &AsyncQueue {
         &self.queue
     }
 
-    /// Submits what futures have left, with one doorbell or none, takes completions and wakes their
-    /// futures. Whether there was anything to do.
+    /// Submits the commands of the inbox with at most one doorbell write, takes completions and
+    /// wakes their futures. Returns true if there was work.
     pub fn step(&mut self) -> bool {
         let Some(worker) = &mut self.worker else { return false };
         let busy = worker.step(self.queue.shared());
@@ -161,41 +161,42 @@ impl Driver {
         busy
     }
 
-    /// How many commands are with the controller.
+    /// The number of commands in flight.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.worker.as_ref().map_or(0, |worker| worker.outstanding())
     }
 
-    /// Whether nothing is under way, and nobody waits for a free slot. If so, whoever drives has
-    /// nothing to do for the queue.
+    /// True if no command is in flight or queued and no future waits for a free slot, so that the
+    /// queue needs no driving.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.worker.as_ref().is_none_or(|worker| !worker.has_work()) && !self.has_inbox()
     }
 
-    /// Whether futures have left something.
+    /// True if futures have put commands into the inbox.
     fn has_inbox(&self) -> bool {
         self.worker.is_some() && self.queue.shared().has_inbox()
     }
 
-    /// Whether somebody else has tried to drive the queue since this was called last. Who has
-    /// nothing under way had best drop this then.
+    /// True if another thread tried to drive the queue since the last call. If no command of the
+    /// owner is in flight, the owner should drop the driver then.
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         self.queue.shared().take_request(ANY)
     }
 
-    /// Looks for something to do, here or as far as `also` knows, for as long as the queue's
-    /// [`SpinPolicy`](crate::SpinPolicy) says. Whether there is.
+    /// Polls for work of the queue, or until `also` returns true, within the limit of the queue's
+    /// [`SpinPolicy`](crate::SpinPolicy). Returns true if there is work.
     pub fn spin(&mut self, also: impl FnMut() -> bool) -> bool {
         let Some(worker) = &mut self.worker else { return false };
         worker.spin(self.queue.shared(), also)
     }
 
-    /// To be called before sleeping on [`AsyncQueue::event`]: whether there is nothing to do yet.
-    /// If so, the event will be signalled for whatever comes, the sleep must not last longer than
-    /// [`sleep_until`](Self::sleep_until), and [`awake`](Self::awake) has to follow it.
+    /// Prepares a sleep on [`AsyncQueue::event`]. Returns true if there is no work yet. Then the
+    /// event is signalled for new work, the sleep must not exceed
+    /// [`sleep_until`](Self::sleep_until), and the owner must call [`awake`](Self::awake)
+    /// afterwards.
     #[must_use]
     pub fn prepare_sleep(&mut self) -> bool {
         match &mut self.worker {
@@ -204,36 +205,35 @@ impl Driver {
         }
     }
 
-    /// When a sleep has to end at the latest.
+    /// Deadline of a sleep.
     #[must_use]
     pub fn sleep_until(&self) -> Option<Instant> {
         self.worker.as_ref().and_then(|worker| worker.sleep_until())
     }
 
-    /// To be called after a sleep that was prepared.
+    /// Ends a sleep that was prepared with [`prepare_sleep`](Self::prepare_sleep).
     pub fn awake(&mut self) {
         if let Some(worker) = &mut self.worker {
             worker.wake_up();
         }
     }
 
-    /// Sleeps until there is something to do for the queue, or until `deadline`. Not at all if
-    /// there is something to do as far as `also` knows; what makes that change later has to
-    /// [nudge](AsyncQueue::nudge) the queue.
+    /// Sleeps until there is work for the queue, or until `deadline`. Returns at once if `also`
+    /// returns true. Code that makes `also` true later must [nudge](AsyncQueue::nudge) the queue.
     pub fn sleep(&mut self, deadline: Option<Instant>, also: impl FnOnce() -> bool) {
         if let Some(worker) = &mut self.worker {
             worker.sleep(self.queue.shared(), deadline, also);
         }
     }
 
-    /// Whether the queue does not work any more: there is nothing left to drive.
+    /// True if the queue has failed, so that it needs no driving.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.worker.is_none()
     }
 
-    /// To be called when [`AsyncQueue::hang_up`] has hung up: if the device has gone, this fails
-    /// everything that is under way.
+    /// Checks for a disappeared device, after [`AsyncQueue::hang_up`] has hung up. If the device
+    /// has disappeared, all commands in flight fail.
     pub fn check_gone(&mut self) {
         if let Some(worker) = &mut self.worker {
             worker.check_gone(self.queue.shared());

@@ -1,4 +1,4 @@
-//! What futures and whoever drives the queue share.
+//! State that futures share with the thread that drives the queue.
 
 use crate::admin::AdminCommands;
 use crate::attached::AttachedController;
@@ -21,15 +21,15 @@ use std::task::Waker;
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-/// Somebody tried to drive the queue, and goes on without.
+/// Request: another thread tried to drive the queue and does not wait.
 pub(super) const TRIED: u8 = 1 << 0;
-/// Somebody waits to drive the queue.
+/// Request: another thread waits to drive the queue.
 pub(super) const ASKED: u8 = 1 << 1;
-/// Either.
+/// Either request.
 pub(super) const ANY: u8 = TRIED | ASKED;
 
-/// One command, from the first poll of its future until its completion. There are as many as the
-/// queue takes at once.
+/// State of one command, from the first poll of its future until its completion. There are as many
+/// ops as slots of the queue.
 pub(super) struct Op {
     pub(super) state: OpState,
     pub(super) waker: Option<Waker>,
@@ -38,19 +38,19 @@ pub(super) struct Op {
 }
 
 pub(super) enum OpState {
-    /// There is no command.
+    /// Not in use.
     Free,
     /// In the inbox.
     Queued(Command, Option<Buffer>),
-    /// In the inbox, but the future is gone: to be freed from there.
+    /// In the inbox, but its future was dropped: to be freed when taken from the inbox.
     Cancelled,
-    /// With the controller.
+    /// In flight.
     Submitted,
-    /// With the controller for too long: the future is to fail.
+    /// In flight beyond its deadline: its future fails with a timeout.
     Expired,
-    /// With the controller, and nobody waits any more.
+    /// In flight, and its future was dropped or has failed.
     Abandoned,
-    /// For the future to take.
+    /// Completed; the result waits for the future.
     Done(Result<Completion, IoError>),
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Waiter {
     pub(super) ticket: u64,
     pub(super) waker: Waker,
     pub(super) deadline: Option<Instant>,
-    /// The deadline has passed: the future is to fail.
+    /// The deadline has passed: the future fails with a timeout.
     pub(super) late: bool,
 }
 
@@ -67,31 +67,31 @@ pub(super) struct AsyncState {
     pub(super) ops: Box<[Op]>,
     pub(super) free: Vec<u32>,
     pub(super) inbox: VecDeque<u32>,
-    /// What commands with metadata in the inbox say beside their command, by op.
+    /// Metadata part of commands in the inbox, by op index.
     pub(super) with_metadata: BTreeMap<u32, MetadataCommand>,
     pub(super) waiters: VecDeque<Waiter>,
     pub(super) next_ticket: u64,
     pub(super) closing: bool,
-    /// The queue does not work any more.
+    /// Set when the queue has failed.
     pub(super) failed: Option<QueueError>,
     pub(super) stats: QueueStats,
 }
 
-/// What an [`AsyncQueue`](super::AsyncQueue), its futures and its worker have in common.
+/// State shared by an [`AsyncQueue`](super::AsyncQueue), its futures and its worker.
 pub(super) struct AsyncShared {
     state: Mutex<AsyncState>,
-    /// Whether there is something in the inbox, or the queue is to be closed: for who drives the
-    /// queue to look at without the lock.
+    /// True if the inbox has commands or the queue is to be closed. The driving thread polls the
+    /// flag without the lock.
     inbox_flag: AtomicBool,
     sleeper: SleeperWaker<Arc<AtomicU32>>,
     event: EventFd,
-    /// A socket that hangs up when the device has gone.
+    /// A socket that hangs up when the device disappears.
     hang_up: Option<OwnedFd>,
-    /// Nobody drives the queue.
+    /// True if no thread drives the queue.
     parked: AtomicBool,
-    /// What others have asked for who can not drive the queue at the moment.
+    /// Requests (`TRIED`, `ASKED`) of other threads for the right to drive the queue.
     requests: AtomicU8,
-    /// The queue's own thread, which drives it if nobody else does.
+    /// The queue thread, which drives the queue if no other thread does.
     thread: OnceLock<Thread>,
     pub(super) capacity: usize,
     pub(super) timeout: Duration,
@@ -100,8 +100,8 @@ pub(super) struct AsyncShared {
 }
 
 impl AsyncShared {
-    /// What futures share with whoever drives `queue`, which has to be
-    /// [parked](super::parking::WorkerParking::park).
+    /// Creates the shared state of `queue`, whose worker must be
+    /// [parked](super::parking::WorkerParking::park) next.
     pub(super) fn new(queue: &QueuePair, sleeping: &Arc<AtomicU32>) -> io::Result<Self> {
         let capacity = queue.capacity();
         let op = || Op { state: OpState::Free, waker: None, deadline: None, opcode: 0 };
@@ -140,24 +140,25 @@ impl AsyncShared {
         self.inbox_flag.load(Ordering::Acquire)
     }
 
-    /// To be called with the lock held, before the inbox is looked at.
+    /// Clears the inbox flag. Called with the lock held, before the inbox is read.
     pub(super) fn take_inbox_flag(&self) {
         self.inbox_flag.store(false, Ordering::Relaxed);
     }
 
-    /// Something is in the inbox, put there with the lock held.
+    /// Notifies the driving thread of a new inbox entry, which was added with the lock held.
     pub(super) fn notify_inbox(&self) {
-        // Whoever set it sees to it that somebody looks, and who looked took it away with the lock
-        // held, so what we put there is seen.
+        // If the flag is set, the thread that set it has notified the driving thread. The driving
+        // thread clears the flag with the lock held before it reads the inbox, so it will find the
+        // new entry.
         if !self.inbox_flag.load(Ordering::Acquire) {
             self.inbox_flag.store(true, Ordering::Release);
             self.nudge();
         }
     }
 
-    /// Has somebody look at the queue soon.
+    /// Wakes the driving thread if it sleeps, or the queue thread if no thread drives.
     pub(super) fn nudge(&self) {
-        // With a full fence in it, which pairs with the one of `WorkerParking::park_silently`.
+        // `kick` has a full fence, which pairs with the fence in `WorkerParking::park_silently`.
         if self.sleeper.kick() {
             self.event.signal();
         }
@@ -166,37 +167,37 @@ impl AsyncShared {
         }
     }
 
-    /// Wakes the queue's own thread.
+    /// Unparks the queue thread.
     pub(super) fn wake_thread(&self) {
         if let Some(thread) = self.thread.get() {
             thread.unpark();
         }
     }
 
-    /// The queue's own thread is this one.
+    /// Stores the handle of the queue thread.
     pub(super) fn set_thread(&self, thread: Thread) {
         let _ = self.thread.set(thread);
     }
 
-    /// Nobody drives the queue, or somebody does. With the worker's lock held.
+    /// Records whether the worker is parked. Called with the lock of the worker held.
     pub(super) fn set_parked(&self, parked: bool) {
         self.parked.store(parked, Ordering::Relaxed);
     }
 
-    /// Somebody else would like to drive the queue.
+    /// Requests the right to drive the queue from the driving thread.
     pub(super) fn request(&self, how: u8) {
         if self.requests.load(Ordering::Relaxed) & how == 0 {
             self.requests.fetch_or(how, Ordering::Relaxed);
         }
     }
 
-    /// Whether anybody requested that since this was asked last.
+    /// Takes all requests. Returns true if one of the kinds `how` was made since the last call.
     pub(super) fn take_request(&self, how: u8) -> bool {
         self.requests.load(Ordering::Relaxed) & how != 0
             && self.requests.swap(0, Ordering::Relaxed) & how != 0
     }
 
-    /// What the queue's interrupt and new work signal.
+    /// Eventfd that the queue's interrupt and new commands signal.
     pub(super) fn event(&self) -> &EventFd {
         &self.event
     }
@@ -210,7 +211,7 @@ impl AsyncShared {
         self.notify_inbox();
     }
 
-    /// Buffers that the device can reach.
+    /// Allocates buffers in memory that is shared with the controller.
     pub(super) fn pool(&self, count: usize, size: usize) -> Result<BufferPool, DmaError> {
         self.controller.upgrade().ok_or(DmaError::Detached)?.buffers(count, size)
     }
@@ -225,8 +226,8 @@ impl AsyncShared {
     }
 }
 
-/// What is left to do after an [`Op`] was freed, without the lock: a waker's own code may come back
-/// here, to wake somebody or to drop a future.
+/// Wakers to call or drop after an [`Op`] was freed. Done without the lock, because a waker's code
+/// may call back into this queue: wake another future, or drop one.
 #[must_use = "somebody may wait for the free op"]
 #[derive(Default)]
 pub(super) struct Freed {
@@ -235,7 +236,7 @@ pub(super) struct Freed {
 }
 
 impl Freed {
-    /// Wakes who is next. Not with the lock held.
+    /// Wakes the next waiter. Must be called without the lock.
     pub(super) fn pass_on(self) {
         drop(self.stale);
         if let Some(next) = self.next {
@@ -249,7 +250,7 @@ impl AsyncState {
         self.ops.get_mut(index as usize)
     }
 
-    /// Frees an [`Op`].
+    /// Frees an [`Op`]. Returns the waker of the next waiter.
     pub(super) fn free_op(&mut self, index: u32) -> Freed {
         let Some(op) = self.op(index) else { return Freed::default() };
         op.state = OpState::Free;
@@ -258,7 +259,7 @@ impl AsyncState {
         Freed { next: self.next_waiter(), stale }
     }
 
-    /// Who may have an [`Op`] now, or is to fail because there never will be one.
+    /// The first waiter, if it can continue: an [`Op`] is free, or the queue has failed.
     fn next_waiter(&self) -> Option<Waker> {
         if self.free.is_empty() && self.failed.is_none() {
             return None;
@@ -266,17 +267,18 @@ impl AsyncState {
         self.waiters.front().map(|waiter| waiter.waker.clone())
     }
 
-    /// Who has this ticket waits no more, and another may.
+    /// Removes the waiter with this ticket. Returns the waker of the next waiter.
     pub(super) fn leave(&mut self, ticket: Option<u64>) -> Freed {
-        // Nearly always the first.
+        // Usually the first one.
         let at = self.waiters.iter().position(|waiter| Some(waiter.ticket) == ticket);
         let stale = at.and_then(|at| self.waiters.remove(at)).map(|waiter| waiter.waker);
         Freed { next: self.next_waiter(), stale }
     }
 
-    /// Waits for an [`Op`], with `ticket` if that was given before. Gives the ticket, and a waker
-    /// to be dropped without the lock. Whoever is the only one to wait has to call
-    /// [`notify_inbox`](AsyncShared::notify_inbox), so that somebody watches the deadlines.
+    /// Adds a waiter for an [`Op`], or updates the waker of the waiter with `ticket`. Returns the
+    /// ticket, and a waker that must be dropped without the lock. If the waiter is new and the only
+    /// one, the caller must call [`notify_inbox`](AsyncShared::notify_inbox), so that the driving
+    /// thread watches its deadline.
     pub(super) fn wait(
         &mut self,
         ticket: Option<u64>,
@@ -294,11 +296,11 @@ impl AsyncState {
     }
 
     fn waiter(&mut self, ticket: Option<u64>) -> Option<&mut Waiter> {
-        // Nearly always the first.
+        // Usually the first one.
         ticket.and_then(|ticket| self.waiters.iter_mut().find(|waiter| waiter.ticket == ticket))
     }
 
-    /// Whether the one with this ticket has waited for too long.
+    /// True if the deadline of the waiter with this ticket has passed.
     pub(super) fn is_late(&mut self, ticket: Option<u64>) -> bool {
         self.waiter(ticket).is_some_and(|waiter| waiter.late)
     }

@@ -1,4 +1,4 @@
-//! The queue's own thread, which drives it while nobody else does.
+//! Queue thread: drives the queue while no other thread does.
 
 use super::parking::WorkerParking;
 use super::shared::{ASKED, AsyncShared};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long whoever asked to drive the queue may take to do so.
+/// Time for a thread that has asked to drive the queue to start driving.
 const HANDOVER: Duration = Duration::from_millis(1);
 
 pub(super) fn spawn(parking: Arc<WorkerParking>) -> io::Result<JoinHandle<()>> {
@@ -45,13 +45,13 @@ fn run(parking: &WorkerParking) {
     }
 }
 
-/// How a turn at the queue ended.
+/// Reason for the queue thread to stop driving.
 enum Turn {
-    /// The queue is to be closed, or does not work any more.
+    /// The queue is closed or has failed.
     Over,
-    /// There is nothing to do.
+    /// No commands are outstanding, and no futures wait.
     Idle,
-    /// Somebody else has asked to drive the queue.
+    /// Another thread has asked to drive the queue.
     Requested,
 }
 

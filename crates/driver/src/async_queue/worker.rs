@@ -1,5 +1,5 @@
-//! What drives the queue pair: submits the commands of the inbox, completes futures, watches the
-//! deadlines. Whoever has the worker drives the queue, one thread at a time.
+//! Worker of an async queue: submits commands of the inbox, completes futures, checks deadlines.
+//! The thread that owns the [`Worker`] drives the queue, one thread at a time.
 
 use super::shared::{AsyncShared, Freed, OpState};
 use crate::command::{Beside, Command};
@@ -13,30 +13,30 @@ use std::sync::atomic::AtomicU32;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-/// How long a sleep is while commands are outstanding on a queue without an interrupt.
+/// Poll interval while commands are outstanding on a queue without an interrupt.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
-/// Looks between two looks at the clock.
+/// Polls between two readings of the clock.
 const LOOKS_PER_CLOCK: u32 = 64;
 
 pub(super) struct Worker {
     queue: QueuePair,
     sleeper: Sleeper<Arc<AtomicU32>>,
-    /// The op of the command in each slot.
+    /// Index of the op whose command is in each slot.
     op_of_slot: Box<[u32]>,
-    // Kept for their capacity: a batch allocates nothing.
+    // Vectors that are reused for their capacity: a batch allocates nothing.
     batch: Vec<(u32, Command, Option<Buffer>)>,
     done: Vec<(u32, Result<Completion, IoError>)>,
     wakers: Vec<Waker>,
     dropped: Vec<Result<Completion, IoError>>,
     freed: Vec<Freed>,
     next_scan: Option<Instant>,
-    /// Since when the queue is to be closed.
+    /// Time when the worker noticed that the queue is to be closed.
     closing: Option<Instant>,
-    /// Since when this waits for a completion.
+    /// Start of a wait for a completion that outlasted the spin.
     waiting: Option<Instant>,
-    /// Futures wait for a free op, as of the last look.
+    /// True if futures waited for a free op at the last look.
     waiters: bool,
-    /// The queue does not work any more, and every future has failed.
+    /// True if the queue has failed, and with it every future.
     failed: bool,
 }
 
@@ -60,7 +60,7 @@ impl Worker {
         }
     }
 
-    /// Whether there is something to be waited for.
+    /// True if commands are outstanding, futures wait for a free op, or a failure is to be handled.
     pub(super) fn has_work(&self) -> bool {
         self.failed || self.waiters || self.queue.outstanding() != 0
     }
@@ -73,7 +73,8 @@ impl Worker {
         self.queue.outstanding()
     }
 
-    /// Whether the queue is to be closed, and what is outstanding is done or never will be.
+    /// True if the queue has failed, or is closed and has no outstanding commands before their
+    /// timeout.
     pub(super) fn is_over(&self, shared: &AsyncShared) -> bool {
         self.failed
             || self.closing.is_some_and(|since| {
@@ -81,7 +82,7 @@ impl Worker {
             })
     }
 
-    /// Submits what is in the inbox, and completes futures. Whether there was anything.
+    /// Submits the commands of the inbox, and completes futures. Returns true if there was work.
     pub(super) fn step(&mut self, shared: &AsyncShared) -> bool {
         if self.failed {
             return false;
@@ -123,7 +124,7 @@ impl Worker {
                     op.deadline = deadline;
                     self.batch.push((index, command, buffer));
                 }
-                // Its future was dropped before it got here.
+                // The future was dropped before its command was taken from the inbox.
                 _ => self.freed.push(state.free_op(index)),
             }
         }
@@ -144,7 +145,8 @@ impl Worker {
         for (index, command, buffer) in self.batch.drain(..) {
             let outcome = match self.queue.submit(command, buffer) {
                 Err(Refused { buffer, .. }) if command.beside() == Beside::Given => {
-                    // Not without what was left for it: only commands without pay nothing for it.
+                    // The plain path refuses commands with stored metadata, so only such commands
+                    // pay for the lookup.
                     submit_given(&mut self.queue, shared, index, buffer)
                 }
                 outcome => outcome,
@@ -177,7 +179,7 @@ impl Worker {
                     op.state = OpState::Done(outcome);
                     self.wakers.extend(op.waker.take());
                 }
-                // Nobody waits: the buffer goes back to its pool, outside of the lock.
+                // The future was dropped or has failed: drop the buffer after the unlock.
                 _ => {
                     self.freed.push(state.free_op(index));
                     self.dropped.push(outcome);
@@ -190,8 +192,8 @@ impl Worker {
         self.wakers.drain(..).for_each(Waker::wake);
     }
 
-    /// Fails the futures of commands that take too long, and those that wait for a free op for too
-    /// long.
+    /// Fails futures whose commands are in flight beyond their deadline, and futures that waited
+    /// too long for a free op.
     fn expire(&mut self, shared: &AsyncShared) {
         let Some(scan) = self.next_scan else { return };
         if self.queue.outstanding() == 0 && !self.waiters {
@@ -230,8 +232,8 @@ impl Worker {
         self.wakers.drain(..).for_each(Waker::wake);
     }
 
-    /// Polls for as long as the policy says. Whether there is something to do, here or as far as
-    /// `also` knows.
+    /// Polls within the limit of the spin policy. Returns true if there is work for the queue, or
+    /// `also` returned true.
     pub(super) fn spin(&mut self, shared: &AsyncShared, mut also: impl FnMut() -> bool) -> bool {
         let began = Instant::now();
         let window = self.queue.spin_mut().window();
@@ -251,8 +253,8 @@ impl Worker {
         }
     }
 
-    /// From here on the event is signalled for whatever there is to do. Whether there is nothing
-    /// yet; if so, [`wake_up`](Self::wake_up) has to follow.
+    /// Arms the event: it is signalled for new work from now on. Returns true if there is no work
+    /// yet; then [`wake_up`](Self::wake_up) must follow.
     pub(super) fn prepare_sleep(&mut self, shared: &AsyncShared) -> bool {
         shared.lock().stats = self.queue.stats();
         if let Err(error) = self.queue.prepare_sleep() {
@@ -263,32 +265,33 @@ impl Worker {
         let asleep = fenced.try_sleep();
         let sleeps = asleep.is_some();
         if let Some(asleep) = asleep {
-            // Awake again with `wake_up`, and not with a guard: an event loop may be around us.
+            // `wake_up` ends the sleep instead of a guard, because the sleep may be in an event
+            // loop, outside of this function.
             asleep.stay();
         }
         sleeps
     }
 
-    /// After a sleep.
+    /// Ends a prepared sleep.
     pub(super) fn wake_up(&mut self) {
         self.sleeper.rise();
         self.count_wait();
     }
 
-    /// A wait that began with a [spin](Self::spin) in vain is over: what comes of it for the next.
+    /// Reports a wait that outlasted its [spin](Self::spin) to the spin policy, to adapt later
+    /// spins.
     pub(super) fn count_wait(&mut self) {
         if let Some(began) = self.waiting.take() {
             self.queue.spin_mut().waited(began.elapsed());
         }
     }
 
-    /// That wait was not for a completion.
+    /// Discards the start of such a wait, because it was not a wait for a completion.
     pub(super) fn forget_wait(&mut self) {
         self.waiting = None;
     }
 
-    /// Sleeps until there is something to do, or until `deadline`; not if there is something to do
-    /// as far as `also` knows.
+    /// Sleeps until there is work, or until `deadline`. Returns at once if `also` returns true.
     pub(super) fn sleep(
         &mut self,
         shared: &AsyncShared,
@@ -311,18 +314,19 @@ impl Worker {
         }
     }
 
-    /// When a sleep has to end.
+    /// Deadline of a sleep.
     pub(super) fn sleep_until(&self) -> Option<Instant> {
         if self.queue.outstanding() == 0 || self.queue.has_interrupt() {
-            // Idle: no timer.
+            // Without work no timer is needed.
             return self.next_scan.filter(|_| self.has_work());
         }
         Instant::now().checked_add(POLL_INTERVAL)
     }
 
-    /// The device may have gone, as an event loop found that sleeps on more than the queue.
+    /// Fails the queue if the device has disappeared. For event loops that watch the hang-up
+    /// socket.
     pub(super) fn check_gone(&mut self, shared: &AsyncShared) {
-        // The queue's own sleep finds that, too, but perhaps a signal first.
+        // `block` reports the hang-up, but first returns once for each pending signal.
         for _ in 0..3 {
             if self.failed {
                 return;
@@ -333,7 +337,7 @@ impl Worker {
         }
     }
 
-    /// The queue does not work any more. What was not submitted gets its buffer back.
+    /// Fails the queue and all futures. Commands that were not submitted return their buffers.
     fn fail(&mut self, shared: &AsyncShared, error: QueueError) -> bool {
         self.failed = true;
         let mut state = shared.lock();
@@ -349,7 +353,7 @@ impl Worker {
             self.wakers.extend(op.waker.take());
         }
         state.inbox.clear();
-        // Whoever waits for a free op fails, one after the other.
+        // Every waiter for a free op fails and wakes the next one.
         let freed = state.leave(None);
         drop(state);
         self.complete(shared);
@@ -358,7 +362,7 @@ impl Worker {
         true
     }
 
-    /// The last that happens to a queue. Whoever comes late finds one that does not work.
+    /// Ends the queue. Futures that are polled later fail.
     pub(super) fn end(self, shared: &AsyncShared) {
         let mut state = shared.lock();
         state.stats = self.queue.stats();
@@ -366,11 +370,11 @@ impl Worker {
         let freed = state.leave(None);
         drop(state);
         freed.pass_on();
-        // The queue pair is dropped here, and with it deleted.
+        // Dropping `self` drops and deletes the queue pair.
     }
 }
 
-/// Submits the command with metadata that is this op.
+/// Submits the command with metadata of the op `index`.
 #[cold]
 fn submit_given(
     queue: &mut QueuePair,
@@ -380,7 +384,7 @@ fn submit_given(
 ) -> Result<Token, Refused> {
     match shared.lock().with_metadata.remove(&index) {
         Some(command) => queue.submit_with_metadata(&command, buffer),
-        // It is left there before its op is in the inbox.
+        // Unreachable: the metadata are stored before the op is put into the inbox.
         None => Err(Refused { reason: QueueError::Detached { qid: shared.qid }, buffer }),
     }
 }

@@ -1,4 +1,4 @@
-//! A command that says everything there is to say of metadata and protection information.
+//! I/O commands that transfer metadata or specify protection information explicitly.
 
 use super::format::BlockMetadata;
 use crate::command::Command;
@@ -8,37 +8,37 @@ use shadowbell_spec::nvm::PRINFO_PRACT;
 use shadowbell_spec::protection::ProtectionFields;
 use thiserror::Error;
 
-/// The dwords of an entry that a plain [`Command`] does not have, and where the metadata are in
-/// its buffer.
+/// Tag dwords of a submission queue entry that a plain [`Command`] does not have, and the place of
+/// the metadata in the buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tags {
     pub(crate) cdw2_3: u64,
     pub(crate) cdw14_15: u64,
-    /// Where in the buffer they begin, and how many bytes they are.
+    /// Offset and length of separate metadata in the buffer.
     pub(crate) metadata: Option<(u32, u32)>,
 }
 
 impl Tags {
-    /// The upper part of the reference tag is in CDW3, below a storage tag that CDW2 would have.
+    /// The reference tag's upper part is in CDW3. CDW2, for storage tags, remains zero.
     pub(crate) fn new(fields: &ProtectionFields) -> Self {
         let app = u64::from(fields.app_tag) | u64::from(fields.app_mask) << 16;
         let tags = Self::of(fields.ref_tag);
         Self { cdw14_15: tags.cdw14_15 | app << 32, ..tags }
     }
 
-    /// Of a reference tag alone.
+    /// Tag dwords with a reference tag alone.
     pub(crate) fn of(tag: u64) -> Self {
         Self { cdw2_3: tag >> 32 << 32, cdw14_15: tag & u64::from(u32::MAX), metadata: None }
     }
 }
 
-/// An I/O command with what it says of metadata: made by
-/// [`Namespace::read_with_metadata`](crate::Namespace::read_with_metadata) and others.
+/// An I/O command with metadata and explicit protection information. Created by
+/// [`Namespace::read_with_metadata`](crate::Namespace::read_with_metadata) and similar methods.
 ///
-/// Its buffer has the data, and if the namespace's blocks are extended, each block's metadata right
-/// behind the block. Otherwise the metadata are behind all data, or where
-/// [`metadata_at`](Self::metadata_at) says. With PRACT, metadata that are protection information
-/// alone are nowhere: the controller inserts and strips them.
+/// The buffer holds the data. With extended blocks, each block is followed by its metadata. With
+/// separate metadata, all metadata follow the data, or are at [`metadata_at`](Self::metadata_at).
+/// With PRACT, metadata that consist of protection information alone are not transferred: the
+/// controller inserts and strips them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MetadataCommand {
     pub(crate) command: Command,
@@ -47,13 +47,13 @@ pub struct MetadataCommand {
     lba: u64,
     blocks: u32,
     block_size: u32,
-    /// Where in the buffer separate metadata are, if not behind the data.
+    /// Offset of separate metadata in the buffer, if not after the data.
     place: Option<u32>,
 }
 
 impl MetadataCommand {
-    /// `command`, which moves `blocks` blocks from `lba` on, and has PRINFO and its bytes still to
-    /// be set.
+    /// Creates a command for `blocks` blocks from `lba` on. Sets PRINFO; [`moving`](Self::moving)
+    /// sets the transfer length.
     pub(crate) fn new(
         command: Command,
         format: BlockMetadata,
@@ -69,50 +69,50 @@ impl MetadataCommand {
         Self { command, format, fields, lba, blocks, block_size, place: None }
     }
 
-    /// Bytes of a block in the data, with metadata that are there. `moves` is whether metadata are
-    /// transferred at all.
+    /// Distance of two blocks in the data: the block size, plus transferred metadata of an extended
+    /// block.
     fn step(&self) -> u64 {
         let own = if self.format.extended && !self.strips() { self.format.size } else { 0 };
         u64::from(self.block_size) + u64::from(own)
     }
 
-    /// Whether metadata are not transferred.
+    /// True if the controller inserts and strips the metadata, so that they are not transferred.
     fn strips(&self) -> bool {
         self.fields.prinfo & PRINFO_PRACT != 0 && self.format.is_protection_alone()
     }
 
-    /// The most blocks of such a command that moves `bytes` of data.
+    /// The maximum number of blocks of a command that transfers `bytes` bytes of data.
     pub(crate) fn most_blocks(&self, bytes: u64) -> u64 {
         bytes / self.step()
     }
 
-    /// With the bytes that it moves.
+    /// Sets the transfer length.
     pub(crate) fn moving(mut self) -> Self {
-        // Fewer than a command may move, which fits.
+        // The caller has checked the transfer limit, so the product fits into 32 bits.
         self.command.set_transfer((u64::from(self.blocks) * self.step()) as u32);
         self
     }
 
-    /// Bytes of data that it moves, with the metadata of extended blocks.
+    /// The transferred bytes of data, including the metadata of extended blocks.
     #[must_use]
     pub fn transfer_bytes(&self) -> u32 {
         self.command.transfer_bytes()
     }
 
-    /// Bytes of metadata in a place of their own.
+    /// The transferred bytes of separate metadata.
     #[must_use]
     pub fn metadata_bytes(&self) -> u32 {
         let moves = self.transfer_bytes() != 0 && !self.format.extended && !self.strips();
         if moves { self.blocks.saturating_mul(self.format.size.into()) } else { 0 }
     }
 
-    /// Where in the buffer these begin.
+    /// The offset of separate metadata in the buffer.
     #[must_use]
     pub fn metadata_offset(&self) -> u32 {
         self.place.unwrap_or(self.command.offset.saturating_add(self.transfer_bytes()))
     }
 
-    /// Bytes that its buffer needs, with what comes before the data.
+    /// The minimum length of the buffer, including the bytes before the data.
     #[must_use]
     pub fn buffer_bytes(&self) -> usize {
         let data = self.command.offset as usize + self.transfer_bytes() as usize;
@@ -122,42 +122,42 @@ impl MetadataCommand {
         }
     }
 
-    /// This command with its data `offset` bytes into the buffer, a multiple of 4.
+    /// Sets the offset of the data in the buffer, a multiple of 4.
     #[must_use]
     pub const fn at(mut self, offset: u32) -> Self {
         self.command = self.command.at(offset);
         self
     }
 
-    /// This command with separate metadata `offset` bytes into the buffer, a multiple of 4.
+    /// Sets the offset of separate metadata in the buffer, a multiple of 4.
     #[must_use]
     pub const fn metadata_at(mut self, offset: u32) -> Self {
         self.place = Some(offset);
         self
     }
 
-    /// This command with Force Unit Access: see [`Command::with_fua`].
+    /// Sets Force Unit Access: see [`Command::with_fua`].
     #[must_use]
     pub const fn with_fua(mut self) -> Self {
         self.command = self.command.with_fua();
         self
     }
 
-    /// This command, never to be submitted a second time by the driver: see [`Command::once`].
+    /// Forbids the driver to submit the command a second time: see [`Command::once`].
     #[must_use]
     pub const fn once(mut self) -> Self {
         self.command = self.command.once();
         self
     }
 
-    /// What it says beside the command.
+    /// Tag dwords and the place of separate metadata.
     pub(crate) fn tags(&self) -> Tags {
         let own = self.metadata_bytes();
         let metadata = (own != 0).then(|| (self.metadata_offset(), own));
         Tags { metadata, ..Tags::new(&self.fields) }
     }
 
-    /// Where a block and its metadata are in the buffer.
+    /// Offsets of a block and of its metadata in the buffer.
     fn places(&self, nth: u32) -> (usize, usize) {
         let data = u64::from(self.command.offset) + u64::from(nth) * self.step();
         let own = if self.format.extended {
@@ -168,9 +168,9 @@ impl MetadataCommand {
         (data as usize, own as usize)
     }
 
-    /// Makes the protection information of every block in the buffer, with the tags of the command:
-    /// for a write whose protection information the host makes. Nothing if there is none in the
-    /// buffer. `false` if the buffer is too short.
+    /// Generates the protection information of every block in the buffer, with the tags of the
+    /// command: for a write whose protection information the host generates. No effect if the
+    /// command transfers no protection information. Returns `false` if the buffer is too short.
     #[must_use = "nothing is made if the buffer is too short"]
     pub fn protect(&self, buffer: &mut Buffer) -> bool {
         if self.buffer_bytes() > buffer.len() {
@@ -191,9 +191,9 @@ impl MetadataCommand {
         })
     }
 
-    /// Checks the protection information of every block in the buffer, as PRCHK of the command
-    /// says: for a read whose protection information the host checks. Success if there is none in
-    /// the buffer.
+    /// Checks the protection information of every block in the buffer, as selected by PRCHK of the
+    /// command: for a read whose protection information the host checks. Succeeds if the command
+    /// transfers no protection information.
     ///
     /// # Errors
     /// [`ProtectionError`].
@@ -220,24 +220,24 @@ impl MetadataCommand {
     }
 }
 
-/// What the host found that has checked protection information.
+/// Failed check of protection information by the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ProtectionError {
-    /// The buffer does not have what the command has moved.
+    /// The buffer is shorter than the transferred data and metadata.
     #[error("the command's data and metadata are {needed} bytes, and the buffer has {len}")]
     Buffer {
-        /// What there would have to be.
+        /// Minimum length of the buffer.
         needed: usize,
-        /// What there is.
+        /// Length of the buffer.
         len: usize,
     },
-    /// A block is not what its protection information says.
+    /// A block does not match its protection information.
     #[error("block {lba}: {status}")]
     Block {
-        /// The block.
+        /// LBA of the block.
         lba: u64,
-        /// What a controller would say.
+        /// Status that a controller would return.
         status: Status,
     },
 }

@@ -1,11 +1,11 @@
-//! What metadata the blocks of a namespace have.
+//! Metadata format of a namespace, and generation and check of protection information.
 
 use shadowbell_spec::Status;
 use shadowbell_spec::identify::{IdentifyNamespace, LbaFormat};
 use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_REFTAG};
 use shadowbell_spec::protection::{GuardKind, ProtectionFields, ProtectionInfo};
 
-/// What metadata each logical block of a namespace has.
+/// Metadata format of each logical block of a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockMetadata {
     pub(super) size: u16,
@@ -16,9 +16,11 @@ pub struct BlockMetadata {
 }
 
 impl BlockMetadata {
-    /// As Identify Namespace says it of the `format` that is in use, and its extended format
-    /// (`elbaf`, of CNS 05h), if there is such a thing. `None` if there are no metadata; what the
-    /// namespace "has" if they are such that this driver does not know.
+    /// Decodes the LBA format in use, and its extended format (`elbaf`, of CNS 05h) if there is
+    /// one. `None` if there are no metadata.
+    ///
+    /// # Errors
+    /// The reason why the driver does not support the format, to complete "the namespace ...".
     pub(crate) fn of(
         identity: &IdentifyNamespace,
         format: LbaFormat,
@@ -28,7 +30,7 @@ impl BlockMetadata {
             return Ok(None);
         }
         let protection = identity.dps.pit();
-        // Bits 6:0, the storage tag size, and bits 8:7, the protection information format.
+        // ELBAF bits 6:0 are the storage tag size, bits 8:7 the protection information format.
         let elbaf = elbaf.filter(|_| protection != 0).unwrap_or(0);
         let guard = match (elbaf & 0x7f, elbaf >> 7 & 3) {
             (0, 0) => GuardKind::Crc16,
@@ -46,51 +48,50 @@ impl BlockMetadata {
         Ok(Some(Self { size: format.ms, extended, protection, guard, first: identity.dps.pip() }))
     }
 
-    /// Bytes of a block's metadata.
+    /// The size of a block's metadata in bytes.
     #[must_use]
     pub fn size(&self) -> u16 {
         self.size
     }
 
-    /// Whether they are transferred at the end of each block, and not in a buffer of their own.
+    /// True if metadata are transferred at the end of each block and not in a separate buffer.
     #[must_use]
     pub fn is_extended(&self) -> bool {
         self.extended
     }
 
-    /// Type of the protection information in them, 1 to 3; 0 for none.
+    /// The type of protection information, 1 to 3; 0 for none.
     #[must_use]
     pub fn protection(&self) -> u8 {
         self.protection
     }
 
-    /// What its guard is.
+    /// The guard type of protection information.
     #[must_use]
     pub fn guard(&self) -> GuardKind {
         self.guard
     }
 
-    /// Bytes of the protection information; 0 if there is none.
+    /// The size of protection information in bytes; 0 if there is none.
     #[must_use]
     pub fn protection_size(&self) -> usize {
         if self.protection == 0 { 0 } else { self.guard.size() }
     }
 
-    /// Where in a block's metadata that begins.
+    /// The offset of protection information in a block's metadata.
     #[must_use]
     pub fn protection_at(&self) -> usize {
         if self.first { 0 } else { usize::from(self.size) - self.protection_size() }
     }
 
-    /// Whether there is nothing else in them: then a controller can insert and strip all of it, and
-    /// plain commands do for such blocks.
+    /// True if metadata consist of protection information alone. Then a controller can insert and
+    /// strip all metadata, and plain commands can be used.
     #[must_use]
     pub fn is_protection_alone(&self) -> bool {
         self.protection_size() == usize::from(self.size)
     }
 
-    /// The bits of PRCHK that a plain command sets: the guard, and the reference tag where a block
-    /// has one of its own.
+    /// The PRCHK bits of a plain command: the guard, and for types 1 and 2 the reference tag.
     pub(crate) fn checks(&self) -> u8 {
         match self.protection {
             0 => 0,
@@ -103,11 +104,12 @@ impl BlockMetadata {
         self.guard.guard(data, own.get(..self.protection_at()).unwrap_or_default())
     }
 
-    /// Puts the protection information of `data`, the block after `nth` others of its command, into
-    /// its metadata: with the application tag of `fields` and the reference tag that follows from
-    /// them. What else the metadata have is to be there already: a guard covers what is before it.
+    /// Generates the protection information of the block `data`, number `nth` of its command, in
+    /// the block's metadata `own`. The application tag is that of `fields`, and the reference tag
+    /// is derived from `fields`. Other metadata must be in `own` before the call, because the guard
+    /// covers metadata that precede protection information.
     ///
-    /// Nothing happens to metadata that are too short, or have no protection information.
+    /// No effect if `own` is too short, or the format has no protection information.
     pub fn protect(&self, data: &[u8], own: &mut [u8], fields: &ProtectionFields, nth: u64) {
         if self.protection == 0 {
             return;
@@ -124,9 +126,9 @@ impl BlockMetadata {
         }
     }
 
-    /// Checks the protection information of `data`, the block after `nth` others of its command, as
-    /// PRCHK of `fields` says: what a controller does. A block whose application tag is FFFFh (of
-    /// type 3: and whose reference tag is all ones) is not checked.
+    /// Checks the protection information of the block `data`, number `nth` of its command, as PRCHK
+    /// of `fields` selects, like a controller. A block is not checked if its application tag is
+    /// FFFFh and, for type 3, its reference tag is all ones.
     ///
     /// # Errors
     /// End-to-end Guard, Application Tag or Reference Tag Check Error.
@@ -198,8 +200,8 @@ mod tests {
 
     #[test]
     fn what_is_made_is_what_others_make() {
-        // A block of 512 bytes of 01h and its tuple, as the T10 CRC has it (the kernel's
-        // crc_t10dif): a division bit by bit, here.
+        // A block of 512 bytes of 01h. The expected guard is a bitwise T10 CRC, as the kernel's
+        // crc_t10dif.
         let data = [1; 512];
         let mut crc = 0u16;
         for byte in data {
@@ -231,7 +233,7 @@ mod tests {
         assert_eq!((other(2, 0x13), other(3, 0)), (Err(Status::APPLICATION_TAG_CHECK), Ok(())));
         let unchecked = [0xff; 8];
         assert_eq!(format.check(&data, &unchecked, &fields, 3), Ok(()));
-        // Too short, which is no reason to panic.
+        // Too short metadata must not panic.
         format.protect(&data, &mut [0; 3], &fields, 0);
         format.check(&data, &[0; 3], &fields, 0).unwrap_err();
     }

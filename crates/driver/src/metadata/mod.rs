@@ -1,10 +1,10 @@
-//! Blocks with metadata: what they have, the commands that move it, and protection information
-//! made and checked by the host. NVM 1.1, 5.2 "End-to-end Data Protection".
+//! Metadata: formats, commands that transfer metadata, and protection information that the host
+//! generates and checks. NVM 1.1, 5.2 "End-to-end Data Protection".
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `format` | [`BlockMetadata`]: what a namespace's blocks have |
-//! | `command` | [`MetadataCommand`]: a command that says all of it |
+//! | `format` | [`BlockMetadata`]: metadata format of a namespace |
+//! | `command` | [`MetadataCommand`]: a command with metadata and explicit protection information |
 
 mod command;
 mod format;

@@ -1,5 +1,4 @@
-//! The rings of a queue pair and the slots of its commands: what the admin queue and the I/O
-//! queues have in common.
+//! Rings and command slots of a queue pair, shared by the admin queue and the I/O queues.
 
 use super::doorbell::Doorbell;
 use super::stats::QueueStats;
@@ -15,35 +14,36 @@ use shadowbell_memory::{Ring, SqeBatch};
 use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
-/// Commands are published when they are this part of those that were published before.
+/// Submitted commands are published when they amount to 1/2 (the reciprocal of this constant) of the
+/// published outstanding ones.
 const UNPUBLISHED_PART: u32 = 2;
-/// Commands are published when they are so many.
+/// Submitted commands are published at the latest when there are this many.
 const UNPUBLISHED_MOST: u32 = 16;
 
-/// CDW0 bits 31:16, the command identifier, in the first word of an entry.
+/// Bits of the command identifier (CDW0 31:16) in the first word of an entry.
 const CID: u64 = 0xffff_0000;
-/// CDW0 bits 15:14, what the data pointer is: 0 for PRPs.
+/// Bits of PSDT (CDW0 15:14) in the first word of an entry; 0 selects PRPs.
 const PSDT: u64 = 0xc000;
 
-/// What belongs to an outstanding command: a cache line.
+/// State of one outstanding command, in one cache line.
 ///
-/// In this order, because the identifier is read right after the ticks are written. Side by side
-/// they would be read at once, and a load that is wider than the store before it waits until that
-/// has reached the cache: see [`SqeBatch`].
+/// The order of the fields keeps `cid` and `ticks` apart: `cid` is read right after `ticks` is
+/// written. If the fields were adjacent, the compiler would read both in one load, and a load that
+/// is wider than the preceding store waits until the store has reached the cache: see [`SqeBatch`].
 #[repr(C, align(64))]
 pub(super) struct Slot {
     pub(super) buffer: Option<Buffer>,
-    /// The identifier of the command in this slot, or if there is none, of the next one.
+    /// Identifier of the slot's command, or of its next command if the slot is free.
     pub(super) cid: u16,
-    /// What was submitted, in case that it has to be submitted again.
+    /// The submitted command, for a possible second submission.
     pub(super) command: Command,
-    /// 0 if there is no command, or a late one that the
-    /// [`RetryTable`](super::retry::RetryTable) has; else one more than the ticks of the watchdog
-    /// for which it was outstanding.
+    /// 0 if the slot is free, or if its command is late and tracked by the
+    /// [`RetryTable`](super::retry::RetryTable). Otherwise 1 plus the number of watchdog ticks
+    /// since the submission.
     pub(super) ticks: u8,
 }
 
-/// What a [`Core`] is made of.
+/// Components of a [`Core`].
 pub(crate) struct CoreParts {
     pub(crate) qid: u16,
     pub(crate) sq: Ring<{ Sqe::SIZE }>,
@@ -56,27 +56,27 @@ pub(crate) struct CoreParts {
     pub(crate) max_transfer: u64,
 }
 
-/// A queue pair's rings, doorbells and slots.
+/// Rings, doorbells and slots of a queue pair.
 ///
-/// A command's identifier is its slot in the low bits, and in the rest a count of the slot's uses:
-/// a completion that comes twice does not end the slot's next command.
+/// The low bits of a command identifier are the slot, the other bits count the uses of the slot.
+/// Therefore a duplicate completion does not match the slot's next command.
 pub(crate) struct Core {
     pub(super) qid: u16,
     pub(super) sq: Ring<{ Sqe::SIZE }>,
     pub(super) sq_size: RingSize,
-    /// Behind the entry that was written last, into the queue or into the batch.
+    /// Index after the last written entry, whether the entry is in the queue or in the batch.
     pub(super) sq_tail: u16,
     pub(super) sq_published: u16,
     sqe_batch: SqeBatch,
-    /// As of the last completion whose SQHD was possible.
+    /// Head as of the last plausible SQHD.
     pub(super) sq_head: u16,
-    /// SQHD of the last completion, which is checked once for each batch of them.
+    /// SQHD of the last completion, to be checked once for each batch.
     pub(super) reported_sq_head: u16,
     pub(super) cq: Ring<{ Cqe::SIZE }>,
     pub(super) cq_size: RingSize,
     pub(super) cq_head: u16,
     pub(super) phase: bool,
-    /// Entries consumed since the head was published.
+    /// Number of consumed entries since the head was published.
     pub(super) cq_unpublished: u32,
     cq_publish_at: u32,
     pub(crate) sq_doorbell: Doorbell,
@@ -89,18 +89,20 @@ pub(crate) struct Core {
     max_transfer: u64,
     pub(super) stats: QueueStats,
     pub(super) failed: Option<Arc<str>>,
-    /// By slot, what the entries of commands have beside them that say so; empty until there was
-    /// one.
+    /// Tag dwords by slot, for commands with [`Beside::Given`](crate::command::Beside). Empty until
+    /// the first one.
     pub(super) tags: Box<[Tags]>,
 }
 
 impl Core {
     pub(crate) fn new(parts: CoreParts) -> Self {
-        // One entry of the submission queue always stays empty, and the completion queue is as
-        // long at least, so neither can overflow whatever the device does.
+        // One submission queue entry always remains empty, and the number of outstanding commands
+        // is below the completion queue's length. So neither queue overflows, whatever the device
+        // does.
         let capacity = parts.sq_size.entries().min(parts.cq_size.entries()) - 1;
         let capacity = u16::try_from(capacity).unwrap_or(u16::MAX);
-        // Never all ones: FFFFh is no command identifier to use (Base 2.1, 3.3.3.1).
+        // FFFFh is not a valid command identifier (Base 2.1, 3.3.3.1). It cannot occur, because a
+        // slot is never all ones in its bits.
         let bits = u16::BITS - capacity.leading_zeros();
         let slot_mask = 1u16.checked_shl(bits).map_or(u16::MAX, |bit| bit - 1);
         let slots = (0..capacity)
@@ -143,12 +145,12 @@ impl Core {
         self.slots.len()
     }
 
-    /// The most bytes that a command moves.
+    /// Transfer limit of one command in bytes.
     pub(crate) fn max_transfer(&self) -> u64 {
         self.max_transfer
     }
 
-    /// Limits the bytes of a command to less than the queue was made for.
+    /// Lowers the transfer limit of one command.
     pub(crate) fn limit_transfer(&mut self, max: u64) {
         self.max_transfer = self.max_transfer.min(max);
     }
@@ -160,7 +162,7 @@ impl Core {
 
     pub(crate) fn stats(&self) -> QueueStats {
         QueueStats {
-            // With those from before the queue was created again.
+            // `self.stats` holds the counts of doorbells that a restart has replaced.
             sq_doorbell_mmio_writes: self.stats.sq_doorbell_mmio_writes + self.sq_doorbell.trapped,
             cq_doorbell_mmio_writes: self.stats.cq_doorbell_mmio_writes + self.cq_doorbell.trapped,
             mmio_saved: self.stats.mmio_saved + self.sq_doorbell.saved() + self.cq_doorbell.saved(),
@@ -173,14 +175,14 @@ impl Core {
         &mut self.stats
     }
 
-    /// Completions taken so far.
+    /// The number of completions taken so far.
     pub(crate) fn completed(&self) -> u64 {
         self.stats.completed
     }
 
-    /// Writes a command, the eight words of its entry, into the submission queue. Its identifier
-    /// and data pointer are set here; `command` says what its data are, and is kept in case that it
-    /// has to be submitted again. The controller is notified by [`ring`](Self::ring).
+    /// Writes a submission queue entry of eight words. Sets its identifier and data pointer;
+    /// `command` describes the data, and is kept for a possible second submission. The controller
+    /// is notified by [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,
@@ -198,11 +200,13 @@ impl Core {
             }
             None
         } else {
-            // A queue that failed moves nothing: see `fail`.
+            // A failed queue refuses here, because `set_failed` sets the transfer limit to 0.
             match self.prps(slot, buffer.as_ref(), offset, transfer) {
                 Ok(prps) => Some(prps),
-                // In parts, because a command of which somebody has the address would be in memory;
-                // and boxed, because what is returned there would keep the usual token there, too.
+                // Performance: `command` is passed as words, because passing its address would
+                // force `command` into memory on the fast path as well. The result is boxed,
+                // because a return value in the caller's memory would force the fast path's token
+                // there too.
                 Err(reason) => {
                     let parts = command.parts();
                     let outcome = self.submit_otherwise(slot, reason, buffer, parts);
@@ -210,14 +214,14 @@ impl Core {
                 }
             }
         };
-        // `slot` comes from the list of free slots, all of which exist.
+        // Cannot fail: `slot` is from the list of free slots.
         let Some(entry) = self.slots.get_mut(usize::from(slot)) else {
             return Err(self.refuse_full(buffer));
         };
         let cid = entry.cid;
         entry.ticks = 1;
         entry.command = command;
-        // There was none, so there is none to be dropped.
+        // A free slot has no buffer, so the replaced value needs no drop.
         std::mem::forget(std::mem::replace(&mut entry.buffer, buffer));
         words[0] = words[0] & !CID | u64::from(cid) << CID.trailing_zeros();
         if let Some((prp1, prp2)) = prps {
@@ -229,8 +233,8 @@ impl Core {
         Ok(Token { cid, slot })
     }
 
-    /// Puts the command of a free slot at the tail: what [`submit`](Self::submit) does, for
-    /// where speed matters less.
+    /// Adds the command of a free slot at the tail. Like [`submit`](Self::submit), for code that is
+    /// less performance critical.
     pub(super) fn push_slot(
         &mut self,
         slot: u16,
@@ -249,7 +253,7 @@ impl Core {
         Token { cid, slot }
     }
 
-    /// Puts an entry at the tail, into the batch.
+    /// Adds an entry at the tail, in the batch.
     #[inline(always)]
     pub(super) fn push(&mut self, words: [u64; 8]) {
         if self.sqe_batch.is_full() {
@@ -259,7 +263,7 @@ impl Core {
         self.sq_tail = self.sq_size.next(self.sq_tail);
     }
 
-    /// Writes the batch into the queue.
+    /// Writes the batch to the queue.
     #[inline]
     pub(super) fn flush(&mut self) {
         let held = self.sqe_batch.held() as u32;
@@ -292,7 +296,7 @@ impl Core {
             .ok_or(QueueError::TooLong { bytes, max: self.max_transfer })
     }
 
-    /// Frees the slot again.
+    /// Frees the slot, and creates the refusal.
     #[cold]
     pub(super) fn refuse(
         &mut self,
@@ -315,7 +319,7 @@ impl Core {
         Refused { reason, buffer }
     }
 
-    /// Publishes the tail of all commands submitted so far, with a register write if needed.
+    /// Publishes the tail, and writes the register if the controller needs it.
     #[inline]
     pub(crate) fn ring(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
@@ -333,8 +337,8 @@ impl Core {
         self.return_entries_if_short()
     }
 
-    /// Publishes the tail to a controller that has enough to do to look at it by itself. Whether a
-    /// register write is needed is decided with the next commands, or by [`ring`](Self::ring).
+    /// Publishes the tail to a controller that is busy enough to poll. The decision about a
+    /// register write is deferred to the next commands, or to [`ring`](Self::ring).
     #[inline]
     fn publish_deferred(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
@@ -347,15 +351,15 @@ impl Core {
         self.return_entries_if_short()
     }
 
-    /// Publishes the tail if the controller has little else to do, or if enough commands have come
-    /// together. Whether there is nothing left for [`ring`](Self::ring) to do.
+    /// Publishes the tail if the controller has little work, or if enough commands are collected.
+    /// Returns true if a later [`ring`](Self::ring) is not needed.
     #[inline(always)]
     pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         let unpublished = self.sq_size.distance(self.sq_published, self.sq_tail);
         let published = self.outstanding() as u32 - unpublished.min(self.outstanding() as u32);
         let due =
             unpublished >= (published / UNPUBLISHED_PART).min(UNPUBLISHED_MOST) && unpublished != 0;
-        // The calls return nothing that has to be put together: see `shadowbell_memory::SqeBatch`.
+        // The return types stay in registers: see `shadowbell_memory::SqeBatch`.
         if !due {
             self.ring_cq_doorbell_if_short()?;
         } else if published >= UNPUBLISHED_MOST {
@@ -366,7 +370,7 @@ impl Core {
         Ok((due || unpublished == 0) && !self.sq_doorbell.has_deferred())
     }
 
-    /// Publishes how far the completion queue was consumed.
+    /// Publishes the completion queue head.
     pub(crate) fn ring_cq_doorbell(&mut self) -> Result<(), QueueError> {
         if self.cq_unpublished != 0 {
             self.cq_unpublished = 0;
@@ -377,8 +381,8 @@ impl Core {
         Ok(())
     }
 
-    /// Publishes the completion queue head if the controller might otherwise have no room for a
-    /// completion. The head is of no other use to a controller that is not about to interrupt.
+    /// Publishes the completion queue head if the controller could run out of entries otherwise.
+    /// Without interrupts, the controller needs the head for nothing else.
     #[inline(always)]
     fn ring_cq_doorbell_if_short(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
@@ -396,8 +400,8 @@ impl Core {
         }
     }
 
-    /// The word of a completion queue entry with its phase tag. Acquires: what the controller wrote
-    /// before this word is visible after it.
+    /// The word of the completion queue entry at the head that has the phase tag. Acquires: writes
+    /// of the controller before this word are visible afterwards.
     #[inline]
     fn second_word(&self) -> u64 {
         self.cq.second_word(u32::from(self.cq_head))
@@ -408,15 +412,15 @@ impl Core {
         (word >> 48 & 1 != 0) == self.phase
     }
 
-    /// Whether there is an entry in the completion queue.
+    /// True if the completion queue has an entry.
     #[inline]
     pub(crate) fn is_ready(&self) -> bool {
         self.is_new(self.second_word())
     }
 
-    /// The next completion. Entries that belong to no outstanding command are skipped, at most as
-    /// many as the queue has entries. For a queue whose commands are never submitted again; others
-    /// have [`RetryTable::pop`](super::retry::RetryTable::pop).
+    /// Takes the next completion. Skips entries without an outstanding command, at most as many as
+    /// the queue has entries. For queues without retries; queues with retries use
+    /// [`RetryTable::pop`](super::retry::RetryTable::pop).
     pub(crate) fn pop(&mut self) -> Option<Completion> {
         for _ in 0..self.cq_size.entries() {
             let Some(word) = self.pop_word() else { break };
@@ -431,17 +435,18 @@ impl Core {
         None
     }
 
-    /// The second word of the entry at the head, if there is one.
+    /// The second word of the entry at the head; `None` if the completion queue is empty.
     #[inline(always)]
     pub(crate) fn pop_word(&self) -> Option<u64> {
         let word = self.second_word();
         self.is_new(word).then_some(word)
     }
 
-    /// Consumes the entry at the head, of which `word` is the second word, if it completes the
-    /// command that is in its slot.
+    /// Consumes the entry at the head, whose second word is `word`, if it completes the command of
+    /// its slot.
     ///
-    /// A completion is made in one place, from registers, and stays in them wherever this is
+    /// The completion is constructed in one place from registers, and remains in registers where
+    /// this function is inlined: see [`SqeBatch`].
     /// inlined: see [`SqeBatch`].
     #[inline(always)]
     pub(crate) fn consume(&mut self, word: u64) -> Option<Completion> {
@@ -468,7 +473,7 @@ impl Core {
         })
     }
 
-    /// Takes the entry at the head; its first word.
+    /// Advances the head by one entry. Returns the entry's first word.
     #[inline(always)]
     pub(super) fn advance(&mut self) -> u64 {
         let first = self.cq.read(u32::from(self.cq_head));
@@ -478,16 +483,16 @@ impl Core {
         first
     }
 
-    /// After completions were taken: publishes the head if the controller needs their entries.
+    /// Publishes the head if completions were taken and the controller could run out of entries.
     #[inline]
     pub(crate) fn ring_cq_doorbell_if_needed(&mut self) -> Result<(), QueueError> {
         if self.cq_unpublished == 0 { Ok(()) } else { self.ring_cq_doorbell_if_short() }
     }
 
-    /// Checks SQHD of the last completion. Nothing here relies on it, but a device that gets it
-    /// wrong is not to be trusted with much else. Always before the published tail moves on: what
-    /// was consumed is part of what was published before, and both are less than the queue ahead of
-    /// the head that is known.
+    /// Checks SQHD of the last completion. The driver does not depend on SQHD, but a wrong SQHD
+    /// indicates an untrustworthy device. Called before the published tail advances: SQHD must be
+    /// between the known head and the published tail. The distance is unambiguous, because the
+    /// published tail is less than a queue length ahead of the known head.
     #[inline]
     fn check_sq_head(&mut self) {
         let head = self.reported_sq_head;
@@ -537,8 +542,8 @@ impl Core {
         self.failure()
     }
 
-    /// Has every further command refused: one with data because it is too long, one without because
-    /// of `failed`.
+    /// Marks the queue as failed. Further commands are refused: those with data because the
+    /// transfer limit becomes 0, those without data because of `failed`.
     pub(super) fn set_failed(&mut self, why: impl FnOnce() -> Arc<str>) {
         self.failed.get_or_insert_with(why);
         self.max_transfer = 0;
@@ -550,7 +555,7 @@ impl Core {
         QueueError::Failed { qid: self.qid, why }
     }
 
-    /// Makes the rings as new, with these doorbells. The slots stay as they are.
+    /// Zeroes the rings and uses new doorbells. The slots remain unchanged.
     pub(super) fn reset_rings(&mut self, doorbells: [Doorbell; 2]) {
         let [sq_doorbell, cq_doorbell] = doorbells;
         self.stats.sq_doorbell_mmio_writes += self.sq_doorbell.trapped;
@@ -563,8 +568,8 @@ impl Core {
         (self.cq_head, self.phase, self.cq_unpublished) = (0, true, 0);
     }
 
-    /// Takes the buffers of all outstanding commands: the device is done with them, or they must
-    /// never be used again.
+    /// Takes the buffers of all outstanding commands. The device must no longer use the buffers, or
+    /// the caller must leak them.
     pub(crate) fn take_buffers(&mut self) -> Vec<Buffer> {
         self.slots.iter_mut().filter_map(|slot| slot.buffer.take()).collect()
     }

@@ -1,37 +1,37 @@
-//! A doorbell of a queue: the shadow entry, if there is one, and the register behind it.
+//! Host side of a doorbell: shadow doorbell entry and register.
 
 use crate::transport::{Transport, TransportError};
 use shadowbell_doorbell::{Cell, HostDoorbell, RingSize};
 use shadowbell_memory::{EventFd, SharedU32};
 use std::sync::Arc;
 
-/// Where a doorbell's value goes when the shadow entry is not enough.
+/// Target of a doorbell update that the shadow entry does not cover.
 pub(crate) enum Register {
-    /// Mapped memory that the controller looks at by itself: a plain store.
+    /// Mapped memory that the controller polls: a plain store.
     Mapped(SharedU32),
-    /// A write that traps, or that a server handles.
+    /// A register write that traps, or that is a message to a server.
     Trapped {
-        /// The way there.
+        /// Transport to the device.
         transport: Arc<dyn Transport>,
         /// Offset in BAR0.
         offset: u64,
-        /// An eventfd to signal instead, if the value is in the shadow entry.
+        /// Eventfd to signal instead of a write, if the value is in the shadow entry.
         event: Option<EventFd>,
     },
 }
 
-/// The two cells of one doorbell in the Shadow Doorbell and EventIdx buffers.
+/// Cells of one doorbell in the Shadow Doorbell and EventIdx buffers.
 #[derive(Clone)]
 pub(crate) struct ShadowCells {
     pub(crate) value: SharedU32,
     pub(crate) event_idx: SharedU32,
 }
 
-/// One doorbell, the host's end.
+/// Host side of one doorbell.
 pub(crate) struct Doorbell {
     host: HostDoorbell<SharedU32>,
     register: Register,
-    /// Register writes.
+    /// Number of register writes.
     pub(crate) trapped: u64,
 }
 
@@ -45,7 +45,7 @@ impl Doorbell {
         self.host.set_ring(size);
     }
 
-    /// A shadow entry from here on, not relied upon yet: see [`HostDoorbell::mirror`].
+    /// Adds a shadow entry that is written but not relied on yet: see [`HostDoorbell::mirror`].
     pub(crate) fn mirror(&mut self, shadow: ShadowCells) {
         self.host.mirror(shadow.value, shadow.event_idx);
     }
@@ -55,8 +55,8 @@ impl Doorbell {
         self.host.trust();
     }
 
-    /// Has `eventfd` signalled in place of register writes: the controller reads the value from the
-    /// shadow entry, which must be trusted.
+    /// Sets an eventfd to signal instead of register writes. The controller reads the value from
+    /// the shadow entry, which must be trusted.
     pub(crate) fn set_eventfd(&mut self, eventfd: Option<EventFd>) {
         if let Register::Trapped { event, .. } = &mut self.register {
             *event = eventfd;
@@ -69,32 +69,32 @@ impl Doorbell {
         self.host.forget();
     }
 
-    /// Updates that the shadow entry made unnecessary to write.
+    /// The number of updates that needed no register write because of the shadow entry.
     pub(crate) fn saved(&self) -> u64 {
         self.host.stats().mmio_saved
     }
 
-    /// Makes `value` known to the controller.
+    /// Publishes `value` to the controller.
     #[inline]
     pub(crate) fn publish(&mut self, value: u16) -> Result<(), TransportError> {
         if self.host.publish(value) { self.write(value) } else { Ok(()) }
     }
 
-    /// Stores `value` in the shadow entry, and leaves for later whether the register has to be
-    /// written as well: see [`HostDoorbell::publish_deferred`].
+    /// Stores `value` in the shadow entry, and defers the decision about a register write: see
+    /// [`HostDoorbell::publish_deferred`].
     #[inline]
     pub(crate) fn publish_deferred(&mut self, value: u16) -> Result<(), TransportError> {
         if self.host.publish_deferred(value) { self.write(value) } else { Ok(()) }
     }
 
-    /// Writes the register for what was stored by [`publish_deferred`](Self::publish_deferred), if
-    /// the controller asks for it.
+    /// Writes the register for a value of [`publish_deferred`](Self::publish_deferred), if the
+    /// controller has requested it by its EventIdx.
     #[inline]
     pub(crate) fn notify_if_needed(&mut self) -> Result<(), TransportError> {
         if self.host.needs_notification() { self.write(self.host.current()) } else { Ok(()) }
     }
 
-    /// Whether a deferred value may still need a register write.
+    /// True if a deferred value may still need a register write.
     #[inline]
     pub(crate) fn has_deferred(&self) -> bool {
         self.host.has_deferred()

@@ -1,8 +1,8 @@
-//! Where the queues of a pair lie, and how long they are.
+//! Addresses and sizes of a queue pair.
 
 use shadowbell_doorbell::RingSize;
 
-/// What the controller is given of a queue pair when it is created.
+/// Parameters of a queue pair for the commands that create it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueLayout {
     pub(crate) qid: u16,
@@ -10,17 +10,17 @@ pub(crate) struct QueueLayout {
     pub(crate) sq_iova: u64,
     pub(crate) cq: RingSize,
     pub(crate) cq_iova: u64,
-    /// Whether the completion queue interrupts, with the vector of its identifier.
+    /// True if the completion queue has interrupts, with the queue identifier as vector.
     pub(crate) interrupts: bool,
 }
 
 impl QueueLayout {
-    /// Entries of the submission queue, 0's based.
+    /// Number of submission queue entries, 0's based.
     pub(crate) fn sq_size0(&self) -> u16 {
         zero_based(self.sq)
     }
 
-    /// Entries of the completion queue, 0's based.
+    /// Number of completion queue entries, 0's based.
     pub(crate) fn cq_size0(&self) -> u16 {
         zero_based(self.cq)
     }

@@ -1,4 +1,4 @@
-//! Where queues lie in memory that was shared with the device once.
+//! Memory of queues: one region that is shared with the device once.
 
 use super::core::{Core, CoreParts};
 use super::doorbell::Doorbell;
@@ -11,13 +11,13 @@ use shadowbell_memory::{MapError, Ring, SharedBytes};
 use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 
-/// The shape of a queue pair.
+/// Sizes of a queue pair.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PairShape {
     pub(crate) sq: RingSize,
     pub(crate) cq: RingSize,
     pub(crate) max_transfer: u64,
-    /// The memory page size in use.
+    /// Memory page size in use (CC.MPS), in bytes.
     pub(crate) page: u64,
 }
 
@@ -37,10 +37,10 @@ impl PairShape {
     }
 }
 
-/// Memory for some queue pairs of one shape, and for some pages beside.
+/// Memory for several queue pairs of one shape, and for additional pages.
 pub(crate) struct QueueMemory {
     region: Arc<Region>,
-    /// Where the first page begins: the region is aligned to 4096 bytes only.
+    /// Offset of the first memory page in the region, which is aligned to 4096 bytes only.
     first: u64,
     shape: PairShape,
     pages: u64,
@@ -74,7 +74,7 @@ impl QueueMemory {
         Some((bytes, self.region.iova() + offset))
     }
 
-    /// Page `index` of those beside the queues, zeroed, with its address.
+    /// Additional page `index`, zeroed, with its address.
     pub(crate) fn page(&self, index: u64) -> Option<(SharedBytes, u64)> {
         if index >= self.pages {
             return None;
@@ -84,14 +84,14 @@ impl QueueMemory {
         Some((bytes, iova))
     }
 
-    /// The sizes of the queues of a pair with at most `sq` entries.
+    /// Sizes of the queues of a pair with at most `sq` submission queue entries.
     pub(crate) fn sizes(&self, sq: RingSize) -> [RingSize; 2] {
         let shape = self.shape;
         [if sq.entries() < shape.sq.entries() { sq } else { shape.sq }, shape.cq]
     }
 
-    /// Queue pair `index`, zeroed, as `qid` with at most `sq` entries, which the controller does
-    /// not know of yet. No two uses of one index may be alive at once, at either end.
+    /// Zeroes the memory of pair `index` and builds queue pair `qid` in it, with at most `sq`
+    /// entries. Neither the driver nor the controller may still use the memory of pair `index`.
     pub(crate) fn pair(
         &self,
         index: u64,
@@ -105,7 +105,7 @@ impl QueueMemory {
         let (cq_bytes, cq_iova) = self.piece(start + shape.sq_bytes(), shape.cq_bytes())?;
         let rings = shape.sq_bytes() + shape.cq_bytes();
         let (lists, lists_iova) = self.piece(start + rings, shape.bytes() - rings)?;
-        // A completion queue entry that an earlier queue left there would look like a new one.
+        // A stale completion queue entry of an earlier queue could look like a new one.
         cq_bytes.fill(0, cq_bytes.len(), 0)?;
         sq_bytes.fill(0, sq_bytes.len(), 0)?;
         let [sq, _] = self.sizes(sq);
@@ -126,7 +126,7 @@ impl QueueMemory {
         Some((core, layout))
     }
 
-    /// Keeps the memory until the process ends: the controller may still use it. How many bytes.
+    /// Leaks the memory, because the controller may still use it. Returns its size in bytes.
     pub(crate) fn keep(&self) -> u64 {
         std::mem::forget(Arc::clone(&self.region));
         self.region.len()

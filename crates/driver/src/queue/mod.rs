@@ -1,13 +1,14 @@
-//! What the admin queue pair and the I/O queue pairs are made of.
+//! Components of the admin queue pair and of I/O queue pairs.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `doorbell`, `shadow_pages` | a doorbell: its shadow entry and the register behind it |
-//! | `layout` | where the queues of a pair lie, as the controller is given it |
-//! | `core` | the rings and the slots of the commands: submit, ring, take completions |
-//! | `retry` | commands that were late, and how they are submitted again |
-//! | `memory` | the memory that queues lie in |
-//! | `spin`, `stats` | how long to poll before a sleep; counters |
+//! | `doorbell`, `shadow_pages` | a doorbell: its shadow entry and its register |
+//! | `layout` | addresses and sizes of a queue pair, for the commands that create it |
+//! | `core` | rings and command slots: submit, ring, take completions |
+//! | `tagged` | entries with tags of protection information and a metadata pointer |
+//! | `retry` | late commands, and their second submission |
+//! | `memory` | memory of queues |
+//! | `spin`, `stats` | polling time before a sleep; counters |
 
 mod core;
 mod doorbell;

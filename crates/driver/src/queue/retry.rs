@@ -1,11 +1,10 @@
-//! Commands that are late, and how they are submitted again or ended: everything of a queue that
-//! only happens when something went wrong.
+//! Command timeouts and retries: late commands, their second submission and their end.
 //!
-//! Nothing of it costs a command that completes in time anything. A slot counts ticks, from a value
-//! that its submission sets and its completion clears anyway; [`RetryTable::tick_timeouts`] counts
-//! those up that are still there. A command that was there for too long becomes a [`LateCommand`],
-//! and its slot then looks free to the fast path, so that its completion is found odd and ends up
-//! in [`RetryTable::pop`].
+//! Commands that complete in time pay nothing. A slot counts ticks from a value that the submission
+//! sets and the completion clears anyway; [`RetryTable::tick_timeouts`] increments the count of
+//! slots in use. A command that exceeds the limit becomes a [`LateCommand`]. Its slot then looks
+//! free to the fast path, so its completion does not match there, and [`RetryTable::pop`] handles
+//! the completion.
 
 use super::core::Core;
 use super::doorbell::Doorbell;
@@ -15,25 +14,25 @@ use shadowbell_spec::{Sqe, Status};
 use std::cmp::Reverse;
 use std::collections::VecDeque;
 
-/// What became of a command that was late.
+/// State of a late command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LateState {
-    /// The controller was asked to abort it, or the limit of aborts was reached.
+    /// An Abort was sent for the command, or the limit of Abort commands was reached.
     Aborting,
-    /// It was submitted again.
+    /// The command was submitted again.
     Resubmitted,
 }
 
-/// A command that the fast path does not know any more.
+/// A command that exceeded its timeout. The fast path ignores it.
 #[derive(Clone, Copy, Debug)]
 struct LateCommand {
-    /// The identifier in the [`Token`] of its submitter.
+    /// Identifier in the submitter's [`Token`].
     token_cid: u16,
-    /// The identifier that the controller knows it by.
+    /// Identifier of the last submission, which the controller uses.
     cid: u16,
-    /// How often it was submitted again.
+    /// Number of further submissions.
     repeats: u8,
-    /// Ticks in this state.
+    /// Number of ticks in this state.
     ticks: u8,
     state: LateState,
 }
@@ -44,30 +43,30 @@ impl LateCommand {
     }
 }
 
-/// The late commands of a queue, and those that the driver has ended.
+/// Late commands of a queue, and commands that the driver has ended.
 pub(crate) struct RetryTable {
-    /// By slot; empty until there was one.
+    /// Late commands by slot; empty until the first one.
     late: Vec<Option<LateCommand>>,
     late_count: usize,
-    /// Commands that the driver has ended, until their completions are taken. Their slots are not
-    /// free before: for whoever submitted them they are outstanding.
+    /// Completions of commands that the driver has ended. Their slots remain in use until the
+    /// completion is taken, because the submitter still counts the commands as outstanding.
     ended: VecDeque<Completion>,
-    /// How often a command is submitted again.
+    /// Maximum number of further submissions of a command.
     max_repeats: u8,
 }
 
-/// What [`RetryTable::tick_timeouts`] found.
+/// Result of [`RetryTable::tick_timeouts`].
 #[derive(Debug, Default)]
 pub(crate) struct TimedOut {
-    /// Commands that are late as of now, by the identifiers that the controller knows.
+    /// Commands that became late with this tick, by the identifiers that the controller uses.
     pub(crate) late: Vec<u16>,
-    /// A command was outstanding at the last tick already: the controller's status is to be read.
+    /// True if a command was outstanding at the last tick already, so CSTS is to be read.
     pub(crate) lasting: bool,
-    /// A command was late for so long that there is no hope for an abort.
+    /// True if a late command exceeded the grace period: its Abort is considered failed.
     pub(crate) overdue: bool,
 }
 
-/// How many commands were submitted again by [`RetryTable::restart`], and how many ended.
+/// Numbers of commands that [`RetryTable::restart`] submitted again and ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Restarted {
     pub(crate) repeated: u64,
@@ -75,7 +74,7 @@ pub(crate) struct Restarted {
 }
 
 impl RetryTable {
-    /// Of a queue whose commands are submitted again `max_repeats` times at most.
+    /// Creates a table for commands that are submitted again at most `max_repeats` times.
     pub(crate) fn new(max_repeats: u8) -> Self {
         Self { late: Vec::new(), late_count: 0, ended: VecDeque::new(), max_repeats }
     }
@@ -84,7 +83,7 @@ impl RetryTable {
         self.late.get_mut(usize::from(slot))?.as_mut()
     }
 
-    /// The late command in `slot` that the controller knows as `cid`.
+    /// The late command in `slot`, if the controller knows it as `cid`.
     fn find(&mut self, slot: u16, cid: u16) -> Option<LateCommand> {
         self.late(slot).filter(|late| late.cid == cid).copied()
     }
@@ -106,8 +105,8 @@ impl RetryTable {
         }
     }
 
-    /// Counts one tick for every outstanding command. Those that were outstanding for more than
-    /// `limit` ticks are late, and overdue when they have been so for `grace`.
+    /// Counts one tick for every outstanding command. A command that was outstanding for more than
+    /// `limit` ticks becomes late; after `grace` further ticks it is overdue.
     pub(crate) fn tick_timeouts(&mut self, core: &mut Core, limit: u8, grace: u8) -> TimedOut {
         let mut timed_out = TimedOut::default();
         if core.outstanding() == 0 {
@@ -144,8 +143,8 @@ impl RetryTable {
         timed_out
     }
 
-    /// The next completion, of a late command too. Entries that belong to no outstanding command
-    /// are skipped, at most as many as the queue has entries.
+    /// Takes the next completion, including those of late commands. Skips entries without an
+    /// outstanding command, at most as many as the queue has entries.
     pub(crate) fn pop(&mut self, core: &mut Core) -> Option<Completion> {
         for _ in 0..core.cq_size.entries() {
             let Some(word) = core.pop_word() else { break };
@@ -157,7 +156,8 @@ impl RetryTable {
         None
     }
 
-    /// Consumes the entry at the head, of which `word` is the second word, whatever it completes.
+    /// Consumes the entry at the head, whose second word is `word`. `None` if it completes no
+    /// command.
     #[cold]
     fn consume(&mut self, core: &mut Core, word: u64) -> Option<Completion> {
         core.consume(word).or_else(|| {
@@ -166,7 +166,7 @@ impl RetryTable {
         })
     }
 
-    /// A completion that the fast path can make nothing of: of a command that was late, or of none.
+    /// Handles a completion that the fast path does not match: of a late command, or of none.
     #[cold]
     fn odd_completion(&mut self, core: &mut Core, first: u64, word: u64) -> Option<Completion> {
         let cid = (word >> 32) as u16;
@@ -181,7 +181,7 @@ impl RetryTable {
             let late = LateCommand { repeats: late.repeats + 1, ..late };
             core.stats.repeated += 1;
             if self.write_again(core, slot, late) {
-                // A failure is returned by the next call that rings.
+                // A failed register write is reported by the next call that rings.
                 let _ = core.ring();
                 return None;
             }
@@ -193,8 +193,7 @@ impl RetryTable {
         Some(Completion { token: Token { cid: late.token_cid, slot }, status, dw0, dw1, buffer })
     }
 
-    /// Whether the command in `slot` was aborted because it was late, and is now to be submitted
-    /// again.
+    /// True if the command in `slot` was aborted because it was late, and may be submitted again.
     fn is_to_be_repeated(&self, core: &Core, slot: u16, late: LateCommand, status: Status) -> bool {
         let aborted = late.state == LateState::Aborting && status.code() == Status::ABORT_REQUESTED;
         aborted && self.may_repeat(core, slot, late)
@@ -205,7 +204,7 @@ impl RetryTable {
         late.repeats < self.max_repeats && command.is_some_and(|c| c.is_repeatable())
     }
 
-    /// Makes the slot of a late command ready to be freed. Its buffer.
+    /// Prepares the slot of a command to be freed. Returns the command's buffer.
     fn retire(&mut self, core: &mut Core, slot: u16) -> Option<Buffer> {
         self.remove(slot);
         let generation = core.generation;
@@ -215,8 +214,8 @@ impl RetryTable {
         entry.buffer.take()
     }
 
-    /// Writes the command in `slot` into the submission queue once more, under another identifier:
-    /// a completion with the earlier one is ignored.
+    /// Writes the command in `slot` to the submission queue again, with a new identifier, so that a
+    /// completion with the old identifier is ignored.
     fn write_again(&mut self, core: &mut Core, slot: u16, late: LateCommand) -> bool {
         let generation = core.generation;
         let Some(entry) = core.slots.get_mut(usize::from(slot)) else { return false };
@@ -231,9 +230,8 @@ impl RetryTable {
         true
     }
 
-    /// The slots of the outstanding commands, the oldest first. With each, how far before the tail
-    /// its entry is in the submission queue: as much as the queue has entries if it is not there
-    /// any more.
+    /// Slots of outstanding commands, oldest first. Each comes with the distance of its entry from
+    /// the tail; the distance is the queue length if the entry was overwritten.
     fn oldest_first(&self, core: &mut Core) -> Vec<(u32, u16)> {
         core.flush();
         let entries = core.sq_size.entries();
@@ -261,10 +259,10 @@ impl RetryTable {
         order
     }
 
-    /// Begins again: the controller has deleted the queues, or was reset, and is certain not to
-    /// touch them or the buffers of their commands. They are made as new, with these doorbells, and
-    /// commands that may be repeated are written again, in their old order; the others are ended.
-    /// The caller creates the queues, and then [rings](Core::ring).
+    /// Restarts the queue after the controller has deleted the queues or was reset, and no longer
+    /// accesses them or the buffers of their commands. Zeroes the rings, uses new doorbells, writes
+    /// repeatable commands again in their old order, and ends the other commands. The caller
+    /// creates the queues in the controller, and then [rings](Core::ring).
     pub(crate) fn restart(&mut self, core: &mut Core, doorbells: [Doorbell; 2]) -> Restarted {
         self.drain(core);
         let order = self.oldest_first(core);
@@ -274,7 +272,7 @@ impl RetryTable {
         for (distance, slot) in order {
             let late = self.late(slot).copied();
             if distance <= unpublished {
-                // The controller has never seen it: this time does not count.
+                // Never published to the controller: not a further submission.
                 let written = match late {
                     None => write_slot(core, slot),
                     Some(late) => self.write_again(core, slot, late),
@@ -298,10 +296,10 @@ impl RetryTable {
         restarted
     }
 
-    /// Takes the completions that are there, to be handed out later. Commands that the deletion of
-    /// their queue has ended are outstanding still, and so are those that were aborted to be
-    /// submitted again: the queue that they are written to does not exist yet, and its doorbells
-    /// must not be rung.
+    /// Takes available completions, to be returned later. Two kinds of commands remain outstanding:
+    /// commands that the deletion of their queue has aborted, and aborted commands that may be
+    /// submitted again. The latter are not submitted here, because the new queue does not exist yet
+    /// and its doorbells must not be rung.
     fn drain(&mut self, core: &mut Core) {
         for _ in 0..core.cq_size.entries() {
             let Some(word) = core.pop_word() else { return };
@@ -314,14 +312,14 @@ impl RetryTable {
                 core.cq_head = core.cq_size.next(core.cq_head);
                 core.phase ^= core.cq_head == 0;
             } else if let Some(completion) = self.consume(core, word) {
-                // It has freed its slot.
+                // `consume` has freed the slot: reclaim it until the completion is taken.
                 core.free.pop();
                 self.ended.push_back(completion);
             }
         }
     }
 
-    /// Ends the command in `slot`, with which the controller is certainly done.
+    /// Ends the command in `slot`. The controller must no longer execute it.
     fn end(&mut self, core: &mut Core, slot: u16, restarted: &mut Restarted) {
         let token = self.token_of(core, slot);
         let buffer = self.retire(core, slot);
@@ -342,13 +340,13 @@ impl RetryTable {
         core.stats.completed += 1;
     }
 
-    /// Ends every outstanding command, and the queue. The buffers go back with their commands if
-    /// the controller is `quiet`; otherwise it may write to them still, and they are returned to be
-    /// kept.
+    /// Fails the queue and ends every outstanding command. If the controller is `quiet`,
+    /// completions return the buffers. Otherwise the controller may still write to the buffers, and
+    /// they are returned to the caller to be kept.
     pub(crate) fn end_all(&mut self, core: &mut Core, why: &str, quiet: bool) -> Vec<Buffer> {
         core.set_failed(|| why.into());
         let mut kept = Vec::new();
-        // The rest has ended, and was not asked for yet.
+        // All outstanding commands have ended already, and only wait to be taken.
         if core.outstanding() == self.ended.len() {
             return kept;
         }
@@ -364,21 +362,21 @@ impl RetryTable {
         kept
     }
 
-    /// A command that the driver has ended.
+    /// Takes the completion of a command that the driver has ended, and frees its slot.
     pub(crate) fn take_ended(&mut self, core: &mut Core) -> Option<Completion> {
         let completion = self.ended.pop_front()?;
         core.free.push(completion.token.slot);
         Some(completion)
     }
 
-    /// Whether there is such a command.
+    /// True if completions of ended commands are available.
     #[inline]
     pub(crate) fn has_ended(&self) -> bool {
         !self.ended.is_empty()
     }
 }
 
-/// Writes the command in `slot` at the tail, as its slot has it.
+/// Writes the command in `slot` to the tail, with the slot's identifier.
 fn write_slot(core: &mut Core, slot: u16) -> bool {
     let Some(entry) = core.slots.get_mut(usize::from(slot)) else { return false };
     let (command, cid, buffer) = (entry.command, entry.cid, entry.buffer.take());
@@ -386,7 +384,7 @@ fn write_slot(core: &mut Core, slot: u16) -> bool {
     if let Some(entry) = core.slots.get_mut(usize::from(slot)) {
         entry.buffer = buffer;
     }
-    // What was accepted once is accepted again.
+    // Cannot fail: the same command and buffer were accepted before.
     let Ok(words) = words else { return false };
     let sqe: Sqe = zerocopy::transmute!(words);
     core.push(zerocopy::transmute!(sqe.with_cid(cid)));
@@ -406,7 +404,7 @@ mod tests {
 
     const ENTRIES: u32 = 16;
 
-    /// A queue whose submission queue lies in the file.
+    /// A queue pair whose submission queue is mapped from `file`.
     fn core(file: &File) -> (Core, std::sync::Arc<Mapping>) {
         let page = || Mapping::anonymous(4096).unwrap().bytes();
         let sq = Mapping::from_fd(file, 0, 4096, Protection::ReadWrite).unwrap();
@@ -426,8 +424,8 @@ mod tests {
         (core, sq)
     }
 
-    /// Completions are asked for one by one: to scan the whole queue each time takes half a minute
-    /// for a long one.
+    /// The driver takes completions one by one. A scan of the whole queue for each of them would
+    /// take half a minute for a long queue.
     #[test]
     fn a_queue_that_has_ended_is_not_scanned_again() {
         let file = tempfile::tempfile().unwrap();
@@ -440,7 +438,7 @@ mod tests {
         core.ring().unwrap();
         let mut retries = RetryTable::new(0);
         assert!(retries.end_all(&mut core, "it is gone", true).is_empty());
-        // Whoever reads the submission queue now finds its memory poisoned.
+        // A read of the submission queue now raises SIGBUS, which marks its mapping as poisoned.
         file.set_len(0).unwrap();
         for taken in 1..=core.capacity() {
             assert!(retries.end_all(&mut core, "it is gone", true).is_empty());

@@ -1,10 +1,10 @@
-//! The Shadow Doorbell and EventIdx buffers. Base 2.1, 5.1.6.
+//! Shadow Doorbell and EventIdx buffers. Base 2.1, 5.1.6.
 
 use super::doorbell::ShadowCells;
 use shadowbell_memory::SharedBytes;
 use shadowbell_spec::dbbuf;
 
-/// The two pages, as Doorbell Buffer Config gave them to the controller.
+/// The two pages that were passed to the controller by Doorbell Buffer Config.
 pub(crate) struct ShadowPages {
     pub(crate) values: SharedBytes,
     pub(crate) event_idxs: SharedBytes,
@@ -12,7 +12,7 @@ pub(crate) struct ShadowPages {
 }
 
 impl ShadowPages {
-    /// The cells of a queue pair's two doorbells, or nothing if it lies beyond the page.
+    /// Cells of a queue pair's two doorbells; `None` if they are beyond the page.
     pub(crate) fn of(&self, qid: u16) -> Option<[ShadowCells; 2]> {
         let at = |offset: u64| {
             let offset = usize::try_from(offset).ok()?;

@@ -1,56 +1,54 @@
-//! How long to look before sleeping.
+//! Adaptive polling before a sleep.
 
 use shadowbell_memory::GiveWay;
 use std::time::Duration;
 
-/// Spin, then sleep: how long a thread that waits for completions polls before it sleeps until an
+/// Polling policy: maximum time that a thread polls for completions before it sleeps until an
 /// interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpinPolicy {
-    /// The most that it polls. Zero sleeps at once.
+    /// Maximum polling time. Zero sleeps immediately.
     pub max: Duration,
-    /// Adapt: poll longer while completions arrive soon after sleeping began, and shorter after
-    /// waits that were long. Otherwise always poll for `max`.
+    /// True to adapt the polling time: longer while completions arrive soon after a sleep began,
+    /// shorter after long waits. False to poll for `max` every time.
     pub adaptive: bool,
 }
 
 impl SpinPolicy {
-    /// Never polls.
+    /// No polling.
     pub const SLEEP: Self = Self { max: Duration::ZERO, adaptive: false };
 }
 
 impl Default for SpinPolicy {
-    /// Adaptive, up to 100 us: what the flash behind a queue takes, at least where a sleep would
-    /// add its own 30 us and more.
+    /// Adaptive, up to 100 us: the latency of flash, where a sleep would add 30 us or more.
     fn default() -> Self {
         Self { max: Duration::from_micros(100), adaptive: true }
     }
 }
 
-/// The window that a [`SpinPolicy`] has arrived at.
+/// Current polling time of a [`SpinPolicy`].
 ///
-/// A wait with a sleep in it says little about what polling would have taken: the interrupt and the
-/// way back onto a processor are in it, too, which can be as much again. A device that answers
-/// within the most that is allowed seems not to, once the queue sleeps. So it looks for as long as
-/// it may every now and then, to see.
+/// A wait that includes a sleep overestimates the device's latency: it includes the interrupt and
+/// the wakeup, which can double the wait. A fast device would look slow while the queue sleeps.
+/// Therefore the queue polls for the maximum time every now and then, as a trial.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpinWindow {
     policy: SpinPolicy,
     window: Duration,
-    /// Waits in a row that polling has not covered.
+    /// Number of consecutive waits that outlasted polling.
     missed: u32,
-    /// Sleeps until it tries the most again, and how many that were the last time.
+    /// Number of sleeps until the next trial, and its start value after the last trial.
     until_try: u32,
     between: u32,
     others: GiveWay,
 }
 
-/// The smallest window that is worth having.
+/// Smallest useful window.
 const FLOOR: Duration = Duration::from_micros(2);
-/// So many waits that were too long are chance.
+/// Number of consecutive long waits that do not shorten the window.
 const BAD_LUCK: u32 = 2;
-/// Sleeps between two tries: at first, and after many that were in vain, when they cost a
-/// thousandth of the most for each wait.
+/// Sleeps between two trials: 16 after a success, up to 1024 after failures. At 1024, trials cost a
+/// thousandth of the maximum polling time per wait.
 const BETWEEN: std::ops::RangeInclusive<u32> = 16..=1024;
 
 impl SpinWindow {
@@ -60,14 +58,14 @@ impl SpinWindow {
         Self { policy, window, missed: 0, until_try: between, between, others: GiveWay::new() }
     }
 
-    /// For how long to poll now.
+    /// Time to poll now.
     pub(crate) fn window(&self) -> Duration {
         if self.is_trying() { self.policy.max } else { self.window }
     }
 
-    /// Nothing has come yet after `waited`: others go first who want this processor. It polls on
-    /// whether somebody did or not: the controller is not kept by a thread that gives way, and is
-    /// seen to have answered sooner by it than by one that has to be woken.
+    /// Yields the processor to other threads after polling in vain for `waited`. Polling continues
+    /// afterwards: a yielding thread does not delay the controller, and notices completions sooner
+    /// than a sleeping thread.
     pub(crate) fn give_way(&mut self, waited: Duration) {
         self.others.give_way(waited);
     }
@@ -76,7 +74,7 @@ impl SpinWindow {
         self.policy.adaptive && self.until_try == 0
     }
 
-    /// A wait is over after `waited`, with sleep in it or not.
+    /// Records a finished wait, with or without a sleep, and adapts the window.
     pub(crate) fn waited(&mut self, waited: Duration) {
         let Self { policy: SpinPolicy { max, adaptive }, .. } = *self;
         if !adaptive {
@@ -99,10 +97,10 @@ impl SpinWindow {
             self.until_try -= 1;
         }
         if waited <= max {
-            // A slightly longer window would have saved a sleep.
+            // A slightly longer window would have avoided the sleep.
             self.window = (self.window * 2).max(FLOOR).min(max);
         } else if self.missed > BAD_LUCK {
-            // No window that is allowed would have: do not spend what there is.
+            // No permitted window would have sufficed: save the polling time.
             let half = self.window / 2;
             self.window = if half < FLOOR { Duration::ZERO } else { half };
         }
@@ -117,14 +115,15 @@ mod tests {
         Duration::from_micros(micros)
     }
 
-    /// What a sleep adds to a wait.
+    /// Simulated time that a sleep adds to a wait.
     const WAKEUP: Duration = us(30);
 
     fn adaptive(max: u64) -> SpinWindow {
         SpinWindow::new(SpinPolicy { max: us(max), adaptive: true })
     }
 
-    /// A wait for a device that takes so long. How long it was polled for, and whether in vain.
+    /// Simulates a wait for a device with latency `takes`. Returns the polling time, and whether it
+    /// slept.
     fn wait(spin: &mut SpinWindow, takes: u64) -> (Duration, bool) {
         let (takes, window) = (us(takes), spin.window());
         let slept = window < takes;
@@ -132,7 +131,8 @@ mod tests {
         (window.min(takes), slept)
     }
 
-    /// The last half of so many waits: the time polled for each, and sleeps for each.
+    /// Simulates `count` waits. Returns averages of the second half: polling time and sleeps per
+    /// wait.
     fn waits(spin: &mut SpinWindow, takes: &[u64], count: usize) -> (f64, f64) {
         let all: Vec<_> =
             takes.iter().cycle().take(count).map(|takes| wait(spin, *takes)).collect();
@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn what_a_sleep_adds_does_not_keep_it_asleep() {
-        // The device is as quick as is allowed; with a sleep it does not seem so.
+        // The latency is within the maximum, but a wait with a sleep exceeds it.
         let mut spin = adaptive(50);
         (0..10).for_each(|_| spin.waited(us(5000)));
         assert_eq!(spin.window(), Duration::ZERO);
@@ -181,7 +181,7 @@ mod tests {
     fn a_slow_device_is_hardly_polled() {
         let (polled, slept) = waits(&mut adaptive(50), &[500], 20_000);
         assert!(polled < 0.1 && slept == 1.0, "{polled} us, {slept} sleeps");
-        // And whenever it gets quick, that is seen.
+        // A device that becomes fast is noticed.
         let mut spin = adaptive(50);
         (0..10_000).for_each(|_| _ = wait(&mut spin, 500));
         let (_, slept) = waits(&mut spin, &[35], 4000);

@@ -1,4 +1,4 @@
-//! What a queue pair did, in plain counters that belong to its thread.
+//! Counters of a queue pair: plain integers, owned by its thread.
 
 /// Counters of one queue pair since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -8,45 +8,45 @@ pub struct QueueStats {
     pub submitted: u64,
     /// Commands completed.
     pub completed: u64,
-    /// Times that submissions were published.
+    /// Publications of the submission queue tail.
     pub batches: u64,
-    /// Submission queue tail doorbells that were written to the register (trapped).
+    /// Register writes of submission queue tail doorbells (trapped).
     pub sq_doorbell_mmio_writes: u64,
-    /// Completion queue head doorbells that were written to the register (trapped).
+    /// Register writes of completion queue head doorbells (trapped).
     pub cq_doorbell_mmio_writes: u64,
-    /// Doorbells of either kind for which the shadow entry was enough.
+    /// Doorbell updates of either kind that needed no register write.
     pub mmio_saved: u64,
-    /// Looks at the completion queue, with or without a completion to be found there.
+    /// Polls of the completion queue, with or without a completion.
     pub polls: u64,
-    /// Looks that found nothing.
+    /// Polls that found no completion.
     pub empty_polls: u64,
-    /// Sleeps that an interrupt, or another thread's signal, ended.
+    /// Sleeps that ended by an interrupt or a signal of another thread.
     pub wakeups: u64,
-    /// Sleeps in all.
+    /// All sleeps.
     pub sleeps: u64,
-    /// Completion queue entries for commands that are not outstanding: unknown or repeated command
+    /// Completion queue entries without an outstanding command: unknown or repeated command
     /// identifiers. They are ignored.
     pub unknown_completions: u64,
-    /// Completion queue entries whose submission queue identifier can not be, and batches of them
-    /// whose last head can not be. The fields are ignored.
+    /// Completion queue entries with an impossible submission queue identifier, and batches whose
+    /// last entry has an impossible submission queue head. The fields are ignored.
     pub bad_sq_heads: u64,
-    /// Commands that were not completed within [`Timeouts::io`](crate::Timeouts::io); each time
-    /// that a command is submitted counts.
+    /// Commands that did not complete within [`Timeouts::io`](crate::Timeouts::io). Each submission
+    /// of a command counts.
     pub late: u64,
-    /// Times that a command was submitted again.
+    /// Further submissions of commands.
     pub repeated: u64,
-    /// Commands that the driver ended, with Command Aborted By Host. They count as completed.
+    /// Commands that the driver ended with Command Aborted By Host. Included in `completed`.
     pub ended: u64,
 }
 
 impl QueueStats {
-    /// All doorbells that were written to a register.
+    /// The number of register writes of doorbells.
     #[must_use]
     pub fn doorbell_mmio_writes(&self) -> u64 {
         self.sq_doorbell_mmio_writes + self.cq_doorbell_mmio_writes
     }
 
-    /// Interrupts that ended a sleep.
+    /// The number of sleeps that ended by an interrupt or a signal.
     #[must_use]
     pub fn interrupts_waited(&self) -> u64 {
         self.wakeups

@@ -1,9 +1,10 @@
-//! Commands whose entries have more than dwords 10 to 13: tags of protection information, and where
-//! metadata are.
+//! Submission queue entries with tags of protection information and a metadata pointer, beyond
+//! dwords 10 to 13.
 //!
-//! The way of plain commands refuses them as too long, and only then they are looked at, so plain
-//! ones pay nothing. What cannot be told from the command is in a table by slot, beside the slots,
-//! which is made with the first such command. A command that has to be submitted again finds it
+//! The fast path refuses such commands as too long, and only refused commands are examined for
+//! tags, so plain commands pay nothing. Tags that cannot be derived from the command are in a table
+//! by slot, which is allocated with the first such command and is used again if the command is
+//! submitted again.
 //! there.
 
 use super::core::Core;
@@ -14,8 +15,7 @@ use crate::error::{QueueError, Refused};
 use crate::metadata::{MetadataCommand, Tags};
 
 impl Core {
-    /// Submits a command that the way of plain commands has refused for `reason`, if it is one of
-    /// those here.
+    /// Submits a command that the fast path has refused for `reason`, if the command has tags.
     #[cold]
     #[inline(never)]
     pub(super) fn submit_otherwise(
@@ -28,14 +28,14 @@ impl Core {
         let command = Command::from_parts(parts);
         match command.beside() {
             Beside::LbaTag(_) => self.submit_tagged(slot, buffer, command).map_err(Box::new),
-            // A given one without what is to be given can only come from `submit_given`.
+            // `Given` without stored tags: only `submit_given` can submit such a command.
             Beside::Nothing | Beside::Given => {
                 Err(Box::new(self.refuse(slot, Some(reason), buffer)))
             }
         }
     }
 
-    /// Submits a command with its tags and metadata.
+    /// Submits a command with its tags and metadata pointer.
     #[inline(never)]
     pub(crate) fn submit_given(
         &mut self,
@@ -66,7 +66,7 @@ impl Core {
         Ok(self.push_slot(slot, words, buffer, command))
     }
 
-    /// The entry of a command in `slot`, without its identifier.
+    /// Builds the entry of a command in `slot`, without its identifier.
     pub(super) fn entry_of(
         &mut self,
         slot: u16,
@@ -91,7 +91,7 @@ impl Core {
     }
 }
 
-/// MPTR of metadata that are there in the buffer.
+/// The metadata pointer (MPTR), after a check against the buffer's length.
 fn metadata_pointer(buffer: Option<&Buffer>, at: u32, needed: u32) -> Result<u64, QueueError> {
     let len = buffer.map_or(0, Buffer::len);
     let fits = u64::from(at) + u64::from(needed) <= len as u64;

@@ -1,51 +1,49 @@
-//! Sleeping on the event that a queue's interrupt signals.
+//! Sleeping on the eventfd that a queue's interrupt signals.
 
 use crate::transport::Transport;
 use shadowbell_memory::{Edge, Edges, EventFd};
 use std::io;
 use std::time::{Duration, Instant};
 
-/// What a queue pair knows of its event beyond the descriptor.
+/// Sleep state of a queue pair: its pollable descriptors and recent signals.
 #[derive(Default)]
 pub(super) struct InterruptWait {
-    /// The event and the device's hang-up, to sleep on; made when it is needed first.
+    /// The eventfd and the device's hang-up socket, to sleep on. Created on first use.
     edges: Option<Edges>,
-    /// How many completions had been taken when an interrupt ended a sleep.
+    /// Number of completions taken when an interrupt last ended a sleep.
     completed_at_wakeup: Option<u64>,
-    /// The device's other end has hung up.
+    /// True if the device's server has hung up.
     hung_up: bool,
 }
 
 impl InterruptWait {
-    /// Has something to sleep on.
+    /// Creates the descriptors to sleep on, on first use.
     pub(super) fn open(&mut self, event: &EventFd, transport: &dyn Transport) {
         if self.edges.is_none() {
             self.edges = Edges::new(event, transport.hang_up()).ok();
         }
     }
 
-    /// A sleep ended with a completion, `completed` after so many that were taken.
+    /// Records a sleep that ended with a completion, when `completed` completions had been taken.
     pub(super) fn note_wakeup(&mut self, completed: u64) {
         self.completed_at_wakeup = Some(completed);
     }
 
-    /// What the event was signalled for last is not known any more.
+    /// Forgets the last wakeup: the next sleep must consume signals.
     pub(super) fn forget_wakeup(&mut self) {
         self.completed_at_wakeup = None;
     }
 
-    /// Consumes what the event was signalled for in the past, if there can be anything: interrupts
-    /// whose completions were found without them.
+    /// Consumes stale signals of the eventfd: interrupts whose completions were found by polling.
     pub(super) fn consume_signals(&mut self, event: &EventFd, completed: u64) {
-        // An interrupt ended the last sleep, and one completion was taken since: there is no signal
-        // left that has no completion to be seen. This is what saves whoever waits for one command
-        // at a time a system call.
+        // If an interrupt ended the last sleep and one completion was taken since, no stale signal
+        // is left. Saves a system call for programs with one command in flight.
         let at_wakeup = self.completed_at_wakeup.take();
         if at_wakeup.is_some_and(|at_wakeup| completed == at_wakeup + 1) {
             return;
         }
         match &self.edges {
-            // A hang-up is reported once, so it must not get lost here.
+            // A hang-up is reported only once, so it must be stored.
             Some(edges) => {
                 self.hung_up |= matches!(edges.wait(Some(Duration::ZERO)), Ok(Edge::HungUp));
             }

@@ -1,4 +1,4 @@
-//! An I/O queue pair: the poll API, below the asynchronous one.
+//! I/O queue pair: the polling API, on which the asynchronous API is built.
 
 mod interrupt_wait;
 mod recoverable;
@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// Spins between two looks at the clock.
+/// Polls between two readings of the clock.
 const SPINS_PER_LOOK: u32 = 64;
 
 /// An I/O submission queue and its completion queue, for one thread.
@@ -35,27 +35,26 @@ const SPINS_PER_LOOK: u32 = 64;
 /// queue.ring_cq_doorbell_if_needed()?;
 /// ```
 ///
-/// Between a submission and its completion there is no lock, no allocation and no look-up in a
-/// map. A buffer that was submitted belongs to the queue until its completion.
+/// The path from a submission to its completion has no lock, no allocation and no map look-up. A
+/// submitted buffer belongs to the queue until its completion.
 ///
-/// # Dropping it
+/// # Dropping
 ///
-/// Dropping a queue pair deletes both queues at the controller, which ends what is outstanding
-/// there (Base 2.1, 3.3.1.3: no command of a deleted queue is completed or moves data afterwards),
-/// and then gives the buffers back to their pools. If the controller does not confirm the deletion,
-/// the buffers are kept for as long as the process lives, because the device may still write to
-/// them.
+/// Dropping a queue pair deletes both queues in the controller, which ends outstanding commands
+/// (Base 2.1, 3.3.1.3: no command of a deleted queue is completed or transfers data afterwards),
+/// and returns the buffers to their pools. If the controller does not confirm the deletion, the
+/// buffers are leaked until the process ends, because the device may still write to them.
 pub struct QueuePair {
     queue: RecoverableQueue,
     controller: Arc<AttachedController>,
     interrupt: InterruptWait,
     spin: SpinWindow,
-    /// Whether the watchdog shall signal the event; made when it is needed first.
+    /// Flag that asks the watchdog to signal the event. Created on first use.
     wants_wakeup: Option<Arc<AtomicBool>>,
 }
 
 impl QueuePair {
-    /// Creates a queue pair of `size` entries at most.
+    /// Creates a queue pair of at most `size` entries.
     pub(crate) fn create(
         controller: &Arc<AttachedController>,
         size: RingSize,
@@ -86,43 +85,44 @@ impl QueuePair {
         self.queue.core.qid()
     }
 
-    /// How many commands may be outstanding at once: one less than the entries of the submission
+    /// The maximum number of outstanding commands: one less than the entries of the submission
     /// queue.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.queue.core.capacity()
     }
 
-    /// How many commands are outstanding.
+    /// The number of outstanding commands.
     #[inline]
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.queue.core.outstanding()
     }
 
-    /// Whether the controller interrupts for this queue: [`wait`](Self::wait) sleeps then.
+    /// True if the queue has an interrupt, so that [`wait`](Self::wait) can sleep.
     #[must_use]
     pub fn has_interrupt(&self) -> bool {
         self.queue.layout.interrupts
     }
 
-    /// What the queue did so far.
+    /// Statistics of the queue.
     #[must_use]
     pub fn stats(&self) -> QueueStats {
         self.queue.core.stats()
     }
 
-    /// Writes a command into the submission queue. The controller is notified of it by the next
-    /// [`ring`](Self::ring).
+    /// Writes a command to the submission queue. The next [`ring`](Self::ring) notifies the
+    /// controller.
     ///
     /// # Errors
-    /// [`Refused`], with the buffer: the queue is full, or the buffer does not fit the command.
+    /// [`Refused`] with the buffer, if the queue is full, the buffer does not match the command, or
+    /// the queue has failed.
     #[inline(always)]
     pub fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> Result<Token, Refused> {
         self.queue.core.submit(command.words(), buffer, command)
     }
 
-    /// Writes a command with metadata into the submission queue, as [`submit`](Self::submit) does.
+    /// Writes a command with metadata to the submission queue, like [`submit`](Self::submit).
     ///
     /// # Errors
     /// As [`submit`](Self::submit).
@@ -134,10 +134,10 @@ impl QueuePair {
         self.queue.core.submit_given(command, buffer)
     }
 
-    /// Publishes everything submitted so far to the controller, with one doorbell or with none.
+    /// Publishes all submitted commands to the controller, with at most one doorbell write.
     ///
     /// # Errors
-    /// [`QueueError`], when the controller can not be reached any more, or was detached.
+    /// [`QueueError`], if the controller is unreachable or was detached.
     #[inline]
     pub fn ring(&mut self) -> Result<(), QueueError> {
         if self.controller.state().epoch() != self.queue.handled_epoch {
@@ -146,14 +146,14 @@ impl QueuePair {
         self.queue.core.ring()
     }
 
-    /// Publishes what was submitted so far, if it is time: at once as long as the controller has
-    /// little to do, and several commands at a time while it has enough. Whether all are published
-    /// and no wakeup is due; if not, [`ring`](Self::ring) has to be called before the program turns
-    /// to something else, or when there are no completions left to take.
+    /// Publishes submitted commands if it is worthwhile: immediately while the controller has
+    /// little work, and in groups while it is busy. Returns true if all commands are published and
+    /// no doorbell write is pending. Otherwise the program must call [`ring`](Self::ring) before it
+    /// does other work, and when no completions are left to take.
     ///
-    /// What a doorbell costs, even one that is only a store to memory that the controller looks at,
-    /// is the same for one command and for sixteen. A short queue can not wait for the next command
-    /// and a long one does not have to: the controller always has two thirds of it to work on.
+    /// A doorbell update costs the same for one command and for sixteen, even if it is only a store
+    /// to memory that the controller polls. With few commands in flight, commands are published at
+    /// once; with many, the controller always has two thirds of the commands to work on.
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
@@ -165,10 +165,10 @@ impl QueuePair {
         self.queue.core.ring_in_time()
     }
 
-    /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
-    /// [`ring_cq_doorbell_if_needed`](Self::ring_cq_doorbell_if_needed): the controller might wait
-    /// for room.
-    // Inlined, and the usual completion made in one place, so that it need not go through memory:
+    /// Takes the next completion. After the last completion, call [`ring`](Self::ring) or
+    /// [`ring_cq_doorbell_if_needed`](Self::ring_cq_doorbell_if_needed), because the controller may
+    /// wait for free completion queue entries.
+    // Inlined, with the common completion constructed in one place, so that it stays in registers:
     // see `shadowbell_memory::SqeBatch`.
     #[inline(always)]
     pub fn pop(&mut self) -> Option<Completion> {
@@ -180,8 +180,8 @@ impl QueuePair {
         self.pop_otherwise().map(|completion| *completion)
     }
 
-    /// The controller has completed nothing more, or nothing that is outstanding. Boxed, because
-    /// what is returned in the caller's memory would keep the usual completion there as well.
+    /// Slow path of `pop`: no completion, or one of a late or unknown command. The result is boxed,
+    /// because a result in the caller's memory would force the fast path's completion there too.
     #[inline(never)]
     fn pop_otherwise(&mut self) -> Option<Box<Completion>> {
         if let Some(completion) = self.queue.pop() {
@@ -195,11 +195,11 @@ impl QueuePair {
         }
     }
 
-    /// Hands every completion that is there to `each` (at most as many as the queue can hold), and
-    /// publishes the completion queue head if needed. Returns how many there were.
+    /// Passes available completions to `each` (at most as many as the queue has slots), and
+    /// publishes the completion queue head if needed. Returns the number of completions.
     ///
     /// # Errors
-    /// As [`ring`](Self::ring); the completions were handed out.
+    /// As [`ring`](Self::ring); the completions were passed to `each`.
     #[inline]
     pub fn poll(&mut self, mut each: impl FnMut(Completion)) -> Result<usize, QueueError> {
         let mut count = 0;
@@ -213,8 +213,7 @@ impl QueuePair {
         Ok(count)
     }
 
-    /// Publishes the completion queue head, if the controller might need the entries of the
-    /// completions that were taken.
+    /// Publishes the completion queue head, if the controller could run out of entries otherwise.
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
@@ -223,19 +222,18 @@ impl QueuePair {
         self.queue.core.ring_cq_doorbell_if_needed()
     }
 
-    /// Whether a completion is there to be taken.
+    /// True if a completion is available.
     #[inline]
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.queue.core.is_ready() || self.queue.has_ended()
     }
 
-    /// Waits for a completion: polls for as long as the [`SpinPolicy`] says, then sleeps until the
-    /// interrupt. `false` if `deadline` passed, or another thread signalled [`waker`](Self::waker),
-    /// with none there. Rings for what was submitted and not rung for yet.
+    /// Waits for a completion: polls as long as the [`SpinPolicy`] allows, then sleeps until the
+    /// interrupt. Publishes submitted commands first. Returns `false` if no completion is available
+    /// when `deadline` has passed or another thread has signalled [`waker`](Self::waker).
     ///
-    /// A queue without interrupt polls until the deadline, and leaves the processor to others in
-    /// between.
+    /// A queue without an interrupt polls until the deadline, and yields the processor in between.
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
@@ -278,14 +276,14 @@ impl QueuePair {
         loop {
             self.publish_all()?;
             self.consume_signals();
-            // Armed: whatever comes from here on signals the event. What came before is seen by
-            // looking once more, the fence keeping the look behind the head that was published.
+            // Completions from now on signal the event. Earlier completions are found by one more
+            // look at the queue. The fence orders the look after the publication of the head.
             fence(Ordering::SeqCst);
             let slept = if self.is_ready() { true } else { self.sleep(deadline)? };
             if self.handle_new_state()? || slept {
                 break;
             }
-            // The sleep ended only to count a tick.
+            // The sleep ended for a timeout tick: sleep again, unless the deadline has passed.
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 break;
             }
@@ -296,13 +294,13 @@ impl QueuePair {
 
     #[cold]
     fn handle_state_change(&mut self) -> Result<(), QueueError> {
-        // The queues may be created again, and then nothing is known of the event.
+        // If the queues are created again, the state of the event is unknown.
         self.interrupt.forget_wakeup();
         self.queue.handle_state_change(&self.controller)
     }
 
-    /// Handles a change of the controller's state, if there is one. Whether there is a completion
-    /// to be taken.
+    /// Handles a pending change of the controller's state. Returns true if a completion is
+    /// available.
     fn handle_new_state(&mut self) -> Result<bool, QueueError> {
         if self.controller.state().epoch() != self.queue.handled_epoch {
             self.handle_state_change()?;
@@ -310,28 +308,27 @@ impl QueuePair {
         Ok(self.is_ready())
     }
 
-    /// Publishes both doorbells, so that the controller interrupts for what completes from now on:
-    /// for those who sleep on [`waker`](Self::waker) by themselves. After this, and a full fence,
-    /// the completion queue has to be looked at once more ([`is_ready`](Self::is_ready)). A signal
-    /// of the past may end the sleep at once.
+    /// Publishes both doorbells, so that the controller raises an interrupt for later completions:
+    /// for event loops that sleep on [`waker`](Self::waker). Afterwards the caller must execute a
+    /// full fence and check [`is_ready`](Self::is_ready) once more. A stale signal may end the
+    /// sleep immediately.
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
     pub fn prepare_sleep(&mut self) -> Result<(), QueueError> {
         self.publish_all()?;
-        // A thread that sleeps by itself has no timer for the ticks of commands: the watchdog wakes
-        // it.
+        // An event loop has no timer for timeout ticks, so the watchdog wakes it.
         if self.queue.core.outstanding() != 0 && self.controller.recovery.enabled {
             self.request_wakeup();
         }
         Ok(())
     }
 
-    /// Has the watchdog signal the queue's event once, at its next tick.
+    /// Asks the watchdog to signal the queue's event once, at its next tick.
     fn request_wakeup(&mut self) {
         let Self { wants_wakeup, controller, queue, .. } = self;
         if wants_wakeup.is_none() {
-            // Without a descriptor a tick is counted when something else wakes the queue.
+            // Without a descriptor, ticks are counted when something else wakes the queue.
             let event = queue.event.try_clone().ok();
             *wants_wakeup = event.map(|event| controller.add_sleeper(event));
         }
@@ -342,12 +339,12 @@ impl QueuePair {
 
     fn publish_all(&mut self) -> Result<(), QueueError> {
         self.ring()?;
-        // The controller may hold an interrupt back for as long as we have not consumed what the
-        // last one was for.
+        // The controller may coalesce interrupts while entries of the last interrupt are
+        // unconsumed.
         self.queue.core.ring_cq_doorbell()
     }
 
-    /// When a sleep has to end at the latest, so that a tick is counted for the commands.
+    /// Deadline of a sleep, so that the next timeout tick is counted.
     fn next_tick(&self) -> Option<Instant> {
         if self.outstanding() == 0 || !self.controller.recovery.enabled {
             return None;
@@ -355,7 +352,7 @@ impl QueuePair {
         Instant::now().checked_add(self.controller.ticks.tick)
     }
 
-    /// Within this time every command ends, one way or another.
+    /// Upper limit of the time until a command completes, fails or is ended.
     pub(crate) fn longest_command(&self) -> Duration {
         self.controller.ticks.longest
     }
@@ -370,8 +367,8 @@ impl QueuePair {
         self.interrupt.consume_signals(&self.queue.event, self.queue.core.completed());
     }
 
-    /// Sleeps until the interrupt, a signal or the deadline; whether it was one of these, or else
-    /// time to count a tick.
+    /// Sleeps until an interrupt, a signal, the deadline or the next timeout tick. Returns false
+    /// after a timeout.
     fn sleep(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
         let signalled = self.sleep_until_edge(deadline)?;
         if self.queue.core.is_ready() {
@@ -380,8 +377,8 @@ impl QueuePair {
         Ok(signalled)
     }
 
-    /// Sleeps until the interrupt, a signal or the deadline, or until it is time to count a tick,
-    /// which this does.
+    /// Sleeps until an interrupt, a signal, the deadline or the next timeout tick, and counts the
+    /// tick.
     pub(crate) fn block(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
         self.open_interrupt();
         self.sleep_until_edge(deadline)?;
@@ -399,7 +396,7 @@ impl QueuePair {
             Ok(Edge::Signal) => self.queue.core.stats_mut().wakeups += 1,
             Ok(Edge::Timeout) => return Ok(false),
             Ok(Edge::HungUp) => {
-                // What has completed before is still there to be taken.
+                // Completions that arrived before the hang-up can still be taken.
                 if !self.is_ready() {
                     let device = self.controller.name();
                     let why = format!("{device} went away; attach again when it is back");
@@ -415,16 +412,17 @@ impl QueuePair {
         Ok(true)
     }
 
-    /// A descriptor whose signal ends a [`wait`](Self::wait), from any thread. It is the one that
-    /// the queue's interrupt signals too, so it can be polled together with others.
+    /// An eventfd that ends a [`wait`](Self::wait) when any thread signals it. The queue's
+    /// interrupt signals the same eventfd, so an event loop can poll it together with other
+    /// descriptors.
     ///
     /// # Errors
-    /// The system's, when the process is out of file descriptors.
+    /// The error of the system, if the process is out of file descriptors.
     pub fn waker(&self) -> io::Result<EventFd> {
         self.queue.event.try_clone()
     }
 
-    /// How long [`wait`](Self::wait) polls before it sleeps, from now on.
+    /// Sets the polling policy of [`wait`](Self::wait).
     pub fn set_spin(&mut self, policy: SpinPolicy) {
         self.spin = SpinWindow::new(policy);
     }
@@ -438,7 +436,7 @@ impl QueuePair {
     }
 }
 
-/// Leaves the processor to others, the longer the more often.
+/// Yields the processor; sleeps if it was called often.
 fn idle(looks: u32) {
     if looks < 64 {
         std::thread::yield_now();

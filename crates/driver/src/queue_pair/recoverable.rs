@@ -1,5 +1,5 @@
-//! What a queue pair does when the state epoch says that there is something to look at: ticks of
-//! its commands, a reset, the end. See [`recovery`](crate::recovery).
+//! Reaction of a queue pair to a change of the state epoch: timeout ticks, a controller reset, a
+//! failed controller. See [`recovery`](crate::recovery).
 
 use crate::admin::AdminCommands;
 use crate::attached::AttachedController;
@@ -14,27 +14,27 @@ use shadowbell_memory::EventFd;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::Abort;
 
-/// A state epoch that there never is.
+/// A value that the state epoch never has.
 const NEVER: u32 = u32::MAX;
-/// How often a queue that can not be created again has its controller reset.
+/// Number of controller resets for a queue that cannot be created again.
 const TRIES: u32 = 6;
-/// The most commands that are aborted at a time, where the controller takes as many (ACL).
+/// Maximum number of Abort commands at a time; also limited by the controller (ACL).
 const ABORTS: usize = 4;
 
-/// The queues of a pair, with what it takes to create them again.
+/// The queues of a pair, with the parameters to create them again.
 pub(super) struct RecoverableQueue {
     pub(super) core: Core,
     retries: RetryTable,
     pub(super) layout: QueueLayout,
-    /// What the interrupt signals.
+    /// Eventfd that the interrupt signals.
     pub(super) event: EventFd,
-    /// The state epoch that this queue has handled: another says that there is something to do.
+    /// Last handled state epoch. A different epoch requires handling.
     pub(super) handled_epoch: u32,
-    /// The state epoch for which a tick was counted.
+    /// State epoch whose tick was counted.
     ticked_epoch: u32,
-    /// How often the controller had been reset when the queues were created.
+    /// Number of controller resets when the queues were created.
     generation: u32,
-    /// Buffers of commands that were ended while the controller might still write to them.
+    /// Buffers of ended commands that the controller may still write to.
     kept: Vec<Buffer>,
 }
 
@@ -59,7 +59,7 @@ impl RecoverableQueue {
         }
     }
 
-    /// The next completion, of a late command too, but of none that the driver has ended.
+    /// Takes the next completion, including those of late commands, but not of ended commands.
     pub(super) fn pop(&mut self) -> Option<Completion> {
         self.retries.pop(&mut self.core)
     }
@@ -69,11 +69,10 @@ impl RecoverableQueue {
         self.retries.has_ended()
     }
 
-    /// Does what the state of the controller asks for. When this returns with success, the queue
-    /// works.
+    /// Handles the state of the controller. After success, the queue is usable.
     ///
     /// # Errors
-    /// [`QueueError`], if it does not, and never will.
+    /// [`QueueError`], if the queue has failed for good or the controller was detached.
     #[cold]
     pub(super) fn handle_state_change(
         &mut self,
@@ -87,7 +86,8 @@ impl RecoverableQueue {
             match state.condition() {
                 Condition::Live => {}
                 Condition::Resetting => {
-                    // Whoever resets it holds the lock until it is done.
+                    // The thread that resets the controller holds the lock until the reset has
+                    // ended.
                     drop(controller.enabled.io_queues());
                     continue;
                 }
@@ -107,8 +107,8 @@ impl RecoverableQueue {
             };
             match outcome {
                 Ok(true) => {
-                    // As long as there are ended commands, whoever asks for completions has to come
-                    // here.
+                    // While ended commands are pending, `pop` must call this function again, so no
+                    // epoch counts as handled.
                     self.handled_epoch = if self.has_ended() { NEVER } else { epoch };
                     return Ok(());
                 }
@@ -120,27 +120,27 @@ impl RecoverableQueue {
                 }
             }
         }
-        // The controller works, and may have what it did not confirm to have created.
+        // Not quiet: the controller works, and may have created queues without confirming.
         self.end(controller, &why, false)
     }
 
-    /// After the last completion: the next command that the driver has ended, if there is one.
+    /// Takes the completion of an ended command, after the last regular completion.
     #[cold]
     pub(super) fn pop_ended(&mut self, controller: &AttachedController) -> Option<Completion> {
-        // The next call that rings returns the error.
+        // The error is reported again by the next call that rings.
         let _ = self.handle_state_change(controller);
         self.retries.take_ended(&mut self.core).or_else(|| self.pop())
     }
 
-    /// Takes all buffers of the queue: of outstanding commands, and of those that were ended while
-    /// the controller might still write to them.
+    /// Takes all buffers of the queue: those of outstanding commands, and those of ended commands
+    /// that the controller may still write to.
     pub(super) fn take_buffers(&mut self) -> Vec<Buffer> {
         let mut buffers = self.core.take_buffers();
         buffers.append(&mut self.kept);
         buffers
     }
 
-    /// Ends everything that is under way.
+    /// Fails the queue, and ends every outstanding command.
     fn end(
         &mut self,
         controller: &AttachedController,
@@ -157,11 +157,11 @@ impl RecoverableQueue {
         Err(self.core.failure())
     }
 
-    /// Counts a tick for the commands, and aborts those that are late. `true` if the queue works;
-    /// `false` to look once more.
+    /// Counts a timeout tick, and sends Abort for late commands. Returns `true` if the queue is
+    /// usable, `false` if the state must be checked again.
     ///
     /// # Errors
-    /// A sentence that says why the controller has to be reset.
+    /// The reason for a controller reset.
     fn tick(&mut self, controller: &AttachedController) -> Result<bool, String> {
         if !controller.recovery.enabled || self.core.outstanding() == 0 {
             return Ok(true);
@@ -212,7 +212,7 @@ impl RecoverableQueue {
         Ok(true)
     }
 
-    /// Creates the queues again after a reset.
+    /// Creates the queues again after a controller reset.
     fn restore(
         &mut self,
         controller: &AttachedController,
@@ -229,8 +229,8 @@ impl RecoverableQueue {
         Ok(false)
     }
 
-    /// Creates the queues again that the controller does not have any more, and submits what was
-    /// outstanding.
+    /// Creates the queues again, after the controller has deleted them, and submits repeatable
+    /// outstanding commands again.
     fn start_over(
         &mut self,
         controller: &AttachedController,
@@ -250,7 +250,7 @@ impl RecoverableQueue {
             );
         }
         io_queues.recreate(admin, info, &mut self.core, self.layout, &self.event)?;
-        // A way to the controller that breaks now is found broken by the next who rings.
+        // A failed register write is reported by the next call that rings.
         let _ = self.core.ring();
         Ok(())
     }

@@ -1,51 +1,51 @@
-//! What the driver does when a controller does not do what it should.
+//! Recovery from command timeouts and controller failures.
 //!
-//! # The steps
+//! # Escalation
 //!
-//! 1. A command is not completed within [`Timeouts::io`]: the driver sends Abort. If the controller
-//!    aborts the command, it is submitted again.
-//! 2. A quarter of that time later it still is not completed: the driver deletes the queue pair and
-//!    creates it again.
-//! 3. The controller does not delete it, or CSTS.CFS or CSTS.NSSRO come up, or it is found
+//! 1. A command does not complete within [`Timeouts::io`]: the driver sends Abort. If the
+//!    controller aborts the command, the driver submits the command again.
+//! 2. The command does not complete within another quarter of that time: the driver deletes the
+//!    queue pair and creates it again.
+//! 3. The controller does not delete the queue pair, reports CSTS.CFS or CSTS.NSSRO, or is found
 //!    disabled: the driver resets the controller, and creates every queue pair again.
-//! 4. The controller can not be reset in some tries: the driver gives it up, and everything ends
-//!    with an error. So it does at once if the registers read as all ones, or if the way to the
-//!    controller breaks.
+//! 4. Several attempts to reset the controller fail: the controller has failed, and every command
+//!    ends with an error. If the registers read as all ones, or the connection to the controller
+//!    breaks, the controller fails at once.
 //!
-//! Every step is one line in the log, and is counted: see [`RecoveryStats`].
+//! Every step is logged and counted: see [`RecoveryStats`].
 //!
-//! # What becomes of commands
+//! # Outstanding commands
 //!
-//! When a queue pair is created again, the controller has confirmed that the old one is gone (or
-//! that it was reset): none of the old commands will have an effect any more. Those for which it
-//! makes no difference whether they were carried out already
+//! A queue pair is created again only after the controller has confirmed the deletion of the old
+//! one, or a reset: the old commands have no further effect. Commands that may be executed twice
 //! ([`Command::is_repeatable`](crate::Command::is_repeatable)) are submitted again, the oldest
-//! first, and complete as if nothing had happened. The others, and those that were repeated
-//! [`Recovery::repeats`] times in vain, end with the status Command Aborted By Host: whether they
-//! have had an effect is unknown.
+//! first, and complete normally. Other commands, and commands that were submitted again
+//! [`Recovery::repeats`] times without success, end with the status Command Aborted By Host; their
+//! effect is unknown.
 //!
-//! To submit a write again is safe because it has not completed as far as its submitter knows: what
-//! must come after it was not submitted yet. A flush covers what had completed before it was
-//! submitted; that is in the controller, and is when the flush is repeated.
+//! A second submission of a write is safe: the write has not completed for its submitter, so
+//! commands that must come after the write were not submitted yet. A flush covers the writes that
+//! had completed before its first submission. These writes are in the controller, so a second
+//! submission covers them as well.
 //!
-//! A buffer is handed back only when the controller is certain not to write to it any more: with
-//! its completion, when its queue is confirmed to be deleted, or when the controller is confirmed
-//! to be disabled or reset. Otherwise it is kept for as long as the process lives.
+//! A buffer is returned only if the controller certainly no longer writes to it: with its
+//! completion, when the deletion of its queue is confirmed, or when the controller is disabled or
+//! reset. Otherwise the buffer is leaked until the process ends.
 //!
-//! # Who does it
+//! # Threads
 //!
-//! A watchdog thread, one for each controller, sleeps for a tick at a time: [`Timeouts::io`] / 8, a
-//! second at most. Then it changes the state epoch, a word that every queue pair compares once for
-//! each batch, and the queue pair's own thread counts the tick for its commands. The watchdog reads
-//! CSTS if a command was outstanding for two ticks, or if [`Recovery::watch`] has passed. A queue
-//! that has nothing outstanding notices a reset when it is used next.
+//! Each controller has a watchdog thread, which sleeps for one tick at a time: [`Timeouts::io`] /
+//! 8, at most one second. Each tick changes the state epoch, a word that every queue pair compares
+//! once for each batch, and the thread of the queue pair counts the tick for its commands. The
+//! watchdog reads CSTS if a command was outstanding for two ticks, or after [`Recovery::watch`]. A
+//! queue without outstanding commands notices a reset on its next use.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `policy`, `ticks`, `stats` | what is allowed, when, and how often it was done |
-//! | `watchdog` | the thread, over whatever is to be watched |
-//! | `reset` | resetting a controller, and giving it up |
-//! | `watch` | what the watchdog does for an attached controller |
+//! | `policy`, `ticks`, `stats` | options, timeouts in ticks, counters |
+//! | `watchdog` | the thread, for anything that implements `Watched` |
+//! | `reset` | controller reset, and failure of the controller |
+//! | `watch` | watchdog actions for an attached controller |
 //!
 //! [`Timeouts::io`]: crate::Timeouts::io
 

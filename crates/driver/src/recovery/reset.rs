@@ -1,4 +1,4 @@
-//! Resetting a controller, and giving it up.
+//! Controller reset, and failure of the controller.
 
 use super::stats::count;
 use crate::admin::AdminCommands;
@@ -9,14 +9,14 @@ use crate::device::StateError;
 use crate::io_queues::IoQueueTable;
 use crate::transport::TransportError;
 
-/// How often a reset is tried.
+/// Number of attempts of a reset.
 const TRIES: u32 = 5;
 
-/// Why a try to reset the controller failed.
+/// Failure of an attempt to reset the controller.
 enum ResetError {
-    /// It is not there any more.
+    /// The controller was removed or is unreachable.
     Gone(String),
-    /// Another try may help.
+    /// Another failure: a further attempt may succeed.
     Other(String),
 }
 
@@ -31,7 +31,7 @@ impl From<StateError> for ResetError {
     }
 }
 
-/// The controller is not there any more: everything ends.
+/// Fails the controller because it was removed or is unreachable.
 pub(crate) fn went_away(controller: &AttachedController, why: &str) {
     if controller.state().set_gone(Phase::Live, why) {
         count(&controller.counters.removed, 1);
@@ -40,8 +40,8 @@ pub(crate) fn went_away(controller: &AttachedController, why: &str) {
     }
 }
 
-/// Resets the controller, unless that was done since its generation was `generation`. When this
-/// returns it works again, or was given up.
+/// Resets the controller, unless another thread has reset it since its generation was `generation`.
+/// Afterwards the controller works or has failed.
 pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str) {
     let (state, counters) = (controller.state(), &controller.counters);
     let (admin, name) = (controller.plane(), controller.name());
@@ -83,7 +83,7 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
     state.give_up(&why, quiet);
 }
 
-/// One try: from a controller in whatever state to one that has everything but I/O queues.
+/// One attempt: resets a controller in any state, and sets up everything except I/O queues.
 fn try_reset(
     controller: &AttachedController,
     io_queues: &mut IoQueueTable,

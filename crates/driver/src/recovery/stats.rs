@@ -1,42 +1,42 @@
-//! What was done about a controller that did wrong, counted.
+//! Counters of recovery actions.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How often what was done, since the controller was attached.
+/// Counts of recovery actions since the controller was attached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RecoveryStats {
-    /// Commands that were not completed in time.
+    /// Commands that did not complete in time.
     pub late: u64,
     /// Abort commands sent.
     pub aborts: u64,
-    /// Queue pairs that were deleted and created again because their commands were late.
+    /// Queue pairs that were deleted and created again because of late commands.
     pub queues_recreated: u64,
-    /// Queue pairs that were created again after a reset.
+    /// Queue pairs that were created again after a controller reset.
     pub queues_restored: u64,
     /// Controller resets.
     pub resets: u64,
-    /// Tries that these took, those that failed too.
+    /// Attempts of controller resets, including failed ones.
     pub reset_tries: u64,
-    /// Times that CSTS.CFS was found set.
+    /// Observations of CSTS.CFS.
     pub fatal: u64,
-    /// Times that CSTS.NSSRO was found set.
+    /// Observations of CSTS.NSSRO.
     pub subsystem_resets: u64,
-    /// 1 if the controller's registers read as all ones, or the way to it broke.
+    /// 1 if the controller was removed or its connection broke.
     pub removed: u64,
-    /// 1 if the controller was given up.
+    /// 1 if the controller failed because it could not be reset.
     pub given_up: u64,
     /// Commands that were submitted again when their queue was created again.
     pub repeated: u64,
-    /// Commands that were ended with Command Aborted By Host.
+    /// Commands that the driver ended with Command Aborted By Host.
     pub ended: u64,
-    /// Times that the namespaces were read again because an event said that they changed.
+    /// Times that namespaces were identified again after a namespace change event.
     pub namespaces_read: u64,
 }
 
 macro_rules! counters {
     ($($name:ident),*) => {
-        /// [`RecoveryStats`] while they are counted. Touched only when something goes wrong.
+        /// Live counters of [`RecoveryStats`]. Updated only in case of failures and events.
         #[derive(Default)]
         pub(crate) struct Counters {
             $(pub(crate) $name: AtomicU64,)*
@@ -66,7 +66,7 @@ counters!(
     namespaces_read
 );
 
-/// Counts `by` more.
+/// Increments a counter by `by`.
 pub(crate) fn count(counter: &AtomicU64, by: u64) {
     counter.fetch_add(by, Ordering::Relaxed);
 }

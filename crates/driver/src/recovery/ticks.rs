@@ -1,30 +1,30 @@
-//! Time as commands have it: in ticks of the watchdog.
+//! Command timeouts in watchdog ticks.
 
 use super::policy::Recovery;
 use crate::options::Timeouts;
 use std::time::Duration;
 
-/// The longest tick.
+/// Maximum tick.
 const LONGEST_TICK: Duration = Duration::from_secs(1);
-/// The shortest.
+/// Minimum tick.
 const SHORTEST_TICK: Duration = Duration::from_millis(1);
 
-/// How long a tick is, and how many of them make a command late and overdue.
+/// Tick length, and timeouts in ticks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TimeoutTicks {
     pub(crate) tick: Duration,
-    /// After so many ticks a command is late.
+    /// Number of ticks after which a command is late.
     pub(crate) limit: u8,
-    /// A late command is overdue after so many more.
+    /// Number of further ticks after which a late command is overdue.
     pub(crate) grace: u8,
-    /// Within this time every command ends, one way or another.
+    /// Upper limit of the time until a command completes, fails or is ended.
     pub(crate) longest: Duration,
 }
 
 impl TimeoutTicks {
     pub(crate) fn new(recovery: Recovery, timeouts: &Timeouts) -> Self {
         let io = timeouts.io;
-        // Ticks are counted in a byte.
+        // Ticks are counted in a `u8`, so a long timeout needs longer ticks.
         let least = SHORTEST_TICK.max(io / 240);
         let tick = (io / 8).clamp(least, LONGEST_TICK.max(least));
         let in_ticks = |time: Duration| {
@@ -33,7 +33,7 @@ impl TimeoutTicks {
         };
         let (limit, grace) = (in_ticks(io), in_ticks(io / 4));
         let submissions = u32::from(recovery.repeats).saturating_add(1);
-        // For each: late, aborted, four admin commands, a reset.
+        // Each submission can take: timeout, Abort, four admin commands, a reset.
         let each = (io * 2).saturating_add(tick * 4).saturating_add(timeouts.admin * 4);
         let longest = if recovery.enabled { each.saturating_mul(submissions) } else { io };
         Self { tick, limit, grace, longest }

@@ -1,4 +1,4 @@
-//! What the watchdog does for an attached controller.
+//! Watchdog actions for an attached controller.
 
 use super::reset::{reset, went_away};
 use super::stats::count;
@@ -20,13 +20,13 @@ impl Watched for AttachedController {
 
     fn check_status(&self) -> bool {
         let goes_on = check_status(self);
-        // Whatever was found, nobody sleeps through it.
+        // Wake sleeping queues in any case, so that they notice a change of the state.
         self.wake_sleepers();
         goes_on
     }
 }
 
-/// Reads CSTS, and does about it what has to be done. Whether to go on watching.
+/// Reads CSTS, and resets or fails the controller if needed. Returns false to end the watchdog.
 pub(crate) fn check_status(controller: &AttachedController) -> bool {
     let state = controller.state();
     let generation = state.generation();
@@ -58,7 +58,7 @@ pub(crate) fn check_status(controller: &AttachedController) -> bool {
     true
 }
 
-/// Takes asynchronous events, and does about them what has to be done.
+/// Takes asynchronous events, and identifies the namespaces again after a change.
 pub(crate) fn read_events(controller: &AttachedController) {
     if controller.state().condition() == Condition::Live
         && controller.plane().queue.poll_namespaces_changed()
@@ -67,10 +67,10 @@ pub(crate) fn read_events(controller: &AttachedController) {
     }
 }
 
-/// Reads the namespaces again, for whoever asks for them next.
+/// Identifies the namespaces again, and stores them until the program takes them.
 fn read_namespaces(controller: &AttachedController) {
     let info = &controller.info;
-    // Reading the list unmasks the event for the next change.
+    // Reading the changed namespace list unmasks the event for the next change.
     let list = LogRequest::new(lid::CHANGED_ATTACHED_NAMESPACES, size_of::<ChangedNamespaces>());
     let read = read_log_page(controller, list)
         .and_then(|_| identify_namespaces(controller, &info.identity, info.max_transfer));

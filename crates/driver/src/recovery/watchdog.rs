@@ -1,4 +1,4 @@
-//! The thread that watches a controller with or without commands in flight.
+//! Watchdog thread: periodic ticks and status checks.
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use shadowbell_memory::AbortOnPanic;
@@ -7,21 +7,21 @@ use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId, current};
 use std::time::{Duration, Instant};
 
-/// What is watched.
+/// A watched object.
 pub(crate) trait Watched: Send + Sync {
-    /// Called for every tick. Whether a command was outstanding for long or memory was lost, so
-    /// that the status is to be checked.
+    /// Called for every tick. Returns true to request a status check, because a command takes long
+    /// or memory was lost.
     fn tick(&self) -> bool;
 
-    /// Checks the status, and does about it what has to be done. Whether to go on watching.
+    /// Checks the status and reacts to failures. Returns false to end the watchdog.
     fn check_status(&self) -> bool;
 }
 
-/// How often the watchdog looks.
+/// Intervals of the watchdog.
 #[derive(Clone, Copy)]
 pub(crate) struct WatchIntervals {
     pub(crate) tick: Duration,
-    /// Between two checks of the status, unless a tick wants one.
+    /// Interval between status checks, unless a tick requests one.
     pub(crate) status: Duration,
 }
 
@@ -29,12 +29,12 @@ pub(crate) struct WatchIntervals {
 struct WatchdogControl {
     stopped: Mutex<bool>,
     changed: Condvar,
-    /// Held while the thread has more than a weak reference.
+    /// Held while the thread has a strong reference to the watched object.
     watching: Mutex<()>,
 }
 
-/// Watches for as long as it lives. It has only a weak reference while it sleeps, so that it does
-/// not keep what it watches.
+/// Watches an object until it is dropped. The thread holds only a weak reference while it sleeps,
+/// so it does not keep the watched object alive.
 pub(crate) struct Watchdog {
     control: Arc<WatchdogControl>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -55,13 +55,13 @@ impl Watchdog {
         Ok(Self { control, thread: Mutex::new(Some(thread)), id })
     }
 
-    /// Keeps the thread from having a reference as long as the guard lives; nothing on the thread
-    /// itself, which has one.
+    /// Prevents the thread from holding a strong reference while the guard lives. `None` on the
+    /// watchdog thread itself.
     pub(crate) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
         (current().id() != self.id).then(|| self.control.watching.lock())
     }
 
-    /// Has the thread end, and waits for it unless this is it.
+    /// Stops the thread, and waits for its end unless called on the thread itself.
     pub(crate) fn stop(&self) {
         *self.control.stopped.lock() = true;
         self.control.changed.notify_all();
@@ -83,8 +83,8 @@ fn watch(watched: &Weak<dyn Watched>, control: &WatchdogControl, intervals: Watc
             return;
         }
         drop(stopped);
-        // Whoever holds this may be about to drop the last handle; the next tick is soon enough.
-        // The guard outlives the reference.
+        // A paused watchdog skips this tick, because the last handle may be about to be dropped.
+        // The guard is declared first, so it outlives the strong reference.
         let Some(_watching) = control.watching.try_lock() else { continue };
         let Some(watched) = watched.upgrade() else { return };
         let is_due = watched.tick();

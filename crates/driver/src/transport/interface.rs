@@ -1,141 +1,138 @@
-//! What the driver needs of a controller, whichever way it is reached: the [`Transport`] trait.
+//! [`Transport`] trait: register, DMA and interrupt access to one controller.
 
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// The way to one controller: its registers, its doorbells, the memory that it may reach and the
-/// interrupts that it raises.
+/// Access to one controller: registers, doorbells, DMA memory and interrupts.
 ///
-/// An implementation is shared by every queue pair and by the control plane. Only
-/// [`write_doorbell`](Self::write_doorbell) is on the data path; everything else may block, but
-/// not for ever: an implementation that waits for a peer gives up after a time of its own and
-/// returns [`TransportError::Gone`].
+/// An implementation is shared by all queue pairs and the admin queue. Only
+/// [`write_doorbell`](Self::write_doorbell) is on the data path. All other methods may block, but
+/// not for ever: an implementation that waits for a peer needs a timeout, after which it returns
+/// [`TransportError::Gone`].
 pub trait Transport: Send + Sync {
-    /// What a person would call the device: a path, a PCI address.
+    /// Human-readable name of the device: a path or a PCI address.
     fn name(&self) -> &str;
 
-    /// Reads the 4-byte register at `offset` of BAR0. A device that is gone may read as all ones.
+    /// Reads the 4-byte register at `offset` of BAR0. A removed device may read as all ones.
     ///
     /// # Errors
-    /// [`TransportError`], when the device can not be reached.
+    /// [`TransportError`], if the device is unreachable.
     fn read32(&self, offset: u64) -> Result<u32, TransportError>;
 
-    /// Reads the 8-byte register at `offset` of BAR0, in one access or two: every 8-byte register
-    /// of NVMe allows both (Base 2.1, 3.1.4).
+    /// Reads the 8-byte register at `offset` of BAR0 in one or two accesses; NVMe allows either for
+    /// every 8-byte register (Base 2.1, 3.1.4).
     ///
     /// # Errors
     /// As [`read32`](Self::read32).
     fn read64(&self, offset: u64) -> Result<u64, TransportError>;
 
-    /// Writes the 4-byte register at `offset` of BAR0. The device has seen it, and what it does in
-    /// answer is ordered after it, when this returns or with the next read at the latest.
+    /// Writes the 4-byte register at `offset` of BAR0. The device has processed the write when this
+    /// call or the next read returns.
     ///
     /// # Errors
     /// As [`read32`](Self::read32).
     fn write32(&self, offset: u64, value: u32) -> Result<(), TransportError>;
 
-    /// Writes the 8-byte register at `offset` of BAR0, lower half first if in two accesses.
+    /// Writes the 8-byte register at `offset` of BAR0; lower half first if in two accesses.
     ///
     /// # Errors
     /// As [`read32`](Self::read32).
     fn write64(&self, offset: u64, value: u64) -> Result<(), TransportError>;
 
-    /// Writes a doorbell, `offset` from the start of BAR0. The write may be posted: nobody waits
-    /// for it, and writes to different doorbells may arrive in any order.
+    /// Writes the doorbell at `offset` of BAR0. The write may be posted: the call need not wait for
+    /// its arrival, and writes to different doorbells may arrive in any order.
     ///
     /// # Errors
-    /// [`TransportError`], when it is certain that the device will not see it.
+    /// [`TransportError`], if the write will certainly not arrive.
     fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError>;
 
-    /// Events that stand for writes to the doorbells at `offsets` of BAR0, as far as there are any.
-    /// Signalling one says that a value was put into the doorbell's shadow entry, which is where
-    /// the device looks for it; it costs the device less than a write. To be asked for when the
-    /// queues exist. The default has none.
+    /// Eventfds that replace writes to the doorbells at `offsets` of BAR0, if available. A signal
+    /// means that a new value is in the doorbell's shadow entry, and costs the device less than a
+    /// register write. Called after the queues were created. The default implementation has none.
     ///
     /// # Errors
-    /// [`TransportError`], when the device can not be reached.
+    /// [`TransportError`], if the device is unreachable.
     fn doorbell_events(&self, offsets: [u64; 2]) -> Result<[Option<EventFd>; 2], TransportError> {
         let _ = offsets;
         Ok([None, None])
     }
 
-    /// The doorbells as memory, from BAR0 offset 1000h on, if the device lets them be mapped. A
-    /// store there is a doorbell that nobody traps.
+    /// Doorbells as shared memory, from BAR0 offset 1000h on, if the device can map them. A store
+    /// to this memory is not trapped, so the controller has to poll it.
     fn doorbell_page(&self) -> Option<SharedBytes>;
 
-    /// Lets the device reach all of `mapping`, for reading and writing. Returns the address (IOVA)
-    /// under which the device finds its first byte, which is a multiple of 4096; the rest follows
-    /// without a gap.
+    /// Shares all of `mapping` with the device, for reading and writing. Returns the IOVA of its
+    /// first byte, a multiple of 4096; the mapping is contiguous for the device.
     ///
     /// # Errors
-    /// [`TransportError`], when the memory can not be shared with the device.
+    /// [`TransportError`], if the memory cannot be shared.
     fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError>;
 
-    /// Takes the memory at `iova`, `len` bytes as mapped, away from the device. When this returns
-    /// with success, the device does not touch it any more.
+    /// Unmaps the `len` bytes at `iova`, a whole mapping, from the device. After success the device
+    /// no longer accesses the memory.
     ///
     /// # Errors
-    /// [`TransportError`], when that is not certain.
+    /// [`TransportError`], if the device may still access the memory.
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError>;
 
-    /// A socket that hangs up when the device has gone, for those who sleep and would not notice it
-    /// otherwise. The default has none.
+    /// A socket that hangs up when the device disappears, for sleeping threads that would not
+    /// notice it otherwise. The default implementation has none.
     fn hang_up(&self) -> Option<OwnedFd> {
         None
     }
 
-    /// How many interrupt vectors the device has (MSI-X); 0 if it raises none.
+    /// Number of MSI-X vectors of the device; 0 if it raises no interrupts.
     fn irq_vectors(&self) -> u32;
 
-    /// Has interrupt `vector` signal `event` from now on, or nothing.
+    /// Connects interrupt `vector` to `event`, or disconnects it with `None`.
     ///
     /// # Errors
-    /// [`TransportError`], when there is no such vector or the device refuses.
+    /// [`TransportError`], if the vector does not exist or the device refuses.
     fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError>;
 
-    /// Resets the function (FLR or the transport's like). When this returns with success the
-    /// controller is disabled and touches no memory.
+    /// Resets the function (FLR or the transport's equivalent). After success the controller is
+    /// disabled and accesses no memory.
     ///
     /// # Errors
-    /// [`TransportError`], when the device can not be reset this way.
+    /// [`TransportError`], if the device does not support a reset or the reset fails.
     fn reset(&self) -> Result<(), TransportError>;
 }
 
-/// Why a device could not be reached.
+/// Failed access to a device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TransportError {
-    /// Nothing will work any more until the program attaches again.
+    /// The device is unreachable: all further operations fail until the program attaches again.
     #[error("{device} went away during {doing}: {source}; attach again when it is back")]
     Gone {
         /// [`Transport::name`].
         device: String,
-        /// What was being done.
+        /// Failed operation.
         doing: &'static str,
-        /// The reason below.
+        /// Cause of the failure.
         source: BoxError,
     },
-    /// This one thing failed; others may work.
+    /// One operation failed; others may succeed.
     #[error("{device}: {doing} failed: {source}")]
     Failed {
         /// [`Transport::name`].
         device: String,
-        /// What was being done.
+        /// Failed operation.
         doing: &'static str,
-        /// The reason below.
+        /// Cause of the failure.
         source: BoxError,
     },
-    /// The transport or the device at its end has no such thing.
+    /// The transport or the device does not support the operation.
     #[error("{device} has no {what}")]
     Unsupported {
         /// [`Transport::name`].
         device: String,
-        /// What is missing.
+        /// Missing feature.
         what: &'static str,
     },
 }
 
-/// The reason below a [`TransportError`], of whatever type the transport has.
+/// Cause of a [`TransportError`], of any error type of the transport.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync + 'static>;

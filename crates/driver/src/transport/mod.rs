@@ -1,4 +1,4 @@
-//! How a controller is reached: VFIO, vfio-user, or whatever else implements [`Transport`].
+//! Transports: VFIO, vfio-user, and the [`Transport`] trait for others.
 
 mod interface;
 #[cfg(feature = "vfio")]

@@ -1,4 +1,4 @@
-//! A controller behind a vfio-user socket.
+//! vfio-user transport: a controller behind a UNIX socket.
 
 use super::interface::{Transport, TransportError};
 use ::shadowbell_vfio_user::client::{Client, ClientError, ClientIoFds, Options, Share};
@@ -14,45 +14,43 @@ use std::time::Duration;
 
 /// Offset of the Command register in configuration space. PCI Local Bus 3.0, 6.2.2.
 const PCI_COMMAND: u64 = 0x04;
-/// Command register: Memory Space, Bus Master, Interrupt Disable. The pin is never used, and a
-/// server may look at that bit: SPDK's raises an interrupt for each admin completion while neither
-/// the pin is off nor MSI-X on, and one that goes nowhere makes it fail the controller.
+/// Command register: Memory Space, Bus Master, Interrupt Disable. The driver never uses INTx, but a
+/// server may check Interrupt Disable: if INTx is enabled and MSI-X is not, SPDK's server raises
+/// INTx for each admin completion, and fails the controller if nothing receives INTx.
 const COMMAND_SET: u16 = 1 << 1 | 1 << 2 | 1 << 10;
-/// Offset of the Status register; bit 4 says that there is a list of capabilities.
+/// Offset of the Status register. Bit 4 indicates a capabilities list.
 const PCI_STATUS: u64 = 0x06;
 const STATUS_CAPABILITIES: u16 = 1 << 4;
 /// Offset of the pointer to the first capability.
 const PCI_CAPABILITIES: u64 = 0x34;
-/// The first byte in which a capability can lie, and the first past the last.
+/// Valid offsets of a capability.
 const CAPABILITIES: std::ops::Range<u8> = 0x40..0xfd;
-/// The whole of the controller properties and the smallest page of doorbells.
+/// Minimum size of BAR0: the controller properties and the doorbells of the admin queue.
 const BAR0_MIN: u64 = regs::DOORBELLS + 8;
 
 /// A [`Transport`] over a vfio-user socket.
 ///
-/// Registers are messages that wait for their reply; doorbells are posted region writes, for which
-/// the sender does not wait, unless the server lets them be mapped. Memory is shared by the
-/// descriptor of its memfd, under its address in this process as IOVA, which no two mappings have
-/// in common.
+/// Register accesses are messages with a reply. Doorbells are posted region writes without a reply,
+/// unless the server lets the client map them. Memory is shared by the file descriptor of its
+/// memfd. The IOVA of a mapping is its address in this process, which is unique.
 pub struct VfioUser {
     client: Client,
     name: String,
     doorbells: Option<SharedBytes>,
     vectors: u32,
     resettable: bool,
-    /// What is shared, by its IOVA.
+    /// Shared mappings with their IOVAs.
     shared: Mutex<Vec<(u64, Weak<Mapping>)>>,
 }
 
 impl VfioUser {
-    /// Connects to the server at `path`, or if that is a directory, at `cntrl` in there; enables
-    /// memory accesses and bus mastering of the device, and turns its interrupt pin off.
+    /// Connects to the server at `path`, or if `path` is a directory, at its entry `cntrl`. Enables
+    /// memory accesses and bus mastering of the device, and disables INTx.
     ///
-    /// A server whose device is in use by somebody else is waited for until `timeout`, and so is
-    /// every answer.
+    /// `timeout` limits every reply, and also the wait for a device that another client uses.
     ///
     /// # Errors
-    /// [`TransportError`], when nobody serves there, or not an NVMe controller.
+    /// [`TransportError`], if the path has no server, or the device is not an NVMe controller.
     pub fn connect(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, TransportError> {
         let path = path.as_ref();
         let name = format!("vfio-user:{}", path.display());
@@ -118,14 +116,14 @@ impl VfioUser {
             | ClientError::TooManyMaps { .. } => {
                 TransportError::Failed { device, doing, source: source.into() }
             }
-            // Everything else ends the connection, and with it the device.
+            // All other errors break the connection, so the device is unreachable.
             _ => TransportError::Gone { device, doing, source: source.into() },
         }
     }
 
-    /// Whoever serves the device has our memory, and can take huge pages out of it. That is noticed
-    /// when a register is read, as the watchdog does: what was in them is lost, and what is written
-    /// there reaches nobody.
+    /// Checks for lost memory pages. The server has the descriptors of this process's memory, and
+    /// can remove huge pages from it. Their content is lost, and later writes do not reach the
+    /// server. Called with each register read, which the watchdog does periodically.
     fn check_memory(&self) -> Result<(), TransportError> {
         let lost = |mapping: &Weak<Mapping>| mapping.upgrade().is_some_and(|m| m.is_poisoned());
         if !self.shared.lock().iter().any(|(_, mapping)| lost(mapping)) {
@@ -157,14 +155,14 @@ impl VfioUser {
         self.set_config16(PCI_COMMAND, command | COMMAND_SET)
     }
 
-    /// Sets MSI-X Enable. With eventfds in place some servers raise interrupts without it, those
-    /// that are closer to the hardware do not.
+    /// Sets MSI-X Enable. Some servers raise interrupts without it once eventfds are set, but
+    /// servers that model hardware more closely do not.
     fn enable_msix(&self) -> Result<(), TransportError> {
         if self.config16(PCI_STATUS)? & STATUS_CAPABILITIES == 0 {
             return Ok(());
         }
         let mut at = self.config16(PCI_CAPABILITIES)? as u8 & !3;
-        // Capabilities are 4 bytes at least, so a longer chain than this bites its own tail.
+        // A capability has at least 4 bytes, so a longer chain has a cycle.
         for _ in 0..CAPABILITIES.len() / 4 {
             if !CAPABILITIES.contains(&at) {
                 break;

@@ -1,27 +1,26 @@
-//! How much of this process's address space its clients may fill, and how many of its descriptors
-//! they may have.
+//! Budget of clients: limits on mapped address space, mappings and file descriptors.
 //!
-//! Mapping memory costs a client nothing: a file can be of any size without a page in it. But a
-//! process has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`), and one that has run
-//! out of either gets no memory, no threads and no further clients. So clients share less than
-//! that, and each of them can have at most **half of what the others leave**: the first a lot, and
-//! after any number of them there is still something left for the next. (An honest machine takes as
-//! many addresses as it has memory, and a few dozen mappings.) With the descriptors of their files,
-//! which are kept for a successor of this process, it is the same.
+//! A client can map memory at no cost: a file can have any size without using a page. But a process
+//! has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`). If either is exhausted, the
+//! process gets no memory, no threads and no further clients. Therefore all clients share less than
+//! these limits, and each client gets at most **half of what the others leave**: the first client
+//! gets a lot, and any number of clients leave room for the next. (A real machine uses as many
+//! addresses as it has memory, and a few dozen mappings.) The same applies to the descriptors of
+//! the clients' files, which are kept for the next server process (upgrade or recovery).
 
 use parking_lot::Mutex;
 use std::sync::{Arc, LazyLock};
 
-/// Addresses for all clients, in bytes: half of what there is on x86-64.
+/// Address space for all clients in bytes: half of the address space on x86-64.
 const BYTES: u64 = 64 << 40;
 
-/// Mappings that a process can have unless the administrator says otherwise.
+/// Default limit of the mappings of a process (`vm.max_map_count`).
 const MAX_MAP_COUNT: u64 = 65_530;
 
-/// Descriptors of a process that has no limit.
+/// Assumed limit of descriptors for a process without a limit.
 const MAX_DESCRIPTORS: u64 = 1 << 20;
 
-/// An amount of address space, bytes and mappings; and of descriptors.
+/// Amount of limited resources: bytes and mappings of address space, and descriptors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Amount {
     pub(super) bytes: u64,
@@ -29,7 +28,7 @@ pub(super) struct Amount {
     pub(super) descriptors: u64,
 }
 
-/// What all clients of a process share.
+/// Resources that all clients of a process share.
 #[derive(Debug)]
 pub(super) struct Budget {
     total: Amount,
@@ -42,23 +41,25 @@ static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
     Budget::new(Amount { bytes: BYTES, mappings: mappings(count), descriptors: descriptors() })
 });
 
-/// How many mappings are for clients, of so many that the process can have. One of which part is
-/// lost becomes two, and a process that can not have them dies of it; so two are set aside for
-/// each, of three quarters. The last quarter is for what this process maps for itself.
+/// Number of mappings for clients, if the process can have `count`. If a part of a mapping is lost,
+/// the mapping is split in two, and without a spare mapping the process would crash. So three
+/// quarters of the mappings are for clients, with two reserved for each; the last quarter is for
+/// the process itself.
 fn mappings(count: u64) -> u64 {
-    // More than that can not be guarded, whatever the administrator says.
+    // The SIGBUS handler can guard no more than `MOST` mappings.
     count.min(shadowbell_memory::sigbus::MOST) / 4 * 3 / 2
 }
 
-/// How many descriptors are kept for clients: a quarter of what the process may have. They are
-/// duplicated on their way to a successor, and the others are for sockets, interrupts and disks.
+/// Number of descriptors for clients: a quarter of the limit. Another quarter is needed to
+/// duplicate the descriptors for the next server process; the rest is for sockets, interrupts and
+/// disks.
 fn descriptors() -> u64 {
     use rustix::process::{Resource, getrlimit};
     getrlimit(Resource::Nofile).current.unwrap_or(MAX_DESCRIPTORS).min(MAX_DESCRIPTORS) / 4
 }
 
-/// Reads what the system lets this process have for its clients. Otherwise the first controller
-/// does so, which may be too late in a process that is to give up files and system calls.
+/// Reads the limits of this process. Otherwise the first controller reads them, which may be too
+/// late in a process whose sandbox blocks files and system calls.
 pub fn read_limits() {
     LazyLock::force(&PROCESS);
 }
@@ -68,21 +69,21 @@ impl Budget {
         Arc::new(Self { total, used: Mutex::default() })
     }
 
-    /// The one of this process.
+    /// The budget of this process.
     pub(super) fn of_process() -> Arc<Self> {
         Arc::clone(&PROCESS)
     }
 }
 
-/// What one client has of a [`Budget`].
+/// The share of one client in a [`Budget`].
 #[derive(Clone, Debug)]
 pub(super) struct Account {
     budget: Arc<Budget>,
-    /// Changed under the lock of what all have.
+    /// Resources in use. Changed with the lock of `Budget::used` held.
     own: Arc<Mutex<Amount>>,
 }
 
-/// What a mapping or a descriptor takes of an [`Account`], until this is dropped.
+/// Resources of a mapping or a descriptor, returned to the [`Account`] on drop.
 #[derive(Debug)]
 pub(super) struct Reservation {
     account: Account,
@@ -90,7 +91,7 @@ pub(super) struct Reservation {
 }
 
 impl Reservation {
-    /// The mapping takes so many bytes, as has turned out.
+    /// Increases the size of the mapping to `bytes`, which is known only after it was mapped.
     pub(super) fn grow(&mut self, bytes: u64) -> Result<(), OverBudget> {
         let more = bytes.saturating_sub(self.amount.bytes);
         self.account.charge(Amount { bytes: more, ..Amount::default() })?;
@@ -99,7 +100,7 @@ impl Reservation {
     }
 }
 
-/// A client wants more than its part.
+/// The request of a client exceeds its share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "it would fill {} GiB and {} mappings of the address space, and a client can have half of what \
@@ -116,12 +117,12 @@ impl Account {
         Self { budget, own: Arc::default() }
     }
 
-    /// Takes room for a mapping of so many bytes.
+    /// Reserves a mapping of `bytes` bytes.
     pub(super) fn take(&self, bytes: u64) -> Result<Reservation, OverBudget> {
         self.reserve(Amount { bytes, mappings: 1, ..Amount::default() })
     }
 
-    /// Takes a descriptor.
+    /// Reserves a descriptor.
     pub(super) fn take_descriptor(&self) -> Result<Reservation, OverBudget> {
         self.reserve(Amount { descriptors: 1, ..Amount::default() })
     }
@@ -144,7 +145,7 @@ impl Account {
             mappings: own.mappings + more.mappings,
             descriptors: own.descriptors + more.descriptors,
         };
-        // Mappings and descriptors are taken one without the other.
+        // A request is for a mapping or for a descriptor; only the requested resource is checked.
         let has_room = match more.descriptors {
             0 => wanted.bytes <= most.bytes && wanted.mappings <= most.mappings,
             _ => wanted.descriptors <= most.descriptors,
@@ -194,7 +195,7 @@ mod tests {
         assert!(three.take(129).is_err());
         let small = three.take(128).unwrap();
         drop(all);
-        // Now there is more for those who are left.
+        // The released memory increases the share of the remaining clients.
         let more = two.take((1024 - 128) / 2 - 256).unwrap();
         assert!(two.take(1).is_err());
         drop((half, small, more));

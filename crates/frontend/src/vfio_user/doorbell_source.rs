@@ -1,8 +1,8 @@
-//! A client's socket as a controller's doorbell source: a sleeping worker polls it by itself.
+//! A client's socket as doorbell source: a sleeping I/O thread polls the socket.
 //!
-//! A guest that waits for each command writes a doorbell for each, as a message; if only the
-//! server's thread polled for it, two threads would be woken per command. After several writes in a
-//! row that each woke the same worker, that worker is given the client's [`SharedSocket`].
+//! A guest that waits for each command sends a doorbell message for each. If only the server's
+//! thread polled for messages, two threads would be woken per command. So after several consecutive
+//! writes that each woke the same I/O thread, that thread gets the client's [`SharedSocket`].
 
 use shadowbell_controller::{DoorbellSource, PolledDoorbells};
 use shadowbell_spec::regs::DOORBELLS;
@@ -12,10 +12,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// How many writes in a row have to wake a worker.
+/// Number of consecutive wakeups of an I/O thread before it polls the socket.
 const WAKES: u32 = 8;
 
-/// Doorbell writes that woke the same worker, one after the other.
+/// Counter of consecutive doorbell writes that woke the same I/O thread.
 #[derive(Debug, Default)]
 pub(super) struct WakingWrites {
     worker: usize,
@@ -23,26 +23,26 @@ pub(super) struct WakingWrites {
 }
 
 impl WakingWrites {
-    /// A write woke `worker`, or nobody. One that wakes nobody says nothing: a guest without shadow
-    /// doorbells also writes how far it has read.
+    /// Counts a write that woke I/O thread `woken`. A write that woke none is ignored, because a
+    /// guest without shadow doorbells also writes completion queue heads.
     pub(super) fn count(&mut self, woken: Option<usize>) {
         let Some(worker) = woken else { return };
         self.count = if worker == self.worker { self.count.saturating_add(1) } else { 1 };
         self.worker = worker;
     }
 
-    /// The client does something else.
+    /// Restarts the count, because the client sent another message.
     pub(super) fn reset(&mut self) {
         self.count = 0;
     }
 
-    /// The worker that is to poll the socket by itself.
+    /// The I/O thread that should poll the socket.
     pub(super) fn worker(&self) -> Option<usize> {
         (self.count >= WAKES).then_some(self.worker)
     }
 }
 
-/// The doorbell writes among what a client sends.
+/// Doorbell writes in the messages of a client.
 pub(super) struct SocketDoorbells(pub(super) SharedSocket);
 
 impl DoorbellSource for SocketDoorbells {

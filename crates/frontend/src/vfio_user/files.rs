@@ -1,16 +1,18 @@
-//! The files that a client's memory is in, mapped.
+//! Mappings of the files that contain a client's memory.
 //!
-//! A range is mapped by itself, as long as there are few. But a process can have 65530 mappings,
-//! for all of its clients, and a guest with an IOMMU in between shares its memory page by page.
-//! Beyond [`SINGLE`] of them, the whole file is mapped at once and the pages are parts of that; so
-//! is a file of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`]
-//! in all, and no more of the address space than its [`Account`] has.
+//! Each range has its own mapping, as long as there are few ranges. But a process can have 65530
+//! mappings for all clients, and a guest with an IOMMU shares its memory page by page. Beyond
+//! [`SINGLE`] ranges, the whole file is mapped once, and the pages are parts of that mapping. The
+//! whole file is also mapped if it consists of huge pages, because the kernel does not map parts of
+//! them. A client has at most [`MAX_MAPPINGS`] mappings, and no more address space than its
+//! [`Account`] permits.
 //!
-//! A successor of this process needs the files once more. So one descriptor of each is kept for as
-//! long as any range of it is shared: one for the memory of a virtual machine, however many pages
-//! an IOMMU makes of it, and one for each huge page of DPDK's. A client has as many mappings as
-//! files at least, so there are no more than [`MAX_MAPPINGS`], and no more than its [`Account`]
-//! has. A client with more files than that is served all the same, and can not be handed over.
+//! The next server process (upgrade or recovery) needs the files again. So one descriptor of each
+//! file is kept while any range of it is shared: one for a virtual machine's memory, even if an
+//! IOMMU splits it into many pages, and one for each huge page of DPDK. A client has at least as
+//! many mappings as files, so there are at most [`MAX_MAPPINGS`] descriptors, and no more than its
+//! [`Account`] permits. A client with more files is served, but cannot be passed to the next server
+//! process.
 
 use super::budget::{Account, Budget, OverBudget, Reservation};
 use shadowbell_memory::{End, FileStatus, MapError, Mapping, Protection, SharedBytes};
@@ -19,32 +21,33 @@ use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-/// Ranges of a client that are mapped one by one.
+/// Maximum number of a client's ranges with their own mapping.
 const SINGLE: usize = 256;
 
-/// The most mappings of a client. DPDK's memory is in as many files as it has huge pages.
+/// Maximum number of a client's mappings. DPDK uses one file for each huge page.
 const MAX_MAPPINGS: usize = 4096;
 
-/// Mappings whose descriptors are kept, for a disk that is another controller: it may be given the
-/// memory, too. So many descriptors a client can make us hold.
+/// Maximum number of mappings that hold their descriptor, for a disk that is another controller and
+/// gets the client's memory shared. Limits the descriptors that a client can make this process
+/// hold.
 const MAX_KEPT: usize = 64;
 
-/// The largest file that is mapped as a whole, in bytes: an address space has 128 TiB, for all.
+/// Maximum size in bytes of a file that is mapped as a whole; the address space has 128 TiB.
 const MAX_WHOLE: u64 = 4 << 40;
 
-/// How a mapping ends, and what it counts for until it has.
+/// Cleanup of a mapping: unmaps on the closer's thread, then returns its resources.
 struct MappingEnd {
     closer: Arc<Closer>,
-    /// Given back when it is unmapped, and not before.
+    /// Address space of the mapping, returned only after it was unmapped.
     reservation: Arc<Reservation>,
-    /// Held by each range that is mapped by itself.
+    /// Count of single mappings; held by each of them.
     single: Option<Arc<()>>,
 }
 
 impl End for MappingEnd {
     fn drop_later(self: Box<Self>, what: Box<dyn Send>) {
         let Self { closer, reservation, single } = *self;
-        // In this order.
+        // Fields are dropped in order: the mapping first, then its reservation.
         closer.drop_later(Box::new(Remains { _mapping: what, _counts_for: (reservation, single) }));
     }
 }
@@ -54,7 +57,7 @@ struct Remains {
     _counts_for: (Arc<Reservation>, Option<Arc<()>>),
 }
 
-/// Why memory can not be had.
+/// Failure to map a client's memory.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FileError {
     #[error(transparent)]
@@ -74,7 +77,7 @@ impl FileError {
     }
 }
 
-/// Which file it is, and for what. The file of a mapping can not become another.
+/// Identity of a file, and the protection of its mapping. A mapped file keeps its identity.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     device: u64,
@@ -82,23 +85,23 @@ struct Key {
     protection: Protection,
 }
 
-/// A file of which a range is shared.
+/// Descriptor of a file with at least one shared range.
 pub(super) struct Kept {
     pub(super) fd: Arc<PeerFd>,
     _counts_for: Reservation,
 }
 
-/// A client's files.
+/// Files of one client.
 pub(super) struct Files {
-    /// Those whose descriptors are kept, while any range of them is there.
+    /// Kept descriptors, while any range of the file is shared.
     kept: HashMap<Key, Weak<Kept>>,
-    /// As `sweep_at`, of `kept`.
+    /// As `sweep_at`, for `kept`.
     sweep_kept_at: usize,
-    /// Those that are mapped as a whole, while any range of them is there.
+    /// Mappings of whole files, while any range of the file is shared.
     whole: HashMap<Key, Weak<Mapping>>,
-    /// So many entries of `whole` there are before those that are not there are taken out.
+    /// Number of entries in `whole` at which dead entries are removed.
     sweep_at: usize,
-    /// Counts the ranges that are mapped by themselves.
+    /// Its reference count is the number of single mappings plus one.
     singles: Arc<()>,
     account: Account,
 }
@@ -121,8 +124,8 @@ impl Files {
         }
     }
 
-    /// The descriptor to use for that file, kept for as long as what is returned; if there is room
-    /// for one.
+    /// The descriptor to use for the file of `fd`, kept while the returned value exists. `None` if
+    /// the account has no descriptor left.
     pub(super) fn keep(&mut self, fd: &Arc<PeerFd>, protection: Protection) -> Option<Arc<Kept>> {
         let status = FileStatus::of(fd).ok()?;
         let key = Key { device: status.device, inode: status.inode, protection };
@@ -139,7 +142,7 @@ impl Files {
         Some(kept)
     }
 
-    /// Maps `len` bytes at `offset` of a file that waits for nobody.
+    /// Maps `len` bytes at `offset` of a file. The mapping blocks on no other thread or process.
     pub(super) fn map(
         &mut self,
         fd: &Arc<PeerFd>,
@@ -150,7 +153,8 @@ impl Files {
         let singles = Arc::strong_count(&self.singles) - 1;
         if singles < SINGLE {
             match self.map_single(fd, offset, len, protection) {
-                // It may be part of a huge page.
+                // Possibly a part of a huge page, which the kernel does not map: map the whole
+                // file.
                 Err(FileError::Map(MapError::System { .. })) => {}
                 outcome => return outcome,
             }
@@ -162,7 +166,7 @@ impl Files {
         {
             return Ok(shared);
         }
-        // Part of it is beyond the end of the file, or the file is too large.
+        // The range extends beyond the end of the file, or the file is too large.
         if singles + self.whole.len() >= MAX_MAPPINGS {
             return Err(FileError::TooMany);
         }
@@ -183,7 +187,7 @@ impl Files {
         Ok(new_mapping(fd, is_kept, shape, reservation, single)?.bytes())
     }
 
-    /// All of the file, if it reaches that far and can be mapped.
+    /// Maps the whole file. `None` if the range exceeds the file or the file is too large.
     fn whole(
         &mut self,
         fd: &Arc<PeerFd>,
@@ -199,7 +203,7 @@ impl Files {
             return Ok(None);
         }
         let key = Key { device, inode, protection };
-        // The file may have grown since, or have been cut off and then grown again.
+        // A known mapping is too short if the file has grown, and poisoned if it was truncated.
         let serves = |mapping: &Arc<Mapping>| end <= mapping.len() as u64 && !mapping.is_poisoned();
         if let Some(known) = self.whole.get(&key).and_then(Weak::upgrade).filter(serves) {
             return Ok(Some(known));
@@ -214,7 +218,7 @@ impl Files {
                 return Err(FileError::TooMany);
             }
         }
-        // There may be room for the part of it that was asked for.
+        // Without room for the whole file there may be room for the requested range.
         let Ok(reservation) = self.account.take(size) else { return Ok(None) };
         let is_kept = self.whole.len() < MAX_KEPT;
         let mapping = new_mapping(fd, is_kept, (0, size, protection), reservation, None)?;
@@ -223,7 +227,7 @@ impl Files {
     }
 }
 
-/// Maps part of a file; its descriptor is kept with it if it `is_kept`.
+/// Maps a part of a file. If `is_kept`, the mapping holds the descriptor.
 fn new_mapping(
     fd: &Arc<PeerFd>,
     is_kept: bool,
@@ -236,7 +240,7 @@ fn new_mapping(
     } else {
         Mapping::from_fd(&**fd, offset, len, protection)
     }?;
-    // However little is asked for of a huge page, it is mapped as a whole.
+    // A huge page is mapped as a whole, even for a small range.
     let grown = reservation.grow(mapping.taken() as u64);
     let closer = Arc::clone(fd.closer());
     mapping.end_by(MappingEnd { closer, reservation: Arc::new(reservation), single });
@@ -267,7 +271,7 @@ mod tests {
         files.map(fd, offset, PAGE, Protection::ReadWrite)
     }
 
-    /// What is let go of is unmapped by another thread.
+    /// Waits for a condition, because another thread unmaps released memory.
     fn eventually(mut is_so: impl FnMut() -> bool) {
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while !is_so() {
@@ -289,7 +293,7 @@ mod tests {
             all.len()
         };
         assert_eq!(mappings(&pages), SINGLE + 1);
-        // Each is the page that it ought to be, whichever way it is mapped.
+        // Each page is at its place in the file, in either kind of mapping.
         for (n, page) in pages.iter().enumerate() {
             page.write_from(8, &n.to_ne_bytes()).unwrap();
         }
@@ -298,16 +302,17 @@ mod tests {
             assert_eq!(all.bytes().read::<u64>(n * PAGE as usize + 8), Some(n as u64));
         }
         assert!(pages.iter().all(|page| page.len() as u64 == PAGE));
-        // What may only be read is not part of what may be written.
+        // A read-only range is not a part of a writable mapping.
         let read = files.map(&memory, 0, PAGE, Protection::Read).unwrap();
         assert!(!read.is_writable());
-        // Another file is another file, and one that has grown is mapped anew.
+        // Another file gets another mapping, and a file that has grown is mapped again.
         let other = file(MemfdFlags::empty(), PAGE);
         let there = map(&mut files, &other, 0).unwrap();
         assert_eq!(there.read::<u64>(8), Some(0));
         ftruncate(&other, 2 * PAGE).unwrap();
         map(&mut files, &other, PAGE).unwrap();
-        // Beyond the end it is the client's affair, as ever.
+        // A range beyond the end of the file can be mapped; its content is the client's
+        // responsibility.
         map(&mut files, &other, 5 * PAGE).unwrap();
         drop((pages, read, there));
         map(&mut files, &memory, 0).unwrap();
@@ -315,7 +320,7 @@ mod tests {
         assert!(files.whole.values().all(|mapping| mapping.strong_count() == 0));
     }
 
-    /// By whoever lets go of it last, and not on that thread.
+    /// The closer's thread unmaps released memory, not the thread that released it.
     #[test]
     fn what_is_released_is_unmapped_sooner_or_later() {
         let fd = named("released-by-its-client", MemfdFlags::empty(), 3 * PAGE);
@@ -324,7 +329,7 @@ mod tests {
             .map(|(offset, len)| files.map(&fd, offset, len, Protection::ReadWrite).unwrap());
         let maps = || std::fs::read_to_string("/proc/self/maps").unwrap();
         assert!(maps().contains("/memfd:released-by-its-client"));
-        // The thread that does it is busy.
+        // Block the closer's thread.
         let (go_on, wait) = std::sync::mpsc::channel::<()>();
         fd.closer().drop_later(Box::new(OnDrop(wait)));
         drop(parts);
@@ -352,7 +357,7 @@ mod tests {
         let again = Arc::new(PeerFd::new(again, &Arc::default()));
         let second = files.keep(&again, rw).unwrap();
         assert!(Arc::ptr_eq(&first, &second));
-        // What may only be read may be another descriptor.
+        // A read-only mapping needs a separate descriptor, which may have other access rights.
         let read = files.keep(&one, Protection::Read).unwrap();
         assert!(!Arc::ptr_eq(&first, &read));
         let other = files.keep(&two, rw).unwrap();

@@ -1,16 +1,16 @@
-//! Whether a device runs.
+//! Run state of a device during migration.
 
 use shadowbell_controller::Announcement;
 
-/// How far a device is from running.
+/// Run state of a device.
 #[derive(Debug, Default)]
 pub(super) enum Halt {
-    /// It runs.
+    /// Running.
     #[default]
     Running,
-    /// It does not, and goes on as it was.
+    /// Stopped; continues with its own state.
     Stopped,
-    /// It does not, and goes on as another one was.
+    /// Stopped; continues with the state of the migrated controller.
     Loaded(Announcement),
 }
 

@@ -1,4 +1,4 @@
-//! The client's memory, and when the controller may use it.
+//! A client's memory, and the controller's access to it (bus mastering).
 
 use super::files::{Files, Kept};
 use super::written_ranges::{self, SavedRanges, WrittenRange, WrittenRanges, too_many_files};
@@ -15,19 +15,19 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use tracing::debug;
 
-/// Most ranges that a client may share. A machine has a few dozen; with an emulated IOMMU a guest's
-/// kernel shares page by page. As many as VFIO's own IOMMU driver takes.
+/// Maximum number of ranges that a client may share. A machine has a few dozen; with an emulated
+/// IOMMU, a guest's kernel shares page by page. The limit is that of VFIO's IOMMU driver.
 pub(super) const MAX_RANGES: u32 = 65_535;
 
-/// The smallest page of any host, in bytes.
+/// Smallest page size of any host, in bytes.
 const PAGE: u64 = 4096;
 
-/// A range that the client shared.
+/// A shared range.
 struct Range {
     len: u64,
-    /// Its bytes; `None` if it came without a descriptor, so that it can not be mapped.
+    /// Mapped bytes; `None` if the range came without a descriptor, so that it cannot be mapped.
     bytes: Option<SharedBytes>,
-    /// Its file, if that is kept, and where it is in there.
+    /// File of the range, if its descriptor is kept, and the offset of the range in the file.
     file: Option<Arc<Kept>>,
     offset: u64,
     protection: Protection,
@@ -44,20 +44,20 @@ impl Range {
     }
 }
 
-/// The client's memory on its way to another process.
+/// Serialized memory of a client, for the next server process.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct SavedMemory {
     is_granted: bool,
     files: Vec<FdRef>,
     ranges: Vec<SavedRange>,
-    /// Of a record: where they are, if they are many. `ranges` is nothing that a release that does
-    /// not know this takes.
+    /// For a checkpoint with many ranges: their table in shared memory. `ranges` is then [`NONE`],
+    /// which releases without this field refuse.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     written: Option<SavedRanges>,
 }
 
-/// IOVA and length; which of the files, if any, and the offset in it; whether it may be written.
-/// Written as a list, for there may be [`MAX_RANGES`].
+/// IOVA, length, index of the file if there is one, offset in the file, and whether the range is
+/// writable. Serialized as a list, because there can be [`MAX_RANGES`].
 #[derive(Serialize, Deserialize)]
 struct SavedRange(u64, u64, Option<u32>, u64, bool);
 
@@ -67,16 +67,16 @@ impl From<SavedRange> for WrittenRange {
     }
 }
 
-/// So many ranges are let go of in no time.
+/// Maximum number of ranges that are dropped on the calling thread.
 const FEW: usize = 256;
 
-/// So many ranges are in a record themselves, as a virtual machine without an IOMMU has them.
+/// Maximum number of ranges in a checkpoint itself. A virtual machine without an IOMMU has fewer.
 const IN_RECORD: usize = 128;
-/// What no release takes for a range.
+/// Invalid range, which every release refuses.
 const NONE: SavedRange = SavedRange(1, 0, None, 0, false);
 
-/// Memory that the client took back, and the map that it was in. What is left of it is unmapped by
-/// the client's [`Closer`]; but letting go of tens of thousands of ranges takes a while, too.
+/// Ranges that the client has unmapped, and the DMA table that contained them. The client's
+/// [`Closer`] unmaps their memory; it also drops a large number of ranges, which takes long.
 pub(super) struct Released {
     ranges: BTreeMap<u64, Range>,
     table: Option<Arc<DmaTable>>,
@@ -92,19 +92,19 @@ impl Drop for Released {
     }
 }
 
-/// The client's memory. The controller may use it while bus mastering is on.
+/// A client's memory. The controller may access it while bus mastering is enabled.
 pub(super) struct Memory {
     controller: Controller,
     ranges: BTreeMap<u64, Range>,
     files: Files,
-    /// The controller may use all ranges that can be mapped.
+    /// True if the controller may access all mapped ranges (bus mastering is enabled).
     is_granted: bool,
-    /// Ranges were added of which the controller does not know yet.
+    /// True if ranges were added that the controller does not use yet.
     is_unsettled: bool,
     closer: Option<Arc<Closer>>,
-    /// The same ranges for the next process, if they are many.
+    /// Table of the ranges in shared memory, for checkpoints with many ranges.
     written: Option<WrittenRanges>,
-    /// Lasting descriptors that are to be removed with the next record, and the number of the next.
+    /// Lasting descriptors to remove with the next checkpoint, and the number of the next one.
     gone: (Vec<u64>, u64),
     log: LogLimit,
 }
@@ -125,14 +125,14 @@ impl Memory {
         }
     }
 
-    /// The controller may use everything that was mapped up to here.
+    /// Lets the controller use the ranges that were added so far.
     pub(super) fn settle(&mut self) {
         if std::mem::take(&mut self.is_unsettled) && self.is_granted {
             self.controller.settle_dma();
         }
     }
 
-    /// The client shares a range; [`settle`](Self::settle) has to follow.
+    /// Adds a range that the client shares. [`settle`](Self::settle) must follow.
     pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
         let protection = match (readable, writable) {
@@ -160,8 +160,8 @@ impl Memory {
         let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
             return Err(Errno::INVAL);
         };
-        // As every IOMMU has it. What is aligned in the client's addresses, such as a queue, would
-        // otherwise not be aligned in ours.
+        // As every IOMMU requires. Otherwise structures that are aligned in the client's address
+        // space, such as queues, would be misaligned in this process.
         if !iova.is_multiple_of(PAGE) {
             self.log.warn(format_args!(
                 "a client shares memory at IOVA {iova:#x}, which is no multiple of {PAGE}"
@@ -203,7 +203,7 @@ impl Memory {
         Ok(())
     }
 
-    /// For a record, which is to be as dear with many ranges as with few.
+    /// Serializes the memory for a checkpoint, at a cost that does not grow with the ranges.
     pub(super) fn record(&mut self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
         if self.written.is_none() && self.ranges.len() > IN_RECORD {
             let mut written = WrittenRanges::new(MAX_RANGES, self.gone.1)?;
@@ -219,18 +219,18 @@ impl Memory {
                 written: Some(written.record(fds)?),
             },
         };
-        // Not before it is sure that there is a record that says it.
+        // Nothing can fail from here on: a failed checkpoint must not remove descriptors.
         self.gone.0.drain(..).for_each(|number| fds.remove_lasting(number));
         Ok(saved)
     }
 
-    /// Nothing that was recorded counts any more.
+    /// Discards the state of earlier checkpoints: the next checkpoint is complete.
     pub(super) fn begin_records(&mut self) {
         self.written = None;
         self.gone = (Vec::new(), 0);
     }
 
-    /// What a successor has to know of it.
+    /// Serializes the memory for the next server process (upgrade).
     pub(super) fn save(&self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
         let mut saved = SavedMemory { is_granted: self.is_granted, ..SavedMemory::default() };
         let mut known = HashMap::new();
@@ -254,7 +254,7 @@ impl Memory {
         Ok(saved)
     }
 
-    /// The other side of [`save`](Self::save).
+    /// Restores memory of [`save`](Self::save) or [`record`](Self::record).
     pub(super) fn restore(
         &mut self,
         saved: SavedMemory,
@@ -291,14 +291,15 @@ impl Memory {
         Ok(())
     }
 
-    /// The client takes a range back, or all that lie in it: `done` when nothing touches them.
+    /// Unmaps all ranges in `iova..iova + len`. Calls `done` when the controller no longer accesses
+    /// them.
     pub(super) fn unmap(&mut self, iova: u64, len: u64, done: Done) {
         let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
             return done.complete(Err(Errno::INVAL));
         };
         let before = self.ranges.range(..iova).next_back();
         let tail = self.ranges.range(iova..=last).next_back();
-        // A range is given back as a whole (as VFIO_IOMMU_UNMAP_DMA of type 1 version 2).
+        // A range must be unmapped as a whole (like VFIO_IOMMU_UNMAP_DMA of type 1 version 2).
         if before.is_some_and(|(start, range)| range.last(*start) >= iova)
             || tail.is_some_and(|(start, range)| range.last(*start) > last)
         {
@@ -311,7 +312,7 @@ impl Memory {
         let ranges = if inside.len() <= FEW {
             inside.iter().filter_map(|start| self.ranges.remove_entry(start)).collect()
         } else {
-            // One by one would take a while.
+            // Removing many ranges one by one would take long.
             let mut removed = self.ranges.split_off(&iova);
             if let Some(after) = last.checked_add(1) {
                 self.ranges.append(&mut removed.split_off(&after));
@@ -343,7 +344,7 @@ impl Memory {
         Released { ranges, table, closer: self.closer.clone() }
     }
 
-    /// The client takes everything back.
+    /// Unmaps all ranges. Calls `done` when the controller no longer accesses them.
     pub(super) fn unmap_all(&mut self, done: Done) {
         let released = self.take_ranges();
         self.controller.unmap_all(move || {
@@ -352,8 +353,8 @@ impl Memory {
         });
     }
 
-    /// The client is gone. The controller does not learn it from here; what is returned is to be
-    /// held until it no longer touches the memory.
+    /// Removes all ranges of a disconnected client. Does not notify the controller: the caller must
+    /// hold the returned value until the controller no longer accesses the memory.
     #[must_use]
     pub(super) fn clear(&mut self) -> Released {
         self.is_granted = false;
@@ -374,7 +375,7 @@ impl Memory {
         self.is_granted
     }
 
-    /// Lets the controller use the memory.
+    /// Grants the controller access to the memory.
     pub(super) fn grant(&mut self) {
         if !std::mem::replace(&mut self.is_granted, true) {
             self.is_unsettled = false;
@@ -382,25 +383,25 @@ impl Memory {
         }
     }
 
-    /// Takes the memory away from the controller: `done` when nothing touches it.
+    /// Revokes the controller's access to the memory. Calls `done` when no access is in progress.
     pub(super) fn revoke(&mut self, done: Done) {
         self.revoke_later()(done);
     }
 
-    /// What takes the memory away from the controller when it is called. (Until then the controller
-    /// may also get what is shared meanwhile.)
+    /// Returns a function that revokes the controller's access when it is called. (Until then, the
+    /// controller may also access ranges that are added meanwhile.)
     pub(super) fn revoke_later(&mut self) -> impl FnOnce(Done) + Send + 'static {
         self.is_granted = false;
         let controller = self.controller.clone();
         move |done| controller.disable_dma(move || done.ok())
     }
 
-    /// Whether the client shared memory, and none of it can be mapped.
+    /// True if the client has shared memory, and none of it can be mapped.
     pub(super) fn is_all_unusable(&self) -> bool {
         !self.ranges.is_empty() && self.ranges.values().all(|range| range.bytes.is_none())
     }
 
-    /// Whether `len` bytes at `iova` can be read, and all are zero.
+    /// True if `len` bytes at `iova` are readable and all zero.
     pub(super) fn is_zero(&self, iova: u64, len: usize) -> bool {
         let Some((start, range)) = self.ranges.range(..=iova).next_back() else { return false };
         let Some(bytes) = &range.bytes else { return false };
@@ -410,7 +411,7 @@ impl Memory {
     }
 }
 
-/// The [`Done`] of a request for two, of which the first to use it completes it.
+/// Shares the [`Done`] of a request between two callers. The first call completes the request.
 fn share(done: Done) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
     let done = Arc::new(Mutex::new(Some(done)));
     move |outcome| {
@@ -474,7 +475,8 @@ mod tests {
         memory.save(&mut fds).unwrap();
     }
 
-    /// Many ranges in many files: the first record that has them is long, and those after it short.
+    /// Many ranges in many files: the first checkpoint adds all descriptors, later ones only
+    /// changes.
     #[test]
     fn a_record_of_many_ranges_has_what_has_changed_and_the_next_process_has_all() {
         let mut memory = memory(2000);
@@ -508,7 +510,7 @@ mod tests {
         map(&mut memory, 1000);
         let (saved, fds, count, all) = record(&mut memory);
         assert_eq!((saved.len() < 200, fds.len(), count, all), (true, 1, 2, 600));
-        // What comes after it has not happened for the next process.
+        // Changes after the last checkpoint are invisible to the next server process.
         unmap(&mut memory, 20 * PAGE, PAGE);
         map(&mut memory, 7);
         map(&mut memory, 1001);
@@ -521,12 +523,12 @@ mod tests {
         let expected: Vec<u64> = (0..600).filter(|n| *n != 7).chain([1000]).collect();
         let ranges: Vec<u64> = next.ranges.keys().map(|iova| iova / PAGE).collect();
         assert_eq!(ranges, expected);
-        // A release that does not know this refuses, and does not serve a guest without memory.
+        // A release without the field `written` must refuse, not serve a guest without memory.
         let mut before = serde_json::from_str::<serde_json::Value>(&saved).unwrap();
         before.as_object_mut().unwrap().remove("written").unwrap();
         let before = serde_json::from_value(before).unwrap();
         assert!(self::memory(2000).restore(before, &mut given, &Arc::default()).is_err());
-        // A client that goes takes all of it along.
+        // A disconnecting client releases all lasting descriptors.
         drop(memory.clear());
         let mut fds = Descriptors::default();
         assert!(memory.record(&mut fds).unwrap().written.is_none());

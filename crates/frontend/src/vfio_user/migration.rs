@@ -1,8 +1,8 @@
-//! The function and its controller, moved to another server.
+//! VFIO migration: state stream of the PCI function and its controller.
 //!
-//! The stream is a state as between two processes ([`shadowbell_state`]), without descriptors: what
-//! is the client's own (memory, eventfds) its new server learns from the client. Whoever sends one
-//! may be anybody, and no part of it is believed before it was checked.
+//! The stream is a state message as between two server processes ([`shadowbell_state`]), without
+//! descriptors: the client sends its own resources (memory, eventfds) to the new server. Streams
+//! are untrusted; every part is checked before use.
 
 use super::ControllerDevice;
 use super::halt::Halt;
@@ -13,11 +13,11 @@ use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::device::Done;
 use shadowbell_vfio_user::migration::{LoggingRange, LoggingReport, Migration};
 
-/// Names of the sections.
+/// Section names in the stream.
 const FUNCTION: &str = "function";
 const CONTROLLER: &str = "controller";
 
-/// The PCI function in a stream.
+/// Serialized PCI function.
 #[derive(Serialize, Deserialize)]
 struct MigratedFunction {
     config: Bytes,

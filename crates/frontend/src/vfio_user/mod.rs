@@ -1,43 +1,43 @@
-//! A controller as a PCI function behind a vfio-user socket.
+//! vfio-user front end: a controller as a PCI function behind a vfio-user socket.
 //!
 //! # Architecture
 //!
-//! [`ControllerDevice`] joins a [`Controller`], which knows nothing of PCI, to the protocol's
-//! server, which knows nothing of NVMe:
+//! [`ControllerDevice`] connects a [`Controller`], which is independent of PCI, to the protocol's
+//! server, which is independent of NVMe:
 //!
-//! | region | what it is |
+//! | region | contents |
 //! |---|---|
-//! | BAR0, 16 KiB | registers from 0, doorbells from 1000h; the page of doorbells can be mapped if the controller is made for that |
-//! | BAR4, 4 KiB | the MSI-X table, and from 800h its pending bits |
-//! | configuration | [`shadowbell_vfio_user::pci`]: power management, MSI-X, PCI Express with function level reset |
+//! | BAR0, 16 KiB | registers from 0, doorbells from 1000h (a mappable page, optionally) |
+//! | BAR4, 4 KiB | the MSI-X table, and its pending bits from 800h |
+//! | configuration | [`shadowbell_vfio_user::pci`]: power management, MSI-X, PCI Express with FLR |
 //!
-//! Interrupts are eventfds, one for each MSI-X vector; whether a vector is masked is the VMM's
-//! affair, which takes the eventfd away or holds the interrupt back.
+//! Interrupts are eventfds, one for each MSI-X vector. The VMM implements the masking of vectors:
+//! it removes the eventfd, or holds the interrupt back.
 //!
 //! # Bus mastering
 //!
 //! A function whose Bus Master Enable bit is 0 makes no memory requests (PCI Express Base
-//! Specification, 7.5.1.1.3). That bit is the last thing that stands between a kernel that takes
-//! over after a crash and what the one before has left in flight, so it is meant here as written:
-//! the controller has the client's memory only while the bit is 1, and the write that clears it is
-//! answered when nothing touches that memory any more. See `memory.rs`.
+//! Specification, 7.5.1.1.3). This bit protects a kernel that starts after a crash (kdump) from
+//! in-flight DMA of the previous kernel, so it is implemented strictly: the controller accesses the
+//! client's memory only while the bit is 1, and the write that clears the bit is answered when no
+//! access is in progress. See `memory.rs`.
 //!
-//! # When a server is replaced
+//! # Restart for upgrade, and recovery
 //!
-//! [`Device::save`] writes down what is the function's and the client's, and
-//! [`Device::restore`] gives it to a device around a fresh controller: the configuration space, the
-//! MSI-X table, the eventfds of the vectors, and the ranges of memory with their files, which are
-//! mapped again. Afterwards the controller itself can be restored, since all that it refers to is
-//! there. (What belongs to the controller is none of it: registers, queues, the page of doorbells.)
+//! [`Device::save`] serializes the state of the function and of its client, and [`Device::restore`]
+//! restores it in a device around a new controller: the configuration space, the MSI-X table, the
+//! eventfds of the vectors, and the ranges of memory with their files, which are mapped again.
+//! Afterwards the controller can be restored, because everything it refers to exists. (The
+//! controller's own state is not included: registers, queues, the doorbell page.)
 //!
-//! # When it is moved to another server
+//! # Migration to another server
 //!
-//! See `migration.rs`. What is the same as for a successor on this machine is in the stream, and
-//! nothing of what the client has sent.
+//! See `migration.rs`. The stream contains the state of the function and of the controller, but
+//! nothing that the client has sent (memory, eventfds).
 //!
-//! # What it does not do
+//! # Not implemented
 //!
-//! D3hot keeps the registers accessible, and the interrupt pin does not exist.
+//! D3hot (the registers remain accessible) and the interrupt pin.
 
 mod budget;
 mod doorbell_source;
@@ -71,50 +71,50 @@ use shadowbell_vfio_user::{Errno, LogLimit, RestoreError, SaveError, SharedSocke
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// What a client did, or has done wrong: for the device's owner to log or to count.
+/// Client event, for the device's owner to log or to count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientEvent {
-    /// A client is attached.
+    /// A client connected.
     Attached,
-    /// The client is gone, and nothing touches its memory any more.
+    /// The client disconnected, and the controller no longer accesses its memory.
     Detached,
-    /// The guest has begun to use the controller, and none of its memory can be mapped.
+    /// The guest started to use the controller, but none of the client's memory can be mapped.
     NoSharedMemory,
-    /// The guest has written the admin queue's doorbell, and in the memory that is shared with us
-    /// there is no command.
+    /// The guest rang the admin queue's doorbell, but the shared memory contains no command, so the
+    /// client does not really share the guest's memory.
     MemoryNotShared,
 }
 
-/// Is called with each [`ClientEvent`], on the server's thread or a worker's. Must not block.
+/// Callback for each [`ClientEvent`], on the server's thread or an I/O thread. Must not block.
 pub type ClientEventHandler = Arc<dyn Fn(ClientEvent) + Send + Sync>;
 
-/// A controller that a vfio-user server can serve.
+/// A controller as a device of a vfio-user server.
 pub struct ControllerDevice {
     controller: Controller,
     config: ConfigSpace,
     msix: MsixTable,
     memory: Memory,
     handler: ClientEventHandler,
-    /// What is wrong with this client's memory was reported.
+    /// True if a problem with this client's memory was reported.
     has_reported: bool,
-    /// The admin queue was seen to work, or to be empty, since the controller was enabled.
+    /// True if the memory of the admin queue was checked since the controller was enabled.
     has_checked: bool,
-    /// What the client's doorbell writes did.
+    /// Wakeups by the client's doorbell writes.
     doorbell_writes: WakingWrites,
     halt: Halt,
-    /// What it takes to signal what its clients have sent, one after the other.
+    /// Shared state for signalling eventfds that clients have sent.
     signals: Signals,
     log: LogLimit,
 }
 
-/// A [`ControllerDevice`] on its way to another process, without its controller.
+/// Serialized [`ControllerDevice`] for the next server process, without its controller.
 #[derive(Serialize, Deserialize)]
 struct SavedDevice {
     config: Bytes,
     msix_table: Bytes,
     msix_pending: Bytes,
     memory: SavedMemory,
-    /// Vectors, and their eventfds.
+    /// Interrupt vectors and their eventfds.
     interrupts: Vec<(usize, FdRef)>,
     #[serde(default)]
     has_reported: bool,
@@ -123,10 +123,10 @@ struct SavedDevice {
 }
 
 impl ControllerDevice {
-    /// A PCI function around `controller`, which must not have another.
+    /// Creates a PCI function around `controller`, which must have no other front end.
     ///
     /// # Errors
-    /// [`FunctionError`], if the controller has a number of interrupt vectors that no function has.
+    /// [`FunctionError`], if a PCI function cannot have the controller's number of vectors.
     pub fn new(controller: Controller, handler: ClientEventHandler) -> Result<Self, FunctionError> {
         let vectors = u16::try_from(controller.vectors()).unwrap_or(u16::MAX);
         let config = ConfigSpace::new(&pci::function(PCI_VENDOR_ID, vectors))?;
@@ -149,15 +149,15 @@ impl ControllerDevice {
         u32::try_from(self.controller.vectors()).unwrap_or(0)
     }
 
-    /// Eventfds that the client has sent. What is none is refused; running out of descriptors is no
-    /// fault of its.
+    /// Converts descriptors of the client to eventfds. A descriptor of another type is refused with
+    /// its error; a lack of descriptors in this process is reported as such.
     fn events(&self, fds: Vec<PeerFd>) -> Result<Vec<EventFd>, Errno> {
         let event = |fd| EventFd::of_peer(Arc::new(fd), &self.signals);
         let events: Result<Vec<_>, std::io::Error> = fds.into_iter().map(event).collect();
         events.map_err(|e| e.raw_os_error().map_or(Errno::BADF, Errno::from_raw_os_error))
     }
 
-    /// Does what a write to the configuration space asks for.
+    /// Applies the effects of a write to the configuration space.
     fn apply(&mut self, effects: &Effects, later: &mut Later<'_>) {
         if effects.function_level_reset {
             return self.restart(later.done().unwrap_or_else(|| Done::new(|_| ())));
@@ -171,20 +171,19 @@ impl ControllerDevice {
         }
     }
 
-    /// Everything as after power-on but for what is the client's: DMA maps and eventfds.
+    /// Resets everything to the state after power-on, except the client's DMA maps and eventfds.
     fn restart(&mut self, done: Done) {
         self.config.reset();
         self.msix.reset();
         self.has_checked = false;
         self.halt = Halt::Running;
-        // The controller first: what it does at its end may need the memory.
+        // Reset the controller before revoking memory: the reset may still need memory access.
         let revoke = self.memory.revoke_later();
         self.controller.reset(move || revoke(done));
     }
 
-    /// Reports what is wrong with the client's memory, once, at the first sign that a guest uses
-    /// the controller. A map without a descriptor alone is no such sign: QEMU's video memory is
-    /// one.
+    /// Reports a problem with the client's memory, once, at the first sign that a guest uses the
+    /// controller. A map without a descriptor is normal by itself: QEMU sends one for video memory.
     fn check_memory(&mut self, offset: u64) {
         if self.has_reported {
             return;
@@ -197,9 +196,9 @@ impl ControllerDevice {
             self.has_checked = true;
             let mut asq = [0; 8];
             self.controller.read(regs::ASQ, &mut asq);
-            // No driver begins with a command of 64 zeroes (Delete I/O Submission Queue 0). What
-            // reads as that is memory that the VMM keeps to itself though it gave us a file: with
-            // `share=off` the file stays as it was.
+            // No driver begins with a command of 64 zeroes (Delete I/O Submission Queue 0). Zeroes
+            // mean that the VMM uses private memory although it has sent a file: with `share=off`,
+            // the file remains unchanged.
             if self.memory.is_zero(u64::from_le_bytes(asq) & !0xfff, shadowbell_spec::Sqe::SIZE) {
                 self.has_reported = true;
                 (self.handler)(ClientEvent::MemoryNotShared);
@@ -223,7 +222,8 @@ impl Device for ControllerDevice {
         })
     }
 
-    /// A doorbell whose value is in the shadow doorbell buffer is only a wakeup.
+    /// Eventfds replace doorbell writes whose value is in the shadow doorbell buffer: they only
+    /// wake.
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         if index != region::BAR0 {
             return Err(Errno::OPNOTSUPP);
@@ -250,11 +250,11 @@ impl Device for ControllerDevice {
 
     fn irq_info(&mut self, index: u32) -> Result<IrqInfo, Errno> {
         Ok(match index {
-            // Vectors can be added one by one: `noresize` is not set.
+            // Vectors can be added one by one, so `noresize` is not set.
             irq::MSIX => IrqInfo { count: self.vectors(), eventfd: true, ..IrqInfo::default() },
-            // For errors that make the device useless. There are none: what can go wrong here is
-            // told by CSTS.CFS, from which a host recovers, while QEMU stops the machine. But QEMU
-            // warns at each start if a device has no such interrupt.
+            // For errors that make the device useless: never raised, because this controller
+            // reports failures in CSTS.CFS, from which a host recovers, while QEMU would stop the
+            // machine. Provided because QEMU warns at each start if a device lacks it.
             irq::ERR => IrqInfo { count: 1, eventfd: true, noresize: true, ..IrqInfo::default() },
             _ => IrqInfo::default(),
         })
@@ -275,7 +275,7 @@ impl Device for ControllerDevice {
         let handler = Arc::clone(&self.handler);
         let controller = self.controller.clone();
         self.controller.disconnect(move || {
-            // Bus mastering is off for the next one.
+            // The next client starts with bus mastering disabled.
             controller.disable_dma(|| ());
             handler(ClientEvent::Detached);
             done.ok();
@@ -327,7 +327,7 @@ impl Device for ControllerDevice {
             MSIX_BAR => pci::write_msix(&mut self.msix, offset, data),
             region::CONFIG => {
                 let effects = self.config.write(offset, data)?;
-                // Only the migration's own messages have it run again.
+                // During migration only migration messages restart the device.
                 if effects.function_level_reset && !self.halt.is_running() {
                     return Err(Errno::BUSY);
                 }
@@ -360,7 +360,7 @@ impl Device for ControllerDevice {
             _ => 0,
         };
         if count == 0 && matches!(data, IrqData::None) {
-            // All of the kind are taken down, which is fine for a kind that there is none of.
+            // Disables all vectors of the index; valid also for an index without vectors.
             for vector in (0..available).filter(|_| index == irq::MSIX) {
                 self.controller.set_interrupt(vector as usize, None);
             }
@@ -370,7 +370,7 @@ impl Device for ControllerDevice {
             return Err(Errno::INVAL);
         }
         if index == irq::ERR {
-            // It is never raised, so nothing is kept.
+            // Never raised, so the eventfd is not stored.
             return match data {
                 IrqData::Eventfds(fds) => self.events(fds).map(drop),
                 IrqData::None | IrqData::Bools(_) => Ok(()),
@@ -464,13 +464,13 @@ fn other(what: &str) -> RestoreError {
 }
 
 impl ControllerDevice {
-    /// What the next process has to know of it, with its memory as `memory` says it.
+    /// Serializes the device for the next server process; `memory` serializes its memory.
     fn describe(
         &mut self,
         fds: &mut Descriptors,
         memory: impl FnOnce(&mut Memory, &mut Descriptors) -> Result<SavedMemory, SaveError>,
     ) -> Result<serde_json::Value, SaveError> {
-        // A successor would have the controller run, perhaps as it does elsewhere by now.
+        // The next server process would run the controller, which may run elsewhere already.
         if !self.halt.is_running() {
             return Err(SaveError::Client("it is being migrated".to_owned()));
         }
@@ -500,7 +500,7 @@ impl ControllerDevice {
         let mapping = page.mapping();
         let fd =
             mapping.fd().ok_or(Errno::NODEV)?.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
-        // Clients add the place of the area in the region to the place of the region in the file.
+        // Clients add the offset of an area in the region to the file offset of the region.
         let offset = mapping.fd_offset() + page.offset_in_mapping() as u64;
         let offset = offset.checked_sub(DOORBELLS).ok_or(Errno::NODEV)?;
         let areas = vec![Area { offset: DOORBELLS, len: page.len() as u64 }];

@@ -1,25 +1,25 @@
-//! What the function looks like on the bus.
+//! PCI function: configuration, BARs and MSI-X structures.
 
 use shadowbell_spec::pci::CLASS_CODE;
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::pci::{Bar, Function, Msix, MsixTable};
 
-/// Size of BAR0: registers and doorbells are 8 KiB, and the other half is room that a page of
-/// doorbells with a larger stride would need.
+/// Size of BAR0. Registers and doorbells take 8 KiB; the rest is reserved for a doorbell page with
+/// a larger stride.
 pub const BAR0_SIZE: u64 = 16 << 10;
 const _: () = assert!(BAR0_SIZE >= shadowbell_controller::BAR0_BYTES);
 
-/// The base address register of the MSI-X structures. They have one of their own, because a VMM
-/// keeps the pages that they are in for itself, and the doorbells must not be among them.
+/// BAR of the MSI-X structures. They are not in BAR0, because a VMM does not map the pages of these
+/// structures to the guest, and the doorbells must not be in such a page.
 pub const MSIX_BAR: u32 = 4;
 pub(super) const MSIX_BAR_SIZE: u64 = 4 << 10;
-/// Where the pending bits are in it: the first half is room for 128 vectors.
+/// Offset of the pending bits in the BAR. The space before them suffices for 128 vectors.
 const PENDING: u64 = 0x800;
 
-/// Device identifier, of Shadowbell's own choosing like the vendor's.
+/// Device ID, chosen by Shadowbell like the vendor ID.
 const DEVICE_ID: u16 = 0x0001;
 
-/// The function, with `vectors` MSI-X vectors.
+/// Describes the PCI function with `vectors` MSI-X vectors.
 pub(super) fn function(vendor: u16, vectors: u16) -> Function {
     let bar = |index, size| Bar { index, size, prefetchable: false };
     Function {
@@ -40,7 +40,7 @@ pub(super) fn function(vendor: u16, vectors: u16) -> Function {
     }
 }
 
-/// Reads from the BAR of the MSI-X structures. What is not part of either reads as zeroes.
+/// Reads from the MSI-X BAR. Bytes outside of both structures read as zeroes.
 pub(super) fn read_msix(table: &MsixTable, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
     inside(offset, data.len(), MSIX_BAR_SIZE)?;
     data.fill(0);
@@ -54,17 +54,17 @@ pub(super) fn read_msix(table: &MsixTable, offset: u64, data: &mut [u8]) -> Resu
     Ok(())
 }
 
-/// Writes to the BAR of the MSI-X structures: only the table takes it.
+/// Writes to the MSI-X BAR. Only the table is writable; other writes are ignored.
 pub(super) fn write_msix(table: &mut MsixTable, offset: u64, data: &[u8]) -> Result<(), Errno> {
     inside(offset, data.len(), MSIX_BAR_SIZE)?;
     if offset < PENDING {
-        // Beyond the table there is nothing that would keep it.
+        // A write beyond the table is ignored.
         let _ = table.write_table(offset, data);
     }
     Ok(())
 }
 
-/// Whether an access of `len` bytes at `offset` lies inside of a region of `size` bytes.
+/// Checks that an access of `len` bytes at `offset` is inside of a region of `size` bytes.
 pub(super) fn inside(offset: u64, len: usize, size: u64) -> Result<(), Errno> {
     match offset.checked_add(len as u64) {
         Some(end) if end <= size => Ok(()),

@@ -1,13 +1,14 @@
-//! Ranges of a client's memory, written down where the next process finds them should this one die.
+//! Table of a client's memory ranges in shared memory, for checkpoints with many ranges.
 //!
-//! A record of a device has few ranges in itself. If it had many, each message that shares one more
-//! would be as dear as all before it together, for the thread that serves all clients. So many are
-//! in a memory file, which both processes have, and a record says only of which *moment* it is: a
-//! range counts if it came at that moment or before, and did not go by then. What was changed since
-//! the last record has not happened for the next process, which finds the message in its socket
-//! still.
+//! A checkpoint of a device contains few ranges itself. With many, each message that shares one
+//! more range would cost as much as all messages before, for the thread that serves all clients. So
+//! many ranges are stored in a memfd that both server processes can map, and a checkpoint only
+//! contains its *moment*, a sequence number: a range is valid if it was added at or before that
+//! moment and not removed by then. The next server process ignores changes after the last
+//! checkpoint, because the client's message is still in the socket.
 //!
-//! Their files are lasting descriptors of the records.
+//! The files of the ranges are lasting descriptors of the checkpoints: the supervisor keeps them
+//! until a later checkpoint removes them.
 
 use super::files::Kept;
 use serde::{Deserialize, Serialize};
@@ -18,11 +19,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// The bytes of a range in the file.
+/// Bytes of one slot, which stores one range.
 const SLOT: usize = 64;
-/// Where in it each word is: the moments at which the range came and went (0: it has not), where it
-/// is for the client, its bytes, the number of its file and 1 (0: it has none), the offset in that,
-/// and whether it may be written.
+/// Offsets of the words in a slot: moments at which the range was added and removed (0: never),
+/// IOVA, length, number of the file plus 1 (0: none), offset in the file, and whether it is
+/// writable.
 const CAME: usize = 0;
 const WENT: usize = 8;
 const IOVA: usize = 16;
@@ -31,62 +32,62 @@ const FILE: usize = 32;
 const OFFSET: usize = 40;
 const WRITABLE: usize = 48;
 
-/// A range, as it is written.
+/// A range as stored in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct WrittenRange {
     pub(super) iova: u64,
     pub(super) len: u64,
-    /// The number of its file.
+    /// Number of the file's lasting descriptor.
     pub(super) file: Option<u64>,
     pub(super) offset: u64,
     pub(super) writable: bool,
 }
 
-/// What a record says of them.
+/// Reference to the table in a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SavedRanges {
     memory: FdRef,
     moment: u64,
-    /// Places behind these were never used.
+    /// Number of slots that were ever used.
     slots: u32,
 }
 
 struct File {
     number: u64,
-    /// Ranges that are in it.
+    /// Number of ranges in this file.
     ranges: u32,
-    /// So that no other comes to be there.
+    /// Keeps the address of `Kept` allocated, because the address identifies the file.
     _kept: Arc<Kept>,
 }
 
-/// All ranges of a client.
+/// Table of all ranges of a client.
 pub(super) struct WrittenRanges {
     memory: SharedBytes,
-    /// That of the last record.
+    /// Moment of the last checkpoint.
     moment: u64,
     slots: HashMap<u64, u32>,
-    /// Places from here on were never used.
+    /// Number of slots that were ever used.
     fresh: u32,
     free: Vec<u32>,
-    /// To be free with the next record.
+    /// Slots that become free with the next checkpoint.
     going: Vec<u32>,
-    /// By where they are in memory: that is theirs for as long as they are here.
+    /// Files by the address of their `Kept`, which is unique while the entry exists.
     files: HashMap<usize, File>,
-    /// Those that come or go with the next record, by their numbers.
+    /// Lasting descriptors to add (`Some`) or remove with the next checkpoint, by number.
     changes: BTreeMap<u64, Option<Arc<Kept>>>,
-    /// The number of the next one.
+    /// Number of the next lasting descriptor.
     next: u64,
-    /// How many ranges there are of which no file is kept.
+    /// Number of mapped ranges without a kept descriptor.
     without_file: u32,
 }
 
 impl WrittenRanges {
-    /// None yet, and room for `most`. Files are numbered from `first` on.
+    /// Creates an empty table for up to `most` ranges. Files are numbered from `first` on.
     ///
     /// # Errors
     /// The system has no memory.
     pub(super) fn new(most: u32, first: u64) -> Result<Self, SaveError> {
-        // Those of the last record that have gone since keep their places.
+        // Twice `most`: ranges of the last checkpoint keep their slots after their removal.
         let memory = Mapping::shared("client-ranges", u64::from(most) * 2 * SLOT as u64);
         Ok(Self {
             memory: memory.map_err(std::io::Error::other)?.bytes(),
@@ -102,8 +103,8 @@ impl WrittenRanges {
         })
     }
 
-    /// One more, with its file. `is_mapped`: it has one, and without it the next process could not
-    /// go on.
+    /// Adds a range with its file. If the range `is_mapped` but has no kept descriptor, no
+    /// checkpoint is possible, because the next server process could not map the range.
     pub(super) fn add(
         &mut self,
         (iova, len): (u64, u64),
@@ -117,24 +118,25 @@ impl WrittenRanges {
             self.fresh += 1;
             self.fresh - 1
         });
-        // It came in the future as far as the last record goes, whatever else is here.
+        // First, because the last checkpoint ignores a range that was added after its moment,
+        // whatever the other words of the slot are.
         self.write(slot, CAME, self.moment + 1);
         self.write(slot, WENT, 0);
         self.write(slot, IOVA, iova);
         self.write(slot, LEN, len);
-        // What has no file and is mapped is told by the missing number: there is no record then.
+        // 0 for a range without a file. `without_file` prevents checkpoints if it is mapped.
         self.write(slot, FILE, file.map_or(0, |number| number + 1));
         self.write(slot, OFFSET, offset);
         self.write(slot, WRITABLE, u64::from(protection == Protection::ReadWrite));
         self.slots.insert(iova, slot);
     }
 
-    /// One less.
+    /// Removes a range.
     pub(super) fn remove(&mut self, iova: u64, file: Option<&Arc<Kept>>, is_mapped: bool) {
         let Some(slot) = self.slots.remove(&iova) else { return };
         let is_recorded = self.memory.load_u64_acquire(slot as usize * SLOT) <= Some(self.moment);
         self.write(slot, WENT, self.moment + 1);
-        // The last record has no use for what came after it.
+        // A range that was added after the last checkpoint is not needed: its slot is free at once.
         if is_recorded { &mut self.going } else { &mut self.free }.push(slot);
         self.without_file -= u32::from(is_mapped && file.is_none());
         let Some(place) = file.map(|kept| Arc::as_ptr(kept) as usize) else { return };
@@ -142,7 +144,7 @@ impl WrittenRanges {
         known.ranges -= 1;
         if known.ranges == 0
             && let Some(File { number, .. }) = self.files.remove(&place)
-            // Nobody may have been given it.
+            // A file that was never in a checkpoint needs no removal.
             && self.changes.remove(&number).is_none()
         {
             self.changes.insert(number, None);
@@ -162,15 +164,15 @@ impl WrittenRanges {
     }
 
     fn write(&self, slot: u32, word: usize, value: u64) {
-        // In this order for whoever finds it after a death.
+        // Release order, because the next server process may read the table after a crash.
         let stored = self.memory.store_u64_release(slot as usize * SLOT + word, value);
         debug_assert!(stored.is_some(), "there is no slot {slot}");
     }
 
-    /// For a record: what is there now is of its moment. Its lasting descriptors go to `fds`.
+    /// Starts a new moment for a checkpoint, and adds changes of lasting descriptors to `fds`.
     ///
     /// # Errors
-    /// A range is in a file of which nothing is kept; or the system has no descriptors.
+    /// A mapped range has no kept descriptor, or the system has no descriptors.
     pub(super) fn record(&mut self, fds: &mut Descriptors) -> Result<SavedRanges, SaveError> {
         if self.without_file > 0 {
             return Err(too_many_files());
@@ -181,7 +183,7 @@ impl WrittenRanges {
             let fd = kept.as_ref().map(|kept| kept.fd.as_fd().try_clone_to_owned()).transpose()?;
             Ok((*number, fd))
         });
-        // All of them, or none: what was not recorded is tried again.
+        // All or none: after a failure, the next checkpoint contains all changes again.
         let put: Vec<(u64, Option<OwnedFd>)> = put.collect::<std::io::Result<_>>()?;
         self.changes.clear();
         for (number, fd) in put {
@@ -196,8 +198,8 @@ impl WrittenRanges {
         Ok(SavedRanges { memory, moment: self.moment, slots: self.fresh })
     }
 
-    /// All files that are among the lasting descriptors, and the number of the next one: for who
-    /// does without this from now on.
+    /// Ends the use of the table. Returns the numbers of all lasting descriptors of earlier
+    /// checkpoints, and the next number.
     pub(super) fn end(self) -> (Vec<u64>, u64) {
         let Self { files, changes, next, .. } = self;
         let is_given = |number: &u64| !changes.contains_key(number);
@@ -209,10 +211,10 @@ impl WrittenRanges {
     }
 }
 
-/// The ranges of the record, in the next process, and the files that are there.
+/// Reads the ranges of a checkpoint and their files, in the next server process.
 ///
 /// # Errors
-/// The system's; or it is no record of ranges.
+/// The error of the system, or an invalid table.
 pub(super) fn read(
     saved: &SavedRanges,
     fds: &mut Descriptors,

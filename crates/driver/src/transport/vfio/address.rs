@@ -1,9 +1,9 @@
-//! Where a function sits on PCI.
+//! PCI addresses.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// The address of a PCI function: domain, bus, device and function, as the kernel writes them:
+/// Address of a PCI function: domain, bus, device and function. Formatted like in the kernel:
 /// `0000:01:00.0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
@@ -16,13 +16,13 @@ pub struct PciAddress {
 impl FromStr for PciAddress {
     type Err = String;
 
-    /// Reads `0000:01:00.0`, or without the domain `01:00.0`; all digits are hexadecimal.
+    /// Parses `0000:01:00.0`, or `01:00.0` without the domain; all digits are hexadecimal.
     fn from_str(text: &str) -> Result<Self, String> {
         let bad = || format!("`{text}` is no PCI address; write for example `0000:01:00.0`");
         let (place, function) = text.rsplit_once('.').ok_or_else(bad)?;
         let (bus, device) = place.rsplit_once(':').ok_or_else(bad)?;
         let (domain, bus) = bus.rsplit_once(':').unwrap_or(("0", bus));
-        // Domains of more than four digits are those of virtual host bridges.
+        // Domains of virtual host bridges have more than four digits.
         let field = |digits: &str, width: usize, max: u32| {
             let hexadecimal = digits.bytes().all(|b| b.is_ascii_hexdigit());
             let fits = !digits.is_empty() && digits.len() <= width && hexadecimal;

@@ -1,4 +1,4 @@
-//! BAR0: the controller's registers and doorbells, mapped where the kernel lets them be.
+//! BAR0: registers and doorbells, mapped where the kernel permits.
 
 use super::info::RegionInfo;
 use super::sys;
@@ -9,12 +9,12 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 use vfio_bindings::bindings::vfio;
 
-/// The whole of the controller properties and the smallest page of doorbells.
+/// Minimum size of BAR0: the controller properties and the doorbells of the admin queue.
 const BAR0_MIN: u64 = regs::DOORBELLS + 8;
-/// Doorbells that are kept at hand: 1024 queue pairs with a stride of 0.
+/// Number of doorbells with a precomputed address: 1024 queue pairs with a stride of 0.
 const DOORBELLS: u64 = 2048;
 
-/// Where a region of the device's file begins, and how long it is.
+/// A region of the device's file: offset and size.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Window {
     offset: u64,
@@ -22,7 +22,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The region `index`, if it can be read and written.
+    /// Looks up region `index`. `None` unless it is readable and writable.
     pub(super) fn find(
         device: BorrowedFd<'_>,
         index: u32,
@@ -63,11 +63,11 @@ impl Window {
 pub(super) struct Bar {
     window: Window,
     areas: Vec<(u64, SharedBytes)>,
-    /// The doorbells, four bytes each, from their first on; empty if they can not be mapped.
+    /// Mapped doorbells, four bytes each; empty if they cannot be mapped.
     doorbells: Vec<SharedU32>,
 }
 
-/// Why a controller can not be reached by its BAR0.
+/// Unusable BAR0.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum BarError {
     #[error("its BAR0 has {0} bytes, too few for an NVMe controller")]
@@ -89,7 +89,7 @@ impl Bar {
         }
         let mut areas = Vec::new();
         for (start, len) in info.areas {
-            // The offset was checked not to overflow.
+            // Cannot overflow: checked by `RegionInfo::parse`.
             let mapping =
                 Mapping::from_fd(device, window.offset + start, len, Protection::ReadWrite)?;
             areas.push((start, mapping.bytes()));
@@ -107,7 +107,7 @@ impl Bar {
         bar
     }
 
-    /// The mapping that has `len` bytes at `offset`, and where in there.
+    /// Finds the mapping with `len` bytes at `offset`, and the offset in the mapping.
     fn mapped(&self, offset: u64, len: u64) -> Option<(&SharedBytes, usize)> {
         self.areas.iter().find_map(|(start, bytes)| {
             let at = offset.checked_sub(*start)?;
@@ -116,7 +116,7 @@ impl Bar {
         })
     }
 
-    /// Whether the doorbells are a store away.
+    /// True if the doorbells are mapped.
     pub(super) fn is_mapped(&self) -> bool {
         !self.doorbells.is_empty()
     }
@@ -146,8 +146,8 @@ impl Bar {
         }
     }
 
-    /// A store where the doorbell is mapped, and nobody waits for it to arrive. A device that is
-    /// gone is not noticed here but by the next look at a register.
+    /// Rings a doorbell: a posted store if it is mapped. The store does not detect a removed
+    /// device; the next register read does.
     #[inline]
     pub(super) fn ring(&self, device: BorrowedFd<'_>, offset: u64, value: u32) -> io::Result<()> {
         let cell = offset
@@ -163,7 +163,8 @@ impl Bar {
     }
 }
 
-/// A mapping whose device went away raises SIGBUS when it is touched, and reads as zeroes since.
+/// Detects a removed device: an access to its mapping has raised SIGBUS, the handler has marked the
+/// mapping as poisoned, and reads return zeroes.
 fn alive(bytes: &SharedBytes) -> io::Result<()> {
     if bytes.mapping().is_poisoned() {
         return Err(io::Error::other("its registers are not mapped any more"));
@@ -175,7 +176,7 @@ fn misaligned() -> io::Error {
     io::Error::other("a register that is not aligned to 4 bytes")
 }
 
-/// Whether an error is one after which the device does not come back.
+/// True if the error means that the device is gone for good.
 pub(super) fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENODEV | libc::EIO | libc::ENXIO))
         || (error.raw_os_error().is_none() && error.kind() == io::ErrorKind::Other)
@@ -188,7 +189,7 @@ mod tests {
     use std::os::fd::AsFd;
     use std::os::unix::fs::FileExt;
 
-    /// A file of 16 KiB, of which the second 4 KiB and what `areas` says are mapped.
+    /// A file whose second 16 KiB are the BAR; `areas` of the BAR are mapped.
     fn bar(areas: &[(u64, u64)]) -> (File, Bar) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(0x8000).unwrap();

@@ -1,71 +1,71 @@
-//! What keeps a program from a PCI device, in sentences that say what to do.
+//! VFIO errors, with instructions for the operator.
 
 use super::address::PciAddress;
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Why a PCI device could not be opened through VFIO.
+/// Failure to open a PCI device through VFIO.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum VfioError {
-    /// There is no such function.
+    /// The PCI function does not exist.
     #[error("there is no PCI device {address}; `lspci -d ::0108` lists the NVMe controllers")]
     Absent {
-        /// Where it was looked for.
+        /// Requested address.
         address: PciAddress,
     },
-    /// It is something else.
+    /// The function is not an NVMe controller.
     #[error("{address} is not an NVMe controller: its class code is {class:06x}h and not 010802h")]
     NotNvme {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// Its class code.
+        /// Class code of the function.
         class: u32,
     },
-    /// A kernel driver has it.
+    /// The function is bound to another kernel driver.
     #[error(
         "{address} belongs to the kernel driver {driver}; take it over with \
          `shadowbell bind {address}`"
     )]
     Bound {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// The driver.
+        /// Name of the driver.
         driver: String,
     },
-    /// No driver has it.
+    /// The function is bound to no driver.
     #[error(
         "{address} is not bound to vfio-pci; hand it to programs with `shadowbell bind {address}`"
     )]
     Unbound {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
     },
-    /// There is no IOMMU.
+    /// The function is not behind an IOMMU.
     #[error(
         "{address} is behind no IOMMU, without which a device could reach all memory; switch it on \
          in the firmware (VT-d, AMD-Vi) and boot the kernel with intel_iommu=on or amd_iommu=on"
     )]
     NoIommu {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
     },
-    /// Other functions of the group are in use by the kernel.
+    /// Other functions of the IOMMU group are bound to kernel drivers.
     #[error(
         "{address} shares IOMMU group {group} with {}; bind all of the group to vfio-pci, or \
          unbind what is not needed",
         in_words(others)
     )]
     NotViable {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// Its group.
+        /// Number of the IOMMU group.
         group: u32,
-        /// The other functions, with their drivers.
+        /// Addresses of the other functions, with their drivers.
         others: Vec<(String, String)>,
     },
-    /// The files of VFIO are not for this user.
+    /// The user lacks permission to open the VFIO files.
     #[error(
         "{address} can not be opened, because {} is not for this user; run as root, or give it \
          away with `chown $USER {}`",
@@ -73,61 +73,61 @@ pub enum VfioError {
         path.display()
     )]
     Permission {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// The file.
+        /// File that could not be opened.
         path: PathBuf,
     },
-    /// The files of VFIO are not there.
+    /// The VFIO files do not exist.
     #[error("{address} can not be opened, because there is no {}; load VFIO with `modprobe vfio-pci`",
         path.display())]
     NoVfio {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// The file.
+        /// Missing file.
         path: PathBuf,
     },
-    /// Another program, or this one, has it open.
+    /// This or another program has the device open.
     #[error("{address} is in use: another program has {} open; end that one first", path.display())]
     Busy {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// The file.
+        /// File in use.
         path: PathBuf,
     },
-    /// The kernel does not trust the platform with a device in a program's hands.
+    /// The platform cannot remap interrupts, so the kernel does not pass the device to programs.
     #[error(
         "the kernel refuses {address} to programs because this machine can not remap interrupts; \
          switch interrupt remapping on in the firmware, or if the device is trusted, \
          `echo 1 >/sys/module/{module}/parameters/allow_unsafe_interrupts`"
     )]
     UnsafeInterrupts {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// The kernel module that refuses.
+        /// Kernel module that refuses.
         module: &'static str,
     },
-    /// VFIO is of a kind that this driver does not know.
+    /// The device or the VFIO interface lacks a feature that this driver needs.
     #[error("{address} can not be driven: {what}")]
     Unsupported {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// What is wrong with it.
+        /// Description of the missing feature.
         what: String,
     },
-    /// The system refused something.
+    /// A system call failed.
     #[error("{address} can not be opened: {doing}: {source}")]
     System {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// What was being done.
+        /// Failed operation.
         doing: &'static str,
-        /// The system's reason.
+        /// Error of the system.
         source: io::Error,
     },
 }
 
-/// `0000:01:00.1 (ahci) and 0000:01:00.2 (xhci_hcd)`.
+/// Formats `0000:01:00.1 (ahci) and 0000:01:00.2 (xhci_hcd)`.
 fn in_words(others: &[(String, String)]) -> String {
     let words: Vec<_> =
         others.iter().map(|(address, driver)| format!("{address} ({driver})")).collect();
@@ -138,7 +138,7 @@ fn in_words(others: &[(String, String)]) -> String {
     }
 }
 
-/// Why memory was not mapped, where the system's own word says too little.
+/// Replaces an error of a DMA map request by a more helpful one, where possible.
 pub(super) fn explain_map(error: io::Error, len: u64, limit: Option<u64>) -> io::Error {
     let why = match error.raw_os_error() {
         Some(libc::ENOMEM) => match limit {

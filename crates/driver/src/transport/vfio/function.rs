@@ -1,37 +1,36 @@
-//! What the kernel's sysfs says of a PCI function.
+//! PCI function in sysfs.
 
 use super::address::PciAddress;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where the kernel mounts sysfs.
+/// Mount point of sysfs.
 pub const SYSFS: &str = "/sys";
 
-/// A PCI function, as sysfs shows it at one moment.
+/// Snapshot of a PCI function in sysfs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciFunction {
-    /// Where it is.
+    /// Address of the function.
     pub address: PciAddress,
-    /// Its class code: class, subclass and programming interface, `010802h` for an NVMe I/O
-    /// controller.
+    /// Class code: class, subclass and programming interface; `010802h` for an NVMe I/O controller.
     pub class: u32,
-    /// The kernel driver that has it.
+    /// Kernel driver that the function is bound to.
     pub driver: Option<String>,
-    /// Its IOMMU group; none without an IOMMU.
+    /// Number of the IOMMU group; `None` without an IOMMU.
     pub group: Option<u32>,
-    /// The name of its VFIO character device (`vfio0`), where the kernel makes them.
+    /// Name of the VFIO character device (`vfio0`), if the kernel supports them.
     pub cdev: Option<String>,
     directory: PathBuf,
     sysfs: PathBuf,
 }
 
 impl PciFunction {
-    /// Looks at the function at `address`, below `sysfs` (normally [`SYSFS`]). `None` if there is
-    /// none.
+    /// Reads the function at `address` from `sysfs` (normally [`SYSFS`]). `None` if it does not
+    /// exist.
     ///
     /// # Errors
-    /// The system's, when it is there and can not be looked at.
+    /// The error of the system, if the function exists and cannot be read.
     pub fn find(sysfs: &Path, address: PciAddress) -> io::Result<Option<Self>> {
         let directory = sysfs.join("bus/pci/devices").join(address.to_string());
         let class = match fs::read_to_string(directory.join("class")) {
@@ -50,10 +49,10 @@ impl PciFunction {
         }))
     }
 
-    /// The names in a directory of sysfs, sorted; none if there is no such directory.
+    /// Sorted names of the entries of a sysfs directory; empty if the directory does not exist.
     ///
     /// # Errors
-    /// The system's.
+    /// The error of the system.
     pub fn names_in(directory: &Path) -> io::Result<Vec<String>> {
         let entries = match fs::read_dir(directory) {
             Ok(entries) => entries,
@@ -68,29 +67,29 @@ impl PciFunction {
         Ok(names)
     }
 
-    /// The function's directory in sysfs.
+    /// The function's sysfs directory.
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Whether it is an NVMe I/O controller.
+    /// True if the function is an NVMe I/O controller.
     #[must_use]
     pub fn is_nvme(&self) -> bool {
         self.class == shadowbell_spec::pci::CLASS_CODE
     }
 
-    /// Whether a driver of the VFIO family has it, which hands it to programs.
+    /// True if the function is bound to a VFIO driver, so that programs can use it.
     #[must_use]
     pub fn is_for_programs(&self) -> bool {
         self.driver.as_deref().is_some_and(is_vfio)
     }
 
-    /// The other functions of its IOMMU group that keep the group from being used by a program:
-    /// those that a kernel driver has which is none of VFIO's. Each with that driver.
+    /// Other functions of the IOMMU group that are bound to drivers other than VFIO's, and
+    /// therefore prevent the use of the group by a program. Each with its driver.
     ///
     /// # Errors
-    /// The system's.
+    /// The error of the system.
     pub fn in_the_way(&self) -> io::Result<Vec<(String, String)>> {
         let Some(group) = self.group else { return Ok(Vec::new()) };
         let members = self.sysfs.join(format!("kernel/iommu_groups/{group}/devices"));
@@ -99,7 +98,7 @@ impl PciFunction {
             if name == self.address.to_string() {
                 continue;
             }
-            // The kernel lets the drivers of bridges and pci-stub stay.
+            // The kernel accepts bridge drivers and pci-stub in a group.
             if let Some(driver) = link_name(&members.join(&name).join("driver"))?
                 && !is_vfio(&driver)
                 && !["pcieport", "pci-stub"].contains(&driver.as_str())
@@ -111,8 +110,8 @@ impl PciFunction {
     }
 }
 
-/// Whether a kernel driver is `vfio-pci` or one of its variants for certain devices, which are
-/// named after it: `mlx5_vfio_pci`, `nvgrace-gpu-vfio-pci`.
+/// True if a kernel driver is `vfio-pci` or a device-specific variant, which by convention is named
+/// after it: `mlx5_vfio_pci`, `nvgrace-gpu-vfio-pci`.
 fn is_vfio(driver: &str) -> bool {
     driver.replace('_', "-").ends_with("vfio-pci")
 }
@@ -123,7 +122,7 @@ fn parse_class(text: &str) -> io::Result<u32> {
         .map_err(|_| io::Error::other(format!("`{digits}` is no class code")))
 }
 
-/// The last part of where a link leads; `None` if there is no link.
+/// Last path component of a symbolic link's target; `None` if the link does not exist.
 fn link_name(link: &Path) -> io::Result<Option<String>> {
     match fs::read_link(link) {
         Ok(target) => Ok(target.file_name().map(|name| name.to_string_lossy().into_owned())),
@@ -137,7 +136,7 @@ pub(super) mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    /// A function in a sysfs of a test's making.
+    /// Creates a function in a fake sysfs.
     pub(in super::super) fn add(
         sysfs: &Path,
         address: &str,

@@ -1,18 +1,18 @@
-//! The kernel's answers of variable length: a structure, and capabilities chained behind it.
+//! Variable-length replies of the kernel: a structure, followed by a chain of capabilities.
 //!
 //! `linux/vfio.h`, `struct vfio_info_cap_header`: each capability begins with its identifier (16
 //! bits), its version (16 bits) and the offset of the next one (32 bits, 0 for none), counted from
-//! the start of the structure. Nothing is taken for granted of the bytes: what points outside is
-//! not followed, and a chain that bites its tail ends.
+//! the start of the structure. The bytes are not trusted: offsets outside of the reply are not
+//! followed, and a cyclic chain ends.
 
 use std::ops::RangeInclusive;
 use vfio_bindings::bindings::vfio;
 
-/// The length of a capability's header.
+/// Length of a capability header.
 const HEADER: usize = 8;
-/// `struct vfio_region_info` and where its fields are.
+/// Size of `struct vfio_region_info`.
 pub(super) const REGION_INFO: usize = 32;
-/// `struct vfio_iommu_type1_info` with its last field, the offset of the capabilities.
+/// Size of `struct vfio_iommu_type1_info`, including the offset of the capabilities.
 pub(super) const IOMMU_INFO: usize = 24;
 
 fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {
@@ -25,11 +25,11 @@ fn u64_at(bytes: &[u8], offset: usize) -> Option<u64> {
     Some(u64::from_ne_bytes(bytes.get(offset..end)?.try_into().ok()?))
 }
 
-/// The capability `id` of the chain that begins at `first`: its bytes from the header on, to the
-/// end of the answer.
+/// Finds capability `id` in the chain that begins at `first`. Returns the bytes from its header to
+/// the end of the reply.
 fn capability(answer: &[u8], first: u32, id: u32) -> Option<&[u8]> {
     let mut at = first as usize;
-    // Headers do not overlap, so a longer chain than this bites its own tail.
+    // Headers do not overlap, so a longer chain has a cycle.
     for _ in 0..answer.len() / HEADER {
         if at < HEADER {
             return None;
@@ -43,29 +43,29 @@ fn capability(answer: &[u8], first: u32, id: u32) -> Option<&[u8]> {
     None
 }
 
-/// Pairs of 64-bit values behind a capability's header, its count and 4 reserved bytes: as many as
-/// are said to be there, or as are there.
+/// Pairs of 64-bit values of a capability, after its header, a count and 4 reserved bytes. Limited
+/// by the count and by the length of the reply.
 fn pairs(capability: &[u8]) -> impl Iterator<Item = (u64, u64)> {
     let count = u32_at(capability, HEADER).unwrap_or(0) as usize;
     let bodies = capability.get(HEADER + 8..).unwrap_or_default().chunks_exact(16).take(count);
     bodies.filter_map(|body| Some((u64_at(body, 0)?, u64_at(body, 8)?)))
 }
 
-/// A region of a device.
+/// Description of a device region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RegionInfo {
-    /// Its length in bytes; 0 if there is none.
+    /// Length in bytes; 0 if the region does not exist.
     pub(super) size: u64,
-    /// Where in the device's file it begins.
+    /// Offset in the device's file.
     pub(super) offset: u64,
     pub(super) readable: bool,
     pub(super) writable: bool,
-    /// The parts that can be mapped, inside of the region: offset and length.
+    /// Mappable areas, inside of the region: offset and length.
     pub(super) areas: Vec<(u64, u64)>,
 }
 
 impl RegionInfo {
-    /// Reads the kernel's answer. `None` if it is too short to be one.
+    /// Parses the kernel's reply. `None` if it is too short.
     pub(super) fn parse(answer: &[u8]) -> Option<Self> {
         let flags = u32_at(answer, 4)?;
         let first = u32_at(answer, 12)?;
@@ -97,21 +97,21 @@ impl RegionInfo {
     }
 }
 
-/// What a type 1 IOMMU translates.
+/// Description of a type 1 IOMMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct IommuInfo {
-    /// The smallest page.
+    /// Smallest page size.
     pub(super) granule: u64,
-    /// The usable addresses; `None` if the kernel does not say.
+    /// Usable IOVA ranges; `None` if the kernel does not report them.
     pub(super) ranges: Option<Vec<RangeInclusive<u64>>>,
 }
 
 impl IommuInfo {
-    /// Reads the kernel's answer. `None` if it is too short to be one.
+    /// Parses the kernel's reply. `None` if it is too short.
     pub(super) fn parse(answer: &[u8]) -> Option<Self> {
         let flags = u32_at(answer, 4)?;
         let sizes = u64_at(answer, 8)?;
-        // The lowest bit that is set is the smallest size.
+        // The lowest set bit is the smallest size.
         let known = flags & vfio::VFIO_IOMMU_INFO_PGSIZES != 0 && sizes != 0;
         let granule = if known { 1 << sizes.trailing_zeros() } else { 4096 };
         let ranges = (flags & vfio::VFIO_IOMMU_INFO_CAPS != 0)
@@ -134,7 +134,7 @@ mod tests {
         values.iter().flat_map(|value| value.to_ne_bytes()).collect()
     }
 
-    /// argsz, flags, index, cap_offset, size, offset.
+    /// A reply: argsz, flags, index, cap_offset, size, offset, then capabilities.
     fn region(flags: u32, capabilities: &[u32]) -> Vec<u8> {
         let mut all = vec![0, flags, 0, REGION_INFO as u32, 0x4000, 0, 0, 1];
         all.extend(capabilities);
@@ -161,9 +161,9 @@ mod tests {
         ))
         .unwrap();
         assert_eq!(info.areas, [(0, 0x1000), (0x2000, 0x1000)]);
-        // None at all may be mapped.
+        // An empty list of areas: nothing may be mapped.
         assert_eq!(RegionInfo::parse(&region(ALL, &[1, 0, 0, 0])).unwrap().areas, []);
-        // MSI-X in a mappable page is no reason to map less.
+        // A capability for a mappable MSI-X table (id 3) does not restrict the mapping.
         assert_eq!(RegionInfo::parse(&region(ALL, &[3, 0])).unwrap().areas, [(0, 0x4000)]);
     }
 
@@ -180,7 +180,7 @@ mod tests {
             capability.extend(area);
             assert_eq!(RegionInfo::parse(&region(ALL, &capability)).unwrap().areas, []);
         }
-        // A count beyond the end of the answer.
+        // A count beyond the end of the reply.
         let cut = [1, 0, u32::MAX, 0, 0x1000, 0, 0x1000, 0, 0, 0];
         assert_eq!(RegionInfo::parse(&region(ALL, &cut)).unwrap().areas, [(0x1000, 0x1000)]);
     }

@@ -1,40 +1,40 @@
-//! Which I/O virtual addresses are taken, within what the IOMMU can translate.
+//! Allocator of I/O virtual addresses (IOVA) within the ranges of the IOMMU.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
-/// What an IOMMU maps in one piece at least, and what NVMe wants queues to be aligned to.
+/// Alignment of allocations: the smallest common IOMMU page, and NVMe's alignment of queues.
 const PAGE: u64 = 4096;
-/// A larger piece that all of them map: memory of at least this much begins at a multiple, where
-/// there is room.
+/// Large IOMMU page, supported by all common IOMMUs. Allocations of at least this size are aligned
+/// to it if possible.
 const LARGE: u64 = 2 << 20;
-/// Addresses below are not given out: 0 reads as "none" in too many places, and a device that uses
-/// a small number for an address is better stopped by the IOMMU.
+/// Lowest allocated address. 0 often means "none", and a misbehaving device that uses a small
+/// number as an address should be stopped by the IOMMU.
 const FIRST: u64 = 0x1_0000;
 
-/// What an IOMMU that does not say which addresses it translates can be trusted with: 39 bits, as
-/// the oldest have, without the window of the x86 interrupt messages.
+/// Ranges for an IOMMU that does not report its ranges: 39 bits, as the oldest IOMMUs have, without
+/// the x86 interrupt message window.
 pub(super) const CLASSIC: [RangeInclusive<u64>; 2] =
     [FIRST..=0xfedf_ffff, 0x1_0000_0000..=0x7f_ffff_ffff];
 
-/// The addresses that are free.
+/// Free addresses.
 #[derive(Debug)]
 pub(super) struct IovaSpace {
-    /// First address to last of each free piece; pieces do not touch.
+    /// Last address by first address of each free range; ranges are not adjacent.
     free: BTreeMap<u64, u64>,
 }
 
 impl IovaSpace {
-    /// A space of these ranges, in whatever order, overlapping or not, in pages of `granule` bytes
-    /// (rounded up to a power of two of at least 4096).
+    /// Creates a space of these ranges, in any order and possibly overlapping. They are shrunk to
+    /// pages of `granule` bytes (rounded up to a power of two of at least 4096).
     pub(super) fn new(ranges: impl IntoIterator<Item = RangeInclusive<u64>>, granule: u64) -> Self {
         let granule = granule.max(PAGE).checked_next_power_of_two().unwrap_or(1 << 63);
         let mut usable: Vec<(u64, u64)> = ranges
             .into_iter()
             .filter_map(|range| {
                 let first = (*range.start()).max(FIRST).checked_next_multiple_of(granule)?;
-                // The address behind the last whole granule; the very last granule of 64 bits is
-                // left out, so that this can not overflow.
+                // Address after the last whole granule. The last granule of the 64-bit space is
+                // left out, so that the addition cannot overflow.
                 let end = range.end().saturating_add(1) / granule * granule;
                 (first < end).then(|| (first, end - 1))
             })
@@ -55,7 +55,7 @@ impl IovaSpace {
         Self { free }
     }
 
-    /// Takes `len` bytes, a multiple of 4096: the lowest that are free.
+    /// Allocates `len` bytes, a multiple of 4096, at the lowest possible address.
     pub(super) fn take(&mut self, len: u64) -> Option<u64> {
         if len == 0 || !len.is_multiple_of(PAGE) {
             return None;
@@ -73,8 +73,8 @@ impl IovaSpace {
         Some(first)
     }
 
-    /// The lowest piece with room for `len` bytes from a multiple of `alignment` on: its first and
-    /// last address, and where the room begins.
+    /// The lowest free range with room for `len` bytes at a multiple of `alignment`: its first and
+    /// last address, and the aligned address.
     fn find(&self, len: u64, alignment: u64) -> Option<(u64, u64, u64)> {
         self.free.iter().find_map(|(&piece, &last)| {
             let first = piece.checked_next_multiple_of(alignment)?;
@@ -83,7 +83,7 @@ impl IovaSpace {
         })
     }
 
-    /// Gives back what [`take`](Self::take) took.
+    /// Frees an allocation of [`take`](Self::take).
     pub(super) fn give_back(&mut self, iova: u64, len: u64) {
         let Some(mut last) = len.checked_sub(1).and_then(|rest| iova.checked_add(rest)) else {
             return;
@@ -91,7 +91,7 @@ impl IovaSpace {
         let mut first = iova;
         if let Some((&before, &end)) = self.free.range(..iova).next_back() {
             if end >= iova {
-                // Free already.
+                // Free already: ignored.
                 return;
             }
             if end + 1 == iova {
@@ -107,7 +107,7 @@ impl IovaSpace {
         self.free.insert(first, last);
     }
 
-    /// How many bytes are free.
+    /// The number of free bytes.
     pub(super) fn available(&self) -> u64 {
         self.free.iter().fold(0, |sum: u64, (first, last)| sum.saturating_add(last - first + 1))
     }
@@ -143,7 +143,7 @@ mod tests {
         let mut space = IovaSpace::new([0x10_0000..=0x5f_ffff], 4096);
         assert_eq!(space.take(4096), Some(0x10_0000));
         assert_eq!(space.take(LARGE), Some(0x20_0000));
-        // Only misaligned room is left for this much.
+        // The remaining room for this size is misaligned.
         assert_eq!(space.take(LARGE + 4096), None);
         assert_eq!(space.take(LARGE), Some(0x40_0000));
         assert_eq!(space.take(0xf_f000), Some(0x10_1000));

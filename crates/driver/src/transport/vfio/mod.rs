@@ -1,19 +1,19 @@
-//! A PCI device in this program's hands, through Linux VFIO.
+//! VFIO transport: a PCI device of this machine, through Linux VFIO.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `address`, `function` | a PCI function, and what sysfs says of it |
-//! | `space` | opening it, by its group or by its character device, and mapping memory for it |
-//! | `iova` | which I/O virtual addresses are taken |
-//! | `bar` | registers and doorbells: stores and loads where they can be mapped |
-//! | `info` | the kernel's answers of variable length |
-//! | `error` | what went wrong, in sentences |
-//! | `steer` | interrupts to the processors that use their queue pairs |
+//! | `address`, `function` | a PCI function, and its description in sysfs |
+//! | `space` | opening a device by its group or character device, and mapping memory for it |
+//! | `iova` | allocator of I/O virtual addresses |
+//! | `bar` | registers and doorbells: loads and stores where they can be mapped |
+//! | `info` | variable-length replies of the kernel |
+//! | `error` | errors, with instructions for the operator |
+//! | `steer` | affinity of interrupts to the processors that use the queue pairs |
 //! | `sys` | the ioctls |
 //!
-//! # What it doesn't do
+//! # Not implemented
 //!
 //! Devices without an IOMMU (VFIO's "noiommu" mode), and several devices in one I/O address space.
 
@@ -56,9 +56,9 @@ const COMMAND_ENABLE: u16 = 1 << 1 | 1 << 2;
 
 /// A [`Transport`] to a PCI device that is bound to `vfio-pci`.
 ///
-/// Registers are loads and stores, and a doorbell is one posted store. Memory is pinned when it is
-/// shared, under an address of the IOMMU's own, and nothing else of the program's memory can be
-/// reached by the device. Interrupts arrive at event descriptors, from the kernel.
+/// Register accesses are loads and stores; a doorbell is one posted store. Shared memory is pinned
+/// and mapped in the IOMMU; the device can access no other memory of the program. The kernel
+/// delivers interrupts as eventfd signals.
 ///
 /// ```no_run
 /// use shadowbell_driver::{AttachOptions, Controller, Vfio};
@@ -73,12 +73,12 @@ const COMMAND_ENABLE: u16 = 1 << 1 | 1 << 2;
 pub struct Vfio {
     name: String,
     through: String,
-    // Closed before the address space that it uses.
+    // Dropped before the address space that the device uses.
     device: OwnedFd,
     config: Window,
     bar: Bar,
     vectors: AtomicU32,
-    /// The kernel allocates the vectors once, all together.
+    /// True if the kernel allocates all vectors at once, when the first one is enabled.
     fixed_vectors: bool,
     msix: Mutex<bool>,
     resettable: bool,
@@ -87,11 +87,11 @@ pub struct Vfio {
 }
 
 impl Vfio {
-    /// Opens the NVMe controller at `address` and enables bus mastering: with the character device
-    /// interface where there is one and this user may open it, and otherwise by its IOMMU group.
+    /// Opens the NVMe controller at `address` and enables bus mastering. Uses the character device
+    /// interface if it exists and this user may open it, otherwise the IOMMU group.
     ///
     /// # Errors
-    /// [`VfioError`], which says what to do about it.
+    /// [`VfioError`], with instructions for the operator.
     pub fn open(address: PciAddress) -> Result<Self, VfioError> {
         let function = check(Path::new(SYSFS), address)?;
         let Opened { device, space, iova, through } = space::open(&function)?;
@@ -133,7 +133,7 @@ impl Vfio {
         Ok(vfio)
     }
 
-    /// Through what the device was opened, for a person.
+    /// Human-readable name of the kernel interface that the device was opened through.
     #[must_use]
     pub fn through(&self) -> &str {
         &self.through
@@ -157,10 +157,10 @@ impl Vfio {
         self.config.write(self.fd(), PCI_COMMAND, &(command | COMMAND_ENABLE).to_le_bytes())
     }
 
-    /// Has `vector` signal `event`, of vectors that the kernel allocates once for all of them.
+    /// Enables all vectors at once, with `event` for `vector` (for `fixed_vectors`).
     fn enable_all(&self, vector: u32, event: BorrowedFd<'_>) -> io::Result<()> {
         let mut count = self.vectors.load(Ordering::Relaxed);
-        // The kernel answers with how many it can have, where it can not have as many.
+        // If not all vectors are available, the kernel returns the available number: try again.
         for _ in 0..8 {
             let mut events = vec![None; count as usize];
             *events.get_mut(vector as usize).ok_or(io::ErrorKind::InvalidInput)? = Some(event);
@@ -175,7 +175,7 @@ impl Vfio {
     }
 }
 
-/// The function at `address`, if it is an NVMe controller that a VFIO driver has.
+/// Finds the function at `address`, an NVMe controller that is bound to a VFIO driver.
 fn check(sysfs: &Path, address: PciAddress) -> Result<PciFunction, VfioError> {
     let function = PciFunction::find(sysfs, address)
         .map_err(|source| VfioError::System { address, doing: "looking for it", source })?
@@ -221,8 +221,8 @@ impl Transport for Vfio {
         self.bar.ring(self.fd(), offset, value).map_err(|e| self.failed("ringing a doorbell", e))
     }
 
-    /// None: a store to a doorbell that is mapped here is an MMIO write all the same, which the
-    /// device or whoever emulates it handles, and not memory at which a controller looks.
+    /// None: a store to a mapped doorbell is an MMIO write that the device or its emulation
+    /// handles, and not a store to memory that a controller polls.
     fn doorbell_page(&self) -> Option<SharedBytes> {
         None
     }
@@ -251,7 +251,7 @@ impl Transport for Vfio {
         let mut space = self.iova.lock();
         let gone = self.space.unmap(iova, len).map_err(|e| self.failed(DOING, e))?;
         if gone != len {
-            // The address is not used again.
+            // The IOVA range is not freed, because a part of it may still be mapped.
             let why = format!("{gone} of {len} bytes were taken back");
             return Err(self.failed(DOING, io::Error::new(io::ErrorKind::InvalidInput, why)));
         }

@@ -1,10 +1,10 @@
-//! An I/O address space with one device in it, by either of the kernel's interfaces.
+//! I/O address space with one device, through either of the kernel's interfaces.
 //!
-//! * The *group*: `/dev/vfio/GROUP` goes into a container, `/dev/vfio/vfio`, whose type 1 IOMMU
-//!   maps memory; the device comes out of the group.
-//! * The *character device*: `/dev/vfio/devices/vfioN` is bound to an iommufd, `/dev/iommu`, which
-//!   maps memory. Where a kernel has it and this user may open it, it is preferred: it is what the
-//!   kernel goes on developing.
+//! * *Group*: `/dev/vfio/GROUP` is added to a container, `/dev/vfio/vfio`, whose type 1 IOMMU maps
+//!   memory; the device descriptor is obtained from the group.
+//! * *Character device*: `/dev/vfio/devices/vfioN` is bound to an iommufd, `/dev/iommu`, which maps
+//!   memory. Preferred if the kernel has it and this user may open it, because kernel development
+//!   continues there.
 
 use super::error::VfioError;
 use super::function::PciFunction;
@@ -19,25 +19,25 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use vfio_bindings::bindings::vfio;
 
-/// Where the kernel's files are.
+/// Directory of device files.
 const DEV: &str = "/dev";
 
-/// What maps memory for the device.
+/// Kernel object that maps memory for the device.
 #[derive(Debug)]
 pub(super) enum Space {
-    /// A container with a type 1 IOMMU, and the group in it.
+    /// A container with a type 1 IOMMU, and its group.
     Type1 { container: OwnedFd, _group: OwnedFd },
     /// An I/O address space of an iommufd.
     Iommufd { iommufd: OwnedFd, ioas: u32 },
 }
 
-/// A device that was opened.
+/// An opened device.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) device: OwnedFd,
     pub(super) space: Space,
     pub(super) iova: IovaSpace,
-    /// Through what, for a person.
+    /// Human-readable name of the kernel interface.
     pub(super) through: String,
 }
 
@@ -49,7 +49,7 @@ impl Space {
         }
     }
 
-    /// How many bytes were unmapped.
+    /// Unmaps a range. Returns the number of unmapped bytes.
     pub(super) fn unmap(&self, iova: u64, len: u64) -> io::Result<u64> {
         match self {
             Self::Type1 { container, .. } => sys::unmap_dma(container.as_fd(), iova, len),
@@ -58,7 +58,7 @@ impl Space {
     }
 }
 
-/// Opens a function that a VFIO driver has.
+/// Opens a function that is bound to a VFIO driver.
 pub(super) fn open(function: &PciFunction) -> Result<Opened, VfioError> {
     open_below(Path::new(DEV), function)
 }
@@ -99,7 +99,7 @@ fn by_character_device(
     sys::bind_iommufd(device.as_fd(), iommufd.as_fd()).map_err(|source| {
         match source.raw_os_error() {
             Some(libc::EPERM) => VfioError::UnsafeInterrupts { address, module: "iommufd" },
-            // In use, or its group is: by another program or by the kernel.
+            // The device or its group is in use, by another program or by the kernel.
             Some(libc::EBUSY | libc::EINVAL) => not_viable(function)
                 .unwrap_or_else(|| VfioError::Busy { address, path: path.clone() }),
             _ => VfioError::System { address, doing: "binding it to an iommufd", source },
@@ -169,7 +169,7 @@ fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
     Ok(Opened { device, space, iova, through: format!("{} (type 1 IOMMU)", path.display()) })
 }
 
-/// The sentence about the others of its group, if there are any in the way.
+/// The error about other functions of the group, if their drivers prevent its use.
 fn not_viable(function: &PciFunction) -> Option<VfioError> {
     let others = function.in_the_way().ok().filter(|others| !others.is_empty())?;
     Some(VfioError::NotViable { address: function.address, group: function.group?, others })
@@ -208,7 +208,7 @@ mod tests {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).unwrap();
         let error = open_below(place.path(), &grouped).unwrap_err();
         if rustix::process::geteuid().is_root() {
-            // Root may open it, and finds that it is no group.
+            // Root may open the file, and the first ioctl fails because it is not a VFIO group.
             assert!(matches!(error, VfioError::System { .. }), "{error}");
         } else {
             assert!(error.to_string().contains("chown"), "{error}");
@@ -224,7 +224,7 @@ mod tests {
         assert_eq!(function.cdev.as_deref(), Some("vfio0"));
         let error = open_below(place.path(), &function).unwrap_err().to_string();
         assert!(error.contains("vfio/9;"), "{error}");
-        // With both files there it is the way that is taken.
+        // If both files exist, the character device is used.
         fs::create_dir_all(place.path().join("vfio/devices")).unwrap();
         fs::write(place.path().join("vfio/devices/vfio0"), "").unwrap();
         fs::write(place.path().join("iommu"), "").unwrap();

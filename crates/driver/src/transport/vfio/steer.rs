@@ -1,27 +1,27 @@
-//! Where a function's interrupts go.
+//! Interrupt affinity of a VFIO function.
 
 use super::address::PciAddress;
 use crate::processors::{QueueMap, list};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What came of [`steer_interrupts`].
+/// Result of [`steer_interrupts`].
 #[derive(Debug)]
 pub enum Steered {
-    /// So many interrupts go to the processors of their queue pairs.
+    /// Number of interrupts whose affinity was set.
     All(usize),
-    /// They stay where the kernel put them, or some of them do.
+    /// A file could not be accessed; the affinity of some or all interrupts is unchanged.
     Refused {
-        /// The file that could not be written.
+        /// File that could not be read or written.
         path: PathBuf,
-        /// Why not.
+        /// Error of the system.
         source: io::Error,
     },
 }
 
-/// Has the interrupts of a PCI function in VFIO's hands go to the processors that use their queue
-/// pairs: vector N is queue pair N's; vector 0, the control plane's, stays where it is. They can
-/// only be steered by who may write `/proc/irq`, and an irqbalance daemon may move them again.
+/// Sets the affinity of a VFIO function's interrupts to the processors that use their queue pairs:
+/// vector N belongs to queue pair N. Vector 0, of the admin queue, is not changed. Needs write
+/// access to `/proc/irq`; an irqbalance daemon may change the affinity again.
 #[must_use]
 pub fn steer_interrupts(address: PciAddress, map: &QueueMap) -> Steered {
     steer(Path::new("/proc"), address, map)
@@ -49,8 +49,8 @@ fn steer(proc: &Path, address: PciAddress, map: &QueueMap) -> Steered {
     Steered::All(moved)
 }
 
-/// The interrupts of a function in VFIO's hands: their numbers, and of which vector each is. VFIO
-/// calls them `vfio-msix[2](0000:00:04.0)`.
+/// Finds the interrupts of a VFIO function in `/proc/interrupts`: interrupt number and vector. VFIO
+/// names them `vfio-msix[2](0000:00:04.0)`.
 fn vectors(interrupts: &str, address: PciAddress) -> Vec<(u32, u32)> {
     let end = format!("]({address})");
     let parse = |line: &str| {
@@ -90,7 +90,7 @@ mod tests {
             |irq| std::fs::read_to_string(proc.path().join(format!("irq/{irq}/smp_affinity_list")));
         assert_eq!((at(25).unwrap(), at(31).unwrap()), ("0-1".into(), "2-3".into()));
         assert!(at(24).is_err(), "the control plane's interrupt stays");
-        // Where they are not ours to steer, that is said.
+        // A missing permission or file is reported.
         std::fs::remove_dir_all(proc.path().join("irq/31")).unwrap();
         let refused = steer(proc.path(), address, &map);
         assert!(

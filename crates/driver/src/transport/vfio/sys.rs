@@ -1,10 +1,10 @@
-//! The system calls of VFIO and iommufd that have no safe form: `ioctl`, with the structures of
+//! System calls of VFIO and iommufd without a safe wrapper: `ioctl` with the structures of
 //! `linux/vfio.h` and `linux/iommufd.h`.
 //!
-//! Each function is one request with its argument made from safe values, so that nothing above
-//! needs `unsafe`. A device that memory was shared with writes to it behind the program's back;
-//! that is what [`Mapping`] is made for (access by copies and atomics), and the kernel pins its
-//! pages, so the device can not reach anything else even after the mapping is gone.
+//! Each function is one request whose argument is built from safe values, so other modules need no
+//! `unsafe`. A device writes to shared memory at any time; [`Mapping`] is designed for that (access
+//! by copies and atomics). The kernel pins the pages, so the device cannot access other memory,
+//! even after the mapping was unmapped.
 
 use shadowbell_memory::Mapping;
 use std::ffi::{CStr, c_int, c_ulong};
@@ -13,7 +13,7 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use vfio_bindings::bindings::vfio;
 
-/// Both interfaces use `_IO(';', number)`: their requests carry no size.
+/// Request numbers of both interfaces are `_IO(';', number)`, without a size.
 const fn request(number: u32) -> c_ulong {
     ((b';' as u32) << 8 | number) as c_ulong
 }
@@ -39,10 +39,10 @@ const IOAS_IOVA_RANGES: c_ulong = request(0x84);
 const IOAS_MAP: c_ulong = request(0x85);
 const IOAS_UNMAP: c_ulong = request(0x86);
 
-/// An answer of variable length is at most this long; the kernel's are some hundred bytes.
+/// Limit of the length of a variable-length reply; the kernel's replies have some hundred bytes.
 const LONGEST: usize = 64 * 1024;
 
-/// Calls `ioctl` again while a signal interrupts it.
+/// Repeats an `ioctl` that was interrupted by a signal.
 fn retried(mut call: impl FnMut() -> c_int) -> io::Result<u32> {
     loop {
         let outcome = call();
@@ -56,36 +56,36 @@ fn retried(mut call: impl FnMut() -> c_int) -> io::Result<u32> {
     }
 }
 
-/// A request whose argument is a number.
+/// Request with a number as argument.
 fn number(fd: BorrowedFd<'_>, request: c_ulong, value: c_ulong) -> io::Result<u32> {
-    // SAFETY: this is private, and used below with requests that take a number or nothing: the
-    // kernel follows no pointer.
+    // SAFETY: this function is private, and is used below with requests that take a number or
+    // nothing, so the kernel follows no pointer.
     retried(|| unsafe { libc::ioctl(fd.as_raw_fd(), request as _, value) })
 }
 
-/// A request whose argument is a structure that the kernel reads and writes.
+/// Request with a structure as argument, which the kernel reads and writes.
 ///
 /// # Safety
-/// `T` is what `request` takes a pointer to (where that has a size of its own, it says the size of
-/// `T`), and whatever it points to is valid for the call.
+/// `T` must be the structure that `request` takes a pointer to. If the structure has a size field,
+/// the field must be the size of `T`. Pointers in the structure must be valid for the call.
 unsafe fn structure<T>(fd: BorrowedFd<'_>, request: c_ulong, argument: &mut T) -> io::Result<u32> {
     // SAFETY: the caller's promise; `argument` is borrowed for longer than the call.
     retried(|| unsafe { libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(argument)) })
 }
 
-/// A request that is answered with as many bytes as there are to say. `head` is the beginning of
-/// the structure, the size in its first field excepted; `fixed` the length of the structure.
+/// Request with a variable-length reply. `head` is the beginning of the structure after the size
+/// field; `fixed` is the size of the structure.
 fn answer(fd: BorrowedFd<'_>, request: c_ulong, head: &[u8], fixed: usize) -> io::Result<Vec<u8>> {
     let mut len = fixed.max(4 + head.len());
-    // The second time with the room that the first one asked for.
+    // If the reply is longer than the buffer, the next iteration uses the size that it reports.
     for _ in 0..3 {
         let mut bytes = vec![0u8; len];
         let size = u32::try_from(len).map_err(io::Error::other)?;
         for (to, from) in bytes.iter_mut().zip(size.to_ne_bytes().iter().chain(head)) {
             *to = *from;
         }
-        // SAFETY: this is private, and used below with requests that take a structure which begins
-        // with its size; the kernel writes as many bytes as that says, and so many there are.
+        // SAFETY: this function is private, and is used below with requests that take a structure
+        // beginning with its size; the kernel writes at most that many bytes, and `bytes` has them.
         retried(|| unsafe { libc::ioctl(fd.as_raw_fd(), request as _, bytes.as_mut_ptr()) })?;
         let mut wanted = [0; 4];
         wanted.copy_from_slice(bytes.get(..4).ok_or(io::ErrorKind::InvalidData)?);
@@ -102,26 +102,26 @@ fn answer(fd: BorrowedFd<'_>, request: c_ulong, head: &[u8], fixed: usize) -> io
 }
 
 fn size_of_u32<T>() -> u32 {
-    // The structures have some dozens of bytes.
+    // Cannot truncate: the structures have some dozens of bytes.
     size_of::<T>() as u32
 }
 
-/// The version of the interface of `/dev/vfio/vfio`.
+/// The interface version of `/dev/vfio/vfio`.
 pub(super) fn api_version(container: BorrowedFd<'_>) -> io::Result<u32> {
     number(container, GET_API_VERSION, 0)
 }
 
-/// Whether the container can have an IOMMU of this type.
+/// True if the container supports an IOMMU of type `kind`.
 pub(super) fn has_extension(container: BorrowedFd<'_>, kind: u32) -> io::Result<bool> {
     Ok(number(container, CHECK_EXTENSION, kind.into())? != 0)
 }
 
-/// Gives the container an IOMMU of this type.
+/// Sets the container's IOMMU type.
 pub(super) fn set_iommu(container: BorrowedFd<'_>, kind: u32) -> io::Result<()> {
     number(container, SET_IOMMU, kind.into()).map(drop)
 }
 
-/// Whether all of a group is in the hands of programs.
+/// True if all functions of a group are bound to VFIO drivers or to none.
 pub(super) fn group_is_viable(group: BorrowedFd<'_>) -> io::Result<bool> {
     let argsz = size_of_u32::<vfio::vfio_group_status>();
     let mut status = vfio::vfio_group_status { argsz, ..Default::default() };
@@ -130,21 +130,21 @@ pub(super) fn group_is_viable(group: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(status.flags & vfio::VFIO_GROUP_FLAGS_VIABLE != 0)
 }
 
-/// Puts a group into a container.
+/// Adds a group to a container.
 pub(super) fn set_container(group: BorrowedFd<'_>, container: BorrowedFd<'_>) -> io::Result<()> {
     let mut fd: c_int = container.as_raw_fd();
     // SAFETY: this request takes a pointer to a descriptor.
     unsafe { structure(group, GROUP_SET_CONTAINER, &mut fd) }.map(drop)
 }
 
-/// The device of this name in a group.
+/// Opens the device of this name in a group.
 pub(super) fn group_device(group: BorrowedFd<'_>, name: &CStr) -> io::Result<OwnedFd> {
     let pointer = name.as_ptr();
     // SAFETY: this request takes a pointer to a string, which outlives the call.
     let fd =
         retried(|| unsafe { libc::ioctl(group.as_raw_fd(), GROUP_GET_DEVICE_FD as _, pointer) })?;
     let fd = c_int::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: on success the request returns a new descriptor, which nobody else has.
+    // SAFETY: on success the request returns a new descriptor without another owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -165,7 +165,7 @@ pub(super) fn region_info(device: BorrowedFd<'_>, index: u32) -> io::Result<Vec<
     answer(device, DEVICE_GET_REGION_INFO, &head, super::info::REGION_INFO)
 }
 
-/// The flags (`VFIO_IRQ_INFO_...`) and the number of the interrupts of one kind.
+/// The flags (`VFIO_IRQ_INFO_...`) and the number of interrupts of one type.
 pub(super) fn irq_info(device: BorrowedFd<'_>, index: u32) -> io::Result<(u32, u32)> {
     let argsz = size_of_u32::<vfio::vfio_irq_info>();
     let mut info = vfio::vfio_irq_info { argsz, index, ..Default::default() };
@@ -174,8 +174,8 @@ pub(super) fn irq_info(device: BorrowedFd<'_>, index: u32) -> io::Result<(u32, u
     Ok((info.flags, info.count))
 }
 
-/// Has the interrupts from `start` on signal these event descriptors, or nobody. What is returned
-/// is 0, or how many vectors the system had where it had fewer than this needs.
+/// Connects interrupts from `start` on to eventfds, or disconnects them. Returns 0, or the number
+/// of available vectors if there are too few.
 pub(super) fn set_irq_events(
     device: BorrowedFd<'_>,
     index: u32,
@@ -189,8 +189,8 @@ pub(super) fn set_irq_events(
     let flags = vfio::VFIO_IRQ_SET_DATA_EVENTFD | vfio::VFIO_IRQ_SET_ACTION_TRIGGER;
     let fds = events.iter().map(|event| event.map_or(-1, |fd| fd.as_raw_fd()) as u32);
     let mut words: Vec<u32> = [argsz, flags, index, start, count].into_iter().chain(fds).collect();
-    // SAFETY: the words are a `vfio_irq_set`, whose five fields and data are of 4 bytes each, and
-    // as long as its first field says; the descriptors in it are borrowed for the call.
+    // SAFETY: the words are a `vfio_irq_set`, whose five fields and data have 4 bytes each, with
+    // the length of its first field; the descriptors in it are borrowed for the call.
     retried(|| unsafe { libc::ioctl(device.as_raw_fd(), DEVICE_SET_IRQS as _, words.as_mut_ptr()) })
 }
 
@@ -204,7 +204,7 @@ pub(super) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     answer(container, IOMMU_GET_INFO, &[], super::info::IOMMU_INFO)
 }
 
-/// Lets the devices of a container reach all of `mapping` at `iova`.
+/// Maps all of `mapping` at `iova`, for the devices of a container.
 pub(super) fn map_dma(container: BorrowedFd<'_>, mapping: &Mapping, iova: u64) -> io::Result<()> {
     let mut map = vfio::vfio_iommu_type1_dma_map {
         argsz: size_of_u32::<vfio::vfio_iommu_type1_dma_map>(),
@@ -213,12 +213,12 @@ pub(super) fn map_dma(container: BorrowedFd<'_>, mapping: &Mapping, iova: u64) -
         iova,
         size: mapping.len() as u64,
     };
-    // SAFETY: the structure of this request. The range is mapped now, which is when the kernel
-    // pins its pages; see the head of this file for what a device does to them.
+    // SAFETY: the structure of this request. The range is mapped during the call, when the kernel
+    // pins its pages. The head of this file covers device writes to the pages.
     unsafe { structure(container, IOMMU_MAP_DMA, &mut map) }.map(drop)
 }
 
-/// Takes a range away again; how many bytes of it were mapped.
+/// Unmaps a range. Returns the number of unmapped bytes.
 pub(super) fn unmap_dma(container: BorrowedFd<'_>, iova: u64, len: u64) -> io::Result<u64> {
     let argsz = size_of_u32::<vfio::vfio_iommu_type1_dma_unmap>();
     let mut unmap =
@@ -235,11 +235,11 @@ pub(super) fn bind_iommufd(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> i
         iommufd: iommufd.as_raw_fd(),
         ..Default::default()
     };
-    // SAFETY: the structure of this request; the token is not used, as its flag is not set.
+    // SAFETY: the structure of this request; the token is unused, because its flag is not set.
     unsafe { structure(device, DEVICE_BIND_IOMMUFD, &mut bind) }.map(drop)
 }
 
-/// Has a bound device use this I/O address space.
+/// Attaches a bound device to an I/O address space.
 pub(super) fn attach_ioas(device: BorrowedFd<'_>, ioas: u32) -> io::Result<()> {
     let argsz = size_of_u32::<vfio::vfio_device_attach_iommufd_pt>();
     let mut attach =
@@ -291,7 +291,7 @@ struct IoasUnmap {
 /// `IOMMU_IOAS_MAP_FIXED_IOVA`, `..._WRITEABLE`, `..._READABLE`.
 const MAP_FLAGS: u32 = 1 | 2 | 4;
 
-/// A new I/O address space.
+/// Creates an I/O address space.
 pub(super) fn ioas_alloc(iommufd: BorrowedFd<'_>) -> io::Result<u32> {
     let mut alloc = IoasAlloc { size: size_of_u32::<IoasAlloc>(), flags: 0, ioas_id: 0 };
     // SAFETY: the structure of this request, without pointers.
@@ -299,8 +299,7 @@ pub(super) fn ioas_alloc(iommufd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(alloc.ioas_id)
 }
 
-/// The first and last addresses of what an I/O address space translates, and the alignment that
-/// it wants.
+/// The usable IOVA ranges of an I/O address space (first and last addresses), and their alignment.
 pub(super) fn ioas_ranges(
     iommufd: BorrowedFd<'_>,
     ioas_id: u32,
@@ -316,8 +315,8 @@ pub(super) fn ioas_ranges(
             ranges: ranges.as_mut_ptr() as u64,
             alignment: 0,
         };
-        // SAFETY: the structure of this request; it points to as many ranges (two 64-bit values
-        // each, `struct iommu_iova_range`) as it says.
+        // SAFETY: the structure of this request; it points to `count` ranges (two 64-bit values
+        // each, `struct iommu_iova_range`).
         match unsafe { structure(iommufd, IOAS_IOVA_RANGES, &mut ask) } {
             Ok(_) => {
                 ranges.truncate(ask.count as usize);
@@ -332,7 +331,7 @@ pub(super) fn ioas_ranges(
     Err(io::Error::other("a list of ranges that grows each time it is asked for"))
 }
 
-/// Lets the devices of an I/O address space reach all of `mapping` at `iova`.
+/// Maps all of `mapping` at `iova`, for the devices of an I/O address space.
 pub(super) fn ioas_map(
     iommufd: BorrowedFd<'_>,
     ioas_id: u32,
@@ -352,7 +351,7 @@ pub(super) fn ioas_map(
     unsafe { structure(iommufd, IOAS_MAP, &mut map) }.map(drop)
 }
 
-/// Takes a range away again; how many bytes of it were mapped.
+/// Unmaps a range. Returns the number of unmapped bytes.
 pub(super) fn ioas_unmap(
     iommufd: BorrowedFd<'_>,
     ioas_id: u32,

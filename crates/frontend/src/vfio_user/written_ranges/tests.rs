@@ -1,4 +1,4 @@
-//! Whatever comes after a record, the next process finds what the record says.
+//! Tests of the range table: recovery restores the last checkpoint, whatever happened after it.
 
 use super::super::files::Files;
 use super::*;
@@ -8,7 +8,7 @@ use shadowbell_vfio_user::descriptor::PeerFd;
 const PAGE: u64 = 4096;
 const MOST: u32 = 64;
 
-/// A generator of numbers that are random enough (xorshift64).
+/// Pseudo-random number generator (xorshift64).
 struct Random(u64);
 
 impl Random {
@@ -30,7 +30,7 @@ fn inode(fd: impl AsFd) -> u64 {
     FileStatus::of(&fd).unwrap().inode
 }
 
-/// A range, and in which file it is.
+/// A range and its file.
 #[derive(Clone)]
 struct Shared {
     len: u64,
@@ -67,7 +67,7 @@ fn the_last_record_counts_whatever_came_after_it() {
                     }
                     let protection = [Protection::Read, Protection::ReadWrite];
                     let protection = protection[random.below(2) as usize];
-                    // The same one again, one of its own, or none.
+                    // A known file, a new file, or no file.
                     let file = match random.below(4) {
                         0 => None,
                         1 => files.keep(&file(), protection),
@@ -104,7 +104,7 @@ fn the_last_record_counts_whatever_came_after_it() {
                 }
                 _ => {}
             }
-            // Death, here.
+            // Simulate a crash: restore the last checkpoint.
             let Some((saved, memory, expected)) = &last else { continue };
             let mut fds = Descriptors::default();
             let at = fds.add(memory.try_clone().unwrap());
@@ -120,7 +120,7 @@ fn the_last_record_counts_whatever_came_after_it() {
             });
             assert_eq!(found.collect::<Seen>(), *expected, "seed {seed}");
         }
-        // Places are used again, and files that nobody was given leave nothing behind.
+        // Slots are reused, and files that were never in a checkpoint leave no state.
         assert!(written.fresh <= 2 * MOST, "{}", written.fresh);
         let (given, _) = written.end();
         let mut given: Vec<_> = given.into_iter().collect();
@@ -129,7 +129,7 @@ fn the_last_record_counts_whatever_came_after_it() {
     }
 }
 
-/// A client whose memory can not be gone on with may share and take back for ever.
+/// A client whose memory allows no checkpoint may add and remove ranges for ever.
 #[test]
 fn what_is_never_recorded_does_not_pile_up() {
     let mut files = Files::default();
