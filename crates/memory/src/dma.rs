@@ -328,9 +328,9 @@ struct Hit {
     start: Cell<u64>,
     /// Length; 0 before the first hit, so that no address matches.
     len: Cell<u64>,
-    /// Where `start` is in this process.
+    /// Address of `start` in this process.
     base: Cell<NonNull<u8>>,
-    /// Writes need no second look: they are allowed, and nobody notes them.
+    /// True if writes are allowed and not logged, so that they need no full lookup.
     writable: Cell<bool>,
 }
 
