@@ -88,7 +88,7 @@ impl<const SIZE: usize> Ring<SIZE> {
     #[inline]
     pub(crate) fn run(&self, index: u32, count: usize) -> Option<(&SharedBytes, usize)> {
         let (first, past) = (index as usize, self.whole.count as usize);
-        // Nearly every queue lies in one map.
+        // Fast path: nearly every queue lies in one map.
         if first < past && count <= past - first {
             return Some((&self.whole.bytes, first * SIZE));
         }
