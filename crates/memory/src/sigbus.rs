@@ -295,7 +295,7 @@ mod tests {
         assert!(mapping.is_poisoned());
         assert!(!untouched.is_poisoned());
         assert!(super::faults() > before);
-        mapping.bytes().fill(4096, 4096, 1).unwrap(); // and it is writable
+        mapping.bytes().fill(4096, 4096, 1).unwrap(); // The zeroes are writable.
     }
 
     /// After a loss, only the maps of peers that may be affected have to be searched.

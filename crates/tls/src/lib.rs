@@ -18,7 +18,6 @@
 //!
 //! Pre-shared keys (PSK), anonymous cipher suites, and session resumption: NBD connections are
 //! long-lived.
-//! connection of NBD lasts.
 #![forbid(unsafe_code)]
 
 mod certificates;

@@ -149,7 +149,6 @@ impl Ublk {
     ///
     /// # Errors
     /// As [`start`](Self::start).
-    /// As there.
     pub fn start_on(
         disk: &BlockDevice,
         options: Options,
