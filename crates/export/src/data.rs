@@ -1,26 +1,26 @@
-//! The data of requests, and the memory that a client has for them.
+//! Buffers for the data of requests, per client.
 //!
-//! Whole blocks lie in memory that the controller can reach: what is received or sent there is not
-//! copied. This memory is the connection's own, so that a client that takes its time keeps no other
-//! from anything; and there is only so much of it. Everything else (parts of blocks, long requests,
-//! what is more than there is room for, and all data of a client with TLS, which does its
-//! cryptography elsewhere) lies in memory of the program.
+//! Data of whole blocks is placed in memory that is shared with the controller, so it is received
+//! and sent without a copy. This memory is limited and belongs to one connection, so that a slow
+//! client does not affect others. Other data is placed in ordinary memory of the program: parts
+//! of blocks, long requests, requests beyond the limit, and all data of a client with TLS, whose
+//! cryptography needs ordinary memory.
 
 use crate::vectors::{Part, Room};
 use shadowbell_block::BlockDevice;
 use shadowbell_driver::{Buffer, BufferPool};
 
-/// Buffers of one connection that the controller can reach: bytes of each, and how many. None is
-/// there before it is needed.
+/// Size in bytes and number of the shared buffers of a connection. They are allocated on demand.
 const SIZES: [(usize, usize); 3] = [(4 << 10, 128), (64 << 10, 32), (256 << 10, 8)];
-/// Other memory that is kept from one request to the next, per request and in all.
+/// Largest ordinary buffer that is kept for later requests, and total limit of kept buffers, in
+/// bytes.
 const KEEP: usize = 256 << 10;
 const KEEP_ALL: usize = 4 << 20;
 
-/// The data of a request, or room for them.
+/// Data buffer of a request.
 pub(crate) enum Data {
     Own(Vec<u8>),
-    /// In memory that is shared with the controller.
+    /// Memory that is shared with the controller.
     Shared(Buffer),
 }
 
@@ -31,7 +31,7 @@ impl Default for Data {
 }
 
 impl Data {
-    /// Puts what was received to its place.
+    /// Copies received bytes to offset `at`.
     pub(crate) fn put(&mut self, at: usize, from: &[u8]) {
         match self {
             Self::Own(bytes) => {
@@ -40,13 +40,13 @@ impl Data {
                 }
             }
             Self::Shared(buffer) => {
-                // It is as long as the request, or longer.
+                // The buffer is at least as long as the request, so the copy cannot fail.
                 let _ = buffer.copy_from(at, from);
             }
         }
     }
 
-    /// The room from `from` to `to`.
+    /// Writable range `from..to`.
     pub(crate) fn room(&mut self, from: usize, to: usize) -> Room<'_> {
         match self {
             Self::Own(bytes) => Room::of(bytes.get_mut(from..to).unwrap_or_default()),
@@ -54,7 +54,7 @@ impl Data {
         }
     }
 
-    /// The bytes from `from` to `to`.
+    /// Readable range `from..to`.
     pub(crate) fn part(&self, from: usize, to: usize) -> Part<'_> {
         match self {
             Self::Own(bytes) => Part::of(bytes.get(from..to).unwrap_or_default()),
@@ -63,20 +63,20 @@ impl Data {
     }
 }
 
-/// Buffers of one size.
+/// Shared buffers of one size.
 #[derive(Default)]
 enum Pool {
     #[default]
     Unneeded,
     There(BufferPool),
-    /// There is no more memory that the controller can reach.
+    /// The allocation failed: no more memory can be shared with the controller.
     None,
 }
 
-/// The memory that a client has for the data of its requests.
+/// Memory of a client for the data of its requests.
 pub(crate) struct DataMemory {
     pools: [Pool; SIZES.len()],
-    /// Other memory that is kept, and how much of it there is.
+    /// Ordinary buffers that are kept, and their total capacity.
     spare: Vec<Vec<u8>>,
     kept: usize,
 }
@@ -86,7 +86,7 @@ impl DataMemory {
         Self { pools: Default::default(), spare: Vec::with_capacity(requests), kept: 0 }
     }
 
-    /// Memory of the program, `len` bytes or more.
+    /// Takes ordinary memory of at least `len` bytes.
     pub(crate) fn own(&mut self, len: usize) -> Data {
         let mut bytes = self.spare.pop().unwrap_or_default();
         self.kept -= bytes.capacity();
@@ -96,7 +96,7 @@ impl DataMemory {
         Data::Own(bytes)
     }
 
-    /// Memory that the controller can reach, `len` bytes or more, if there is any.
+    /// Takes memory of at least `len` bytes that is shared with the controller, if available.
     pub(crate) fn shared(&mut self, disk: &BlockDevice, len: usize) -> Option<Data> {
         let mut sizes = SIZES.iter().zip(&mut self.pools);
         let (&(size, count), pool) = sizes.find(|((size, _), _)| *size >= len)?;
@@ -117,9 +117,9 @@ impl DataMemory {
         }
     }
 
-    /// The data are not needed any more.
+    /// Returns a buffer that is not needed any more.
     pub(crate) fn give_back(&mut self, data: Data) {
-        // A buffer goes back to its pool by itself.
+        // A shared buffer returns to its pool on drop.
         let Data::Own(bytes) = data else { return };
         let room = bytes.capacity();
         if room > 0 && room <= KEEP && self.kept + room <= KEEP_ALL {

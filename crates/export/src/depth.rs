@@ -1,50 +1,51 @@
-//! How many requests a client keeps in flight, and which thread suits that best.
+//! Queue-depth estimate of a client, from which the thread that serves it is chosen.
 //!
-//! A thread that serves the queue too carries out what came together, and answers it together, with
-//! no other thread in between: that is less work for each request, and the more of them come at a
-//! time the more it counts. A client that waits for each request has nothing of it if the disk is
-//! memory: it is served by two threads that wait for each other's next step awake, which is quicker
-//! by the time that it takes to wake up its own processor. Where a request takes longer than
-//! somebody waits awake, those two would wake each other for each step, and one thread is quicker
-//! again. Only one client at a time can have it, so that is for one that is the only client.
+//! An I/O thread that serves the queue and the client executes a batch of requests and sends the
+//! batch of replies without another thread in between. That is less work per request, and the
+//! gain grows with the batch. A client with one request in flight gains nothing if the disk is
+//! memory: two threads that poll for each other's next step are faster, because no processor has
+//! to be woken. If a request takes longer than the threads poll, the two threads would wake each
+//! other for each step, and the single I/O thread is faster again. An I/O thread serves at most
+//! one client, so this last rule holds only for the only client of a server.
 
 use std::time::{Duration, Instant};
 
-/// Requests by which it is decided.
+/// Requests per decision.
 const PERIOD: u32 = 1024;
-/// Requests in flight, on average, from which on a thread that serves the queue is worth it, and
-/// below which it is not any more.
+/// Mean requests in flight from which the I/O thread serves the client. Below [`SHALLOW`], the
+/// client returns to its own thread.
 const DEEP: u64 = 4;
 const SHALLOW: u64 = 2;
-/// What one counts for that came with more behind it: of long writes few are in flight at a time,
-/// because each is over when the next one has been received, and now and then the client waits for
-/// all that it has sent.
+/// Depth that counts for a request if the client has already sent more data behind it.
+///
+/// Few long writes are in flight at a time, because each completes before the next one is
+/// received in full. Now and then such a client waits for all replies, which must not lower the
+/// estimate.
 const MORE: u64 = 2 * DEEP;
-/// A request every so often, or less often, is one at a time that takes too long for threads to
-/// wait awake.
+/// Time per request from which a request takes longer than the two threads poll.
 const SLOW: Duration = Duration::from_micros(35);
-/// And so often it is quick enough for that, on a thread that serves the queue too.
+/// Time per request below which a client on the I/O thread returns to its own thread.
 const QUICK: Duration = Duration::from_micros(28);
-/// Periods until one that was refused is asked for again.
+/// Periods between two requests for the I/O thread after a refusal.
 const PAUSE: u32 = 64;
 
-/// How many requests a client keeps in flight.
+/// Queue-depth estimate of a client.
 #[derive(Debug, Default)]
 pub(crate) struct Depth {
     requests: u32,
-    /// The sum, over these, of those that were in flight with each.
+    /// Sum over `requests` of the number in flight when each began.
     in_flight: u64,
-    /// When the first of them began.
+    /// Start of the first of `requests`.
     since: Option<Instant>,
-    /// The thread serves the queue too.
+    /// True while the I/O thread serves the client.
     is_lent: bool,
-    /// Periods in which no other thread is asked for.
+    /// Remaining periods in which the I/O thread is not requested.
     pause: u32,
 }
 
 impl Depth {
-    /// A request has begun, and so many are in flight with it. With `more`, the client has sent
-    /// more already.
+    /// Records the start of a request with `in_flight` in flight, the request included. `more` is
+    /// set if the client has already sent more data.
     pub(crate) fn begun(&mut self, in_flight: usize, more: bool) {
         if self.requests == 0 {
             self.since = Some(Instant::now());
@@ -53,7 +54,7 @@ impl Depth {
         self.in_flight += (in_flight as u64).max(if more { MORE } else { 0 });
     }
 
-    /// Whether a thread of the other kind would suit the client better. `is_alone` says whether the
+    /// True if the other kind of thread suits the client better. `is_alone` returns true if the
     /// server has no other client.
     pub(crate) fn wants_to_move(&mut self, is_alone: impl FnOnce() -> bool) -> bool {
         if self.requests < PERIOD {
@@ -63,7 +64,7 @@ impl Depth {
         self.decide(each, is_alone())
     }
 
-    /// The same, after a period in which a request began every `each`.
+    /// Decision of [`wants_to_move`](Self::wants_to_move) for a period of `each` per request.
     fn decide(&mut self, each: Duration, is_alone: bool) -> bool {
         let mean = self.in_flight / u64::from(self.requests.max(1));
         (self.requests, self.in_flight) = (0, 0);
@@ -74,17 +75,17 @@ impl Depth {
         self.pause == 0 && (mean >= DEEP || is_alone && each >= SLOW)
     }
 
-    /// From here on the client is served by a thread that serves the queue too.
+    /// Records that the I/O thread serves the client from now on.
     pub(crate) fn lent(&mut self) {
         self.is_lent = true;
     }
 
-    /// From here on it is served by its own again.
+    /// Records that the client's own thread serves the client again.
     pub(crate) fn back(&mut self) {
         self.is_lent = false;
     }
 
-    /// The thread that was asked for is not to be had.
+    /// Records that the I/O thread was not available.
     pub(crate) fn refused(&mut self) {
         self.pause = PAUSE;
     }
@@ -94,7 +95,7 @@ impl Depth {
 mod tests {
     use super::*;
 
-    /// Whether it wants to move after a period of so many in flight, and at no time before.
+    /// Result after a period with `in_flight` in flight. Asserts no earlier move.
     fn period_of(depth: &mut Depth, in_flight: usize, each: u64, is_alone: bool) -> bool {
         for _ in 0..PERIOD {
             assert!(!depth.wants_to_move(|| is_alone));
@@ -103,7 +104,7 @@ mod tests {
         depth.decide(Duration::from_micros(each), is_alone)
     }
 
-    /// The same, of a client that others keep from what is for one alone.
+    /// Period of a client that is not the server's only one.
     fn period(depth: &mut Depth, in_flight: usize) -> bool {
         period_of(depth, in_flight, 100, false)
     }
@@ -113,11 +114,11 @@ mod tests {
         let mut depth = Depth::default();
         assert!(!period(&mut depth, 1) && !period(&mut depth, 3) && period(&mut depth, 4));
         depth.lent();
-        // In between it stays where it is.
+        // Between the two bounds, the client stays on its thread.
         assert!(!period(&mut depth, 32) && !period(&mut depth, 2) && period(&mut depth, 1));
         depth.back();
         assert!(!period(&mut depth, 1) && !period(&mut depth, 3) && period(&mut depth, 32));
-        // Long writes. After some of them the client waits for what it has sent.
+        // Long writes: the client waits for all replies after every third one.
         for at in 0..PERIOD {
             depth.begun(1, at % 3 != 0);
         }
@@ -134,11 +135,11 @@ mod tests {
         assert!(period_of(&mut depth, 1, 80, true));
         depth.lent();
         assert!(!period_of(&mut depth, 1, 60, true) && !period_of(&mut depth, 1, 30, true));
-        // Another client may need the thread more.
+        // Another client may need the I/O thread more.
         assert!(period_of(&mut depth, 1, 60, false));
-        // And it was the machine that was slow, not the disk.
+        // The disk is fast; only the machine was slow.
         assert!(period_of(&mut depth, 1, 22, true));
-        // What is measured is the time.
+        // The time per request is measured.
         depth.back();
         for _ in 0..PERIOD {
             depth.begun(1, false);

@@ -1,4 +1,4 @@
-//! Counts requests that failed because the disk did.
+//! Counter of requests that failed because of the disk.
 
 use shadowbell_block::BlockError;
 use std::fmt::Display;
@@ -8,12 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) struct FailureCount(AtomicU64);
 
 impl FailureCount {
-    /// Counts a failure. The first one is logged; a disk that is gone fails them all.
+    /// Counts a failure. Only the first one is logged, because a removed disk fails every
+    /// request.
     pub(crate) fn record(&self, error: &BlockError) {
         self.record_any(error);
     }
 
-    /// As [`record`](Self::record), of a disk without a controller.
+    /// Counts a failure of a disk without a controller, like [`record`](Self::record).
     #[cfg(any(feature = "ublk", feature = "vhost"))]
     pub(crate) fn record_disk(&self, error: &shadowbell_backend::DiskError) {
         self.record_any(error);

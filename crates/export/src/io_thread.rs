@@ -1,8 +1,9 @@
-//! What a thread that serves requests has: the requests in flight, the queue that they go through,
-//! which it drives itself if it may, and the epoll set that it sleeps on.
+//! Event loop of a thread that serves requests: the requests in flight, their queue, and an epoll
+//! set.
 //!
-//! A round polls what was woken, so that everything that came in together goes to the controller
-//! with one doorbell, and then takes whatever has completed, to be answered together.
+//! The thread drives the queue itself if the driver permits it. A round first polls the woken
+//! requests, so that all requests that arrived together are submitted with one doorbell write,
+//! and then takes all completions, so that they are answered together.
 
 use crate::queue_server::QueueServer;
 use crate::tasks::Tasks;
@@ -22,44 +23,43 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// A request was woken, the queue has completions, or the timer went off.
+/// A request was woken, the queue has completions, or the timer expired.
 const OWN_EVENT: u64 = 0;
-/// The queue's device may have gone.
+/// The queue's device may have disconnected.
 const HANG_UP: u64 = 1;
-/// The thread's queues have something to do.
+/// The queues that this thread serves have pending work.
 const SERVED: u64 = 2;
-/// The first number for others.
+/// First number for descriptors of the caller.
 pub(crate) const FIRST: u64 = 3;
-/// Descriptors that one wait can report.
+/// Largest number of descriptors that a wait reports.
 const EVENTS: usize = 5;
 
-/// What ended a wait, apart from the thread's own events: the number that belongs to a descriptor,
-/// and what it is ready for.
+/// Readiness of a caller's descriptor after a wait: its number and flags.
 pub(crate) type Readiness = (u64, EventFlags);
 
-/// The state of a thread that serves requests; see the [module](self).
+/// Event loop of a thread that serves requests; see the [module](self).
 pub(crate) struct IoThread<F> {
     tasks: Tasks<F>,
     queue: Option<AsyncQueue>,
     driver: Option<Driver>,
-    /// The driver is prepared for a sleep.
+    /// True while the driver is prepared for a sleep.
     asleep: bool,
     timer: Timer,
-    /// The queues that are served on this thread have something to do, as their event says.
+    /// True if the event of the queues that this thread serves was readable.
     served: bool,
     epoll: OwnedFd,
 }
 
-/// Ends the sleeps of event loops that have no timeout of their own.
+/// Timer that ends the sleep of event loops without a timeout of their own.
 #[derive(Default)]
 struct Timer {
     fd: Option<OwnedFd>,
-    /// When it goes off.
+    /// Time of expiry.
     at: Option<Instant>,
 }
 
 impl Timer {
-    /// Has it go off at `until`, unless it goes off before that anyway.
+    /// Sets the timer to `until`, unless it expires earlier.
     fn set(&mut self, epoll: &OwnedFd, until: Instant) -> Result<(), Errno> {
         let now = Instant::now();
         if self.at.is_some_and(|at| at > now && at <= until) {
@@ -72,7 +72,7 @@ impl Timer {
             self.fd = Some(fd);
         }
         let Some(fd) = &self.fd else { return Ok(()) };
-        // Zero would stop it.
+        // A value of zero would stop the timer.
         let left = until.saturating_duration_since(now).max(Duration::from_nanos(1));
         let once = Itimerspec { it_interval: Timespec::default(), it_value: timespec(left) };
         timerfd_settime(fd, TimerfdTimerFlags::empty(), &once)?;
@@ -89,7 +89,7 @@ fn timespec(time: Duration) -> Timespec {
 }
 
 impl<F: Future> IoThread<F> {
-    /// For `slots` requests to `disk` at a time.
+    /// Creates the event loop for at most `slots` requests to `disk` in flight.
     pub(crate) fn new(disk: &BlockDevice, slots: usize) -> io::Result<Self> {
         let tasks = Tasks::new(slots)?;
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
@@ -100,29 +100,30 @@ impl<F: Future> IoThread<F> {
         Ok(Self { tasks, queue, driver: None, asleep: false, timer, served: false, epoll })
     }
 
-    /// Queues are served on this thread, by `server`: to be called before its first turn.
+    /// Registers `server`, which serves queues on this thread. Must be called before its first
+    /// turn.
     pub(crate) fn serves(&self, server: &dyn QueueServer) -> io::Result<()> {
         self.add_fd(server.event(), SERVED, EventFlags::IN)
     }
 
-    /// They are not any more.
+    /// Removes `server`, whose queues this thread does not serve any more.
     pub(crate) fn serves_no_more(&mut self, server: &dyn QueueServer) {
         let _ = epoll::delete(&self.epoll, server.event());
         self.served = false;
     }
 
-    /// The requests.
+    /// Requests in flight.
     pub(crate) fn tasks(&mut self) -> &mut Tasks<F> {
         &mut self.tasks
     }
 
-    /// An event that ends the thread's sleep.
+    /// Event that ends the thread's sleep.
     pub(crate) fn waker(&self) -> io::Result<EventFd> {
         self.tasks.waker()
     }
 
-    /// Also wakes for `fd`, each time that it becomes ready for `flags`, under a number from
-    /// [`FIRST`] on.
+    /// Adds `fd` to the epoll set, edge-triggered, for `flags`. `number` identifies it and is at
+    /// least [`FIRST`].
     pub(crate) fn add_fd(
         &self,
         fd: BorrowedFd<'_>,
@@ -132,7 +133,7 @@ impl<F: Future> IoThread<F> {
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(number), flags | EventFlags::ET)?)
     }
 
-    /// Changes for what a descriptor wakes.
+    /// Changes the flags of a descriptor.
     pub(crate) fn modify_fd(
         &self,
         fd: BorrowedFd<'_>,
@@ -142,10 +143,10 @@ impl<F: Future> IoThread<F> {
         Ok(epoll::modify(&self.epoll, fd, EventData::new_u64(number), flags | EventFlags::ET)?)
     }
 
-    /// Begins with what was started, submits, takes what has completed, and hands the futures that
-    /// are ready to `done`. Whether there was anything.
+    /// Runs one round: starts requests, submits commands, takes completions, and passes the
+    /// results of completed futures to `done`. Returns true if there was any work.
     ///
-    /// With a `server`, the commands are carried out on this thread as well.
+    /// With a `server`, this thread also executes the commands.
     pub(crate) fn run_once(
         &mut self,
         server: Option<&mut (dyn QueueServer + '_)>,
@@ -170,7 +171,7 @@ impl<F: Future> IoThread<F> {
         busy
     }
 
-    /// Drives the queue, if that can be had.
+    /// Starts to drive the queue, if the driver permits it.
     fn start_driving(&mut self) {
         let Some(queue) = &self.queue else { return };
         let Some(driver) = queue.ask_to_drive() else { return };
@@ -186,7 +187,7 @@ impl<F: Future> IoThread<F> {
         }
     }
 
-    /// Leaves the queue to others.
+    /// Stops to drive the queue, so that another thread can do it.
     fn stop_driving(&mut self) {
         if self.driver.take().is_some()
             && let Some(queue) = &self.queue
@@ -197,8 +198,8 @@ impl<F: Future> IoThread<F> {
         }
     }
 
-    /// Looks for something to do, if something is under way, for as long as it is worth it. Whether
-    /// there is.
+    /// Polls for completions for an adaptive time, if commands are in flight. Returns true if
+    /// there is work.
     pub(crate) fn spin(&mut self) -> bool {
         match &mut self.driver {
             Some(driver) if !driver.is_idle() => driver.spin(|| self.tasks.is_ready()),
@@ -206,8 +207,9 @@ impl<F: Future> IoThread<F> {
         }
     }
 
-    /// Whether there is nothing to do, and the thread may sleep on this: by [`wait`](Self::wait),
-    /// or in another event loop, which calls [`take_events`](Self::take_events) then.
+    /// Prepares a sleep. Returns true if no work is pending, so that the thread may sleep by
+    /// [`wait`](Self::wait), or in another event loop that calls
+    /// [`take_events`](Self::take_events) afterwards.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         let may = self.prepare();
         if !may {
@@ -218,7 +220,8 @@ impl<F: Future> IoThread<F> {
 
     fn prepare(&mut self) -> bool {
         if let Some(driver) = &mut self.driver {
-            // Another thread's commands do not wake this one if that thread can drive the queue.
+            // Another thread's commands do not wake this one if that thread can drive the queue
+            // itself.
             if driver.is_over() || driver.is_idle() && driver.is_wanted() {
                 self.stop_driving();
             }
@@ -233,7 +236,8 @@ impl<F: Future> IoThread<F> {
         true
     }
 
-    /// As [`prepare_sleep`](Self::prepare_sleep), for an event loop that has no timeout.
+    /// Prepares a sleep like [`prepare_sleep`](Self::prepare_sleep), for an event loop without a
+    /// timeout.
     pub(crate) fn prepare_timed_sleep(&mut self) -> bool {
         if !self.prepare_sleep() {
             return false;
@@ -246,17 +250,17 @@ impl<F: Future> IoThread<F> {
         true
     }
 
-    /// After a sleep in another event loop, if this descriptor ended it.
+    /// Takes the events after a sleep in another event loop that this descriptor ended.
     pub(crate) fn take_events(&mut self) {
         self.wait(Some(Instant::now()), |_| {});
     }
 
-    /// When the sleep has to end, at the latest.
+    /// Latest time for the end of the sleep.
     fn sleep_until(&self) -> Option<Instant> {
         self.driver.as_ref().and_then(Driver::sleep_until)
     }
 
-    /// As [`wait`](Self::wait), on a thread that serves queues.
+    /// Waits like [`wait`](Self::wait), on a thread that serves queues.
     pub(crate) fn wait_serving(
         &mut self,
         server: &mut dyn QueueServer,
@@ -277,8 +281,8 @@ impl<F: Future> IoThread<F> {
         }
     }
 
-    /// Waits until there is something to do, or `until`. What added descriptors are ready for goes
-    /// to `ready`.
+    /// Waits until there is work, or until `until`. Passes the readiness of the caller's
+    /// descriptors to `ready`.
     pub(crate) fn wait(&mut self, until: Option<Instant>, mut ready: impl FnMut(Readiness)) {
         let until = match (self.sleep_until(), until) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -308,7 +312,7 @@ impl<F: Future> IoThread<F> {
         self.after_sleep(gone);
     }
 
-    /// After a sleep, or one that did not come about.
+    /// Ends the preparation, after a sleep or instead of one.
     pub(crate) fn after_sleep(&mut self, gone: bool) {
         self.tasks.after_sleep();
         if let Some(driver) = &mut self.driver {
@@ -323,8 +327,8 @@ impl<F: Future> IoThread<F> {
 }
 
 impl<F> AsFd for IoThread<F> {
-    /// Readable when there is something to do: for another event loop, together with
-    /// [`IoThread::take_events`].
+    /// Descriptor that is readable when there is work, for another event loop, which calls
+    /// [`IoThread::take_events`] then.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }

@@ -1,39 +1,40 @@
-//! Serves a client on a thread of its own, and on one that serves the queue too, whichever suits
-//! it better.
+//! Runs an export's client on its own thread or on the controller's I/O thread, whichever is
+//! faster.
 
 use crate::depth::Depth;
 use crate::queue_server::{QueueServer, QueueServerJob, QueueThreads};
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 
-/// Why a client is not served on, where it was.
+/// Reason for which [`Serving::run`] returns.
 pub(crate) enum Stop {
     Over,
-    /// Another kind of thread suits the client better: one that serves the queue too, or its own.
+    /// The other kind of thread suits the client better: the I/O thread, or the client's own.
     Move,
 }
 
-/// What serves a client.
+/// State of a client that can continue on another thread.
 pub(crate) trait Serving: Send + 'static {
     type Error: Send;
 
-    /// Serves it on this thread, which serves the queue too if there is a `server`.
+    /// Serves the client on the calling thread, which serves the disk's queue too if `server` is
+    /// set.
     fn run(&mut self, server: Option<&mut (dyn QueueServer + '_)>) -> Result<Stop, Self::Error>;
 
     fn depth(&mut self) -> &mut Depth;
 
-    /// The number of its submission queue.
+    /// Number of the client's submission queue.
     fn qid(&self) -> u16;
 }
 
-/// Serves a client to its end, here and on a thread that serves the queue.
+/// Serves a client until it disconnects, alternating between its own thread and the I/O thread.
 pub(crate) fn serve<S: Serving>(
     mut serving: Box<S>,
     lender: Option<&Arc<dyn QueueThreads>>,
 ) -> Result<(), S::Error> {
     loop {
-        // What the client shares with the controller is taken back when it is dropped, by whoever
-        // serves the queue. So that happens on this thread, with whatever outcome.
+        // Dropping the client releases memory that is shared with the controller, which waits for
+        // the I/O thread of the queue. Therefore the drop always happens on this thread.
         if let Stop::Over = serving.run(None)? {
             return Ok(());
         }
@@ -62,7 +63,7 @@ pub(crate) fn serve<S: Serving>(
         });
         lender.lend(qid, job).unwrap_or_else(|job| job(None));
         let outcome;
-        // If it does not come back, the controller is gone, and the client with it.
+        // If the sender was dropped, the controller was removed, and the client with it.
         (serving, outcome) = match back.recv() {
             Ok(back) => back,
             Err(_) => return Ok(()),

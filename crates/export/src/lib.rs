@@ -1,24 +1,24 @@
-//! A block device on the user-space driver, for everyone else.
+//! Exports of a block device to other programs, on the user-space NVMe driver.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`nbd`] | the disk behind a socket: QEMU, libnbd's tools, fio, the kernel's NBD client |
+//! | [`nbd`] | NBD server: QEMU, libnbd's tools, fio, the kernel's NBD client |
 //! | [`fuse`] | the disk as a file, and through a loop device as a block device |
-//! | [`vhost`] | the disk as a virtio-blk device: QEMU, Cloud Hypervisor |
-//! | [`ublk`] | the disk as a block device of this machine, through the kernel's `ublk_drv` |
-//! | `io_thread` | a thread that serves requests: it drives the queue that they go through |
-//! | `tasks` | requests in flight, as futures in numbered slots of the thread that serves them |
-//! | `lent`, `depth` | on which of two threads a client is served: how many requests it keeps in flight |
-//! | `data`, `vectors` | the data of requests: where they lie, and how the kernel is told |
-//! | `queue_server` | a thread that serves the disk's queues, lent to whoever serves a client |
-//! | `local_disk` | a disk of this process, from which a device may be served |
-//! | `failures` | counts requests that failed because the disk did |
+//! | [`vhost`] | vhost-user-blk device (virtio-blk): QEMU, Cloud Hypervisor |
+//! | [`ublk`] | block device of this machine, through the kernel's `ublk_drv` |
+//! | `io_thread` | event loop of a thread that serves requests and drives its queue |
+//! | `tasks` | requests in flight, as futures in numbered slots of their thread |
+//! | `lent`, `depth` | choice of the thread that serves a client, by the client's queue depth |
+//! | `data`, `vectors` | buffers for the data of requests, and their `iovec`s |
+//! | `queue_server` | interface to an I/O thread that serves the disk's queues and a client |
+//! | `local_disk` | disk of this process, which an export may access directly |
+//! | `failures` | counter of requests that failed because of the disk |
 //!
-//! Every way to export has threads of its own, each of which uses one of the disk's queues. What
-//! comes from outside is checked before it gets anywhere near the disk; what the disk says comes
-//! back as the error that the protocol names.
+//! Every kind of export has its own threads, each of which uses one of the disk's queues.
+//! Requests of clients are validated before they reach the disk, and errors of the disk are
+//! translated to those of the protocol.
 #![deny(unsafe_code)]
 
 #[cfg(any(feature = "nbd", feature = "fuse"))]
@@ -30,7 +30,7 @@ mod failures;
 #[cfg(feature = "fuse")]
 pub mod fuse;
 #[cfg(any(feature = "nbd", feature = "fuse", feature = "ublk", feature = "vhost"))]
-// Some of its methods have one of these users only.
+// Some methods are used by one of the features only.
 #[cfg_attr(not(all(feature = "nbd", feature = "vhost")), allow(dead_code))]
 mod io_thread;
 #[cfg(any(feature = "nbd", feature = "fuse"))]

@@ -1,23 +1,24 @@
-//! A disk of this process, as a device may be served from it.
+//! Disk of this process, for exports that access the disk without the driver.
 
 use shadowbell_backend::Disk;
 use shadowbell_block::Geometry;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A disk of this process, which is what the exported namespace has below it.
+/// Disk of this process that backs the exported namespace.
 #[derive(Clone, Debug)]
 pub struct LocalDisk {
-    /// The disk.
+    /// Backend disk.
     pub disk: Arc<dyn Disk>,
-    /// For how long a queue's thread polls before it sleeps, at most.
+    /// Longest time for which a queue's thread polls before it sleeps.
     pub poll: Duration,
-    /// How long a request may take until it is cancelled.
+    /// Time after which a request is cancelled.
     pub timeout: Duration,
 }
 
 impl LocalDisk {
-    /// Whether its blocks are those of what is exported, and mean the same when they are written.
+    /// True if the disk's blocks are exactly those of the exported device, with the same
+    /// durability.
     pub(crate) fn is_all_of(&self, geometry: &Geometry) -> bool {
         let info = self.disk.info();
         info.block_size == geometry.block_size

@@ -1,41 +1,42 @@
-//! A thread that serves the disk's queues, lent to whoever serves a client.
+//! Interface to an I/O thread that serves the disk's queues and can serve an export's client too.
 //!
-//! Where the controller is in this process, a request goes from the thread that serves the client
-//! to the one that serves the queue, and back. If the second one is lent ([`QueueThreads`]), it
-//! serves the client too, and no thread wakes another.
+//! If the controller is in this process, a request passes from the client's thread to the I/O
+//! thread of the queue, and back. If the I/O thread is lent ([`QueueThreads`]), it serves the
+//! client too, so that no thread has to wake another.
 
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-/// What serves a client, on a thread that serves queues, or on one that does not.
+/// Job that serves a client. The argument is `None` on a thread that does not serve the queue.
 pub type QueueServerJob = Box<dyn FnOnce(Option<&mut dyn QueueServer>) + Send>;
 
-/// Has threads that serve the disk's queues.
+/// Access to the I/O threads that serve the disk's queues.
 pub trait QueueThreads: Debug + Send + Sync {
-    /// Has `job` run on the thread that serves the submission queue `qid`.
+    /// Runs `job` on the I/O thread that serves the submission queue `qid`.
     ///
     /// # Errors
-    /// It is not to be had: the job, to be run by the caller.
+    /// If the thread is not available: returns the job, which the caller has to run.
     fn lend(&self, qid: u16, job: QueueServerJob) -> Result<(), QueueServerJob>;
 }
 
-/// What the calling thread has to do for queues.
+/// Queue work of the calling I/O thread.
 ///
-/// Nothing on this thread may wait for what it does itself: that a queue is created or deleted, or
-/// that memory is let go of.
+/// The thread must not wait for its own work: the creation or deletion of a queue, or the release
+/// of memory that is shared with the controller.
 pub trait QueueServer {
-    /// Does what there is to do. Whether there was anything.
+    /// Does the pending work of the queues. Returns true if there was any.
     fn turn(&mut self) -> bool;
 
-    /// After a turn that found nothing: whether to look again before a sleep, everywhere.
+    /// True if all queues are to be polled again before a sleep, after a turn without work.
     fn looks_again(&mut self) -> bool;
 
-    /// Calls `wait` if there is nothing to do, which waits for so long at most, or without an end.
-    /// It ends when [`event`](Self::event) is readable, and says whether it was. Whether `wait` was
-    /// called.
+    /// Calls `wait` if no work is pending, with the longest time to wait (`None`: no limit).
+    ///
+    /// `wait` ends when [`event`](Self::event) is readable, and returns whether it was. The
+    /// result of this function is true if `wait` was called.
     fn sleep(&mut self, wait: &mut dyn FnMut(Option<Duration>) -> bool) -> bool;
 
-    /// Readable when there is something to do: edge-triggered.
+    /// Edge-triggered descriptor that is readable when work is pending.
     fn event(&self) -> BorrowedFd<'_>;
 }

@@ -1,9 +1,8 @@
-//! Futures in numbered slots, run by the thread that owns them: what a connection's requests are
-//! while they are in flight.
+//! Futures in numbered slots, executed by the thread that owns them: the requests in flight of a
+//! connection.
 //!
-//! A slot is used again and again, so a request costs no allocation. Wakers are made once for each
-//! slot; they put its number on a list and, if the thread sleeps, signal the descriptor that it
-//! sleeps on.
+//! Slots are reused, so a request costs no allocation. Each slot has one permanent waker, which
+//! adds the slot's number to a list and, if the thread sleeps, signals the thread's eventfd.
 
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
@@ -15,10 +14,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// The slots that were woken: what the thread and the wakers share.
+/// List of woken slots, shared by the thread and the wakers.
 struct ReadyList {
     state: Mutex<ReadyState>,
-    /// Whether there is something on the list, to look at without the lock.
+    /// True if the list is not empty; readable without the lock.
     any: AtomicBool,
     event: EventFd,
 }
@@ -44,7 +43,7 @@ impl ReadyList {
 
 struct SlotWaker {
     slot: usize,
-    /// It is on the list.
+    /// True while the slot is on the list.
     listed: AtomicBool,
     ready: Arc<ReadyList>,
 }
@@ -67,11 +66,11 @@ struct Slot<F> {
     flag: Arc<SlotWaker>,
 }
 
-/// A number of slots for futures. They are made when they are first needed: a future can be large,
-/// and a client that says nothing needs none.
+/// Slots for futures. A slot is allocated on first use: a future can be large, and an idle client
+/// needs none.
 pub(crate) struct Tasks<F> {
     slots: Vec<Slot<F>>,
-    /// How many there may be.
+    /// Largest number of slots.
     most: usize,
     free: Vec<usize>,
     ready: Arc<ReadyList>,
@@ -79,7 +78,7 @@ pub(crate) struct Tasks<F> {
 }
 
 impl<F: Future> Tasks<F> {
-    /// As many slots as `most`.
+    /// Creates a set of at most `most` slots.
     pub(crate) fn new(most: usize) -> io::Result<Self> {
         let state = ReadyState { list: Vec::with_capacity(most), sleeping: false };
         let any = AtomicBool::new(false);
@@ -88,7 +87,7 @@ impl<F: Future> Tasks<F> {
         Ok(Self { slots, most, free, ready, batch })
     }
 
-    /// A slot, taken until it is [released](Self::release); nothing if there is none.
+    /// Reserves a slot until it is [released](Self::release). `None` if all slots are reserved.
     pub(crate) fn reserve(&mut self) -> Option<usize> {
         self.free.pop().or_else(|| self.make())
     }
@@ -105,12 +104,12 @@ impl<F: Future> Tasks<F> {
         Some(slot)
     }
 
-    /// Gives a slot back in which nothing runs.
+    /// Returns a slot whose future has completed or was never started.
     pub(crate) fn release(&mut self, slot: usize) {
         self.free.push(slot);
     }
 
-    /// Starts a future in a reserved slot. It is polled by the next [`run`](Self::run).
+    /// Starts a future in a reserved slot. The next [`run`](Self::run) polls it.
     pub(crate) fn start(&mut self, slot: usize, future: F) {
         if let Some(there) = self.slots.get_mut(slot) {
             there.future.set(Some(future));
@@ -118,13 +117,13 @@ impl<F: Future> Tasks<F> {
         }
     }
 
-    /// How many slots are reserved.
+    /// Number of reserved slots.
     pub(crate) fn reserved(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Polls every future that was woken, and hands those to `done` that are: the slot stays
-    /// reserved. Whether there was any.
+    /// Polls every woken future and passes the results of completed ones to `done`; their slots
+    /// stay reserved. Returns true if any future was woken.
     pub(crate) fn run(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
         if !self.is_ready() {
             return false;
@@ -146,30 +145,30 @@ impl<F: Future> Tasks<F> {
         any
     }
 
-    /// Whether a future was woken and not polled since.
+    /// True if a future was woken and not polled since.
     pub(crate) fn is_ready(&self) -> bool {
         self.ready.any.load(Ordering::Relaxed)
     }
 
-    /// Whether the thread may sleep on [`event`](Self::event). If so, the next future that is
-    /// woken signals it.
+    /// Prepares a sleep on [`event`](Self::event). Returns true if the thread may sleep: the next
+    /// future that is woken signals the event then.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         let mut state = self.ready.state.lock();
         state.sleeping = state.list.is_empty();
         state.sleeping
     }
 
-    /// To be called after a sleep.
+    /// Ends the preparation; called after a sleep.
     pub(crate) fn after_sleep(&mut self) {
         self.ready.state.lock().sleeping = false;
     }
 
-    /// An event that ends the thread's sleep.
+    /// Event that ends the thread's sleep.
     pub(crate) fn waker(&self) -> io::Result<EventFd> {
         self.ready.event.try_clone()
     }
 
-    /// What to sleep on.
+    /// Descriptor on which the thread sleeps.
     pub(crate) fn event(&self) -> BorrowedFd<'_> {
         self.ready.event.as_fd()
     }
@@ -181,7 +180,7 @@ mod tests {
     use std::collections::VecDeque;
     use std::time::Duration;
 
-    /// Is ready when its cell is set, by another thread.
+    /// Future that completes when another thread sets its cell.
     #[derive(Clone, Default)]
     struct Cell(Arc<Mutex<(Option<u32>, Option<Waker>)>>);
 

@@ -1,14 +1,15 @@
-//! Where bytes are that the kernel is to read or write: in memory of the program, or in memory that
-//! is shared with a device, which nobody here borrows.
+//! `iovec`s for system calls, in memory of the program or in memory that is shared with a device.
+//!
+//! No Rust reference points into shared memory, so it is passed to the kernel by address.
 
 use shadowbell_memory::SharedBytes;
 use std::marker::PhantomData;
 
-/// Bytes of this program's, or of memory that is shared with a device, to be sent.
+/// Bytes to send, in memory of the program or in shared memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Part<'a> {
     pub(crate) vector: libc::iovec,
-    /// The bytes, if they are this program's.
+    /// Bytes in memory of the program, `None` for shared memory.
     own: Option<&'a [u8]>,
 }
 
@@ -20,12 +21,12 @@ impl<'a> Part<'a> {
         Self { vector: libc::iovec { iov_base: start, iov_len: own.len() }, own: Some(own) }
     }
 
-    /// The bytes from `from` to `to`, as far as there are any.
+    /// Range `from..to` of shared memory, cut at its end.
     pub(crate) fn shared(bytes: &'a SharedBytes, from: usize, to: usize) -> Self {
         Self { vector: vector(bytes, from, to), own: None }
     }
 
-    /// The bytes, unless they are shared with a device.
+    /// Bytes in memory of the program, `None` for shared memory.
     pub(crate) fn own(&self) -> Option<&'a [u8]> {
         self.own
     }
@@ -35,7 +36,7 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Room in memory of this program's, or in memory that is shared with a device.
+/// Writable buffer, in memory of the program or in shared memory.
 pub(crate) struct Room<'a> {
     pub(crate) vector: libc::iovec,
     borrowed: PhantomData<&'a mut [u8]>,
@@ -47,7 +48,7 @@ impl<'a> Room<'a> {
         Self { vector: libc::iovec { iov_base, iov_len }, borrowed: PhantomData }
     }
 
-    /// The bytes from `from` to `to`, as far as there are any that may be written.
+    /// Range `from..to` of shared memory, cut at its end; empty if the memory is read-only.
     pub(crate) fn shared(bytes: &'a SharedBytes, from: usize, to: usize) -> Self {
         let to = if bytes.is_writable() { to } else { 0 };
         Self { vector: vector(bytes, from, to), borrowed: PhantomData }
@@ -58,7 +59,7 @@ impl<'a> Room<'a> {
     }
 }
 
-/// Where the bytes from `from` to `to` are, as far as there are any.
+/// `iovec` of the range `from..to`, cut at the end of the memory.
 fn vector(bytes: &SharedBytes, from: usize, to: usize) -> libc::iovec {
     let to = to.min(bytes.len());
     let from = from.min(to);

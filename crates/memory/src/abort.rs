@@ -1,26 +1,27 @@
-//! What becomes of a process when a thread that serves others panics.
+//! Process abort and panic containment for threads on which other threads depend.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// How long the end waits until its reason is printed: whoever reads it may stand still.
+/// Longest time that the abort waits for its message: the reader of stderr may be stopped.
 const PRINTED: Duration = Duration::from_secs(1);
 
 thread_local! {
-    /// This thread is in [`contain_panic`].
+    /// True while this thread runs a closure of [`contain_panic`].
     static IS_CONTAINED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `f` returns, or the text of the panic that ended it: for a library's code over what may be
-/// damaged on purpose, where a panic is an error like another. What `f` has worked on must not be
-/// used after it has panicked.
+/// Runs `f` and turns a panic into an error.
 ///
-/// A panic hook that ends the process asks [`is_panic_contained`] first.
+/// For library code that parses data which may be corrupted on purpose, so that a panic is an
+/// ordinary error. The values that `f` has modified must not be used after a panic.
+///
+/// A panic hook that ends the process has to check [`is_panic_contained`] first.
 ///
 /// # Errors
-/// The panic's text.
+/// The panic's message.
 pub fn contain_panic<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     let before = IS_CONTAINED.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(f));
@@ -31,24 +32,24 @@ pub fn contain_panic<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// Whether a panic of this thread ends in [`contain_panic`].
+/// True if a panic of the calling thread ends in [`contain_panic`].
 #[must_use]
 pub fn is_panic_contained() -> bool {
     IS_CONTAINED.get()
 }
 
-/// Ends the process (`SIGABRT`) if the thread that has this panics.
+/// Guard that aborts the process (`SIGABRT`) if the thread that owns it panics.
 ///
-/// A thread that serves guests or a device does not come back, and whoever waits for it would wait
-/// for ever, with no word of why. A process that ends is seen, and can be started again. So each
-/// such thread of these crates has one of these from its start. (A program that sets a panic hook
-/// is asked first, as always.)
+/// A thread that serves guests or a device does not return after a panic: its clients would wait
+/// forever, without an error message. A process that ends is noticed and can be restarted. Each
+/// serving thread of these crates therefore creates this guard when it starts. A panic hook of
+/// the program still runs first.
 #[derive(Debug)]
 #[must_use = "it guards as long as it lives"]
 pub struct AbortOnPanic(());
 
 impl AbortOnPanic {
-    /// For the thread that calls this.
+    /// Creates the guard of the calling thread.
     pub const fn new() -> Self {
         Self(())
     }

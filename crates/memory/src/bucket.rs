@@ -1,14 +1,16 @@
-//! Where data go that a host does not want: the bit bucket of its SGLs.
+//! Bit bucket memory for SGL bit bucket descriptors: a sink for data that the host discards.
 
 use crate::mapping::Mapping;
 use crate::shared::SharedBytes;
 use std::sync::OnceLock;
 
-/// Bytes of it. A long descriptor is so many pieces of the same memory.
+/// Length of the memory in bytes. A longer descriptor resolves to several pieces of this memory.
 const LEN: u64 = 64 << 10;
 
-/// Memory that is written by whoever has something to throw away, and read by nobody: what one host
-/// does not want is not shown to another one. Nothing, if the system has none.
+/// Returns the bit bucket, or `None` if the memory could not be allocated.
+///
+/// The memory is only written, never read, so the discarded data of one host is not exposed to
+/// another.
 pub(crate) fn bucket() -> Option<&'static SharedBytes> {
     static BUCKET: OnceLock<Option<SharedBytes>> = OnceLock::new();
     let make = || Mapping::anonymous(LEN).ok().map(|mapping| mapping.bytes());

@@ -1,27 +1,27 @@
-//! Long copies between the data of a command and a disk that is memory.
+//! Large copies between the data of a command and a memory-backed disk.
 //!
-//! Such a disk is larger than the processor's caches, so a copy of many pages waits for memory all
-//! the time, and it depends on who asks for what and when. The system's `memmove` copies long
-//! blocks by `rep movsb`. Of blocks of 128 KiB between 32 buffers in a row and random places of 256
-//! MiB (an AMD EPYC of the third generation under a hypervisor, loops of copies alone, medians of
-//! five, in turn):
+//! A memory-backed disk is larger than the processor's caches, so a copy of many pages is bound
+//! by memory latency, and its speed depends on prefetching and on the kind of store. The
+//! `memmove` of glibc copies large blocks with `rep movsb`. Measured with blocks of 128 KiB
+//! between 32 consecutive buffers and random positions in 256 MiB (third-generation AMD EPYC
+//! under a hypervisor, loops of copies only, medians of five, alternating):
 //!
-//! * from the disk to the buffers 19.4 GB/s, and 21.6 with every line of the disk asked for 6 KiB
-//!   ahead, into the second level of the cache (19 at 12 KiB, 17 into the first level);
-//! * from the buffers to the disk 18.1 GB/s, and 26.0 by stores that go past the caches: the lines
-//!   need not be fetched to be overwritten, and what was in the cache stays there. Whether all of
-//!   them have arrived has to be waited for, though, which takes longer than a page does.
+//! * Disk to buffers: 19.4 GB/s with `memmove`, 21.6 GB/s if every line of the disk is prefetched
+//!   6 KiB ahead into the second-level cache (19 at 12 KiB, 17 into the first level).
+//! * Buffers to disk: 18.1 GB/s with `memmove`, 26.0 GB/s with non-temporal stores: the
+//!   overwritten lines are not fetched, and the cache keeps its content. The final fence that
+//!   waits for these stores takes longer than the copy of a single page, though.
 //!
-//! A single page of the disk is better asked for before its turn, as a whole
+//! For a single page of the disk, prefetching the whole page before the copy is faster
 //! ([`SharedBytes::prefetch_range`](crate::SharedBytes::prefetch_range)).
 
 use std::ptr::copy;
 
-/// From how many bytes on it pays, either way.
+/// Smallest length in bytes for which the loops of this module are faster, in either direction.
 const LONG: usize = 8 << 10;
 
-/// Whether so many bytes go past the caches to a disk that is memory ([`Segments::copy_to_large`]),
-/// so that it is no use to bring what they overwrite near.
+/// True if a write of `len` bytes to a memory-backed disk uses non-temporal stores
+/// ([`Segments::copy_to_large`]), so that prefetching the destination is useless.
 ///
 /// [`Segments::copy_to_large`]: crate::Segments::copy_to_large
 #[inline]
@@ -30,27 +30,28 @@ pub fn goes_past_caches(len: usize) -> bool {
     len >= LONG && has_streams()
 }
 
-/// Copies `len` bytes of a disk that is too large for the caches to a buffer. The two may overlap.
+/// Copies `len` bytes of a disk that exceeds the caches to a buffer. The ranges may overlap.
 ///
 /// # Safety
-/// `len` bytes from `from` can be read, and `len` bytes from `into` written.
+/// `len` bytes must be readable at `from`, and `len` bytes writable at `into`.
 #[inline]
 pub(crate) unsafe fn from_disk(from: *const u8, into: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     if len >= LONG && can_be_ours(from, into, len) {
-        // SAFETY: the caller vouches for the ranges, they were seen to be disjoint, and the
-        // processor to have AVX2.
+        // SAFETY: the caller guarantees the ranges; `can_be_ours` checked that they are disjoint
+        // and that the processor has AVX2.
         return unsafe { x86_64::ask_ahead(from, into, len) };
     }
-    // SAFETY: the caller vouches for the ranges.
+    // SAFETY: the caller guarantees the ranges.
     unsafe { copy(from, into, len) }
 }
 
-/// Copies `len` bytes of a buffer to a disk that is too large for the caches. The two may overlap.
-/// What is stored afterwards is seen afterwards, as with any other copy.
+/// Copies `len` bytes of a buffer to a disk that exceeds the caches. The ranges may overlap.
+///
+/// Later stores become visible after the copied data, as with an ordinary copy.
 ///
 /// # Safety
-/// `len` bytes from `from` can be read, and `len` bytes from `into` written.
+/// `len` bytes must be readable at `from`, and `len` bytes writable at `into`.
 #[inline]
 pub(crate) unsafe fn to_disk(from: *const u8, into: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -58,7 +59,7 @@ pub(crate) unsafe fn to_disk(from: *const u8, into: *mut u8, len: usize) {
         // SAFETY: as in `from_disk`.
         return unsafe { x86_64::past_caches(from, into, len) };
     }
-    // SAFETY: the caller vouches for the ranges.
+    // SAFETY: the caller guarantees the ranges.
     unsafe { copy(from, into, len) }
 }
 
@@ -68,7 +69,7 @@ fn can_be_ours(from: *const u8, into: *mut u8, len: usize) -> bool {
     from.addr().abs_diff(into.addr()) >= len && has_streams()
 }
 
-/// Whether the processor has what the loops of our own are made of.
+/// True if the processor has the instructions of the `x86_64` loops (AVX2).
 #[inline]
 fn has_streams() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -86,21 +87,22 @@ mod x86_64 {
     };
     use std::ptr::copy_nonoverlapping;
 
-    /// Bytes of a turn of the loops: as many loads in a row as there is room for in registers, and
-    /// then as many stores.
+    /// Bytes per iteration of the loops: eight loads fill half of the registers, then eight
+    /// stores.
     const TURN: usize = 8 * size_of::<__m256i>();
-    /// How far ahead of the copy lines are asked for.
+    /// Prefetch distance in bytes.
     const AHEAD: usize = 6 << 10;
-    /// Stores are aligned to a line.
+    /// Cache line size, to which stores are aligned.
     const LINE: usize = 64;
 
     /// # Safety
-    /// As for [`super::from_disk`]; the two ranges do not overlap, and the processor has AVX2.
+    /// As for [`super::from_disk`]; in addition, the ranges must not overlap, and the processor
+    /// must have AVX2.
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn ask_ahead(from: *const u8, into: *mut u8, len: usize) {
-        // What is behind the block is not wanted: it would be a twentieth of 128 KiB.
+        // Lines behind the block are not prefetched: they would be a twentieth of 128 KiB.
         let asking = len.saturating_sub(AHEAD);
-        // SAFETY: the caller vouches for all of it, and a prefetch has no effect on memory.
+        // SAFETY: the caller guarantees the ranges; a prefetch has no effect on memory.
         unsafe {
             by_turns(from, into, asking, |from, into| {
                 for line in (0..TURN).step_by(LINE) {
@@ -115,21 +117,22 @@ mod x86_64 {
     }
 
     /// # Safety
-    /// `TURN` bytes from `into`, which is aligned to a line, can be written.
+    /// `TURN` bytes must be writable at `into`, which is aligned to a cache line.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn store(units: [__m256i; 8], into: *mut u8) {
         for (index, unit) in units.into_iter().enumerate() {
-            // SAFETY: eight units are a turn.
+            // SAFETY: `TURN` bytes are eight units.
             unsafe { _mm256_store_si256(into.cast::<__m256i>().add(index), unit) };
         }
     }
 
     /// # Safety
-    /// As for [`super::to_disk`]; the two ranges do not overlap, and the processor has AVX2.
+    /// As for [`super::to_disk`]; in addition, the ranges must not overlap, and the processor
+    /// must have AVX2.
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn past_caches(from: *const u8, into: *mut u8, len: usize) {
-        // SAFETY: the caller vouches for all of it.
+        // SAFETY: the caller guarantees the ranges.
         unsafe {
             by_turns(from, into, len, |from, into| {
                 let units = load(from);
@@ -138,26 +141,27 @@ mod x86_64 {
                 }
             });
         }
-        // These stores are not ordered with others by themselves, and a completion comes next.
+        // Non-temporal stores are weakly ordered: without the fence, the completion entry that
+        // follows could become visible before the data.
         _mm_sfence();
     }
 
     /// # Safety
-    /// `TURN` bytes from `from` can be read.
+    /// `TURN` bytes must be readable at `from`.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn load(from: *const u8) -> [__m256i; 8] {
         let from = from.cast::<__m256i>();
-        // SAFETY: eight units are a turn.
+        // SAFETY: `TURN` bytes are eight units.
         let unit = |index| unsafe { _mm256_loadu_si256(from.add(index)) };
         [unit(0), unit(1), unit(2), unit(3), unit(4), unit(5), unit(6), unit(7)]
     }
 
-    /// Copies all of it: whole turns from the first line of `into` on by `turn`, and what is before
-    /// and behind as usual.
+    /// Copies `len` bytes: whole iterations by `turn`, starting at the first cache line boundary
+    /// of `into`, and the bytes before and after them by an ordinary copy.
     ///
     /// # Safety
-    /// `len` bytes from `from` can be read and `len` bytes from `into` written, and they do not
+    /// `len` bytes must be readable at `from` and writable at `into`, and the ranges must not
     /// overlap.
     #[inline(always)]
     unsafe fn by_turns(
@@ -187,7 +191,7 @@ mod tests {
 
     type Copier = unsafe fn(*const u8, *mut u8, usize);
 
-    /// Bytes that repeat nowhere within a few pages.
+    /// Byte pattern without a repetition within a few pages.
     fn pattern(len: usize) -> Vec<u8> {
         (0..len as u64).map(|n| (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
     }
@@ -203,7 +207,7 @@ mod tests {
                     let mut target = vec![0xa5; 2 * EDGE + len];
                     let (from, into) = (&source[skip..], &mut target[shift..]);
                     assert!(from.len() >= len && into.len() >= len + EDGE);
-                    // SAFETY: both were just seen to have as many bytes.
+                    // SAFETY: the assertion above checked both lengths.
                     unsafe { copier(from.as_ptr(), into.as_mut_ptr(), len) };
                     let (before, rest) = target.split_at(shift);
                     let (copied, behind) = rest.split_at(len);
@@ -224,7 +228,7 @@ mod tests {
                 let mut both = pattern(2 * len);
                 let expected = both[from..from + len].to_vec();
                 let start = both.as_mut_ptr();
-                // SAFETY: both ranges are inside of the vector.
+                // SAFETY: both ranges are inside the vector.
                 unsafe { copier(start.add(from), start.add(into), len) };
                 assert!(both[into..into + len] == expected, "{from} {into}");
             }

@@ -1,28 +1,29 @@
-//! Which pages of a peer's memory were written for it.
+//! Dirty page log of a peer's memory, for live migration.
 //!
-//! A [`View`](crate::View) of a table that has a log notes by itself, without a lock, each page
-//! that it resolves for writing. It adds what it has noted to the log at its end: when the last
-//! command that was resolved through it is gone, and so after the last write. Whoever wants to know
-//! what was written until now therefore has everybody take over another view, waits until the old
-//! ones have ended, and reads the log.
+//! A [`View`](crate::View) of a table with a log records each page that it resolves for writing,
+//! without a lock. The view adds its pages to the log when it is dropped: when the last command
+//! that was resolved through it has ended, and therefore after the last write. To read a complete
+//! log, the control plane gives each thread a new view, waits until the old views are dropped,
+//! and then reads the log.
 
 use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-/// The page of a log, in bytes.
+/// Page size of a log, as a power of two.
 const PAGE_SHIFT: u32 = 12;
-/// Words of a chunk, and the pages that it is about.
+/// Words per chunk, and pages per chunk.
 const WORDS: usize = 8;
 const CHUNK: u64 = WORDS as u64 * 64;
-/// The most chunks of a log: pages in a TiB. Where more was written, all of it counts as written.
+/// Largest number of chunks of a log: the pages of 1 TiB. If more was written, all pages count as
+/// written.
 const MOST: usize = 1 << 19;
 
-/// Pages, by their number.
+/// Set of page numbers.
 #[derive(Debug, Default)]
 struct Pages {
     chunks: BTreeMap<u64, [u64; WORDS]>,
-    /// There were too many.
+    /// True if the set exceeded `MOST` chunks: it holds all pages from then on.
     all: bool,
 }
 
@@ -63,8 +64,8 @@ impl Pages {
         }
     }
 
-    /// Takes out the pages from `first` to `last`, and calls `each` with them. False if there were
-    /// too many: all of them, and it stays so.
+    /// Removes the pages from `first` to `last`, and calls `each` with every one of them. Returns
+    /// false if the set holds all pages, which is permanent.
     fn take(&mut self, first: u64, last: u64, mut each: impl FnMut(u64)) -> bool {
         let numbers: Vec<u64> =
             self.chunks.range(first / CHUNK..=last / CHUNK).map(|(number, _)| *number).collect();
@@ -91,19 +92,22 @@ impl Pages {
     }
 }
 
-/// The log of a peer's memory: see [`DmaSpace::start_log`](crate::DmaSpace::start_log).
+/// Dirty page log of a peer's memory: see [`DmaSpace::start_log`](crate::DmaSpace::start_log).
 #[derive(Debug, Default)]
 pub struct DirtyLog(Mutex<Pages>);
 
 impl DirtyLog {
-    /// Adds the pages of `[iova, iova + len)`: what is written without a view.
+    /// Adds the pages of `[iova, iova + len)`, for writes that bypass the views.
     pub fn add(&self, iova: u64, len: u64) {
         self.0.lock().add(iova, len);
     }
 
-    /// Takes out what was written in `[iova, iova + len)`, which is not empty and does not
-    /// overflow: for each unit of `unit` bytes (a power of two), counted from `iova` on, of which
-    /// any was, its bit in `bitmap`. Bits that `bitmap` has no room for are left out.
+    /// Removes the written pages of `[iova, iova + len)` from the log and sets their bits in
+    /// `bitmap`.
+    ///
+    /// A bit stands for a unit of `unit` bytes (a power of two), counted from `iova`, and is set
+    /// if any byte of the unit was written. Bits beyond the end of `bitmap` are dropped. The
+    /// range must not be empty or overflow.
     pub fn take(&self, iova: u64, len: u64, unit: u64, bitmap: &mut [u64]) {
         let end = iova.saturating_add(len.saturating_sub(1));
         let most = bitmap.len();
@@ -125,19 +129,19 @@ impl DirtyLog {
     }
 }
 
-/// What one view has noted.
+/// Pages that one view has recorded.
 #[derive(Debug, Default)]
 pub(crate) struct Noted(RefCell<Pages>);
 
 impl Noted {
     pub(crate) fn add(&self, iova: u64, len: u64) {
-        // Nothing of this calls anybody who could have it borrowed.
+        // No code under this borrow calls back, so the borrow always succeeds.
         if let Ok(mut pages) = self.0.try_borrow_mut() {
             pages.add(iova, len);
         }
     }
 
-    /// Adds it to the log: nothing that was resolved up to here is in flight.
+    /// Adds the recorded pages to the log. No access that was resolved before may be in flight.
     pub(crate) fn hand_in(&self, log: &DirtyLog) {
         if let Ok(mut pages) = self.0.try_borrow_mut() {
             log.0.lock().merge(&mut pages);
@@ -167,7 +171,7 @@ mod tests {
         assert_eq!(taken(&log, 0x1000, 0x1000, 4096), [0]);
         assert_eq!(taken(&log, 0x1000, 0x3000, 4096), [1], "the other one was taken");
         assert_eq!(taken(&log, 0x1000, 0x3000, 4096), []);
-        // Larger and smaller than its own, and from the middle of a page on.
+        // Units larger and smaller than a page, and a range that starts in the middle of a page.
         assert_eq!(taken(&log, 0, 8 << 20, 1 << 20), [3, 4]);
         log.add(0x2000, 1);
         assert_eq!(taken(&log, 0x1c00, 0x1000, 1024), [1, 2, 3]);
@@ -197,7 +201,7 @@ mod tests {
         log.add(1 << 50, 1);
         assert_eq!(taken(&log, 0x5000, 0x2000, 4096), [0, 1], "all of it");
         assert_eq!(taken(&log, 0x5000, 0x2000, 4096), [0, 1], "from now on");
-        // However many pages a unit has.
+        // Units of any size.
         assert_eq!(taken(&log, 0, u64::MAX, 1 << 62), [0, 1, 2, 3]);
     }
 }

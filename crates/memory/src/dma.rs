@@ -1,4 +1,4 @@
-//! What the peer mapped where: I/O virtual addresses to bytes of this process.
+//! DMA map of a peer: I/O virtual addresses to bytes of this process.
 
 use crate::dirty::{DirtyLog, Noted};
 use crate::error::{DmaError, Fault};
@@ -13,52 +13,51 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 struct Entry {
     start: u64,
-    /// The last address, inclusive, so that a map can end at the end of the address space.
+    /// Last address, inclusive, so that a map can end at the end of the address space.
     last: u64,
     bytes: SharedBytes,
 }
 
 impl Entry {
-    /// What page tables for it map: there may be others' memory on both sides.
+    /// Bytes that the page tables of this map can cover, which includes neighbouring memory.
     fn reach(&self) -> u64 {
         page_tables::reach(self.last - self.start)
     }
 }
 
-/// Most maps in a chunk of a table, and how many two neighbours have together when they become one.
+/// Most maps per chunk of a table, and the sum of two neighbours below which they are merged.
 const CHUNK: usize = 512;
 const FEW: usize = CHUNK / 4;
 
-/// An immutable snapshot of all maps, sorted by address.
+/// Immutable snapshot of all maps, sorted by address.
 ///
-/// Snapshots share what is the same in them: a change copies one chunk of the maps, and the list of
-/// the chunks. With a guest's IOMMU in between there are tens of thousands of maps, and they change
-/// all the time.
+/// Snapshots share unchanged chunks: a change copies one chunk of maps and the list of chunks. A
+/// guest with a virtual IOMMU has tens of thousands of maps and changes them all the time.
 #[derive(Clone, Debug, Default)]
 pub struct DmaTable {
-    /// None of them is empty.
+    /// Chunks of maps, none of which is empty.
     chunks: Vec<Arc<Vec<Entry>>>,
-    /// What the page tables of these maps can map at most, in bytes.
+    /// Upper bound of the bytes that the page tables of these maps can cover.
     reach: u64,
-    /// Where it is noted what is written.
+    /// Dirty page log, if writes are logged.
     log: Option<Arc<DirtyLog>>,
 }
 
 impl DmaTable {
-    /// How many ranges are mapped.
+    /// Number of mapped ranges.
     #[must_use]
     pub fn len(&self) -> usize {
         self.chunks.iter().map(|chunk| chunk.len()).sum()
     }
 
-    /// Whether nothing is mapped.
+    /// True if no range is mapped.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.chunks.is_empty()
     }
 
-    /// Whether so much is mapped that the page tables for it could be too many: who touches it
-    /// counts that, see [`page_tables`].
+    /// True if the maps are large enough for their page tables to exceed the limit: threads that
+    /// touch such memory count the page tables, see [`page_tables`].
     #[must_use]
     pub fn is_sparse(&self) -> bool {
         self.reach > page_tables::MATTERS
@@ -68,42 +67,43 @@ impl DmaTable {
         self.chunks.iter().flat_map(|chunk| chunk.iter())
     }
 
-    /// What the page tables of the maps can map at most, in bytes, if that
-    /// [could be too many](Self::is_sparse), and else 0.
+    /// Upper bound of the bytes that the page tables of the maps can cover if the table [is
+    /// sparse](Self::is_sparse), 0 otherwise.
     #[must_use]
     pub fn sparse_bytes(&self) -> u64 {
         if self.is_sparse() { self.reach } else { 0 }
     }
 
-    /// Whether the memory behind some range was lost to a truncation (see [`crate::sigbus`]).
+    /// True if the memory of some range was lost to a truncation (see [`crate::sigbus`]).
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.entries().any(|e| e.bytes.mapping().is_poisoned())
     }
 
-    /// The memory behind the ranges; one mapping may be behind several.
+    /// Mappings behind the ranges, in order. A mapping that several ranges use occurs several
+    /// times.
     pub fn mappings(&self) -> impl Iterator<Item = &Arc<Mapping>> + '_ {
         self.entries().map(|e| e.bytes.mapping())
     }
 
-    /// The memory behind the range in which `iova` lies.
+    /// Mapping behind the range that contains `iova`.
     #[must_use]
     pub fn mapping_at(&self, iova: u64) -> Option<&Arc<Mapping>> {
         self.find(iova).map(|e| e.bytes.mapping())
     }
 
-    /// The first address of a range that `mapping` is behind. Looks at one after the other.
+    /// First address of a range of `mapping`. A linear search.
     #[must_use]
     pub fn iova_of(&self, mapping: &Arc<Mapping>) -> Option<u64> {
         self.entries().find(|e| Arc::ptr_eq(e.bytes.mapping(), mapping)).map(|e| e.start)
     }
 
-    /// The mapped ranges as (first IOVA, length in bytes), in order.
+    /// Mapped ranges as (first IOVA, length in bytes), in order.
     pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.entries().map(|e| (e.start, e.last - e.start + 1))
     }
 
-    /// The bytes at `[iova, iova + len)` if one map holds them all.
+    /// Bytes of `[iova, iova + len)` if a single map contains them all.
     #[must_use]
     pub fn bytes(&self, iova: u64, len: u64) -> Option<SharedBytes> {
         let entry = self.find(iova)?;
@@ -111,7 +111,7 @@ impl DmaTable {
         entry.bytes.slice(offset, usize::try_from(len).ok()?)
     }
 
-    /// The bytes from `iova` to the end of its map, at most `len`; `None` if it is not mapped.
+    /// Bytes from `iova` to the end of its map, at most `len`, or `None` if `iova` is not mapped.
     pub(crate) fn bytes_up_to(&self, iova: u64, len: u64) -> Option<SharedBytes> {
         let entry = self.find(iova)?;
         let len = len.min((entry.last - iova).saturating_add(1));
@@ -126,13 +126,13 @@ impl DmaTable {
         (iova <= entry.last).then_some(entry)
     }
 
-    /// The chunk in which a map of `iova` is, if there is one, and belongs otherwise.
+    /// Index of the chunk that contains the map of `iova`, or into which such a map is inserted.
     fn chunk_of(&self, iova: u64) -> usize {
         let begins_above = |chunk: &Arc<Vec<Entry>>| chunk.first().is_some_and(|e| e.start <= iova);
         self.chunks.partition_point(begins_above).saturating_sub(1)
     }
 
-    /// The maps that have an address in `[first, last]`.
+    /// Maps that overlap `[first, last]`.
     fn overlapping(&self, first: u64, last: u64) -> impl Iterator<Item = &Entry> {
         self.chunks[self.chunk_of(first)..]
             .iter()
@@ -156,7 +156,7 @@ impl DmaTable {
         }
     }
 
-    /// Takes the maps inside `[first, last]` out.
+    /// Removes the maps that lie inside `[first, last]`.
     fn remove(&mut self, first: u64, last: u64) {
         let from = self.chunk_of(first);
         let mut index = from;
@@ -176,7 +176,7 @@ impl DmaTable {
                 index += 1;
             }
         }
-        // Chunks of a few maps each would make the list of them long.
+        // Merges small neighbours: many small chunks would make the list of chunks long.
         for index in [from, from.saturating_sub(1)] {
             if let Some([one, two]) = self.chunks.get_mut(index..index + 2)
                 && one.len() + two.len() <= FEW
@@ -188,8 +188,9 @@ impl DmaTable {
     }
 }
 
-/// The control plane's picture of a peer's memory. Each change makes a new [`DmaTable`], which
-/// the workers take over at a quiescent point.
+/// DMA map of a peer, owned by the control plane.
+///
+/// Each change creates a new [`DmaTable`], to which the I/O threads switch at a quiescent point.
 #[derive(Debug, Default)]
 pub struct DmaSpace {
     table: Arc<DmaTable>,
@@ -197,13 +198,14 @@ pub struct DmaSpace {
 }
 
 impl DmaSpace {
-    /// The memory of a peer with this number, for [`losses`](crate::sigbus::losses).
+    /// Empty map of the peer with the number `peer`, which [`losses`](crate::sigbus::losses)
+    /// uses.
     #[must_use]
     pub fn of_peer(peer: u32) -> Self {
         Self { peer: Some(peer), ..Self::default() }
     }
 
-    /// The current snapshot.
+    /// Current snapshot.
     #[must_use]
     pub fn table(&self) -> &Arc<DmaTable> {
         &self.table
@@ -212,7 +214,7 @@ impl DmaSpace {
     /// Maps `len` bytes at `iova` to `bytes`.
     ///
     /// # Errors
-    /// [`DmaError`] if the range is bad, overlaps another map, or is longer than the memory.
+    /// [`DmaError`] if the range is invalid, overlaps another map, or is longer than the memory.
     pub fn map(&mut self, iova: u64, len: u64, bytes: &SharedBytes) -> Result<(), DmaError> {
         let last = last_address(iova, len)?;
         if let Some(other) = self.table.overlapping(iova, last).next() {
@@ -226,18 +228,18 @@ impl DmaSpace {
         if let Some(peer) = self.peer {
             bytes.mapping().claim(peer);
         }
-        // Copied if a snapshot of it is out, which is nearly always so.
+        // Copies the table if a snapshot of it is in use, which is nearly always the case.
         Arc::make_mut(&mut self.table).insert(Entry { start: iova, last, bytes });
         Ok(())
     }
 
-    /// Takes away every map inside `[iova, iova + len)`.
+    /// Removes every map inside `[iova, iova + len)`.
     ///
-    /// Memory stays mapped in the process until the last snapshot, view and command that can
-    /// reach it is gone.
+    /// The memory stays mapped in the process until the last snapshot, view and command that can
+    /// access it is dropped.
     ///
     /// # Errors
-    /// [`DmaError`] if the range is bad, holds no map, or would split one.
+    /// [`DmaError`] if the range is invalid, contains no map, or would split one.
     pub fn unmap(&mut self, iova: u64, len: u64) -> Result<(), DmaError> {
         let last = last_address(iova, len)?;
         let sticks_out = |e: &&Entry| e.start < iova || e.last > last;
@@ -251,15 +253,17 @@ impl DmaSpace {
         Ok(())
     }
 
-    /// Takes away every map.
+    /// Removes all maps.
     pub fn clear(&mut self) {
         let log = self.table.log.clone();
         self.table = Arc::new(DmaTable { log, ..DmaTable::default() });
     }
 
-    /// From the next snapshot on, what is written through views is noted. What is written to a
-    /// [`Ring`](crate::Ring) or a [cell](crate::SharedU32) is for its owner to
-    /// [add](DirtyLog::add). False if there is a log already.
+    /// Starts a dirty page log: views of later snapshots record their writes. Returns false if a
+    /// log exists already.
+    ///
+    /// Writes to a [`Ring`](crate::Ring) or a [cell](crate::SharedU32) are not recorded: their
+    /// owner [adds](DirtyLog::add) them.
     pub fn start_log(&mut self) -> bool {
         let is_new = self.table.log.is_none();
         if is_new {
@@ -268,7 +272,7 @@ impl DmaSpace {
         is_new
     }
 
-    /// From the next snapshot on, nothing is noted. False if nothing was.
+    /// Stops the dirty page log for later snapshots. Returns false if no log exists.
     pub fn stop_log(&mut self) -> bool {
         let is_there = self.table.log.is_some();
         if is_there {
@@ -277,7 +281,7 @@ impl DmaSpace {
         is_there
     }
 
-    /// The log, if there is one.
+    /// Dirty page log, if one exists.
     #[must_use]
     pub fn log(&self) -> Option<&Arc<DirtyLog>> {
         self.table.log.as_ref()
@@ -288,11 +292,11 @@ fn last_address(iova: u64, len: u64) -> Result<u64, DmaError> {
     len.checked_sub(1).and_then(|l| iova.checked_add(l)).ok_or(DmaError::Range { iova, len })
 }
 
-/// One thread's handle on a [`DmaTable`]: resolves addresses without a lock or an atomic, with
-/// the last map that was hit tried first.
+/// Handle of one thread on a [`DmaTable`], which resolves addresses without a lock or an atomic
+/// operation. The map of the last hit is tried first.
 ///
-/// Cloning it is a plain increment: every command in flight holds one (in its
-/// [`Segments`](crate::Segments)), so that [`ViewWatch`] shows when the last is gone.
+/// A clone is a plain increment. Every command in flight holds a clone (in its
+/// [`Segments`](crate::Segments)), so that [`ViewWatch`] reports the end of the last command.
 #[derive(Clone, Debug)]
 pub struct View(Rc<ViewShared>);
 
@@ -300,7 +304,7 @@ pub struct View(Rc<ViewShared>);
 struct ViewShared {
     table: Arc<DmaTable>,
     last_hit: Hit,
-    /// What was resolved for writing, if the table has a log.
+    /// Pages that were resolved for writing, if the table has a log.
     noted: Option<Noted>,
 }
 
@@ -318,28 +322,29 @@ impl Drop for ViewShared {
     }
 }
 
-/// A map that was hit, in few words next to each other.
+/// Copy of the last map that was hit, in a few adjacent words.
 #[derive(Debug)]
 struct Hit {
     start: Cell<u64>,
-    /// 0 before the first hit: no address lies in that.
+    /// Length; 0 before the first hit, so that no address matches.
     len: Cell<u64>,
-    /// Where `start` is in this process.
+    /// Address of `start` in this process.
     base: Cell<NonNull<u8>>,
-    /// Writes need no second look: they are allowed, and nobody notes them.
+    /// True if writes are allowed and not logged, so that they need no full lookup.
     writable: Cell<bool>,
 }
 
 impl Hit {
     fn set(&self, entry: &Entry, is_logged: bool) {
         self.start.set(entry.start);
-        // The map of all addresses would be one byte longer than can be said.
+        // The length of a map of the whole address space does not fit, so it is one byte shorter
+        // here.
         self.len.set((entry.last - entry.start).saturating_add(1));
         self.base.set(entry.bytes.base());
         self.writable.set(entry.bytes.is_writable() && !is_logged);
     }
 
-    /// Where `iova` is, and how many bytes follow it.
+    /// Address of `iova` in this process, and the number of bytes from it to the end of the map.
     #[inline]
     fn find(&self, iova: u64, write: bool) -> Option<(NonNull<u8>, u64)> {
         let offset = iova.wrapping_sub(self.start.get());
@@ -353,12 +358,12 @@ impl Hit {
     }
 }
 
-/// Shows when every use of a [`View`] has ended.
+/// Watch that reports the end of every use of a [`View`].
 #[derive(Clone, Debug)]
 pub struct ViewWatch(Weak<ViewShared>);
 
 impl ViewWatch {
-    /// Whether the view and all its clones, those held by commands in flight among them, are gone.
+    /// True if the view and all its clones, including those of commands in flight, are dropped.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.0.strong_count() == 0
@@ -366,7 +371,7 @@ impl ViewWatch {
 }
 
 impl View {
-    /// A fresh handle on `table`.
+    /// Creates a handle on `table`.
     #[must_use]
     pub fn new(table: Arc<DmaTable>) -> Self {
         let last_hit = Hit {
@@ -379,32 +384,33 @@ impl View {
         Self(Rc::new(ViewShared { table, last_hit, noted }))
     }
 
-    /// The snapshot that the view resolves against.
+    /// Snapshot against which the view resolves addresses.
     #[must_use]
     pub fn table(&self) -> &Arc<DmaTable> {
         &self.0.table
     }
 
-    /// Has what was noted of writes in the log now, and not at the end of the view: nothing that
-    /// was resolved through it is in flight.
+    /// Adds the recorded pages to the log before the view is dropped. No access that was resolved
+    /// through the view may be in flight.
     pub fn hand_in_log(&self) {
         self.0.hand_in();
     }
 
-    /// A watch on this view and its clones; drop the view itself and ask.
+    /// Creates a watch on this view and its clones. The caller drops the view and then polls the
+    /// watch.
     #[must_use]
     pub fn watch(&self) -> ViewWatch {
         ViewWatch(Rc::downgrade(&self.0))
     }
 
-    /// Whether `other` is this view or a clone of it.
+    /// True if `other` is this view or a clone of it.
     #[inline]
     pub(crate) fn is(&self, other: &Self) -> bool {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Where `[iova, iova + len)` is in this process, if all of it lies in the map that was last
-    /// hit, may be used so, and `len` is not 0.
+    /// Address of `[iova, iova + len)` in this process, if `len` is not 0, the whole range lies
+    /// in the map of the last hit, and the map allows the access.
     #[inline]
     pub(crate) fn translate_again(
         &self,
@@ -416,7 +422,8 @@ impl View {
         ((len as u64).wrapping_sub(1) < left).then_some(ptr)
     }
 
-    /// Where `iova` is in this process, and how many bytes (at most `len`) follow it in its map.
+    /// Address of `iova` in this process, and the number of bytes (at most `len`) to the map's
+    /// end.
     #[inline]
     pub(crate) fn translate(
         &self,
@@ -431,7 +438,7 @@ impl View {
         self.translate_anew(iova, len, write)
     }
 
-    /// As [`translate`](Self::translate), for another map, or for a write that is noted.
+    /// Slow path of [`translate`](Self::translate), for another map or a write that is logged.
     fn translate_anew(
         &self,
         iova: u64,
@@ -455,13 +462,13 @@ impl View {
         Ok((ptr, len as usize))
     }
 
-    /// The address in this process of the byte at `iova`, if it is mapped.
+    /// Address of the byte at `iova` in this process, if it is mapped.
     #[must_use]
     pub fn address(&self, iova: u64) -> Option<usize> {
         self.translate(iova, 1, false).ok().map(|(byte, _)| byte.as_ptr() as usize)
     }
 
-    /// Copies `into.len()` bytes from `iova`, across maps if need be.
+    /// Copies `into.len()` bytes from `iova`. The range may cross maps.
     ///
     /// # Errors
     /// [`Fault`] with the first address that is not mapped.
@@ -470,7 +477,7 @@ impl View {
         while done < into.len() {
             let at = iova.checked_add(done as u64).ok_or(Fault { iova, write: false })?;
             let (ptr, n) = self.translate(at, into.len() - done, false)?;
-            // SAFETY: `translate` vouches for `n` mapped bytes; the destination is a Rust slice,
+            // SAFETY: `translate` guarantees `n` mapped bytes; the destination is a Rust slice,
             // which no mapping overlaps.
             unsafe {
                 std::ptr::copy_nonoverlapping(ptr.as_ptr(), into[done..].as_mut_ptr(), n);
@@ -480,7 +487,7 @@ impl View {
         Ok(())
     }
 
-    /// Copies `from` to `iova`, across maps if need be.
+    /// Copies `from` to `iova`. The range may cross maps.
     ///
     /// # Errors
     /// [`Fault`] with the first address that is not mapped or read-only; bytes before it may have
@@ -490,7 +497,7 @@ impl View {
         while done < from.len() {
             let at = iova.checked_add(done as u64).ok_or(Fault { iova, write: true })?;
             let (ptr, n) = self.translate(at, from.len() - done, true)?;
-            // SAFETY: as in `read`, and `translate` checked that the bytes may be written.
+            // SAFETY: as in `read`; in addition, `translate` checked that the bytes are writable.
             unsafe {
                 std::ptr::copy_nonoverlapping(from[done..].as_ptr(), ptr.as_ptr(), n);
             }
@@ -529,14 +536,14 @@ mod tests {
         assert_eq!(space.table().len(), 4);
     }
 
-    /// As many as a guest's IOMMU makes, in no order, against a map that can not be wrong.
+    /// As many maps as a virtual IOMMU creates, in random order, compared with a simple model.
     #[test]
     fn tens_of_thousands_of_maps_are_found_and_taken_away() {
         use std::collections::BTreeMap;
         const COUNT: u64 = 40_000;
         let memory = memory(3 * 4096);
         let (mut space, mut model) = (DmaSpace::default(), BTreeMap::new());
-        // Each number below COUNT comes once, far from the one before it.
+        // Each number below COUNT occurs once, far from its predecessor.
         let scattered = |n: u64| n * 25_583 % COUNT;
         let check = |space: &DmaSpace, model: &BTreeMap<u64, u64>| {
             let table = space.table();
@@ -570,7 +577,7 @@ mod tests {
             }
             if n % 2000 == 0 {
                 check(&space, &model);
-                // What is left of a part of it goes at once.
+                // The remaining maps of a part of the space are removed by one call.
                 let part = n * 4 * 4096..(n + 1000) * 4 * 4096;
                 if model.range(part.clone()).next().is_some() {
                     space.unmap(part.start, part.end - part.start).unwrap();
@@ -612,7 +619,7 @@ mod tests {
         assert!(is_sparse(&space));
         space.unmap(1 << 50, page_tables::MATTERS / 2).unwrap();
         assert!(!is_sparse(&space));
-        // Single pages can lie in as many page tables, and more.
+        // Single pages can lie in as many page tables as large maps, and in more.
         let few = page_tables::MATTERS / page_tables::SPAN / 4;
         (0..few).for_each(|n| space.map(1 << 50 | n << 12, 4096, &large).unwrap());
         assert!(is_sparse(&space));

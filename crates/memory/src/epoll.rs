@@ -1,6 +1,7 @@
-//! Waiting for an epoll instance by the system call that every other library takes, too: a process
-//! in a sandbox has fewer of them so. (rustix takes `epoll_pwait`, also where there is
-//! `epoll_wait`.)
+//! `epoll_wait` by the system call of that name.
+//!
+//! Other libraries use `epoll_wait` too, whereas rustix always uses `epoll_pwait`. With only one
+//! of the two, the allow list of the sandbox (seccomp) is shorter.
 
 use rustix::event::epoll::Event;
 use rustix::io::Errno;
@@ -11,11 +12,12 @@ use std::time::Duration;
 const _: () = assert!(size_of::<Event>() == size_of::<libc::epoll_event>());
 const _: () = assert!(align_of::<Event>() == align_of::<libc::epoll_event>());
 
-/// Waits until there are events, or `timeout` has passed, and not less. What there is, at most as
-/// many as there is room for, of which there is some.
+/// Waits until events are available or at least `timeout` has passed.
+///
+/// Returns at most `room.len()` events. `room` must not be empty.
 ///
 /// # Errors
-/// The system's; [`Errno::INTR`] after a signal.
+/// The error of the system call; [`Errno::INTR`] after a signal.
 pub fn epoll_wait(
     epoll: impl AsFd,
     room: &mut [MaybeUninit<Event>],
@@ -26,15 +28,15 @@ pub fn epoll_wait(
     });
     let count = i32::try_from(room.len()).unwrap_or(i32::MAX);
     let (fd, at) = (epoll.as_fd().as_raw_fd(), room.as_mut_ptr().cast::<libc::epoll_event>());
-    // SAFETY: there is room for `count` events at this address, which is ours alone, and both types
-    // are the system's `epoll_event`.
+    // SAFETY: `room`, which this function borrows exclusively, holds `count` events, and both
+    // types have the layout of the kernel's `epoll_event`.
     let found = unsafe { libc::epoll_wait(fd, at, count, millis) };
     let Ok(found) = usize::try_from(found) else {
         let error = std::io::Error::last_os_error();
         return Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
     };
     let found = room.get(..found).unwrap_or_default();
-    // SAFETY: the system has written so many of them, and any bytes are a valid event.
+    // SAFETY: the kernel has written `found.len()` events, and any bytes are a valid event.
     Ok(unsafe { std::slice::from_raw_parts(found.as_ptr().cast::<Event>(), found.len()) })
 }
 
@@ -55,7 +57,7 @@ mod tests {
         let mut room = [const { MaybeUninit::uninit() }; 2];
         assert!(epoll_wait(&epoll, &mut room, Some(Duration::ZERO)).unwrap().is_empty());
         let began = Instant::now();
-        // Not a moment too early: it is rounded up.
+        // The timeout is rounded up to milliseconds, so the wait must not end early.
         let wait = Duration::from_micros(1500);
         assert!(epoll_wait(&epoll, &mut room, Some(wait)).unwrap().is_empty());
         assert!(began.elapsed() >= wait);

@@ -1,8 +1,8 @@
-//! What is refused of a DMA map, and of who uses it.
+//! Errors of DMA map changes, address translations and data pointers.
 
 use shadowbell_spec::status::Status;
 
-/// Why a change of the DMA map was refused.
+/// Reason for the refusal of a change of the DMA map.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DmaError {
     /// The range is empty or wraps around the end of the address space.
@@ -13,14 +13,14 @@ pub enum DmaError {
         /// Length in bytes.
         len: u64,
     },
-    /// Part of the range is mapped already.
+    /// Part of the range is already mapped.
     #[error("the IOVA range {iova:#x}+{len:#x} overlaps the map at {other:#x}")]
     Overlap {
         /// First address.
         iova: u64,
         /// Length in bytes.
         len: u64,
-        /// First address of the map that is in the way.
+        /// First address of the existing map.
         other: u64,
     },
     /// The range would split an existing map, which VFIO's rules do not allow either.
@@ -33,7 +33,7 @@ pub enum DmaError {
         /// First address of the map that would be split.
         other: u64,
     },
-    /// Nothing is mapped there.
+    /// No map lies in the range.
     #[error("nothing is mapped in the IOVA range {iova:#x}+{len:#x}")]
     NotMapped {
         /// First address.
@@ -48,49 +48,50 @@ pub enum DmaError {
         iova: u64,
         /// Length in bytes.
         len: u64,
-        /// Length of the memory behind it, in bytes.
+        /// Length of the host memory in bytes.
         have: u64,
     },
 }
 
-/// An address that the peer named and may not use: not mapped, or mapped read-only and written.
+/// Access of the peer to an address that is not mapped, or write to a read-only map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("IOVA {iova:#x} is not mapped for a {}", if *.write { "write" } else { "read" })]
 pub struct Fault {
-    /// The first address that is not usable.
+    /// First address that is not accessible.
     pub iova: u64,
-    /// Whether it was to be written.
+    /// True for a write access.
     pub write: bool,
 }
 
-/// A data pointer that can not be used. [`status`](Self::status) is what the specification gives
-/// the command for it.
+/// Data pointer that is refused. [`status`](Self::status) is the status code that the NVMe
+/// specification assigns to the error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataPointerError {
-    /// An address that is not mapped, or not for this direction.
+    /// An address is not mapped, or not for the direction of the transfer.
     #[error(transparent)]
     Fault(#[from] Fault),
-    /// A PRP entry with an offset where none may be, or one that is not aligned to a dword (PRP 1)
-    /// or a qword (the list pointer).
+    /// A PRP entry has an offset where none is allowed, or is not aligned to a dword (PRP 1) or a
+    /// qword (the list pointer).
     #[error("PRP entry {0:#x} has an invalid offset")]
     PrpOffset(u64),
-    /// An SGL segment descriptor where none may be, or with a length that holds no descriptor.
+    /// An SGL segment descriptor where none is allowed, or with a length that holds no
+    /// descriptor.
     #[error("invalid SGL segment descriptor")]
     SglSegment,
-    /// More descriptors than the controller takes, or a Last Segment that is none.
+    /// More descriptors than the controller supports, or an invalid Last Segment descriptor.
     #[error("invalid number of SGL descriptors")]
     SglCount,
-    /// The descriptors hold less data than the command moves.
+    /// The descriptors hold less data than the command transfers.
     #[error("the SGL is shorter than the data")]
     SglLength,
-    /// A descriptor of a type or sub type that this controller does not support here.
+    /// The type or sub type of a descriptor is not supported in this place.
     #[error("SGL descriptor type {0:#04x} is not supported")]
     SglType(u8),
 }
 
 impl DataPointerError {
-    /// The status that the command ends in.
+    /// Status with which the command completes.
     #[must_use]
     pub fn status(&self) -> Status {
         match self {

@@ -1,4 +1,4 @@
-//! An eventfd, the one thing that both sides of a sleep know.
+//! Eventfd for wakeups between threads and processes.
 
 use crate::epoll::epoll_wait;
 use crate::notifier::{self, raise};
@@ -9,11 +9,11 @@ use std::io::{self, IoSliceMut, Read as _};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// An event file descriptor: [`signal`](Self::signal) wakes whoever polls it.
+/// Event file descriptor: [`signal`](Self::signal) wakes the threads that poll it.
 ///
-/// Neither signalling nor draining one ever blocks. For one of our own that goes without saying;
-/// one that a peer has as well it can make blocking at any moment, because the flag belongs to
-/// both.
+/// Neither a signal nor a drain ever blocks. A peer that shares the open file can clear
+/// `O_NONBLOCK` at any moment, because that flag belongs to the open file; signal and drain of
+/// such a descriptor do not depend on the flag.
 #[derive(Debug)]
 pub struct EventFd(Fd);
 
@@ -24,16 +24,16 @@ enum Fd {
 }
 
 impl EventFd {
-    /// Makes a new one, closed on exec, with its count at 0.
+    /// Creates an eventfd that is closed on exec, with a count of 0.
     ///
     /// # Errors
-    /// The system's, when the process is out of file descriptors or memory.
+    /// The error of the system call if the process is out of file descriptors or memory.
     pub fn new() -> io::Result<Self> {
         Ok(Self(Fd::Own(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)))
     }
 
-    /// Takes an eventfd that somebody else has, too: as [`of_peer`](Self::of_peer), for one who has
-    /// no more than this one.
+    /// Takes an eventfd that is shared with a peer: [`of_peer`](Self::of_peer) for a peer that
+    /// has only this one.
     ///
     /// # Errors
     /// As for [`of_peer`](Self::of_peer).
@@ -41,16 +41,18 @@ impl EventFd {
         Self::of_peer(Arc::new(fd), &Signals::default())
     }
 
-    /// Takes an eventfd that a peer sent, of which nothing else is assumed. A write to it could
-    /// stall its signaller for good (a blocking descriptor, a full count), so it is signalled by a
-    /// way that can not; where the kernel has none, or does not let this process use it, by a write
-    /// to a descriptor that is made non-blocking here and stays so as long as the peer is honest.
+    /// Takes an untrusted eventfd that a peer sent.
     ///
-    /// A signal wakes all who wait, and a peer may have a million of them. What that costs is
-    /// counted in the `signals` of that peer: see there.
+    /// An ordinary write to such a descriptor could block forever (a blocking descriptor with a
+    /// full count), so it is signalled in a way that cannot block. If the kernel does not have or
+    /// allow that way, it is signalled by a write to the descriptor, which this function makes
+    /// non-blocking; it then stays non-blocking only if the peer is honest.
+    ///
+    /// A signal wakes all waiters, and a peer may have a million of them. Their cost is accounted
+    /// to `signals` of that peer: see [`Signals`].
     ///
     /// # Errors
-    /// `EINVAL` if it is no eventfd; the system's, where it does not say what it is.
+    /// `EINVAL` if the descriptor is no eventfd; the error of the system if its kind is unknown.
     pub fn of_peer(fd: PeerDescriptor, signals: &Signals) -> io::Result<Self> {
         let number = fd.as_fd().as_raw_fd();
         let link = std::fs::read_link(format!("/proc/self/fd/{number}"))?;
@@ -64,10 +66,10 @@ impl EventFd {
         Ok(Self(Fd::Peer(Arc::new(PeerEvent::new(fd, signals)))))
     }
 
-    /// Adds one to the count and so makes the descriptor readable.
+    /// Adds one to the count, which makes the descriptor readable.
     ///
-    /// A count that is already full, or a peer's descriptor that takes no write, is ignored: the
-    /// first means that the other side has a wakeup pending anyway, the second that it wants none.
+    /// A full count, or a peer's descriptor that accepts no write, is ignored: a full count means
+    /// that a wakeup is pending anyway, and a peer that blocks writes wants no wakeup.
     #[inline]
     pub fn signal(&self) {
         match &self.0 {
@@ -76,7 +78,7 @@ impl EventFd {
         }
     }
 
-    /// Takes the count back to 0 and returns what it was (0 if nobody signalled).
+    /// Resets the count to 0 and returns its previous value (0 if there was no signal).
     pub fn drain(&self) -> u64 {
         let mut count = [0; 8];
         loop {
@@ -87,7 +89,7 @@ impl EventFd {
                 ReadWriteFlags::NOWAIT,
             );
             let outcome = match outcome {
-                // Before Linux 5.8.
+                // Kernels before Linux 5.8.
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => read(self.as_fd(), &mut count),
                 outcome => outcome,
             };
@@ -99,20 +101,21 @@ impl EventFd {
         }
     }
 
-    /// The count, left as it is; 0 where the system does not say. For statistics about a descriptor
-    /// that a peer has too: who shares it can make it block, and then reading it is no question of
-    /// ours any more.
+    /// Returns the count without a reset, or 0 if the system does not report it.
+    ///
+    /// For statistics about a descriptor that is shared with a peer: the peer can make it
+    /// blocking, so a read could hang.
     #[must_use]
     pub fn count(&self) -> u64 {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        // Most have none, which is cheaper to find out.
+        // Most counts are 0, and a poll is the cheaper way to find that out.
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         if poll(&mut [PollFd::new(self, PollFlags::IN)], Some(&at_once)) == Ok(0) {
             return 0;
         }
         let path = format!("/proc/self/fdinfo/{}", self.as_fd().as_raw_fd());
-        // A server's metrics come here for every controller: a buffer that is large enough saves two
-        // thirds of the calls.
+        // A scrape of the metrics calls this for every controller: a buffer that is large enough
+        // saves two thirds of the system calls.
         let mut text = [0; 512];
         let file = std::fs::File::open(path);
         let Ok(len) = file.and_then(|mut file| file.read(&mut text)) else { return 0 };
@@ -121,10 +124,12 @@ impl EventFd {
         count.and_then(|count| u64::from_str_radix(count.trim(), 16).ok()).unwrap_or(0)
     }
 
-    /// Blocks until signalled or `timeout` has passed; whether it was signalled.
+    /// Blocks until the event is signalled or `timeout` has passed. Returns true if it was
+    /// signalled.
     ///
     /// # Errors
-    /// The system's, other than an interruption, which is waited through.
+    /// The error of the system call, except for interruptions by signals, after which the wait
+    /// continues.
     pub fn wait(&self, timeout: Option<std::time::Duration>) -> io::Result<bool> {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         let deadline = timeout.map(|t| std::time::Instant::now() + t);
@@ -143,10 +148,10 @@ impl EventFd {
         }
     }
 
-    /// A second one for the same count.
+    /// Duplicates the handle. Both share one count.
     ///
     /// # Errors
-    /// The system's, when the process is out of file descriptors.
+    /// The error of the system call if the process is out of file descriptors.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(match &self.0 {
             Fd::Own(fd) => Fd::Own(fd.try_clone()?),
@@ -155,29 +160,29 @@ impl EventFd {
     }
 }
 
-/// The offset of what has none, as preadv2 wants it.
+/// `preadv2` offset for files without a position.
 const NOWHERE: u64 = u64::MAX;
 
-/// Waits for signals of an [`EventFd`] one by one, without taking its count back to 0: a sleep and
-/// a wakeup are one system call and not two.
+/// Edge-triggered wait for signals of an [`EventFd`] that leaves its count unchanged: a sleep and
+/// a wakeup take one system call instead of two.
 ///
-/// Each signal ends one wait, whether it came before it or during it; several that came before
-/// count as one. Whoever polls the descriptor itself is not disturbed.
+/// Each signal ends one wait, whether it came before the wait or during it; several signals
+/// before a wait count as one. Other pollers of the descriptor are not affected.
 #[derive(Debug)]
 pub struct Edges {
     epoll: OwnedFd,
-    /// Held, because a descriptor that is closed is waited for no longer.
+    /// Kept open, because epoll drops a descriptor that is closed.
     _hang_up: Option<OwnedFd>,
 }
 
-/// How a wait ended.
+/// Result of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edge {
     /// The event was signalled.
     Signal,
-    /// Whoever would signal it has gone. Reported once.
+    /// The peer that signals the event has disconnected. Reported once.
     HungUp,
-    /// The time has passed.
+    /// The timeout has passed.
     Timeout,
 }
 
@@ -185,11 +190,11 @@ const SIGNAL: u64 = 0;
 const HANG_UP: u64 = 1;
 
 impl Edges {
-    /// Waits for signals of `event` from now on; if it was signalled and not drained, that counts.
-    /// If the peer of `hang_up`, a socket, goes away, that ends a wait as well.
+    /// Starts to watch `event`. A signal before this call that was not drained counts. A
+    /// disconnect of the peer of the socket `hang_up` ends a wait as well.
     ///
     /// # Errors
-    /// The system's, when the process is out of file descriptors.
+    /// The error of the system call if the process is out of file descriptors.
     pub fn new(event: &EventFd, hang_up: Option<OwnedFd>) -> io::Result<Self> {
         use rustix::event::epoll::{CreateFlags, EventData, EventFlags, add, create};
         let epoll = create(CreateFlags::CLOEXEC)?;
@@ -201,10 +206,11 @@ impl Edges {
         Ok(Self { epoll, _hang_up: hang_up })
     }
 
-    /// Blocks until signalled or hung up, or until `timeout` has passed.
+    /// Blocks until the event is signalled, the peer has disconnected, or `timeout` has passed.
     ///
     /// # Errors
-    /// The system's, other than an interruption, which is waited through.
+    /// The error of the system call, except for interruptions by signals, after which the wait
+    /// continues.
     pub fn wait(&self, timeout: Option<std::time::Duration>) -> io::Result<Edge> {
         let deadline = timeout.map(|t| std::time::Instant::now() + t);
         loop {
@@ -237,7 +243,7 @@ impl AsFd for EventFd {
 impl TryFrom<EventFd> for OwnedFd {
     type Error = io::Error;
 
-    /// The descriptor, if it is our own: a peer's is not handed on.
+    /// Returns the descriptor of an eventfd of this process; refuses one of a peer.
     fn try_from(event: EventFd) -> io::Result<Self> {
         match event.0 {
             Fd::Own(fd) => Ok(fd),
@@ -296,7 +302,8 @@ mod tests {
         drop(reader);
     }
 
-    /// The peer has the same open file: it makes it blocking and fills the count, or empties it.
+    /// The peer shares the open file: it makes the descriptor blocking and fills or empties the
+    /// count.
     #[test]
     fn a_peer_that_makes_its_descriptor_blocking_stalls_nobody() {
         let block = |fd: &OwnedFd| {

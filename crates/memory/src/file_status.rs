@@ -1,29 +1,29 @@
-//! What the system says of a file that is open.
+//! Identity and size of an open file.
 
 use rustix::fs::{AtFlags, StatxFlags, statx};
 use rustix::io::Errno;
 use std::os::fd::AsFd;
 
-/// Which file it is, and how large. Asked by `statx`, as the standard library does: a process in a
-/// sandbox has one call for this.
+/// Identity and size of a file, from `statx`, as in the standard library: the sandbox (seccomp)
+/// then has to allow only one system call for this purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileStatus {
-    /// The number of its device.
+    /// Device number.
     pub device: u64,
-    /// Its number there.
+    /// Inode number.
     pub inode: u64,
-    /// How long it is, in bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// How much of it is there, in bytes.
+    /// Allocated bytes.
     pub allocated: u64,
 }
 
 impl FileStatus {
-    /// As of now. A system call.
+    /// Current status of `fd`, by one system call.
     ///
     /// # Errors
-    /// The system's.
+    /// The error of the system call.
     pub fn of(fd: impl AsFd) -> Result<Self, Errno> {
         let found = statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
         Ok(Self {

@@ -1,43 +1,46 @@
-//! Gives way to others on a processor on which a thread polls.
+//! Backoff of a polling thread by `sched_yield`.
 
 use std::time::{Duration, Instant};
 
-/// Lets others run who want the processor of a thread that polls.
+/// Yields the processor of a polling thread to other runnable threads.
 ///
-/// Who polls uses up its time slice, though it only waits. A thread that has just been woken on the
-/// same processor gets it when that slice is over, which takes milliseconds, and often it is the
-/// one that what is waited for comes from. `sched_yield` lets it run at once, takes a third of a
-/// microsecond if there is nobody, and says by the time that it took whether there was.
+/// A polling thread uses its whole time slice, although it only waits. A thread that has just
+/// been woken on the same processor runs when that slice ends, which takes milliseconds, and
+/// often it is the thread that produces the awaited event. `sched_yield` lets that thread run at
+/// once. It takes a third of a microsecond if no other thread is runnable, so its duration tells
+/// whether another thread ran.
 ///
-/// Who computes all the time takes a whole slice whenever it may. Nothing is waited for from such a
-/// one, and it gets its share anyway: it is given way to for a small part of the time only.
+/// A compute-bound thread uses a whole slice whenever it runs. It produces no awaited event and
+/// gets its share of the processor anyway, so the poller yields to it for a small part of the
+/// time only.
 #[derive(Clone, Copy, Debug)]
 pub struct GiveWay {
-    /// Not again before.
+    /// Time before which the thread does not yield again.
     next: Instant,
 }
 
-/// Between two yields.
+/// Time between two yields.
 const EACH: Duration = Duration::from_micros(3);
-/// A yield that took so long had somebody else run. Interrupts take less, mostly.
+/// Duration of a yield from which another thread has run. Most interrupts take less.
 const SOMEBODY: Duration = Duration::from_micros(5);
-/// And one that took so long had somebody run who waits for nothing.
+/// Duration of a yield from which a compute-bound thread has run.
 const SLICE: Duration = Duration::from_micros(500);
-/// How many times as long nobody is given way to after that.
+/// Pause after a yield to a compute-bound thread, as a multiple of that yield's duration.
 const PAUSE: u32 = 16;
 
 impl GiveWay {
-    /// How long a wait has to have lasted: what is quicker should find nobody in a system call.
+    /// Shortest wait before the first yield, so that faster events do not find the thread in a
+    /// system call.
     pub const AFTER: Duration = Duration::from_micros(2);
 
-    /// Of a thread that begins to poll.
+    /// Creates the state of a thread that starts to poll.
     #[must_use]
     pub fn new() -> Self {
         Self { next: Instant::now() }
     }
 
-    /// The thread has polled in vain for as long as `waited`, and looks again after this. Whether
-    /// somebody else wanted the processor, for a moment.
+    /// Yields if the thread has polled in vain for `waited`, long enough. Returns true if another
+    /// thread used the processor for a short time.
     #[cold]
     pub fn give_way(&mut self, waited: Duration) -> bool {
         self.give_way_by(waited, Instant::now, std::thread::yield_now)
@@ -76,7 +79,7 @@ mod tests {
     use super::*;
     use std::cell::Cell;
 
-    /// A thread that polls, in virtual time.
+    /// Polling thread in virtual time.
     struct Poller {
         way: GiveWay,
         now: Cell<Instant>,
@@ -89,7 +92,7 @@ mod tests {
             Self { now: Cell::new(way.next), way, yields: 0 }
         }
 
-        /// After so long, with others who run for so many microseconds if they may.
+        /// Yields after `waited` µs, with other threads that run for `others` µs if they can.
         fn polls(&mut self, waited: u64, others: u64) -> bool {
             let Self { way, now, yields } = self;
             let runs = || {

@@ -1,29 +1,30 @@
-//! Memory that the other side of the wire can see and change.
+//! Shared memory that a peer can read and change at any time.
 //!
 //! A controller works on memory that it does not own: the guest's queues, its PRP lists, its data
 //! pages. The guest, the VMM or another program may change every byte at any moment, unmap it, or
-//! truncate the file behind it. This crate is where that is made harmless:
+//! truncate the file behind it. This crate makes such memory safe to use:
 //!
-//! * [`Mapping`] is one `mmap`, kept alive by everyone who can still touch it;
+//! * [`Mapping`] is one `mmap`, kept alive by every object that can still access it;
 //! * [`SharedBytes`] is a bounds-checked window into a mapping, read by single copies, and
 //!   [`SharedU32`] one 32-bit cell of it (a doorbell, a shadow entry);
-//! * [`DmaSpace`] is the control plane's list of what the peer mapped at which I/O virtual address
-//!   (IOVA), [`DmaTable`] an immutable snapshot of it, and [`View`] one thread's handle on a
-//!   snapshot, with which it resolves addresses without a lock or an atomic operation;
+//! * [`DmaSpace`] is the control plane's map of the peer's I/O virtual addresses (IOVA),
+//!   [`DmaTable`] an immutable snapshot of it, and [`View`] one thread's handle on a snapshot,
+//!   which resolves addresses without a lock or an atomic operation;
 //! * [`Segments`] is a command's data, resolved from PRPs ([`View::resolve_prps`]) or SGLs
-//!   ([`View::resolve_sgl`]) to host memory. It holds its view, so memory can not go away while a
-//!   command that uses it is in flight: unmapping replaces the snapshot, and is done when every
-//!   view of the old one is dropped ([`ViewWatch`]);
-//! * [`DirtyLog`] knows which pages were written, once somebody wants to know;
-//! * [`Ring`] is a queue's memory, entry by entry, and [`SqeBatch`] what will be in one together;
-//! * [`EventFd`] wakes a sleeper, and [`sigbus`] turns the loss of the memory behind a mapping
-//!   into a flag;
-//! * [`AbortOnPanic`] is for threads that others wait for; [`process`] for a process that replaces
-//!   itself.
+//!   ([`View::resolve_sgl`]) to host memory. It holds its view, so memory cannot be unmapped
+//!   while a command that uses it is in flight: an unmap replaces the snapshot, and is complete
+//!   when every view of the old one is dropped ([`ViewWatch`]);
+//! * [`DirtyLog`] records the written pages, for live migration;
+//! * [`Ring`] is a queue's memory, entry by entry, and [`SqeBatch`] a batch of entries that is
+//!   published together;
+//! * [`EventFd`] wakes a sleeping thread, and [`sigbus`] turns the loss of the memory behind a
+//!   mapping into a flag;
+//! * [`AbortOnPanic`] guards threads on which others depend; [`process`] helps a process that
+//!   replaces itself.
 //!
-//! This is the only crate of the workspace, beside thin `sys` modules, with `unsafe` in it. What
-//! a peer does to shared memory while we copy it can make the *values* arbitrary, never the
-//! program's behaviour: everything is copied out once and checked afterwards.
+//! This is the only crate of the workspace with `unsafe` code, besides thin `sys` modules.
+//! Changes by a peer during a copy can make the copied *values* arbitrary, never the program's
+//! behaviour: everything is copied once and validated afterwards.
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -1,4 +1,4 @@
-//! One `mmap`, owned.
+//! Owned `mmap` of a file, of a memfd, or of anonymous memory.
 
 use crate::sigbus;
 use crate::signals::PeerDescriptor;
@@ -10,78 +10,79 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fmt, io, ptr};
 
-/// What is unmapped, or has its page tables thrown away, at once, in bytes: others who map memory
-/// wait meanwhile.
+/// Bytes that are unmapped, or whose page tables are freed, in one step: other threads that
+/// change the address space wait meanwhile.
 const AT_ONCE: usize = 64 << 20;
-/// The same where little of it was touched, so that it is quick.
+/// Largest step, for memory of which little was touched, and the duration below which a step
+/// counts as quick.
 const AT_MOST: usize = 1 << 30;
 const QUICK: Duration = Duration::from_micros(100);
-/// What has its page tables thrown away at once when they are empty, in bytes.
+/// Bytes per step for page tables that are already empty.
 const EMPTY_AT_ONCE: usize = 4 << 30;
 
-/// The size of the pages of [`Mapping::shared_huge`], in bytes.
+/// Page size of [`Mapping::shared_huge`] in bytes.
 pub const HUGE_PAGE: u64 = 2 << 20;
 
-/// What a mapping may be used for.
+/// Access that a mapping allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Protection {
-    /// Reads only; a write is refused before it reaches the memory.
+    /// Reads only: a write is refused before it reaches the memory.
     Read,
     /// Reads and writes.
     ReadWrite,
 }
 
-/// Why memory could not be mapped.
+/// Reason for which memory could not be mapped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
-    /// A length of 0, one that does not fit the address space, or an offset that is no multiple
-    /// of the page size.
+    /// A length of 0, a length that exceeds the address space, or an offset that is not a
+    /// multiple of the page size.
     #[error("{len:#x} bytes at offset {offset:#x} can not be mapped: {why}")]
     Shape {
-        /// The length asked for, in bytes.
+        /// Requested length in bytes.
         len: u64,
-        /// The offset into the file, in bytes.
+        /// Offset into the file in bytes.
         offset: u64,
-        /// What is wrong with them.
+        /// Violated requirement.
         why: &'static str,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("mapping {len:#x} bytes failed: {source}")]
     System {
-        /// The length asked for, in bytes.
+        /// Requested length in bytes.
         len: u64,
-        /// The system's reason.
+        /// Error of the system call.
         source: io::Error,
     },
 }
 
-/// A range of this process's address space that is mapped as long as the value lives.
+/// Range of this process's address space that stays mapped as long as the value lives.
 ///
-/// The memory may be shared with a peer (by file descriptor) who can change it at any time, so
-/// there is no way to a `&[u8]` into it; access goes through [`SharedBytes`](crate::SharedBytes).
+/// The memory may be shared (by file descriptor) with a peer that can change it at any time, so
+/// there is no `&[u8]` into it: access goes through [`SharedBytes`](crate::SharedBytes).
 pub struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
     protection: Protection,
     fd_offset: u64,
-    /// There until it is dropped.
+    /// Resources of the mapping; `None` only during the drop.
     held: Option<Held>,
     end: Option<Box<dyn End>>,
 }
 
-/// What is to be given back of a mapping.
+/// Resources that are released at the end of a mapping.
 struct Held {
     guard: Option<sigbus::Guard>,
     ptr: NonNull<u8>,
-    /// How much of the address space it takes: whole pages of its file.
+    /// Bytes of address space: whole pages of the file.
     taken: usize,
-    /// The size of its pages.
+    /// Page size in bytes.
     page: usize,
     fd: Option<File>,
 }
 
-/// The descriptor of a mapping.
+/// Descriptor of a mapping.
 enum File {
     Own(OwnedFd),
     Peer(PeerDescriptor),
@@ -96,30 +97,32 @@ impl AsFd for File {
     }
 }
 
-/// Where memory of a peer's is given back. Whoever does that last frees what is in the file, and
-/// the peer sees to it how much that is, and where.
+/// Deferred release of a peer's memory.
+///
+/// The last release of a file frees its pages, and the peer determines their number and location,
+/// so a release can take long.
 pub trait End: Send + Sync {
-    /// Drops `what` some time, on a thread of which nobody waits.
+    /// Drops `what` later, on a thread on which no other thread waits.
     fn drop_later(self: Box<Self>, what: Box<dyn Send>);
 }
 
 // SAFETY: the mapping is plain memory without thread affinity; all access through `SharedBytes`
-// is by raw copies and atomics that tolerate concurrent change.
+// is by raw copies and atomics that tolerate concurrent changes.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; `&Mapping` gives no reference into the memory.
+// SAFETY: as for `Send`; `&Mapping` gives no reference into the memory.
 unsafe impl Sync for Mapping {}
-// SAFETY: it can be unmapped on any thread.
+// SAFETY: a range can be unmapped on any thread.
 unsafe impl Send for Held {}
 
 impl Mapping {
     /// Maps `len` bytes of the file `fd` from `offset` (a multiple of the page size), shared with
-    /// whoever else has the file. The descriptor itself is not kept.
+    /// the other users of the file. The descriptor is not kept.
     ///
-    /// If the file is shorter than the range or is truncated later, touching the missing part
+    /// If the file is shorter than the range or is truncated later, an access to the missing part
     /// does not kill the process: see [`sigbus`] and [`Mapping::is_poisoned`].
     ///
     /// # Errors
-    /// [`MapError`], for a bad shape or by the system's refusal.
+    /// [`MapError`] for an invalid offset or length, or if the system call fails.
     pub fn from_fd(
         fd: impl AsFd,
         offset: u64,
@@ -132,7 +135,7 @@ impl Mapping {
             Protection::Read => ProtFlags::READ,
             Protection::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
         };
-        // SAFETY: the kernel chooses a fresh range (the hint is null and MAP_FIXED is not set),
+        // SAFETY: the kernel chooses an unused range (the hint is null and MAP_FIXED is not set),
         // so no existing memory is affected.
         let ptr = unsafe {
             mmap(ptr::null_mut(), size, prot, MapFlags::SHARED | MapFlags::NORESERVE, fd, offset)
@@ -141,7 +144,8 @@ impl Mapping {
     }
 
     /// Maps `len` bytes of the file `fd` from `offset` as [`from_fd`](Self::from_fd) does, and
-    /// keeps the descriptor: the memory can be handed on ([`fd`](Self::fd)).
+    /// keeps the descriptor, so that the memory can be passed to another process
+    /// ([`fd`](Self::fd)).
     ///
     /// # Errors
     /// As [`from_fd`](Self::from_fd).
@@ -156,7 +160,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// As [`from_own_fd`](Self::from_own_fd), for a descriptor of a peer's.
+    /// Maps a peer's descriptor as [`from_own_fd`](Self::from_own_fd) does.
     ///
     /// # Errors
     /// As [`from_fd`](Self::from_fd).
@@ -172,37 +176,39 @@ impl Mapping {
     }
 
     fn keep(self: &mut Arc<Self>, fd: File) {
-        // Nobody else has it yet.
+        // The mapping was just created, so this is the only reference.
         if let Some(held) = Arc::get_mut(self).and_then(|mapping| mapping.held.as_mut()) {
             held.fd = Some(fd);
         }
     }
 
-    /// Has it end by way of `end`, whoever drops it last. Only possible while nobody else has it.
+    /// Releases the mapping by `end` when the last reference is dropped. Has an effect only while
+    /// the caller holds the only reference.
     pub fn end_by(self: &mut Arc<Self>, end: impl End + 'static) {
         if let Some(mapping) = Arc::get_mut(self) {
             mapping.end = Some(Box::new(end));
         }
     }
 
-    /// Makes a memfd of `len` bytes (rounded up to whole pages) and maps it, readable and
-    /// writable: memory that can be handed to another process by its descriptor.
+    /// Creates a memfd of `len` bytes (rounded up to whole pages) and maps it, readable and
+    /// writable. The memory can be passed to another process by its descriptor.
     ///
     /// # Errors
-    /// [`MapError`], for a bad shape or by the system's refusal.
+    /// [`MapError`] for an invalid length, or if a system call fails.
     pub fn shared(name: &str, len: u64) -> Result<Arc<Self>, MapError> {
         Self::memfd(name, round_to_page(len)?, MemfdFlags::empty(), MapFlags::NORESERVE, None)
     }
 
-    /// Makes a memfd of `len` bytes (rounded up) in pages of [`HUGE_PAGE`] bytes and maps it, where
-    /// the administrator has set some aside (`vm.nr_hugepages`): an IOMMU that maps them needs
-    /// fewer entries, and so do the processors. All of them are reserved now, so touching them
-    /// later can not fail; unless whoever is given the descriptor takes one out (which no seal
-    /// forbids that leaves the memory writable), and there is no other. So it is guarded like a
-    /// peer's memory: see [`is_poisoned`](Self::is_poisoned).
+    /// Creates a memfd of `len` bytes (rounded up) in pages of [`HUGE_PAGE`] bytes and maps it.
+    ///
+    /// The administrator has to reserve huge pages (`vm.nr_hugepages`). They need fewer entries
+    /// in the tables of an IOMMU and of the processors. All pages are reserved by this call, so a
+    /// later access cannot fail, except after a holder of the descriptor has punched a hole (no
+    /// seal forbids that and leaves the memory writable) and no huge page is left. Therefore the
+    /// memory is guarded like a peer's memory: see [`is_poisoned`](Self::is_poisoned).
     ///
     /// # Errors
-    /// As [`shared`](Self::shared), and where there are not enough of such pages.
+    /// As [`shared`](Self::shared), and if too few huge pages are available.
     pub fn shared_huge(name: &str, len: u64) -> Result<Arc<Self>, MapError> {
         let rounded = len.checked_next_multiple_of(HUGE_PAGE);
         let len = rounded.filter(|len| *len != 0).ok_or(MapError::Shape {
@@ -226,7 +232,8 @@ impl Mapping {
         let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind)
             .map_err(failed)?;
         ftruncate(&fd, len).map_err(failed)?;
-        // Nobody who gets the descriptor may take the memory away from under us.
+        // The seal prevents a holder of the descriptor from truncating the memory that is mapped
+        // here.
         rustix::fs::fcntl_add_seals(&fd, rustix::fs::SealFlags::SHRINK).map_err(failed)?;
         // SAFETY: as in `from_fd`.
         let ptr = unsafe {
@@ -242,11 +249,11 @@ impl Mapping {
         Self::adopt(ptr, size, Protection::ReadWrite, Some(fd), 0, guarded)
     }
 
-    /// Maps `len` bytes (rounded up to whole pages) of private zeroes, taken from the system only
-    /// as they are touched.
+    /// Maps `len` bytes (rounded up to whole pages) of private zeroed memory, which the system
+    /// allocates when it is touched.
     ///
     /// # Errors
-    /// [`MapError`], for a bad shape or by the system's refusal.
+    /// [`MapError`] for an invalid length, or if the system call fails.
     pub fn anonymous(len: u64) -> Result<Arc<Self>, MapError> {
         let size = shape(0, round_to_page(len)?)?;
         // SAFETY: as in `from_fd`; the kernel chooses a fresh range.
@@ -261,7 +268,8 @@ impl Mapping {
         Self::adopt(ptr, size, Protection::ReadWrite, None, 0, None)
     }
 
-    /// Takes what was mapped; what a peer can take away, in pages of that size, is guarded.
+    /// Takes ownership of a mapped range. `peers` is the page size of memory that a peer can
+    /// remove, which is guarded against SIGBUS; `None` for other memory.
     fn adopt(
         ptr: rustix::io::Result<*mut core::ffi::c_void>,
         len: usize,
@@ -284,57 +292,57 @@ impl Mapping {
         Ok(Arc::new(Self { ptr, len, protection, fd_offset, held: Some(held), end: None }))
     }
 
-    /// The length in bytes.
+    /// Length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// How much of the address space it takes, in bytes: whole pages of its file, which may be
+    /// Bytes of address space that the mapping occupies: whole pages of the file, which may be
     /// huge.
     #[must_use]
     pub fn taken(&self) -> usize {
         self.held.as_ref().map_or(0, |held| held.taken)
     }
 
-    /// Never: a mapping has at least one page. Here because [`len`](Self::len) is.
+    /// Always false: a mapping has at least one page. Complements [`len`](Self::len).
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether the byte at `address` of this process is in it.
+    /// True if the byte at `address` of this process belongs to the mapping.
     #[must_use]
     pub fn holds(&self, address: usize) -> bool {
         address.checked_sub(self.ptr.as_ptr() as usize).is_some_and(|offset| offset < self.len)
     }
 
-    /// What the mapping may be used for.
+    /// Access that the mapping allows.
     #[must_use]
     pub fn protection(&self) -> Protection {
         self.protection
     }
 
-    /// The descriptor behind memory made by [`Mapping::shared`] or [`Mapping::from_own_fd`], to
-    /// hand to a peer.
+    /// Descriptor of the memory, to be passed to a peer, if the mapping keeps one
+    /// ([`Mapping::shared`], [`Mapping::from_own_fd`]).
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.held.as_ref()?.fd.as_ref().map(AsFd::as_fd)
     }
 
-    /// Where in the file the mapping starts, in bytes.
+    /// Offset in the file at which the mapping starts, in bytes.
     #[must_use]
     pub fn fd_offset(&self) -> u64 {
         self.fd_offset
     }
 
-    /// Whether part of the memory was lost (its file was truncated): it reads as zeroes since.
+    /// True if part of the memory was lost (its file was truncated) and reads as zeroes.
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.guard().is_some_and(sigbus::Guard::is_poisoned)
     }
 
-    /// It is the memory of this peer: see [`sigbus::losses`].
+    /// Records `peer` as an owner of the memory: see [`sigbus::losses`].
     pub(crate) fn claim(&self, peer: u32) {
         if let Some(guard) = self.guard() {
             guard.claim(peer);
@@ -345,8 +353,8 @@ impl Mapping {
         self.held.as_ref()?.guard.as_ref()
     }
 
-    /// The address of the first byte in this process. A driver over `vfio` or an in-process
-    /// transport may use it as the IOVA.
+    /// Address of the first byte in this process. A driver over `vfio` or an in-process transport
+    /// may use it as the IOVA.
     #[must_use]
     pub fn address(&self) -> usize {
         self.ptr.as_ptr() as usize
@@ -356,14 +364,13 @@ impl Mapping {
         self.ptr
     }
 
-    /// Asks the system to make up the mapping from huge pages, as it is touched and where it has
-    /// any: for memory of which much is accessed here and there. A virtual machine's processor
-    /// looks for an address in two page tables, one inside the other, which every access to
-    /// another small page has to wait for.
+    /// Requests transparent huge pages for the mapping, for large memory with scattered accesses.
     ///
-    /// Memory then comes, and goes back, in larger pieces than it is asked for.
+    /// In a virtual machine, an address translation walks two nested page tables, and every
+    /// access to another small page waits for that. With huge pages, memory is allocated and
+    /// freed in larger pieces than requested.
     pub fn prefer_huge_pages(&self) {
-        // SAFETY: the range is this mapping, and the advice changes nothing that can be seen in it.
+        // SAFETY: the range is this mapping, and the advice does not change its content.
         let advised = unsafe {
             rustix::mm::madvise(
                 self.ptr.as_ptr().cast(),
@@ -371,24 +378,26 @@ impl Mapping {
                 rustix::mm::Advice::LinuxHugepage,
             )
         };
-        // A kernel without them does with small ones.
+        // A kernel without transparent huge pages uses small pages.
         let _ = advised;
     }
 
-    /// Throws away what the kernel has for finding the memory of a shared file. The memory stays as
-    /// it is; whoever touches it while this goes on waits a little.
+    /// Frees the page tables of a shared file. The memory keeps its content; a thread that
+    /// accesses it meanwhile waits for a short time.
     pub(crate) fn drop_page_tables(&self) {
         let Some(held) = &self.held else { return };
-        // Those of huge pages are few. And what was lost is not one mapping any more.
+        // Huge pages have few page tables, and a range with replaced pages is no longer one
+        // mapping.
         if held.guard.is_none() || self.is_poisoned() || held.page != page_size() {
             return;
         }
         held.forget_pages();
         for start in (0..held.taken).step_by(EMPTY_AT_ONCE) {
             let len = EMPTY_AT_ONCE.min(held.taken - start);
-            // SAFETY: the range lies inside this mapping, of a shared file. The first call maps the
-            // same part of the file once more, somewhere else. The second moves that to where it
-            // was, in one step for all who touch it: the bytes are the same ones before and after.
+            // SAFETY: the range lies inside this mapping of a shared file. The first call maps
+            // the same part of the file a second time at another address. The second call moves
+            // the new mapping to the old address atomically: the bytes are the same before and
+            // after.
             unsafe {
                 let at = self.ptr.as_ptr().add(start).cast::<libc::c_void>();
                 let again = libc::mremap(at, 0, len, libc::MREMAP_MAYMOVE);
@@ -404,8 +413,8 @@ impl Mapping {
         }
     }
 
-    /// Gives the pages of a byte range back to the system: they read as zeroes afterwards.
-    /// Only whole pages inside the range are given back; the rest is left as it is.
+    /// Returns the pages of a byte range to the system: they read as zeroes afterwards. Only
+    /// whole pages inside the range are returned; the rest keeps its content.
     pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         let page = page_size();
         let end = offset.saturating_add(len).min(self.len) / page * page;
@@ -434,13 +443,14 @@ impl Drop for Mapping {
 }
 
 impl Held {
-    /// Has the kernel forget, piece by piece, where the pages of a shared file are.
+    /// Drops the page table entries of a shared file, step by step.
     fn forget_pages(&self) {
         let least = AT_ONCE.next_multiple_of(self.page);
         let (mut start, mut piece) = (0, least);
         while start < self.taken {
             let (len, began) = (piece.min(self.taken - start), Instant::now());
-            // SAFETY: the range lies inside this mapping; the pages are the file's, and stay there.
+            // SAFETY: the range lies inside this mapping; the pages belong to the file and stay
+            // there.
             let _ = unsafe {
                 let at = self.ptr.as_ptr().add(start).cast();
                 rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontNeed)
@@ -454,14 +464,14 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // To unmap a lot at once would keep others from mapping anything meanwhile.
+        // An unmap of a large range in one step would block other changes of the address space.
         if self.guard.is_some() && self.taken > AT_ONCE {
             self.forget_pages();
         }
-        // The range leaves the SIGBUS registry before another mapping can take its address.
+        // The range must leave the SIGBUS registry before another mapping can use its address.
         self.guard = None;
-        // SAFETY: the range was mapped by us, and every `SharedBytes` into it held an `Arc` of the
-        // mapping that this was part of, so nothing can touch it any more.
+        // SAFETY: this object mapped the range, and every `SharedBytes` into it held an `Arc` of
+        // its mapping, so no access is possible any more.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.taken) };
     }
 }
@@ -475,15 +485,15 @@ impl fmt::Debug for Mapping {
     }
 }
 
-/// The size of a page of this machine's memory, in bytes.
+/// Page size of this machine in bytes.
 pub(crate) fn page_size() -> usize {
     rustix::param::page_size()
 }
 
-/// The size of the pages that a file is mapped in, in bytes.
+/// Page size in which a file is mapped, in bytes.
 ///
-/// Asks the file system only if that is the kernel's own memory, which alone has seals: a
-/// file system of somebody else's may take its time.
+/// Only files that support seals, which are the kernel's own memory, are asked by `fstatfs`: the
+/// file system of a peer could block that call.
 fn page_size_of(fd: impl AsFd) -> usize {
     /// `HUGETLBFS_MAGIC`.
     const HUGETLBFS: u64 = 0x9584_58f6;
@@ -560,9 +570,9 @@ mod tests {
         for len in [0, u64::MAX] {
             assert!(Mapping::shared_huge("none", len).is_err());
         }
-        // More than any machine sets aside is refused now, and not when it is touched.
+        // A size beyond any machine's reservation is refused at once, not on access.
         assert!(Mapping::shared_huge("all", 1 << 46).is_err());
-        // Whether there is one depends on the machine.
+        // One huge page may or may not be available on the machine.
         if let Ok(mapping) = Mapping::shared_huge("one", 5) {
             assert_eq!(mapping.len() as u64, HUGE_PAGE);
             mapping.bytes().fill(0, mapping.len(), 7).unwrap();

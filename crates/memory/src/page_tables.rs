@@ -1,23 +1,25 @@
-//! What the kernel keeps for memory of peers that was touched.
+//! Limit for the page tables of peers' memory.
 //!
-//! A peer may share a terabyte of which nothing is there, and have one byte of every 2 MiB touched:
-//! each costs a page table, of 4 KiB, for as long as the memory is mapped. An honest peer's memory
-//! is there, and its page tables are a 512th of it. Nothing that can be seen when memory is shared
-//! tells the one from the other (an honest machine's comes while it boots), so it is not refused.
-//! Instead the page tables are thrown away when there are more than belong to what is there: the
-//! memory stays as it is, and what is touched again is found again, a microsecond later.
+//! A peer may share a sparse terabyte and have one byte of every 2 MiB touched: each touch
+//! allocates a page table of 4 KiB, for as long as the memory is mapped. An honest peer's memory
+//! is allocated, and its page tables are a 512th of it. When memory is shared, the two cases look
+//! the same (an honest guest's memory is allocated while the guest boots), so sparse memory is
+//! not refused. Instead, page tables are freed when there are more than the allocated memory
+//! needs. The memory keeps its content, and a page that is touched again costs a page fault of a
+//! microsecond.
 //!
-//! A thread does that while so much is shared that it could matter (`MATTERS`); without a peer that
-//! shares as much, there is no such thread. Two things have it look:
+//! A thread checks the page tables while enough memory is shared that they could exceed the limit
+//! (`MATTERS`); otherwise the thread does not exist. Two events trigger a check:
 //!
-//! * *Whoever touches a peer's memory*. To touch a place makes two page tables at most, and only if
-//!   it is a page fault. So who works for a peer with enough memory for that
-//!   ([`DmaTable::is_sparse`](crate::DmaTable::is_sparse)) counts the places, and after [`SPEND`] of
-//!   them it asks ([`ask`]). If the process has had page faults since the last look, it waits for
-//!   another look, and for what is thrown away then. So it can make no more page tables between two
-//!   looks than it has places to spend.
-//! * *Time*, for what is not counted (admin commands and queues, which a controller has few of): 100
-//!   to 200 times a second, as long as any thread is [`Awake`] that touches such memory.
+//! * *Touches of a peer's memory.* A touch allocates at most two page tables, and only by a page
+//!   fault. Therefore a thread that works for a peer with enough memory
+//!   ([`DmaTable::is_sparse`](crate::DmaTable::is_sparse)) counts the touched places and calls
+//!   [`ask`] after [`SPEND`] of them. If the process had page faults since the last check, the
+//!   thread waits for another check, and for the removal of excess page tables. So it cannot
+//!   allocate more page tables between two checks than it has places to spend.
+//! * *Time*, for touches that are not counted (admin commands and queues, which are few per
+//!   controller): 100 to 200 checks per second, as long as any thread is [`Awake`] that touches
+//!   such memory.
 
 use crate::file_status::FileStatus;
 use crate::losses::{self, SMALL};
@@ -29,73 +31,73 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, LazyLock, Weak};
 use std::time::Duration;
 
-/// What page tables of peers' memory may take, in bytes, apart from those that belong to what is
-/// there.
+/// Bytes of page tables of peers' memory that are allowed, besides those of allocated memory.
 const ALLOWED: u64 = 16 << 20;
 
-/// Memory that one page table is for, in bytes.
+/// Bytes of memory that one page table maps.
 pub const SPAN: u64 = 2 << 20;
-/// The size of a page table, in bytes.
+/// Size of a page table in bytes.
 const TABLE: u64 = 4096;
 
-/// Mappings of this many bytes in all can have more page tables than are allowed.
+/// Total bytes of mappings from which their page tables can exceed the limit.
 pub(crate) const MATTERS: u64 = ALLOWED / TABLE * SPAN;
 
-/// Places of a peer's memory that may be touched before somebody asks whether that was too much.
+/// Number of places of a peer's memory that a thread may touch before it calls [`ask`].
 pub const SPEND: u64 = 2048;
-/// Page faults of the process since the last look that are no reason for another one.
+/// Page faults of the process since the last check that do not trigger another check.
 const FEW_FAULTS: u64 = 1024;
 
-/// The shortest and the longest time between two looks. What a worker touches comes without notice,
-/// and with 50 ms a peer got to 117 MiB before the first look.
+/// Shortest and longest time between two checks. I/O threads touch memory without notice, and
+/// with 50 ms, a peer reached 117 MiB before the first check.
 const SOON: Duration = Duration::from_millis(5);
 const LATE: Duration = Duration::from_millis(10);
 
-/// So much more since the last look is a reason to look again soon, in bytes.
+/// Growth in bytes between two checks after which the next one follows soon.
 const GROWS: u64 = 1 << 20;
 
-/// Threads that may touch peers' memory now.
+/// Number of threads that may touch peers' memory now.
 static AWAKE: AtomicUsize = AtomicUsize::new(0);
-/// The thread that looks waits until one of them is awake.
+/// True while the checking thread waits for one of these threads to be awake.
 static WAITS: AtomicBool = AtomicBool::new(false);
-/// How many looks were begun, and how many of them are over.
+/// Number of started checks, and of finished checks.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
 static OVER: AtomicU64 = AtomicU64::new(0);
-/// The page faults that the process had had when the last look was begun.
+/// Page faults of the process at the start of the last check.
 static FAULTS: AtomicU64 = AtomicU64::new(0);
-/// There is a thread that looks.
+/// True while the checking thread exists.
 static RUNS: AtomicBool = AtomicBool::new(false);
-/// Somebody wants a look. For the thread that looks, while it waits.
+/// Request for a check, on which the checking thread waits.
 static GATE: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
 
-/// A look at the page tables that somebody waits for.
+/// Requested check of the page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Look(u64);
 
 impl Look {
-    /// Whether it is over, and what was too much is gone.
+    /// True if the check is finished and the excess page tables are freed.
     #[must_use]
     pub fn is_over(self) -> bool {
         OVER.load(SeqCst) >= self.0 || !RUNS.load(SeqCst)
     }
 }
 
-/// Whether the page tables of ranges of a peer's memory of these lengths could be too many: who
-/// touches them counts that.
+/// True if the page tables of a peer's ranges of these lengths could exceed the limit, so that
+/// threads that touch the memory have to count their touches.
 #[must_use]
 pub fn could_be_too_many(ranges: impl IntoIterator<Item = u64>) -> bool {
     ranges.into_iter().map(reach).fold(0, u64::saturating_add) > MATTERS
 }
 
-/// What the page tables of a range of this length can map at most, in bytes.
+/// Upper bound of the bytes that the page tables of a range of `len` bytes can map.
 pub(crate) fn reach(len: u64) -> u64 {
     len.saturating_add(2 * SPAN)
 }
 
-/// The caller has touched [`SPEND`] places of a peer's memory, and all that it has touched before
-/// now is done: what it has to wait for before it touches more, if there is any such thing.
+/// Requests a check after the caller has touched [`SPEND`] places of a peer's memory.
 ///
-/// A system call, and a wakeup if it is to wait.
+/// All of the caller's earlier accesses must have finished. Returns the check for which the
+/// caller has to wait before it touches more, or `None` if no check is necessary. Costs a system
+/// call, and a wakeup if a check is requested.
 #[must_use]
 pub fn ask() -> Option<Look> {
     if !RUNS.load(SeqCst) || faults().saturating_sub(FAULTS.load(SeqCst)) < FEW_FAULTS {
@@ -107,30 +109,31 @@ pub fn ask() -> Option<Look> {
     Some(look)
 }
 
-/// A number that changes when page tables of a peer's memory are thrown away, or go with their
-/// mapping: what was touched before that is not known to have one any more.
+/// Number that changes when page tables of a peer's memory are freed, alone or with their
+/// mapping. Memory that was touched before the change may have no page table any more.
 #[must_use]
 pub fn epoch() -> u64 {
     losses::count()
 }
 
-/// Page faults of this process that no disk was read for, ever: those of the kernel's own accesses
-/// on its behalf included.
+/// Minor page faults of this process since its start, including those of kernel accesses on its
+/// behalf.
 fn faults() -> u64 {
     crate::thread_usage::process_faults()
 }
 
-/// A thread that may touch peers' memory is awake. While there is none, nobody looks at page tables,
-/// so an idle process stays idle.
+/// Marks the calling thread as awake: it may touch peers' memory. While no thread is awake, no
+/// checks run, so that an idle process stays idle.
 #[derive(Debug)]
 pub struct Awake(());
 
 impl Awake {
-    /// From now until it is dropped.
+    /// Marks the thread as awake until the value is dropped.
     #[must_use]
     pub fn new() -> Self {
         AWAKE.fetch_add(1, SeqCst);
-        // Either this sees that the other waits, or the other sees that it must not.
+        // Both sides store first and load then, so at least one of them sees the other's store:
+        // this thread wakes the checking thread, or the checking thread does not sleep.
         if WAITS.load(SeqCst) {
             let _gate = GATE.0.lock();
             GATE.1.notify_all();
@@ -151,8 +154,8 @@ impl Drop for Awake {
     }
 }
 
-/// Returns after that time, or when a look is wanted; and not before a thread is awake that touches
-/// peers' memory.
+/// Waits for `time` or until a check is requested, and in any case until a thread is awake that
+/// touches peers' memory.
 fn wait_for_somebody(time: Duration) {
     let mut wanted = GATE.0.lock();
     if !*wanted {
@@ -171,13 +174,13 @@ fn wait_for_somebody(time: Duration) {
 #[derive(Default)]
 struct Registry {
     mappings: Vec<Weak<Mapping>>,
-    /// What they have in all, when it was last counted, and what came since.
+    /// Total bytes of the mappings at the last count, plus those added since.
     bytes: u64,
 }
 
 static REGISTRY: LazyLock<Mutex<Registry>> = LazyLock::new(Mutex::default);
 
-/// Keeps the page tables of a peer's mapping within bounds from now on.
+/// Adds a peer's mapping to those whose page tables are limited.
 pub fn watch(mapping: &Arc<Mapping>) {
     let len = mapping.len() as u64;
     if len < SMALL {
@@ -190,7 +193,7 @@ pub fn watch(mapping: &Arc<Mapping>) {
         registry.count();
         if registry.bytes > MATTERS {
             let thread = std::thread::Builder::new().name("page-tables".into());
-            // Before it is there, because it may be over before this goes on.
+            // Set before the start, because the thread may end before `spawn` returns.
             RUNS.store(true, SeqCst);
             if thread.spawn(run).is_err() {
                 RUNS.store(false, SeqCst);
@@ -200,7 +203,7 @@ pub fn watch(mapping: &Arc<Mapping>) {
 }
 
 impl Registry {
-    /// Counts those that are there, and forgets the others.
+    /// Counts the bytes of existing mappings and removes the entries of dropped ones.
     fn count(&mut self) {
         self.bytes = 0;
         let bytes = &mut self.bytes;
@@ -230,7 +233,7 @@ fn run() {
         }
         let now = in_use();
         if now > ALLOWED.max(floor) {
-            // What is left afterwards is not theirs.
+            // The page tables that remain do not belong to sparse memory of peers.
             floor = trim(now).saturating_add(ALLOWED);
         }
         wait = if now > before + GROWS { SOON } else { (wait * 2).min(LATE) };
@@ -239,8 +242,8 @@ fn run() {
     }
 }
 
-/// Throws page tables away, if there are more than belong to what is there. What can not be thrown
-/// away, in bytes: by what is there, or by whose it is.
+/// Frees page tables if there are more than the allocated memory needs. Returns the bytes of page
+/// tables that remain: those of allocated memory, and those of other memory.
 fn trim(now: u64) -> u64 {
     let mappings: Vec<_> = REGISTRY.lock().mappings.iter().filter_map(Weak::upgrade).collect();
     let mut there = HashMap::new();
@@ -261,7 +264,7 @@ fn trim(now: u64) -> u64 {
     in_use()
 }
 
-/// The size of this process's page tables, in bytes.
+/// Size of this process's page tables in bytes.
 pub(crate) fn in_use() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:"));
@@ -275,7 +278,7 @@ mod tests {
     use crate::Protection;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-    /// What a process has is what all of its tests have.
+    /// Serializes the tests: the page tables of the process are shared by all of them.
     static ALONE: Mutex<()> = Mutex::new(());
 
     fn sparse(len: u64) -> Arc<Mapping> {
@@ -294,7 +297,7 @@ mod tests {
             mapping.bytes().write_from(place + 8, &place.to_ne_bytes()).unwrap();
         }
         let touched = in_use();
-        // 16 MiB are added; other tests may free some of theirs meanwhile.
+        // The test adds 16 MiB; other tests may free some of their page tables meanwhile.
         assert!(touched >= before + 12 * (1 << 20), "{before} to {touched}");
         let lines = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
         let maps = lines();
@@ -305,8 +308,8 @@ mod tests {
         assert!(places().all(|place| mapping.bytes().read::<usize>(place + 8) == Some(place)));
     }
 
-    /// Who asks in time has no more than is allowed and what is touched between two looks, however
-    /// slowly the thread looks.
+    /// A thread that waits for its checks is bounded by the limit plus the touches between two
+    /// checks, however slow the checking thread is.
     #[test]
     fn who_waits_for_the_look_has_a_bound() {
         let _alone = ALONE.lock();
@@ -334,10 +337,10 @@ mod tests {
                 }
             }
         }
-        // All of them would be 512 MiB. Other tests have some of their own.
+        // Without the limit, 512 MiB would be in use. Other tests have some page tables too.
         assert!(most <= ALLOWED + 2 * SPEND * TABLE + (4 << 20), "{most}");
         assert!(waits > 8, "{waits}");
-        // What was touched before is found without a fault, and is no reason to wait.
+        // Memory that was touched before has page tables, so it causes no fault and no wait.
         let look = ask();
         while look.is_some_and(|look| !look.is_over()) {
             std::thread::yield_now();
@@ -348,7 +351,7 @@ mod tests {
         assert_eq!(ask(), None);
     }
 
-    /// As many ranges as a client likes, of the same memory.
+    /// Any number of ranges of the same memory.
     #[test]
     fn a_client_that_touches_here_and_there_has_no_more_than_is_allowed() {
         let _alone = ALONE.lock();
@@ -366,13 +369,14 @@ mod tests {
             }
             most = most.max(in_use());
         }
-        // All of them would be 512 MiB. How far it gets in between depends on the machine.
+        // Without the limit, 512 MiB would be in use. The peak between two checks depends on the
+        // machine.
         let until = std::time::Instant::now() + Duration::from_secs(20);
         while in_use() > before + 2 * ALLOWED {
             assert!(std::time::Instant::now() < until, "{} of at most {most}", in_use());
             std::thread::sleep(LATE);
         }
-        // Nobody looks while nobody touches anything, and then somebody does again.
+        // No checks run while no thread is awake; they continue when one is.
         drop(awake);
         while !WAITS.load(SeqCst) {
             assert!(std::time::Instant::now() < until, "it goes on looking");

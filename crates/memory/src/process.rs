@@ -1,4 +1,4 @@
-//! What a process takes along when it replaces itself by another program, or was started with.
+//! Inherited descriptors, `exec`, and signal masks.
 
 use rustix::io::FdFlags;
 use std::ffi::{CString, OsStr};
@@ -6,38 +6,37 @@ use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 
-/// The descriptor with this number, if whoever started this process has left it to it.
+/// Takes ownership of the descriptor `number` if the parent process passed it.
 ///
-/// Such a descriptor does not close when another program is executed, or it would not be here.
-/// All that this program opens itself does. It is marked so as well when it is taken, so it can be
-/// taken once. Standard input, output and error are not taken.
+/// An inherited descriptor lacks the close-on-exec flag, whereas all descriptors that this
+/// program opens have it. The flag is set by this call, so that a descriptor can be taken only
+/// once. Standard input, output and error are not taken.
 ///
-/// What other code has opened without that mark could be taken from it: this is for the beginning
-/// of a program.
+/// Descriptors that other code has opened without the flag would be taken as well, so this
+/// function is for the start of a program.
 #[must_use]
 pub fn take_inherited(number: RawFd) -> Option<OwnedFd> {
     if number <= 2 {
         return None;
     }
-    // SAFETY: it is looked at by calls that do no harm if nothing is open under this number; the
-    // borrow ends here.
+    // SAFETY: the number is used only by calls that fail without harm if it is not open; the
+    // borrow ends before the descriptor is owned.
     let looked_at = unsafe { BorrowedFd::borrow_raw(number) };
     let flags = rustix::io::fcntl_getfd(looked_at).ok()?;
     if flags.contains(FdFlags::CLOEXEC) {
         return None;
     }
     rustix::io::fcntl_setfd(looked_at, flags | FdFlags::CLOEXEC).ok()?;
-    // SAFETY: it is open, and nobody here has opened it, as it was not marked. From now on it is
-    // marked, so nobody gets it twice.
+    // SAFETY: the descriptor is open, and no code of this process has opened it, because the
+    // close-on-exec flag was clear. The flag is set now, so no other caller gets the descriptor.
     Some(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// Replaces this process by another program, with the same environment. Returns only if that
-/// fails; then nothing has changed. Nothing is done to signals: what is ignored and blocked stays
-/// so.
+/// Replaces this process by another program, with the same environment (`execv`). Returns only if
+/// that fails, without any change. Ignored and blocked signals stay so.
 ///
 /// # Errors
-/// Always: why it has failed.
+/// Always the reason of the failure.
 pub fn execute(
     program: &OsStr,
     arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
@@ -50,31 +49,31 @@ pub fn execute(
     };
     let mut pointers: Vec<_> = arguments.iter().map(|argument| argument.as_ptr()).collect();
     pointers.push(std::ptr::null());
-    // SAFETY: strings that end with zero, and a list of them that ends with null; all of them live
-    // until the call returns, if it does.
+    // SAFETY: the strings end with NUL and the list of them with null; all of them live until the
+    // call returns.
     unsafe { libc::execv(program.as_ptr(), pointers.as_ptr()) };
     io::Error::last_os_error()
 }
 
-/// From now on these signals wait, those that come to this thread, and to those that it starts;
-/// if all threads have them wait, those that come to the process do.
+/// Blocks signals in this thread and in threads that it starts later. A signal to the process
+/// stays pending if all threads block it.
 ///
 /// # Errors
-/// The system's.
+/// The error of the system call.
 pub fn block_signals(signals: &[i32]) -> io::Result<()> {
     change_mask(libc::SIG_BLOCK, signals)
 }
 
-/// The other way round: those that wait come now.
+/// Unblocks signals in this thread, which delivers pending ones.
 ///
 /// # Errors
-/// The system's.
+/// The error of the system call.
 pub fn unblock_signals(signals: &[i32]) -> io::Result<()> {
     change_mask(libc::SIG_UNBLOCK, signals)
 }
 
 fn change_mask(how: libc::c_int, signals: &[i32]) -> io::Result<()> {
-    // SAFETY: the set is made empty before it is used, and the calls write to nothing else.
+    // SAFETY: the set is initialized before it is used, and the calls write to nothing else.
     let outcome = unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
@@ -97,7 +96,7 @@ mod tests {
         assert!(take_inherited(own.as_raw_fd()).is_none(), "it was opened here");
         assert!(take_inherited(1).is_none() && take_inherited(-1).is_none());
         assert!(take_inherited(RawFd::MAX).is_none());
-        // As one is that was there before this program.
+        // Simulates a descriptor that the process inherited.
         let number = OwnedFd::from(left);
         rustix::io::fcntl_setfd(&number, FdFlags::empty()).unwrap();
         let number = std::os::fd::IntoRawFd::into_raw_fd(number);

@@ -1,25 +1,27 @@
-//! On which processors this process may run.
+//! Processors on which this process may run (CPU affinity).
 
 use rustix::thread::{CpuSet, sched_getaffinity};
 use std::sync::OnceLock;
 
 static SETTLED: OnceLock<CpuSet> = OnceLock::new();
 
-/// The processors of this process: those of its first thread. As they were [settled](settle).
+/// CPU affinity of the first thread of this process, or the value that [`settle`] stored.
 #[must_use]
 pub fn processors() -> CpuSet {
     SETTLED.get().copied().unwrap_or_else(ask)
 }
 
-/// From now on the [`processors`] are those of now, and the system is not asked any more: for a
-/// process that is about to give up that system call. The allocator of the GNU C library asks for
-/// their number when there are several threads; it is told what it would make of it.
+/// Stores the current CPU affinity, so that [`processors`] makes no system call any more: for a
+/// process that is about to forbid that call by seccomp.
+///
+/// The allocator of glibc also queries the number of processors when several threads exist. Its
+/// limit of arenas is therefore set to the value that it would compute.
 pub fn settle() {
     let processors = SETTLED.get_or_init(ask);
     #[cfg(target_env = "gnu")]
     {
         let arenas = i32::try_from(processors.count()).unwrap_or(1).max(1).saturating_mul(8);
-        // SAFETY: it sets a number of the allocator's.
+        // SAFETY: the call sets a parameter of the allocator.
         unsafe { libc::mallopt(libc::M_ARENA_MAX, arenas) };
     }
 }

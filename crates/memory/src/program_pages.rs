@@ -1,39 +1,40 @@
-//! The pages of the program itself, in a process that is to be small.
+//! Release of the resident pages of the program and its libraries, to reduce the memory of a
+//! process.
 
 use rustix::mm::{Advice, madvise};
 use std::ffi::c_void;
 use std::io;
 use std::ops::Range;
 
-/// A part of a file that is mapped and that nobody writes to: the program's code or constants, or a
-/// library's.
+/// Mapped part of a file that is not writable: code or constants of the program or a library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Part {
     addresses: Range<usize>,
     file: String,
     is_code: bool,
-    /// There are pages that are not the file's: it was written to before it was protected.
+    /// True if pages differ from the file: they were written before the part was protected.
     has_copies: bool,
 }
 
-/// Has this process hold none of the pages of its program and its libraries that it has not written
-/// to. What it needs of them comes back with a page fault, from the system's page cache. For a
-/// process that has begun, is to sleep for a long time, and counts by what it holds.
+/// Drops all resident pages of the program and its libraries that were never written.
+///
+/// Dropped pages return by page faults from the page cache when they are needed. For a process
+/// that has finished its start-up, sleeps most of the time, and is to have a small resident set.
 ///
 /// # Errors
-/// The system's; what was let go of then stays so.
+/// The error of the system call. Pages that were dropped before the error stay so.
 pub fn let_go_of_program() -> io::Result<()> {
     for part in unwritten(&std::fs::read_to_string("/proc/self/smaps")?) {
         let start = std::ptr::with_exposed_provenance_mut::<c_void>(part.start);
-        // SAFETY: this range is a file's, of an object that was loaded and that is never unloaded
-        // (it has code), so nothing else can be there by now; it can not be written to, and has no
-        // page that differs from the file. So whoever reads or executes it finds what was there.
+        // SAFETY: the range belongs to a file of a loaded object that is never unloaded (it
+        // contains code), so no other mapping can have replaced it. It is not writable and has no
+        // page that differs from the file, so a later access finds the same content.
         unsafe { madvise(start, part.len(), Advice::LinuxDontNeed)? };
     }
     Ok(())
 }
 
-/// What of `smaps` was loaded, and not written to since.
+/// Address ranges of `smaps` that belong to loaded objects and were never written.
 fn unwritten(smaps: &str) -> Vec<Range<usize>> {
     let mut parts: Vec<Part> = Vec::new();
     let mut is_part = false;
@@ -53,15 +54,15 @@ fn unwritten(smaps: &str) -> Vec<Range<usize>> {
     whole.map(|part| part.addresses.clone()).collect()
 }
 
-/// A line that begins a mapping; and the mapping, if it is a file's and is not written to. Until its
-/// line of copies is seen, it has some.
+/// Parses a line that starts a mapping. The inner value is set if the mapping is a file that is
+/// not writable; it counts as having copies until its `Anonymous:` line is parsed.
 fn mapping(line: &str) -> Option<Option<Part>> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
     let address = |text| usize::from_str_radix(text, 16).ok();
     let addresses = address(start)?..address(end)?;
     let access = words.next()?;
-    // A path may have spaces in it.
+    // A path may contain spaces.
     let file = line.find('/').and_then(|at| line.get(at..));
     let part = file.filter(|_| matches!(access, "r-xp" | "r--p")).map(|file| Part {
         addresses,
@@ -108,7 +109,7 @@ a000-b000 r-xp 00000000 fe:00 9 /bin/x
             let line = status.lines().find_map(|line| line.strip_prefix("RssFile:")).unwrap();
             line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
         };
-        // All of it was touched.
+        // Every page of the program was touched.
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let bytes: usize = unwritten(&smaps).iter().map(|part| part.len()).sum();
         assert!(bytes > 1 << 20, "{bytes} bytes are this program's");

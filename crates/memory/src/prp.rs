@@ -1,22 +1,22 @@
-//! Physical Region Pages (Base 2.1, "PRP Entry and List Layout").
+//! Physical Region Page entries and lists (Base 2.1, "PRP Entry and List Layout").
 
 use crate::dma::View;
 use crate::error::DataPointerError;
 use crate::segments::Segments;
 
-/// Entries that are fetched from a PRP list at once: half a kilobyte, copied before it is checked.
+/// PRP list entries per read: 512 bytes, copied before they are validated.
 const CHUNK: usize = 64;
 
 impl View {
     /// Resolves `len` bytes of data that PRP Entry 1 and 2 of a command describe.
     ///
-    /// `page` is the memory page size that the host set (CC.MPS), a power of two of at least 4096.
-    /// `write` says that the device will write the data (a Read command). The list is read once,
-    /// and only as many entries as `len` needs are looked at, so a list that the host changes, or
-    /// one that points at itself, costs no more than its command's size.
+    /// `page` is the host's memory page size (CC.MPS), a power of two of at least 4096. `write`
+    /// is set if the device writes the data (a Read command). The list is read once, and only the
+    /// entries that `len` needs, so a list that the host changes meanwhile or that points to
+    /// itself cannot cost more than the command's size.
     ///
     /// # Errors
-    /// [`DataPointerError`]; `into` is then left without data.
+    /// [`DataPointerError`]; `into` is empty then.
     #[inline(always)]
     pub fn resolve_prps(
         &self,
@@ -27,7 +27,8 @@ impl View {
         write: bool,
         into: &mut Segments,
     ) -> Result<(), DataPointerError> {
-        // A piece of one page, seen before: no list, no second entry.
+        // Fast path: data within one page of the map of the last hit needs neither a list nor PRP
+        // 2.
         let offset = prp1 as usize & (page - 1);
         if prp1 & 3 == 0 && len <= page - offset && into.set_whole(self, prp1, len, write) {
             return Ok(());
@@ -96,8 +97,8 @@ impl View {
         }
         let mut at = list;
         loop {
-            // Entries from `at` to the end of its page; the last one there is the pointer to the
-            // next list if more entries are needed than fit.
+            // Number of entries from `at` to the end of its page. The last entry of the page is
+            // the pointer to the next list if more entries are needed than fit.
             let in_page = ((page as u64 - (at & mask)) / 8) as usize;
             let needed = left.div_ceil(page);
             let take = needed.min(in_page).min(CHUNK);
@@ -105,7 +106,7 @@ impl View {
             let mut raw = [[0u8; 8]; CHUNK];
             let entries = &mut raw[..take];
             self.read(at, entries.as_flattened_mut())?;
-            // Pages that follow on each other, as most do, are looked up as one.
+            // Contiguous pages, which are the usual case, are translated together.
             let (mut start, mut run) = (0u64, 0);
             for (index, entry) in entries.iter().enumerate() {
                 let entry = u64::from_le_bytes(*entry);

@@ -1,19 +1,20 @@
-//! A queue's memory.
+//! Memory of a queue: a ring of fixed-size entries.
 
 use crate::dma::DmaTable;
 use crate::error::Fault;
 use crate::shared::SharedBytes;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// The entries, of `SIZE` bytes each (a power of two), of a physically contiguous queue: contiguous
-/// in the peer's addresses, and nearly always in ours too, though the peer may have mapped
-/// neighbouring pages separately.
+/// Ring of entries of `SIZE` bytes each (a power of two) in physically contiguous queue memory.
 ///
-/// Indices are the owner's own, kept inside the ring by its arithmetic; one outside is a bug of
-/// ours and not a peer's doing, and panics.
+/// The memory is contiguous in the peer's addresses, and nearly always in this process too,
+/// although the peer may have mapped neighbouring pages separately.
+///
+/// Indices come from the owner's own arithmetic, which keeps them inside the ring. An index
+/// outside is a bug of this program, not an error of the peer, and panics.
 #[derive(Clone, Debug)]
 pub struct Ring<const SIZE: usize> {
-    /// The first piece, and mostly the only one.
+    /// First piece, nearly always the only one.
     whole: Piece,
     others: Vec<Piece>,
     entries: u32,
@@ -27,14 +28,13 @@ struct Piece {
 }
 
 impl<const SIZE: usize> Ring<SIZE> {
-    /// Resolves a queue of `entries` entries at `iova`. The device writes it (a completion queue)
-    /// if `write`.
+    /// Resolves a queue of `entries` entries at `iova`. `write` is set if the device writes the
+    /// queue (a completion queue).
     ///
     /// # Errors
-    /// [`Fault`] with the first address that is not mapped as needed, or at which an entry would
-    /// cross from one map to another, or lie at an address of this process that is not aligned to
-    /// 8. (Entries are aligned to their size and maps to pages: neither happens to an aligned
-    /// queue.)
+    /// [`Fault`] with the first address that is not mapped for the access, at which an entry
+    /// would cross from one map to another, or whose address in this process is not aligned to 8.
+    /// (An aligned queue in page-aligned maps has neither of the last two.)
     pub fn resolve(table: &DmaTable, iova: u64, entries: u32, write: bool) -> Result<Self, Fault> {
         const { assert!(SIZE.is_power_of_two()) };
         let mut pieces: Vec<Piece> = Vec::new();
@@ -60,7 +60,7 @@ impl<const SIZE: usize> Ring<SIZE> {
         Ok(Self { whole, others: pieces.collect(), entries })
     }
 
-    /// A ring in the process's own memory: the driver's side.
+    /// Creates a ring in the process's own memory, for the driver.
     ///
     /// `None` if `bytes` is too short, or not aligned to 8 bytes.
     #[must_use]
@@ -74,20 +74,21 @@ impl<const SIZE: usize> Ring<SIZE> {
         })
     }
 
-    /// How many entries the ring has.
+    /// Number of entries.
     #[inline]
     #[must_use]
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// The `count` entries from `index` on, as bytes, if they lie in one piece.
+    /// Bytes and offset of the `count` entries from `index`, if they lie in one piece.
     ///
-    /// Where they start is aligned to 8: `resolve` and `over` saw to that, and `SIZE` keeps it so.
+    /// The offset is aligned to 8: `resolve` and `over` checked the start, and `SIZE` preserves
+    /// that.
     #[inline]
     pub(crate) fn run(&self, index: u32, count: usize) -> Option<(&SharedBytes, usize)> {
         let (first, past) = (index as usize, self.whole.count as usize);
-        // Nearly every queue lies in one map.
+        // Fast path: nearly every queue lies in one map.
         if first < past && count <= past - first {
             return Some((&self.whole.bytes, first * SIZE));
         }
@@ -102,20 +103,20 @@ impl<const SIZE: usize> Ring<SIZE> {
         Some((&piece.bytes, (index - piece.first) as usize * SIZE))
     }
 
-    /// A copy of entry `index`.
+    /// Copies entry `index`.
     ///
     /// # Panics
-    /// If `index` is outside of the ring: a bug of the caller.
+    /// If `index` is outside the ring: a bug of the caller.
     #[inline]
     #[must_use]
     pub fn read<T: FromBytes>(&self, index: u32) -> T {
         const { assert!(size_of::<T>() <= SIZE) };
         let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
-        // SAFETY: a run lies inside its bytes, and a `T` in an entry.
+        // SAFETY: a run lies inside its bytes, and a `T` fits an entry.
         unsafe { bytes.read_at(offset) }
     }
 
-    /// A copy of the `T` at byte `offset` of entry `index`; `None` past the end of the ring or of
+    /// Copies the `T` at byte `offset` of entry `index`. `None` beyond the end of the ring or of
     /// the entry.
     #[inline]
     #[must_use]
@@ -124,7 +125,7 @@ impl<const SIZE: usize> Ring<SIZE> {
             return None;
         }
         let (bytes, entry) = self.run(index, 1)?;
-        // SAFETY: a run lies inside its bytes, and the value in an entry.
+        // SAFETY: a run lies inside its bytes, and the value lies inside the entry.
         Some(unsafe { bytes.read_at(entry + offset) })
     }
 
@@ -137,12 +138,12 @@ impl<const SIZE: usize> Ring<SIZE> {
         const { assert!(size_of::<T>() <= SIZE) };
         let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
         assert!(bytes.is_writable(), "the ring can be written");
-        // SAFETY: a run lies inside its bytes, which can be written, and a `T` in an entry.
+        // SAFETY: a run lies inside its bytes, which are writable, and a `T` fits an entry.
         unsafe { bytes.write_at(offset, value) };
     }
 
-    /// Writes the eight words of entry `index` of a submission queue, the way that is quickest if
-    /// they are in registers.
+    /// Writes the eight words of entry `index` of a submission queue: the fastest way if the
+    /// words are in registers.
     ///
     /// # Panics
     /// As [`write`](Self::write).
@@ -151,12 +152,12 @@ impl<const SIZE: usize> Ring<SIZE> {
         const { assert!(SIZE == 64) };
         let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
         assert!(bytes.is_writable(), "the ring can be written");
-        // SAFETY: a run lies inside its bytes, which can be written.
+        // SAFETY: a run lies inside its bytes, which are writable.
         unsafe { bytes.write_words_at(offset, words) };
     }
 
-    /// Writes a 16-byte entry in two words, the second with release ordering: whoever sees the
-    /// second (which holds a completion's phase) sees the first.
+    /// Writes a 16-byte entry in two words, the second one with release ordering. A reader that
+    /// sees the second word (which holds a completion's phase tag) also sees the first.
     ///
     /// # Panics
     /// As [`write`](Self::write).
@@ -165,11 +166,11 @@ impl<const SIZE: usize> Ring<SIZE> {
         self.publish_run(index, &[words], 0);
     }
 
-    /// [Publishes](Self::publish) `entries` from `index` on, in order, each with the bits `with`
+    /// [Publishes](Self::publish) `entries` from `index`, in order, each with the bits `with`
     /// added to its second word.
     ///
     /// # Panics
-    /// As [`publish`](Self::publish); they may not reach past the end of the ring.
+    /// As [`publish`](Self::publish), or if the entries reach beyond the end of the ring.
     #[inline]
     pub fn publish_run(&self, index: u32, entries: &[[u64; 2]], with: u64) {
         const { assert!(SIZE == 16) };
@@ -177,7 +178,7 @@ impl<const SIZE: usize> Ring<SIZE> {
             let run = bytes.store_pairs_release(offset, entries, with);
             return run.expect("the ring can be written");
         }
-        // They lie in more than one piece.
+        // The entries lie in more than one piece.
         for (index, words) in (index..).zip(entries) {
             let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
             let done = bytes.store_pairs_release(offset, &[*words], with);
@@ -185,7 +186,7 @@ impl<const SIZE: usize> Ring<SIZE> {
         }
     }
 
-    /// The second word of a 16-byte entry, with acquire ordering: the other side of
+    /// Loads the second word of a 16-byte entry with acquire ordering, as the counterpart of
     /// [`publish`](Self::publish).
     ///
     /// # Panics
@@ -195,17 +196,17 @@ impl<const SIZE: usize> Ring<SIZE> {
     pub fn second_word(&self, index: u32) -> u64 {
         const { assert!(SIZE == 16) };
         let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
-        // SAFETY: a run lies inside its bytes and starts at an address that is aligned to 8.
+        // SAFETY: a run lies inside its bytes and starts at an address aligned to 8.
         unsafe { bytes.load_u64_at(offset + 8) }
     }
 
-    /// Asks the processor to bring entry `index` near for writing, if there is one.
+    /// Prefetches the cache line of entry `index` for writing, if the entry exists.
     #[inline]
     pub fn prefetch_for_write(&self, index: u32) {
         self.whole.bytes.prefetch_for_write(index as usize * SIZE);
     }
 
-    /// Asks the processor to bring entry `index` near, if there is one.
+    /// Prefetches the cache line of entry `index`, if the entry exists.
     #[inline]
     pub fn prefetch(&self, index: u32) {
         self.whole.bytes.prefetch(index as usize * SIZE);
@@ -238,8 +239,9 @@ mod tests {
 
     #[test]
     fn a_map_that_puts_entries_at_odd_addresses_is_a_fault() {
-        // A peer chooses both its IOVA and what lies there: a queue that is aligned in its
-        // addresses need not be in ours, and the words of an entry are stored as atomics.
+        // A peer chooses both the IOVA and the offset of the memory there: a queue that is
+        // aligned in its addresses may be misaligned in this process, where its words are stored
+        // as atomics.
         let mut space = DmaSpace::default();
         let memory = Mapping::anonymous(8192).unwrap().bytes();
         space.map(0x1001, 8191, &memory).unwrap();

@@ -1,4 +1,4 @@
-//! A command's data, as pieces of host memory.
+//! Data buffer of a command: a list of pieces of host memory.
 
 use crate::copy;
 use crate::dma::View;
@@ -8,10 +8,10 @@ use crate::shared::SharedBytes;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// A contiguous piece of host memory: what an `iovec` says.
+/// Contiguous piece of host memory with the layout of an `iovec`.
 ///
-/// The pair alone is only numbers; whoever hands it to the kernel must hold the [`Segments`] that
-/// it came from until the kernel is done with it.
+/// A segment does not keep its memory mapped: code that passes it to the kernel must hold the
+/// [`Segments`] that contain it until the kernel has finished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Segment {
@@ -20,28 +20,28 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// The address of the first byte in this process.
+    /// Address of the first byte in this process.
     #[inline]
     #[must_use]
     pub fn address(&self) -> usize {
         self.ptr.as_ptr() as usize
     }
 
-    /// The length in bytes, never 0.
+    /// Length in bytes, never 0.
     #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never: an empty piece is not kept.
+    /// Always false: empty pieces are not stored.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 }
 
-/// Who keeps the pieces mapped.
+/// Owner that keeps the pieces mapped.
 #[derive(Clone, Debug)]
 enum Keep {
     Nothing,
@@ -49,21 +49,21 @@ enum Keep {
     Bytes(#[allow(dead_code, reason = "held so that the memory stays mapped")] SharedBytes),
 }
 
-/// A command's data buffer, resolved: pieces of host memory in order, neighbours merged.
+/// Resolved data buffer of a command: pieces of host memory in order, with neighbours merged.
 ///
-/// It holds what keeps the memory mapped. Once its list has grown to what the commands of a queue
-/// need, [`clear`](Self::clear) and resolving again allocate nothing.
+/// The value keeps the memory mapped. Once its list has grown to the size that the commands of a
+/// queue need, [`clear`](Self::clear) and another resolution allocate nothing.
 #[derive(Debug)]
 pub struct Segments {
     list: Vec<Segment>,
     total: usize,
     writable: bool,
     keep: Keep,
-    /// Segments of the list that they were last resolved from, if that was an SGL.
+    /// Number of segments of the SGL from which the data was last resolved.
     lists: usize,
 }
 
-// `Segments` is not Send: a `View` counts its users without atomics.
+// `Segments` is not Send, because a `View` counts its users without atomics.
 
 impl Default for Segments {
     fn default() -> Self {
@@ -72,13 +72,14 @@ impl Default for Segments {
 }
 
 impl Segments {
-    /// No data.
+    /// Creates an empty buffer.
     #[must_use]
     pub const fn new() -> Self {
         Self { list: Vec::new(), total: 0, writable: false, keep: Keep::Nothing, lists: 0 }
     }
 
-    /// All of `bytes` as one piece: the process's own memory as a command's data.
+    /// Creates a buffer of one piece, all of `bytes`: the process's own memory as a command's
+    /// data.
     #[must_use]
     pub fn from_bytes(bytes: &SharedBytes) -> Self {
         let mut all = Self::new();
@@ -86,8 +87,8 @@ impl Segments {
         all
     }
 
-    /// All of `bytes` as one piece, as [`from_bytes`](Self::from_bytes) makes it, in the list's
-    /// room.
+    /// Replaces the data by all of `bytes` as one piece, as [`from_bytes`](Self::from_bytes)
+    /// does, and reuses the list's allocation.
     pub fn set_bytes(&mut self, bytes: &SharedBytes) {
         self.list.clear();
         if let (Some(ptr), false) = (NonNull::new(bytes.as_ptr()), bytes.is_empty()) {
@@ -97,7 +98,7 @@ impl Segments {
         self.keep = Keep::Bytes(bytes.clone());
     }
 
-    /// Lets go of the memory and of the view; keeps the list's room for the next command.
+    /// Releases the memory and the view. The list's allocation is kept for the next command.
     #[inline]
     pub fn clear(&mut self) {
         self.list.clear();
@@ -105,29 +106,28 @@ impl Segments {
         self.keep = Keep::Nothing;
     }
 
-    /// Has no data any more, but holds on to the view that they were resolved through, for a next
-    /// command through the same.
+    /// Removes the data but keeps the view, for the next command that uses the same view.
     #[inline]
     pub fn rewind(&mut self) {
         self.list.clear();
         self.total = 0;
     }
 
-    /// How many pieces the list has room for without an allocation.
+    /// Number of pieces that fit without an allocation.
     #[must_use]
     pub fn room(&self) -> usize {
         self.list.capacity()
     }
 
-    /// The data, taken out of the caller's hands: `self` is left without any.
+    /// Moves the data out and leaves `self` empty.
     #[inline]
     #[must_use]
     pub fn take(&mut self) -> Self {
         std::mem::take(self)
     }
 
-    /// Starts over, for data that is to be resolved through `view`; `write` if the device is to
-    /// write it (a Read command), in which case every address is checked to be writable.
+    /// Prepares for data that is resolved through `view`. `write` is set if the device writes the
+    /// data (a Read command): every address is then checked to be writable.
     #[inline(always)]
     pub(crate) fn start(&mut self, view: &View, write: bool) {
         self.list.clear();
@@ -143,29 +143,30 @@ impl Segments {
         }
     }
 
-    /// As [`start`](Self::start), for an SGL.
+    /// Prepares for data that is resolved from an SGL: see [`start`](Self::start).
     pub(crate) fn start_list(&mut self, view: &View, write: bool) {
         self.lists = 0;
         self.start(view, write);
     }
 
-    /// Another segment of an SGL is read.
+    /// Counts a segment of an SGL that is read.
     pub(crate) fn add_list(&mut self) {
         self.lists += 1;
     }
 
-    /// How many segments the SGL has that it was last resolved from: each in a place of its own.
+    /// Number of segments of the SGL from which the data was last resolved. Each one touches
+    /// another place in memory.
     #[must_use]
     pub fn lists(&self) -> usize {
         self.lists
     }
 
-    /// Becomes these ranges (address and length) of the memory that `view` has, one after the
-    /// other; `write` if the device is to write them, in which case every address is checked to be
+    /// Replaces the data by `ranges` (address and length) of the memory of `view`, in order.
+    /// `write` is set if the device writes the data: every address is then checked to be
     /// writable.
     ///
     /// # Errors
-    /// [`Fault`], and then there are no data.
+    /// [`Fault`]; the buffer is empty then.
     #[inline]
     pub fn resolve_ranges(
         &mut self,
@@ -188,14 +189,14 @@ impl Segments {
         Ok(())
     }
 
-    /// One piece, if `[iova, iova + len)` lies in the map that was last hit: what most commands
-    /// come to. `false`, and nothing changed, if not.
+    /// Replaces the data by one piece, if `[iova, iova + len)` lies in the map of the last hit,
+    /// as for most commands. Otherwise returns false, without a change.
     #[inline(always)]
     pub(crate) fn set_whole(&mut self, view: &View, iova: u64, len: usize, write: bool) -> bool {
         let Some(ptr) = view.translate_again(iova, len, write) else { return false };
         self.hold(view, write);
         self.total = len;
-        // The place of what was there before, which is less to do than to begin with none.
+        // Overwriting the first entry is cheaper than clearing the list and pushing.
         if let Some(first) = self.list.first_mut() {
             *first = Segment { ptr, len };
             self.list.truncate(1);
@@ -205,7 +206,7 @@ impl Segments {
         true
     }
 
-    /// Adds `[iova, iova + len)`, which may cross maps.
+    /// Appends `[iova, iova + len)`, which may cross maps.
     pub(crate) fn push(&mut self, view: &View, iova: u64, len: usize) -> Result<(), Fault> {
         let mut done = 0;
         while done < len {
@@ -220,8 +221,8 @@ impl Segments {
         Ok(())
     }
 
-    /// Adds `len` bytes, which are those of `bytes` again and again: memory that is there as long as
-    /// the process, and whose content nobody looks at.
+    /// Appends `len` bytes that repeat `bytes`: memory that lives as long as the process and
+    /// whose content is never read.
     pub(crate) fn push_again(&mut self, bytes: &'static SharedBytes, len: usize) {
         let Some(ptr) = NonNull::new(bytes.as_ptr()).filter(|_| !bytes.is_empty()) else { return };
         let mut done = 0;
@@ -238,25 +239,25 @@ impl Segments {
         if let Some(last) = self.list.last_mut()
             && last.ptr.as_ptr() as usize + last.len == ptr.as_ptr() as usize
         {
-            // Two maps can be neighbours in this process by chance; a copy over both is as good
-            // as two copies, since all of it is mapped. The pointer keeps the first one's
-            // provenance, which for memory that came from `mmap` is the exposed address space.
+            // Two maps can be neighbours in this process by chance. One copy over both equals two
+            // copies, since all of the memory is mapped. The pointer keeps the provenance of the
+            // first map, which for memory from `mmap` is the exposed address space.
             last.len += len;
             return;
         }
         self.list.push(Segment { ptr, len });
     }
 
-    /// The pieces, in order.
+    /// Pieces, in order.
     #[inline]
     #[must_use]
     pub fn pieces(&self) -> &[Segment] {
         &self.list
     }
 
-    /// The mapping in which the byte at `address` of this process lies, if it is among those that
-    /// the data can be in. Whoever hands the data to a device knows by that whether the device can
-    /// reach it.
+    /// Mapping that contains the byte at `address` of this process, among those that the data can
+    /// be in. A caller that passes the data to a device checks by it whether the device can
+    /// access the memory.
     #[must_use]
     pub fn mapping_at(&self, address: usize) -> Option<&Arc<Mapping>> {
         match &self.keep {
@@ -266,8 +267,8 @@ impl Segments {
         }
     }
 
-    /// Parts of these data in `into`, in order: `count` of them, each as long as the range
-    /// (offset and length) says, from one `stride` to the next. `None` if there are not so many.
+    /// Stores parts of the data in `into`, in order: `count` parts, each of the given (offset,
+    /// length) within its `stride`. `None` if the data is too short.
     #[must_use]
     pub fn select(
         &self,
@@ -291,7 +292,7 @@ impl Segments {
                     continue;
                 }
                 let n = (end - at).min(start + now.len - at);
-                // SAFETY: `at` is within the piece, which begins at `start`.
+                // SAFETY: `at` lies inside the piece, which begins at `start`.
                 into.add(unsafe { now.ptr.add(at - start) }, n);
                 at += n;
             }
@@ -300,7 +301,7 @@ impl Segments {
         Some(())
     }
 
-    /// Leaves the first `len` bytes.
+    /// Shortens the data to its first `len` bytes.
     pub fn truncate(&mut self, len: usize) {
         let mut left = len.min(self.total);
         self.total = left;
@@ -311,11 +312,10 @@ impl Segments {
         });
     }
 
-    /// Adds `[iova, iova + len)` of the memory that the data were resolved through: what else
-    /// belongs to them.
+    /// Appends `[iova, iova + len)` of the memory of `view`, through which the data was resolved.
     ///
     /// # Errors
-    /// [`Fault`], and the data are as they were.
+    /// [`Fault`]; the data is unchanged then.
     pub fn extend(&mut self, view: &View, iova: u64, len: usize) -> Result<(), Fault> {
         let (pieces, total) = (self.list.len(), self.total);
         let last = self.list.last().copied();
@@ -330,8 +330,8 @@ impl Segments {
         outcome
     }
 
-    /// Adds the data of `other` behind these. `None`, and nothing is added, if they are not of the
-    /// same memory and for the same direction.
+    /// Appends the data of `other`. `None`, without a change, if the two differ in view or
+    /// direction.
     #[must_use]
     pub fn append(&mut self, other: &Self) -> Option<()> {
         let is_same = match (&self.keep, &other.keep) {
@@ -346,36 +346,36 @@ impl Segments {
         Some(())
     }
 
-    /// The length of the data in bytes.
+    /// Length of the data in bytes.
     #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.total
     }
 
-    /// Whether there is no data.
+    /// True if the buffer has no data.
     #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.total == 0
     }
 
-    /// Whether the device may write the data.
+    /// True if the device may write the data.
     #[inline]
     #[must_use]
     pub fn is_writable(&self) -> bool {
         self.writable
     }
 
-    /// Whether every piece starts at and is as long as a multiple of `alignment` (a power of two):
-    /// what a direct I/O needs.
+    /// True if the address and the length of every piece are multiples of `alignment` (a power of
+    /// two), as direct I/O requires.
     #[inline]
     #[must_use]
     pub fn is_aligned(&self, alignment: usize) -> bool {
         self.list.iter().all(|s| (s.address() | s.len) & (alignment - 1) == 0)
     }
 
-    /// Calls `each` with the pieces of `[offset, offset + len)`; `None`, without a call, if the
+    /// Calls `each` with the pieces of `[offset, offset + len)`. `None`, without a call, if the
     /// data is shorter.
     #[inline]
     fn for_range(
@@ -405,8 +405,8 @@ impl Segments {
         Some(())
     }
 
-    /// Copies data from `offset` into all of `into`; `None`, and nothing copied, if there is not
-    /// enough.
+    /// Copies data from `offset` into all of `into`. `None`, without a copy, if the data is too
+    /// short.
     #[must_use]
     pub fn read_into(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         let mut done = 0;
@@ -420,8 +420,8 @@ impl Segments {
         })
     }
 
-    /// Copies all of `from` into the data at `offset`; `None`, and nothing copied, if there is not
-    /// enough room or the data was resolved for reading only.
+    /// Copies all of `from` into the data at `offset`. `None`, without a copy, if the data is too
+    /// short or was resolved for reading only.
     #[must_use]
     pub fn write_from(&self, offset: usize, from: &[u8]) -> Option<()> {
         if !self.writable {
@@ -437,7 +437,7 @@ impl Segments {
         })
     }
 
-    /// Sets `len` bytes of the data from `offset` to `byte`; `None` as for
+    /// Sets `len` bytes of the data from `offset` to `byte`. `None` as for
     /// [`write_from`](Self::write_from).
     #[must_use]
     pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Option<()> {
@@ -450,8 +450,9 @@ impl Segments {
         })
     }
 
-    /// Copies `len` bytes of the data from `offset` to `to` at `to_offset` (a write to a disk that
-    /// is memory); `None`, and nothing copied, if either side is too short or `to` is read-only.
+    /// Copies `len` bytes of the data from `offset` to `to` at `to_offset`: a write to a
+    /// memory-backed disk. `None`, without a copy, if one of the two is too short or `to` is
+    /// read-only.
     #[must_use]
     pub fn copy_to(
         &self,
@@ -463,8 +464,8 @@ impl Segments {
         self.copy_to_by(std::ptr::copy, offset, to, to_offset, len)
     }
 
-    /// Copies as [`copy_to`](Self::copy_to) does, to a disk that is much larger than the
-    /// processor's caches: what is long goes past them, and does not push out what else is there.
+    /// Variant of [`copy_to`](Self::copy_to) for a disk that is much larger than the processor's
+    /// caches: large copies bypass the caches and do not evict other data.
     #[must_use]
     pub fn copy_to_large(
         &self,
@@ -476,8 +477,8 @@ impl Segments {
         self.copy_to_by(copy::to_disk, offset, to, to_offset, len)
     }
 
-    /// `copy` reads as many bytes from its first argument as its third says, and writes them to its
-    /// second; it needs no more than that.
+    /// Copies by the function `copy`, which copies the number of bytes in its third argument from
+    /// its first argument to its second.
     #[inline(always)]
     fn copy_to_by(
         &self,
@@ -492,15 +493,15 @@ impl Segments {
         }
         let mut at = to_offset;
         self.for_range(offset, len, |ptr, n| {
-            // SAFETY: both ranges are mapped and checked, and `to` can be written. They may
-            // overlap, as an in-process peer's could.
+            // SAFETY: both ranges are mapped and checked, and `to` is writable. The ranges may
+            // overlap if the peer is in this process; `copy` allows that.
             unsafe { copy(ptr.as_ptr(), to.as_ptr().add(at), n) };
             at += n;
         })
     }
 
-    /// Copies `len` bytes of `from` at `from_offset` into the data at `offset` (a read from a disk
-    /// that is memory); `None`, and nothing copied, if either side is too short or the data was
+    /// Copies `len` bytes of `from` at `from_offset` into the data at `offset`: a read from a
+    /// memory-backed disk. `None`, without a copy, if one of the two is too short or the data was
     /// resolved for reading only.
     #[must_use]
     pub fn copy_from(
@@ -513,8 +514,8 @@ impl Segments {
         self.copy_from_by(std::ptr::copy, offset, from, from_offset, len)
     }
 
-    /// Copies as [`copy_from`](Self::copy_from) does, from a disk that is much larger than the
-    /// processor's caches: what is long is asked for ahead of the copy.
+    /// Variant of [`copy_from`](Self::copy_from) for a disk that is much larger than the
+    /// processor's caches: large copies are prefetched.
     #[must_use]
     pub fn copy_from_large(
         &self,
@@ -526,7 +527,7 @@ impl Segments {
         self.copy_from_by(copy::from_disk, offset, from, from_offset, len)
     }
 
-    /// As [`copy_to_by`](Self::copy_to_by), the other way round.
+    /// Reverse direction of [`copy_to_by`](Self::copy_to_by).
     #[inline(always)]
     fn copy_from_by(
         &self,
@@ -573,7 +574,7 @@ mod tests {
         let mut back = [0; 8];
         first.read_into(50, &mut back).unwrap();
         assert_eq!(u64::from_le_bytes(back), 7);
-        // Of another direction, or kept by somebody else.
+        // Data of the other direction, or with another owner.
         assert!(first.append(&at(0, 8, true)).is_none());
         assert!(first.append(&Segments::from_bytes(&whole)).is_none());
         let other = View::new(Arc::clone(space.table()));
@@ -658,7 +659,8 @@ mod tests {
         }
         assert!(segments.select((0, 512), 520, 16, &mut parts).is_none());
         assert!(segments.select((0, 512), usize::MAX, 3, &mut parts).is_none());
-        // The next byte is a neighbour of the last piece, and the one after the last is not there.
+        // The next byte is a neighbour of the last piece; the byte behind the range is not
+        // mapped.
         assert!(segments.extend(&view, 8000, 193).is_err());
         let mut back = vec![0; 7900];
         segments.read_into(0, &mut back).unwrap();

@@ -5,12 +5,12 @@ use crate::dma::View;
 use crate::error::{DataPointerError, Fault};
 use crate::segments::Segments;
 
-/// The most descriptors that one command may have, over all its segments: a host's list of 1 MiB
-/// in the smallest useful pieces fits, and a list that points at itself ends.
+/// Largest number of descriptors of a command, over all its segments: enough for 1 MiB in the
+/// smallest useful pieces, and a bound for a list that points to itself.
 pub const MAX_SGL_DESCRIPTORS: usize = 4096;
 
 const DESCRIPTOR: usize = 16;
-/// Descriptors that are fetched at once: half a kilobyte, copied before it is checked.
+/// Descriptors per read: 512 bytes, copied before they are validated.
 const CHUNK: usize = 32;
 
 const DATA_BLOCK: u8 = 0x0;
@@ -18,7 +18,7 @@ const BIT_BUCKET: u8 = 0x1;
 const SEGMENT: u8 = 0x2;
 const LAST_SEGMENT: u8 = 0x3;
 
-/// One descriptor, copied out of the host's memory: address, length, and type with sub type.
+/// Descriptor, copied from the host's memory: address, length, and type with sub type.
 #[derive(Clone, Copy)]
 struct Descriptor {
     address: u64,
@@ -36,7 +36,7 @@ impl Descriptor {
         }
     }
 
-    /// The type, if the sub type is "address" (0h), the only one for memory-based queues.
+    /// Descriptor type, if the sub type is "address" (0h), the only one for memory-based queues.
     fn kind(self) -> Result<u8, DataPointerError> {
         match self.identifier {
             id if id & 0xf == 0 => Ok(id >> 4),
@@ -46,15 +46,15 @@ impl Descriptor {
 }
 
 impl View {
-    /// Resolves `len` bytes of data that the SGL descriptor in a command's data pointer describes:
-    /// a data block, or a segment or last segment that holds further descriptors. What the device
-    /// writes to a bit bucket goes nowhere; where it reads, a bit bucket has no data.
+    /// Resolves `len` bytes of data that the SGL descriptor in a command's data pointer
+    /// describes: a data block, or a segment or last segment that holds further descriptors.
     ///
-    /// More data than `len` in the list is allowed and not touched; less is an error. `write` says
-    /// that the device will write the data.
+    /// Data that the device writes to a bit bucket is discarded; for data that the device reads,
+    /// a bit bucket has no bytes. A list with more than `len` bytes is allowed, and the excess is
+    /// not touched; fewer bytes are an error. `write` is set if the device writes the data.
     ///
     /// # Errors
-    /// [`DataPointerError`]; `into` is then left without data.
+    /// [`DataPointerError`]; `into` is empty then.
     pub fn resolve_sgl(
         &self,
         descriptor: &[u8; 16],
@@ -118,10 +118,11 @@ impl View {
                     match descriptor.kind()? {
                         DATA_BLOCK => self.data_block(descriptor, &mut left, into)?,
                         BIT_BUCKET => bit_bucket(descriptor, &mut left, into)?,
-                        // A segment ends in the descriptor of the next one; a last segment in none.
+                        // A Segment ends with the descriptor of the next segment, a Last Segment
+                        // does not.
                         SEGMENT | LAST_SEGMENT if is_final && !last => next = Some(descriptor),
-                        // Base 2.1, "Invalid Number of SGL Descriptors": in a place that is not
-                        // the segment's last.
+                        // Base 2.1, "Invalid Number of SGL Descriptors": a segment descriptor
+                        // that is not the last descriptor of its segment.
                         SEGMENT | LAST_SEGMENT if !last => return Err(DataPointerError::SglCount),
                         SEGMENT | LAST_SEGMENT => return Err(DataPointerError::SglSegment),
                         _ => return Err(DataPointerError::SglType(descriptor.identifier)),
@@ -132,7 +133,7 @@ impl View {
             segment = match next {
                 Some(next) => next,
                 None if last => return enough(left),
-                // "Segment" announced another segment, and its last descriptor was none.
+                // The last descriptor of a Segment must be a segment descriptor.
                 None => return Err(DataPointerError::SglSegment),
             };
         }
@@ -153,8 +154,8 @@ impl View {
     }
 }
 
-/// Base 2.1, 4.3.2, "SGL Bit Bucket descriptor": of data that the device writes, so many bytes are
-/// thrown away. Of data that it reads, the descriptor has no bytes.
+/// Resolves a bit bucket descriptor (Base 2.1, 4.3.2, "SGL Bit Bucket descriptor"): discards
+/// bytes of data that the device writes; it has no bytes for data that the device reads.
 fn bit_bucket(
     descriptor: Descriptor,
     left: &mut usize,
@@ -162,7 +163,7 @@ fn bit_bucket(
 ) -> Result<(), DataPointerError> {
     let take = if into.is_writable() { descriptor.len.min(*left) } else { 0 };
     if take > 0 {
-        // Without memory there is no descriptor of this kind.
+        // If the memory is not available, the descriptor type counts as unsupported.
         let bucket = bucket().ok_or(DataPointerError::SglType(descriptor.identifier))?;
         into.push_again(bucket, take);
         *left -= take;

@@ -1,4 +1,4 @@
-//! A window into memory that a peer may be changing.
+//! Bounds-checked window into memory that a peer can change concurrently.
 
 use crate::mapping::{Mapping, Protection};
 use std::mem::MaybeUninit;
@@ -8,27 +8,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// A range of a [`Mapping`], which it keeps alive. Cloning it costs one atomic increment.
+/// Range of a [`Mapping`], which the value keeps alive. A clone costs one atomic increment.
 ///
-/// Every access is bounds-checked, and copies: a value that was read can not change any more.
-/// Two sides that copy to the same bytes at once get a mix of both, as with any DMA.
+/// Every access is bounds-checked and copies, so a value that was read does not change any more.
+/// Two concurrent copies to the same bytes leave a mix of both, as with any DMA.
 #[derive(Clone, Debug)]
 pub struct SharedBytes {
     mapping: Arc<Mapping>,
     ptr: NonNull<u8>,
     len: usize,
-    /// As the mapping has it, here so that a store does not have to ask there.
+    /// Copy of the mapping's protection, so that a store does not have to look there.
     writable: bool,
 }
 
-// SAFETY: a pointer into a mapping that the value keeps alive; the mapping itself is Send + Sync
+// SAFETY: the value keeps the mapping of its pointer alive; the mapping itself is Send + Sync,
 // and access is by copies and atomics only.
 unsafe impl Send for SharedBytes {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for SharedBytes {}
 
 impl Mapping {
-    /// The whole mapping as bytes. (Here, because a mapping knows nothing of windows.)
+    /// Window on the whole mapping.
     #[must_use]
     pub fn bytes(self: &Arc<Self>) -> SharedBytes {
         SharedBytes::whole(self)
@@ -45,39 +45,39 @@ impl SharedBytes {
         }
     }
 
-    /// The length in bytes.
+    /// Length in bytes.
     #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the window has no bytes.
+    /// True if the window has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether the memory may be written.
+    /// True if the memory is writable.
     #[inline]
     #[must_use]
     pub fn is_writable(&self) -> bool {
         self.writable
     }
 
-    /// The mapping behind the window.
+    /// Mapping behind the window.
     #[must_use]
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 
-    /// Where the window starts in its mapping, in bytes.
+    /// Offset of the window in its mapping, in bytes.
     #[must_use]
     pub fn offset_in_mapping(&self) -> usize {
         self.ptr.as_ptr() as usize - self.mapping.address()
     }
 
-    /// The address of the first byte in this process.
+    /// Address of the first byte in this process.
     #[must_use]
     pub fn address(&self) -> usize {
         self.ptr.as_ptr() as usize
@@ -92,7 +92,7 @@ impl SharedBytes {
         self.ptr
     }
 
-    /// The window's bytes `[offset, offset + len)`, or `None` if it has not that many.
+    /// Sub-window `[offset, offset + len)`, or `None` if it does not lie inside.
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> Option<Self> {
         let ptr = self.at(offset, len)?;
@@ -103,7 +103,7 @@ impl SharedBytes {
     #[inline]
     fn at(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         if offset <= self.len && len <= self.len - offset {
-            // SAFETY: the offset was just checked to lie inside the window (or at its end).
+            // SAFETY: the offset was checked to lie inside the window (or at its end).
             Some(unsafe { self.ptr.add(offset) })
         } else {
             None
@@ -115,48 +115,48 @@ impl SharedBytes {
         if self.is_writable() { self.at(offset, len) } else { None }
     }
 
-    /// A copy of the `T` at `offset`, which need not be aligned; `None` if it is not all inside.
+    /// Copies the `T` at `offset`, which need not be aligned. `None` if it does not lie inside.
     #[inline]
     #[must_use]
     pub fn read<T: FromBytes>(&self, offset: usize) -> Option<T> {
         self.at(offset, size_of::<T>())?;
-        // SAFETY: the value was just checked to lie inside.
+        // SAFETY: the value was checked to lie inside.
         Some(unsafe { self.read_at(offset) })
     }
 
-    /// As [`read`](Self::read), without a check.
+    /// Variant of [`read`](Self::read) without a check.
     ///
     /// # Safety
-    /// `size_of::<T>()` bytes from `offset` lie inside the window.
+    /// `size_of::<T>()` bytes from `offset` must lie inside the window.
     #[inline]
     pub(crate) unsafe fn read_at<T: FromBytes>(&self, offset: usize) -> T {
-        // SAFETY: the caller vouches for the offset.
+        // SAFETY: the caller guarantees the offset.
         let from = unsafe { self.ptr.add(offset) }.as_ptr();
         let mut value = MaybeUninit::<T>::uninit();
         let into = value.as_mut_ptr().cast::<u8>();
-        // Volatile, so that the compiler can not read shared memory a second time; by units as
-        // large as there are and not as a `T`, because it would be read field by field.
+        // Volatile, so that the compiler cannot read shared memory a second time. The copy uses
+        // the largest units instead of a `T`, which would be read field by field.
         let mut at = 0;
-        // SAFETY: `size_of::<T>()` bytes from `from` are mapped and readable, and `into` has as
+        // SAFETY: `size_of::<T>()` bytes at `from` are mapped and readable, and `into` has as
         // many; the three calls copy them from the first to the last.
         unsafe {
             copy_by::<Wide>(from, into, &mut at, size_of::<T>());
             copy_by::<u64>(from, into, &mut at, size_of::<T>());
             copy_by::<u8>(from, into, &mut at, size_of::<T>());
         }
-        // SAFETY: every byte was written, and any bytes make a `T` (FromBytes).
+        // SAFETY: every byte is initialized, and any bytes are a valid `T` (FromBytes).
         unsafe { value.assume_init() }
     }
 
-    /// As [`write`](Self::write), without a check.
+    /// Variant of [`write`](Self::write) without a check.
     ///
     /// # Safety
-    /// `size_of::<T>()` bytes from `offset` lie inside the window, which is writable.
+    /// `size_of::<T>()` bytes from `offset` must lie inside the window, which must be writable.
     #[inline]
     pub(crate) unsafe fn write_at<T: IntoBytes + Immutable>(&self, offset: usize, value: &T) {
         let from = value.as_bytes();
-        // SAFETY: the caller vouches for the range; no Rust reference points into a mapping, so the
-        // two do not overlap.
+        // SAFETY: the caller guarantees the range. No Rust reference points into a mapping, so
+        // the two do not overlap.
         unsafe {
             let into = self.ptr.add(offset).as_ptr();
             std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len());
@@ -166,71 +166,74 @@ impl SharedBytes {
     /// Writes the eight words of a submission queue entry at `offset`, without a check.
     ///
     /// # Safety
-    /// 64 bytes from `offset` lie inside the window, which is writable.
+    /// 64 bytes from `offset` must lie inside the window, which must be writable.
     #[inline(always)]
     pub(crate) unsafe fn write_words_at(&self, offset: usize, words: [u64; 8]) {
-        // SAFETY: the caller vouches for the range.
+        // SAFETY: the caller guarantees the range.
         unsafe { store_words(self.ptr.add(offset).as_ptr(), words) };
     }
 
     /// Copies `count` cache lines from `lines` to `offset`, in order, without a check.
     ///
     /// # Safety
-    /// `count` times 64 bytes can be read at `lines`, and lie inside the window from `offset` on,
-    /// which is writable.
+    /// `count` times 64 bytes must be readable at `lines`, and must lie inside the window from
+    /// `offset`. The window must be writable.
     #[inline]
     pub(crate) unsafe fn write_lines_at(&self, offset: usize, lines: *const u8, count: usize) {
         let into = self.ptr.as_ptr().wrapping_add(offset);
         for line in 0..count {
-            // SAFETY: the caller vouches for both ranges. One is Rust's and one is a mapping, so
-            // they do not overlap.
+            // SAFETY: the caller guarantees both ranges. One belongs to Rust and one to a
+            // mapping, so they do not overlap.
             unsafe {
                 copy_by::<Wide>(lines.add(64 * line), into.wrapping_add(64 * line), &mut 0, 64);
             }
         }
     }
 
-    /// As [`load_u64_acquire`](Self::load_u64_acquire), without a check.
+    /// Variant of [`load_u64_acquire`](Self::load_u64_acquire) without a check.
     ///
     /// # Safety
-    /// Eight bytes from `offset` lie inside the window, and there is an address aligned to 8.
+    /// Eight bytes from `offset` must lie inside the window, and their address must be aligned to
+    /// 8.
     #[inline]
     pub(crate) unsafe fn load_u64_at(&self, offset: usize) -> u64 {
-        // SAFETY: the caller vouches for the place; shared memory is only ever accessed as atomics
-        // or by copies.
+        // SAFETY: the caller guarantees the position. All accesses to shared memory are atomics
+        // or copies.
         unsafe { self.ptr.add(offset).cast::<AtomicU64>().as_ref() }.load(Ordering::Acquire)
     }
 
-    /// Writes `value` at `offset`; `None` if it does not fit or the memory is read-only.
+    /// Writes `value` at `offset`. `None` if it does not fit or the memory is read-only.
     #[inline]
     #[must_use]
     pub fn write<T: IntoBytes + Immutable>(&self, offset: usize, value: &T) -> Option<()> {
         self.write_from(offset, value.as_bytes())
     }
 
-    /// Copies from `offset` into all of `into`; `None`, and nothing copied, if there is not enough.
+    /// Copies from `offset` into all of `into`. `None`, without a copy, if the window is too
+    /// short.
     #[inline]
     #[must_use]
     pub fn read_into(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         let ptr = self.at(offset, into.len())?;
-        // SAFETY: the source is mapped for the length; the destination is a distinct Rust slice
-        // (no Rust reference ever points into a mapping), so the two do not overlap.
+        // SAFETY: the source is mapped for the length. The destination is a Rust slice, and no
+        // Rust reference points into a mapping, so the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(ptr.as_ptr(), into.as_mut_ptr(), into.len()) };
         Some(())
     }
 
-    /// Copies all of `from` to `offset`; `None`, and nothing copied, if it does not fit or the
-    /// memory is read-only.
+    /// Copies all of `from` to `offset`. `None`, without a copy, if it does not fit or the memory
+    /// is read-only.
     #[inline]
     #[must_use]
     pub fn write_from(&self, offset: usize, from: &[u8]) -> Option<()> {
         let ptr = self.at_for_write(offset, from.len())?;
-        // SAFETY: as in `read_into`, the other way round.
+        // SAFETY: as in `read_into`, in the reverse direction.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), ptr.as_ptr(), from.len()) };
         Some(())
     }
 
-    /// Sets `len` bytes from `offset` to `byte`; `None` if they are not all inside or read-only.
+    /// Sets `len` bytes from `offset` to `byte`. `None` if the range is not inside or is
+    /// read-only.
     #[must_use]
     pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Option<()> {
         let ptr = self.at_for_write(offset, len)?;
@@ -239,16 +242,17 @@ impl SharedBytes {
         Some(())
     }
 
-    /// The aligned 32-bit cell at `offset`, kept alive by itself. `None` if it is not inside, not
-    /// aligned to 4 bytes, or the memory is read-only (an atomic may be written by its holder).
+    /// Aligned 32-bit cell at `offset`, which keeps the mapping alive. `None` if it is not
+    /// inside, not aligned to 4 bytes, or the memory is read-only (the holder of an atomic can
+    /// write it).
     #[must_use]
     pub fn cell(&self, offset: usize) -> Option<SharedU32> {
         let ptr = self.at_for_write(offset, 4)?.cast::<AtomicU32>();
         ptr.is_aligned().then(|| SharedU32 { _mapping: Arc::clone(&self.mapping), ptr })
     }
 
-    /// Loads the aligned 64-bit word at `offset` with acquire ordering; `None` if it is not inside
-    /// or not aligned to 8 bytes.
+    /// Loads the aligned 64-bit word at `offset` with acquire ordering. `None` if it is not
+    /// inside or not aligned to 8 bytes.
     #[inline]
     #[must_use]
     pub fn load_u64_acquire(&self, offset: usize) -> Option<u64> {
@@ -256,12 +260,12 @@ impl SharedBytes {
         if !ptr.is_aligned() {
             return None;
         }
-        // SAFETY: mapped and aligned; shared memory is only ever accessed as atomics or by copies.
+        // SAFETY: mapped and aligned. All accesses to shared memory are atomics or copies.
         Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
-    /// Loads the aligned 32-bit word at `offset` with acquire ordering; `None` if it is not inside
-    /// or not aligned to 4 bytes.
+    /// Loads the aligned 32-bit word at `offset` with acquire ordering. `None` if it is not
+    /// inside or not aligned to 4 bytes.
     #[inline]
     #[must_use]
     pub fn load_u32_acquire(&self, offset: usize) -> Option<u32> {
@@ -273,8 +277,8 @@ impl SharedBytes {
         Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
-    /// Loads the aligned 16-bit word at `offset` with acquire ordering; `None` if it is not inside
-    /// or not aligned to 2 bytes.
+    /// Loads the aligned 16-bit word at `offset` with acquire ordering. `None` if it is not
+    /// inside or not aligned to 2 bytes.
     #[inline]
     #[must_use]
     pub fn load_u16_acquire(&self, offset: usize) -> Option<u16> {
@@ -300,8 +304,9 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Stores the aligned 64-bit word at `offset` with release ordering: whoever sees it sees all
-    /// that was written before. `None` if it is not inside, not aligned, or read-only.
+    /// Stores the aligned 64-bit word at `offset` with release ordering: a reader that loads it
+    /// with acquire ordering sees all earlier writes. `None` if it is not inside, not aligned, or
+    /// read-only.
     #[inline]
     #[must_use]
     pub fn store_u64_release(&self, offset: usize, value: u64) -> Option<()> {
@@ -314,9 +319,9 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Writes pairs of words one after the other from `offset` on, the bits `with` added to the
-    /// second of each, which is stored with release ordering. `None`, and nothing written, if they
-    /// are not all inside, not aligned to 8 bytes, or read-only.
+    /// Writes pairs of words consecutively from `offset`, with the bits `with` added to the
+    /// second word of each pair, which is stored with release ordering. `None`, without a write,
+    /// if the pairs are not all inside, not aligned to 8 bytes, or read-only.
     #[inline]
     #[must_use]
     pub fn store_pairs_release(&self, offset: usize, pairs: &[[u64; 2]], with: u64) -> Option<()> {
@@ -325,8 +330,8 @@ impl SharedBytes {
             return None;
         }
         for (index, [first, second]) in pairs.iter().enumerate() {
-            // SAFETY: as in `load_u64_acquire`, the memory is writable, and as many pairs as there
-            // are were just checked to fit.
+            // SAFETY: as in `load_u64_acquire`; in addition, the memory is writable, and all
+            // pairs were checked to fit.
             let words = unsafe { at.add(index).as_ref() };
             words[0].store(*first, Ordering::Relaxed);
             words[1].store(*second | with, Ordering::Release);
@@ -334,14 +339,15 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Asks the processor to bring the cache line at `offset` near for writing, which takes it from
-    /// whoever else has it. The offset may lie outside: that only takes somebody a line in vain.
+    /// Prefetches the cache line at `offset` for writing, which takes the line from other
+    /// processors. The offset may lie outside the window: then a line is taken in vain, without
+    /// other effects.
     #[inline]
     pub fn prefetch_for_write(&self, offset: usize) {
         let at = self.ptr.as_ptr().wrapping_add(offset);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch has no effect on memory, and one of an address that is not mapped has
-        // none at all. A processor that does not know this one takes it for a no-operation.
+        // SAFETY: a prefetch has no effect on memory, and a prefetch of an unmapped address has
+        // no effect at all. A processor without this instruction executes it as a no-operation.
         unsafe {
             std::arch::asm!(
                 "prefetchw byte ptr [{}]",
@@ -353,14 +359,14 @@ impl SharedBytes {
         let _ = at;
     }
 
-    /// Asks the processor to bring the cache line at `offset` near. The offset may lie outside, as
-    /// with [`prefetch_for_write`](Self::prefetch_for_write).
+    /// Prefetches the cache line at `offset` for reading. The offset may lie outside the window,
+    /// as with [`prefetch_for_write`](Self::prefetch_for_write).
     #[inline]
     pub fn prefetch(&self, offset: usize) {
         let at = self.ptr.as_ptr().wrapping_add(offset);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch has no effect on memory, and one of an address that is not mapped has
-        // none at all.
+        // SAFETY: a prefetch has no effect on memory, and a prefetch of an unmapped address has
+        // no effect at all.
         unsafe {
             std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
         }
@@ -368,10 +374,11 @@ impl SharedBytes {
         let _ = at;
     }
 
-    /// Asks the processor to bring the cache lines of `len` bytes from `offset` into the second
-    /// level of its cache, where there is room for many at a time: the first level has some twenty
-    /// places for lines on their way, and whoever asks for more waits. The range may lie outside,
-    /// as with [`prefetch_for_write`](Self::prefetch_for_write).
+    /// Prefetches the cache lines of `len` bytes from `offset` into the second-level cache.
+    ///
+    /// The second level has room for many outstanding lines, whereas the first level has about
+    /// twenty fill buffers, and further prefetches wait for them. The range may lie outside the
+    /// window, as with [`prefetch_for_write`](Self::prefetch_for_write).
     #[inline]
     pub fn prefetch_range(&self, offset: usize, len: usize) {
         let from = self.ptr.as_ptr().wrapping_add(offset);
@@ -388,24 +395,24 @@ impl SharedBytes {
     }
 }
 
-/// What a cache moves at a time, in bytes.
+/// Cache line size in bytes.
 const CACHE_LINE: usize = 64;
 
-/// The largest unit that memory is read by.
+/// Largest unit of a read.
 #[cfg(target_arch = "x86_64")]
 type Wide = std::arch::x86_64::__m128i;
 #[cfg(not(target_arch = "x86_64"))]
 type Wide = u64;
 
-/// Copies as many whole units `U` as there are between `at` and `len`, and moves `at` past them.
+/// Copies as many whole units `U` as fit between `at` and `len`, and advances `at` past them.
 ///
 /// # Safety
-/// `len` bytes from `from` can be read and `len` bytes from `into` written, and they do not
+/// `len` bytes must be readable at `from` and writable at `into`, and the ranges must not
 /// overlap.
 #[inline(always)]
 unsafe fn copy_by<U: Copy>(from: *const u8, into: *mut u8, at: &mut usize, len: usize) {
     while *at + size_of::<U>() <= len {
-        // SAFETY: the unit lies inside of both.
+        // SAFETY: the unit lies inside both ranges.
         unsafe {
             let unit = from.add(*at).cast::<Unaligned<U>>().read_volatile();
             into.add(*at).cast::<Unaligned<U>>().write(unit);
@@ -414,58 +421,58 @@ unsafe fn copy_by<U: Copy>(from: *const u8, into: *mut u8, at: &mut usize, len: 
     }
 }
 
-/// Writes the eight words of an entry, from registers and by units as large as there are.
+/// Writes the eight words of an entry from registers, in the largest units.
 ///
-/// A copy of a value that was put together on the stack in small pieces makes the processor wait
-/// until those have reached the cache, behind every entry written before, whose cache lines are
-/// still to come from the other side.
+/// A copy of a value that was assembled on the stack in small pieces makes the processor wait
+/// until those pieces have reached the cache. They wait behind the stores of all earlier entries,
+/// whose cache lines have to come from the other processor.
 ///
 /// # Safety
-/// 64 bytes from `into` can be written.
+/// 64 bytes must be writable at `into`.
 #[inline(always)]
 pub(crate) unsafe fn store_words(into: *mut u8, words: [u64; 8]) {
     let [a, b, c, d, e, f, g, h] = words;
     for (index, (low, high)) in [(a, b), (c, d), (e, f), (g, h)].into_iter().enumerate() {
         let into = into.wrapping_add(16 * index);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the 16 bytes lie in the range that the caller vouches for, and need not be
+        // SAFETY: the 16 bytes lie in the range that the caller guarantees, and need not be
         // aligned; SSE2 is part of the architecture.
         unsafe {
             use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_storeu_si128};
             _mm_storeu_si128(into.cast::<__m128i>(), _mm_set_epi64x(high as i64, low as i64));
         }
         #[cfg(not(target_arch = "x86_64"))]
-        // SAFETY: the 16 bytes lie in the range that the caller vouches for.
+        // SAFETY: the 16 bytes lie in the range that the caller guarantees.
         unsafe {
             into.cast::<[u64; 2]>().write_unaligned([low, high]);
         }
     }
 }
 
-/// So that a volatile read needs no alignment of the peer's choosing.
+/// Wrapper without alignment, for volatile accesses at addresses that the peer chooses.
 #[repr(C, packed)]
 struct Unaligned<T>(T);
 
-/// A 32-bit cell of shared memory: a doorbell register, a shadow doorbell, an EventIdx.
+/// 32-bit cell of shared memory: a doorbell register, a shadow doorbell, an EventIdx.
 ///
-/// It dereferences to the atomic, and keeps the mapping alive.
+/// The value dereferences to the atomic, and keeps the mapping alive.
 #[derive(Clone, Debug)]
 pub struct SharedU32 {
     _mapping: Arc<Mapping>,
     ptr: NonNull<AtomicU32>,
 }
 
-// SAFETY: an atomic in memory that the value keeps alive.
+// SAFETY: the value keeps the memory of its atomic alive.
 unsafe impl Send for SharedU32 {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for SharedU32 {}
 
 impl Deref for SharedU32 {
     type Target = AtomicU32;
     #[inline]
     fn deref(&self) -> &AtomicU32 {
-        // SAFETY: aligned and mapped for as long as `_mapping` lives; only atomics and copies
-        // touch shared memory.
+        // SAFETY: aligned, and mapped for as long as `_mapping` lives. All accesses to shared
+        // memory are atomics or copies.
         unsafe { self.ptr.as_ref() }
     }
 }

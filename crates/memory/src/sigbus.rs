@@ -1,44 +1,45 @@
-//! Surviving a peer that truncates the memory it gave us.
+//! SIGBUS handler for memory of peers that truncate its file.
 //!
-//! Touching a mapped page beyond the end of its file raises SIGBUS, which by default ends the
-//! process and with it every other guest's disk. The handler here knows the ranges that peers
-//! gave us: for a fault inside one of them it puts zeroes in place of the rest of it, marks it as
-//! poisoned and lets the access go on; its owner then fails the controller that used it. A fault
-//! anywhere else is handed to whatever handled SIGBUS before.
+//! An access to a mapped page beyond the end of its file raises SIGBUS, which by default ends the
+//! process and with it the disks of all guests. The handler has a registry of the ranges that
+//! peers share. For a fault inside such a range, it maps zeroes over the rest of the range, marks
+//! the range as poisoned, and lets the access continue; the owner of the range then fails the
+//! controller that used it. A fault outside these ranges is passed to the previous SIGBUS
+//! handler.
 //!
-//! The zeroes are those of an empty file. Private memory in its place would count for as much as
-//! the peer had pretended to have, touched or not, where the system promises no more than it has
-//! (`vm.overcommit_memory` 2) or this process may have only so much (`RLIMIT_DATA`); and a fault
-//! that nothing can be put in the place of ends the process.
+//! The zeroes are those of an empty memfd. Private memory instead would be charged with the full
+//! size that the peer pretended to have, touched or not, if the system does not overcommit memory
+//! (`vm.overcommit_memory` 2) or the process is limited (`RLIMIT_DATA`). The replacement could
+//! then fail, and a fault without a replacement ends the process.
 
 use parking_lot::Mutex;
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
-/// Ranges that can be guarded at once: about as many as a process may have mappings.
+/// Largest number of guarded ranges: about the number of mappings that a process may have.
 const SLOTS: usize = 65_536;
-/// How many mappings of peers' memory can be guarded at once.
+/// Largest number of mappings of peers' memory that can be guarded at a time.
 pub const MOST: u64 = SLOTS as u64;
 
 struct Slot {
-    /// Odd while what follows is being changed, and another number afterwards: what is read between
-    /// two looks that find the same even number belongs together.
+    /// Sequence lock of the slot: odd during a change, and a new even number afterwards. The
+    /// fields that are read between two loads of the same even number are consistent.
     version: AtomicUsize,
-    /// 0: free; 1: being emptied; otherwise the first address of a guarded range.
+    /// 0: free; 1: being cleared; otherwise the first address of a guarded range.
     start: AtomicUsize,
     len: AtomicUsize,
-    /// The size of its pages, a power of two: none can be replaced in part.
+    /// Page size, a power of two: a page cannot be replaced in part.
     page: AtomicUsize,
     poisoned: AtomicBool,
-    /// Whose it is: 0 for nobody's, [`SHARED`] for that of several, and otherwise one more than the
-    /// number of a peer.
+    /// Owner: 0 for none, [`SHARED`] for several peers, otherwise the number of the peer plus
+    /// one.
     owner: AtomicUsize,
 }
 
-/// The owner of what several peers have.
+/// Owner value of memory that several peers share.
 const SHARED: usize = usize::MAX;
-/// Peers that are counted one by one: those whose numbers leave the same remainder share a count.
+/// Number of loss counters: peers whose numbers are equal modulo `PEERS` share a counter.
 const PEERS: usize = 1024;
 
 static REGISTRY: [Slot; SLOTS] = [const {
@@ -51,16 +52,16 @@ static REGISTRY: [Slot; SLOTS] = [const {
         owner: AtomicUsize::new(0),
     }
 }; SLOTS];
-/// One more than the highest slot ever used, so that the handler's search stays short.
+/// One more than the highest slot ever used, which bounds the search of the handler.
 static USED: AtomicUsize = AtomicUsize::new(0);
-/// Slots that were used and are free again. The handler does not look at it.
+/// Slots that were used and are free again. The handler does not access this lock.
 static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 static FAULTS: AtomicU64 = AtomicU64::new(0);
-/// Faults by peer.
+/// Faults per peer.
 static LOSSES: [AtomicU64; PEERS] = [const { AtomicU64::new(0) }; PEERS];
 static INSTALLED: OnceLock<Result<Previous, i32>> = OnceLock::new();
 
-/// A range that is guarded.
+/// Guarded range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Range {
     start: usize,
@@ -69,7 +70,7 @@ struct Range {
 }
 
 impl Slot {
-    /// Changes what it says, which is the business of the one who has taken it.
+    /// Changes the range of the slot. Only the owner of the slot may call this.
     fn set(&self, Range { start, len, page }: Range) {
         self.version.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::Release);
@@ -79,7 +80,8 @@ impl Slot {
         self.version.fetch_add(1, Ordering::Release);
     }
 
-    /// The range, unless it is just being changed. Nobody changes one that is being accessed.
+    /// Returns the range, or `None` during a change. The slot of a range with a faulting access
+    /// is not changed, because the access keeps its mapping alive.
     fn get(&self) -> Option<Range> {
         let version = self.version.load(Ordering::Acquire);
         let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
@@ -93,10 +95,10 @@ impl Slot {
 struct Previous(libc::sigaction);
 // SAFETY: a `sigaction` is plain data (a function address, a mask and flags).
 unsafe impl Send for Previous {}
-// SAFETY: as above, and it is never changed after it was stored.
+// SAFETY: as for `Send`; the value never changes after it was stored.
 unsafe impl Sync for Previous {}
 
-/// A range in the registry, until dropped.
+/// Registration of a range, removed on drop.
 pub(crate) struct Guard(usize);
 
 impl Guard {
@@ -108,7 +110,7 @@ impl Guard {
         self.slot().poisoned.load(Ordering::Relaxed)
     }
 
-    /// It is the memory of this peer, perhaps among others.
+    /// Records `peer` as an owner of the memory, possibly among others.
     pub(crate) fn claim(&self, peer: u32) {
         let mine = peer as usize + 1;
         let relaxed = Ordering::Relaxed;
@@ -127,23 +129,22 @@ impl Drop for Guard {
     }
 }
 
-/// How often a fault was turned into zeroes since the process started: one load
-/// shows a worker that there may be a poisoned mapping to look for.
+/// Number of faults that were replaced by zeroes since the process started. I/O threads compare
+/// it, by a single load, to detect that a mapping may be poisoned.
 #[inline]
 #[must_use]
 pub fn faults() -> u64 {
     FAULTS.load(Ordering::Acquire)
 }
 
-/// How many of them may have been in memory of this peer (see
-/// [`DmaSpace::of_peer`](crate::DmaSpace)), so that who notices one does not have to look through
-/// everybody's. Never less than there were.
+/// Upper bound of the faults in memory of `peer` (see [`DmaSpace::of_peer`](crate::DmaSpace)), so
+/// that after a fault only the maps of affected peers have to be searched.
 #[must_use]
 pub fn losses(peer: u32) -> u64 {
     LOSSES[peer as usize % PEERS].load(Ordering::Acquire)
 }
 
-/// A fault in memory of `owner`.
+/// Counts a fault in memory of `owner`.
 fn count(owner: usize) {
     let lost = match owner {
         0 => &[],
@@ -153,7 +154,7 @@ fn count(owner: usize) {
     lost.iter().for_each(|losses| {
         losses.fetch_add(1, Ordering::Release);
     });
-    // Who has counted it finds who it was.
+    // Incremented last, so that a thread that sees the total also sees the peer's counter.
     FAULTS.fetch_add(1, Ordering::Release);
 }
 
@@ -165,7 +166,7 @@ pub(crate) fn guard(start: usize, len: usize, page: usize) -> io::Result<Guard> 
     let mut free = FREE.lock();
     let index = match free.pop() {
         Some(index) => index,
-        // Nobody else takes one meanwhile.
+        // The lock on `FREE` is held, so no other thread takes this slot.
         None => USED.load(Ordering::Relaxed),
     };
     let Some(slot) = REGISTRY.get(index) else {
@@ -181,7 +182,7 @@ pub(crate) fn guard(start: usize, len: usize, page: usize) -> io::Result<Guard> 
 fn install() -> Result<Previous, i32> {
     let errno = || io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL);
     // SAFETY: both structures are valid for the calls, zero is a valid `sigaction`, and the
-    // handler has the signature that SA_SIGINFO asks for.
+    // handler has the signature that SA_SIGINFO requires.
     unsafe {
         let mut new: libc::sigaction = std::mem::zeroed();
         let mut old: libc::sigaction = std::mem::zeroed();
@@ -196,10 +197,10 @@ fn install() -> Result<Previous, i32> {
     }
 }
 
-/// Puts zeroes in the place of `len` bytes at `start`.
+/// Replaces `len` bytes at `start` by zeroes. Returns true on success.
 ///
 /// # Safety
-/// They are whole pages of a mapping of the caller's.
+/// The range must consist of whole pages of a mapping of the caller.
 unsafe fn replace(start: usize, len: usize) -> bool {
     let map = |flags, fd| {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
@@ -207,7 +208,7 @@ unsafe fn replace(start: usize, len: usize) -> bool {
         // SAFETY: MAP_FIXED replaces the caller's pages and no others.
         unsafe { libc::mmap(start as *mut libc::c_void, len, protection, flags, fd, 0) }
     };
-    // SAFETY: the name ends with a NUL; a descriptor that was made here is closed here.
+    // SAFETY: the name ends with a NUL; the descriptor that is opened here is closed here.
     unsafe {
         let file = libc::memfd_create(c"lost".as_ptr(), libc::MFD_CLOEXEC);
         if file >= 0 {
@@ -220,11 +221,11 @@ unsafe fn replace(start: usize, len: usize) -> bool {
             }
         }
     }
-    // No descriptor is left.
+    // Fallback if the process has no free descriptor.
     map(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1) != libc::MAP_FAILED
 }
 
-/// Async-signal-safe: atomics and system calls only.
+/// Signal handler. Async-signal-safe: atomics and system calls only.
 extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t` to an SA_SIGINFO handler, and for SIGBUS its
     // address field is set.
@@ -234,11 +235,12 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
         let Some(Range { start, len, page: size }) = slot.get() else { continue };
         if address >= start && address - start < len {
             let page = address & !(size - 1);
-            // All that is behind it as well, which a truncation took too: a page here and a page
-            // there would be two mappings each, of which a process has 65530, and then this fails.
+            // The rest of the range is replaced too, since a truncation removed it as well.
+            // Replacing single pages would create two mappings each, of which a process may have
+            // only 65530.
             let rest = (start + len - page).next_multiple_of(size);
-            // SAFETY: the pages lie in a range that its owner mapped, in such pages, and still
-            // holds (a guard leaves the registry before its range is unmapped).
+            // SAFETY: the pages lie in a range that its owner mapped in pages of this size and
+            // still holds (a guard leaves the registry before its range is unmapped).
             let is_replaced = unsafe { replace(page, rest) };
             if is_replaced {
                 slot.poisoned.store(true, Ordering::Relaxed);
@@ -247,10 +249,10 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
             }
         }
     }
-    // Not ours: what was there before gets it. `get` is only a load once the cell is filled, and
-    // it may be still empty only in the instant between `sigaction` and its return.
-    // SAFETY: the previous action is what the kernel gave us; the default and ignore actions are
-    // put back so that the access, repeated, has their effect.
+    // The fault is outside the guarded ranges: the previous handler gets it. `get` is only a load
+    // once the cell is filled; the cell may be empty only between `sigaction` and its return.
+    // SAFETY: the kernel returned the previous action. For the default and ignore actions, the
+    // default action is restored, so that the repeated access ends the process.
     unsafe {
         if let Some(Ok(previous)) = INSTALLED.get() {
             let action = previous.0.sa_sigaction;
@@ -293,11 +295,10 @@ mod tests {
         assert!(mapping.is_poisoned());
         assert!(!untouched.is_poisoned());
         assert!(super::faults() > before);
-        mapping.bytes().fill(4096, 4096, 1).unwrap(); // and can be written without harm
+        mapping.bytes().fill(4096, 4096, 1).unwrap(); // The zeroes are writable.
     }
 
-    /// Whoever notices that something was lost looks through the maps of those only who may have
-    /// lost it.
+    /// After a loss, only the maps of peers that may be affected have to be searched.
     #[test]
     fn losses_are_counted_by_peer() {
         let lose = |peers: &[u32]| {
@@ -320,9 +321,8 @@ mod tests {
         assert_eq!(lose(&[700, 702]), [1, 1, 1], "of several: everybody looks");
     }
 
-    /// A slot has one range after the other, of peers who come and go while another's fault is
-    /// looked up. A beginning of one with the length of the other would be memory of somebody
-    /// else's.
+    /// Slots are reused for ranges of other peers while the fault of a peer is looked up. A start
+    /// of one range with the length of another would cover foreign memory.
     #[test]
     fn a_range_is_never_made_up_of_two() {
         use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -346,9 +346,8 @@ mod tests {
         });
     }
 
-    /// What a peer pretends to have counts for nothing, whatever this process may have. (The limit
-    /// of a process stands for the one of the system, which is everybody's: both refuse private
-    /// memory.)
+    /// The pretended size of a peer's memory is not charged to this process. The test uses the
+    /// limit of a process instead of the system-wide one: both refuse private memory.
     #[test]
     fn however_much_is_lost_there_is_room_for_its_zeroes() {
         use rustix::process::{Resource, getrlimit, setrlimit};
@@ -374,7 +373,7 @@ mod tests {
         assert!(mapping.is_poisoned());
     }
 
-    /// Mappings are few: a peer must not be able to use them up.
+    /// The number of mappings is limited, so a peer must not be able to exhaust it.
     #[test]
     fn however_much_is_lost_it_is_one_mapping() {
         const PAGES: usize = 4096;
@@ -392,8 +391,8 @@ mod tests {
         assert!(maps() < before + 100);
     }
 
-    /// A page of them can not be put in place of a part of a huge one, and none of those have to be
-    /// set aside for a peer to make such a file.
+    /// A part of a huge page cannot be replaced by small pages. A peer can create such a file
+    /// even if no huge pages are reserved.
     #[test]
     fn huge_pages_that_are_not_there_read_as_zeroes() {
         let fd = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();
@@ -408,7 +407,7 @@ mod tests {
         assert_eq!(mapping.bytes().read::<u32>(4096), Some(0x0707_0707));
     }
 
-    /// However little of it was asked for, what is mapped is whole huge pages.
+    /// A mapping always consists of whole huge pages, even for a shorter length.
     #[test]
     fn part_of_a_huge_page_is_unmapped_with_all_of_it() {
         let mapped = || {

@@ -1,15 +1,14 @@
-//! What signalling a peer's eventfds costs, and who pays for it.
+//! Cost of signals to peers' eventfds, accounted per peer.
 //!
-//! A signal wakes everybody who waits for it before it returns, and a peer can have a million wait:
-//! an epoll instance each, or one with as many duplicates of the descriptor. 18,000 of them take
-//! 3 ms, where an honest peer's one takes a microsecond. Nothing makes that cheaper, so it moves: a
-//! peer of whom a signal has taken longer than [`DEAR`], and then another one that much of the
-//! processor's time, is signalled by a thread of this process's own from then on, for [`PENALTY`],
-//! and nobody else waits for it. (Time alone would not do: the thread that signals may just not
-//! have been running.)
+//! A signal wakes all waiters of the eventfd before it returns, and a peer can have a million of
+//! them: an epoll instance each, or one with as many duplicates of the descriptor. With 18,000
+//! waiters, a signal takes 3 ms, whereas it takes a microsecond for an honest peer's only one.
+//! The cost cannot be reduced, so it moves to another thread: if a signal to a peer has taken
+//! longer than [`DEAR`], and then another one has used that much processor time, the thread
+//! `signals` of this process signals the peer for [`PENALTY`], and no I/O thread waits for it.
+//! (Elapsed time alone is no proof: the signalling thread may just not have been scheduled.)
 //!
-//! A signal that is not out yet stands for those that follow, as they would add up in the count of
-//! the eventfd.
+//! A queued signal stands for those that follow, as signals add up in the count of the eventfd.
 
 use crate::notifier::{self, raise};
 use parking_lot::{Condvar, Mutex};
@@ -19,38 +18,39 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-/// What a signal of an honest peer's does not take.
+/// Upper bound of the duration of a signal to an honest peer.
 const DEAR: Duration = Duration::from_micros(300);
 
-/// Of so many signals after one that took longer, the processor's time is looked at.
+/// Number of signals whose processor time is measured after one that took longer than [`DEAR`].
 const WATCHED: u32 = 256;
 
-/// How long the other thread does it after the last one that took too long.
+/// Time for which the thread signals a peer after the last expensive signal.
 const PENALTY: Duration = Duration::from_secs(60);
 
-/// How long the other thread waits for something to do before it ends.
+/// Idle time after which the thread ends.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// A descriptor that a peer sent, held by something that knows how to close it: closing one may
-/// take as long as the peer likes.
+/// Descriptor that a peer sent. Its owner defers the close, which may take as long as the peer
+/// likes.
 pub type PeerDescriptor = Arc<dyn AsFd + Send + Sync>;
 
-/// The account of a peer whose eventfds are signalled.
+/// Cost account of a peer whose eventfds are signalled.
 #[derive(Clone, Debug, Default)]
 pub struct Signals(Arc<Account>);
 
 #[derive(Debug, Default)]
 struct Account {
-    /// In milliseconds since this process first looked; 0 for never.
+    /// End of the penalty, in milliseconds since `START`; 0 for none.
     dear_until: AtomicU64,
-    /// Signals of which the processor's time is still to be looked at.
+    /// Remaining signals whose processor time is measured.
     watched: AtomicU32,
 }
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 impl Signals {
-    /// Whether another thread signals this peer at the moment, because that takes long.
+    /// True if the `signals` thread signals this peer at the moment, because its signals are
+    /// expensive.
     #[must_use]
     pub fn are_dear(&self) -> bool {
         self.0.is_dear(Instant::now())
@@ -67,7 +67,7 @@ impl Account {
         until != 0 && millis(now.saturating_duration_since(*START)) < until
     }
 
-    /// Carries a signal out, and counts what it takes.
+    /// Executes `signal` and accounts its cost.
     fn count(&self, began: Instant, signal: impl FnOnce()) {
         if self.watched.load(Ordering::Relaxed) == 0 {
             signal();
@@ -83,25 +83,25 @@ impl Account {
             self.dear_until.store(millis(until), Ordering::Relaxed);
             self.watched.store(WATCHED, Ordering::Relaxed);
         } else {
-            // Several threads at once may miss some of them.
+            // Concurrent threads may lose a decrement, which only prolongs the measurement.
             let left = self.watched.load(Ordering::Relaxed);
             self.watched.store(left.saturating_sub(1), Ordering::Relaxed);
         }
     }
 }
 
-/// What this thread has used of the processor.
+/// Processor time of the calling thread.
 fn processor_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::try_from(time).unwrap_or_default()
 }
 
-/// An eventfd of a peer's.
+/// Eventfd of a peer.
 pub(crate) struct PeerEvent {
     fd: PeerDescriptor,
     id: notifier::Id,
     account: Arc<Account>,
-    /// The other thread is about to signal it.
+    /// True while the event is in the queue of the `signals` thread.
     queued: AtomicBool,
 }
 
@@ -143,7 +143,7 @@ impl std::fmt::Debug for PeerEvent {
     }
 }
 
-/// The thread that signals those of whom it takes long. It comes and goes with the need for it.
+/// Thread that sends expensive signals. It is started on demand and ends when idle.
 struct Thread {
     state: Mutex<ThreadState>,
     wake: Condvar,
@@ -151,7 +151,7 @@ struct Thread {
 
 #[derive(Default)]
 struct ThreadState {
-    /// Each is there once, so a peer has as many as it has eventfds.
+    /// Queued events. Each event is queued at most once, which bounds the queue by the eventfds.
     queue: VecDeque<Arc<PeerEvent>>,
     runs: bool,
 }
@@ -160,7 +160,7 @@ static THREAD: LazyLock<Thread> =
     LazyLock::new(|| Thread { state: Mutex::default(), wake: Condvar::new() });
 
 impl Thread {
-    /// Has the thread signal `event`. Not if there is none to be had.
+    /// Queues `event` for the thread. Returns false if the thread cannot be started.
     fn signal(&'static self, event: &Arc<PeerEvent>) -> bool {
         if event.queued.swap(true, Ordering::AcqRel) {
             return true;
@@ -185,7 +185,8 @@ impl Thread {
         loop {
             while let Some(event) = state.queue.pop_front() {
                 drop(state);
-                // What is signalled from here on is another signal.
+                // Cleared first: a signal that is requested from here on has to be sent
+                // separately.
                 event.queued.store(false, Ordering::Release);
                 event.signal_here(Instant::now());
                 drop(event);
@@ -207,7 +208,8 @@ mod tests {
     use rustix::event::epoll;
     use std::os::fd::OwnedFd;
 
-    /// No signal is lost on the way of the other thread, and none of another peer goes there.
+    /// No signal is lost on the way through the thread, and no other peer's signals are sent by
+    /// it.
     #[test]
     fn a_peer_whose_signals_take_long_is_signalled_by_another_thread() {
         let (dear, cheap) = (Signals::default(), Signals::default());
@@ -220,7 +222,7 @@ mod tests {
         let (to_cheap, of_cheap) = event(&cheap);
         to_dear.signal();
         assert_eq!(of_dear.drain(), 1);
-        // One that only seems long, and one that is.
+        // A signal that only takes long, and then one that uses processor time.
         dear.0.count(Instant::now(), || std::thread::sleep(DEAR * 2));
         assert!(!dear.are_dear());
         let began = processor_time();
@@ -234,13 +236,13 @@ mod tests {
         assert!(THREAD.state.lock().runs);
         to_cheap.signal();
         assert_eq!(of_cheap.drain(), 1, "this one at once");
-        // A new descriptor of the same peer is no way out.
+        // A new descriptor of the same peer does not avoid the penalty.
         let (to_dear, of_dear) = event(&dear);
         to_dear.signal();
         assert!(of_dear.wait(Some(Duration::from_secs(20))).unwrap());
     }
 
-    /// Waiting costs a peer nothing, and whoever signals has to wake them all.
+    /// Waiting costs a peer nothing, but a signal has to wake all waiters.
     #[test]
     fn a_crowd_that_waits_is_noticed() {
         const EPOLLS: usize = 100;

@@ -1,21 +1,22 @@
-//! A process in a sandbox that makes a system call which its filter forbids.
+//! SIGSYS handler that reports a system call forbidden by the sandbox (seccomp).
 //!
-//! Such a call is not carried out; the system raises SIGSYS in the thread that made it. The handler
-//! here says which call it was and ends the process by that signal, which whoever started it sees.
-//! A call that fails instead would be a silent fault somewhere else.
+//! The kernel does not execute a forbidden call, but raises SIGSYS in the calling thread. The
+//! handler prints the name of the call and ends the process by that signal, which the parent
+//! process sees. A filter that made the call fail instead would cause a silent error somewhere
+//! else.
 
 use std::io;
 use std::sync::OnceLock;
 
-/// The name of a system call.
+/// Function that returns the name of a system call.
 pub type NameOf = fn(usize) -> Option<&'static str>;
 
 static NAME_OF: OnceLock<NameOf> = OnceLock::new();
 
-/// The longest line, a name of any length cut.
+/// Longest line of output; a longer one is cut.
 const LINE: usize = 200;
 
-/// What the system says of a forbidden call, at the start of a `siginfo_t`.
+/// Start of the `siginfo_t` of a forbidden call.
 #[repr(C)]
 struct Forbidden {
     signal: libc::c_int,
@@ -26,15 +27,15 @@ struct Forbidden {
     architecture: libc::c_uint,
 }
 
-/// From now on a call that the filter of this process forbids ends it with a line on standard
-/// error. `name_of` may do nothing that a signal handler may not.
+/// Installs the handler: a forbidden system call then ends the process with a line on standard
+/// error. `name_of` must be async-signal-safe.
 ///
 /// # Errors
-/// The system's.
+/// The error of the system call.
 pub fn report(name_of: NameOf) -> io::Result<()> {
     let _ = NAME_OF.set(name_of);
-    // SAFETY: the structure is valid for the call, zero is a valid `sigaction`, and the handler has
-    // the signature that SA_SIGINFO asks for.
+    // SAFETY: the structure is valid for the call, zero is a valid `sigaction`, and the handler
+    // has the signature that SA_SIGINFO requires.
     let outcome = unsafe {
         let mut new: libc::sigaction = std::mem::zeroed();
         let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) = on_sigsys;
@@ -46,30 +47,30 @@ pub fn report(name_of: NameOf) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Makes a system call without arguments, whatever it is and comes to: for tests of filters.
+/// Makes the system call `number` without arguments, for tests of filters.
 #[cfg(feature = "attempts")]
 #[doc(hidden)]
 pub fn attempt(number: i32) -> io::Result<()> {
-    // SAFETY: without arguments there is nothing that a call could write to but this process as a
-    // whole, and the caller has one for that.
+    // SAFETY: without arguments, a call can affect nothing but this process as a whole, and the
+    // caller runs a process for that purpose.
     match unsafe { libc::syscall(number.into(), 0, 0, 0, 0, 0, 0) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
 }
 
-/// Async-signal-safe: a buffer on the stack and system calls only.
+/// Signal handler. Async-signal-safe: a buffer on the stack and system calls only.
 extern "C" fn on_sigsys(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid `siginfo_t` to an SA_SIGINFO handler, which is longer than
-    // what is read of it. If the signal was sent by somebody else, there are other numbers there.
+    // SAFETY: the kernel passes a valid `siginfo_t` to an SA_SIGINFO handler, which is longer
+    // than `Forbidden`. If another process sent the signal, the fields hold other numbers.
     let number = unsafe { (*info.cast::<Forbidden>()).number };
     let name = usize::try_from(number).ok().and_then(|number| NAME_OF.get()?(number));
     let mut line = Line { bytes: [0; LINE], len: 0 };
     line.message(name, number);
-    // SAFETY: both calls get memory that is valid for their time. Who reads standard error may
-    // stand still, and this process is to end all the same. The last call is as forbidden as the
-    // first, and the signal is blocked while its handler runs: then the system ends the process by
-    // it, whoever has changed what.
+    // SAFETY: both calls get memory that is valid for their time. The write is skipped if the
+    // reader of standard error is stopped, so that the process ends in any case. `ptrace` is
+    // forbidden too, and SIGSYS is blocked while its handler runs: the kernel then ends the
+    // process by SIGSYS, regardless of changed handlers.
     unsafe {
         let mut there = libc::pollfd { fd: 2, events: libc::POLLOUT, revents: 0 };
         let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -81,7 +82,7 @@ extern "C" fn on_sigsys(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void
     }
 }
 
-/// A line that needs no memory but its own.
+/// Line of text in a fixed buffer.
 struct Line {
     bytes: [u8; LINE],
     len: usize,

@@ -1,15 +1,15 @@
-//! Submission queue entries on their way into their queue.
+//! Batch of submission queue entries.
 
 use crate::ring::Ring;
 use crate::shared::store_words;
 
-/// Entries that are written, and will be in their queue together.
+/// Submission queue entries that are collected and written to their queue together.
 ///
-/// The cache line of each has to come from the other side, which has read what was there a turn of
-/// the ring ago, and a processor's stores reach the cache in order. A program that writes an entry
-/// into the queue, goes on to other work with stores of its own, writes the next and so on, has one
-/// or two such lines on their way at a time, and waits for each in full as soon as its store buffer
-/// is full of what is behind. Sixteen entries in a row are on their way at once.
+/// The cache line of each entry has to come from the processor of the consumer, which has read
+/// the previous round of the ring, and a processor's stores reach the cache in order. If a
+/// program writes entries one by one, with other stores in between, one or two such lines are in
+/// flight at a time, and the program waits for each of them as soon as its store buffer is full
+/// of the stores behind it. The lines of sixteen consecutive entries are in flight together.
 #[derive(Debug)]
 pub struct SqeBatch {
     lines: Box<[Line; Self::ROOM]>,
@@ -21,45 +21,44 @@ pub struct SqeBatch {
 struct Line([u64; 8]);
 
 impl SqeBatch {
-    /// How many entries it holds: as many as there are stores of 16 bytes in the store buffer of a
-    /// processor of today.
+    /// Capacity in entries: their 16-byte stores fill the store buffer of a current processor.
     pub const ROOM: usize = 16;
 
-    /// With nothing in it.
+    /// Creates an empty batch.
     #[must_use]
     pub fn new() -> Self {
         Self { lines: Box::new([Line([0; 8]); Self::ROOM]), held: 0 }
     }
 
-    /// How many entries are in it.
+    /// Number of entries in the batch.
     #[inline]
     #[must_use]
     pub fn held(&self) -> usize {
         self.held
     }
 
-    /// Whether there is no room for another one.
+    /// True if the batch has no room for another entry.
     #[inline]
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.held >= Self::ROOM
     }
 
-    /// Takes the eight words of an entry. There has to be room for it: otherwise entries are lost.
+    /// Adds the eight words of an entry. The batch must not be full, or entries are lost.
     #[inline(always)]
     pub fn push(&mut self, words: [u64; 8]) {
         debug_assert!(!self.is_full(), "there is room in the batch");
-        // The remainder is for the compiler, which then sees that there is such a line.
+        // The modulo operation lets the compiler omit the bounds check.
         let line: *mut Line = &mut self.lines[self.held % Self::ROOM];
         self.held += 1;
         // SAFETY: a line has 64 bytes.
         unsafe { store_words(line.cast(), words) };
     }
 
-    /// Writes what is in it into `ring`, from entry `first` on and round its end.
+    /// Writes the entries to `ring`, from entry `first` and across the end of the ring.
     ///
     /// # Panics
-    /// If `first` is outside of the ring, or the memory is read-only.
+    /// If `first` is outside the ring, or the memory is read-only.
     #[inline]
     pub fn flush(&mut self, ring: &Ring<64>, first: u32) {
         let held = std::mem::take(&mut self.held).min(Self::ROOM);
@@ -70,18 +69,18 @@ impl SqeBatch {
         }
     }
 
-    /// Writes `count` lines from `line` on to entry `at` and what follows.
+    /// Writes `count` lines from `line` to the entries from `at`.
     #[inline]
     fn write(&self, ring: &Ring<64>, at: u32, line: usize, count: usize) {
         let lines = &self.lines[line..line + count];
         match ring.run(at, count) {
             Some((bytes, offset)) => {
                 assert!(bytes.is_writable(), "the ring can be written");
-                // SAFETY: there are so many lines, and a run lies inside its bytes, which can be
-                // written.
+                // SAFETY: `lines` has `count` lines, and a run lies inside its bytes, which are
+                // writable.
                 unsafe { bytes.write_lines_at(offset, lines.as_ptr().cast(), count) };
             }
-            // They lie in more than one piece.
+            // The entries lie in more than one piece.
             None => {
                 for (at, line) in (at..).zip(lines) {
                     ring.write_words(at, line.0);
@@ -111,7 +110,7 @@ mod tests {
         let ring = Ring::<64>::over(&Mapping::anonymous(4096).unwrap().bytes(), 64).unwrap();
         let mut batch = SqeBatch::new();
         let mut next = 0;
-        // Round the end many times, at all places and with all lengths.
+        // Across the end of the ring many times, at all positions and with all lengths.
         for n in 0..1000u64 {
             let count = n % (SqeBatch::ROOM as u64 + 1);
             for i in 0..count {

@@ -1,27 +1,27 @@
-//! What a thread has used.
+//! Processor time and context switches of a thread.
 
 use std::time::Duration;
 
-/// What the calling thread has used since it began.
+/// Resource usage of the calling thread since its start.
 ///
-/// Time that passes while a thread works on a peer's memory can have three reasons: it computes, it
-/// waits for the peer (a page fault waits for whoever punches a hole there), or the system gave the
-/// processor to somebody else. Only the third is nobody's doing here.
+/// Elapsed time of a thread that accesses a peer's memory has three possible causes: the thread
+/// computes, it waits for the peer (a page fault waits for a peer that punches a hole there), or
+/// the scheduler ran another thread. Neither the thread nor the peer causes the third one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ThreadUsage {
     /// Processor time, in user space and in the kernel.
     pub processor: Duration,
-    /// How much of it was in user space, as far as the system tells them apart.
+    /// User space share of `processor`, as far as the system separates the two.
     pub user: Duration,
-    /// How often it has waited for something, and not merely for a processor.
+    /// Voluntary context switches: the thread waited for something other than a processor.
     pub waits: u64,
-    /// How often it has waited, or lost its processor to somebody else.
+    /// Voluntary and involuntary context switches.
     pub switches: u64,
 }
 
 impl ThreadUsage {
-    /// As of now. A system call.
+    /// Reads the usage by one system call.
     #[must_use]
     pub fn now() -> Self {
         let Some(usage) = usage(libc::RUSAGE_THREAD) else { return Self::default() };
@@ -40,7 +40,7 @@ impl ThreadUsage {
     }
 }
 
-/// The page faults of all threads of this process that needed no disk.
+/// Minor page faults of all threads of this process.
 pub(crate) fn process_faults() -> u64 {
     usage(libc::RUSAGE_SELF).map_or(0, |usage| u64::try_from(usage.ru_minflt).unwrap_or(0))
 }
@@ -48,7 +48,7 @@ pub(crate) fn process_faults() -> u64 {
 fn usage(who: libc::c_int) -> Option<libc::rusage> {
     // SAFETY: all zeroes is a valid `rusage`, which has numbers only.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: the call writes one `rusage` to where the pointer says, which is ours.
+    // SAFETY: the call writes one `rusage` to the pointer, which refers to a local variable.
     let outcome = unsafe { libc::getrusage(who, &raw mut usage) };
     (outcome == 0).then_some(usage)
 }

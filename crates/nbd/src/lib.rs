@@ -1,5 +1,5 @@
-//! NBD on the wire, for both ends: [the numbers and frames](wire), and [replies](reply). No sockets
-//! and no threads.
+//! NBD wire format for clients and servers: [constants and frames](wire), and [replies](reply).
+//! Contains no sockets and no threads.
 #![forbid(unsafe_code)]
 
 pub mod reply;

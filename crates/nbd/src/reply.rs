@@ -1,13 +1,13 @@
-//! Replies to requests, simple and structured, for both ends.
+//! Encoding and decoding of simple and structured replies.
 
 use crate::wire::{CHUNK_MAGIC, NbdError, Reader, SIMPLE_REPLY_MAGIC, chunk};
 
-/// The longest text of an error that is sent.
+/// Longest error message that is sent, in bytes.
 const MAX_TEXT: usize = 80;
-/// The longest head: that of an error with a text.
+/// Longest reply header: that of an error with a message.
 const MAX_HEAD: usize = Chunk::SIZE + 6 + MAX_TEXT;
 
-/// What a reply consists of before its data.
+/// Header of a reply: all bytes before its data.
 #[derive(Clone, Copy, Debug)]
 pub struct Head {
     bytes: [u8; MAX_HEAD],
@@ -19,7 +19,7 @@ impl Head {
         Self { bytes: [0; MAX_HEAD], len: 0 }
     }
 
-    /// Appends as much as there is room for, which is for everything that is made here.
+    /// Appends `bytes`, which fit into `MAX_HEAD` for every reply of this module.
     fn put(mut self, bytes: &[u8]) -> Self {
         if let Some(room) = self.bytes.get_mut(self.len..self.len + bytes.len()) {
             room.copy_from_slice(bytes);
@@ -37,13 +37,13 @@ impl Head {
             .put(&len.to_be_bytes())
     }
 
-    /// The bytes.
+    /// Encoded bytes.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         self.bytes.get(..self.len).unwrap_or_default()
     }
 
-    /// A simple reply; if it is the good one to a read, the data follow.
+    /// Simple reply. After a successful reply to a read, the data follows.
     #[must_use]
     pub fn simple(cookie: u64, outcome: Result<(), NbdError>) -> Self {
         Self::new()
@@ -52,19 +52,20 @@ impl Head {
             .put(&cookie.to_be_bytes())
     }
 
-    /// A structured reply in one chunk, without data.
+    /// Structured reply of one chunk without data.
     #[must_use]
     pub fn done(cookie: u64) -> Self {
         Self::chunk(cookie, chunk::FLAG_DONE, chunk::NONE, 0)
     }
 
-    /// No head: what follows belongs to the reply before.
+    /// Empty header, for data that belongs to the previous reply.
     #[must_use]
     pub fn none() -> Self {
         Self::new()
     }
 
-    /// A chunk of a structured reply, the last one if `is_last`, which `len` bytes of data follow.
+    /// Chunk header of a structured reply with `len` bytes of data, which follow. `is_last` ends
+    /// the reply.
     #[must_use]
     pub fn data(cookie: u64, offset: u64, len: u32, is_last: bool) -> Self {
         let flags = if is_last { chunk::FLAG_DONE } else { 0 };
@@ -72,7 +73,7 @@ impl Head {
             .put(&offset.to_be_bytes())
     }
 
-    /// A structured reply in one chunk that says what went wrong.
+    /// Structured error reply of one chunk, with a message.
     #[must_use]
     pub fn error(cookie: u64, error: NbdError, text: &str) -> Self {
         let mut end = text.len().min(MAX_TEXT);
@@ -86,8 +87,8 @@ impl Head {
             .put(text.as_bytes())
     }
 
-    /// A structured reply in one chunk: `count` extents in metadata context `context`, which
-    /// follow, each as its length and its flags (32 bits each).
+    /// Structured block status reply of one chunk. The `count` extents of the metadata context
+    /// `context` follow, each as length and flags (32 bits each).
     #[must_use]
     pub fn extents(cookie: u64, context: u32, count: u32) -> Self {
         let len = count.saturating_mul(8).saturating_add(4);
@@ -95,51 +96,52 @@ impl Head {
     }
 }
 
-/// The beginning of a reply, as a client sees it.
+/// Start of a received reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Incoming {
-    /// A simple reply. The data follow if it is the answer to a read and there is no error.
+    /// Simple reply. After a successful reply to a read, the data follows.
     Simple {
-        /// The request.
+        /// Cookie of the request.
         cookie: u64,
-        /// The error's number; 0 if there is none.
+        /// Error number, 0 for success.
         error: u32,
     },
-    /// A chunk of a structured reply. Its payload follows.
+    /// Chunk of a structured reply, followed by its payload.
     Chunk(Chunk),
 }
 
-/// The head of a chunk.
+/// Header of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// [`chunk::FLAG_DONE`] or nothing.
+    /// Flags: [`chunk::FLAG_DONE`] or 0.
     pub flags: u16,
-    /// One of [`chunk`].
+    /// Chunk type, one of [`chunk`].
     pub kind: u16,
-    /// The request.
+    /// Cookie of the request.
     pub cookie: u64,
-    /// How many bytes of payload follow.
+    /// Length of the payload in bytes.
     pub len: u32,
 }
 
 impl Chunk {
-    /// Bytes of the head.
+    /// Size of the header in bytes.
     pub const SIZE: usize = 20;
 }
 
-/// A reply that is none.
+/// Error for a reply with an unknown magic number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a reply begins with {magic:#010x}, as no reply does")]
 pub struct BadReply {
-    /// What it begins with.
+    /// Received magic number.
     pub magic: u32,
 }
 
 impl Incoming {
-    /// Takes the beginning of a reply off the front of `bytes`, if all of it is there.
+    /// Decodes the header of a reply at the start of `bytes`, and returns it with its length.
+    /// `None` if the header is incomplete.
     ///
     /// # Errors
-    /// [`BadReply`]; nothing that follows can be understood.
+    /// [`BadReply`]; the rest of the stream cannot be decoded.
     pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, BadReply> {
         let mut reader = Reader(bytes);
         let mut read = || {

@@ -1,217 +1,217 @@
-//! NBD on the wire: the numbers, and the frames that both ends send. No sockets here.
+//! NBD wire format: constants, and the frames of both sides.
 //!
-//! Everything follows the protocol's own document, `doc/proto.md` of the NBD project; all integers
-//! are big-endian.
+//! Follows the protocol specification, `doc/proto.md` of the NBD project. All integers are
+//! big-endian.
 
-/// The TCP port that is registered for NBD.
+/// Registered TCP port of NBD.
 pub const PORT: u16 = 10809;
-/// The longest name of an export, or of anything else that is a string. Section "Values".
+/// Longest string of the protocol, such as an export name, in bytes (section "Values").
 pub const MAX_STRING: usize = 4096;
-/// The most bytes that a request carries or asks for: what clients may rely on without asking.
+/// Largest payload of a request in bytes that clients may use without negotiation.
 pub const MAX_PAYLOAD: u32 = 32 << 20;
 
-/// What a server begins with: `NBDMAGIC`.
+/// Magic number at the start of the server's greeting: `NBDMAGIC`.
 pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// What a newstyle server goes on with, and an option begins with: `IHAVEOPT`.
+/// Magic number `IHAVEOPT`: second word of a newstyle server's greeting, and start of an option.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// What the reply to an option begins with.
+/// Magic number of a reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// What a request begins with.
+/// Magic number of a request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// What a simple reply begins with.
+/// Magic number of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// What a chunk of a structured reply begins with.
+/// Magic number of a chunk of a structured reply.
 pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
 
-/// Flags of the handshake, of the server and of the client.
+/// Handshake flags of server and client.
 pub mod handshake {
-    /// Options may follow each other, and each has a reply.
+    /// Fixed newstyle: several options are allowed, and each has a reply.
     pub const FIXED_NEWSTYLE: u16 = 1 << 0;
-    /// No zeroes behind the answer to [`option::EXPORT_NAME`](super::option::EXPORT_NAME).
+    /// No zero padding after the reply to [`option::EXPORT_NAME`](super::option::EXPORT_NAME).
     pub const NO_ZEROES: u16 = 1 << 1;
 }
 
-/// Options that a client may send.
+/// Options of the handshake.
 pub mod option {
-    /// Choose an export, and begin with the transmission. No reply if that is not possible.
+    /// Selects an export and starts the transmission. An error has no reply.
     pub const EXPORT_NAME: u32 = 1;
-    /// End the session.
+    /// Ends the session.
     pub const ABORT: u32 = 2;
-    /// List the names of the exports.
+    /// Lists the names of the exports.
     pub const LIST: u32 = 3;
-    /// Go on with TLS.
+    /// Switches the connection to TLS.
     pub const STARTTLS: u32 = 5;
-    /// Ask about an export.
+    /// Queries an export.
     pub const INFO: u32 = 6;
-    /// Ask about an export, and begin with the transmission.
+    /// Queries an export and starts the transmission.
     pub const GO: u32 = 7;
-    /// Use structured replies.
+    /// Negotiates structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
-    /// List the metadata contexts.
+    /// Lists the metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
-    /// Choose metadata contexts.
+    /// Selects metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
 }
 
 /// Replies to options.
 pub mod answer {
-    /// Done.
+    /// Success; the last reply to the option.
     pub const ACK: u32 = 1;
-    /// An export.
+    /// Name of an export.
     pub const SERVER: u32 = 2;
-    /// Something about an export: see [`info`](super::info).
+    /// Information about an export: see [`info`](super::info).
     pub const INFO: u32 = 3;
-    /// A metadata context.
+    /// Metadata context.
     pub const META_CONTEXT: u32 = 4;
-    /// Set in all that are errors.
+    /// Bit that is set in all error replies.
     pub const ERROR: u32 = 1 << 31;
-    /// The server does not know the option.
+    /// The server does not support the option.
     pub const ERR_UNSUP: u32 = ERROR | 1;
-    /// The server does not want to.
+    /// The server's policy forbids the option.
     pub const ERR_POLICY: u32 = ERROR | 2;
-    /// The option makes no sense like that.
+    /// The option is invalid in its form or in this state.
     pub const ERR_INVALID: u32 = ERROR | 3;
-    /// TLS comes first.
+    /// The server requires TLS.
     pub const ERR_TLS_REQD: u32 = ERROR | 5;
-    /// There is no such export.
+    /// The export does not exist.
     pub const ERR_UNKNOWN: u32 = ERROR | 6;
-    /// The server is about to end.
+    /// The server is shutting down.
     pub const ERR_SHUTDOWN: u32 = ERROR | 7;
-    /// The client has to keep to sizes that it did not ask for.
+    /// The client has to negotiate the block size constraints of the export.
     pub const ERR_BLOCK_SIZE_REQD: u32 = ERROR | 8;
     /// The option is too long.
     pub const ERR_TOO_BIG: u32 = ERROR | 9;
 }
 
-/// What can be asked about an export.
+/// Information types of an export.
 pub mod info {
     /// Size and transmission flags.
     pub const EXPORT: u16 = 0;
-    /// The name that it should be called by.
+    /// Canonical name.
     pub const NAME: u16 = 1;
-    /// A line about it.
+    /// Description, as a line of text.
     pub const DESCRIPTION: u16 = 2;
-    /// The least, the preferred and the largest size of a request.
+    /// Minimum, preferred and maximum block size.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// What an export can do.
+/// Transmission flags: capabilities of an export.
 pub mod transmission {
     /// The flags are valid.
     pub const HAS_FLAGS: u16 = 1 << 0;
-    /// It takes no writes.
+    /// The export is read-only.
     pub const READ_ONLY: u16 = 1 << 1;
-    /// There is [`command::FLUSH`](super::command::FLUSH).
+    /// [`command::FLUSH`](super::command::FLUSH) is supported.
     pub const SEND_FLUSH: u16 = 1 << 2;
-    /// There is [`flag::FUA`](super::flag::FUA).
+    /// [`flag::FUA`](super::flag::FUA) is supported.
     pub const SEND_FUA: u16 = 1 << 3;
-    /// There is [`command::TRIM`](super::command::TRIM).
+    /// [`command::TRIM`](super::command::TRIM) is supported.
     pub const SEND_TRIM: u16 = 1 << 5;
-    /// There is [`command::WRITE_ZEROES`](super::command::WRITE_ZEROES).
+    /// [`command::WRITE_ZEROES`](super::command::WRITE_ZEROES) is supported.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
-    /// There is [`flag::DF`](super::flag::DF).
+    /// [`flag::DF`](super::flag::DF) is supported.
     pub const SEND_DF: u16 = 1 << 7;
-    /// What one connection flushes is flushed for all.
+    /// Several connections are consistent: a flush on one connection covers the writes of all.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
-    /// There is [`command::CACHE`](super::command::CACHE).
+    /// [`command::CACHE`](super::command::CACHE) is supported.
     pub const SEND_CACHE: u16 = 1 << 10;
-    /// There is [`flag::FAST_ZERO`](super::flag::FAST_ZERO).
+    /// [`flag::FAST_ZERO`](super::flag::FAST_ZERO) is supported.
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
-/// Requests.
+/// Request types.
 pub mod command {
-    /// Read.
+    /// Reads data.
     pub const READ: u16 = 0;
-    /// Write: as many bytes as the request says follow it.
+    /// Writes the data that follows the request.
     pub const WRITE: u16 = 1;
-    /// Finish what was asked for, and hang up.
+    /// Disconnects after the requests in flight.
     pub const DISC: u16 = 2;
-    /// Make everything durable that was answered before.
+    /// Makes all completed writes durable.
     pub const FLUSH: u16 = 3;
-    /// The bytes are not needed any more.
+    /// Deallocates the range.
     pub const TRIM: u16 = 4;
-    /// The bytes will be needed soon.
+    /// Hint that the range will be read soon.
     pub const CACHE: u16 = 5;
-    /// Make the bytes zero.
+    /// Writes zeroes.
     pub const WRITE_ZEROES: u16 = 6;
-    /// Ask about the bytes, by the metadata contexts that were chosen.
+    /// Queries the extents of the range in the selected metadata contexts.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// Flags of requests.
+/// Request flags.
 pub mod flag {
-    /// Durable when it is answered.
+    /// Forced unit access: the data is durable before the reply.
     pub const FUA: u16 = 1 << 0;
-    /// Zeroes that stay allocated.
+    /// Zeroes stay allocated.
     pub const NO_HOLE: u16 = 1 << 1;
-    /// Data in one piece.
+    /// Do not fragment: the data of a read comes in one chunk.
     pub const DF: u16 = 1 << 2;
-    /// One extent is enough.
+    /// One extent per metadata context is enough.
     pub const REQ_ONE: u16 = 1 << 3;
-    /// Zeroes only if that is faster than writing them.
+    /// Zeroes are written only if that is faster than a write of data.
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 
-/// What the flags of an extent say in the metadata context `base:allocation`.
+/// Extent flags of the metadata context `base:allocation`.
 pub mod allocation {
-    /// It is not allocated.
+    /// The extent is not allocated.
     pub const HOLE: u32 = 1 << 0;
-    /// It reads as zeroes.
+    /// The extent reads as zeroes.
     pub const ZERO: u32 = 1 << 1;
 }
 
-/// Chunks of structured replies.
+/// Flags and types of structured reply chunks.
 pub mod chunk {
-    /// The last chunk of its reply.
+    /// Flag of the last chunk of a reply.
     pub const FLAG_DONE: u16 = 1 << 0;
-    /// Nothing but the end.
+    /// Chunk without payload, which only ends the reply.
     pub const NONE: u16 = 0;
-    /// An offset, and the data there.
+    /// Offset and data.
     pub const OFFSET_DATA: u16 = 1;
-    /// An offset, and the length of zeroes there.
+    /// Offset and length of a hole, which reads as zeroes.
     pub const OFFSET_HOLE: u16 = 2;
-    /// A metadata context, and extents.
+    /// Metadata context and its extents.
     pub const BLOCK_STATUS: u16 = 5;
-    /// Set in all that are errors.
+    /// Bit that is set in all error types.
     pub const ERROR_BIT: u16 = 1 << 15;
-    /// An error, and a line about it.
+    /// Error number and message.
     pub const ERROR: u16 = ERROR_BIT | 1;
-    /// An error, a line about it, and the offset that it is about.
+    /// Error number, message, and the offset of the error.
     pub const ERROR_OFFSET: u16 = ERROR_BIT | 2;
 }
 
-/// Error numbers, the same on every system.
+/// Error numbers of the protocol, independent of the system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum NbdError {
-    /// Not permitted: the export takes no writes.
+    /// Operation not permitted: the export is read-only.
     Perm = 1,
-    /// Input or output failed.
+    /// I/O error.
     Io = 5,
-    /// There is no memory for it.
+    /// Out of memory.
     NoMem = 12,
-    /// The request makes no sense.
+    /// Invalid request.
     Inval = 22,
-    /// There is no such place to write to, or no room.
+    /// No space: a write beyond the end of the export, or a full disk.
     NoSpc = 28,
-    /// The answer would be too long.
+    /// The reply would be too long.
     Overflow = 75,
-    /// It can not be done, or not fast.
+    /// Operation not supported, or not fast.
     NotSup = 95,
-    /// The server is about to end.
+    /// The server is shutting down.
     Shutdown = 108,
 }
 
-/// The metadata context that says what is allocated.
+/// Metadata context of the allocation status.
 pub const BASE_ALLOCATION: &str = "base:allocation";
 
-/// Takes big-endian integers and bytes off the front; `None` where there are not enough.
+/// Parser that takes big-endian integers and bytes from the front, or `None` if too few are left.
 #[derive(Clone, Copy, Debug)]
 pub struct Reader<'a>(pub &'a [u8]);
 
 impl<'a> Reader<'a> {
-    /// The next `len` bytes.
+    /// Next `len` bytes.
     pub fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
         let (head, rest) = self.0.split_at_checked(len)?;
         self.0 = rest;
@@ -224,48 +224,48 @@ impl<'a> Reader<'a> {
         Some(*head)
     }
 
-    /// The next 16 bits.
+    /// Next 16 bits.
     pub fn u16(&mut self) -> Option<u16> {
         self.array().map(u16::from_be_bytes)
     }
 
-    /// The next 32 bits.
+    /// Next 32 bits.
     pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_be_bytes)
     }
 
-    /// The next 64 bits.
+    /// Next 64 bits.
     pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A length in 32 bits, and a string of that many bytes.
+    /// Next string: a length in 32 bits, and that many bytes.
     pub fn string(&mut self) -> Option<&'a str> {
         let len = usize::try_from(self.u32()?).ok().filter(|len| *len <= MAX_STRING)?;
         std::str::from_utf8(self.bytes(len)?).ok()
     }
 }
 
-/// A request, as it is on the wire. A write has its data behind it.
+/// Request header. The data of a write follows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// [`flag`]s.
+    /// Request flags, see [`flag`].
     pub flags: u16,
-    /// One of [`command`].
+    /// Request type, one of [`command`].
     pub command: u16,
-    /// Comes back with the reply.
+    /// Cookie, which the reply returns.
     pub cookie: u64,
-    /// The first byte.
+    /// Offset in bytes.
     pub offset: u64,
-    /// How many bytes.
+    /// Length in bytes.
     pub len: u32,
 }
 
 impl Request {
-    /// Bytes of a request.
+    /// Size of the header in bytes.
     pub const SIZE: usize = 28;
 
-    /// The request in these bytes; `None` if they do not begin as one does.
+    /// Decodes a request. `None` if the magic number is wrong.
     #[must_use]
     pub fn decode(bytes: &[u8; Self::SIZE]) -> Option<Self> {
         let mut reader = Reader(bytes);
@@ -281,7 +281,7 @@ impl Request {
         })
     }
 
-    /// The bytes of the request.
+    /// Encodes the request.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(Self::SIZE);
@@ -294,14 +294,14 @@ impl Request {
         out
     }
 
-    /// How many bytes of data follow the request.
+    /// Length of the data that follows the header, in bytes.
     #[must_use]
     pub fn payload(&self) -> u32 {
         if self.command == command::WRITE { self.len } else { 0 }
     }
 }
 
-/// Appends an option, as a client sends it.
+/// Appends an option of a client.
 pub fn put_option(out: &mut Vec<u8>, option: u32, data: &[u8]) {
     out.extend(OPTION_MAGIC.to_be_bytes());
     out.extend(option.to_be_bytes());
@@ -309,7 +309,7 @@ pub fn put_option(out: &mut Vec<u8>, option: u32, data: &[u8]) {
     out.extend(data);
 }
 
-/// Appends the reply to an option, as a server sends it.
+/// Appends a server's reply to an option.
 pub fn put_answer(out: &mut Vec<u8>, option: u32, answer: u32, data: &[u8]) {
     out.extend(OPTION_REPLY_MAGIC.to_be_bytes());
     out.extend(option.to_be_bytes());
@@ -318,7 +318,7 @@ pub fn put_answer(out: &mut Vec<u8>, option: u32, answer: u32, data: &[u8]) {
     out.extend(data);
 }
 
-/// Appends a string with its length before it.
+/// Appends a string after its length.
 pub fn put_string(out: &mut Vec<u8>, text: &str) {
     out.extend((text.len() as u32).to_be_bytes());
     out.extend(text.as_bytes());

@@ -1,14 +1,14 @@
-//! What was found, or why it can not be told.
+//! Result and error of a signature search.
 
 use std::fmt;
 use std::io;
 
-/// What a disk holds.
+/// Signature on a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// A partition table, and not a file system or a part of a volume.
+    /// True for a partition table, false for a file system or a member of a volume.
     pub is_table: bool,
-    /// What libblkid calls it: `ext4`, `LVM2_member`, `gpt`.
+    /// Name in libblkid: `ext4`, `LVM2_member`, `gpt`.
     pub name: String,
 }
 
@@ -21,14 +21,14 @@ impl fmt::Display for Found {
     }
 }
 
-/// Why it can not be told.
+/// Reason for which the search failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FindError {
-    /// There is no libblkid.
+    /// libblkid cannot be loaded.
     #[error("libblkid can not be loaded: {0}")]
     Library(String),
-    /// The system's.
+    /// A system call failed.
     #[error("looking for signatures: {0}")]
     System(#[from] io::Error),
 }

@@ -1,4 +1,4 @@
-//! What a disk holds already, by the signatures that libblkid knows: [`find`].
+//! Detection of existing data on a disk by the signatures of libblkid: [`find`].
 #![deny(unsafe_code)]
 
 mod found;
@@ -12,18 +12,19 @@ use rustix::io::pwrite;
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// So many bytes from the beginning of a disk, and as many at its end, have all signatures that
-/// are in use: that of btrfs lies behind the first 64 KiB, those of GPT's copy and of some RAIDs in
-/// the last.
+/// Number of bytes at the start and at the end of a disk that contain all signatures in use. The
+/// signature of btrfs lies behind the first 64 KiB; those of the GPT backup and of some RAIDs lie
+/// at the end.
 pub const SPAN: usize = 1 << 20;
 
-/// What a disk of so many `bytes` holds, whose `first` and `last` bytes are these ([`SPAN`] of
-/// each, or all that there are). `None`: nothing that is known.
+/// Detects the signature on a disk of `bytes` bytes, whose `first` and `last` bytes the caller
+/// has read ([`SPAN`] of each, or all). Returns `None` if there is no known signature.
 ///
 /// # Errors
-/// [`FindError`].
+/// [`FindError`] if libblkid is missing or a system call fails.
 pub fn find(bytes: u64, first: &[u8], last: &[u8]) -> Result<Option<Found>, FindError> {
-    // libblkid wants a file. What is not written to this one reads as zeroes, and takes no memory.
+    // libblkid requires a file. The parts that are not written read as zeroes and occupy no
+    // memory.
     let image = memfd_create("disk", MemfdFlags::CLOEXEC).map_err(io::Error::from)?;
     ftruncate(&image, bytes).map_err(io::Error::from)?;
     let fits = |len: usize| len as u64 <= bytes;

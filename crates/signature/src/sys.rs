@@ -1,4 +1,4 @@
-//! libblkid, loaded when it is needed.
+//! Bindings to libblkid, which is loaded on first use.
 
 use crate::found::{FindError, Found};
 use libloading::Library;
@@ -8,18 +8,18 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::null;
 use std::sync::OnceLock;
 
-/// `BLKID_SUBLKS_TYPE`: say of what type a superblock is.
+/// `BLKID_SUBLKS_TYPE`: report the type of a superblock.
 const SUBLKS_TYPE: c_int = 1 << 5;
-/// `blkid_do_safeprobe`: there is something.
+/// Result of `blkid_do_safeprobe`: a signature was found.
 const FOUND: c_int = 0;
-/// There is nothing.
+/// No signature was found.
 const NOTHING: c_int = 1;
-/// There are several things that exclude each other.
+/// Several signatures were found that exclude each other.
 const AMBIVALENT: c_int = -2;
 
 type Probe = *mut c_void;
 
-/// The functions that are called, as `blkid.h` declares them.
+/// Functions of libblkid, with the signatures of `blkid.h`.
 struct Api {
     new_probe: unsafe extern "C" fn() -> Probe,
     free_probe: unsafe extern "C" fn(Probe),
@@ -34,8 +34,8 @@ struct Api {
 
 impl Api {
     fn load() -> Result<Self, libloading::Error> {
-        // SAFETY: a library of the system's, whose initialisers do no more than those of a program
-        // that is linked to it; and the signatures are those of its header.
+        // SAFETY: libblkid is a system library, whose initializers do no more than those of a
+        // program that is linked to it. The signatures are those of its header.
         unsafe {
             let library = Library::new("libblkid.so.1")?;
             let api = Self {
@@ -48,7 +48,8 @@ impl Api {
                 do_safeprobe: *library.get(b"blkid_do_safeprobe\0")?,
                 lookup_value: *library.get(b"blkid_probe_lookup_value\0")?,
             };
-            // The functions are used for as long as the process lives.
+            // The library stays loaded, since its functions are used for the lifetime of the
+            // process.
             std::mem::forget(library);
             Ok(api)
         }
@@ -61,26 +62,26 @@ fn api() -> Result<&'static Api, FindError> {
     api.as_ref().map_err(|why| FindError::Library(why.clone()))
 }
 
-/// A probe that is freed.
+/// Probe that is freed on drop.
 struct OwnProbe(&'static Api, Probe);
 
 impl Drop for OwnProbe {
     fn drop(&mut self) {
-        // SAFETY: it came from `new_probe`, and nobody has it any more.
+        // SAFETY: the probe came from `new_probe`, and this is its only owner.
         unsafe { (self.0.free_probe)(self.1) };
     }
 }
 
-/// What is in `image`.
+/// Detects the signature in `image`.
 pub(crate) fn probe(image: &OwnedFd) -> Result<Option<Found>, FindError> {
     let api = api()?;
-    // SAFETY: it takes nothing.
+    // SAFETY: the function has no arguments.
     let probe = unsafe { (api.new_probe)() };
     if probe.is_null() {
         return Err(io::Error::from(io::ErrorKind::OutOfMemory).into());
     }
     let probe = OwnProbe(api, probe);
-    // SAFETY: the probe lives, and so does the descriptor, which the probe does not own.
+    // SAFETY: the probe is valid, and so is the descriptor, which the probe does not own.
     let outcome = unsafe {
         let prepared = [
             (api.set_device)(probe.1, image.as_raw_fd(), 0, 0),
@@ -102,13 +103,14 @@ pub(crate) fn probe(image: &OwnedFd) -> Result<Option<Found>, FindError> {
 
 fn named(probe: &OwnProbe, name: &CStr, is_table: bool) -> Option<Found> {
     let (mut data, mut len) = (null(), 0);
-    // SAFETY: the probe lives, `name` is a string, and the others are written to.
+    // SAFETY: the probe is valid, `name` is a C string, and the other arguments point to local
+    // variables.
     let status =
         unsafe { (probe.0.lookup_value)(probe.1, name.as_ptr(), &raw mut data, &raw mut len) };
     if status != 0 || data.is_null() {
         return None;
     }
-    // SAFETY: a value of a probe is a string that lives as long as the probe does.
+    // SAFETY: a value of a probe is a C string that lives as long as the probe.
     let value = unsafe { CStr::from_ptr(data) };
     Some(Found { is_table, name: value.to_string_lossy().into_owned() })
 }

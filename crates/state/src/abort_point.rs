@@ -1,8 +1,8 @@
-//! Moments in which a process of a test ends, as if it had been killed there.
+//! Failpoints: steps at which a test can kill the process.
 
 macro_rules! points {
     ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
-        /// A step after which a process may be killed, and another one has to go on.
+        /// Step after which a process may be killed and the next process must be able to recover.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[non_exhaustive]
         pub enum AbortPoint {
@@ -10,10 +10,10 @@ macro_rules! points {
         }
 
         impl AbortPoint {
-            /// All of them.
+            /// All failpoints.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// What `SHADOWBELL_ABORT_AT` calls it.
+            /// Name of the failpoint in `SHADOWBELL_ABORT_AT`.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self {
@@ -27,102 +27,107 @@ macro_rules! points {
 points! {
     /// A submission queue entry was read.
     Fetched = "fetched",
-    /// A disk has the command, and nothing says so.
+    /// The disk has the command, and the journal has no record of the command.
     Started = "started",
-    /// The command was recorded.
+    /// The command was recorded in the journal.
     Recorded = "recorded",
-    /// Completions are there, and none is posted.
+    /// Completions are staged, and none is posted.
     Staged = "staged",
     /// Completions are posted.
     Posted = "posted",
-    /// The records of what was completed are freed.
+    /// The journal records of completed commands are freed.
     Freed = "freed",
-    /// How far the submission queue was fetched is stored.
+    /// The submission queue head is stored.
     SqStored = "sq-stored",
-    /// Where the next completion goes is stored.
+    /// The completion queue tail is stored.
     CqStored = "cq-stored",
-    /// The host was interrupted, or need not be.
+    /// The host was interrupted, or no interrupt was necessary.
     Notified = "notified",
-    /// A disk has a command of a process before, and the record is that of before.
+    /// The disk has a replayed command of a dead process, and the journal still has the old
+    /// record.
     ReplayStarted = "replay-started",
-    /// It was recorded once more.
+    /// The replayed command was recorded again.
     ReplayRecorded = "replay-recorded",
-    /// A command that is alone has ended, and nothing says so.
+    /// An exclusive command has ended, and its outcome is not stored.
     AloneEnded = "alone-ended",
-    /// What was decided of a command that is alone is written down.
+    /// The decision about an exclusive command is stored.
     Decided = "decided",
     /// Registers, queues or the admin queue have changed.
     Changed = "changed",
-    /// That was recorded, and the host does not see it yet.
+    /// A change was recorded, and the host does not see it yet.
     ChangeRecorded = "change-recorded",
     /// The completion of an admin command is posted.
     AdminPosted = "admin-posted",
-    /// The queues of a process before are there again.
+    /// The queues of a dead process are recovered.
     QueuesRecovered = "queues-recovered",
-    /// A client's message was looked at.
+    /// A client's message was read, and is still in the socket.
     MessageRead = "message-read",
-    /// It was carried out.
+    /// A client's message was executed.
     MessageHandled = "message-handled",
-    /// What it has brought about was recorded.
+    /// The effects of a client's message were recorded.
     MessageRecorded = "message-recorded",
-    /// It was answered and taken out of the socket.
+    /// A client's message was answered and removed from the socket.
     MessageAnswered = "message-answered",
-    /// The memory and the disks of a process before are there.
+    /// The memory and the disks of a dead process are restored.
     Rebuilt = "rebuilt",
-    /// The keeper has everything of this process.
+    /// The supervisor has the complete checkpoint of this process.
     Kept = "kept",
-    /// The keeper was told so.
+    /// The supervisor was notified that this process has taken over.
     Taken = "taken",
-    /// All that is served is at rest, to be handed over.
+    /// Everything that is served is quiesced for the restart for upgrade.
     AtRest = "at-rest",
-    /// The state was sent to the process that is to go on.
+    /// The state was sent to the next process of an upgrade.
     StateSent = "state-sent",
-    /// It was told to go on.
+    /// The next process of an upgrade was told to continue.
     Committed = "committed",
-    /// It has taken the state in.
+    /// The next process of an upgrade has restored the state.
     TakenIn = "taken-in",
     /// A vhost-user device has taken a request from the available ring.
     RequestTaken = "request-taken",
-    /// Its number is stored.
+    /// The number of a vhost-user request is stored.
     RequestNumbered = "request-numbered",
-    /// It is marked as being in flight.
+    /// A vhost-user request is marked as in flight.
     RequestMarked = "request-marked",
-    /// A disk has ended a request, and the guest has its data and status.
+    /// The disk has completed a vhost-user request, and the guest's memory has its data and
+    /// status.
     RequestEnded = "request-ended",
-    /// It is in the list of those that were answered last.
+    /// A vhost-user request is in the list of the last batch.
     RequestListed = "request-listed",
-    /// The used ring has it.
+    /// A vhost-user request is in the used ring.
     RequestUsed = "request-used",
-    /// It is not marked any more.
+    /// The in-flight mark of a vhost-user request is cleared.
     RequestFreed = "request-freed",
     /// The index of the used ring is stored.
     RequestAnswered = "request-answered",
-    /// Controllers go one by one, and the keeper was told that there is no way back.
+    /// Controllers move to the next process one by one, and the supervisor knows that the upgrade
+    /// cannot be undone.
     Moving = "moving",
-    /// One of them was let go of.
+    /// A controller was released during the upgrade.
     LetGo = "let-go",
-    /// One of them is at rest in the process that is to go on, and the keeper knows that both
-    /// count.
+    /// A controller is quiesced in the next process, and the supervisor knows that both processes
+    /// serve controllers.
     TakenOne = "taken-one",
 }
 
-/// A wrong order of steps, to see that a test finds it.
+/// Deliberately wrong order of steps, with which a test proves that it detects such an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WrongOrder {
-    /// Records (or marks) are freed before their completions are posted.
+    /// Journal records (or in-flight marks) are freed before their completions are posted.
     FreedBeforePosted,
-    /// Where the next completion goes is stored before records (or marks) are freed.
+    /// The completion queue tail is stored before journal records (or in-flight marks) are freed.
     StoredBeforeFreed,
-    /// What a dead process has under way is not waited for.
+    /// Recovery does not wait for the in-flight commands of the dead process.
     NoFence,
 }
 
-/// Ends this process here, if `SHADOWBELL_ABORT_AT` says so: a [name](AbortPoint::name), or
-/// `NAME:N` for the Nth time. Or if that is in the file that `SHADOWBELL_ABORT_FILE` names: the
-/// first process that comes to a point takes the file away, and leaves `FILE.died` when it dies. If
-/// the file has several lines, a process takes the first and leaves the others. A process ends by
-/// SIGKILL. Without the feature `abort-points`, and in an optimised build, it does nothing.
+/// Failpoint: kills this process by SIGKILL if the environment selects `point`.
+///
+/// `SHADOWBELL_ABORT_AT` is a [name](AbortPoint::name), or `NAME:N` for the Nth time.
+/// Alternatively, the file in `SHADOWBELL_ABORT_FILE` contains such a text: the first process
+/// that reaches a failpoint removes the file, and creates `FILE.died` when it dies. If the file
+/// has several lines, a process takes the first one and leaves the others. Without the feature
+/// `abort-points`, and in an optimised build, the function does nothing.
 #[inline]
 pub fn abort_point(point: AbortPoint) {
     #[cfg(all(feature = "abort-points", debug_assertions))]
@@ -131,9 +136,8 @@ pub fn abort_point(point: AbortPoint) {
     let _ = point;
 }
 
-/// Where a process looks for the point at which it is to end, and leaves a sign that it has: the
-/// directory of `SHADOWBELL_ABORT_FILE`. None without the feature `abort-points`, nor in an
-/// optimised build.
+/// Directory of `SHADOWBELL_ABORT_FILE`, in which a process looks for its failpoint and creates a
+/// file when it dies. `None` without the feature `abort-points`, and in an optimised build.
 #[must_use]
 pub fn abort_directory() -> Option<std::path::PathBuf> {
     #[cfg(all(feature = "abort-points", debug_assertions))]
@@ -142,18 +146,21 @@ pub fn abort_directory() -> Option<std::path::PathBuf> {
     None
 }
 
-/// A step of one command.
+/// Step of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommandStep {
-    /// It is about to be carried out.
+    /// The command is about to be executed.
     Start,
-    /// A disk has carried it out, and nothing says so.
+    /// The disk has executed the command, and the journal still has it as in flight.
     End,
 }
 
-/// Ends this process by SIGABRT, as a fault would, whenever the command for a certain block comes
-/// to a certain step: `SHADOWBELL_ABORT_COMMAND` is `start:LBA` or `end:LBA`, or several of them
-/// with commas. Without the feature `abort-points`, and in an optimised build, it does nothing.
+/// Failpoint: ends this process by SIGABRT, like a crash, if a command for a selected block
+/// reaches a selected step.
+///
+/// `SHADOWBELL_ABORT_COMMAND` is `start:LBA` or `end:LBA`, or several of them separated by
+/// commas. Without the feature `abort-points`, and in an optimised build, the function does
+/// nothing.
 #[inline]
 pub fn abort_command(step: CommandStep, lba: u64) {
     #[cfg(all(feature = "abort-points", debug_assertions))]
@@ -162,8 +169,8 @@ pub fn abort_command(step: CommandStep, lba: u64) {
     let _ = (step, lba);
 }
 
-/// Whether `SHADOWBELL_WRONG_ORDER` asks for this one. Never without the feature `abort-points`,
-/// nor in an optimised build.
+/// True if `SHADOWBELL_WRONG_ORDER` selects `order`. Always false without the feature
+/// `abort-points`, and in an optimised build.
 #[inline]
 #[must_use]
 pub fn is_wrong(order: WrongOrder) -> bool {
@@ -176,9 +183,8 @@ pub fn is_wrong(order: WrongOrder) -> bool {
     }
 }
 
-/// Whether this process is to do as a release before it did, where both know a better way and say
-/// so: `SHADOWBELL_AS_BEFORE` is there. Never without the feature `abort-points`, nor in an
-/// optimised build.
+/// True if `SHADOWBELL_AS_BEFORE` is set: this process then negotiates the protocol of an earlier
+/// release. Always false without the feature `abort-points`, and in an optimised build.
 #[must_use]
 pub fn is_as_before() -> bool {
     cfg!(all(feature = "abort-points", debug_assertions))
@@ -195,7 +201,7 @@ mod armed {
     struct Armed {
         point: AbortPoint,
         left: AtomicU32,
-        /// Is to be there when it has died.
+        /// File that is created when the process dies.
         sign: Option<String>,
     }
 
@@ -226,13 +232,13 @@ mod armed {
         Some(std::path::Path::new(&file).parent()?.to_owned())
     }
 
-    /// What is asked for, and the file that is to be there in the end.
+    /// Selected failpoint, and the file to create when the process dies.
     fn asked() -> Option<(String, Option<String>)> {
         if let Ok(asked) = std::env::var("SHADOWBELL_ABORT_AT") {
             return Some((asked, None));
         }
         let file = std::env::var("SHADOWBELL_ABORT_FILE").ok()?;
-        // Who renames it has it.
+        // The rename is atomic, so only one process gets the file.
         let taken = format!("{file}.{}", std::process::id());
         std::fs::rename(&file, &taken).ok()?;
         let asked = std::fs::read_to_string(&taken).ok()?;
@@ -244,7 +250,7 @@ mod armed {
         Some((mine.to_owned(), Some(format!("{file}.died"))))
     }
 
-    /// Nothing of this process goes on.
+    /// Kills the process and parks the thread until the signal takes effect.
     fn die(by: Signal) -> ! {
         let _ = rustix::process::kill_process(rustix::process::getpid(), by);
         loop {

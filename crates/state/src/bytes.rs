@@ -1,12 +1,11 @@
-//! Bytes in a state.
+//! Byte strings in a state.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 use std::borrow::Cow;
 
-/// Bytes, written as base64: as a list of numbers they would take thirty times their room on the
-/// way.
+/// Byte string, serialized as base64. A list of numbers would be a multiple of that size.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Bytes(pub Vec<u8>);
 

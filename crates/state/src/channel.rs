@@ -11,11 +11,11 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// Descriptors of one message; Linux takes 253 (`SCM_MAX_FD`).
+/// Descriptors per message; Linux allows 253 (`SCM_MAX_FD`).
 const TOGETHER: usize = 128;
 
-// By `read` and `write`: what the standard library takes for sockets is one system call more that a
-// process in a sandbox would have to have.
+// The functions use `read` and `write`: the standard library uses other system calls for sockets,
+// which the sandbox (seccomp) would have to allow in addition.
 
 pub(crate) fn send_bytes(socket: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
@@ -41,7 +41,7 @@ pub(crate) fn receive_bytes(socket: &UnixStream, mut bytes: &mut [u8]) -> io::Re
     Ok(())
 }
 
-/// Sends them, some at a time, each time with a byte.
+/// Sends descriptors in batches, each with one byte of data.
 pub(crate) fn send_fds(socket: &UnixStream, fds: &[&OwnedFd]) -> io::Result<()> {
     for some in fds.chunks(TOGETHER) {
         let some: Vec<_> = some.iter().map(|fd| fd.as_fd()).collect();
@@ -61,7 +61,7 @@ pub(crate) fn send_fds(socket: &UnixStream, fds: &[&OwnedFd]) -> io::Result<()> 
     Ok(())
 }
 
-/// Receives as many as were announced.
+/// Receives the announced number of descriptors.
 pub(crate) fn receive_fds(socket: &UnixStream, count: usize) -> Result<Vec<OwnedFd>, StateError> {
     let mut fds = Vec::new();
     while fds.len() < count {

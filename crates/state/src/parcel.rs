@@ -1,4 +1,4 @@
-//! Sections and descriptors, and how they travel.
+//! State message: named sections and descriptors, and their wire format.
 
 use crate::channel::{receive_bytes, receive_fds, send_bytes, send_fds};
 use crate::descriptors::Descriptors;
@@ -11,10 +11,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 const MAGIC: [u8; 8] = *b"SBELLST\0";
-/// Far more than a server with a thousand controllers has.
+/// Largest state that is accepted: far more than a server with a thousand controllers needs.
 const MOST_BYTES: u64 = 1 << 30;
 const MOST_FDS: u64 = 1 << 20;
-/// Bytes of a head: magic, version, descriptors, bytes.
+/// Size of the header: magic, version, number of descriptors, length.
 const HEAD: usize = 24;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -24,7 +24,7 @@ struct Section {
     body: serde_json::Value,
 }
 
-/// A state: sections by name, and descriptors.
+/// State of a server: sections by name, and descriptors.
 #[derive(Debug, Default)]
 pub struct Parcel {
     sections: BTreeMap<String, Section>,
@@ -32,21 +32,21 @@ pub struct Parcel {
 }
 
 impl Parcel {
-    /// An empty one.
+    /// Creates an empty state.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The descriptors that the sections name.
+    /// Descriptors that the sections reference.
     pub fn descriptors(&mut self) -> &mut Descriptors {
         &mut self.descriptors
     }
 
-    /// Adds a section. `mandatory`: who does not know it must not go on.
+    /// Adds a section. A receiver that does not know a `mandatory` section must refuse the state.
     ///
     /// # Errors
-    /// The section is there already, or `body` can not be written.
+    /// If a section of this name exists, or `body` cannot be serialized.
     pub fn add(
         &mut self,
         name: &str,
@@ -66,10 +66,10 @@ impl Parcel {
         Ok(())
     }
 
-    /// Takes a section out, if it is there.
+    /// Takes a section out, if it exists.
     ///
     /// # Errors
-    /// It does not have the form of a `T`.
+    /// If the section does not have the form of a `T`.
     pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, StateError> {
         let Some(section) = self.sections.remove(name) else { return Ok(None) };
         serde_json::from_value(section.body)
@@ -77,10 +77,10 @@ impl Parcel {
             .map_err(|source| StateError::Section { name: name.into(), source })
     }
 
-    /// Nothing more is taken: what is left has to be optional.
+    /// Ends the evaluation: the sections that were not taken must be optional.
     ///
     /// # Errors
-    /// [`StateError::Unknown`].
+    /// [`StateError::Unknown`] for a mandatory section.
     pub fn finish(self) -> Result<(), StateError> {
         match self.sections.into_values().find(|section| section.mandatory) {
             Some(section) => Err(StateError::Unknown(section.name)),
@@ -88,10 +88,10 @@ impl Parcel {
         }
     }
 
-    /// Its bytes, for who has `fds` descriptors go along by another way.
+    /// Encodes the state, for a caller that transfers its `fds` descriptors separately.
     ///
     /// # Errors
-    /// It can not be written.
+    /// If a section cannot be serialized.
     pub fn encode(&self, fds: usize) -> Result<Vec<u8>, StateError> {
         let sections: Vec<_> = self.sections.values().collect();
         let mut bytes = vec![0; HEAD];
@@ -105,11 +105,11 @@ impl Parcel {
         Ok(bytes)
     }
 
-    /// The other way round. The descriptors are those that have come, or none if only the rest is
-    /// looked at.
+    /// Decodes a state. `fds` are the received descriptors, or none if only the sections are
+    /// examined.
     ///
     /// # Errors
-    /// [`StateError`]: it is no state that can be read here.
+    /// [`StateError`] if the bytes are no state that this program supports.
     pub fn decode(bytes: &[u8], fds: Vec<OwnedFd>) -> Result<Self, StateError> {
         let (head, body) =
             bytes.split_first_chunk().ok_or(StateError::NotAState("it is too short"))?;
@@ -133,10 +133,10 @@ impl Parcel {
         Ok(parcel)
     }
 
-    /// Sends it. Returns when all of it is on its way.
+    /// Sends the state. Returns when the socket has accepted all of it.
     ///
     /// # Errors
-    /// The socket's.
+    /// [`StateError`] of the socket.
     pub fn send(&self, socket: &UnixStream) -> Result<(), StateError> {
         let fds: Vec<_> = self.descriptors.iter().collect();
         if fds.len() != self.descriptors.len() {
@@ -150,10 +150,10 @@ impl Parcel {
         Ok(())
     }
 
-    /// Receives one.
+    /// Receives a state.
     ///
     /// # Errors
-    /// [`StateError`]: the socket's, or it is no state that can be read here.
+    /// [`StateError`] of the socket, or if the bytes are no state that this program supports.
     pub fn receive(socket: &UnixStream) -> Result<Self, StateError> {
         let mut head = [0; HEAD];
         receive_bytes(socket, &mut head)?;
@@ -165,7 +165,7 @@ impl Parcel {
     }
 }
 
-/// What a state begins with.
+/// Header of a state.
 struct Head {
     fds: u64,
     bytes: u64,
@@ -256,7 +256,7 @@ mod tests {
         let mut parcel = Parcel::decode(&bytes, vec![fd()]).unwrap();
         let refs: Vec<crate::descriptors::FdRef> = parcel.take("numbers").unwrap().unwrap();
         parcel.descriptors().take(refs[0]).unwrap();
-        // Without them it can be looked at.
+        // The sections can be examined without the descriptors.
         Parcel::decode(&bytes, Vec::new()).unwrap();
         for wrong in [
             Parcel::decode(&bytes, vec![fd(), fd()]),
@@ -288,7 +288,7 @@ mod tests {
         assert!(error.contains(&format!("version {}", VERSION + 1)), "{error}");
         assert!(refuse(&head(VERSION, u32::MAX, 2)).contains("too large"));
         assert!(refuse(&head(VERSION, 0, u64::MAX)).contains("too large"));
-        // A descriptor is announced, and bytes come without one.
+        // The header announces a descriptor, and the bytes come without one.
         let mut bytes = head(VERSION, 1, 2);
         bytes.extend(b"\0[]");
         assert!(refuse(&bytes).contains("no state"), "{}", refuse(&bytes));

@@ -1,49 +1,49 @@
-//! A file of two places, which take turns: the newer one that is whole counts.
+//! File with two slots that are written alternately (A/B update): the newer valid slot counts.
 //!
-//! A place is written as a whole, with a number that counts and a checksum, and synchronised. Until
-//! that has ended the other one counts, whenever the power goes. Nothing has to be made or renamed:
-//! a server in a sandbox has the file, and no right in its directory.
+//! A slot is written completely, with a sequence number and a checksum, and synchronised. If the
+//! power fails before that has ended, the other slot counts. No file has to be created or
+//! renamed, which suits a sandboxed server that has the open file but no access to its directory.
 
 use rustix::io::{ReadWriteFlags, pwritev2, retry_on_intr};
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
 
-/// The order of the two words behind the number of a place.
+/// Order of the two words behind the sequence number of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadOrder {
-    /// The length, and then the checksum.
+    /// Length, then checksum.
     LengthFirst,
-    /// The checksum, and then the length.
+    /// Checksum, then length.
     ChecksumFirst,
 }
 
-/// How a file of two places is laid out. A place is the magic bytes, three words (the number
-/// first), and the body.
+/// Layout of a file with two slots. A slot consists of the magic bytes, three words (the sequence
+/// number first), and the body.
 #[derive(Clone, Copy, Debug)]
 pub struct TwoPlaces {
-    /// How a place begins.
+    /// Magic bytes at the start of a slot.
     pub magic: &'static [u8],
-    /// What follows the number.
+    /// Order of the words behind the sequence number.
     pub order: HeadOrder,
-    /// Bytes of a place.
+    /// Size of a slot in bytes.
     pub place: u64,
-    /// Whether a place is written to its end, with zeroes.
+    /// True if a slot is filled with zeroes to its end.
     pub is_padded: bool,
 }
 
-/// What counts.
+/// Content of the slot that counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Newest<T> {
-    /// The number that it was written with.
+    /// Sequence number of the slot.
     pub number: u64,
-    /// The place that it is in: 0 or 1.
+    /// Index of the slot: 0 or 1.
     pub place: u64,
-    /// What it is.
+    /// Decoded body.
     pub value: T,
 }
 
-/// A hash that tells a body which was written as a whole from one that was not (64-bit FNV-1a).
+/// Checksum that detects an incompletely written body (64-bit FNV-1a).
 fn checksum(number: u64, body: &[u8]) -> u64 {
     number.to_le_bytes().iter().chain(body).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -51,19 +51,19 @@ fn checksum(number: u64, body: &[u8]) -> u64 {
 }
 
 impl TwoPlaces {
-    /// Bytes before the body.
+    /// Size of the header in bytes.
     #[must_use]
     pub const fn head(&self) -> usize {
         self.magic.len() + 3 * 8
     }
 
-    /// The longest body.
+    /// Longest body in bytes.
     #[must_use]
     pub const fn room(&self) -> usize {
         self.place as usize - self.head()
     }
 
-    /// What is whole in a place: its number, and its body.
+    /// Sequence number and body of a slot, if it is valid.
     fn whole(&self, file: &File, nth: u64) -> Option<(u64, Vec<u8>)> {
         let at = nth * self.place;
         let mut head = vec![0; self.head()];
@@ -87,8 +87,8 @@ impl TwoPlaces {
         (checksum(number, &body) == sum).then_some((number, body))
     }
 
-    /// What counts: the newer of those that are whole and that `understand` takes. `None`: there is
-    /// nothing, or what there is can not be read.
+    /// Reads the newer slot among those that are valid and that `understand` can decode. `None`
+    /// if there is none.
     pub fn read<T>(
         &self,
         file: &File,
@@ -101,11 +101,12 @@ impl TwoPlaces {
         places.max_by_key(|newest| newest.number)
     }
 
-    /// Writes a body to a place, with its number, and has it on stable storage.
+    /// Writes a body to the slot `place` with the sequence number `number`, and synchronises it
+    /// to stable storage.
     ///
     /// # Errors
-    /// The system's: which of the two places counts is not known then, until they are read again.
-    /// Or the body is longer than a place.
+    /// If the body is longer than a slot, or a system call fails. After the latter, the slots
+    /// must be read again to find the one that counts.
     pub fn write(&self, file: &File, place: u64, number: u64, body: &[u8]) -> io::Result<()> {
         if body.len() > self.room() {
             return Err(io::ErrorKind::FileTooLarge.into());
@@ -127,7 +128,7 @@ impl TwoPlaces {
     }
 }
 
-/// By the system call that disks are written with, which a sandbox allows.
+/// Writes by `pwritev2`, the system call for disks, which the sandbox (seccomp) allows.
 fn write_at(file: &File, mut bytes: &[u8], mut at: u64) -> io::Result<()> {
     while !bytes.is_empty() {
         let piece = [IoSlice::new(bytes)];
@@ -204,7 +205,7 @@ mod tests {
         assert_eq!(layout.read(&file, |body| Some(body.len())).unwrap().value, most.len());
         let error = layout.write(&file, 0, 4, &vec![7; layout.room() + 1]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
-        // A length that the place has not.
+        // A length that exceeds the slot.
         file.write_all_at(&u64::MAX.to_le_bytes(), layout.place + 16 + 16).unwrap();
         assert_eq!(layout.read(&file, |_| Some(())).unwrap().number, 1);
     }

@@ -1,8 +1,8 @@
-//! Versions of states.
+//! Versions of the state format.
 
 use std::ops::RangeInclusive;
 
-/// The version of the states that are made here.
+/// Version of the states that this program creates.
 pub const VERSION: u32 = 1;
-/// The versions that can be read here: this one and the one before, once there is one.
+/// Versions that this program accepts: its own and, once there is one, the previous one.
 pub const READABLE: RangeInclusive<u32> = 1..=VERSION;

@@ -1,4 +1,4 @@
-//! Certificates from a directory.
+//! Certificates from a directory, and the TLS configuration of client and server.
 
 use crate::error::SessionError;
 use crate::session::Session;
@@ -20,53 +20,53 @@ const CA: &str = "ca-cert.pem";
 const CRL: &str = "ca-crl.pem";
 const CLIENT: [&str; 2] = ["client-cert.pem", "client-key.pem"];
 const SERVER: [&str; 2] = ["server-cert.pem", "server-key.pem"];
-/// The longest file that is read: a CRL may be long.
+/// Largest file that is read, in bytes. A CRL may be long.
 const MAX_FILE: u64 = 16 << 20;
 
-/// Why a directory holds no certificates that can be used.
+/// Reason for which the certificates of a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CertificateError {
-    /// A file is not there, or may not be read.
+    /// A file is missing or unreadable.
     #[error("{} can not be read: {source}; the directory holds {}", .path.display(), .needed)]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Error of the system call.
         source: io::Error,
-        /// What the directory has to hold.
+        /// Files that the directory must contain.
         needed: &'static str,
     },
-    /// A file does not hold what its name says.
+    /// A file does not contain an object of the expected kind.
     #[error("{} holds no {what} in PEM form", .path.display())]
     Empty {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What should be there.
+        /// Expected kind of object.
         what: &'static str,
     },
-    /// A file is no PEM file, or what it holds is damaged.
+    /// A file is no PEM file, or its content is damaged.
     #[error("{} is damaged: {why}", .path.display())]
     Damaged {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// Error of the parser.
         why: String,
     },
-    /// A certificate and a key do not belong together, or are of a kind that nobody takes.
+    /// A certificate and a key do not match, or are of an unsupported kind.
     #[error("{} and its key can not be used: {why}", .path.display())]
     Pair {
-        /// The certificate.
+        /// Path of the certificate.
         path: PathBuf,
-        /// Why not.
+        /// Reason.
         why: String,
     },
-    /// The CA's certificate can not be used.
+    /// The certificate of the CA cannot be used.
     #[error("{} can not be used: {why}", .path.display())]
     Authority {
-        /// The CA's certificate.
+        /// Path of the CA's certificate.
         path: PathBuf,
-        /// Why not.
+        /// Reason.
         why: String,
     },
 }
@@ -76,14 +76,14 @@ const CLIENT_NEEDS: &str =
 const SERVER_NEEDS: &str = "ca-cert.pem, server-cert.pem and server-key.pem";
 const ANY_CLIENT_NEEDS: &str = "server-cert.pem and server-key.pem";
 
-/// A directory as people lay it out.
+/// Directory of certificates in the layout of libnbd, nbdkit and QEMU.
 struct Directory<'a> {
     path: &'a Path,
     needed: &'static str,
 }
 
 impl Directory<'_> {
-    /// The file's bytes.
+    /// Reads the bytes of a file.
     fn read(&self, name: &str) -> Result<Vec<u8>, CertificateError> {
         let path = self.path.join(name);
         let failed =
@@ -98,11 +98,11 @@ impl Directory<'_> {
     }
 
     fn has(&self, name: &str) -> bool {
-        // One that can not be looked at is there, and reading it says why it can not be used.
+        // An inaccessible file counts as present, so that reading it reports the reason.
         self.path.join(name).try_exists().unwrap_or(true)
     }
 
-    /// All of a kind that the file holds.
+    /// Reads all objects of a kind from a file.
     fn all<T: PemObject>(
         &self,
         name: &str,
@@ -163,7 +163,7 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
-/// The client's end of connections.
+/// TLS configuration of a client.
 #[derive(Clone)]
 pub struct ClientTls {
     config: Arc<ClientConfig>,
@@ -177,10 +177,10 @@ impl fmt::Debug for ClientTls {
 }
 
 impl ClientTls {
-    /// With the CA of this directory, and its client's certificate if there is one.
+    /// Loads the CA of `directory`, and the client's certificate if there is one.
     ///
     /// # Errors
-    /// [`CertificateError`].
+    /// [`CertificateError`] if a file is missing or unusable.
     pub fn load(directory: &Path) -> Result<Self, CertificateError> {
         let files = Directory { path: directory, needed: CLIENT_NEEDS };
         let verifier = WebPkiServerVerifier::builder_with_provider(files.roots()?, provider())
@@ -203,17 +203,17 @@ impl ClientTls {
         Ok(Self { config: Arc::new(config), directory: directory.into() })
     }
 
-    /// Where the certificates are.
+    /// Directory of the certificates.
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// A connection to the server of this name, which its certificate has to be for: a host's name
-    /// or an IP address.
+    /// Starts the client's session with the server `name`, a host name or an IP address, for
+    /// which the server's certificate must be valid.
     ///
     /// # Errors
-    /// [`SessionError::Name`].
+    /// [`SessionError::Name`] if `name` is neither.
     pub fn session(&self, name: &str) -> Result<Session, SessionError> {
         let bad = || SessionError::Name(name.to_owned());
         let server = ServerName::try_from(name.to_owned()).map_err(|_| bad())?;
@@ -223,7 +223,7 @@ impl ClientTls {
     }
 }
 
-/// The server's end of connections.
+/// TLS configuration of a server.
 #[derive(Clone)]
 pub struct ServerTls {
     config: Arc<ServerConfig>,
@@ -237,11 +237,11 @@ impl fmt::Debug for ServerTls {
 }
 
 impl ServerTls {
-    /// With the server's certificate of this directory. Clients need one that its CA has signed,
-    /// unless `any_client`.
+    /// Loads the server's certificate of `directory`. Clients need a certificate that its CA has
+    /// signed, unless `any_client` is set.
     ///
     /// # Errors
-    /// [`CertificateError`].
+    /// [`CertificateError`] if a file is missing or unusable.
     pub fn load(directory: &Path, any_client: bool) -> Result<Self, CertificateError> {
         let needed = if any_client { ANY_CLIENT_NEEDS } else { SERVER_NEEDS };
         let files = Directory { path: directory, needed };
@@ -266,16 +266,16 @@ impl ServerTls {
         Ok(Self { config: Arc::new(config), any_client })
     }
 
-    /// Whether clients need no certificate.
+    /// True if clients need no certificate.
     #[must_use]
     pub fn takes_any_client(&self) -> bool {
         self.any_client
     }
 
-    /// A connection of a client that is about to begin.
+    /// Starts the server's session with a new client.
     ///
     /// # Errors
-    /// [`SessionError`].
+    /// [`SessionError`] if the session cannot be created.
     pub fn session(&self) -> Result<Session, SessionError> {
         let connection = ServerConnection::new(Arc::clone(&self.config));
         Ok(Session::new(connection.map_err(|error| SessionError::new(&error))?.into()))

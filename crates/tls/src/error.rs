@@ -1,54 +1,54 @@
-//! What goes wrong between two ends, in sentences for whoever has made the certificates.
+//! TLS session errors, as messages for the person who has created the certificates.
 
 use rustls::{AlertDescription as Alert, CertificateError, Error};
 
-/// Why a connection has no TLS, or no more.
+/// Reason for the failure of a TLS session.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SessionError {
-    /// No certificate can be for this.
+    /// The server name is invalid, so that no certificate can match it.
     #[error("`{0}` is neither the name of a host nor an address, so no certificate can be for it")]
     Name(String),
-    /// Another CA has signed the other end's certificate.
+    /// The peer's certificate is signed by another CA.
     #[error(
         "the other end's certificate is not signed by the CA in ca-cert.pem; give both ends \
          certificates of one CA"
     )]
     Issuer,
-    /// The certificate is another host's.
+    /// The peer's certificate is valid for another host.
     #[error("the certificate of the other end is not for this host but for {0}")]
     OtherName(String),
-    /// The certificate's time is over.
+    /// The peer's certificate has expired.
     #[error("the certificate of the other end has expired")]
     Expired,
-    /// The certificate's time has not come.
+    /// The peer's certificate is not valid yet.
     #[error("the certificate of the other end is not valid yet: one of the two clocks is wrong")]
     NotYet,
-    /// The CA has called the certificate back.
+    /// The peer's certificate is revoked by the CA.
     #[error("the certificate of the other end was revoked")]
     Revoked,
-    /// The certificate is for something else.
+    /// The peer's certificate is for another purpose.
     #[error("the certificate of the other end is not one for this purpose (client or server)")]
     Purpose,
-    /// The certificate can not be used for another reason.
+    /// The peer's certificate cannot be used for another reason.
     #[error("the certificate of the other end can not be used: {0}")]
     Certificate(String),
-    /// The other end has shown no certificate, and has to.
+    /// The peer has sent no certificate, although one is required.
     #[error("the other end has shown no certificate")]
     None,
-    /// The other end wants a certificate.
+    /// The peer requires a certificate.
     #[error("the other end wants a certificate, and was shown none")]
     Wanted,
-    /// The other end does not like our certificate.
+    /// The peer has refused the certificate of this side.
     #[error("the other end refuses the certificate that it was shown: {0}")]
     Refused(&'static str),
-    /// The other end has ended it, and says why in the protocol's words.
+    /// The peer has ended the session with an alert.
     #[error("the other end has ended it: {0}")]
     Alert(String),
-    /// What comes is no TLS.
+    /// The received bytes are no TLS records.
     #[error("what the other end sends is no TLS")]
     NoTls,
-    /// Another fault.
+    /// Another error of the TLS library.
     #[error("{0}")]
     Other(String),
 }
@@ -69,7 +69,7 @@ impl SessionError {
             CertificateError::UnknownIssuer | CertificateError::BadSignature => Self::Issuer,
             CertificateError::NotValidForName => Self::OtherName("others".to_owned()),
             CertificateError::NotValidForNameContext { presented, .. } => {
-                // As webpki writes them: `DnsName("host")`, `IpAddress(127.0.0.1)`.
+                // Names in the notation of webpki: `DnsName("host")`, `IpAddress(127.0.0.1)`.
                 let bare = |name: &String| {
                     let inner = name.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
                     inner.unwrap_or(name).trim_matches('"').to_owned()
@@ -94,7 +94,7 @@ impl SessionError {
         match alert {
             Alert::CertificateRequired => Self::Wanted,
             Alert::UnknownCA => Self::Refused("it does not know the CA that has signed it"),
-            // A CA of the same name has another key.
+            // Sent if a CA of the same name has another key.
             Alert::DecryptError => Self::Refused("it is not signed by the CA that is known there"),
             Alert::CertificateExpired => Self::Refused("it has expired"),
             Alert::CertificateRevoked => Self::Refused("it was revoked"),
@@ -102,7 +102,7 @@ impl SessionError {
             | Alert::UnsupportedCertificate
             | Alert::CertificateUnknown
             | Alert::AccessDenied => Self::Refused("it can not be used there"),
-            // What a TLS 1.2 server says to a client that shows none.
+            // Sent by a TLS 1.2 server if a client has no certificate.
             Alert::HandshakeFailure => {
                 Self::Alert("there is no agreement; it may want a certificate".to_owned())
             }

@@ -1,23 +1,23 @@
-//! TLS for both ends of NBD.
+//! TLS for NBD clients and servers.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`ClientTls`], [`ServerTls`] | a directory of certificates, as an end of connections |
-//! | [`Session`] | a connection: bytes in and out, without waiting |
-//! | [`CertificateError`], [`SessionError`] | what people do wrong, in sentences |
+//! | [`ClientTls`], [`ServerTls`] | configuration of one side, from a directory of certificates |
+//! | [`Session`] | TLS of one connection: non-blocking conversion of bytes |
+//! | [`CertificateError`], [`SessionError`] | messages for frequent mistakes with certificates |
 //!
-//! The certificates lie in a directory as libnbd, nbdkit and QEMU have it. They are read once:
-//! whoever has renewed them starts again.
+//! The directory of certificates has the layout of libnbd, nbdkit and QEMU. The files are read
+//! once: renewed certificates need a restart.
 //!
-//! What a peer may send is bounded by rustls (a record, a message of the handshake), and a session
-//! takes no more from the socket before what it has is read.
+//! The memory for a peer's input is bounded by rustls (a record, a message of the handshake), and
+//! a session reads from the socket only after its earlier input was consumed.
 //!
-//! # What it does not implement
+//! # Not implemented
 //!
-//! Keys that both ends have (PSK), anonymous ones, and sessions that are taken up again: a
-//! connection of NBD lasts.
+//! Pre-shared keys (PSK), anonymous cipher suites, and session resumption: NBD connections are
+//! long-lived.
 #![forbid(unsafe_code)]
 
 mod certificates;

@@ -1,24 +1,25 @@
-//! A connection's TLS: bytes in and out of it, without waiting.
+//! TLS session of one connection, with non-blocking input and output.
 
 use crate::error::SessionError;
 use rustls::Connection;
 use std::io::{self, IoSlice, Read, Write};
 
-/// Bytes that are taken from the socket at once.
+/// Bytes that are read from the socket per call.
 const INPUT: usize = 64 << 10;
-/// The most bytes that a session holds for the socket. One that holds some takes no more.
+/// Largest number of pending output bytes. A session with pending output accepts no more data.
 pub const MOST_PENDING: usize = 256 << 10;
 
-/// One end of a connection. It has no socket: it is given one that does not block, for each call.
+/// TLS session of one side of a connection. The session has no socket: each call gets one, which
+/// must be non-blocking.
 pub struct Session {
     connection: Connection,
-    /// What came from the socket and was not looked at.
+    /// Received bytes, of which `from..to` are not yet processed.
     input: Box<[u8]>,
     from: usize,
     to: usize,
-    /// The other end sends no more.
+    /// True if the peer sends no more data.
     ended: bool,
-    /// What is wrong with what it sent: nothing more is looked at.
+    /// Error of the peer's data, after which no more data is processed.
     fault: Option<SessionError>,
 }
 
@@ -41,31 +42,31 @@ impl Session {
         Self { connection, input: vec![0; INPUT].into(), from: 0, to: 0, ended: false, fault: None }
     }
 
-    /// Whether the two ends have not agreed yet.
+    /// True until the handshake is complete.
     #[must_use]
     pub fn is_handshaking(&self) -> bool {
         self.connection.is_handshaking()
     }
 
-    /// Whether there is no more to come, for whatever reason: [`receive`](Self::receive) says so
-    /// when what came before is read, although the socket will not be ready again.
+    /// True if no more data follows, whatever the reason. [`receive`](Self::receive) reports the
+    /// end after the data before it, although the socket does not become readable again.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.ended || self.fault.is_some()
     }
 
-    /// Whether there are bytes for the socket: [`flush`](Self::flush) sends them.
+    /// True if output is pending, which [`flush`](Self::flush) sends.
     #[must_use]
     pub fn is_pending(&self) -> bool {
         self.connection.wants_write()
     }
 
-    /// Receives what there is room for in `into`, which is as much as the socket has, unless the
-    /// room is too little. Nothing is the end.
+    /// Receives data into `into` until the buffer is full or the socket has no more. Returns 0 at
+    /// the end of the stream.
     ///
     /// # Errors
-    /// [`WouldBlock`](io::ErrorKind::WouldBlock), if there is nothing; the socket's; and, as the
-    /// inner error, a [`SessionError`]. What is to be told to the other end then is
+    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if there is no data; an error of the socket; or,
+    /// as the inner error, a [`SessionError`]. In the last case, an alert for the peer is
     /// [pending](Self::is_pending).
     pub fn receive(&mut self, socket: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
         if into.is_empty() {
@@ -75,14 +76,15 @@ impl Session {
         loop {
             while let Some(room) = into.get_mut(got..).filter(|room| !room.is_empty()) {
                 match self.connection.reader().read(room) {
-                    // An orderly end.
+                    // The peer has closed the session by `close_notify`.
                     Ok(0) => {
                         self.ended = true;
                         return Ok(got);
                     }
                     Ok(count) => got += count,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // The socket's end without one. NBD knows by itself what it has not got.
+                    // The connection ended without `close_notify`. That is harmless for NBD,
+                    // which detects incomplete messages itself.
                     Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(got),
                     Err(error) => return Err(error),
                 }
@@ -92,14 +94,15 @@ impl Session {
             }
             match self.advance(socket) {
                 Ok(()) => {}
-                // What came before counts first; the next call says the same again.
+                // The data before the error is returned first; the next call returns the same
+                // error.
                 Err(_) if got > 0 => return Ok(got),
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Goes on with the handshake, as far as the socket has bytes.
+    /// Continues the handshake with the bytes that the socket has.
     ///
     /// # Errors
     /// As [`receive`](Self::receive).
@@ -109,7 +112,7 @@ impl Session {
             if self.ended && self.from == self.to {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            // The other end waits for an answer.
+            // The peer waits for the pending output.
             if self.is_pending() {
                 break;
             }
@@ -117,7 +120,7 @@ impl Session {
         Ok(())
     }
 
-    /// Takes a step: looks at what came, and takes more from the socket if there is nothing.
+    /// Processes the received bytes, or reads from the socket if there are none.
     fn advance(&mut self, socket: &mut impl Read) -> io::Result<()> {
         if let Some(fault) = &self.fault {
             return Err(broken(fault.clone()));
@@ -134,12 +137,12 @@ impl Session {
         }
         let mut rest = self.input.get(self.from..self.to).unwrap_or_default();
         let before = rest.len();
-        // Of nothing it learns that the socket has ended.
+        // An empty read tells rustls that the connection has ended.
         self.connection.read_tls(&mut rest)?;
         let used = before - rest.len();
         self.from += used;
         if used == 0 {
-            // What follows an orderly end is nobody's.
+            // Bytes after `close_notify` are discarded.
             (self.from, self.to, self.ended) = (0, 0, true);
         }
         if let Err(error) = self.connection.process_new_packets() {
@@ -150,11 +153,11 @@ impl Session {
         Ok(())
     }
 
-    /// Takes what there is room for of `parts`, and how much that was: nothing as long as
-    /// something is [pending](Self::is_pending). To be followed by [`flush`](Self::flush).
+    /// Encrypts data of `parts` and returns the number of bytes taken, 0 as long as output is
+    /// [pending](Self::is_pending). The caller has to call [`flush`](Self::flush) next.
     ///
     /// # Errors
-    /// None but those of memory.
+    /// Only if memory is exhausted.
     pub fn put(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         if self.is_pending() {
             return Ok(0);
@@ -162,10 +165,10 @@ impl Session {
         self.connection.writer().write_vectored(parts)
     }
 
-    /// Sends what is pending, as much as the socket takes. Whether that is all.
+    /// Sends pending output as far as the socket accepts it. Returns true if nothing is left.
     ///
     /// # Errors
-    /// The socket's, but not [`WouldBlock`](io::ErrorKind::WouldBlock).
+    /// An error of the socket, except [`WouldBlock`](io::ErrorKind::WouldBlock).
     pub fn flush(&mut self, socket: &mut impl Write) -> io::Result<bool> {
         while self.connection.wants_write() {
             match self.connection.write_tls(socket) {
@@ -178,12 +181,13 @@ impl Session {
         Ok(true)
     }
 
-    /// Says that nothing more is sent; that is pending then.
+    /// Ends the output: a `close_notify` is pending then.
     pub fn close(&mut self) {
         self.connection.send_close_notify();
     }
 
-    /// What of an error of [`receive`](Self::receive) is TLS's; nothing if it is the socket's.
+    /// TLS error inside an error of [`receive`](Self::receive), or `None` for an error of the
+    /// socket.
     #[must_use]
     pub fn fault(error: &io::Error) -> Option<&SessionError> {
         error.get_ref()?.downcast_ref()

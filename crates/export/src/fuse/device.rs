@@ -1,14 +1,14 @@
-//! Requests of the kernel, many of them at once.
+//! FUSE requests in flight: receiving, execution and answers.
 //!
-//! One thread reads them, submits them, takes completions and writes answers, and sleeps on all of
-//! that at once ([`IoThread`]). Requests are carried out and answered in whatever order they
-//! complete: none waits for another. What came together goes to the controller with one doorbell;
-//! and if the controller is in this process, the thread of its worker does all of it, so that no
-//! thread wakes another.
+//! A thread reads requests, submits them, takes completions and writes answers, and sleeps on all
+//! of these events at once ([`IoThread`]). Requests are answered in the order of their
+//! completion, so none waits for another. Requests that arrive together are submitted with one
+//! doorbell write. If the controller is in this process, its I/O thread does all of this work, so
+//! that no thread wakes another.
 //!
-//! There are more threads where there are processors for them. Each of the others sleeps until one
-//! that is awake finds that it does not get to the end of what there is ([`Crew`]), so that a
-//! request wakes one thread, and none if one is awake.
+//! On machines with enough processors, there are further threads. Each helper sleeps until an
+//! awake thread finds that it cannot keep up ([`Crew`]), so that a request wakes one thread, and
+//! none if one is awake.
 
 use super::file::{Action, DiskFile, Step};
 use super::sys;
@@ -31,22 +31,22 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Requests of one thread that are in flight.
+/// Largest number of requests in flight per thread.
 const SLOTS: usize = 128;
-/// Bytes of their data from which on no more are taken.
+/// Data bytes of requests in flight from which a thread takes no more requests.
 const MAX_HELD: usize = 16 << 20;
-/// Requests that are taken before those that have completed are answered.
+/// Largest number of requests that are taken before completed ones are answered.
 const BATCH: usize = 32;
-/// Requests that are taken one after the other, without an end, until another thread is called.
+/// Number of requests without a pause after which a thread calls a helper.
 const TOO_MANY: usize = 64;
-/// Room for what is no data: names, at most.
+/// Buffer for the largest data and other content, such as names.
 const LANDING: usize = MAX_REQUEST as usize + 4096;
-/// A request without data; nothing that is asked for has more than its fields.
+/// Size of a request without data; all supported requests have at most this many field bytes.
 const HEAD: usize = WRITE_HEAD + 48;
-/// The device's number in the thread's epoll set.
+/// Number of the device in the thread's epoll set.
 const DEVICE: u64 = FIRST;
 
-/// What threads of one mount share.
+/// State that the threads of a mount share.
 pub(super) struct Shared {
     pub(super) device: OwnedFd,
     pub(super) file: DiskFile,
@@ -54,11 +54,11 @@ pub(super) struct Shared {
     pub(super) crew: Crew,
 }
 
-/// The threads that help when they are called.
+/// Helper threads of a mount.
 #[derive(Default)]
 pub(super) struct Crew {
     helpers: Vec<Helper>,
-    /// Nothing is mounted any more.
+    /// True once the file system is unmounted.
     over: AtomicBool,
 }
 
@@ -73,7 +73,7 @@ impl Crew {
         self.helpers.len() - 1
     }
 
-    /// Calls one that is not helping.
+    /// Wakes an idle helper, if there is one.
     fn call(&self) {
         let idle = self.helpers.iter().find(|one| !one.is_called.swap(true, Ordering::AcqRel));
         if let Some(idle) = idle {
@@ -91,27 +91,27 @@ impl Crew {
         }
     }
 
-    /// Ends them all.
+    /// Ends all threads.
     pub(super) fn end(&self) {
         self.over.store(true, Ordering::Release);
         self.helpers.iter().for_each(|one| one.waker.signal());
     }
 }
 
-/// What is to be done, with the data or room for them.
+/// Disk operation, with its data or a buffer.
 pub(super) struct Job {
     action: Action,
     data: Data,
 }
 
-/// What came of it. The data come back.
+/// Result of a job, which returns its data buffer.
 pub(super) struct Completed {
     outcome: Result<(), BlockError>,
-    /// Nothing, if they were lost with a failure.
+    /// Buffer; empty if a failed operation has consumed it.
     data: Data,
 }
 
-/// Does what is asked for.
+/// Executes a job.
 pub(super) async fn carry_out(disk: BlockDevice, Job { action, data }: Job) -> Completed {
     match (action, data) {
         (Action::Read(Extent { offset, len }), Data::Shared(buffer)) => {
@@ -148,7 +148,7 @@ fn moved(moved: Result<Data, BlockError>) -> Completed {
     }
 }
 
-/// What is known of the request in a slot.
+/// State of the request in a slot.
 #[derive(Clone, Copy)]
 struct Pending {
     unique: u64,
@@ -156,10 +156,10 @@ struct Pending {
     held: usize,
 }
 
-/// One thread's end of the device.
+/// Device handle of one thread.
 pub(super) struct Device<F> {
     shared: Arc<Shared>,
-    /// Which of the helpers it is; the one that is none waits for requests.
+    /// Index of the helper; `None` for the first thread, which waits for requests.
     helper: Option<usize>,
     disk: BlockDevice,
     io: IoThread<F>,
@@ -167,9 +167,9 @@ pub(super) struct Device<F> {
     held: usize,
     memory: DataMemory,
     depth: Depth,
-    /// There may be a request.
+    /// True if the device may have a request.
     readable: bool,
-    /// Requests that were taken since there was none the last time.
+    /// Number of requests that were taken since the device was last empty.
     taken: usize,
     head: [u8; HEAD],
     landing: Vec<u8>,
@@ -177,7 +177,7 @@ pub(super) struct Device<F> {
 }
 
 impl<F: Future<Output = Completed>> Device<F> {
-    /// An end that uses one of the disk's queues, on a thread that `io` belongs to.
+    /// Creates the handle of the thread of `io`, which uses one of the disk's queues.
     pub(super) fn new(
         shared: Arc<Shared>,
         helper: Option<usize>,
@@ -204,7 +204,7 @@ impl<F: Future<Output = Completed>> Device<F> {
         })
     }
 
-    /// For the requests of one thread.
+    /// Creates the event loop of a thread.
     pub(super) fn io_thread(disk: &BlockDevice) -> io::Result<IoThread<F>> {
         IoThread::new(disk, SLOTS)
     }
@@ -217,8 +217,8 @@ impl<F: Future<Output = Completed>> Device<F> {
         loop {
             let any = match self.take(make) {
                 Ok(any) => any,
-                // Nothing is mounted any more. What is in flight has nobody who waits for it, but
-                // it comes to its end.
+                // The file system is unmounted. Requests in flight complete, although no program
+                // waits for them.
                 Err(Errno::NODEV) => {
                     self.readable = false;
                     self.shared.crew.end();
@@ -240,7 +240,8 @@ impl<F: Future<Output = Completed>> Device<F> {
             let again = match &mut server {
                 Some(server) => {
                     let again = server.looks_again();
-                    // Nothing but an attempt says that there is a request.
+                    // While polling, the device is not in the epoll wait, so only a read tells
+                    // whether there is a request.
                     self.readable |= again && self.listens() && !is_over;
                     again
                 }
@@ -258,12 +259,12 @@ impl<F: Future<Output = Completed>> Device<F> {
         }
     }
 
-    /// Whether this thread is one that looks for requests at the moment.
+    /// True if this thread takes requests at the moment.
     fn listens(&self) -> bool {
         self.helper.is_none_or(|helper| self.shared.crew.is_called(helper))
     }
 
-    /// Takes what requests there are, and begins with them. Whether there was any.
+    /// Takes the available requests and starts them. Returns true if there was any.
     fn take(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> Result<bool, Errno> {
         let mut count = 0;
         while self.readable && count < BATCH && self.held < MAX_HELD {
@@ -277,7 +278,7 @@ impl<F: Future<Output = Completed>> Device<F> {
                     self.begin(slot, len, make);
                     continue;
                 }
-                // A request that was taken back.
+                // The request was aborted.
                 Err(Errno::INTR | Errno::NOENT) => {}
                 Err(Errno::AGAIN) => {
                     self.readable = false;
@@ -301,10 +302,10 @@ impl<F: Future<Output = Completed>> Device<F> {
         Ok(count > 0)
     }
 
-    /// Begins with a request of so many bytes.
+    /// Starts a request of `len` bytes.
     fn begin(&mut self, slot: usize, len: usize, make: &impl Fn(BlockDevice, Job) -> F) {
         let Self { shared, disk, memory, head, landing, .. } = self;
-        // Only of a write does the rest begin with the data.
+        // For requests other than writes, the rest of the fields is in the data buffer.
         if let (Some(end), Some(rest)) =
             (head.get_mut(WRITE_HEAD..), landing.get(..HEAD - WRITE_HEAD))
         {
@@ -314,7 +315,7 @@ impl<F: Future<Output = Completed>> Device<F> {
         let data = landing.get(..len.saturating_sub(WRITE_HEAD)).unwrap_or(landing);
         let step = match Request::decode(head) {
             Some(request) => (request.unique, shared.file.ask(&request, data.len())),
-            // It has no number that could be answered.
+            // An incomplete request has no number to answer.
             None => (0, Step::Nothing),
         };
         let (unique, action) = match step {
@@ -346,7 +347,8 @@ impl<F: Future<Output = Completed>> Device<F> {
         self.io.tasks().start(slot, make(disk.clone(), Job { action, data }));
     }
 
-    /// Submits what was begun with, and answers what has completed. Whether there was anything.
+    /// Submits the started requests and answers completed ones. Returns true if there was any
+    /// work.
     fn collect(&mut self, server: Option<&mut (dyn QueueServer + '_)>) -> bool {
         let Self { io, done, .. } = self;
         let busy = io.run_once(server, |slot, completed| done.push((slot, completed)));
@@ -368,7 +370,7 @@ impl<F: Future<Output = Completed>> Device<F> {
         busy
     }
 
-    /// The kernel's number for what went wrong.
+    /// Error number of an answer.
     fn errno(&self, error: &BlockError) -> Errno {
         let errno = error.errno();
         if errno == Errno::IO {
@@ -377,24 +379,24 @@ impl<F: Future<Output = Completed>> Device<F> {
         if matches!(error, BlockError::ReadOnly) { Errno::ROFS } else { errno }
     }
 
-    /// Answers, with so many bytes of data.
+    /// Writes an answer with `len` bytes of data.
     fn answer(&self, answer: &Answer, data: &Data, len: usize) {
         let device = self.shared.device.as_fd();
         match sys::write(device, answer.bytes(), data.part(0, len)) {
-            // Nobody waits for it any more.
+            // The kernel has aborted the request.
             Ok(()) | Err(Errno::NOENT | Errno::NODEV) => {}
             Err(errno) => tracing::warn!("a request could not be answered: {errno}"),
         }
     }
 }
 
-/// Room for the data of a read or a write: where the controller can reach it, if that saves a copy.
+/// Buffer for the data of a read or write: shared with the controller if that saves a copy.
 fn room(memory: &mut DataMemory, disk: &BlockDevice, offset: u64, len: usize) -> Data {
     let shared = disk.is_direct(offset, len).then(|| memory.shared(disk, len)).flatten();
     shared.unwrap_or_else(|| memory.own(len))
 }
 
-/// The answer to what is done, and how many bytes of data go with it.
+/// Answer to a completed operation, and the length of its data.
 fn answer(unique: u64, action: Action) -> (Answer, usize) {
     match action {
         Action::Read(Extent { len, .. }) => {

@@ -1,4 +1,4 @@
-//! The one file, as the kernel asks for it.
+//! Requests of the kernel for the only file of the file system.
 
 use super::wire::{Answer, Attributes, Extent, Fields, Request, change, opcode, open};
 use rustix::fs::OFlags;
@@ -6,29 +6,30 @@ use rustix::io::Errno;
 use shadowbell_block::{Geometry, Zeroes};
 use std::time::SystemTime;
 
-/// For how many seconds the kernel remembers the attributes: nothing of them ever changes.
+/// Validity of the attributes in the kernel's cache, in seconds. The attributes never change.
 const REMEMBER: u64 = 3600;
-/// The most bytes of a copy, which goes on until it is done: a program that wants more asks again.
+/// Largest copy in bytes, since a copy cannot be interrupted. A program repeats the call for the
+/// rest.
 const MAX_COPY: u64 = 64 << 20;
-/// A regular file, as its mode says.
+/// File type bits of a regular file.
 const REGULAR: u32 = 0o100_000;
 
-/// Bits of the mode of `fallocate(2)`.
+/// Mode bits of `fallocate(2)`.
 mod mode {
     pub(super) const KEEP_SIZE: u32 = 0x01;
     pub(super) const PUNCH_HOLE: u32 = 0x02;
     pub(super) const ZERO_RANGE: u32 = 0x10;
 }
 
-/// Which of the two ends `lseek(2)` looks for.
+/// Values of `whence` for `lseek(2)`.
 const SEEK_DATA: u32 = 3;
 const SEEK_HOLE: u32 = 4;
 
-/// What the disk is to do.
+/// Disk operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Read(Extent),
-    /// The data came with the request.
+    /// Write; the data came with the request.
     Write(Extent),
     Flush,
     WriteZeroes {
@@ -43,18 +44,18 @@ pub(super) enum Action {
     },
 }
 
-/// What comes of a request.
+/// Next step for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// It is answered.
+    /// The request is answered at once.
     Answer(Answer),
-    /// The kernel wants no answer.
+    /// The kernel expects no answer.
     Nothing,
-    /// It is answered when the disk has done this.
+    /// The request is answered after the disk operation.
     Do(Action),
 }
 
-/// A file that is a disk: always there, always of the same size, never cached by the kernel.
+/// File that represents a disk: always present, of constant size, never cached by the kernel.
 pub(super) struct DiskFile {
     geometry: Geometry,
     attributes: Attributes,
@@ -78,7 +79,7 @@ impl DiskFile {
         self.geometry.bytes
     }
 
-    /// What comes of `request`, with which `data` bytes of data came, if it is a write.
+    /// Next step for `request`. `data` is the number of data bytes that came with a write.
     pub(super) fn ask(&self, request: &Request<'_>, data: usize) -> Step {
         let Request { opcode, unique, fields } = *request;
         let outcome = match opcode {
@@ -93,7 +94,7 @@ impl DiskFile {
             opcode::FALLOCATE => self.allocate(unique, fields),
             opcode::LSEEK => self.seek(unique, fields),
             opcode::COPY_FILE_RANGE => self.copy(unique, fields),
-            // A close promises nothing.
+            // Close does not flush: `close(2)` guarantees no durability.
             opcode::FLUSH | opcode::RELEASE | opcode::DESTROY => {
                 Some(Step::Answer(Answer::done(unique)))
             }
@@ -102,16 +103,17 @@ impl DiskFile {
                 let blocks = self.size() / u64::from(block);
                 Some(Step::Answer(Answer::file_system(unique, blocks, block)))
             }
-            // A file has nothing in it.
+            // The root is a regular file, which has no entries.
             opcode::LOOKUP => Some(refused(unique, Errno::NOTDIR)),
             opcode::FORGET | opcode::BATCH_FORGET => Some(Step::Nothing),
-            // The kernel does not ask again. Nothing is interrupted: what has begun goes on.
+            // After ENOSYS, the kernel does not send the operation again. INTERRUPT is not
+            // supported, so a request in flight always completes.
             _ => Some(refused(unique, Errno::NOSYS)),
         };
         outcome.unwrap_or_else(|| refused(unique, Errno::IO))
     }
 
-    /// How many of `len` bytes from `offset` on there are.
+    /// Number of the `len` bytes from `offset` that lie inside the file.
     fn clip(&self, offset: u64, len: u64) -> u64 {
         len.min(self.size().saturating_sub(offset))
     }
@@ -144,7 +146,7 @@ impl DiskFile {
         let size = fields.u64()?;
         let is_owned = wanted & (change::MODE | change::UID | change::GID) == 0;
         let is_kept = wanted & change::SIZE == 0 || size == self.size();
-        // The times are what they are.
+        // A change of the times is ignored.
         Some(if is_owned && is_kept { self.about(unique) } else { refused(unique, Errno::PERM) })
     }
 
@@ -175,7 +177,7 @@ impl DiskFile {
             _ if grows => refused(unique, Errno::NOSPC),
             PUNCH => zeroes(true),
             ZERO | ZERO_KEEP => zeroes(false),
-            // All of the disk is there already.
+            // The file is already fully allocated.
             0 | mode::KEEP_SIZE => Step::Answer(Answer::done(unique)),
             _ => refused(unique, Errno::OPNOTSUPP),
         })
@@ -185,7 +187,7 @@ impl DiskFile {
         let (_handle, offset, whence) = (fields.u64()?, fields.u64()?, fields.u32()?);
         Some(match whence {
             SEEK_DATA | SEEK_HOLE if offset >= self.size() => refused(unique, Errno::NXIO),
-            // What is a hole is not known.
+            // Holes are not known, so the whole file counts as data.
             SEEK_DATA => Step::Answer(Answer::offset(unique, offset)),
             SEEK_HOLE => Step::Answer(Answer::offset(unique, self.size())),
             _ => refused(unique, Errno::INVAL),
@@ -195,8 +197,8 @@ impl DiskFile {
     fn copy(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
         let (_handle, from, _file) = (fields.u64()?, fields.u64()?, fields.u64()?);
         let (_handle, to, len) = (fields.u64()?, fields.u64()?, fields.u64()?);
-        // There is no other file. Past the end of the disk there is nothing to be read, and no room
-        // for anything to be written.
+        // Source and target are always this file. Beyond the end, there is nothing to read and no
+        // room to write.
         let there = self.clip(from, len);
         let len = self.clip(to, there).min(MAX_COPY);
         Some(match u32::try_from(len).unwrap_or(u32::MAX) {
@@ -265,7 +267,7 @@ mod tests {
         ] {
             assert_eq!(ask(opcode, &[0; 3], 4096), bad, "{opcode}");
         }
-        // Fewer data than it says.
+        // Fewer data bytes than the request announces.
         assert_eq!(ask(opcode::WRITE, &transfer(0, 4096), 4095), bad);
     }
 

@@ -1,27 +1,27 @@
-//! The disk as a file, which a loop device turns into a block device on any Linux.
+//! FUSE export: the disk as a file, which a loop device turns into a block device on any Linux.
 //!
-//! The file system has one file, its root, and is mounted over a file. The kernel caches nothing of
-//! it: every read and write is one of the disk's.
+//! The file system consists of one file, its root, and is mounted over an existing file. The
+//! kernel does not cache the file: every read and write becomes one of the disk.
 //!
 //! ```text
 //! shadowbell export nvme://0000:01:00.0/1 --fuse /run/disk &
 //! losetup --find --show --direct-io=on /run/disk
 //! ```
 //!
-//! A program that copies within the file by `copy_file_range(2)` has the controller do it, if that
-//! has a Copy command: the data do not come here.
+//! If a program copies within the file by `copy_file_range(2)` and the controller has a Copy
+//! command, the controller copies, and the data does not pass through this process.
 //!
-//! What the file can not do: change its size (open it without truncating: `dd conv=notrunc`), its
-//! owner or its mode.
+//! The size of the file cannot be changed (open it without truncation: `dd conv=notrunc`), nor
+//! its owner or its mode.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`Mounted`] | the mount: it is made, and the two ends agree, by the library `fuser` |
-//! | `device` | the requests after that: taken, carried out and answered by a thread, or some |
-//! | `file` | what comes of a request |
-//! | `wire`, `sys` | the kernel's layout of requests and answers; how they are read and written |
+//! | [`Mounted`] | the mount; the library `fuser` mounts and negotiates the session |
+//! | `device` | the later requests: one or more threads that receive, execute and answer them |
+//! | `file` | translation of a request to a disk operation |
+//! | `wire`, `sys` | layout of requests and answers; system calls that read and write them |
 
 mod device;
 mod file;
@@ -47,74 +47,75 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use wire::MAX_REQUEST;
 
-/// The most threads that serve a mount; and no more than half of the processors, because a program
-/// that asks for so much needs the others.
+/// Largest default number of threads of a mount. Besides, at most half of the processors are
+/// used, because a program with a high load needs the others.
 const MOST_THREADS: usize = 4;
-/// Asynchronous requests that the kernel may have under way.
+/// Largest number of asynchronous requests that the kernel has in flight.
 const BACKGROUND: u16 = 256;
 
-/// Why a disk could not be mounted.
+/// Reason for which a disk could not be mounted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
-    /// There is something that is no file.
+    /// The path exists and is no regular file.
     #[error("{} is not a file: name an empty file, or one that is not there yet", .0.display())]
     NotAFile(PathBuf),
-    /// A file system whose server died is still mounted there.
+    /// The path still is the mount of a file system whose server has died.
     #[error("{path} is the mount of a server that died: `umount {path}` first", path = .0.display())]
     Dead(PathBuf),
-    /// The file is not to be had.
+    /// The file cannot be created or opened.
     #[error("{} can not be used: {source}", path.display())]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// There is no FUSE here, or not for us.
+    /// The system has no FUSE, or the process may not mount.
     #[error("{} can not be mounted over: {source}; that takes /dev/fuse, and root or fusermount3",
         path.display())]
     Mount {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Error of the mount.
         source: io::Error,
     },
-    /// The system has no thread.
+    /// A thread or descriptor cannot be created.
     #[error("the mount can not be served: {0}")]
     System(io::Error),
 }
 
-/// How a file is served.
+/// Options of a mount.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// Threads that take requests, of which all but the first only do so when that does not get to
-    /// the end of them. Unless somebody says so, half as many as there are processors, and four at
-    /// most; and never more than the disk has queues.
+    /// Number of threads that serve requests. Further threads help only while the first one
+    /// cannot keep up. The default is half the number of processors, at most four. The number of
+    /// the disk's queues is an upper bound in any case.
     pub threads: Option<usize>,
-    /// Threads that serve the disk's queues, if its controller is in this process: they serve the
-    /// file too while it is used. Otherwise each request takes two threads that wake each other.
+    /// I/O threads that serve the disk's queues, if its controller is in this process. They serve
+    /// the file too while it is used. Otherwise, each request needs two threads that wake each
+    /// other.
     pub lender: Option<Arc<dyn QueueThreads>>,
 }
 
-/// A disk that is mounted over a file.
+/// Disk that is mounted over a file. Dropping the value unmounts it.
 pub struct Mounted {
     path: PathBuf,
-    /// The file was made for the mount.
+    /// True if the file was created for the mount.
     created: bool,
     server: Option<JoinHandle<()>>,
-    /// Nothing is mounted any more.
+    /// True once the file system is unmounted.
     over: Arc<AtomicBool>,
     failures: Arc<FailureCount>,
 }
 
 impl Mounted {
-    /// Mounts `disk` over the file `path`, which is created if it is not there. `on_end` is called
-    /// when nothing is mounted there any more, for whatever reason.
+    /// Mounts `disk` over the file `path`, which is created if it does not exist. `on_end` is
+    /// called when the file system is unmounted, whatever the reason.
     ///
     /// # Errors
-    /// [`MountError`]; nothing is left behind.
+    /// [`MountError`]; the mount and a created file are removed then.
     pub fn start(
         disk: BlockDevice,
         path: &Path,
@@ -123,10 +124,10 @@ impl Mounted {
         Self::start_with(disk, path, &Options::default(), on_end)
     }
 
-    /// As [`start`](Self::start), served as the options say.
+    /// Mounts like [`start`](Self::start), with `options`.
     ///
     /// # Errors
-    /// [`MountError`]; nothing is left behind.
+    /// [`MountError`]; the mount and a created file are removed then.
     pub fn start_with(
         disk: BlockDevice,
         path: &Path,
@@ -154,7 +155,7 @@ impl Mounted {
         let threads = match threads {
             Ok(threads) => threads,
             Err(error) => {
-                // Nothing is mounted any more, and nobody was served.
+                // The dropped session unmounts, and no request was served.
                 drop(session);
                 mounted.over.store(true, Ordering::Release);
                 return Err(MountError::System(error));
@@ -167,21 +168,21 @@ impl Mounted {
         Ok(mounted)
     }
 
-    /// The file.
+    /// Path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How many requests failed because the disk did.
+    /// Number of requests that failed because of the disk.
     #[must_use]
     pub fn failures(&self) -> u64 {
         self.failures.count()
     }
 
-    /// Unmounts, and waits until the file is not used any more: what has it open (a loop device
-    /// with a file system on it) may have more to write. How many requests failed because the disk
-    /// did.
+    /// Unmounts, and waits until no program uses the file any more: a user of the open file, such
+    /// as a loop device with a file system on it, may have more to write. Returns the number of
+    /// requests that failed because of the disk.
     #[must_use]
     pub fn stop(self) -> u64 {
         let failures = Arc::clone(&self.failures);
@@ -203,7 +204,7 @@ impl Drop for Mounted {
                     let _ = unmount(&self.path, UnmountFlags::DETACH);
                 }
                 Err(errno) => {
-                    // Not root: the program that helped to mount helps to unmount.
+                    // Without the privilege to unmount, the helper program fusermount3 does it.
                     let helper = std::process::Command::new("fusermount3")
                         .args(["-u", "-z", "--"])
                         .arg(&self.path)
@@ -221,12 +222,12 @@ impl Drop for Mounted {
     }
 }
 
-/// What the two ends agree on. Everything after that is [`device`]'s.
+/// Negotiation of the session. All later requests are handled by [`device`].
 struct Agreement;
 
 impl Filesystem for Agreement {
     fn init(&mut self, _: &fuser::Request, config: &mut KernelConfig) -> io::Result<()> {
-        // What a kernel does not have, it does without.
+        // Capabilities that the kernel lacks are ignored.
         for wanted in [
             InitFlags::FUSE_ASYNC_DIO,
             InitFlags::FUSE_BIG_WRITES,
@@ -241,10 +242,10 @@ impl Filesystem for Agreement {
     }
 }
 
-/// What a thread does.
+/// Main function of a thread.
 type Run = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
-/// The threads of a mount: the first of them takes requests, the others help it.
+/// Threads of a mount: the first one receives requests, the others help it.
 struct Threads {
     shared: Arc<Shared>,
     first: Run,
@@ -301,13 +302,13 @@ fn serve(session: Session<Agreement>, threads: Threads, over: &AtomicBool, on_en
         Ok(()) => tracing::debug!("unmounted"),
         Err(error) => tracing::warn!("the mount came to an end: {error}"),
     }
-    // Whoever still waits for an answer gets an error.
+    // Dropping the device fails the requests that are not answered.
     drop((shared, session));
     over.store(true, Ordering::Release);
     on_end();
 }
 
-/// The file to mount over, as an absolute path, and whether it was created for that.
+/// Returns the absolute path of the file to mount over, and whether it was created.
 fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
     let failed = |source| MountError::File { path: path.to_owned(), source };
     let created = match std::fs::metadata(path) {
@@ -322,7 +323,7 @@ fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
         }
         Err(error) => return Err(failed(error)),
     };
-    // It is looked at to be mounted over, so it can be read.
+    // The mount needs read access to the file.
     let usable = File::open(path).and_then(|_| path.canonicalize());
     match usable {
         Ok(path) => Ok((path, created)),
@@ -333,7 +334,7 @@ fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
     }
 }
 
-/// Removes a file that was made for the mount and still is what it was.
+/// Removes a file that was created for the mount, if it is still empty.
 fn forget(path: &Path, created: bool) {
     if created && std::fs::metadata(path).is_ok_and(|about| about.is_file() && about.len() == 0) {
         let _ = std::fs::remove_file(path);

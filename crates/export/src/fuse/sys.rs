@@ -1,27 +1,28 @@
-//! Requests are read from `/dev/fuse`, and answers written to it, each with one call.
+//! System calls that read requests from `/dev/fuse` and write answers to it, one call each.
 
 use crate::vectors::{Part, Room};
 use rustix::io::Errno;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Reads a request: its head into the one and what follows into the other.
+/// Reads a request: its header into `head`, and the rest into `rest`.
 pub(super) fn read(
     device: BorrowedFd<'_>,
     head: &mut Room<'_>,
     rest: &mut Room<'_>,
 ) -> Result<usize, Errno> {
     let vectors = [head.vector, rest.vector];
-    // SAFETY: each vector is that of a room, which is borrowed for writing or is writable memory
-    // whose mapping is borrowed, until the call returns. No Rust reference points into the latter.
+    // SAFETY: each vector belongs to a room that is borrowed until the call returns: either
+    // memory that is borrowed for writing, or writable memory whose mapping is borrowed and into
+    // which no Rust reference points.
     let count = unsafe { libc::readv(device.as_raw_fd(), vectors.as_ptr(), 2) };
     usize::try_from(count).map_err(|_| last_error())
 }
 
-/// Writes an answer: all of it or nothing.
+/// Writes an answer completely, or fails.
 pub(super) fn write(device: BorrowedFd<'_>, head: &[u8], data: Part<'_>) -> Result<(), Errno> {
     let vectors = [Part::of(head).vector, data.vector];
-    // SAFETY: each vector is that of a part, whose bytes are borrowed, or whose mapping is, until
-    // the call returns. The kernel reads them, and memory that is gone is an error of the call.
+    // SAFETY: each vector belongs to a part, whose bytes or whose mapping is borrowed until the
+    // call returns. The kernel reads them, and lost memory is an error of the call.
     let count = unsafe { libc::writev(device.as_raw_fd(), vectors.as_ptr(), 2) };
     usize::try_from(count).map(drop).map_err(|_| last_error())
 }

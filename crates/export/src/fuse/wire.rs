@@ -1,8 +1,8 @@
-//! The kernel's requests and the answers to them, in its own byte order and layout.
+//! FUSE requests and answers, in the kernel's layout and native byte order.
 
 use rustix::io::Errno;
 
-/// The numbers of requests.
+/// Opcodes of requests.
 pub(super) mod opcode {
     pub(crate) const LOOKUP: u32 = 1;
     pub(crate) const FORGET: u32 = 2;
@@ -22,15 +22,15 @@ pub(super) mod opcode {
     pub(crate) const COPY_FILE_RANGE: u32 = 47;
 }
 
-/// What an open file is like.
+/// Flags of an open file.
 pub(super) mod open {
-    /// The kernel caches nothing of it.
+    /// The kernel does not cache the file's data.
     pub(crate) const DIRECT_IO: u32 = 1 << 0;
-    /// Several writes of it may be under way.
+    /// Several writes to the file may be in flight.
     pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 }
 
-/// What a `SETATTR` wants to change.
+/// Attributes that a `SETATTR` changes.
 pub(super) mod change {
     pub(crate) const MODE: u32 = 1 << 0;
     pub(crate) const UID: u32 = 1 << 1;
@@ -38,19 +38,19 @@ pub(super) mod change {
     pub(crate) const SIZE: u32 = 1 << 3;
 }
 
-/// The most bytes of data of a request: 256 pages, what the kernel allows.
+/// Largest data length of a request: 256 pages, the limit of the kernel.
 pub(super) const MAX_REQUEST: u32 = 1 << 20;
-/// What every request begins with.
+/// Size of a request header.
 const HEADER: usize = 40;
-/// A `WRITE` without its data; nothing that precedes data is longer.
+/// Size of a `WRITE` without its data; no other request with data has longer fields.
 pub(super) const WRITE_HEAD: usize = HEADER + 40;
-/// What every answer begins with.
+/// Size of an answer header.
 const ANSWER: usize = 16;
-/// The longest answer without data: attributes.
+/// Longest answer without data: attributes.
 const LONGEST: usize = ANSWER + 16 + ATTRIBUTES;
 const ATTRIBUTES: usize = 88;
 
-/// Reads numbers one after the other.
+/// Parser of consecutive integers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
@@ -68,18 +68,18 @@ impl Fields<'_> {
     }
 }
 
-/// A request.
+/// Decoded request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request<'a> {
     pub(super) opcode: u32,
-    /// Its number, which the answer has.
+    /// Number of the request, which the answer repeats.
     pub(super) unique: u64,
-    /// What depends on the opcode.
+    /// Fields that depend on the opcode.
     pub(super) fields: Fields<'a>,
 }
 
 impl<'a> Request<'a> {
-    /// The request that these bytes are, or begin with: data of a write may follow elsewhere.
+    /// Decodes the request at the start of `bytes`. The data of a write may be in another buffer.
     pub(super) fn decode(bytes: &'a [u8]) -> Option<Self> {
         let mut head = Fields(bytes);
         let (_len, opcode, unique) = (head.u32()?, head.u32()?, head.u64()?);
@@ -87,7 +87,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// Where a `READ` or a `WRITE` goes.
+/// Range of a `READ` or `WRITE`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub(super) offset: u64,
@@ -101,11 +101,11 @@ impl Extent {
     }
 }
 
-/// A file's attributes.
+/// Attributes of a file.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attributes {
     pub(super) size: u64,
-    /// Seconds and nanoseconds since 1970, of all its times.
+    /// Access, modification and change time: seconds and nanoseconds since 1970.
     pub(super) time: (u64, u32),
     pub(super) mode: u32,
     pub(super) uid: u32,
@@ -113,7 +113,7 @@ pub(super) struct Attributes {
     pub(super) block_size: u32,
 }
 
-/// The number of the file, which is the root of its file system.
+/// Inode number of the file, which is the root of its file system.
 const INODE: u64 = 1;
 
 impl Attributes {
@@ -128,7 +128,7 @@ impl Attributes {
     }
 }
 
-/// An answer, apart from the data of a read.
+/// Answer without the data of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
     bytes: [u8; LONGEST],
@@ -142,38 +142,38 @@ impl Answer {
         answer
     }
 
-    /// It is done.
+    /// Success.
     pub(super) fn done(unique: u64) -> Self {
         Self::new(unique, 0)
     }
 
-    /// It is not done.
+    /// Error.
     pub(super) fn error(unique: u64, errno: Errno) -> Self {
         Self::new(unique, -errno.raw_os_error())
     }
 
-    /// So many bytes are written.
+    /// Success of a write of `len` bytes.
     pub(super) fn written(unique: u64, len: u32) -> Self {
         let mut answer = Self::done(unique);
         answer.u32(len).u32(0);
         answer
     }
 
-    /// It is at this offset.
+    /// Result of a seek.
     pub(super) fn offset(unique: u64, offset: u64) -> Self {
         let mut answer = Self::done(unique);
         answer.u64(offset);
         answer
     }
 
-    /// The file is open.
+    /// Success of an open.
     pub(super) fn opened(unique: u64, flags: u32) -> Self {
         let mut answer = Self::done(unique);
         answer.u64(0).u32(flags).u32(0);
         answer
     }
 
-    /// The attributes, which the kernel remembers for so many seconds.
+    /// Attributes, which the kernel may cache for `remember` seconds.
     pub(super) fn attributes(unique: u64, attributes: &Attributes, remember: u64) -> Self {
         let mut answer = Self::done(unique);
         answer.u64(remember).u32(0).u32(0);
@@ -181,7 +181,7 @@ impl Answer {
         answer
     }
 
-    /// A file system of so many blocks, all of which belong to its one file.
+    /// Statistics of a file system with `blocks` blocks, all of which belong to the file.
     pub(super) fn file_system(unique: u64, blocks: u64, block_size: u32) -> Self {
         let mut answer = Self::done(unique);
         let (free, available, files, files_free, name) = (0, 0, 1, 0, 0);
@@ -191,7 +191,7 @@ impl Answer {
         answer
     }
 
-    /// With so many bytes of data after it.
+    /// Announces `len` bytes of data after the answer.
     pub(super) fn with_data(mut self, len: usize) -> Self {
         self.set_len(self.len + len);
         self
@@ -218,7 +218,7 @@ impl Answer {
         self
     }
 
-    /// The length with everything that belongs to it, which an answer begins with.
+    /// Stores the total length, data included, in the header.
     fn set_len(&mut self, len: usize) {
         let len = u32::try_from(len).unwrap_or(u32::MAX);
         if let Some(to) = self.bytes.first_chunk_mut() {

@@ -1,4 +1,4 @@
-//! Where an NBD server listens, as people write it.
+//! Listen address of an NBD server in text form.
 
 use shadowbell_nbd::wire::PORT;
 use std::fmt;
@@ -6,12 +6,12 @@ use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// `unix:PATH` or `tcp:ADDRESS`.
+/// Listen address: `unix:PATH` or `tcp:ADDRESS`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// A UNIX socket.
+    /// UNIX socket.
     Unix(PathBuf),
-    /// A TCP port of this machine.
+    /// TCP address of this machine.
     Tcp(SocketAddr),
 }
 
@@ -63,7 +63,7 @@ impl fmt::Display for Address {
 }
 
 impl Address {
-    /// The URI by which clients call the export `name` there.
+    /// NBD URI of the export `name` at this address, for clients.
     #[must_use]
     pub fn uri(&self, name: &str) -> String {
         let name = escaped(name.as_bytes(), "");
@@ -74,7 +74,7 @@ impl Address {
                 format!("nbd+unix:///{name}?socket={path}")
             }
             Self::Tcp(address) => {
-                // A server that listens on every address is reached at this one.
+                // A server that listens on all addresses is reachable by this name.
                 let host = match address {
                     SocketAddr::V4(v4) if v4.ip().is_unspecified() => "localhost".to_owned(),
                     SocketAddr::V6(v6) if v6.ip().is_unspecified() => "localhost".to_owned(),
@@ -90,7 +90,7 @@ impl Address {
     }
 }
 
-/// Escapes what can not stand in a URI.
+/// Percent-encodes the bytes that are not allowed in a URI, except those in `also`.
 fn escaped(bytes: &[u8], also: &str) -> String {
     let mut out = String::new();
     for byte in bytes {

@@ -1,4 +1,4 @@
-//! Answers that are to be sent, many of them with one call.
+//! Queue of replies, many of which are sent by one system call.
 
 use super::socket::ClientSocket;
 use super::sys::MOST;
@@ -8,17 +8,17 @@ use rustix::io::Errno;
 use shadowbell_nbd::reply::Head;
 use std::collections::VecDeque;
 
-/// Answers that are sent at once.
+/// Largest number of replies per system call.
 const BATCH: usize = MOST / 2;
 
-/// An answer to the request in `slot`.
+/// Reply to the request in `slot`.
 pub(super) struct Answer {
     pub(super) slot: usize,
     pub(super) head: Head,
     pub(super) data: Data,
-    /// How much of the data is sent.
+    /// Number of data bytes to send.
     pub(super) len: usize,
-    /// More of the same answer follows.
+    /// True if more pieces of the same reply follow.
     pub(super) more: bool,
 }
 
@@ -28,20 +28,20 @@ impl Answer {
     }
 }
 
-/// How far sending got.
+/// Result of sending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
     All,
-    /// The socket takes no more at the moment.
+    /// The send buffer of the socket is full.
     Blocked,
-    /// The client is gone, and its answers are dropped.
+    /// The client has disconnected, and its replies are dropped.
     Gone,
 }
 
-/// Answers in the order in which they are sent.
+/// Replies in the order of sending.
 pub(super) struct Answers {
     queue: VecDeque<Answer>,
-    /// How much of the first answer was sent.
+    /// Bytes of the first reply that are sent.
     sent: usize,
 }
 
@@ -58,7 +58,7 @@ impl Answers {
         self.queue.len()
     }
 
-    /// Whether none of them has data behind it.
+    /// True if no reply has data.
     pub(super) fn have_no_data(&self) -> bool {
         self.queue.iter().all(|answer| answer.len == 0)
     }
@@ -67,8 +67,8 @@ impl Answers {
         self.queue.is_empty()
     }
 
-    /// Sends as many as the socket takes, and hands each that was sent, or that the client does not
-    /// take any more, to `done`, which is told whether it was sent.
+    /// Sends as many replies as the socket accepts. Calls `done` for each reply that was sent
+    /// (true) or dropped because the client has disconnected (false).
     pub(super) fn send(
         &mut self,
         socket: &mut ClientSocket,

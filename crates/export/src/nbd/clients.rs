@@ -1,9 +1,9 @@
-//! Who is let in, and who has to make room.
+//! Client admission: connection limit and eviction.
 //!
-//! A client that has not said what it wants costs a thread, and may take half a minute to say it.
-//! So those are counted apart: they never keep out one who comes later, because the one of them
-//! that has been silent for longest goes then. Of those that have agreed, a peer (a user of this
-//! machine, or an address) can have three quarters of all that there may be.
+//! A client in the handshake costs a thread, and may take half a minute. Such new clients have a
+//! limit of their own and never keep out a later one: the oldest new client is evicted instead.
+//! Of the admitted clients, a single peer (a user of this machine, or an address) can have at
+//! most three quarters.
 
 use parking_lot::Mutex;
 use rustix::net::{Shutdown, shutdown};
@@ -14,10 +14,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-/// Clients that have not agreed yet.
+/// Largest number of clients in the handshake.
 const MAX_NEW: usize = 64;
 
-/// Who is at the other end of a socket.
+/// Peer of a socket, as far as the system reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Peer {
     User(u32),
@@ -38,13 +38,13 @@ impl Peer {
     }
 }
 
-/// Those that have agreed.
+/// Admitted clients, which have completed the handshake.
 pub(super) struct Agreed {
     most: usize,
     by_peer: Mutex<HashMap<Peer, usize>>,
 }
 
-/// A place among those that have agreed, until dropped.
+/// Admission of a client, until dropped.
 pub(super) struct Place {
     agreed: Arc<Agreed>,
     peer: Peer,
@@ -55,17 +55,17 @@ impl Agreed {
         Arc::new(Self { most: most.max(1), by_peer: Mutex::default() })
     }
 
-    /// How many there are.
+    /// Number of admitted clients.
     pub(super) fn count(&self) -> usize {
         self.by_peer.lock().values().sum()
     }
 
-    /// What of one peer is too much.
+    /// Largest number of clients of one peer.
     fn most_of_one(&self) -> usize {
         self.most - self.most / 4
     }
 
-    /// A place for a client of `peer`, if there is one.
+    /// Admits a client of `peer`, if the limits permit it.
     pub(super) fn take(self: &Arc<Self>, peer: Peer) -> Option<Place> {
         let mut by_peer = self.by_peer.lock();
         if by_peer.values().sum::<usize>() >= self.most {
@@ -79,7 +79,7 @@ impl Agreed {
         Some(Place { agreed: Arc::clone(self), peer })
     }
 
-    /// Whether a client of `peer` would have no place.
+    /// True if a client of `peer` would not be admitted.
     pub(super) fn is_full(&self, peer: Peer) -> bool {
         let by_peer = self.by_peer.lock();
         by_peer.values().sum::<usize>() >= self.most
@@ -99,8 +99,8 @@ impl Drop for Place {
     }
 }
 
-/// The socket of a client once more, as long as the client is a new one: dropping it says that it
-/// is none any more.
+/// Client in the handshake, with a duplicate of its socket for eviction. Dropping the value ends
+/// that state.
 pub(super) struct NewClient {
     pub(super) peer: Peer,
     socket: Arc<Mutex<Option<OwnedFd>>>,
@@ -114,27 +114,27 @@ impl NewClient {
 
 impl Drop for NewClient {
     fn drop(&mut self) {
-        // The connection is over when all of its descriptors are closed.
+        // The connection closes only when all of its descriptors are closed.
         self.socket.lock().take();
     }
 }
 
-/// A client, as the thread that lets clients in knows it.
+/// Client in the list of the accepting thread.
 struct Client {
     thread: JoinHandle<()>,
     peer: Peer,
     socket: Arc<Mutex<Option<OwnedFd>>>,
 }
 
-/// All clients, in the order in which they came.
+/// All clients, in the order of connection.
 #[derive(Default)]
 pub(super) struct Clients(Vec<Client>);
 
 impl Clients {
-    /// Has `start` start the thread of a new client.
+    /// Starts the thread of a new client by `start`.
     ///
     /// # Errors
-    /// There is no thread to be had.
+    /// The error of `start`, if the thread cannot be created.
     pub(super) fn add(
         &mut self,
         new: NewClient,
@@ -145,8 +145,8 @@ impl Clients {
         Ok(())
     }
 
-    /// Makes room for a new client: of the peer that has most of those that are new, the one goes
-    /// that came first.
+    /// Evicts a client in the handshake if there are too many: the oldest one of the peer with
+    /// the most clients in the handshake.
     pub(super) fn make_room(&mut self) {
         self.0.retain(|client| !client.thread.is_finished());
         let mut new: HashMap<Peer, usize> = HashMap::new();
@@ -164,7 +164,7 @@ impl Clients {
         }
     }
 
-    /// Waits until all of them are gone.
+    /// Waits for the end of all clients' threads.
     pub(super) fn join(self) {
         for client in self.0 {
             let _ = client.thread.join();

@@ -1,14 +1,16 @@
-//! One client: its handshake, and then its requests, many of them at once.
+//! Connection of one client: its handshake, and then its requests, many of them in flight.
 //!
-//! One thread, which reads requests, submits them, takes completions and writes answers, and sleeps
-//! on all of that at once ([`IoThread`]). What came with one read goes to the controller with one
-//! doorbell, and what has completed meanwhile is answered with one write. Requests are carried out
-//! and answered in whatever order they complete. A client that does not take its answers is not
-//! read from: its requests keep their slots, and the memory of their data, until the answer is
-//! sent. So that this is never much, a long read is carried out piece by piece, each when the one
-//! before is sent. In a structured reply each piece is a chunk. A reply that must not be in pieces
-//! (a simple one, or with the flag DF) can have nothing of another in its middle: such a read waits
-//! until no other request is under way, and the next ones wait for it.
+//! A single thread reads requests, submits them, takes completions and writes replies, and sleeps
+//! on all of these events at once ([`IoThread`]). Requests that arrive by one read are submitted
+//! with one doorbell write, and completions that arrive meanwhile are answered by one write.
+//! Requests are answered in the order of their completion.
+//!
+//! Nothing more is read from a client that does not receive its replies: its requests keep their
+//! slots and data buffers until the reply is sent. To bound these buffers, a long read is
+//! executed piece by piece, each after the previous one was sent. In a structured reply, each
+//! piece is a chunk. A reply that must not be split (a simple one, or with the flag DF) cannot be
+//! interleaved with another reply: such a read waits until no other request is in flight, and
+//! later requests wait for the read.
 
 use super::answers::{Answer, Answers, Sent};
 use super::clients::NewClient;
@@ -33,21 +35,21 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Requests of one client that are in flight or not answered yet.
+/// Largest number of requests of a client that are in flight or not answered yet.
 const SLOTS: usize = 128;
-/// Bytes of their data; one request is always taken.
+/// Largest number of their data bytes. A single request may exceed it.
 const MAX_HELD: usize = 8 << 20;
-/// A read is carried out in pieces of so many bytes: with larger ones the other clients wait
-/// longer, and long reads are no faster.
+/// Size of the pieces of a long read, in bytes. Larger pieces delay other clients and do not make
+/// long reads faster.
 const PIECE: u32 = 256 << 10;
-/// A read that must not be answered in pieces is carried out in one if it is no longer than this.
+/// Longest read that must not be split and is executed in one piece, in bytes.
 const WHOLE: u32 = 1 << 20;
-/// After a write of so many bytes, the head of the next request is received, and nothing that comes
-/// after it: another write may follow, whose data then go where they belong at once. With short
-/// ones, many requests at a time are worth the copy.
+/// Length of a write from which only the header of the next request is received behind it.
+/// Another long write may follow, whose data then goes directly to its buffer. After short
+/// writes, receiving many requests at once is worth the copy.
 const LONG_WRITE: u32 = 16 << 10;
 
-/// A write whose data are not all here.
+/// Write whose data is not yet complete.
 struct PartialWrite {
     slot: usize,
     request: Request,
@@ -55,25 +57,25 @@ struct PartialWrite {
     got: usize,
 }
 
-/// What is known of the request in a slot.
+/// State of the request in a slot.
 #[derive(Clone, Copy, Default)]
 struct Pending {
     cookie: u64,
     checked: Option<Checked>,
     held: usize,
-    /// How much of a read is answered.
+    /// Answered bytes of a read.
     done: u32,
-    /// The answer must not be in pieces.
+    /// True if the reply must not be split.
     is_whole: bool,
 }
 
-/// The longest piece of a read of `len` bytes.
+/// Longest piece of a read of `len` bytes.
 fn longest_piece(len: u32, is_whole: bool) -> u32 {
     if is_whole && len <= WHOLE { WHOLE } else { PIECE }
 }
 
 impl Pending {
-    /// The piece of a read that comes next; or the whole of what is no read.
+    /// Next piece of a read, or the whole of another request.
     fn piece(&self) -> Option<Checked> {
         let whole = self.checked?;
         if whole.action != Action::Read {
@@ -84,7 +86,7 @@ impl Pending {
         Some(Checked { offset, len: len.min(longest), ..whole })
     }
 
-    /// Whether more of a read follows the present piece.
+    /// True if more pieces of a read follow the current one.
     fn has_more(&self) -> bool {
         let read = self.checked.filter(|checked| checked.action == Action::Read);
         read.is_some_and(|read| read.len - self.done > longest_piece(read.len, self.is_whole))
@@ -98,28 +100,30 @@ struct Connection<F> {
     agreed: Agreed,
     io: IoThread<F>,
     pending: Vec<Pending>,
-    /// A write whose data are arriving.
+    /// Write whose data is being received.
     arriving: Option<PartialWrite>,
-    /// A request for which there is no slot or no memory at the moment.
+    /// Request that waits for a slot or for memory.
     stalled: Option<Request>,
     answers: Answers,
     held: usize,
     memory: DataMemory,
     depth: Depth,
     gather: Gather,
-    /// The last request was a write, and a long one.
+    /// True if the last request was a long write.
     writes_long: bool,
-    /// A read that must be answered whole is under way, in pieces: nothing else is begun.
+    /// True while a read whose reply must not be interleaved is executed in pieces: no other
+    /// request is started.
     alone: bool,
-    /// The answer of such a read can not be finished: the disk has failed in its middle.
+    /// True if the reply of such a read cannot be completed, because the disk failed in the
+    /// middle.
     broken: bool,
-    /// No more requests are taken: the client has disconnected in order, or the server ends.
+    /// True if no more requests are taken: the client has sent a disconnect, or the server ends.
     last: bool,
-    /// The client sends no more.
+    /// True if the connection is closed by the client.
     hung_up: bool,
 }
 
-/// Serves the client at the other end of `socket`, until it leaves or [`ServerShared::is_ending`].
+/// Serves the client of `socket` until it disconnects or [`ServerShared::is_ending`].
 pub(super) fn serve(
     socket: OwnedFd,
     new: NewClient,
@@ -210,7 +214,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let busy = self.collect(server.as_deref_mut());
             if server.is_some() && self.holds_answers() {
-                // Nothing but an attempt says that the client has sent something.
+                // While polling, the socket is not in the epoll wait, so only a read tells
+                // whether the client has sent something.
                 self.socket.readable = true;
                 self.receive()?;
                 continue;
@@ -228,7 +233,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let in_flight = self.io.tasks().reserved();
             if self.last || self.hung_up {
-                // What a client has sent in part only, it never asked for.
+                // A partially received request was never started, so it is dropped.
                 let arriving = usize::from(self.arriving.is_some());
                 if in_flight <= arriving && (is_sent || self.hung_up && self.answers.is_empty()) {
                     return Ok(Stop::Over);
@@ -237,14 +242,15 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
                 return Err(ConnectionError::Stuck);
             }
-            // What a read that was answered alone has kept waiting may be here already, and then
-            // nothing wakes us for it.
+            // Requests that an unsplittable read has delayed may already be in the input, for
+            // which no wakeup follows.
             let waits = self.stalled.is_some() || self.socket.input.rest().len() >= Request::SIZE;
             if waits && freed && !self.alone {
                 continue;
             }
-            // A client with several requests in flight sends the next ones as the answers come in;
-            // one that waits for each has not had the time to.
+            // A client with several requests in flight sends new ones while the replies arrive,
+            // so a receive is worth an attempt. A client with a single request cannot have sent
+            // another one yet.
             let perhaps = self.socket.readable || freed && in_flight > 0;
             let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
             if perhaps && takes && self.receive()? {
@@ -257,8 +263,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 Some(server) => {
                     let again = server.looks_again();
                     if again {
-                        // Nothing but an attempt says that the client has sent something, or that
-                        // the socket takes more.
+                        // While polling, the socket is not in the epoll wait, so only an attempt
+                        // tells whether it is readable or writable.
                         self.socket.readable = true;
                         self.socket.blocked = false;
                     }
@@ -272,10 +278,10 @@ impl<F: Future<Output = Completed>> Connection<F> {
         }
     }
 
-    /// Whether what is to be answered waits for what the client sends next.
+    /// True if pending replies are held back for the client's next requests.
     fn holds_answers(&mut self) -> bool {
         let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
-        // Of reads, the data are what takes the time.
+        // Replies to reads are not held back, since their data takes the most time.
         takes
             && !self.socket.blocked
             && !self.shared.is_ending()
@@ -283,8 +289,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             && self.gather.holds(self.answers.len())
     }
 
-    /// Receives what is there: first the rest of the data that are arriving, then what follows.
-    /// Whether there was anything.
+    /// Receives available bytes: first the rest of a write's data, then further requests. Returns
+    /// true if there was any progress.
     fn receive(&mut self) -> Result<bool, ConnectionError> {
         let rest = self.arriving.as_mut();
         let rest = rest.map(|write| (&mut write.data, write.got, write.request.len as usize));
@@ -299,7 +305,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                     write.got += data;
                 }
                 self.socket.input.to += count - data;
-                // Less than there was room for is all that there is, until we are woken for more.
+                // A short read means that the socket is empty, until epoll reports more.
                 self.socket.readable =
                     count == wanted + space || self.socket.closing || self.socket.has_more();
             }
@@ -314,7 +320,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         Ok(true)
     }
 
-    /// Begins with every request that is here, for which there is a slot.
+    /// Starts all complete requests for which there is a slot.
     fn take_requests(
         &mut self,
         make: &impl Fn(BlockDevice, Job) -> F,
@@ -394,12 +400,12 @@ impl<F: Future<Output = Completed>> Connection<F> {
         Ok(())
     }
 
-    /// Room for so many bytes of the request's data at a time.
+    /// Allocates a buffer of `needs` bytes for the request's data.
     fn room(&mut self, request: &Request, needs: usize) -> Data {
         let moves = matches!(request.command, command::READ | command::WRITE);
         let is_direct = moves
             && !self.socket.has_tls()
-            // Of a long read, each piece.
+            // A long read is checked by its piece.
             && self.disk.is_direct(request.offset, needs)
             && request.len.is_multiple_of(self.disk.geometry().block_size);
         let shared = is_direct.then(|| self.memory.shared(&self.disk, needs)).flatten();
@@ -439,7 +445,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         }
     }
 
-    /// Submits what was begun with, and takes what has completed. Whether there was anything.
+    /// Submits the started requests and takes completions. Returns true if there was any work.
     fn collect(&mut self, server: Option<&mut (dyn QueueServer + '_)>) -> bool {
         let Self { io, pending, answers, agreed, shared, broken, .. } = self;
         io.run_once(server, |slot, Completed { outcome, data, extents }| {
@@ -449,7 +455,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let more = outcome.is_ok() && pending.has_more();
             if pending.is_whole && pending.done > 0 {
-                // What was begun can only go on, or break off.
+                // A reply that has started can only continue or break off.
                 *broken |= outcome.is_err();
                 let len = pending.piece().filter(|_| outcome.is_ok()).map_or(0, |piece| piece.len);
                 answers.push(Answer { slot, head: Head::none(), data, len: len as usize, more });
@@ -460,8 +466,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
         })
     }
 
-    /// Sends answers, as many as the socket takes, and goes on with the reads of which a piece is
-    /// sent. Whether a slot has become free.
+    /// Sends as many replies as the socket accepts, and starts the next pieces of long reads.
+    /// Returns true if a slot became free.
     fn send(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> Result<bool, ConnectionError> {
         if self.socket.blocked {
             return Ok(false);
@@ -490,15 +496,14 @@ impl<F: Future<Output = Completed>> Connection<F> {
         match sent.map_err(|errno| socket.error(errno))? {
             Sent::All => {}
             Sent::Blocked => socket.block(io)?,
-            // What is in flight comes to its end.
+            // Requests in flight still complete.
             Sent::Gone => self.hung_up = true,
         }
         Ok(freed)
     }
 }
 
-/// The answer to a request that was carried out, or to the next piece of it, and how many bytes of
-/// its data go with it.
+/// Reply to a completed request or to its next piece, and the length of its data.
 fn answer(
     pending: &Pending,
     agreed: Agreed,
@@ -513,7 +518,7 @@ fn answer(
         (Err(error), false) => (Head::simple(cookie, Err(number(error))), 0),
         (Ok(()), false) => (Head::simple(cookie, Ok(())), len as usize),
         (Ok(()), true) => match (piece, checked) {
-            // A chunk of data has some.
+            // A data chunk must not be empty.
             (Some(piece), Some(whole)) if piece.len > 0 => {
                 let is_last = is_whole || !pending.has_more();
                 let announced = if is_whole { whole.len } else { piece.len };

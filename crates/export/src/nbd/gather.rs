@@ -1,36 +1,37 @@
-//! Which answers wait for one another, so that a client takes several of them at once.
+//! Reply coalescing: holding back replies so that a client receives several of them at once.
 //!
-//! A thread that serves the queue too has carried out a write to memory before the client has sent
-//! the next one. Answered one by one, each costs the client a wait of its own, and us a call. A
-//! client that keeps many in flight has the next ones on their way meanwhile: its answers wait for
-//! those, a few at a time. So that nobody waits for what does not come, it is found out again and
-//! again how many a client sends without an answer: a few answers are held back until no more
-//! requests come.
+//! A thread that also serves the queue completes a write to memory before the client has sent the
+//! next one. Replies sent one by one would cost the client a wakeup and this thread a system call
+//! each. If a client keeps many requests in flight, the next ones arrive meanwhile, so its
+//! replies wait for them, a few at a time. To avoid waiting in vain, the number of requests that
+//! a client sends without a reply is probed periodically: a few replies are held back until no
+//! more requests arrive.
 
-/// The most answers that wait for one another.
+/// Largest number of replies that are sent together.
 const MOST: usize = 4;
-/// How many it is found out of a client that it has in flight, at most.
+/// Largest number of replies that are held back by a probe.
 const PROBE: usize = 2 * MOST;
-/// Requests from one time that it is found out to the next.
+/// Requests between two probes.
 const PERIOD: u32 = 1024;
-/// And to the first.
+/// Requests before the first probe.
 const FIRST: u32 = 64;
-/// Attempts to receive more after which none come: while it is found out, and else. An attempt
-/// takes half a microsecond, and a client some microseconds for a request.
+/// Attempts to receive more requests before held replies are sent, during a probe and otherwise.
+/// An attempt takes half a microsecond, and a client takes some microseconds for a request.
 const PROBE_TRIES: u32 = 32;
 const TRIES: u32 = 4;
-/// So many times in a period answers have waited for nothing: the client has changed.
+/// Number of vain waits in a period after which the client is probed again, since its behaviour
+/// has changed.
 const MISSES: u32 = 16;
 
-/// Which answers wait for one another.
+/// State of the reply coalescing of a client.
 #[derive(Debug)]
 pub(super) struct Gather {
-    /// So many are sent together.
+    /// Number of replies that are sent together.
     most: usize,
     is_probing: bool,
-    /// Until the next time that it is found out.
+    /// Requests until the next probe.
     left: u32,
-    /// So many answers waited before, and so often in vain.
+    /// Number of held replies at the last call, attempts for them, and vain waits in this period.
     waiting: usize,
     tries: u32,
     misses: u32,
@@ -43,13 +44,15 @@ impl Default for Gather {
 }
 
 impl Gather {
-    /// Whether answers that are to be sent, so many, wait for more requests: they are asked for now.
+    /// True if the given number of pending replies is to be held back while the caller tries to
+    /// receive more requests.
     pub(super) fn holds(&mut self, answers: usize) -> bool {
         if answers == 0 {
             return false;
         }
         if self.waiting != answers {
-            // One that sends a byte now and then has sent no request.
+            // Attempts are counted per number of replies, so that a client that sends single
+            // bytes, which are no request, does not prolong the wait.
             (self.waiting, self.tries) = (answers, 0);
         }
         let (most, tries) = if self.is_probing { (PROBE, PROBE_TRIES) } else { (self.most, TRIES) };
@@ -58,7 +61,7 @@ impl Gather {
             return true;
         }
         if self.is_probing {
-            // Half of them are on their way while the other half is answered.
+            // Half of the requests are on their way while the other half is answered.
             self.most = (answers / 2).clamp(1, MOST);
             (self.is_probing, self.left, self.misses) = (false, PERIOD, 0);
         } else if answers < most {
@@ -77,8 +80,8 @@ impl Gather {
 mod tests {
     use super::*;
 
-    /// Serves a client that keeps `depth` writes in flight, and sends one every `tries` attempts:
-    /// the answers that were sent together, for so many requests.
+    /// Serves a client that keeps `depth` writes in flight and sends one every `tries` attempts.
+    /// Returns the sizes of the reply batches for `requests` requests.
     fn serve(gather: &mut Gather, depth: usize, tries: u32, requests: usize) -> Vec<usize> {
         let (mut sent, mut total, mut waiting, mut since) = (Vec::new(), 0, 0, 0);
         while total < requests {
@@ -112,7 +115,8 @@ mod tests {
         let mut gather = Gather::default();
         serve(&mut gather, 32, 2, 2000);
         assert_eq!(gather.most, 4);
-        // Now it waits for each: that is seen long before the period is over.
+        // The client now waits for each reply, which is detected long before the end of the
+        // period.
         serve(&mut gather, 1, 2, 64);
         assert_eq!(gather.most, 1);
         serve(&mut gather, 32, 2, 2 * PERIOD as usize);

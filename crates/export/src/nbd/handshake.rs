@@ -1,4 +1,4 @@
-//! The server's end of the handshake, without a socket: bytes in, bytes out.
+//! Server side of the NBD handshake, without a socket: a state machine on bytes.
 
 use shadowbell_nbd::wire::{
     BASE_ALLOCATION, MAGIC, MAX_PAYLOAD, OPTION_MAGIC, Reader, answer, handshake, info, option,
@@ -6,61 +6,61 @@ use shadowbell_nbd::wire::{
 };
 use std::sync::Arc;
 
-/// The longest option that is looked at. Longer ones are refused, and passed over.
+/// Longest option that is processed. Longer ones are refused and skipped.
 const MAX_OPTION: u32 = 64 << 10;
-/// One that is longer than this ends the session.
+/// Longest option that is skipped. A longer one ends the session.
 const MAX_SKIPPED: u32 = 16 << 20;
-/// A client that sends more options than this does not want to come to an end.
+/// Largest number of options in a session, which bounds the handshake.
 const MAX_OPTIONS: u32 = 1024;
-/// The identifier under which replies speak of [`BASE_ALLOCATION`].
+/// Identifier of the metadata context [`BASE_ALLOCATION`] in replies.
 pub const ALLOCATION_CONTEXT: u32 = 1;
 
-/// What is exported.
+/// Properties of the exported disk.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// Its name. A client that asks for the name "" gets it too.
+    /// Name of the export, which is also the default export.
     pub name: String,
-    /// A line about it.
+    /// Description, as a line of text.
     pub description: String,
-    /// How many bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// The size in which requests are best.
+    /// Preferred block size in bytes.
     pub preferred: u32,
     /// [`transmission`] flags, without those that depend on the client.
     pub flags: u16,
 }
 
-/// What was agreed on.
+/// Result of the negotiation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Agreed {
-    /// Replies are structured.
+    /// True if replies are structured.
     pub structured: bool,
-    /// The client wants to know what is allocated.
+    /// True if the client has selected the metadata context `base:allocation`.
     pub allocation: bool,
 }
 
-/// What a server thinks of TLS.
+/// TLS state of a handshake.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Security {
-    /// It has none.
+    /// The server has no TLS.
     #[default]
     None,
-    /// It takes no client without, and this one has not begun.
+    /// The server requires TLS, and the client has not started it.
     Required,
-    /// It has begun.
+    /// TLS has started.
     Begun,
 }
 
-/// What a handshake came to, so far.
+/// Result of a step of the handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// More bytes are needed.
     More,
-    /// TLS begins, once the answer is sent, and the handshake goes on in it.
+    /// TLS starts after the pending reply was sent, and the handshake continues in TLS.
     BeginTls,
-    /// Requests follow.
+    /// The transmission phase starts.
     Transmission(Agreed),
-    /// It is over, once the answers are sent; with the reason, if that is no good one.
+    /// The session ends after the pending replies were sent; with the reason, if it is an error.
     Over(Option<String>),
 }
 
@@ -69,7 +69,7 @@ enum State {
     Options,
 }
 
-/// A handshake.
+/// State of a handshake.
 pub struct Handshake {
     export: Arc<Export>,
     state: State,
@@ -77,12 +77,12 @@ pub struct Handshake {
     agreed: Agreed,
     security: Security,
     options: u32,
-    /// Bytes of an option that is not looked at.
+    /// Remaining bytes of a skipped option.
     skip: u64,
 }
 
 impl Handshake {
-    /// A handshake about this one export.
+    /// Creates a handshake for `export`.
     #[must_use]
     pub fn new(export: Arc<Export>, security: Security) -> Self {
         Self {
@@ -96,7 +96,7 @@ impl Handshake {
         }
     }
 
-    /// What the server sends first.
+    /// Greeting that the server sends first.
     #[must_use]
     pub fn greeting() -> Vec<u8> {
         let mut out = Vec::new();
@@ -106,12 +106,12 @@ impl Handshake {
         out
     }
 
-    /// Room for this many bytes is enough for [`advance`](Self::advance) to advance.
+    /// Size of an input buffer with which [`advance`](Self::advance) always makes progress.
     pub const LONGEST: usize = MAX_OPTION as usize + 16;
 
-    /// Goes on with what the client sent, appends answers to `out` and returns how many bytes were
-    /// used. To be called again with what follows those, until it says something else than
-    /// [`Step::More`] or uses nothing.
+    /// Processes input of the client, appends replies to `out`, and returns the number of bytes
+    /// used. The caller repeats the call with the remaining and new input until the result is not
+    /// [`Step::More`] or no bytes are used.
     pub fn advance(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
         if self.skip > 0 {
             let here = self.skip.min(input.len() as u64);
@@ -167,7 +167,7 @@ impl Handshake {
         if self.security == Security::Required {
             match option {
                 option::STARTTLS | option::ABORT => {}
-                // There is no way to refuse but to hang up.
+                // EXPORT_NAME has no error reply, so the session ends.
                 option::EXPORT_NAME => {
                     return Step::Over(Some("the client wants to do without TLS".into()));
                 }
@@ -227,7 +227,8 @@ impl Handshake {
             Security::Begun => (answer::ERR_INVALID, b"TLS has begun already"),
             Security::Required => {
                 self.security = Security::Begun;
-                // What somebody else may have said before does not count.
+                // Options before TLS may be injected by a man in the middle, so they are
+                // discarded.
                 self.agreed = Agreed::default();
                 put_answer(out, option::STARTTLS, answer::ACK, b"");
                 return Step::BeginTls;
@@ -247,7 +248,7 @@ impl Handshake {
     }
 
     fn export_name(&self, name: &[u8], out: &mut Vec<u8>) -> Step {
-        // There is no way to refuse but to hang up.
+        // EXPORT_NAME has no error reply, so the session ends.
         let Some(name) = std::str::from_utf8(name).ok().filter(|name| self.is_ours(name)) else {
             return Step::Over(Some("the client wants an export that is not here".into()));
         };
@@ -275,7 +276,7 @@ impl Handshake {
         about.extend(self.export.size.to_be_bytes());
         about.extend(self.flags().to_be_bytes());
         put_answer(out, option, answer::INFO, &about);
-        // A client that does not want to know passes over it.
+        // A client that has not requested the block sizes ignores them.
         let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
         for size in [1, self.export.preferred, MAX_PAYLOAD] {
             sizes.extend(size.to_be_bytes());
@@ -296,7 +297,7 @@ impl Handshake {
         Ok(())
     }
 
-    /// Answers, or says what is wrong.
+    /// Replies to a metadata context option, or returns the error to reply.
     fn meta_context(
         &mut self,
         option: u32,
@@ -305,7 +306,7 @@ impl Handshake {
     ) -> Option<(u32, String)> {
         let set = option == option::SET_META_CONTEXT;
         if set {
-            // Whatever comes of it, the choice before does not count any more.
+            // The previous selection is void, even if this option fails.
             self.agreed.allocation = false;
         }
         if !self.agreed.structured {
@@ -315,7 +316,8 @@ impl Handshake {
         let mut parse = || {
             let (name, count) = (reader.string()?, reader.u32()?);
             let mut wanted = count == 0 && !set;
-            // Each takes four bytes at least, so the data bound their number.
+            // Each query takes at least four bytes, so the length of the data bounds their
+            // number.
             for _ in 0..count {
                 let query = reader.string()?;
                 wanted |= query == BASE_ALLOCATION || (!set && query == "base:");

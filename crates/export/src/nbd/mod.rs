@@ -1,40 +1,42 @@
-//! The disk behind NBD: for QEMU, libnbd's tools, fio, and the kernel's own client.
+//! NBD export: a server for QEMU, libnbd's tools, fio, and the kernel's client.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`handshake`] | the server's end of the handshake, without a socket |
-//! | `request` | what a request asks for, and whether it may |
+//! | [`handshake`] | server side of the handshake, without a socket |
+//! | `request` | validation and execution of a request |
 //! | `connection` | one client: a thread and its requests |
-//! | `negotiate`, `socket`, `answers` | the handshake over a socket; what is received and sent |
-//! | `gather` | which answers wait for one another |
-//! | `sys` | how the data of requests are sent and received |
-//! | `shared` | what a server and its connections share |
-//! | [`Server`] | a socket, and the clients that come to it |
-//! | [`Address`] | where it listens, as people write it |
+//! | `negotiate`, `socket`, `answers` | the handshake over a socket; receiving and sending |
+//! | `gather` | coalescing of replies |
+//! | `sys` | system calls for the data of requests |
+//! | `shared` | state that a server and its connections share |
+//! | [`Server`] | the listening socket and its clients |
+//! | [`Address`] | listen address in text form |
 //!
-//! The protocol's numbers and frames, which both ends share, are `shadowbell-nbd`'s: [`wire`],
-//! [`reply`].
+//! The protocol's constants and frames, for servers and clients, are in `shadowbell-nbd`:
+//! [`wire`], [`reply`].
 //!
-//! # What it implements
+//! # Implemented
 //!
 //! The fixed newstyle handshake with `EXPORT_NAME`, `GO`, `INFO`, `LIST`, `ABORT`, `STARTTLS`,
-//! `STRUCTURED_REPLY` and metadata contexts (`base:allocation`); simple and structured replies; all
-//! requests but resizing. Block status is what the controller says of its blocks (Get LBA Status),
-//! in several extents, or all data where it does not say. A flush covers what was answered on every connection
-//! (`CAN_MULTI_CONN`): the disk has one write cache, if it has any.
+//! `STRUCTURED_REPLY` and metadata contexts (`base:allocation`); simple and structured replies;
+//! all requests except resize. Block status is the allocation that the controller reports (Get
+//! LBA Status), in several extents, or all data if the controller does not report it. A flush
+//! covers the writes that were answered on all connections (`CAN_MULTI_CONN`), since the disk has
+//! at most one write cache.
 //!
-//! TLS, for all clients or for none: one that may do without could be talked out of it by whoever
-//! is in between. Each client's thread does its cryptography.
+//! TLS is required for all clients or not offered at all: optional TLS could be stripped by a man
+//! in the middle. Each client's thread does its cryptography.
 //!
 //! # Threads
 //!
-//! A client has a thread. If the controller is in this process, that of its worker can serve a
-//! client too that keeps several requests in flight ([`Options::lender`]): they are carried out
-//! where they are received, and no thread wakes another. The client's own thread waits meanwhile.
+//! Each client has a thread. If the controller is in this process, its I/O thread can serve a
+//! client with several requests in flight too ([`Options::lender`]): requests are then executed
+//! by the thread that receives them, and no thread wakes another. The client's own thread waits
+//! meanwhile.
 //!
-//! # What it does not implement
+//! # Not implemented
 //!
 //! Extended headers.
 

@@ -1,4 +1,4 @@
-//! The handshake with a client, over its socket.
+//! Handshake with a client over its socket.
 
 use super::clients::{Peer, Place};
 use super::handshake::{Agreed, Handshake, Security, Step};
@@ -11,7 +11,8 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What was agreed on, and the client's place; nothing if the client left.
+/// Negotiates with a client. Returns the result and the client's admission, or `None` if the
+/// client has disconnected.
 pub(super) fn negotiate<F: Future>(
     socket: &mut ClientSocket,
     io: &mut IoThread<F>,
@@ -30,13 +31,13 @@ pub(super) fn negotiate<F: Future>(
                 Ok(sent) => drop(out.drain(..sent.min(out.len()))),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => socket.block(io)?,
-                // A client that only looks whether there is a server does not wait for the answer.
+                // A client that only probes for a server does not wait for the answer.
                 Err(Errno::PIPE | Errno::CONNRESET) => return Ok(None),
                 Err(errno) => return Err(socket.error(errno)),
             }
             continue;
         }
-        // What TLS has to say by itself.
+        // Pending output of TLS itself, such as handshake messages.
         if !socket.blocked && socket.has_pending() {
             match socket.flush() {
                 Ok(true) => {}
@@ -62,7 +63,7 @@ pub(super) fn negotiate<F: Future>(
                 Step::More if used > 0 => continue,
                 Step::More => {}
                 step => {
-                    // Before it is told yes.
+                    // Admission precedes the positive reply.
                     if matches!(step, Step::Transmission(_)) {
                         place = Some(shared.agreed.take(peer).ok_or(ConnectionError::TooMany)?);
                     }
@@ -95,7 +96,8 @@ pub(super) fn negotiate<F: Future>(
 }
 
 fn begin_tls(socket: &mut ClientSocket, shared: &ServerShared) -> Result<(), ConnectionError> {
-    // Whoever is in between could have put it there, to be taken for the client's in TLS.
+    // Plaintext after STARTTLS may be injected by a man in the middle, and must not count as sent
+    // in TLS.
     if !socket.input.rest().is_empty() {
         let why = "the client, or somebody in between, sent something before TLS began";
         return Err(ConnectionError::Protocol(why.into()));

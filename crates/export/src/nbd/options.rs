@@ -1,30 +1,30 @@
-//! How a disk is exported.
+//! Options of an NBD export.
 
 use crate::queue_server::QueueThreads;
 use shadowbell_tls::ServerTls;
 use std::sync::Arc;
 
-/// How a disk is served.
+/// Options of an NBD export.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
-    /// The export's name; a client that asks for no name gets it too.
+    /// Name of the export, which is also the default export.
     pub name: String,
-    /// A line about it.
+    /// Description, as a line of text.
     pub description: String,
-    /// The most clients at a time, of which a peer (a user of this machine, or an address) has
-    /// three quarters at most. Further ones are sent away. One that has not agreed with the server
-    /// on anything is not counted, and has to make room for the next.
+    /// Largest number of clients. A peer (a user of this machine, or an address) can have three
+    /// quarters of them at most; further clients are disconnected. A client in the handshake does
+    /// not count, and may be evicted by a later one.
     pub max_clients: usize,
-    /// Clients have to begin with TLS. Those that do not are refused.
+    /// TLS configuration. If it is set, clients without TLS are refused.
     pub tls: Option<ServerTls>,
-    /// Threads that serve the disk's queues, and may serve a client too: of one that has no thread
-    /// of another's, each request takes two threads that wake each other.
+    /// I/O threads that serve the disk's queues and may also serve a client. Without them, each
+    /// request needs two threads that wake each other.
     pub lender: Option<Arc<dyn QueueThreads>>,
 }
 
 impl Default for Options {
-    /// No name, 64 clients, and no TLS.
+    /// Empty name, 64 clients, and no TLS.
     fn default() -> Self {
         Self {
             name: String::new(),

@@ -1,4 +1,4 @@
-//! What a request asks for, and whether that can be asked for.
+//! Validation and execution of an NBD request.
 
 use super::handshake::Agreed;
 use crate::data::Data;
@@ -6,7 +6,7 @@ use shadowbell_block::{BlockDevice, BlockError, Extent, Geometry, Zeroes};
 use shadowbell_driver::Buffer;
 use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, allocation, command, flag};
 
-/// What is to be done.
+/// Disk operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Read,
@@ -15,16 +15,16 @@ pub(super) enum Action {
     },
     Flush,
     Trim,
-    /// Nothing is done: on an SSD the bytes are as fast as they get.
+    /// No operation: an SSD has nothing to prefetch.
     Cache,
     WriteZeroes(Zeroes),
     BlockStatus {
-        /// One extent, and no more.
+        /// True if a single extent is requested.
         one: bool,
     },
 }
 
-/// A request that makes sense.
+/// Validated request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Checked {
     pub(super) action: Action,
@@ -33,10 +33,10 @@ pub(super) struct Checked {
     pub(super) len: u32,
 }
 
-/// A refusal: the protocol's error, and a line for a person.
+/// Refusal: the protocol's error, and a message.
 pub(super) type Refusal = (NbdError, &'static str);
 
-/// Looks at everything that a client can get wrong.
+/// Validates a request of a client.
 pub(super) fn check(
     request: &Request,
     geometry: &Geometry,
@@ -61,7 +61,7 @@ pub(super) fn check(
         }
         _ => return Err((NbdError::Inval, "there is no such command")),
     };
-    // FUA may be set on every request, once it may be set on any.
+    // Once FUA is negotiated, the flag is allowed on every request.
     if flags & !(allowed | flag::FUA) != 0 {
         return Err((NbdError::Inval, "the command has no such flag"));
     }
@@ -95,28 +95,28 @@ pub(super) fn check(
     Ok(Checked { action, fua, offset, len })
 }
 
-/// Extents of one answer, at most, and the bytes of one.
+/// Largest number of extents in a reply, and the size of one in bytes.
 const MAX_EXTENTS: usize = 128;
 const EXTENT: usize = 8;
-/// Room for the extents of an answer, in bytes.
+/// Buffer size for the extents of a reply, in bytes.
 pub(super) const EXTENTS: usize = MAX_EXTENTS * EXTENT;
 
-/// A request with its data, or room for them.
+/// Request with its data or a buffer.
 pub(super) struct Job {
     pub(super) request: Checked,
     pub(super) data: Data,
 }
 
-/// What came of it. The data come back.
+/// Result of a job, which returns its data buffer.
 pub(super) struct Completed {
     pub(super) outcome: Result<(), BlockError>,
-    /// Nothing, if they were lost with a failure.
+    /// Buffer; empty if a failed operation has consumed it.
     pub(super) data: Data,
-    /// How many extents the data are.
+    /// Number of extents in the data.
     pub(super) extents: u32,
 }
 
-/// Does what is asked for.
+/// Executes a job.
 pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     let Job { request, data } = job;
     let mut data = match data {
@@ -125,7 +125,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     };
     let Checked { action, fua, offset, len } = request;
     let mut extents = 0;
-    // The data are as long as the request says, or longer.
+    // The buffer is at least as long as the request.
     let outcome = match action {
         Action::Read => disk.read(offset, data.get_mut(..len as usize).unwrap_or_default()).await,
         Action::Write { fua } => {
@@ -134,7 +134,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
         Action::Flush => disk.flush().await,
         Action::WriteZeroes(how) => disk.write_zeroes(offset, len.into(), how).await,
         Action::Trim => match disk.discard(offset, len.into()).await {
-            // Dataset Management has no Force Unit Access.
+            // Dataset Management has no Force Unit Access, so a flush follows.
             Ok(()) if fua => disk.flush().await,
             outcome => outcome,
         },
@@ -148,7 +148,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     Completed { outcome, data: Data::Own(data), extents }
 }
 
-/// Reads or writes whole blocks, which nothing else comes with such memory for.
+/// Reads or writes whole blocks. Only these operations have shared memory.
 async fn carry_out_direct(disk: &BlockDevice, request: Checked, buffer: Buffer) -> Completed {
     let Checked { action, offset, len, .. } = request;
     let moved = match action {
@@ -162,11 +162,11 @@ async fn carry_out_direct(disk: &BlockDevice, request: Checked, buffer: Buffer) 
     Completed { outcome, data, extents: 0 }
 }
 
-/// Puts extents into the answer's data; how many there is room for.
+/// Encodes extents into the data of the reply. Returns the number that fits.
 fn put_extents(found: &[Extent], data: &mut [u8]) -> u32 {
     let mut count = 0;
     for (extent, into) in found.iter().zip(data.chunks_exact_mut(EXTENT)) {
-        // Not longer than the request, which has 32 bits for that.
+        // An extent is no longer than the request, whose length has 32 bits.
         let len = u32::try_from(extent.len).unwrap_or(u32::MAX);
         let state = if extent.is_hole { allocation::HOLE | allocation::ZERO } else { 0 };
         let bytes = u64::from(len) << 32 | u64::from(state);
@@ -176,7 +176,7 @@ fn put_extents(found: &[Extent], data: &mut [u8]) -> u32 {
     count
 }
 
-/// The protocol's number for what went wrong.
+/// Error number of the protocol.
 pub(super) fn number(error: &BlockError) -> NbdError {
     use rustix::io::Errno;
     match error.errno() {

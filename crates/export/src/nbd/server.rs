@@ -1,4 +1,4 @@
-//! A socket, and the clients that come to it.
+//! NBD server: the listening socket, and the threads of its clients.
 
 use super::address::Address;
 use super::clients::{Clients, NewClient, Peer};
@@ -20,34 +20,34 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long to wait when the system has no descriptor for a client that waits.
+/// Pause after a failed accept, for example without a free descriptor.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Why a server could not be started.
+/// Reason for which a server could not be started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// The UNIX socket is not to be had.
+    /// The UNIX socket cannot be bound.
     #[error(transparent)]
     Unix(#[from] BindError),
-    /// The path is that of a directory.
+    /// The path is a directory.
     #[error("{0} is a directory: add the name of a socket to it")]
     Directory(std::path::PathBuf),
-    /// The TCP port is not to be had.
+    /// The TCP port cannot be bound.
     #[error("{address} can not be listened on: {source}")]
     Tcp {
-        /// The address.
+        /// Listen address.
         address: SocketAddr,
-        /// Why not.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// The export's name is too long.
+    /// The name of the export is too long.
     #[error("an export's name has at most {MAX_STRING} bytes, and this one {len}")]
     Name {
-        /// Its length in bytes.
+        /// Length of the name in bytes.
         len: usize,
     },
-    /// The system has no thread or descriptor.
+    /// A thread or descriptor cannot be created.
     #[error("the server can not be started: {0}")]
     System(io::Error),
 }
@@ -66,7 +66,7 @@ impl AsFd for Listener {
     }
 }
 
-/// An NBD server. Dropping it is [`stop`](Self::stop).
+/// NBD server. Dropping it is equivalent to [`stop`](Self::stop).
 pub struct Server {
     shared: Arc<ServerShared>,
     thread: Option<JoinHandle<()>>,
@@ -77,7 +77,7 @@ impl Server {
     /// Serves `disk` at `address`.
     ///
     /// # Errors
-    /// [`StartError`].
+    /// [`StartError`] if the server cannot listen or start its thread.
     pub fn start(
         disk: BlockDevice,
         address: &Address,
@@ -127,21 +127,21 @@ impl Server {
         Ok(Self { shared, thread: Some(thread), address })
     }
 
-    /// Where it listens: with the port that the system chose, if it was asked to.
+    /// Listen address, with the port that the system chose for port 0.
     #[must_use]
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// How many requests failed because the disk did.
+    /// Number of requests that failed because of the disk.
     #[must_use]
     pub fn failures(&self) -> u64 {
         self.shared.failures.count()
     }
 
-    /// Takes no more requests, finishes those that were taken, and sends the answers. A client that
-    /// does not take its answers is left after five seconds. How many requests failed because the
-    /// disk did.
+    /// Stops the server: takes no more requests, completes those in flight, and sends their
+    /// replies. A client that does not receive its replies within five seconds is disconnected.
+    /// Returns the number of requests that failed because of the disk.
     #[must_use]
     pub fn stop(self) -> u64 {
         let shared = Arc::clone(&self.shared);
@@ -177,7 +177,7 @@ fn listen(address: &Address) -> Result<(Listener, Address), StartError> {
     }
 }
 
-/// The thread that lets clients in.
+/// Thread that accepts clients.
 struct Accept {
     listener: Listener,
     event: EventFd,
@@ -202,12 +202,14 @@ impl Accept {
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => {
                     tracing::warn!("a client could not be let in: {errno}");
-                    // The listener stays ready, so wait for descriptors to come back.
+                    // The listener stays readable, so the thread pauses until descriptors may be
+                    // free again.
                     let _ = self.event.wait(Some(ACCEPT_RETRY));
                 }
             }
         }
-        // No new client comes in; the socket's file goes away at once.
+        // The listener is dropped first: it accepts no client any more, and its socket file is
+        // removed.
         let Self { listener, clients, .. } = self;
         drop(listener);
         clients.join();
@@ -229,7 +231,7 @@ impl Accept {
         };
         let new = NewClient::new(peer, again);
         if matches!(self.listener, Listener::Tcp(_)) {
-            // Answers are sent in batches already.
+            // Replies are already batched.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
         }
         let number = self.count;

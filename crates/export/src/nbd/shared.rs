@@ -1,4 +1,4 @@
-//! What a server and its connections share.
+//! State that a server and its connections share.
 
 use super::clients::Agreed;
 use super::handshake::Export;
@@ -16,21 +16,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub(super) struct ServerShared {
     pub(super) export: Arc<Export>,
-    /// Clients need TLS.
+    /// TLS configuration, if clients need TLS.
     pub(super) tls: Option<ServerTls>,
     ending: AtomicBool,
-    /// What ends the sleep of each thread.
+    /// Events that end the sleep of each thread.
     wakers: Mutex<BTreeMap<u64, EventFd>>,
     next: AtomicU64,
     pub(super) failures: FailureCount,
     pub(super) agreed: Arc<Agreed>,
-    /// Has threads that serve the disk's queues, and may serve a client too.
+    /// I/O threads that serve the disk's queues and may also serve a client.
     pub(super) lender: Option<Arc<dyn QueueThreads>>,
-    /// Warnings that clients cause.
+    /// Rate limit of warnings that clients can trigger.
     pub(super) log: LogLimit,
 }
 
-/// Takes a thread's waker away when the thread ends.
+/// Registration of a thread's waker, removed when the thread ends.
 pub(super) struct Registered {
     shared: Arc<ServerShared>,
     number: u64,
@@ -43,7 +43,7 @@ impl Drop for Registered {
 }
 
 impl ServerShared {
-    /// As the options say.
+    /// Creates the state from the options.
     pub(super) fn new(export: Export, options: &Options) -> Self {
         Self {
             export: Arc::new(export),
@@ -58,19 +58,19 @@ impl ServerShared {
         }
     }
 
-    /// Whether every connection is to come to an end.
+    /// True if all connections are to end.
     pub(super) fn is_ending(&self) -> bool {
         self.ending.load(Ordering::SeqCst)
     }
 
-    /// Signals `waker` when every connection is to come to an end.
+    /// Registers `waker`, which [`end`](Self::end) signals.
     pub(super) fn register(self: &Arc<Self>, waker: EventFd) -> Registered {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.wakers.lock().insert(number, waker);
         Registered { shared: Arc::clone(self), number }
     }
 
-    /// A request failed; counted unless the request was at fault.
+    /// Counts a failed request, unless the request itself was invalid.
     pub(super) fn failed(&self, error: &BlockError) {
         if !matches!(error, BlockError::Unsupported { .. } | BlockError::OutOfRange { .. }) {
             self.failures.record(error);

@@ -1,4 +1,4 @@
-//! A client's socket: what was received and not used, and what it is ready for.
+//! Socket of a client: buffered input and readiness, with optional TLS.
 
 use super::sys;
 use crate::data::Data;
@@ -14,19 +14,19 @@ use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Bytes that are received at once, apart from the data of writes.
+/// Bytes per receive call, apart from the data of writes.
 pub(super) const INPUT: usize = 128 << 10;
-/// How long a client may take to say what it wants.
+/// Time limit of the handshake.
 pub(super) const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a client may take to take its last answers, when the server ends.
+/// Time limit for a client to receive its last replies when the server ends.
 pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The socket's number in the thread's epoll set.
+/// Number of the socket in the thread's epoll set.
 const SOCKET: u64 = FIRST;
 const HANG_UP: EventFlags = EventFlags::RDHUP.union(EventFlags::HUP).union(EventFlags::ERR);
 const RECEIVE: EventFlags = EventFlags::IN.union(EventFlags::RDHUP);
 
-/// Why a connection ended otherwise than by the client's wish.
+/// Reason for the end of a connection, other than a disconnect by the client.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectionError {
     #[error("{0}")]
@@ -47,7 +47,7 @@ pub(super) enum ConnectionError {
     Event(#[from] std::io::Error),
 }
 
-/// Bytes that were received and not used.
+/// Received bytes that are not processed yet.
 pub(super) struct Input {
     bytes: Box<[u8]>,
     from: usize,
@@ -66,7 +66,7 @@ impl Input {
         }
     }
 
-    /// Room for more.
+    /// Free space for more bytes, after moving the rest to the front.
     pub(super) fn room(&mut self) -> &mut [u8] {
         if self.from > 0 {
             self.bytes.copy_within(self.from..self.to, 0);
@@ -79,21 +79,21 @@ impl Input {
 pub(super) struct ClientSocket {
     fd: OwnedFd,
     tls: Option<Box<Session>>,
-    /// What is wrong with it.
+    /// Error of the TLS session.
     fault: Option<SessionError>,
     pub(super) input: Input,
-    /// There may be something to receive.
+    /// True if the socket may have something to receive.
     pub(super) readable: bool,
-    /// The client has said that it sends no more; what it sent before may still be there.
+    /// True if the client has shut down its sending direction; earlier bytes may still be unread.
     pub(super) closing: bool,
-    /// The socket takes no more at the moment.
+    /// True if the send buffer is full.
     pub(super) blocked: bool,
-    /// The thread is woken when it does.
+    /// True if the epoll set reports that the socket is writable.
     wakes_to_send: bool,
 }
 
 impl ClientSocket {
-    /// The socket, which wakes the thread from now on.
+    /// Adds the socket to the thread's epoll set.
     pub(super) fn new<F: Future>(fd: OwnedFd, io: &IoThread<F>) -> Result<Self, ConnectionError> {
         io.add_fd(fd.as_fd(), SOCKET, RECEIVE).map_err(ConnectionError::Event)?;
         let input = Input { bytes: vec![0; INPUT].into(), from: 0, to: 0 };
@@ -110,13 +110,13 @@ impl ClientSocket {
         })
     }
 
-    /// What is sent and received from now on goes through TLS.
+    /// Switches the connection to TLS.
     pub(super) fn begin_tls(&mut self, session: Session) {
         self.tls = Some(Box::new(session));
         self.readable = true;
     }
 
-    /// Waits until there is something to do.
+    /// Waits until there is work.
     pub(super) fn wait<F: Future>(
         &mut self,
         io: &mut IoThread<F>,
@@ -137,7 +137,7 @@ impl ClientSocket {
         self.review_wakes(io)
     }
 
-    /// The thread is not woken any more when the socket takes more, if it is known to.
+    /// Removes the writable flag from the epoll set once the socket is writable again.
     fn review_wakes<F: Future>(&mut self, io: &IoThread<F>) -> Result<(), ConnectionError> {
         if self.wakes_to_send && !self.blocked {
             self.wakes_to_send = false;
@@ -146,8 +146,8 @@ impl ClientSocket {
         Ok(())
     }
 
-    /// Receives what there is room for, without waiting. How much it was; the caller counts it as
-    /// input.
+    /// Receives into the free space of the input, without blocking. Returns the number of bytes,
+    /// which the caller adds to the input.
     pub(super) fn receive(&mut self) -> Result<usize, Errno> {
         let Self { fd, tls, fault, input, .. } = self;
         match tls {
@@ -156,9 +156,9 @@ impl ClientSocket {
         }
     }
 
-    /// Receives the bytes of `data` from `from` to `to` first, and then into the input what
-    /// follows, until that has `most` bytes. How much it was, and how much there was room for in
-    /// either.
+    /// Receives the range `from..to` of `data` first, and then into the input until it holds
+    /// `most` bytes. Returns the number of bytes, and the space that was available in each of the
+    /// two.
     pub(super) fn receive_after(
         &mut self,
         data: Option<(&mut Data, usize, usize)>,
@@ -178,7 +178,7 @@ impl ClientSocket {
             }
             (Some(session), None) => (receive_tls(fd, session, fault, room), 0, space),
             (Some(session), Some((data, from, to))) => {
-                // Its data are never in memory that the controller can reach.
+                // Data of a TLS client is never in memory that is shared with the controller.
                 let Data::Own(data) = data else { return (Err(Errno::INVAL), 0, space) };
                 let data = data.get_mut(from..to).unwrap_or_default();
                 let wanted = data.len();
@@ -193,17 +193,17 @@ impl ClientSocket {
         }
     }
 
-    /// Whether what is sent and received goes through TLS.
+    /// True if the connection uses TLS.
     pub(super) fn has_tls(&self) -> bool {
         self.tls.is_some()
     }
 
-    /// Whether there is something to receive of which the socket will not say so again.
+    /// True if there is something to receive for which the socket does not become readable again.
     pub(super) fn has_more(&self) -> bool {
         self.tls.as_ref().is_some_and(|session| session.has_ended())
     }
 
-    /// Sends as much as can be sent without waiting.
+    /// Sends as much as possible without blocking.
     pub(super) fn send(&mut self, parts: &[Part<'_>]) -> Result<usize, Errno> {
         let Self { fd, tls: Some(session), .. } = self else {
             return sys::send(self.fd.as_fd(), parts);
@@ -213,7 +213,7 @@ impl ClientSocket {
         }
         let mut own = [IoSlice::new(&[]); sys::MOST];
         for (own, part) in own.iter_mut().zip(parts) {
-            // Its data are never in memory that the controller can reach.
+            // Data of a TLS client is never in memory that is shared with the controller.
             *own = IoSlice::new(part.own().ok_or(Errno::INVAL)?);
         }
         let own = own.get(..parts.len()).unwrap_or_default();
@@ -222,27 +222,27 @@ impl ClientSocket {
         Ok(count)
     }
 
-    /// Whether something that was sent has not gone out.
+    /// True if TLS has pending output.
     pub(super) fn has_pending(&self) -> bool {
         self.tls.as_ref().is_some_and(|session| session.is_pending())
     }
 
-    /// Has go out what can go out. Whether that is all.
+    /// Sends pending output of TLS. Returns true if nothing is left.
     pub(super) fn flush(&mut self) -> Result<bool, Errno> {
         let Self { fd, tls: Some(session), .. } = self else { return Ok(true) };
         session.flush(&mut Raw(fd)).map_err(errno)
     }
 
-    /// Takes leave.
+    /// Sends the TLS close notification.
     pub(super) fn close(&mut self) {
         if let Some(session) = &mut self.tls {
             session.close();
-            // Who does not take it sees the end of the connection.
+            // If the notification cannot be sent, the client sees the end of the connection.
             let _ = session.flush(&mut Raw(&self.fd));
         }
     }
 
-    /// What the error of a call means.
+    /// Connection error for the error number of a call.
     pub(super) fn error(&self, errno: Errno) -> ConnectionError {
         match &self.fault {
             Some(fault) => ConnectionError::Tls(fault.clone()),
@@ -250,7 +250,7 @@ impl ClientSocket {
         }
     }
 
-    /// The socket takes no more: waits for it to do so again.
+    /// Records that the send buffer is full, and adds the writable flag to the epoll set.
     pub(super) fn block<F: Future>(&mut self, io: &IoThread<F>) -> Result<(), ConnectionError> {
         self.blocked = true;
         if self.wakes_to_send {
@@ -262,7 +262,7 @@ impl ClientSocket {
     }
 }
 
-/// A socket as TLS uses it.
+/// Socket adapter for TLS.
 struct Raw<'a>(&'a OwnedFd);
 
 impl Read for Raw<'_> {
@@ -277,7 +277,7 @@ impl Write for Raw<'_> {
     }
 
     fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        // Not every program ignores SIGPIPE.
+        // MSG_NOSIGNAL, since not every program ignores SIGPIPE.
         let flags = SendFlags::NOSIGNAL;
         Ok(sendmsg(self.0, parts, &mut SendAncillaryBuffer::default(), flags)?)
     }
@@ -296,7 +296,7 @@ fn receive_tls(
     session.receive(&mut Raw(fd), into).map_err(|error| {
         if let Some(why) = Session::fault(&error) {
             *fault = Some(why.clone());
-            // The client is told, if it takes it.
+            // An alert is sent to the client, if the socket accepts it.
             let _ = session.flush(&mut Raw(fd));
         }
         errno(error)

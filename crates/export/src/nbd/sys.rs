@@ -1,39 +1,40 @@
-//! What is sent from, and received into, memory that is shared with a device.
+//! System calls that send from and receive into memory that is shared with a device.
 
 use crate::vectors::{Part, Room};
 use rustix::io::Errno;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Parts that go with one call, at most.
+/// Largest number of parts per call.
 pub(super) const MOST: usize = 128;
 
-/// Sends as much as the socket takes without waiting, of the first [`MOST`] parts. Whoever has
-/// gone is an error, and no signal.
+/// Sends as much of the first [`MOST`] parts as the socket accepts without blocking. A
+/// disconnected peer is an error, not a signal.
 pub(super) fn send(socket: BorrowedFd<'_>, parts: &[Part<'_>]) -> Result<usize, Errno> {
     let mut vectors = [const { libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 } }; MOST];
     for (vector, part) in vectors.iter_mut().zip(parts) {
         *vector = part.vector;
     }
-    // SAFETY: all zeroes are a message without an address, parts or anything else.
+    // SAFETY: an all-zero `msghdr` is a valid message without an address, parts or control data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = vectors.as_mut_ptr();
     message.msg_iovlen = parts.len().min(MOST) as _;
-    // SAFETY: each vector is that of a part, whose bytes are borrowed, or whose mapping is, until
-    // the call returns. The kernel reads them, and memory that is gone is an error of the call.
+    // SAFETY: each vector belongs to a part, whose bytes or whose mapping is borrowed until the
+    // call returns. The kernel reads them, and lost memory is an error of the call.
     let count =
         unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
     usize::try_from(count).map_err(|_| last_error())
 }
 
-/// Receives into the one and then into the other, without waiting if the socket does not.
+/// Receives into `first` and then into `then`, without blocking on a non-blocking socket.
 pub(super) fn receive(
     socket: BorrowedFd<'_>,
     first: &Room<'_>,
     then: &Room<'_>,
 ) -> Result<usize, Errno> {
     let vectors = [first.vector, then.vector];
-    // SAFETY: each vector is that of a room, which is borrowed for writing or is writable memory
-    // whose mapping is borrowed, until the call returns. No Rust reference points into the latter.
+    // SAFETY: each vector belongs to a room that is borrowed until the call returns: either
+    // memory that is borrowed for writing, or writable memory whose mapping is borrowed and into
+    // which no Rust reference points.
     let count = unsafe { libc::readv(socket.as_raw_fd(), vectors.as_ptr(), 2) };
     usize::try_from(count).map_err(|_| last_error())
 }

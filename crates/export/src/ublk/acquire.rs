@@ -1,4 +1,4 @@
-//! Adding a device to the kernel's driver, or taking one over whose server died.
+//! Adding a device to the kernel's driver, or taking over one whose server has died.
 
 use super::error::UblkError;
 use super::parameters::{MAX_BYTES, difference};
@@ -8,22 +8,22 @@ use rustix::io::Errno;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// Requests that a queue has in flight.
+/// Largest number of requests in flight per queue.
 const DEPTH: u16 = 128;
-/// By which a device of this program is known.
+/// Server flags that identify a device of this program.
 const SERVER_FLAGS: u64 = u64::from_be_bytes(*b"shadowbl");
-/// How long a server that was killed may take to be gone.
+/// Time limit for the exit of a killed server.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often it is looked whether it is gone.
+/// Interval of the checks for that exit.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The header of a command about a device, and not about a queue of it.
+/// Header of a command for a device, not for one of its queues.
 pub(super) fn header(dev_id: u32, data: u64) -> ControlCommand {
     ControlCommand { dev_id, queue_id: u16::MAX, data, ..ControlCommand::default() }
 }
 
-/// Makes a device that has no server yet: one whose data stay where they are, if `straight` is set.
-/// Its number.
+/// Adds a device without a server and returns its number. With `straight`, its data is not copied
+/// by the driver.
 pub(super) fn add(
     control: &mut Control,
     id: Option<u32>,
@@ -51,7 +51,7 @@ pub(super) fn add(
     }
 }
 
-/// A device, if it is there.
+/// Information about a device, if it exists.
 pub(super) fn find(control: &mut Control, id: u32) -> Result<Option<DeviceInfo>, UblkError> {
     match control.info(id) {
         Ok(info) => Ok(Some(info)),
@@ -60,8 +60,8 @@ pub(super) fn find(control: &mut Control, id: u32) -> Result<Option<DeviceInfo>,
     }
 }
 
-/// Whether a device is what a server left behind that was killed before it had started it. If it is
-/// to be taken over, it is removed.
+/// True if a server created the device and was killed before it started the device. If `recover`
+/// is set, the device is removed.
 pub(super) fn was_never_started(
     control: &mut Control,
     id: u32,
@@ -71,7 +71,7 @@ pub(super) fn was_never_started(
     if info.state != state::DEAD || info.server_flags != SERVER_FLAGS || !recover {
         return Ok(false);
     }
-    // A server that is about to start it has it open, and no other process can open it.
+    // A server that is about to start the device has it open, which excludes other processes.
     if let Err(error) = control.serve(id) {
         return Err(match error.raw_os_error().map(Errno::from_raw_os_error) {
             Some(Errno::BUSY) => UblkError::Taken { id },
@@ -83,7 +83,7 @@ pub(super) fn was_never_started(
     Ok(true)
 }
 
-/// Makes a device that has no server any more ours.
+/// Takes over a device that has no server any more.
 pub(super) fn take_over(
     control: &mut Control,
     id: u32,
@@ -120,7 +120,7 @@ pub(super) fn take_over(
         match control.command(control::START_USER_RECOVERY, header(id, 0), &mut []) {
             Ok(()) => return Ok(()),
             Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
-                // What is left of the last server goes in the background.
+                // The kernel releases the resources of the dead server in the background.
                 let now = control.info(id);
                 let now = now.map_err(|e| UblkError::of_command("looking at the device", e))?;
                 if now.state == state::DEAD {
@@ -136,12 +136,12 @@ pub(super) fn take_over(
     }
 }
 
-/// Whether there is such a process, and it is not one of which only the exit status is left.
+/// True if the process exists and is not a zombie.
 fn is_running(pid: i32) -> bool {
     if pid <= 0 {
         return false;
     }
-    // `pid (name) state ...`, where the name may hold anything.
+    // Format: `pid (name) state ...`, where the name may contain any characters.
     let about = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = about.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
     state.is_some_and(|state| !"ZXx".contains(state))
@@ -158,7 +158,7 @@ mod tests {
         assert!(!is_running(0));
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = child.id() as i32;
-        // Once it has ended, and before it is waited for.
+        // Zombie: the process has ended and was not waited for.
         while is_running(pid) {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -1,4 +1,4 @@
-//! A device, from its beginning to its end.
+//! Lifecycle of a ublk device.
 
 use super::acquire::{add, find, header, take_over, was_never_started};
 use super::error::UblkError;
@@ -23,58 +23,59 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use zerocopy::IntoBytes;
 
-/// Where the driver takes commands.
+/// Control device of the driver.
 const CONTROL: &str = "/dev/ublk-control";
-/// How often it is looked whether a device is still in use.
+/// Interval of the checks whether a device is still in use.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 type OnEnd = Box<dyn FnOnce() + Send>;
 
-/// Which device.
+/// Options of a ublk device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Options {
-    /// Its number N in `/dev/ublkbN`; the first that is free if there is none.
+    /// Device number N in `/dev/ublkbN`. The default is the first free number.
     pub id: Option<u32>,
-    /// If the device is there and waits for a server, take it over. One that is not there is made.
+    /// Takes over an existing device that waits for a server. A device that does not exist is
+    /// added.
     pub recover: bool,
-    /// Have the kernel copy the data of requests, also where they could go straight to and from the
-    /// disk's file.
+    /// Disables zero copy: the kernel copies the data of requests.
     pub copy: bool,
 }
 
-/// Why data are copied that could go straight between the block layer's memory and a file.
+/// Reason for which the data of requests is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WhyCopied {
-    /// Somebody wants it so.
+    /// Zero copy is disabled by an option.
     #[error("that is asked for")]
     Asked,
-    /// There is no such file.
+    /// The disk has no suitable file.
     #[error(
         "the disk is not the bytes of a raw image or a block device that this program reads and \
          writes past the page cache, by io_uring and without limits"
     )]
     NoFile,
-    /// The kernel can not.
+    /// The kernel does not support zero copy.
     #[error("the kernel's driver has no UBLK_F_AUTO_BUF_REG as it is since Linux 6.17")]
     Kernel,
-    /// The device, which goes on, was made to be copied.
+    /// The device that is taken over was created without zero copy.
     #[error("the device was made for that by the process before this one")]
     Device,
 }
 
-/// Keeps the kernel from writing to disks in order to find memory for this process: one of them
-/// might be the disk that this process is. To be called before there are other threads, which
-/// inherit it. Without the right to do that (CAP_SYS_RESOURCE), nothing happens.
+/// Marks the process as an I/O flusher: the kernel does not write to disks in order to free
+/// memory for this process, because one of them might be the disk that this process serves. Must
+/// be called before other threads start, which inherit the mark. Without the capability
+/// (CAP_SYS_RESOURCE), it has no effect.
 pub fn promise_progress() {
     if let Err(errno) = rustix::process::configure_io_flusher_behavior(true) {
         tracing::debug!("not marked as a process that writes for the kernel: {errno}");
     }
 }
 
-/// The file to which data can go straight, if the exported disk is all of it and requests are of
-/// whole blocks, and how long a request may take there.
+/// File for zero copy and the timeout of its requests, if the file backs the whole exported disk
+/// and requests consist of whole blocks.
 fn file_of(local: Option<&LocalDisk>, geometry: &Geometry) -> Option<(RawFile, Duration)> {
     let local = local?;
     if geometry.block_size > LARGEST_BLOCK || !local.is_all_of(geometry) {
@@ -83,7 +84,7 @@ fn file_of(local: Option<&LocalDisk>, geometry: &Geometry) -> Option<(RawFile, D
     Some((local.disk.raw_file()?, local.timeout))
 }
 
-/// Why data are to be copied. The kernel is asked only if it matters.
+/// Reason for copying data, if any. `kernel` is called only if its result matters.
 fn why_copied(asked: bool, has_file: bool, kernel: impl FnOnce() -> bool) -> Option<WhyCopied> {
     if asked {
         Some(WhyCopied::Asked)
@@ -96,18 +97,18 @@ fn why_copied(asked: bool, has_file: bool, kernel: impl FnOnce() -> bool) -> Opt
     }
 }
 
-/// What the device and the threads of its queues share.
+/// State that the device and the threads of its queues share.
 struct UblkShared {
-    /// Threads that serve.
+    /// Number of running threads.
     left: AtomicUsize,
-    /// One of them could not go on.
+    /// True if a thread has failed.
     broken: AtomicBool,
     status: QueueStatus,
     on_end: Mutex<Option<OnEnd>>,
 }
 
-/// A block device of this machine. Dropping it removes the device at once, with whatever was
-/// written to the kernel's cache of it and not yet to the disk; [`stop`](Self::stop) waits.
+/// Block device of this machine. Dropping the value removes the device at once, with any data in
+/// the kernel's cache that is not yet written to the disk; [`stop`](Self::stop) waits.
 pub struct Ublk {
     control: Control,
     id: u32,
@@ -115,22 +116,23 @@ pub struct Ublk {
     recovered: bool,
     shared: Arc<UblkShared>,
     threads: Vec<JoinHandle<()>>,
-    /// What ends the threads' sleep.
+    /// Events that end the threads' sleep.
     wakers: Vec<EventFd>,
     device: Option<Arc<Device>>,
-    /// The file to which data go straight, and how long a request may take there.
+    /// File for zero-copy requests, and their timeout.
     file: Option<(RawFile, Duration)>,
     why_copied: Option<WhyCopied>,
-    /// To be removed in the end.
+    /// True if the device is to be removed on drop.
     ours: bool,
 }
 
 impl Ublk {
-    /// Makes `disk` a block device, or goes on with one. `on_end` is called when the device was
-    /// stopped by another process.
+    /// Adds a block device for `disk`, or takes one over. `on_end` is called when another process
+    /// has stopped the device.
     ///
     /// # Errors
-    /// [`UblkError`]; a device that was made is removed, one that was to be taken over waits on.
+    /// [`UblkError`]. A device that was added is removed then; one that was to be taken over
+    /// keeps waiting for a server.
     pub fn start(
         disk: &BlockDevice,
         options: Options,
@@ -139,12 +141,14 @@ impl Ublk {
         Self::start_on(disk, options, None, on_end)
     }
 
-    /// As [`start`](Self::start), where `disk` is all of `local`, which is served in no other way
-    /// meanwhile: then the data of reads and writes go straight between its file and the block
-    /// layer's memory, if that is possible ([`why_copied`](Self::why_copied)).
+    /// Starts like [`start`](Self::start), with zero copy if possible.
+    ///
+    /// `local` backs the whole of `disk` and has no other users meanwhile. The data of reads and
+    /// writes is then transferred directly between its file and the block layer's memory, unless
+    /// there is a [reason](Self::why_copied) against it.
     ///
     /// # Errors
-    /// As there.
+    /// As [`start`](Self::start).
     pub fn start_on(
         disk: &BlockDevice,
         options: Options,
@@ -258,43 +262,43 @@ impl Ublk {
         outcome.map_err(|error| UblkError::of_command(doing, error))
     }
 
-    /// The block device.
+    /// Path of the block device.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its number.
+    /// Device number.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.id
     }
 
-    /// Whether it was there already, and went on.
+    /// True if the device existed and was taken over.
     #[must_use]
     pub fn was_taken_over(&self) -> bool {
         self.recovered
     }
 
-    /// Why data are copied; nothing if those of reads and writes go straight between the disk's
-    /// file and the block layer's memory, but for what the storage refuses.
+    /// Reason for which the data is copied; `None` if reads and writes are zero-copy, except
+    /// those that the storage refuses.
     #[must_use]
     pub fn why_copied(&self) -> Option<WhyCopied> {
         self.why_copied
     }
 
-    /// How many requests have ended whose data were not copied, and how many others had data.
+    /// Number of completed zero-copy requests, and of other requests with data.
     #[must_use]
     pub fn straight_and_copied(&self) -> (u64, u64) {
         let QueueStatus { straight, copied, .. } = &self.shared.status;
         (straight.load(Ordering::Relaxed), copied.load(Ordering::Relaxed))
     }
 
-    /// Removes the device, once it is not used any more: what has it mounted or open may have more
-    /// to write. How many requests failed because the disk did.
+    /// Removes the device when it is no longer in use: a program that has it mounted or open may
+    /// have more to write. Returns the number of requests that failed because of the disk.
     #[must_use]
     pub fn stop(mut self) -> u64 {
-        // From here on it is this call that ends it.
+        // The callback is for a stop by another process only.
         drop(self.shared.take_on_end());
         self.wait_until_unused();
         let (shared, is_straight) = (Arc::clone(&self.shared), self.file.is_some());
@@ -336,7 +340,7 @@ impl Ublk {
         }
     }
 
-    /// Stops the device if it is not open; what is in the kernel's cache of it is written first.
+    /// Stops the device if it is not open, after writing back the kernel's cache.
     fn try_stop(&mut self, safe: bool) -> bool {
         let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
         match rustix::fs::open(&self.path, flags, Mode::empty()) {
@@ -361,7 +365,7 @@ impl UblkShared {
         self.on_end.lock().take()
     }
 
-    /// A thread has ended. The last one calls `on_end`.
+    /// Records the end of a thread. The last one calls `on_end`.
     fn thread_ended(&self, queue: u16, outcome: io::Result<()>) {
         if let Err(error) = &outcome {
             tracing::error!(queue, "requests are not taken any more: {error}");
@@ -383,7 +387,8 @@ impl Drop for Ublk {
             && self.is_served()
             && self.command("stopping the device", control::STOP_DEV, 0, &mut []).is_ok();
         if !stopped {
-            // Nothing else ends them: what they have not answered is the next server's.
+            // Only `quit` ends the threads; the next server gets the requests that they have not
+            // answered.
             self.shared.status.quit.store(true, Ordering::Release);
             self.wakers.iter().for_each(EventFd::signal);
         }
@@ -396,7 +401,7 @@ impl Drop for Ublk {
         }
         match self.control.command(control::DEL_DEV, header(self.id, 0), &mut []) {
             Ok(()) => {}
-            // Another process did.
+            // Another process has removed the device.
             Err(error) if error.raw_os_error() == Some(Errno::NODEV.raw_os_error()) => {}
             Err(error) => tracing::warn!("{} is not removed: {error}", self.path.display()),
         }
@@ -410,7 +415,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_can_not_leave_data_where_they_are_has_them_copied() {
-        // The features of Linux 6.1, 6.12 and 7.2.
+        // Features of Linux 6.1, 6.12 and 7.2.
         let on = |features: u64| why_copied(false, true, || feature::is_straight(features));
         assert_eq!(on(0x1f), Some(WhyCopied::Kernel));
         assert_eq!(on(0x3ff), Some(WhyCopied::Kernel));
@@ -422,7 +427,7 @@ mod tests {
 
     #[test]
     fn a_driver_that_does_not_know_the_question_has_no_features() {
-        // Any file that is not the driver's.
+        // Any file other than the control device.
         let file = File::options().read(true).write(true).open("/dev/null").unwrap();
         let Ok(mut control) = Control::new(file) else {
             return eprintln!("skipped: there is no io_uring here");

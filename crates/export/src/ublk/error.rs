@@ -1,77 +1,77 @@
-//! Why there is no device, in sentences.
+//! Errors of a ublk device, as messages with a remedy.
 
 use rustix::io::Errno;
 use std::io;
 
-/// Why a disk could not be made a block device.
+/// Reason for which a disk could not become a block device.
 #[derive(Debug, thiserror::Error)]
 pub enum UblkError {
-    /// The driver is not there.
+    /// The driver is not loaded.
     #[error(
         "there is no /dev/ublk-control: `modprobe ublk_drv` (a kernel without that module can \
         have the disk by --fuse and a loop device)"
     )]
     NoDriver,
-    /// The kernel is older than what is used here.
+    /// The kernel is too old.
     #[error(
         "Linux {release} is too old for --ublk, which takes 6.4 or later; --fuse and a loop \
         device make a block device of the disk, too"
     )]
     TooOld {
-        /// The kernel's release.
+        /// Release of the kernel.
         release: String,
     },
-    /// Not for us.
+    /// The process lacks the privilege.
     #[error("block devices are made by root (CAP_SYS_ADMIN): /dev/ublk-control: {0}")]
     Denied(io::Error),
     /// The process may not use io_uring.
     #[error("the system lets this program have no io_uring, which ublk works through: {0}")]
     NoRing(io::Error),
-    /// There is a device of that number already.
+    /// A device with this number already exists.
     #[error("/dev/ublkb{id} is there already: choose another --ublk-id")]
     Taken {
-        /// Its number.
+        /// Device number.
         id: u32,
     },
-    /// There is one, whose server died.
+    /// The device exists, and its server has died.
     #[error(
         "/dev/ublkb{id} is there already, and waits for a server: add --recover to go on with it"
     )]
     Orphan {
-        /// Its number.
+        /// Device number.
         id: u32,
     },
-    /// There is one, with its server.
+    /// The device exists, and has a server.
     #[error("/dev/ublkb{id} is served by process {pid}")]
     Served {
-        /// Its number.
+        /// Device number.
         id: u32,
-        /// The server.
+        /// Process ID of the server.
         pid: i32,
     },
-    /// It can not be gone on with.
+    /// The device cannot be taken over.
     #[error("/dev/ublkb{id} can not be taken over: {why}")]
     Different {
-        /// Its number.
+        /// Device number.
         id: u32,
-        /// What is not the same.
+        /// Difference between the device and the disk.
         why: String,
     },
-    /// The driver refused something.
+    /// The driver refused a command.
     #[error("ublk: {doing} failed: {source}")]
     Driver {
-        /// What.
+        /// Step that failed.
         doing: &'static str,
-        /// Why.
+        /// Error of the driver.
         source: io::Error,
     },
-    /// The system has no thread.
+    /// A thread cannot be created.
     #[error("the device can not be served: {0}")]
     System(io::Error),
 }
 
 impl UblkError {
-    /// Why the control device could not be opened.
+    /// Error for a failure to open the control device.
     pub(super) fn of_open(error: io::Error) -> Self {
         let release = release();
         match errno(&error) {
@@ -84,7 +84,7 @@ impl UblkError {
         }
     }
 
-    /// Why a command failed.
+    /// Error for a failed command.
     pub(super) fn of_command(doing: &'static str, error: io::Error) -> Self {
         let release = release();
         match errno(&error) {
@@ -103,7 +103,7 @@ fn release() -> String {
     rustix::system::uname().release().to_string_lossy().into_owned()
 }
 
-/// Whether the kernel knows the commands as they are numbered since 6.4.
+/// True if the kernel has the command numbers of Linux 6.4.
 fn is_recent(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     match (numbers.next(), numbers.next()) {

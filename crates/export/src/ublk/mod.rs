@@ -1,43 +1,43 @@
-//! The disk as a block device of this machine, `/dev/ublkbN`, through the kernel's driver for block
-//! devices in user space (`ublk_drv`).
+//! ublk export: the disk as a block device of this machine, `/dev/ublkbN`, through the kernel's
+//! driver for block devices in user space (`ublk_drv`).
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`Ublk`] | a device, from its beginning to its end |
-//! | `acquire` | adding a device, or taking one over |
-//! | `parameters` | what the driver knows of the disk |
+//! | [`Ublk`] | lifecycle of a device |
+//! | `acquire` | adding a device, or taking over one of a dead server |
+//! | `parameters` | the device parameters of the disk |
 //! | `serve` | the thread of one queue |
-//! | `request` | what is asked for, and carrying it out |
-//! | `straight` | carrying it out without a copy, on the disk's own file |
-//! | `wire` | the driver's structures and numbers |
-//! | `sys` | its commands, which are io_uring's: the only `unsafe` here |
+//! | `request` | validation and execution of a request |
+//! | `straight` | zero-copy execution on the disk's own file |
+//! | `wire` | structures and constants of the driver |
+//! | `sys` | the driver's commands, which use io_uring: the only `unsafe` code here |
 //!
-//! The kernel's block layer has a queue for each of the disk's, and each has a thread. How the data
-//! of requests move is settled for a device when it is made:
+//! The device has a kernel queue for each queue of the disk, and each of them has a thread. The
+//! transfer of data is fixed when the device is created:
 //!
-//! * The driver copies them, into the buffer of the request's tag before we see it, and out of it
-//!   when we have answered.
-//! * The driver registers the request's memory with the ring of the queue (`UBLK_F_AUTO_BUF_REG`,
-//!   as Linux has it since 6.17). If the disk is a raw image or a block device in this process,
-//!   past the page cache, the thread reads and writes it by that ring, to and from that memory:
-//!   nobody copies, and no controller is asked. Everything else goes to the disk as ever (discards,
-//!   zeroes, flushes, and what the storage refuses for its address), and so do all requests if such
-//!   a device is taken over with another kind of disk; then it is we who copy the data, from and to
-//!   the driver (`UBLK_F_USER_COPY`).
+//! * The driver copies: into the buffer of the request's tag before the server sees the request,
+//!   and out of the buffer after the server has answered.
+//! * Zero copy: the driver registers the request's memory with the ring of the queue
+//!   (`UBLK_F_AUTO_BUF_REG`, in the form of Linux 6.17). If the disk is a raw image or a block
+//!   device in this process and bypasses the page cache, the thread reads and writes it by that
+//!   ring, directly from and to the registered memory. No copy is made, and no controller is
+//!   involved. Other requests go to the disk through the driver of this workspace (discards,
+//!   zeroes, flushes, and data whose address the storage refuses). So do all requests if such a
+//!   device is taken over with another kind of disk. The server then copies their data from and
+//!   to the kernel (`UBLK_F_USER_COPY`).
 //!
 //! # When the server dies
 //!
-//! The device stays, and what uses it waits. The next server that [takes it
-//! over](Options::recover) gets the requests that were not answered once more: reads and writes
-//! of the same bytes to the same places, which can be done twice. The kernel does not give a
-//! request to the next server as long as a call of the last one is under way with its memory.
+//! The device stays, and its users wait. The next server that [takes it over](Options::recover)
+//! gets the requests that were not answered again: reads and writes of the same bytes to the same
+//! places, which can be repeated. The kernel does not pass a request to the next server as long
+//! as a call of the dead one uses the request's memory.
 //!
-//! # What it does not implement
+//! # Not implemented
 //!
-//! Zones, integrity data, devices that belong to a user who is not root, and sizes that
-//! change.
+//! Zones, integrity data, devices of users other than root, and resizing.
 
 mod acquire;
 mod device;
@@ -46,7 +46,7 @@ mod parameters;
 mod request;
 mod serve;
 mod straight;
-// Commands of the kernel's driver on memory of ours.
+// The commands of the kernel's driver access memory of this process.
 #[allow(unsafe_code)]
 mod sys;
 mod wire;

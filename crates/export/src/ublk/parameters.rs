@@ -1,19 +1,20 @@
-//! What the kernel's driver knows of the disk.
+//! Device parameters of a disk for the kernel's driver.
 
 use super::wire::{Parameters, SECTOR, attribute, parameter};
 use shadowbell_block::Geometry;
 
-/// The most bytes of a request: each tag has a buffer of so many, taken from the system as it is
-/// touched.
+/// Largest request in bytes. Each tag has a buffer of this size, whose pages are allocated on
+/// first use.
 pub(super) const MAX_BYTES: u32 = 256 << 10;
-/// The longest blocks that a device has. A disk's can be longer, and is asked for parts of them.
+/// Largest block size of a device. A disk may have larger blocks; requests are then for parts of
+/// them.
 pub(super) const LARGEST_BLOCK: u32 = 4096;
-/// Sectors to discard or to make zero in one request: the most that there can be.
+/// Largest number of sectors of a discard or write zeroes request.
 const MAX_RANGE: u32 = u32::MAX >> 9;
 
-/// The parameters of a device that is this disk.
+/// Device parameters of a disk.
 pub(super) fn parameters(geometry: &Geometry) -> Parameters {
-    // The driver takes blocks of up to a page.
+    // The driver supports blocks up to the page size.
     let exponent = |bytes: u32| bytes.trailing_zeros() as u8;
     let block = exponent(geometry.block_size.min(LARGEST_BLOCK));
     let mut attributes = 0;
@@ -42,16 +43,16 @@ pub(super) fn parameters(geometry: &Geometry) -> Parameters {
     }
 }
 
-/// The same, of a device whose requests' memory goes to storage that asks for addresses that are
-/// multiples of `align`.
+/// Adds the memory alignment for a device whose requests' memory is passed to storage that
+/// requires addresses that are multiples of `align`.
 pub(super) fn aligned(parameters: Parameters, align: usize) -> Parameters {
-    // What the driver has for anything else, and the most that it takes.
+    // Default and largest alignment of the driver.
     let align = align.clamp(4, 4096) as u32;
     let types = parameters.types | parameter::MEMORY;
     Parameters { types, memory_mask: align - 1, ..parameters }
 }
 
-/// Why a device can not go on with a disk that wants these parameters.
+/// Difference that prevents a device from continuing with a disk of the parameters `wanted`.
 pub(super) fn difference(there: &Parameters, wanted: &Parameters) -> Option<String> {
     if there.size != wanted.size {
         let bytes = |parameters: &Parameters| parameters.size * SECTOR;
@@ -97,7 +98,7 @@ mod tests {
         assert_eq!((given.max_discard, given.max_write_zeroes), (0, MAX_RANGE));
         let given = parameters(&Geometry { read_only: true, volatile_cache: false, ..GEOMETRY });
         assert_eq!((given.attributes, given.max_write_zeroes), (attribute::READ_ONLY, 0));
-        // Larger blocks than the driver takes.
+        // Larger blocks than the driver supports.
         let given = parameters(&Geometry { block_size: 65_536, ..GEOMETRY });
         assert_eq!((given.logical_block, given.io_minimal, given.io_optimal), (12, 16, 16));
         assert_eq!(given.discard_granularity, 65_536);
@@ -117,10 +118,10 @@ mod tests {
     fn a_device_does_not_go_on_with_another_disk() {
         let there = parameters(&GEOMETRY);
         assert_eq!(difference(&there, &there), None);
-        // The driver adds what we do not look at.
+        // The driver may add fields that are not compared.
         let more = Parameters { types: 7, rest: [3; 2], ..there };
         assert_eq!(difference(&more, &there), None);
-        // Memory that the storage refuses is copied.
+        // A different alignment is no obstacle: data that the storage refuses is copied.
         assert_eq!(difference(&aligned(there, 512), &there), None);
         for (other, words) in [
             (Geometry { bytes: 1 << 20, ..GEOMETRY }, "1048576"),

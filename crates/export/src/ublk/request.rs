@@ -1,10 +1,10 @@
-//! Requests, as the kernel's driver describes them.
+//! Validation and execution of a ublk request.
 
 use super::wire::{Descriptor, SECTOR, operation};
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
 
-/// What is to be done.
+/// Disk operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Read { len: usize },
@@ -15,7 +15,7 @@ pub(super) enum Action {
 }
 
 impl Action {
-    /// How many bytes of data it moves.
+    /// Number of data bytes that the operation transfers.
     pub(super) fn moves(self) -> usize {
         match self {
             Self::Read { len } | Self::Write { len, .. } => len,
@@ -24,31 +24,32 @@ impl Action {
     }
 }
 
-/// A request that makes sense, with a buffer for its data.
+/// Validated request with its data buffer.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) action: Action,
-    /// In bytes.
+    /// Offset in bytes.
     pub(super) offset: u64,
     pub(super) buffer: Vec<u8>,
 }
 
-/// What came of it.
+/// Result of a job.
 #[derive(Debug)]
 pub(super) struct Completed {
-    /// How many bytes were moved, or a negative error number, as the driver wants it.
+    /// Number of bytes transferred, or a negative error number, for the driver.
     pub(super) result: i32,
-    /// What the disk said.
+    /// Error of the disk.
     pub(super) error: Option<BlockError>,
     pub(super) buffer: Vec<u8>,
-    /// How many bytes of the buffer are what was read.
+    /// Number of bytes in the buffer that were read.
     pub(super) read: usize,
 }
 
-/// Checks a request against the disk and the length of the buffer: what to do, and where.
+/// Validates a request against the disk and the length of the buffer, and returns operation and
+/// offset.
 ///
 /// # Errors
-/// The number to answer.
+/// Error number to answer.
 pub(super) fn parse(
     descriptor: &Descriptor,
     geometry: &Geometry,
@@ -56,7 +57,7 @@ pub(super) fn parse(
 ) -> Result<(Action, u64), Errno> {
     let operation = descriptor.op_flags as u8;
     if operation == operation::FLUSH {
-        // It is of no place: what its descriptor names is none.
+        // A flush has no range; the sectors of its descriptor are undefined.
         return Ok((Action::Flush, 0));
     }
     let bytes = u64::from(descriptor.sectors) * SECTOR;
@@ -83,7 +84,7 @@ pub(super) fn parse(
     Ok((action, offset))
 }
 
-/// Does what is asked for.
+/// Executes a job.
 pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     let Job { action, offset, mut buffer } = job;
     let outcome = match action {
@@ -130,14 +131,14 @@ mod tests {
         assert_eq!(request(0, 3, 8), Ok((Action::Read { len: 4096 }, 1536)));
         assert_eq!(request(1, 0, 1), Ok((Action::Write { len: 512, fua: false }, 0)));
         assert_eq!(request(1 | 1 << 13, 0, 1), Ok((Action::Write { len: 512, fua: true }, 0)));
-        // As the kernel asks for it.
+        // Descriptor of a flush as the kernel sends it.
         assert_eq!(request(2 | 1 << 11, u64::MAX, 0), Ok((Action::Flush, 0)));
         assert_eq!(request(3, 8, 2040), Ok((Action::Discard { len: 2040 * 512 }, 4096)));
         let how = |deallocate| Zeroes { deallocate, fua: false, fast_only: false };
         let zeroes = |deallocate| Ok((Action::WriteZeroes { len: 512, how: how(deallocate) }, 512));
         assert_eq!(request(5, 1, 1), zeroes(true));
         assert_eq!(request(5 | 1 << 15, 1, 1), zeroes(false));
-        // Hints are no business of ours.
+        // Hints are ignored.
         assert_eq!(request(1 << 8 | 1 << 11, 0, 1), Ok((Action::Read { len: 512 }, 0)));
     }
 
@@ -150,7 +151,7 @@ mod tests {
             (1, u64::MAX / 512, 8),
             (3, 2048, 1),
             (5, 0, 2049),
-            // More than the buffer takes.
+            // More data than the buffer holds.
             (0, 0, 129),
             (1, 0, u32::MAX),
         ] {

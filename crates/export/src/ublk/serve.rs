@@ -1,9 +1,9 @@
-//! One queue's thread: takes requests, carries them out on the disk, and answers them.
+//! Thread of one ublk queue: receives requests, executes them on the disk, and answers them.
 //!
-//! It drives the disk's queue as well, if it may, and sleeps in the system call that hands its
-//! answers over: what came in together goes to the controller together, and what has completed
-//! together is answered together. Where data go [straight](super::straight), the same call hands
-//! over what is to be done with the image's file.
+//! The thread also drives the disk's queue, if the driver permits it, and sleeps in the system
+//! call that submits its answers: requests that arrive together are submitted together, and
+//! completions that arrive together are answered together. For [zero-copy](super::straight)
+//! requests, the same call submits the operations on the image's file.
 
 use super::request::{Action, Completed, Job, carry_out, parse};
 use super::straight::{Next, Straight, errno};
@@ -23,38 +23,38 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-/// Answers that wait for more of them, at most, while the disk keeps the thread busy.
+/// Largest number of prepared answers while the disk keeps the thread busy.
 const BATCH: usize = 32;
 
-/// What a thread reports once: what ends its sleep, or why it could not start.
+/// Report of a thread after its start: the event that ends its sleep, or an error.
 pub(super) type Started = io::Result<EventFd>;
 
-/// What the threads of a device's queues and its owner share.
+/// State that the threads of a device's queues and its owner share.
 #[derive(Default)]
 pub(super) struct QueueStatus {
-    /// Requests that failed because the disk did.
+    /// Requests that failed because of the disk.
     pub(super) failures: FailureCount,
-    /// Requests whose data nobody copied, and the others that had some.
+    /// Zero-copy requests, and other requests with data.
     pub(super) straight: AtomicU64,
     pub(super) copied: AtomicU64,
-    /// The threads are to give up, whatever the kernel still wants of them.
+    /// True if the threads are to end, even with requests in flight.
     pub(super) quit: AtomicBool,
 }
 
-/// What a thread works on.
+/// Parameters of a thread.
 pub(super) struct Work {
     pub(super) device: Arc<Device>,
     pub(super) queue: u16,
     pub(super) disk: BlockDevice,
-    /// The file to which data go straight, and how long a request may take there.
+    /// File for zero-copy requests, and their timeout.
     pub(super) file: Option<(RawFile, Duration)>,
 }
 
-/// Serves a queue until the device is stopped. Says on `started` when the kernel has all of the
-/// queue's tags, or why not.
+/// Serves a queue until the device is stopped. Reports on `started` when the kernel has all tags
+/// of the queue, or an error.
 ///
 /// # Errors
-/// The kernel does not work with us any more. It still has the queue's tags.
+/// If a call fails that the queue needs. The kernel still has tags of the queue then.
 pub(super) fn serve(
     work: Work,
     status: &QueueStatus,
@@ -99,24 +99,24 @@ pub(super) fn serve(
 }
 
 struct Server<'a, F> {
-    /// Before the file of `straight`: its calls have ended when it is gone.
+    /// Declared before `straight`, whose file must outlive the calls of the queue.
     queue: Queue,
     io: IoThread<F>,
     disk: BlockDevice,
     straight: Option<Straight>,
-    /// The tag of the request in each slot.
+    /// Tag of the request in each slot.
     tags: Vec<u16>,
-    /// Tags with which requests may still come.
+    /// Number of tags with which requests may still come.
     left: usize,
-    /// Why the kernel did not take a tag.
+    /// Error of a tag that the kernel refused.
     refused: Option<io::Error>,
-    /// What has happened, kept for its room.
+    /// Collected events; empty between uses, kept for its capacity.
     events: Vec<Event>,
-    /// Buffers for data that the driver does not copy, when they are not in use.
+    /// Unused buffers for data that the driver does not copy.
     buffers: Vec<Vec<u8>>,
-    /// Slots whose requests are answered.
+    /// Slots of answered requests.
     done: Vec<usize>,
-    /// As in the status, since they were added there.
+    /// Zero-copy and copied requests that are not yet added to the status.
     counts: (u64, u64),
     status: &'a QueueStatus,
 }
@@ -142,7 +142,8 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 continue;
             }
             if self.queue.prepared() > 0 && self.io.tasks().reserved() > 0 {
-                // To look for what is still under way takes time; these answers do not wait for it.
+                // Polling for the requests in flight takes time, for which these answers should
+                // not wait.
                 self.queue.enter(false)?;
                 continue;
             }
@@ -158,7 +159,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         }
     }
 
-    /// Begins with what has come. Whether the thread's descriptor became readable.
+    /// Processes the events of the ring. Returns true if the thread's descriptor became readable.
     fn take(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> io::Result<bool> {
         let mut readable = false;
         let mut events = std::mem::take(&mut self.events);
@@ -190,7 +191,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         Ok(readable)
     }
 
-    /// Begins with a request.
+    /// Starts a request.
     fn begin(
         &mut self,
         tag: u16,
@@ -242,7 +243,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         }
     }
 
-    /// A slot for a request that goes to the disk, and a buffer with its data.
+    /// Reserves a slot for a request that is executed on the disk, and provides its data buffer.
     fn equip(
         &mut self,
         tag: u16,
@@ -262,14 +263,14 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 }
             }
         }
-        // There are as many slots as tags.
+        // The number of slots equals the number of tags.
         match self.io.tasks().reserve() {
             Some(slot) => Ok((slot, buffer)),
             None => Err((Errno::NOMEM, buffer)),
         }
     }
 
-    /// The disk's file has failed: what to answer.
+    /// Result to answer for an error of the disk's file, which is counted.
     fn failed(&self, error: &DiskError) -> i32 {
         let errno = errno(error);
         if errno == Errno::IO {
@@ -286,7 +287,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         }
     }
 
-    /// Prepares the answers to what is done. Whether there was anything to do.
+    /// Prepares the answers to completed requests. Returns true if there was any work.
     fn answer(&mut self) -> io::Result<bool> {
         let Self { queue, io, tags, done, status, buffers, .. } = self;
         let mut outcome = Ok(());
@@ -315,7 +316,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         outcome.map(|()| busy)
     }
 
-    /// Adds what was counted to what all threads have.
+    /// Adds the counted requests to the shared status.
     fn count(&mut self) {
         let (straight, copied) = std::mem::take(&mut self.counts);
         for (count, of) in [(straight, &self.status.straight), (copied, &self.status.copied)] {

@@ -1,8 +1,9 @@
-//! Requests whose data go straight between the image's file and the block layer's own memory.
+//! Zero-copy requests, whose data is transferred directly between the image's file and the block
+//! layer's memory.
 //!
 //! The kernel registers the memory of a request with the queue's ring before the thread sees the
-//! request. So the thread makes the calls on the file itself, by that ring, and nobody copies. What
-//! a call means is for the disk's [`RawFile`] to say, as it is for the disk's own queues.
+//! request. So the thread makes the calls on the file itself, by that ring, without a copy. The
+//! disk's [`RawFile`] interprets the results of the calls, as for the disk's own queues.
 
 use super::request::Action;
 use rustix::io::Errno;
@@ -10,12 +11,12 @@ use shadowbell_backend::{DiskError, Op, RawCall, RawFile, RawStep, RawTransfer, 
 use shadowbell_block::Geometry;
 use std::time::{Duration, Instant};
 
-/// The disk's file, and the requests that are on their way to or from it.
+/// File of the disk, and the requests in flight on it.
 pub(super) struct Straight {
     file: RawFile,
     timeout: Duration,
     read_only: bool,
-    /// By their tags.
+    /// Requests, by tag.
     moving: Vec<Option<Moving>>,
     pending: usize,
 }
@@ -27,35 +28,36 @@ struct Moving {
     since: Instant,
 }
 
-/// What comes next for a request.
+/// Next step for a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// This call.
+    /// Make this call.
     Call(RawCall),
-    /// Its answer: how many bytes were moved, or why not.
+    /// Answer the request: the number of bytes transferred, or the error.
     Answer(Result<usize, DiskError>),
-    /// It goes to the disk as others do.
+    /// Execute the request on the disk, with a copy.
     Disk(Action, u64),
 }
 
 impl Straight {
-    /// For `depth` requests to a disk that `file` is all of. Each may take as long as `timeout`.
+    /// Creates the state for `depth` requests to a disk that `file` backs completely. Each
+    /// request may take as long as `timeout`.
     pub(super) fn new(file: RawFile, geometry: &Geometry, timeout: Duration, depth: usize) -> Self {
         let moving = (0..depth).map(|_| None).collect();
         Self { file, timeout, read_only: geometry.read_only, moving, pending: 0 }
     }
 
-    /// The file that the calls are made on.
+    /// File on which the calls are made.
     pub(super) fn file(&self) -> &RawFile {
         &self.file
     }
 
-    /// How many requests are on their way.
+    /// Number of requests in flight.
     pub(super) fn pending(&self) -> usize {
         self.pending
     }
 
-    /// Begins with a request.
+    /// Starts a request.
     pub(super) fn begin(&mut self, tag: u16, action: Action, offset: u64) -> Next {
         let (op, len) = match action {
             Action::Read { len } => (Op::Read, len),
@@ -75,8 +77,8 @@ impl Straight {
         Next::Call(call)
     }
 
-    /// The call of a request has ended: with so many bytes, or a negative error number. Nothing, if
-    /// it is not on its way.
+    /// Processes the end of a call, with the number of bytes or a negative error number. `None`
+    /// if the tag has no request in flight.
     pub(super) fn ended(&mut self, tag: u16, result: i32) -> Option<Next> {
         let place = self.moving.get_mut(usize::from(tag))?;
         let moving = place.as_mut()?;
@@ -94,7 +96,7 @@ impl Straight {
         Some(next)
     }
 
-    /// Gives up on those that take too long: their tags.
+    /// Cancels the requests that take too long, and returns their tags.
     pub(super) fn cancel_late(&mut self, now: Instant) -> impl Iterator<Item = u16> + '_ {
         let timeout = self.timeout;
         (0..).zip(&mut self.moving).filter_map(move |(tag, moving)| {
@@ -108,7 +110,7 @@ impl Straight {
     }
 }
 
-/// The number to answer for what went wrong: as [`shadowbell_block::BlockError::errno`] has it.
+/// Error number to answer, as for [`shadowbell_block::BlockError::errno`].
 pub(super) fn errno(error: &DiskError) -> Errno {
     match error {
         DiskError::ReadOnly => Errno::PERM,
@@ -136,7 +138,7 @@ mod tests {
     const READ: Action = Action::Read { len: 4096 };
     const WRITE: Action = Action::Write { len: 4096, fua: true };
 
-    /// Nothing, where the file system does not bypass its page cache.
+    /// `None` if the file system does not support direct I/O.
     fn straight(geometry: &Geometry) -> Option<(tempfile::NamedTempFile, Straight)> {
         let image = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         File::options().write(true).open(image.path()).unwrap().set_len(1 << 20).unwrap();
@@ -158,12 +160,12 @@ mod tests {
         let call = RawCall { writes: true, dsync: true, skip: 0, offset: 8192, len: 4096 };
         assert_eq!(straight.begin(3, WRITE, 8192), Next::Call(call));
         assert_eq!(straight.pending(), 1);
-        // A tag has one request at a time, and there are so many tags.
+        // A tag has one request at a time, and the number of tags is limited.
         assert_eq!(straight.begin(3, READ, 0), Next::Disk(READ, 0));
         assert_eq!(straight.begin(4, READ, 0), Next::Disk(READ, 0));
         assert_eq!(straight.ended(3, 4096), Some(Next::Answer(Ok(4096))));
         assert_eq!((straight.ended(3, 4096), straight.pending()), (None, 0));
-        // Beyond the end of the disk nothing is called.
+        // Beyond the end of the disk, no call is made.
         let beyond = Next::Answer(Err(DiskError::OutOfRange));
         assert_eq!(straight.begin(0, READ, 1 << 20), beyond);
         assert_eq!(straight.pending(), 0);

@@ -1,12 +1,12 @@
-//! The system calls that have no safe form: ublk's commands, which go through io_uring.
+//! System calls without a safe interface: the commands of ublk, which use io_uring.
 //!
-//! The kernel reads and writes memory behind the compiler's back from the moment that a command is
-//! handed over until its completion is collected. So the type that hands it over owns that memory
-//! for as long: [`Control`] waits for each of its commands, and a [`Queue`] keeps the buffer of a
-//! tag while the kernel has the tag. What may still be in use when either is dropped is leaked.
+//! The kernel accesses the memory of a command from its submission until its completion is
+//! collected. Therefore the type that submits a command owns that memory for as long: [`Control`]
+//! waits for each of its commands, and a [`Queue`] keeps the buffer of a tag while the kernel has
+//! the tag. Memory that may still be in use when one of them is dropped is leaked.
 //!
-//! A call on the image's file moves data to or from memory of the kernel's, by its place in the
-//! ring's table: no memory of this process has to stay for it.
+//! A call on the image's file transfers data from or to memory of the kernel, which is identified
+//! by its index in the ring's buffer table, so no memory of this process has to be kept for it.
 
 use super::wire::{
     ABORTED, ControlCommand, Descriptor, DeviceInfo, IoCommand, control, data_of, descriptors,
@@ -24,39 +24,38 @@ use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::IntoBytes;
 
-/// The completion of what is no request: the event that is slept on,
+/// User data of the poll on the event.
 const EVENT: u64 = u64::MAX;
-/// the time,
+/// User data of the timer.
 const TICK: u64 = u64::MAX - 1;
-/// and what cancels a call.
+/// User data of a cancellation.
 const CANCEL: u64 = u64::MAX - 2;
-/// The completion of a call on the image's file for the tag that is below this bit.
+/// Flag in the user data of a call on the image's file; the bits below it are the tag.
 const CALL: u64 = 1 << 16;
-/// How often it is looked whether a call takes too long.
+/// Interval of the timeout checks.
 static TICKS: types::Timespec = types::Timespec::new().sec(1);
-/// The image's file, by its place in the ring's table.
+/// Index of the image's file in the ring's file table.
 const IMAGE: types::Fixed = types::Fixed(0);
 
-/// The driver's control device.
+/// Control device of the driver.
 pub(super) struct Control {
     ring: IoUring<Entry128, cqueue::Entry>,
     file: File,
 }
 
 impl Control {
-    /// Over `/dev/ublk-control`.
+    /// Creates the ring for `/dev/ublk-control`.
     ///
     /// # Errors
-    /// There is no io_uring for us.
+    /// If io_uring is not available.
     pub(super) fn new(file: File) -> io::Result<Self> {
         Ok(Self { ring: IoUring::builder().build(4)?, file })
     }
 
-    /// Carries out a command and waits for its end. `data` is what it is given, and what it leaves
-    /// behind.
+    /// Executes a command and waits for its completion. `data` is its input and output.
     ///
     /// # Errors
-    /// The driver's error number, or the system's.
+    /// Error number of the driver or of the system.
     pub(super) fn command(
         &mut self,
         op: u32,
@@ -74,8 +73,8 @@ impl Control {
         }
         let entry =
             opcode::UringCmd80::new(types::Fd(self.file.as_raw_fd()), op).cmd(bytes).build();
-        // SAFETY: the command points to `memory`, which lives until its completion is here, or for
-        // good if that can not be learnt. The file is open as long as the ring is.
+        // SAFETY: the command points to `memory`, which lives until the completion is collected,
+        // or is leaked if that fails. The file is open as long as the ring exists.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.map_err(|_| io::ErrorKind::WouldBlock)?;
         loop {
@@ -100,7 +99,7 @@ impl Control {
 }
 
 impl Control {
-    /// What a device is at the moment.
+    /// Current information about a device.
     ///
     /// # Errors
     /// As [`command`](Self::command).
@@ -111,10 +110,10 @@ impl Control {
         Ok(info)
     }
 
-    /// What the driver can do.
+    /// Features of the driver.
     ///
     /// # Errors
-    /// As [`command`](Self::command); before Linux 6.5 there is no such question.
+    /// As [`command`](Self::command). The command does not exist before Linux 6.5.
     pub(super) fn features(&mut self) -> io::Result<u64> {
         let mut features = 0u64;
         let header = ControlCommand { queue_id: u16::MAX, ..Default::default() };
@@ -122,10 +121,10 @@ impl Control {
         Ok(features)
     }
 
-    /// Opens a device as its server, of which there is one.
+    /// Opens a device as its only server.
     ///
     /// # Errors
-    /// As [`command`](Self::command), and what opening the file comes to.
+    /// As [`command`](Self::command), or the error of opening the file.
     pub(super) fn serve(&mut self, id: u32) -> io::Result<Device> {
         let info = self.info(id)?;
         let file = File::options().read(true).write(true).open(format!("/dev/ublkc{id}"))?;
@@ -133,7 +132,7 @@ impl Control {
     }
 }
 
-/// A device that we serve, until the last handle is dropped.
+/// Device that this process serves, until the last handle is dropped.
 #[derive(Debug)]
 pub(super) struct Device {
     file: File,
@@ -141,17 +140,18 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// What the device is; its queues, their depth and how long a request may be never change.
+    /// Device information. The number of queues, their depth and the largest request never
+    /// change.
     pub(super) fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    /// Whether the driver copies data, to and from the buffers of the tags.
+    /// True if the driver copies data from and to the buffers of the tags.
     pub(super) fn copies(&self) -> bool {
         self.info.flags & feature::STRAIGHT == 0
     }
 
-    /// Copies the data of a write into `to`, where the driver has not.
+    /// Copies the data of a write into `to`, if the driver does not copy.
     pub(super) fn copy_from(&self, queue: u16, tag: u16, mut to: &mut [u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !to.is_empty() {
@@ -166,7 +166,7 @@ impl Device {
         Ok(())
     }
 
-    /// Copies what was read for a read to where it is wanted, where the driver does not.
+    /// Copies the data of a read to the request's memory, if the driver does not copy.
     pub(super) fn copy_to(&self, queue: u16, tag: u16, mut from: &[u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !from.is_empty() {
@@ -182,51 +182,51 @@ impl Device {
     }
 }
 
-/// What happened on a queue.
+/// Event on a queue.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// A request. Its data, if there are any to be written, are in the buffer, if the driver copies
-    /// them; if not, there is none.
+    /// New request. If the driver copies, the buffer contains the data of a write; otherwise, it
+    /// is empty.
     Request { tag: u16, descriptor: Descriptor, buffer: Vec<u8> },
-    /// A call on the image's file has ended: with so many bytes, or a negative error number.
+    /// End of a call on the image's file, with the number of bytes or a negative error number.
     Called { tag: u16, result: i32 },
-    /// It is time to look whether a call takes too long.
+    /// Expiry of the timer for timeout checks.
     Tick,
-    /// There are no more requests with this tag: the device is stopped, or something went wrong.
+    /// End of a tag: the device was stopped, or an error occurred.
     TagDone { tag: u16, error: Option<io::Error> },
-    /// The descriptor that is slept on became readable.
+    /// The polled descriptor became readable.
     Readable,
 }
 
-/// Who has a tag.
+/// Owner of a tag.
 #[derive(Debug)]
 enum Tag {
     Ours,
     /// The driver, with the tag's buffer.
     Driver(Vec<u8>),
-    /// A call on the image's file is under way for its request.
+    /// A call on the image's file is in flight for the request.
     Called,
 }
 
-/// One of a device's queues. The thread that makes it is the one that has to use it.
+/// Queue of a device. Only the thread that creates it may use it.
 pub(super) struct Queue {
     ring: IoUring,
     device: Arc<Device>,
     queue: u16,
     descriptors: SharedBytes,
     tags: Vec<Tag>,
-    /// How many calls are under way.
+    /// Number of calls in flight.
     calls: usize,
-    /// The ring has the image's file.
+    /// True if the image's file is registered with the ring.
     has_image: bool,
-    /// The event is waited for, and the time.
+    /// True while the event is polled, and while the timer runs.
     armed: bool,
     ticking: bool,
 }
 
 impl Queue {
-    /// Opens queue number `queue` of a device. Its tags, each with a buffer if the driver copies,
-    /// are the kernel's with the next [`enter`](Self::enter). Calls are made on `image`.
+    /// Opens queue number `queue` of a device. The next [`enter`](Self::enter) passes its tags to
+    /// the kernel, each with a buffer if the driver copies. Calls are made on `image`.
     pub(super) fn open(
         device: Arc<Device>,
         queue: u16,
@@ -240,7 +240,8 @@ impl Queue {
             shadowbell_memory::MapError::System { source, .. } => source,
             error => io::Error::other(error),
         })?;
-        // Each tag has one thing under way, which may be cancelled; the rest is time and the event.
+        // Each tag has one operation in flight and perhaps its cancellation; timer and poll are
+        // two more.
         let ring = build(2 * u32::from(depth) + 2)?;
         if let Some(image) = image {
             ring.submitter().register_files(&[image.as_raw_fd()])?;
@@ -264,16 +265,18 @@ impl Queue {
         Ok(this)
     }
 
-    /// How many bytes a request has, at most.
+    /// Largest number of data bytes of a request.
     pub(super) fn room(&self) -> usize {
         self.device.info.max_io_bytes as usize
     }
 
-    /// Answers the request with this tag, and takes the next one. `result` is how many bytes were
-    /// moved, or a negative error number. Where the driver does not copy there is no buffer.
+    /// Answers the request with this tag, and fetches the next one. `result` is the number of
+    /// bytes transferred, or a negative error number. `buffer` is unused if the driver does not
+    /// copy.
     ///
     /// # Errors
-    /// The tag is not ours, its buffer is too short, or there is no room: defects of this program.
+    /// If the tag belongs to the kernel, the buffer is too short, or the ring is full: bugs of
+    /// this program.
     pub(super) fn commit(&mut self, tag: u16, result: i32, buffer: Vec<u8>) -> io::Result<()> {
         self.hand_over(command::COMMIT_AND_FETCH_REQ, tag, result, buffer)
     }
@@ -292,13 +295,13 @@ impl Queue {
         let mut cmd = [0; 16];
         cmd.copy_from_slice(io.as_bytes());
         let entry = opcode::UringCmd16::new(types::Fd(self.device.file.as_raw_fd()), op).cmd(cmd);
-        // Where the next request's memory goes in the ring's table.
+        // Index in the ring's buffer table for the next request's memory.
         let entry = entry.addr((!copies).then(|| registered_at(tag))).build();
         *place = Tag::Driver(buffer);
-        // SAFETY: the command points to the buffer, which is kept in `tags`, neither moved nor
-        // looked at, until the command's completion is collected. The driver moves at most
-        // `max_io_bytes` of the device, which is how long every buffer is. A driver that does not
-        // copy is given no memory. The file is open as long as the ring is.
+        // SAFETY: the command points to the buffer, which is kept in `tags` and neither moved nor
+        // accessed until the command's completion is collected. The driver transfers at most
+        // `max_io_bytes` of the device, the length of every buffer. A driver that does not copy
+        // gets no memory. The file is open as long as the ring exists.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(u64::from(tag))) };
         if pushed.is_err() {
             if let Some(place) = self.tags.get_mut(usize::from(tag)) {
@@ -309,10 +312,11 @@ impl Queue {
         Ok(())
     }
 
-    /// Makes a call on the image's file, with the memory of the request that has this tag.
+    /// Submits a call on the image's file, with the memory of the request that has this tag.
     ///
     /// # Errors
-    /// The tag is not ours, there is no file, or no room: defects of this program.
+    /// If the tag belongs to the kernel, no file is registered, or the ring is full: bugs of this
+    /// program.
     pub(super) fn call(&mut self, tag: u16, call: &RawCall) -> io::Result<()> {
         let Some(place @ Tag::Ours) = self.tags.get_mut(usize::from(tag)) else {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -322,7 +326,8 @@ impl Queue {
         if !self.has_image {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // In a table of the kernel's own memory, an address is a distance from its beginning.
+        // For a registered buffer of the kernel's memory, the address is an offset from its
+        // start.
         let at = std::ptr::without_provenance_mut::<u8>(skip);
         let entry: Entry = if call.writes {
             let flags = if call.dsync { libc::RWF_DSYNC } else { 0 };
@@ -332,8 +337,8 @@ impl Queue {
             opcode::ReadFixed::new(IMAGE, at, len, tag).offset(call.offset).build()
         };
         let entry = entry.user_data(CALL | u64::from(tag));
-        // SAFETY: the memory is the kernel's, which keeps it as long as a call uses it, and looks
-        // whether the call stays within it. The ring has the file.
+        // SAFETY: the kernel owns the memory, keeps it while a call uses it, and checks that the
+        // call stays inside. The ring has the file.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.map_err(|_| io::ErrorKind::WouldBlock)?;
         *place = Tag::Called;
@@ -341,64 +346,64 @@ impl Queue {
         Ok(())
     }
 
-    /// Asks that the call for this tag ends early.
+    /// Requests the cancellation of the call for this tag.
     pub(super) fn cancel(&mut self, tag: u16) {
         let entry = opcode::AsyncCancel::new(CALL | u64::from(tag)).build().user_data(CANCEL);
-        // SAFETY: a cancellation has no memory.
+        // SAFETY: a cancellation refers to no memory.
         let _ = unsafe { self.ring.submission().push(&entry) };
     }
 
-    /// Whose data these are: for [`Device::copy_from`] and [`Device::copy_to`].
+    /// Number of the queue, for [`Device::copy_from`] and [`Device::copy_to`].
     pub(super) fn number(&self) -> u16 {
         self.queue
     }
 
-    /// The device.
+    /// Device of the queue.
     pub(super) fn device(&self) -> &Device {
         &self.device
     }
 
-    /// How many commands are not handed over yet.
+    /// Number of commands that are not submitted yet.
     pub(super) fn prepared(&mut self) -> usize {
         self.ring.submission().len()
     }
 
-    /// From now on, `event` becoming readable ends a wait, once.
+    /// Polls `event` once: the next wait ends when it becomes readable.
     pub(super) fn arm(&mut self, event: BorrowedFd<'_>) {
         if self.armed {
             return;
         }
         let entry = opcode::PollAdd::new(types::Fd(event.as_raw_fd()), libc::POLLIN as u32);
-        // SAFETY: a poll has no memory, and holds the file by itself.
+        // SAFETY: a poll refers to no memory, and the kernel holds a reference to the file.
         let pushed = unsafe { self.ring.submission().push(&entry.build().user_data(EVENT)) };
         self.armed = pushed.is_ok();
     }
 
-    /// From now on, a second that has gone by ends a wait, once.
+    /// Starts the timer once: the next wait ends after a second.
     pub(super) fn tick(&mut self) {
         if self.ticking {
             return;
         }
         let entry = opcode::Timeout::new(&raw const TICKS).build().user_data(TICK);
-        // SAFETY: it points to a constant.
+        // SAFETY: the entry points to a static.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         self.ticking = pushed.is_ok();
     }
 
-    /// Hands over what was prepared and takes in what has happened, in one system call; with
-    /// `wait`, which lasts until something has.
+    /// Submits prepared commands and gets completions, in one system call. With `wait`, the call
+    /// blocks until there is a completion.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
         let prepared = self.ring.submission().len() as u32;
         let flags = EnterFlags::GETEVENTS.bits();
-        // SAFETY: no argument structure is passed, and what the commands point to is kept as
-        // `hand_over` says.
+        // SAFETY: no argument structure is passed, and the memory of the commands is kept as
+        // described in `hand_over`.
         let entered =
             unsafe { self.ring.submitter().enter::<()>(prepared, wait.into(), flags, None) };
         match entered.map_err(|error| (error.kind(), error)) {
-            // Busy: more has completed than there is room for, and is to be collected first.
+            // EBUSY means that the completion queue has overflowed and must be collected first.
             Ok(_) | Err((io::ErrorKind::Interrupted | io::ErrorKind::ResourceBusy, _)) => Ok(()),
             Err((io::ErrorKind::WouldBlock, _)) => {
-                // No memory for a command at the moment: it stays prepared.
+                // EAGAIN means that the kernel has no memory for a command, which stays prepared.
                 std::thread::sleep(Duration::from_millis(1));
                 Ok(())
             }
@@ -406,7 +411,7 @@ impl Queue {
         }
     }
 
-    /// What has happened up to the last [`enter`](Self::enter).
+    /// Passes the events up to the last [`enter`](Self::enter) to `each`.
     pub(super) fn collect(&mut self, mut each: impl FnMut(Event)) {
         for completion in self.ring.completion() {
             let (whose, result) = (completion.user_data(), completion.result());
@@ -450,7 +455,7 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // The image is not given back as long as something is on its way to it.
+        // The image must not be released while calls on it are in flight.
         let called = (0..).zip(&self.tags).filter(|(_, tag)| matches!(tag, Tag::Called));
         let called: Vec<u16> = called.map(|(tag, _)| tag).collect();
         called.into_iter().for_each(|tag| self.cancel(tag));
@@ -458,18 +463,19 @@ impl Drop for Queue {
             self.collect(|_| {});
         }
         if self.has_image {
-            // The kernel takes the ring apart some time later.
+            // Explicit, because the kernel destroys the ring asynchronously.
             let _ = self.ring.submitter().unregister_files();
         }
         if self.tags.iter().any(|tag| matches!(tag, Tag::Driver(_))) {
-            // The kernel takes its commands back some time after the ring is closed.
+            // Leaked, because the kernel cancels its commands asynchronously after the ring is
+            // closed.
             std::mem::forget(std::mem::take(&mut self.tags));
         }
     }
 }
 
-/// Makes a ring with the best that the kernel has: completions that wait until this thread comes
-/// for them (6.1), or that do not interrupt it (5.19).
+/// Creates a ring with the best mode of the kernel: completions are processed when this thread
+/// enters the kernel (6.1), or without interrupting the thread (5.19).
 fn build(entries: u32) -> io::Result<IoUring> {
     let mut plain = IoUring::builder();
     plain.setup_submit_all().setup_coop_taskrun();

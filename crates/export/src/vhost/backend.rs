@@ -1,4 +1,4 @@
-//! The device as rust-vmm drives it.
+//! virtio-blk device, as a backend of rust-vmm.
 
 use super::config;
 use super::guarded::Guarded;
@@ -25,19 +25,19 @@ use vhost_user_backend::{VhostUserBackend, VringT};
 use virtio_queue::QueueT;
 use vmm_sys_util::epoll::EventSet;
 
-/// The most queues that a device has.
+/// Largest number of queues of a device.
 const MAX_QUEUES: usize = 64;
 
-/// A virtio-blk device.
+/// virtio-blk device for one frontend.
 pub(super) struct Device {
     queues: Vec<Mutex<BlkQueue>>,
     shared: DeviceShared,
-    /// What ends the sleep of each queue's thread.
+    /// Events that end the sleep of each queue's thread.
     wakers: Vec<EventFd>,
 }
 
 impl Device {
-    /// For the frontend at the other end of `socket`.
+    /// Creates the device for the frontend at the other end of `socket`.
     pub(super) fn new(
         disk: &BlockDevice,
         id: &str,
@@ -75,36 +75,36 @@ impl Device {
         Some(self.queues.get(index)?.lock())
     }
 
-    /// The descriptor that becomes readable when requests of the queue are done.
+    /// Descriptor that becomes readable when requests of the queue are completed.
     pub(super) fn event(&self, queue: usize) -> Option<i32> {
         Some(self.queue(queue)?.io.as_fd().as_raw_fd())
     }
 
-    /// The number by which that descriptor's events are known.
+    /// Event number of the descriptors of [`event`](Self::event).
     pub(super) fn event_number(&self) -> u64 {
         self.queues.len() as u64 + 1
     }
 
-    /// Ends the threads of the queues. Their guest has shared its memory, and may go on without the
-    /// frontend for ever.
+    /// Ends the threads of the queues. A guest shares its memory and could keep them busy
+    /// forever, even without its frontend.
     pub(super) fn leave(&self) {
         self.shared.over.store(true, Ordering::SeqCst);
         self.wakers.iter().for_each(EventFd::signal);
     }
 
-    /// The memory or the features are others.
+    /// Notifies the queues of a change of the memory or the features.
     fn changed(&self) {
         self.shared.changes.fetch_add(1, Ordering::SeqCst);
         self.wakers.iter().for_each(EventFd::signal);
     }
 
-    /// Stops a queue, when everything that was taken from it is answered, or a minute is over.
-    /// Whether the disk has nothing of it any more.
+    /// Stops a queue after all requests taken from it are answered, or after a minute. Returns
+    /// true if the disk has no request of the queue any more.
     pub(super) fn stop_queue(&self, index: usize) -> bool {
         self.queue(index).is_none_or(|mut queue| queue.stop(&self.shared))
     }
 
-    /// Where the queues write down what is in flight.
+    /// In-flight tracking memory of the queues.
     pub(super) fn inflight(&self) -> &Arc<Kept> {
         &self.shared.inflight
     }
@@ -144,7 +144,7 @@ impl VhostUserBackend for Device {
     fn get_config(&self, offset: u32, size: u32) -> Vec<u8> {
         let mut bytes = config::configuration(&self.shared.geometry, self.queues.len());
         let end = u64::from(offset) + u64::from(size);
-        // What is behind the end reads as zeroes; more than the protocol allows is refused by it.
+        // Bytes beyond the end read as zeroes. The protocol layer refuses more than it allows.
         let end = usize::try_from(end).unwrap_or(usize::MAX).min(4096);
         bytes.resize(bytes.len().max(end), 0);
         bytes.get(offset as usize..end).unwrap_or_default().to_vec()
@@ -180,7 +180,7 @@ impl VhostUserBackend for Device {
         let (Some(mut queue), Some(vring)) = (self.queue(thread), vrings.first()) else {
             return Ok(());
         };
-        // Whatever it is that happened, everything is looked at.
+        // Whatever event occurred, the queue is checked completely.
         if u64::from(number) == self.event_number() {
             queue.io.take_events();
         } else {
@@ -190,7 +190,7 @@ impl VhostUserBackend for Device {
             queue.vring = Some(vring.clone());
         }
         if let Some(waker) = self.wakers.get(thread) {
-            // Here the thread stays, while nothing changes.
+            // The thread stays in this loop while nothing changes.
             while vring.runs() && !self.shared.is_over() {
                 match queue.serve_direct(&self.shared, vring, waker) {
                     Direct::Served => {}
@@ -200,7 +200,7 @@ impl VhostUserBackend for Device {
             }
             self.shared.check_over()?;
         }
-        // Nothing may be taken from it, and nothing that was taken is still to be answered.
+        // The queue is stopped, and no request waits for an answer.
         if !vring.runs() && queue.is_idle() {
             return Ok(());
         }
@@ -209,10 +209,10 @@ impl VhostUserBackend for Device {
         }
         let _touches_memory = Awake::new();
         if let Err(error) = queue.serve(&self.shared, vring) {
-            // An error here would end the thread, and with it the queue for good.
+            // Returning the error would end the thread, and with it the queue for good.
             queue.complain(&error);
         }
-        // What woke it may have come while it was awake.
+        // The end may have been signalled while the thread was awake.
         self.shared.check_over()
     }
 }

@@ -1,12 +1,12 @@
-//! What the device is: its features and its configuration space.
+//! Features and configuration space of the virtio-blk device.
 
 use super::request::{MAX_DATA, SECTOR};
 use shadowbell_block::Geometry;
 
-/// Descriptors for data in a request, as the guest reads it.
+/// Largest number of data descriptors per request (`seg_max`).
 const SEG_MAX: u32 = 254;
 
-/// Feature bits. Virtio 1.2, 5.2.3 and 6.
+/// Feature bits (Virtio 1.2, 5.2.3 and 6).
 pub(super) mod feature {
     pub(in super::super) const SEG_MAX: u64 = 1 << 2;
     pub(in super::super) const RO: u64 = 1 << 5;
@@ -18,12 +18,12 @@ pub(super) mod feature {
     pub(in super::super) const WRITE_ZEROES: u64 = 1 << 14;
     pub(in super::super) const INDIRECT_DESC: u64 = 1 << 28;
     pub(in super::super) const EVENT_IDX: u64 = 1 << 29;
-    /// vhost-user's own.
+    /// Feature bit of vhost-user.
     pub(in super::super) const PROTOCOL_FEATURES: u64 = 1 << 30;
     pub(in super::super) const VERSION_1: u64 = 1 << 32;
 }
 
-/// The features that are offered.
+/// Offered features.
 pub(super) fn features(geometry: &Geometry) -> u64 {
     let mut features = feature::SEG_MAX
         | feature::BLK_SIZE
@@ -45,7 +45,7 @@ pub(super) fn features(geometry: &Geometry) -> u64 {
     features
 }
 
-/// `struct virtio_blk_config`. Virtio 1.2, 5.2.4.
+/// Configuration space, `struct virtio_blk_config` (Virtio 1.2, 5.2.4).
 pub(super) fn configuration(geometry: &Geometry, queues: usize) -> Vec<u8> {
     let block = geometry.block_size;
     let sectors = u32::try_from(MAX_DATA as u64 * 16 / SECTOR).unwrap_or(u32::MAX);
@@ -57,7 +57,7 @@ pub(super) fn configuration(geometry: &Geometry, queues: usize) -> Vec<u8> {
     out.extend(SEG_MAX.to_le_bytes());
     out.extend([0; 4]); // geometry: not offered
     out.extend(block.to_le_bytes());
-    // Topology: one logical block per physical one, and pages of 4096 bytes are best.
+    // Topology: one logical block per physical block, and an optimal I/O size of 4096 bytes.
     out.extend([0, 0]);
     out.extend(u16::try_from(4096 / block.min(4096)).unwrap_or(1).to_le_bytes());
     out.extend(0u32.to_le_bytes());

@@ -1,11 +1,11 @@
-//! Which descriptors get from a frontend to rust-vmm's side of the protocol.
+//! Filter for the descriptors that a frontend sends to rust-vmm's protocol backend.
 //!
-//! That side takes the descriptors that come with a message as they are: it maps and closes files
-//! of whatever file system, whose daemon may be the frontend's own and never answer. Then the
-//! thread that serves the socket is lost, and with it the disk for every frontend after this one.
-//! So messages pass through here, one by one, and with them only what is needed and depends on no
-//! other process: memory and files of local disks where memory is shared, and eventfds where a
-//! queue gets its eventfds.
+//! The backend uses the descriptors of a message without checks: it maps and closes files of any
+//! file system, whose daemon may belong to the frontend and never answer. That would block the
+//! thread that serves the socket, and with it the disk for every later frontend. Therefore
+//! messages pass through this filter one by one, with only those descriptors that are necessary
+//! and independent of other processes: memory and files of local disks where memory is shared,
+//! and eventfds where a queue gets its eventfds.
 
 use super::inflight_messages::{Bad, Handled, InflightMessages, Reply, SET_INFLIGHT_FD};
 use rustix::cmsg_space;
@@ -19,14 +19,14 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Bytes of a header: request, flags, length of the payload.
+/// Size of a header in bytes: request, flags, length of the payload.
 const HEADER: usize = 12;
-/// The longest payload that rust-vmm's side takes, in bytes.
+/// Longest payload that rust-vmm's backend accepts, in bytes.
 const MAX_PAYLOAD: usize = 4096;
-/// The most descriptors that it takes with a message.
+/// Largest number of descriptors that the backend accepts with a message.
 const MAX_FDS: usize = 32;
 
-/// Requests with descriptors, of those that are not refused for want of a feature.
+/// Requests with descriptors, except those that are refused for lack of a feature.
 mod request {
     pub(super) const SET_MEM_TABLE: u32 = 5;
     pub(super) const SET_VRING_KICK: u32 = 12;
@@ -36,7 +36,7 @@ mod request {
     pub(super) const REM_MEM_REG: u32 = 38;
 }
 
-/// Why a frontend is sent away.
+/// Reason for the disconnect of a frontend.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refusal {
     #[error(
@@ -54,8 +54,9 @@ pub(super) enum Refusal {
     Socket(#[from] Errno),
 }
 
-/// Passes messages on until the frontend leaves, or `daemon` is closed. Those about requests in
-/// flight are answered at once, to `answers`: a frontend asks nothing else before it has the answer.
+/// Passes messages to the backend until the frontend disconnects or `daemon` is closed. Messages
+/// about in-flight tracking are answered directly, to `answers`: a frontend sends no other
+/// request before it has the answer.
 pub(super) fn pass(
     frontend: &mut Channel,
     daemon: &UnixStream,
@@ -92,15 +93,15 @@ pub(super) fn pass(
         };
         match sent {
             Ok(()) => {}
-            // The other side has closed it, and says why.
+            // The backend has closed the connection, and reports the reason.
             Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
             Err(errno) => return Err(errno.into()),
         }
     }
 }
 
-/// Receives all of `into`; whether there was that much. Descriptors may only come if `fds` is
-/// given.
+/// Receives all of `into`. Returns false at the end of the stream. Descriptors are accepted only
+/// if `fds` is given.
 fn fill(
     frontend: &mut Channel,
     into: &mut [u8],
@@ -124,12 +125,12 @@ fn fill(
     Ok(true)
 }
 
-/// The descriptors that may come with a request.
+/// Checks the descriptors of a request.
 fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<PeerFd>, Refusal> {
     if fds.len() > MAX_FDS {
         return Err(Refusal::Descriptors);
     }
-    // One that comes along with this is of no use, and not to be used (vhost-user, REM_MEM_REG).
+    // A descriptor of REM_MEM_REG is to be ignored (vhost-user, REM_MEM_REG).
     if request == request::REM_MEM_REG {
         return Ok(Vec::new());
     }
@@ -158,7 +159,7 @@ fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Err
         match sendmsg(to, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
             Ok(more) => {
                 sent += more;
-                // They went with the first bytes.
+                // The descriptors were sent with the first bytes.
                 control.clear();
             }
             Err(Errno::INTR) => {}
@@ -168,8 +169,8 @@ fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Err
     Ok(())
 }
 
-/// A connection to rust-vmm's side, which only connects to what has a path. `connect` gets one, in
-/// the directory of the socket `beside`.
+/// Connects to rust-vmm's backend, which only connects to a socket with a path. `connect` gets
+/// such a path, in the directory of the socket `beside`.
 pub(super) fn connect_daemon<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
     beside: &Path,
     connect: impl FnOnce(&str) -> Result<(), E>,
@@ -178,14 +179,15 @@ pub(super) fn connect_daemon<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
     let parent = beside.parent().filter(|parent| !parent.as_os_str().is_empty());
     let directory = std::fs::File::open(parent.unwrap_or(Path::new(".")))?;
     let (pid, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
-    // However long the directory's name is, this one is short enough for a socket.
+    // A path through /proc is short enough for a socket address, however long the directory's
+    // path is.
     let path = format!("/proc/self/fd/{}/.vhost.{pid}.{number}", directory.as_raw_fd());
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path)?;
     let connected = connect(&path).map_err(Into::into);
     let _ = std::fs::remove_file(&path);
     connected?;
-    // Another process may have found it meanwhile.
+    // Another process may have connected to the path, so the peer is verified.
     loop {
         let (stream, _) = listener.accept()?;
         let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(io::Error::from)?;

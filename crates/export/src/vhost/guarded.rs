@@ -1,4 +1,4 @@
-//! A region of the guest's memory that holds a mapping of ours.
+//! Guest memory region that holds a guarded mapping.
 
 use ::shadowbell_memory::Mapping;
 use std::sync::Arc;
@@ -6,8 +6,8 @@ use vhost_user_backend::bitmap::BitmapReplace;
 use vm_memory::bitmap::{Bitmap, WithBitmapSlice};
 use vm_memory::mmap::NewBitmap;
 
-/// What rust-vmm keeps with a region for the sake of migration, which is not offered. It holds the
-/// mapping of a region of ours.
+/// Stand-in for the dirty bitmap that rust-vmm stores with a region. Migration is not offered, so
+/// it only holds the guarded mapping of the region.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Guarded(Option<Arc<Mapping>>);
 

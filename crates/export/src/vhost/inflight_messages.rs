@@ -1,5 +1,5 @@
-//! The frontend's messages about requests in flight. rust-vmm's side of the protocol does not know
-//! them, so they are answered here and not passed on.
+//! Messages of the frontend about in-flight tracking. rust-vmm's backend does not support them,
+//! so they are answered here and not passed to it.
 
 use super::inflight::{Kept, Region, Shape};
 use shadowbell_memory::MapError;
@@ -11,20 +11,21 @@ use std::sync::Arc;
 const SET_PROTOCOL_FEATURES: u32 = 16;
 pub(super) const GET_INFLIGHT_FD: u32 = 31;
 pub(super) const SET_INFLIGHT_FD: u32 = 32;
-/// Bits of a message's flags: its version, and that it is a reply, or that one is wanted.
+/// Bits of a message's flags: its version, the reply flag, and the request for a reply.
 const VERSION: u32 = 1;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
-/// Protocol features.
+/// Protocol feature bits.
 const REPLY_ACK: u64 = 1 << 3;
 const INFLIGHT_SHMFD: u64 = 1 << 12;
-/// Bytes of a payload: two words of eight bytes and two of two. A compiler's padding may follow.
+/// Length of a payload: two words of eight bytes and two of two bytes; and with a compiler's
+/// padding.
 const PAYLOAD: usize = 20;
 const PADDED: usize = 24;
-/// Memory is made, and mapped, in pages.
+/// Page size, for the length of the memory.
 const PAGE: u64 = 4096;
 
-/// A message that makes no sense.
+/// Invalid message.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Bad {
     #[error("its message {0} about requests in flight has {1} bytes")]
@@ -42,37 +43,37 @@ pub(super) enum Bad {
     Make(#[from] std::io::Error),
 }
 
-/// What to send back.
+/// Reply to the frontend.
 pub(super) struct Reply {
     pub(super) bytes: Vec<u8>,
     pub(super) fd: Option<OwnedFd>,
 }
 
-/// What becomes of a message.
+/// Result of handling a message.
 pub(super) enum Handled {
-    /// It is none of these.
+    /// The message is not about in-flight tracking, and is passed to the backend.
     Passed,
-    /// It was carried out.
+    /// The message was handled.
     Done(Option<Reply>),
 }
 
-/// The state of a frontend's messages.
+/// State of a frontend's messages about in-flight tracking.
 pub(super) struct InflightMessages {
-    /// What the queues will find.
+    /// Tracking memory that the queues will use.
     kept: Arc<Kept>,
     queues: usize,
     most_entries: usize,
-    /// The protocol's features that the frontend has accepted.
+    /// Protocol features that the frontend has accepted.
     features: u64,
 }
 
 impl InflightMessages {
-    /// For a device with so many queues, of so many entries at most.
+    /// Creates the state for a device with `queues` queues of at most `most_entries` entries.
     pub(super) fn new(kept: Arc<Kept>, queues: usize, most_entries: usize) -> Self {
         Self { kept, queues, most_entries, features: 0 }
     }
 
-    /// Looks at a message, and answers it if it is one of these.
+    /// Handles a message, if it is about in-flight tracking.
     pub(super) fn handle(
         &mut self,
         request: u32,
@@ -85,7 +86,7 @@ impl InflightMessages {
         {
             self.features = features;
         }
-        // Without the feature they are refused with all the others that are not known.
+        // Without the feature, the backend refuses these messages as unknown.
         if self.features & INFLIGHT_SHMFD == 0 {
             return Ok(Handled::Passed);
         }
@@ -106,7 +107,7 @@ impl InflightMessages {
         }
     }
 
-    /// What a payload says, of queues that there are.
+    /// Parses a payload and checks its numbers of queues and entries.
     fn shape(&self, request: u32, payload: &[u8]) -> Result<Shape, Bad> {
         let bad = Bad::Length(request, payload.len());
         if payload.len() != PAYLOAD && payload.len() != PADDED {
@@ -125,7 +126,7 @@ impl InflightMessages {
         Ok(shape)
     }
 
-    /// That there are such queues, and that so many bytes are enough for them.
+    /// Checks the numbers of queues and entries, and that `len` bytes are enough for them.
     fn check(&self, shape: &Shape, len: u64) -> Result<(), Bad> {
         let (have, most) = (self.queues, self.most_entries);
         let Shape { queues, entries, .. } = *shape;
@@ -138,7 +139,7 @@ impl InflightMessages {
     }
 }
 
-/// Makes memory for such queues. Nothing is tracked there before the frontend gives it back.
+/// Creates tracking memory. It is not used until the frontend sends it back.
 fn make(mut shape: Shape, payload: &[u8]) -> Result<Reply, Bad> {
     shape.len = shape.needed().next_multiple_of(PAGE);
     let file = Region::make(&shape)?;

@@ -1,9 +1,9 @@
-//! The guest's memory, mapped so that its owner can not take this process down with it.
+//! Guest memory, mapped such that its owner cannot crash this process.
 //!
-//! rust-vmm maps what the frontend sends, and touching a page whose file was truncated would raise
-//! SIGBUS. So nothing here touches those mappings: each is replaced by one of our own, which reads
-//! as zeroes then and says so ([`Mapping::is_poisoned`]). Between the two, a thread that looks at
-//! the memory waits.
+//! rust-vmm maps the files of the frontend, and an access to a page of a truncated file would
+//! raise SIGBUS. Therefore those mappings are never accessed: each is replaced by a guarded
+//! mapping, which then reads as zeroes and reports the loss ([`Mapping::is_poisoned`]). A thread
+//! that needs the memory waits for the replacement.
 
 use super::guarded::Guarded;
 use super::sys;
@@ -15,34 +15,33 @@ use vm_memory::{
     GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
 };
 
-/// A guest's memory.
+/// Guest memory of guarded regions.
 pub(super) type Memory = GuestMemoryMmap<Guarded>;
-/// The guest's memory as it is at the moment.
+/// Current guest memory, which can be replaced atomically.
 pub(super) type Current = GuestMemoryAtomic<Memory>;
-/// The guest's memory as it was at one moment.
+/// Snapshot of the guest memory.
 pub(super) type Snapshot = GuestMemoryLoadGuard<Memory>;
 
 fn mapping(region: &GuestRegionMmap<Guarded>) -> Option<&Arc<Mapping>> {
     (**region).bitmap().mapping()
 }
 
-/// The memory, once all of it is in mappings of ours.
+/// Snapshot of the memory, after all of its regions are guarded mappings.
 pub(super) fn look(memory: &Current) -> Snapshot {
     loop {
         let snapshot = memory.memory();
         if snapshot.iter().all(|region| mapping(region).is_some()) {
             return snapshot;
         }
-        // The thread that has put the new table there is about to call `guard`.
+        // The thread that has stored the new table is about to call `guard`.
         std::thread::yield_now();
     }
 }
 
-/// Puts mappings of ours in the place of those that are not. If that can not be, there is no
-/// memory.
+/// Replaces unguarded mappings by guarded ones. If that fails, the memory becomes empty.
 ///
 /// # Errors
-/// That there is none.
+/// The error of the mapping.
 pub(super) fn guard(memory: &Current) -> io::Result<()> {
     let guarded = guarded(&memory.memory());
     let (memory_then, outcome) = match guarded {
@@ -78,12 +77,12 @@ fn guarded(memory: &Memory) -> io::Result<Memory> {
     Memory::from_regions(regions).map_err(io::Error::other)
 }
 
-/// The lengths of its regions.
+/// Lengths of the regions.
 pub(super) fn lengths(memory: &Current) -> Vec<u64> {
     memory.memory().iter().map(GuestMemoryRegion::len).collect()
 }
 
-/// Whether part of the memory was lost: its file was truncated, or there are no pages for it.
+/// True if part of the memory was lost: its file was truncated, or no huge pages were left.
 pub(super) fn is_poisoned(memory: &Current) -> bool {
     memory.memory().iter().filter_map(mapping).any(|mapping| mapping.is_poisoned())
 }

@@ -1,22 +1,23 @@
-//! The disk as a virtio-blk device, for a VMM that speaks vhost-user: QEMU, Cloud Hypervisor.
+//! vhost-user-blk export: the disk as a virtio-blk device for a VMM (QEMU, Cloud Hypervisor).
 //!
-//! The virtio queues and the protocol are rust-vmm's; what is here is the device. A frontend has
-//! the socket to itself; when it leaves, the next one may come (a guest that is started again).
-//! Each virtio queue has a thread and one of the disk's queues: one of the controller, or, where the
-//! disk is in this process, of the disk itself (`direct`).
+//! The virtio queues and the protocol are implemented by rust-vmm's crates; this module
+//! implements the device. The socket serves one frontend at a time; when it disconnects, the next
+//! one may connect (a restarted guest). Each virtio queue has a thread and one of the disk's
+//! queues: a queue of the controller or, if the disk is in this process, of the disk itself
+//! (`direct`).
 //!
 //! # Trust
 //!
-//! The frontend and its guest are untrusted. What they send passes the `fd_filter` first; the
+//! The frontend and its guest are untrusted. Their messages pass the `fd_filter` first. The
 //! guest's `memory` may be truncated at any moment, and the eventfds of a `ring` may be full or
-//! empty, without a thread of this process dying of it or waiting for it.
+//! empty, without ending or blocking a thread of this process.
 //!
 //! # When this process dies
 //!
-//! What is in flight is written down in memory that the frontend keeps (`inflight`). It connects
-//! again, to another process at the same socket, and the guest goes on.
+//! The requests in flight are recorded in memory that the frontend keeps (`inflight`). The
+//! frontend reconnects to another process at the same socket, and the guest continues.
 //!
-//! # What it does not implement
+//! # Not implemented
 //!
 //! Migration (dirty logging), and zoned disks.
 
@@ -64,21 +65,21 @@ use std::time::Duration;
 use vhost_user_backend::VhostUserDaemon;
 use vmm_sys_util::epoll::EventSet;
 
-/// How long to wait after a frontend could not be accepted for want of descriptors, memory or
-/// threads, or because files that an earlier one sent are still being closed.
+/// Pause after a frontend could not be accepted, for lack of descriptors, memory or threads, or
+/// because files of an earlier frontend are still being closed.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Why a device could not be offered.
+/// Reason for which a device could not be started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// The socket is not to be had.
+    /// The socket cannot be bound.
     #[error(transparent)]
     Socket(#[from] BindError),
-    /// The path is that of a directory.
+    /// The path is a directory.
     #[error("{} is a directory: add the name of a socket to it", .0.display())]
     Directory(PathBuf),
-    /// The system has no thread or descriptor.
+    /// A thread or descriptor cannot be created.
     #[error("the device can not be served: {0}")]
     System(#[from] io::Error),
 }
@@ -86,7 +87,7 @@ pub enum StartError {
 struct ServerShared {
     ending: Arc<AtomicBool>,
     event: EventFd,
-    /// The socket of the frontend that is there.
+    /// Socket of the connected frontend.
     frontend: Mutex<Option<UnixStream>>,
     failures: Arc<FailureCount>,
 }
@@ -101,7 +102,8 @@ impl ServerShared {
     }
 }
 
-/// A virtio-blk device behind a socket. Dropping it is [`stop`](Self::stop).
+/// virtio-blk device behind a vhost-user socket. Dropping it is equivalent to
+/// [`stop`](Self::stop).
 pub struct VhostUserBlk {
     shared: Arc<ServerShared>,
     thread: Option<JoinHandle<()>>,
@@ -109,21 +111,22 @@ pub struct VhostUserBlk {
 }
 
 impl VhostUserBlk {
-    /// Offers `disk` at the UNIX socket `path`; `id` is what a guest calls it (its serial number),
-    /// of which 20 bytes count.
+    /// Serves `disk` at the UNIX socket `path`. `id` is the serial number for the guest, of which
+    /// the first 20 bytes count.
     ///
     /// # Errors
-    /// [`StartError`].
+    /// [`StartError`] if the socket or the thread cannot be created.
     pub fn start(disk: BlockDevice, path: &Path, id: &str) -> Result<Self, StartError> {
         Self::start_on(disk, path, id, None)
     }
 
-    /// As [`start`](Self::start), where `disk` is all of `local`, which is served in no other way
-    /// meanwhile: then requests go there, and not through the controller, if that is possible. It
-    /// is with blocks of 512 bytes, without metadata.
+    /// Serves `disk` like [`start`](Self::start), without the controller if possible.
+    ///
+    /// `local` backs the whole of `disk` and has no other users meanwhile. Requests are executed
+    /// on it directly if its blocks have 512 bytes, without metadata.
     ///
     /// # Errors
-    /// [`StartError`].
+    /// [`StartError`] if the socket or the thread cannot be created.
     pub fn start_on(
         disk: BlockDevice,
         path: &Path,
@@ -148,14 +151,14 @@ impl VhostUserBlk {
         Ok(Self { shared, thread: Some(thread), path: path.to_owned() })
     }
 
-    /// The socket.
+    /// Path of the socket.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Hangs up, and finishes the requests that were taken. How many requests failed because the
-    /// disk did.
+    /// Disconnects the frontend, and completes the requests in flight. Returns the number of
+    /// requests that failed because of the disk.
     #[must_use]
     pub fn stop(self) -> u64 {
         let failures = Arc::clone(&self.shared.failures);
@@ -173,7 +176,7 @@ impl Drop for VhostUserBlk {
     }
 }
 
-/// What is offered.
+/// Disk of the server, and its serial number.
 struct Offered {
     disk: BlockDevice,
     local: Option<LocalDisk>,
@@ -218,7 +221,7 @@ fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: 
 
 type Failed = Box<dyn std::error::Error + Send + Sync>;
 
-/// rust-vmm's side of the protocol, with a thread for each queue, which ends with it.
+/// Protocol backend of rust-vmm, with a thread per queue. Dropping it ends the threads.
 struct Daemon {
     device: Arc<Device>,
     daemon: VhostUserDaemon<Arc<Device>>,
@@ -231,12 +234,12 @@ impl Daemon {
         Ok(Self { daemon: daemon.map_err(|error| error.to_string())?, device })
     }
 
-    /// Has each queue's thread wake when its requests are done.
+    /// Registers each queue's event with the queue's thread, for completed requests.
     fn register_events(&self, shared: &ServerShared) -> Result<(), Failed> {
         let device = &self.device;
         for (queue, handler) in self.daemon.get_epoll_handlers().iter().enumerate() {
             let Some(event) = device.event(queue) else { continue };
-            // Without it there is no way to end the thread.
+            // The event is necessary to end the thread, so the registration is retried.
             while let Err(error) =
                 handler.register_listener(event, EventSet::IN, device.event_number())
             {
@@ -250,18 +253,18 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // The threads are waited for then.
+        // Ends the threads, for which the drop of `daemon` waits.
         self.device.leave();
     }
 }
 
-/// A frontend that is connected.
+/// Session of a connected frontend.
 struct Session {
     daemon: Daemon,
     frontend: Channel,
-    /// The frontend's socket once more.
+    /// Duplicate of the frontend's socket.
     socket: UnixStream,
-    /// The connection to rust-vmm's side, where its messages go.
+    /// Connection to rust-vmm's backend, to which the frontend's messages are passed.
     to_daemon: UnixStream,
 }
 
@@ -303,7 +306,7 @@ impl Session {
             std::thread::Builder::new().name("vhost-answers".into()).spawn(move || {
                 let (mut to_daemon, mut socket) = answers;
                 let _ = io::copy(&mut to_daemon, &mut socket);
-                // One of them is gone, and the other is not to wait for it.
+                // One side has disconnected, so the other one must not wait.
                 let _ = (to_daemon.shutdown(Shutdown::Both), socket.shutdown(Shutdown::Both));
             })?;
         let device = &daemon.device;
@@ -312,15 +315,16 @@ impl Session {
         let mut inflight = InflightMessages::new(kept, queues, request::QUEUE_SIZE);
         let passed = fd_filter::pass(&mut frontend, &to_daemon, &mut inflight, &socket);
         let _ = socket.shutdown(Shutdown::Both);
-        // What was sent is still read, and then it is over.
+        // The backend still reads the messages that were passed, and then ends.
         let _ = to_daemon.shutdown(Shutdown::Write);
         daemon.device.leave();
         let handled = daemon.daemon.wait();
         let _ = to_daemon.shutdown(Shutdown::Both);
         let _ = answers.join();
         shared.frontend.lock().take();
-        // What was taken is carried out, even if the guest does not wait for the answer any more.
-        // If the frontend tracks it, the next one would have it carried out again meanwhile.
+        // Requests in flight are completed, even if the guest does not wait for them. If the
+        // frontend tracks them, the next session would otherwise execute them a second time
+        // concurrently.
         let is_tracked = daemon.device.inflight().get().is_some();
         for queue in 0..queues {
             while !daemon.device.stop_queue(queue)
@@ -339,7 +343,7 @@ impl Session {
     }
 }
 
-/// Whether the connection just ended.
+/// True if the error is a disconnect.
 fn is_end(error: &vhost::vhost_user::Error) -> bool {
     use vhost::vhost_user::Error;
     matches!(

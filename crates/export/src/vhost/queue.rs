@@ -1,4 +1,4 @@
-//! One virtio queue of the device: takes requests, carries them out, and answers them.
+//! Thread state of one virtio queue: takes requests, executes them, and answers them.
 
 use super::direct::{self, Context, DirectQueue, SplitRing};
 use super::inflight::{Found, Senseless, Tracker};
@@ -19,15 +19,15 @@ use std::time::{Duration, Instant};
 use vhost_user_backend::VringT;
 use virtio_queue::QueueT;
 
-/// Requests of one queue that are in flight.
+/// Largest number of requests in flight per queue.
 const SLOTS: usize = 128;
-/// Bytes of data of one queue's requests; one request is always taken. A guest whose requests have
-/// 128 KiB, as Linux's do, has as many as there are slots.
+/// Largest number of data bytes in flight per queue; a single request may exceed it. With
+/// requests of 128 KiB, as Linux sends them, all slots can be used.
 const MAX_HELD: usize = 16 << 20;
-/// How long a queue that is stopped waits for its requests: longer than the driver waits for a
-/// command by default.
+/// Time limit for the requests of a queue that is stopped: longer than the driver's default
+/// command timeout.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
-/// How often somebody who waits for a look at the page tables asks whether it is over.
+/// Polling interval while a page table check is awaited.
 const LOOK: Duration = Duration::from_millis(1);
 
 type Work = Pin<Box<dyn Future<Output = Completed> + Send>>;
@@ -37,42 +37,42 @@ struct Pending {
     size: Size,
 }
 
-/// What came of a queue that was to be served straight from the disk.
+/// Result of an attempt to serve a queue directly on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direct {
-    /// It was, until something changed.
+    /// The queue was served, until something changed.
     Served,
-    /// It has to be served in the other way.
+    /// The queue must be served through the controller.
     Impossible,
-    /// The frontend was sent away.
+    /// The frontend was disconnected.
     Refused,
 }
 
-/// A queue, and the state of the thread that serves it.
+/// virtio queue, and the state of its thread.
 pub(super) struct BlkQueue {
     disk: BlockDevice,
     index: usize,
     pub(super) io: IoThread<Work>,
     pending: Vec<Option<Pending>>,
-    /// Kept for its capacity.
+    /// Slots of completed requests; empty between uses, kept for its capacity.
     done: Vec<usize>,
-    /// There are answers of which the guest was not notified.
+    /// True if the guest was not notified of the latest answers.
     answered: bool,
-    /// A request for which there is no slot or no memory at the moment.
+    /// Request that waits for a slot or for memory.
     stalled: Option<Chain>,
-    /// Requests that a process before has left.
+    /// Requests in flight of a dead process, which are executed again.
     again: VecDeque<Chain>,
-    /// As these, of a queue that is served straight from the disk.
+    /// Heads of such requests, for a queue that is served directly on the disk.
     again_direct: VecDeque<u16>,
-    /// It was begun with, since the frontend has started it last.
+    /// True if the queue was prepared since the frontend last started it.
     has_begun: bool,
-    /// Where it is written down what is in flight.
+    /// In-flight tracking, if the frontend has shared memory for it.
     tracker: Option<Tracker<SharedBytes>>,
     held: Size,
-    /// [`shadowbell_memory::sigbus::faults`] when it was last looked at.
+    /// Value of [`shadowbell_memory::sigbus::faults`] at the last check.
     faults: u64,
     pub(super) vring: Option<Ring>,
-    /// That the guest's queue makes no sense was logged.
+    /// True once an invalid queue was logged as a warning.
     complained: bool,
 }
 
@@ -98,20 +98,20 @@ impl BlkQueue {
         })
     }
 
-    /// Logs that the guest's queue makes no sense: the first time as a warning.
+    /// Logs that the guest's queue is invalid: a warning the first time, debug output later.
     pub(super) fn complain(&mut self, error: &virtio_queue::Error) {
         complain(&mut self.complained, self.index, error);
     }
 
-    /// Begins with the queue, if that is still to be done: with what a process before has left.
-    /// Whether it may be served now.
+    /// Prepares the queue after a start by the frontend, with the requests in flight of a dead
+    /// process. Returns true if the queue may be served.
     fn begin_queue(&mut self, device: &DeviceShared, vring: &Ring, is_direct: bool) -> bool {
         if self.has_begun {
             return true;
         }
         if let Some(region) = device.inflight.get() {
-            // What could not be waited for when it was stopped may be written down as being in
-            // flight, and must not be so twice.
+            // Requests that outlived the last stop of the queue may be tracked as in flight, and
+            // must not be executed twice concurrently, so they are awaited first.
             while self.io.tasks().reserved() > 0 {
                 if !self.collect(device, vring) && self.io.prepare_timed_sleep() {
                     return false;
@@ -145,7 +145,7 @@ impl BlkQueue {
         true
     }
 
-    /// Goes on where a process before has died, or where the queue was stopped.
+    /// Continues after the death of a process, or after a stop of the queue.
     fn go_on(&mut self, vring: &Ring, found: &Found, is_direct: bool) -> Result<(), String> {
         if is_direct {
             self.again_direct = found.heads.iter().copied().collect();
@@ -159,14 +159,14 @@ impl BlkQueue {
             let (queue, requests) = (self.index, found.heads.len());
             tracing::info!(queue, requests, "requests of a process before are carried out again");
         }
-        // It may have died before it notified the guest.
+        // The dead process may not have notified the guest of its last answers.
         let _ = vring.signal_used_queue();
         Ok(())
     }
 
-    /// What a process before has left, and was to be done straight from the disk, is done
-    /// otherwise: the guest's memory has changed, and is no more as that needs it. Whether the
-    /// queue may be served.
+    /// Converts requests of a dead process that were to be executed directly on the disk, because
+    /// the guest's memory has changed and the direct way is not possible any more. Returns true
+    /// if the queue may be served.
     fn go_on_otherwise(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
         if self.again_direct.is_empty() {
             return true;
@@ -189,7 +189,7 @@ impl BlkQueue {
         true
     }
 
-    /// Serves the queue straight from the disk, until anything changes.
+    /// Serves the queue directly on the disk, until anything changes.
     pub(super) fn serve_direct(
         &mut self,
         device: &DeviceShared,
@@ -199,7 +199,8 @@ impl BlkQueue {
         self.run_direct(device, vring, waker, |queue, complain| queue.serve(complain))
     }
 
-    /// As [`serve_direct`](Self::serve_direct), by this `run`.
+    /// Implementation of [`serve_direct`](Self::serve_direct), with `run` as the serving
+    /// function.
     pub(super) fn run_direct(
         &mut self,
         device: &DeviceShared,
@@ -220,7 +221,7 @@ impl BlkQueue {
         if find().is_none() {
             return Direct::Impossible;
         }
-        // It may have been served otherwise until now.
+        // The queue may have been served through the controller until now.
         if self.io.tasks().reserved() > 0 || self.stalled.is_some() || !self.again.is_empty() {
             self.finish(device);
         }
@@ -229,11 +230,13 @@ impl BlkQueue {
         }
         let _serving = vring.begin_serving();
         let seen = (vring.changes(), device.changes());
-        // Who stops it after this is noticed by that; who has stopped it before would not be.
+        // A stop after this point changes the counters that were read above; an earlier one is
+        // visible in `runs`.
         if !vring.runs() {
             return Direct::Served;
         }
-        // What was there before these were looked at may be another.
+        // The memory and the ring may have changed before the counters were read, so they are
+        // looked up again.
         let Some((table, ring)) = find() else { return Direct::Impossible };
         let context = Context {
             index: self.index,
@@ -260,25 +263,24 @@ impl BlkQueue {
         }
     }
 
-    /// Whether nothing that was taken from the queue is still to be carried out or answered.
+    /// True if every request taken from the queue is answered.
     pub(super) fn is_idle(&mut self) -> bool {
         let is_left = self.stalled.is_some() || !self.again.is_empty();
         !is_left && self.io.tasks().reserved() == 0
     }
 
-    /// The frontend stops the queue, or is gone. As [`finish`](Self::finish); whether the disk has
-    /// nothing of it any more.
+    /// Stops the queue, on request of the frontend or after its disconnect, by
+    /// [`finish`](Self::finish). Returns true if the disk has no request of the queue any more.
     pub(super) fn stop(&mut self, device: &DeviceShared) -> bool {
         self.finish(device);
         self.has_begun = false;
         self.tracker = None;
-        // Where it is written down what is in flight, they still are.
+        // The in-flight tracking still has these requests.
         self.again_direct.clear();
         self.io.tasks().reserved() == 0
     }
 
-    /// Waits until everything that was taken from the queue is answered, or [`FINISH_TIMEOUT`] is
-    /// over.
+    /// Waits until all requests taken from the queue are answered, or until [`FINISH_TIMEOUT`].
     pub(super) fn finish(&mut self, device: &DeviceShared) {
         let Some(vring) = self.vring.clone() else { return };
         let deadline = Instant::now() + FINISH_TIMEOUT;
@@ -300,7 +302,8 @@ impl BlkQueue {
             if left.is_zero() {
                 let queue = self.index;
                 tracing::warn!(queue, "requests of a queue that is stopped do not end");
-                // Their answers would come into memory that is not ours any more.
+                // The guest's memory may be gone when these requests complete, so they are not
+                // answered.
                 self.pending.iter_mut().for_each(|pending| *pending = None);
                 (self.stalled, self.held) = (None, Size::default());
                 self.again.clear();
@@ -313,13 +316,13 @@ impl BlkQueue {
         }
     }
 
-    /// The next request of those that were taken already.
+    /// Next request among those that were already taken.
     fn next_again(&mut self) -> Option<Chain> {
         self.stalled.take().or_else(|| self.again.pop_front())
     }
 
-    /// Takes what is new, begins with it, answers what is done; until there is nothing left to do
-    /// but to wait.
+    /// Takes new requests, starts them, and answers completed ones, until there is nothing to do
+    /// but wait.
     pub(super) fn serve(
         &mut self,
         device: &DeviceShared,
@@ -331,10 +334,10 @@ impl BlkQueue {
         if !self.begin_queue(device, vring, false) || !self.go_on_otherwise(device, vring) {
             return Ok(());
         }
-        // The queue said that there is a request.
+        // True if the available ring announced a request that was not found yet.
         let mut promised = false;
         loop {
-            // What was taken is answered, whether it does or not.
+            // Requests that were taken are answered even if the queue is disabled.
             let runs = vring.runs();
             if runs {
                 vring.disable_notification()?;
@@ -342,7 +345,7 @@ impl BlkQueue {
             let mut any = self.take(device, vring);
             any |= self.collect(device, vring);
             self.notify(vring);
-            // A guest that asks faster than it is answered would keep us here.
+            // Checked in each round, since a fast guest can keep the thread in this loop.
             let is_over = device.check_over().is_err() || !vring.get_ref().get_queue().ready();
             if is_over || self.has_lost_memory(device) {
                 return Ok(());
@@ -351,7 +354,8 @@ impl BlkQueue {
                 promised = false;
                 continue;
             }
-            // Without a request in flight, nothing wakes this thread for the one that waits.
+            // Without a request in flight, no completion wakes this thread for the stalled
+            // request.
             let is_stuck = self.stalled.is_some() && self.held.pieces == 0;
             if is_stuck || device.touches.must_wait() {
                 if self.io.prepare_sleep() {
@@ -359,13 +363,13 @@ impl BlkQueue {
                 }
                 continue;
             }
-            // The guest need not notify of new requests while the queue is polled.
+            // While the queue is polled, the guest need not send notifications.
             if self.io.spin() {
                 continue;
             }
-            // With a request that waits for a slot, a notification would be of no use.
+            // While a request waits for a slot, a notification would be useless.
             if runs && self.stalled.is_none() && vring.enable_notification()? {
-                // An index that is no queue's can promise requests for ever.
+                // An invalid index can announce requests forever.
                 if std::mem::replace(&mut promised, true) {
                     return Err(virtio_queue::Error::InvalidAvailRingIndex);
                 }
@@ -377,21 +381,21 @@ impl BlkQueue {
         }
     }
 
-    /// Takes requests from the queue, if it runs, as many as there are slots for. Whether there was
-    /// any.
+    /// Takes requests from the queue, if it runs and as long as there are slots. Returns true if
+    /// any was taken.
     fn take(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
         if device.touches.must_wait() {
             return false;
         }
         let memory = vring.memory();
         let mut any = false;
-        // No more than there can be, whatever the guest does to its ring meanwhile.
+        // Bounded by the queue size, whatever the guest does to its ring meanwhile.
         for _ in 0..QUEUE_SIZE {
             let chain = match self.next_again() {
                 Some(chain) => chain,
                 None => {
                     let mut state = vring.get_mut();
-                    // While this is held, nobody can say that it is not.
+                    // While this lock is held, the frontend cannot disable the queue.
                     if !state.is_enabled() || !state.get_queue().ready() {
                         break;
                     }
@@ -412,7 +416,7 @@ impl BlkQueue {
         any
     }
 
-    /// Begins with a request, or gives it back if there is no slot for it.
+    /// Starts a request, or returns it if there is no slot or memory.
     fn begin(&mut self, device: &DeviceShared, vring: &Ring, chain: Chain) -> Option<Chain> {
         let size = measure(&chain);
         let Size { bytes, pieces } = self.held;
@@ -446,7 +450,8 @@ impl BlkQueue {
         None
     }
 
-    /// Submits what was begun with, and answers what is done. Whether there was anything.
+    /// Submits the started requests, and answers completed ones. Returns true if there was any
+    /// work.
     fn collect(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
         let Self { io, pending, held, done, answered, tracker, .. } = self;
         let busy = io.run_once(None, |slot, completed| {
@@ -473,7 +478,7 @@ impl BlkQueue {
         busy
     }
 
-    /// Whether the guest's memory is not there any more.
+    /// True if part of the guest's memory was lost.
     fn has_lost_memory(&mut self, device: &DeviceShared) -> bool {
         let faults = ::shadowbell_memory::sigbus::faults();
         if faults == self.faults {
@@ -486,9 +491,9 @@ impl BlkQueue {
         lost
     }
 
-    /// Notifies the guest of new answers, if it wants that.
+    /// Interrupts the guest for new answers, unless it has suppressed that.
     fn notify(&mut self, vring: &Ring) {
-        // When in doubt, it is notified.
+        // On an error, the guest is notified.
         if std::mem::take(&mut self.answered)
             && vring.needs_notification().unwrap_or(true)
             && let Err(error) = vring.signal_used_queue()

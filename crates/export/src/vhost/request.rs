@@ -1,4 +1,4 @@
-//! virtio-blk requests, as they lie in the guest's memory. Virtio 1.2, 5.2.6 "Device Operation".
+//! virtio-blk requests in the guest's memory (Virtio 1.2, 5.2.6 "Device Operation").
 
 use super::memory::Snapshot;
 use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
@@ -6,26 +6,26 @@ use std::io::{Read as _, Write as _};
 use virtio_queue::DescriptorChain;
 use virtio_queue::desc::split::Descriptor;
 
-/// A request's descriptors. They keep the guest's memory as it was when the request was made.
+/// Descriptor chain of a request, with a snapshot of the guest's memory.
 pub(super) type Chain = DescriptorChain<Snapshot>;
 
-/// Entries of a queue, at most.
+/// Largest queue size in entries.
 pub(super) const QUEUE_SIZE: usize = 1024;
-/// Bytes of the header: type, four reserved bytes, sector.
+/// Size of a request header in bytes: type, four reserved bytes, sector.
 pub(super) const HEADER: usize = 16;
-/// The unit of everything, whatever the disk's blocks are.
+/// Unit of offsets and lengths in bytes, independent of the disk's block size.
 pub(super) const SECTOR: u64 = 512;
-/// The most bytes that one request moves.
+/// Largest number of data bytes per request.
 pub(super) const MAX_DATA: usize = 32 << 20;
-/// Pieces of memory that a request may lie in: a chain is no longer than the longest queue, tables
-/// of descriptors included (Virtio 1.2, 2.7.5.3.1).
+/// Largest number of memory pieces per request: a chain is no longer than the longest queue,
+/// including indirect descriptor tables (Virtio 1.2, 2.7.5.3.1).
 pub(super) const MAX_PIECES: usize = QUEUE_SIZE;
-/// Bytes of the answer to a request for the device's identifier.
+/// Length of the device's serial number in bytes.
 pub(super) const ID: usize = 20;
-/// Bytes of a range to discard or to make zero: sector, sectors, flags.
+/// Size of a discard or write zeroes segment in bytes: sector, number of sectors, flags.
 pub(super) const SEGMENT: usize = 16;
 
-/// How a request ended.
+/// Status byte of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Status {
@@ -34,7 +34,7 @@ pub(super) enum Status {
     Unsupported = 2,
 }
 
-/// What is to be done.
+/// Disk operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Read,
@@ -49,11 +49,11 @@ pub(super) enum Action {
         len: u64,
         how: Zeroes,
     },
-    /// Nothing but the answer that is there already.
+    /// No disk operation: the answer is already in the data.
     Answer,
 }
 
-/// A request that makes sense, with its data or with room for them.
+/// Validated request, with its data or a buffer.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) action: Action,
@@ -61,40 +61,40 @@ pub(super) struct Job {
     pub(super) data: Vec<u8>,
 }
 
-/// What came of it. The data are the guest's, if the action is one that has some for it.
+/// Result of a job. `for_guest` is true if the data is to be copied to the guest.
 pub(super) struct Completed {
     pub(super) outcome: Result<(), BlockError>,
     pub(super) data: Vec<u8>,
     pub(super) for_guest: bool,
 }
 
-/// How a request can not be carried out.
+/// Reason for the refusal of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// This is what to answer.
+    /// The request is answered with this status.
     Status(Status),
-    /// There is nowhere to put an answer.
+    /// The request has no room for a status.
     NoRoom,
 }
 
-/// What the guest's driver may rely on.
+/// Validation rules that depend on the disk and the negotiated features.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules {
     pub(super) geometry: Geometry,
-    /// The driver does not flush, so every write has to be durable at once.
+    /// True if the guest's driver does not flush, so that every write must be durable at once.
     pub(super) write_through: bool,
 }
 
-/// How large a request is.
+/// Size of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Size {
-    /// Its data, at most as many bytes as any may have.
+    /// Number of data bytes, at most [`MAX_DATA`].
     pub(super) bytes: usize,
-    /// The pieces of memory that it lies in.
+    /// Number of memory pieces.
     pub(super) pieces: usize,
 }
 
-/// How large a request is, as far as it is no larger than any may be.
+/// Measures a request, up to the limits.
 pub(super) fn measure(chain: &Chain) -> Size {
     let lengths = chain.clone().take(MAX_PIECES + 1);
     let lengths = lengths.map(|descriptor: Descriptor| u64::from(descriptor.len()));
@@ -102,12 +102,12 @@ pub(super) fn measure(chain: &Chain) -> Size {
     Size { bytes: usize::try_from(total).unwrap_or(usize::MAX).min(MAX_DATA), pieces }
 }
 
-/// Reads a request out of the guest's memory, once, and checks it. It is as large as [`measure`]
-/// has found, or the guest has changed its mind since.
+/// Reads a request from the guest's memory, once, and validates it. A request that has grown
+/// since [`measure`] is refused.
 pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8], size: Size) -> Result<Job, Refusal> {
     let memory = chain.memory();
     let writer = chain.clone().writer(memory).map_err(|_| Refusal::NoRoom)?;
-    // The last byte is for the status.
+    // The last writable byte is for the status.
     let room = writer.available_bytes().checked_sub(1).ok_or(Refusal::NoRoom)?;
     let bad = Refusal::Status(Status::IoError);
     if size.pieces > MAX_PIECES {
@@ -136,15 +136,16 @@ pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8], size: Size) -> Resu
     Ok(Job { action, offset, data })
 }
 
-/// The answer to a request for the device's identifier, if there is room for so much.
+/// Answer to a request for the serial number, cut to the available room.
 pub(super) fn identifier(id: &[u8], room: usize) -> Vec<u8> {
     let mut data = id.get(..ID.min(id.len())).unwrap_or_default().to_vec();
     data.resize(ID.min(room), 0);
     data
 }
 
-/// What a request with this header asks for, and from which byte of the disk on: `given` bytes of
-/// data come with it, `segment` has the first of them, and there is `room` for as many.
+/// Decodes a request header to the operation and its offset. `given` is the number of data bytes
+/// that the device reads, `segment` returns the first of them, and `room` is the number of data
+/// bytes that the device may write.
 pub(super) fn understand(
     header: [u8; HEADER],
     (given, room): (usize, usize),
@@ -167,7 +168,7 @@ pub(super) fn understand(
         1 if whole(given) => changes((Action::Write { fua: rules.write_through }, offset)),
         4 => Ok((Action::Flush, 0)),
         8 => Ok((Action::Answer, 0)),
-        // One range at a time is what the configuration says.
+        // The configuration space allows one segment per request.
         11 | 13 if given == SEGMENT => changes(range(kind == 11, segment().ok_or(bad)?, rules)?),
         0 | 1 | 11 | 13 => Err(bad),
         _ => Err(Refusal::Status(Status::Unsupported)),
@@ -180,7 +181,7 @@ fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<(Action
     let sector = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
     let len = u64::from(u32::from_le_bytes([n0, n1, n2, n3])) * SECTOR;
     let flags = u32::from_le_bytes(flags);
-    // "unmap" is the only flag that there is, and a discard has none (Virtio 1.2, 5.2.6.2).
+    // The only flag is "unmap", and a discard must not have it (Virtio 1.2, 5.2.6.2).
     if flags & !1 != 0 || (discard && flags != 0) || (discard && !rules.geometry.discard) {
         return Err(Refusal::Status(Status::Unsupported));
     }
@@ -198,7 +199,7 @@ fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<(Action
     Ok((action, offset))
 }
 
-/// Does what is asked for.
+/// Executes a job.
 pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     let Job { action, offset, mut data } = job;
     let outcome = match action {
@@ -212,7 +213,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     Completed { outcome, data, for_guest: matches!(action, Action::Read | Action::Answer) }
 }
 
-/// Puts data and status into the guest's memory; how many bytes it has to look at.
+/// Writes data and status to the guest's memory. Returns the number of bytes for the used ring.
 pub(super) fn put(chain: &Chain, data: &[u8], status: Status) -> u32 {
     let Ok(mut writer) = chain.clone().writer(chain.memory()) else { return 0 };
     let Some(room) = writer.available_bytes().checked_sub(1) else { return 0 };
@@ -236,7 +237,7 @@ mod tests {
 
     const SIZE: u64 = 1 << 20;
 
-    /// A guest with one request, to read so many bytes.
+    /// Guest with one read request.
     struct Guest(Current);
 
     impl Guest {

@@ -1,4 +1,4 @@
-//! Requests by their heads: those that a process before has left, and that are not in the available
+//! Descriptor chains of requests that a dead process has left, which are not in the available
 //! ring any more.
 
 use super::memory::{Current, Memory, Snapshot};
@@ -11,18 +11,18 @@ use vm_memory::{
     MmapRegion,
 };
 
-/// Bytes of an available ring that has all of them.
+/// Bytes for an available ring of all requests.
 const ROOM: u64 = 4096;
 /// Bytes before the entries of an available ring.
 const HEADER: u64 = 4;
 
-/// The requests, in this order.
+/// Descriptor chains of the requests with these heads, in order.
 ///
-/// rust-vmm makes them of an available ring only. So they get one: with memory of ours for it where
-/// the guest has none, and only until they are made.
+/// rust-vmm creates chains only from an available ring. Therefore a temporary ring is built, in
+/// memory of this process at an address that the guest's memory does not use.
 ///
 /// # Errors
-/// The guest leaves no room, or the queue is none.
+/// If the guest's memory leaves no room, or the queue is invalid.
 pub(super) fn chains(queue: &Queue, memory: &Snapshot, heads: &[u16]) -> io::Result<Vec<Chain>> {
     if heads.is_empty() {
         return Ok(Vec::new());
@@ -57,7 +57,8 @@ pub(super) fn chains(queue: &Queue, memory: &Snapshot, heads: &[u16]) -> io::Res
     (made.len() == heads.len()).then_some(made).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// An address for [`ROOM`] bytes that are not the guest's. Not 0, which is that of no ring.
+/// Guest address of [`ROOM`] bytes outside the guest's memory. Not 0, which is no valid ring
+/// address.
 fn gap(memory: &Memory) -> Option<GuestAddress> {
     let ends = memory.iter().filter_map(|region| {
         region.start_addr().0.checked_add(region.len())?.checked_next_multiple_of(ROOM)
@@ -113,7 +114,7 @@ mod tests {
             gap(&memory(&[(0, 0x1000), (0x1000, 0x1000), (0x3000, 0x1000)])),
             Some(GuestAddress(0x2000))
         );
-        // Nothing ends at the end of all addresses.
+        // A region at the end of the address space leaves no room behind it.
         assert_eq!(gap(&memory(&[(u64::MAX - 0x1fff, 0x1000)])), Some(GuestAddress(0x1000)));
         assert_eq!(gap(&memory(&[(u64::MAX - 0xfff, 0x800)])), Some(GuestAddress(0x1000)));
     }

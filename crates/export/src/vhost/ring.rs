@@ -1,5 +1,4 @@
-//! A virtio queue, as rust-vmm keeps it, with the memory and the eventfds of a frontend that is not
-//! trusted.
+//! virtio queue on rust-vmm's state, with memory and eventfds of an untrusted frontend.
 
 use super::memory::{Current, Snapshot, look};
 use ::shadowbell_memory::EventFd;
@@ -12,27 +11,28 @@ use std::time::Duration;
 use vhost_user_backend::{VringRwLock, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error, QueueT};
 
-/// How long a queue that is not enabled any more is waited for, until its thread takes nothing from
-/// it: a disk may take its time with what is handed to it.
+/// Time limit for the thread of a disabled queue to stop taking requests. The submission of a
+/// request to a disk may take long.
 const PASS: Duration = Duration::from_secs(60);
 
-/// A queue. rust-vmm's own has the queue's state and the descriptor that its thread waits for;
-/// whatever touches memory, or reads or writes an eventfd, is done here.
+/// virtio queue. rust-vmm's vring has the queue's state and the descriptor on which its thread
+/// waits; all accesses to memory and eventfds are implemented here.
 #[derive(Clone)]
 pub(super) struct Ring {
     state: VringRwLock<Current>,
     memory: Current,
-    /// A read or a write of an eventfd can wait for another process that has it; these do not.
+    /// Eventfds whose reads and writes do not block, even if another process shares the open
+    /// file.
     kick: Arc<RwLock<Option<EventFd>>>,
     call: Arc<RwLock<Option<EventFd>>>,
     changes: Arc<Changes>,
 }
 
-/// How often a queue was set up in another way, which whoever serves it has to notice.
+/// Change counter of a queue's configuration, which a serving thread has to watch.
 struct Changes {
     count: AtomicU64,
     event: EventFd,
-    /// Whether somebody takes requests until he notices a change.
+    /// True while a thread takes requests until it notices a change.
     serving: Mutex<bool>,
     served: Condvar,
 }
@@ -49,7 +49,7 @@ impl Changes {
     }
 }
 
-/// Somebody serves a queue, and looks for changes only now and then.
+/// Guard of a thread that serves a queue and checks for changes only now and then.
 pub(super) struct Serving(Arc<Changes>);
 
 impl Drop for Serving {
@@ -67,49 +67,50 @@ impl Ring {
         &self.memory
     }
 
-    /// Whether requests may be taken from it.
+    /// True if requests may be taken from the queue.
     pub(super) fn runs(&self) -> bool {
         let state = self.state.get_ref();
         state.is_enabled() && state.get_queue().ready()
     }
 
-    /// A number that changes when anything is changed here.
+    /// Number that changes with each change of the configuration.
     #[inline]
     pub(super) fn changes(&self) -> u64 {
         self.changes.count.load(Ordering::SeqCst)
     }
 
-    /// Is signalled then.
+    /// Event that is signalled by each change.
     pub(super) fn changed(&self) -> &EventFd {
         &self.changes.event
     }
 
-    /// For somebody who takes requests until [`changes`](Self::changes) is another number, which he
-    /// is to look at after this, and whether it [`runs`](Self::runs) after that.
+    /// Registers a thread that takes requests until [`changes`](Self::changes) differs. After
+    /// this call, the thread has to read `changes` first, and then check that the queue
+    /// [`runs`](Self::runs).
     pub(super) fn begin_serving(&self) -> Serving {
         *self.changes.serving.lock() = true;
         Serving(Arc::clone(&self.changes))
     }
 
-    /// Takes none any more.
+    /// Records that no thread takes requests any more.
     pub(super) fn end_serving(&self) {
         self.changes.end_serving();
     }
 
-    /// What the guest notifies by.
+    /// Eventfd of the guest's notifications.
     pub(super) fn kick(&self) -> Option<EventFd> {
         self.kick.read().as_ref().and_then(|kick| kick.try_clone().ok())
     }
 
-    /// Notifies the guest.
+    /// Interrupts the guest.
     pub(super) fn signal(&self) {
         if let Some(call) = &*self.call.read() {
             call.signal();
         }
     }
 
-    /// The places in the two rings where somebody is who began at others: unless the frontend has
-    /// put the queue somewhere else meanwhile.
+    /// Stores the current positions in the two rings, for a thread that started at `began`,
+    /// unless the frontend has changed the positions meanwhile.
     pub(super) fn give_back(&self, began: (u16, u16), now: (u16, u16)) {
         let mut state = self.state.get_mut();
         let queue = state.get_queue_mut();
@@ -122,7 +123,7 @@ impl Ring {
     }
 }
 
-/// The frontend's eventfd, and the file for the thread that waits for it.
+/// Stores the frontend's eventfd, and returns the file on which the thread waits.
 fn take(event: &RwLock<Option<EventFd>>, file: Option<File>) -> Option<File> {
     let taken = file.and_then(|file| {
         let event = file.try_clone().and_then(|copy| EventFd::from_fd(copy.into()));
@@ -147,7 +148,7 @@ impl<'a> VringStateMutGuard<'a, Current> for Ring {
 impl VringT<Current> for Ring {
     fn new(memory: Current, max_queue_size: u16) -> Result<Self, Error> {
         let state = VringRwLock::new(memory.clone(), max_queue_size)?;
-        // rust-vmm has no error for that.
+        // rust-vmm has no error for a failed eventfd.
         let event = EventFd::new().map_err(|_| Error::QueueNotReady)?;
         let (serving, served) = (Mutex::new(false), Condvar::new());
         let changes = Arc::new(Changes { count: AtomicU64::new(0), event, serving, served });
@@ -191,13 +192,14 @@ impl VringT<Current> for Ring {
         self.state.set_enabled(enabled);
         self.changes.add();
         if enabled {
-            // A notification that came while it was not may have been read.
+            // A notification during the disabled state may have been drained, so one is
+            // signalled.
             if let Some(kick) = &*self.kick.read() {
                 kick.signal();
             }
             return;
         }
-        // When the frontend has its answer, nothing is taken any more.
+        // When the frontend gets its answer, no more requests may be taken.
         let mut serving = self.changes.serving.lock();
         let _ = self.changes.served.wait_while_for(&mut serving, |serving| *serving, PASS);
     }
@@ -241,8 +243,8 @@ impl VringT<Current> for Ring {
     fn set_queue_ready(&self, ready: bool) {
         self.state.set_queue_ready(ready);
         self.changes.add();
-        // Its thread is to look once: there may be requests of a process before, of which nobody
-        // notifies it any more.
+        // The thread has to check the queue once: requests of a dead process may be pending, for
+        // which the guest sends no further notification.
         if ready && let Some(kick) = &*self.kick.read() {
             kick.signal();
         }

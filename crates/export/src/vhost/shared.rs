@@ -1,4 +1,4 @@
-//! What the queues of a device share.
+//! State that the queues of a device share.
 
 use super::config::feature;
 use super::inflight::Kept;
@@ -17,30 +17,30 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub(super) struct DeviceShared {
     pub(super) geometry: Geometry,
-    /// The device's identifier, as a request for it reads it.
+    /// Serial number of the device, for `VIRTIO_BLK_T_GET_ID`.
     pub(super) id: Vec<u8>,
     pub(super) memory: RwLock<Option<Current>>,
     pub(super) touches: Touches,
-    /// The features that the guest's driver has accepted.
+    /// Features that the guest's driver has accepted.
     pub(super) acked: AtomicU64,
-    /// Where the queues write down what is in flight.
+    /// In-flight tracking memory of the queues.
     pub(super) inflight: Arc<Kept>,
     pub(super) failures: Arc<FailureCount>,
-    /// The frontend's, to hang up.
+    /// Socket of the frontend, for a disconnect.
     pub(super) socket: UnixStream,
-    /// The frontend has gone, and the threads of the queues are to end.
+    /// True once the frontend has disconnected, so that the threads of the queues end.
     pub(super) over: AtomicBool,
-    /// The server ends.
+    /// True once the server ends.
     pub(super) ending: Arc<AtomicBool>,
-    /// How often the memory or the features have changed.
+    /// Number of changes of the memory or the features.
     pub(super) changes: AtomicU64,
-    /// What the queues are served from, if that is possible.
+    /// Disk that the queues access directly, if possible.
     pub(super) local: Option<LocalDisk>,
 }
 
 impl DeviceShared {
-    /// An error, which ends a queue's thread, if it is to end. rust-vmm has a descriptor for that,
-    /// and does not close it.
+    /// Returns an error, which ends a queue's thread, if the thread is to end. (rust-vmm has an
+    /// exit descriptor for that purpose, but does not close it.)
     pub(super) fn check_over(&self) -> io::Result<()> {
         if self.is_over() {
             return Err(io::ErrorKind::ConnectionAborted.into());
@@ -57,7 +57,7 @@ impl DeviceShared {
         self.ending.load(Ordering::SeqCst)
     }
 
-    /// A number that changes when the memory or the features do.
+    /// Number that changes with the memory or the features.
     #[inline]
     pub(super) fn changes(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
@@ -69,8 +69,8 @@ impl DeviceShared {
         Rules { geometry: self.geometry, write_through }
     }
 
-    /// Whether the guest's memory is not there any more: what is in its place is not the guest's.
-    /// Then its frontend is hung up on.
+    /// True if part of the guest's memory was lost and replaced by zeroes. The frontend is
+    /// disconnected then.
     pub(super) fn has_lost_memory(&self) -> bool {
         let lost = self.memory.read().as_ref().is_some_and(is_poisoned)
             || self.inflight.get().is_some_and(|region| region.is_poisoned());
@@ -84,7 +84,7 @@ impl DeviceShared {
         lost
     }
 
-    /// Sends the frontend away.
+    /// Disconnects the frontend.
     pub(super) fn hang_up(&self) {
         let _ = self.socket.shutdown(Shutdown::Both);
     }

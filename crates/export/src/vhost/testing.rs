@@ -1,5 +1,4 @@
-//! One queue of the device without a socket and without a thread of its own: what the fuzz targets
-//! of this workspace use. Nothing else may.
+//! Queue of the device without a socket or a thread, only for the fuzz targets of this workspace.
 
 use super::config::feature;
 use super::inflight::{Region as InflightRegion, Shape};
@@ -25,33 +24,33 @@ use vhost_user_backend::VringT;
 use virtio_queue::QueueT;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryAtomic, GuestRegionMmap, MmapRegion};
 
-/// A part of a guest's memory: where it is for the guest, its length, and its file with the offset.
+/// Region of a guest's memory.
 #[derive(Debug)]
 pub struct Region {
-    /// The guest's address.
+    /// Guest address.
     pub address: u64,
-    /// Its bytes.
+    /// Length in bytes.
     pub len: usize,
-    /// What it is part of.
+    /// File of the region.
     pub file: File,
-    /// Where it begins there.
+    /// Offset in the file in bytes.
     pub offset: u64,
 }
 
-/// Where the parts of a queue are in the guest's memory.
+/// Location of a queue in the guest's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// How many entries it has.
+    /// Number of entries.
     pub entries: u16,
-    /// The address of the table of descriptors.
+    /// Address of the descriptor table.
     pub descriptors: u64,
-    /// The address of the available ring.
+    /// Address of the available ring.
     pub available: u64,
-    /// The address of the used ring.
+    /// Address of the used ring.
     pub used: u64,
 }
 
-/// A queue, and what its device shares.
+/// Queue, with the shared state of its device.
 pub struct Queue {
     disk: BlockDevice,
     queue: BlkQueue,
@@ -67,10 +66,10 @@ impl std::fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// The first queue of a device over `disk`, without memory.
+    /// Creates the first queue of a device for `disk`, without guest memory.
     ///
     /// # Errors
-    /// The system's, if it has no more descriptors.
+    /// The error of the system call if the process is out of descriptors.
     pub fn new(disk: &BlockDevice, id: &str) -> io::Result<Self> {
         let memory: Current = GuestMemoryAtomic::new(Memory::new());
         let (socket, _) = UnixStream::pair()?;
@@ -93,10 +92,11 @@ impl Queue {
         Ok(Self { queue: BlkQueue::new(&disk, 0)?, disk, device, memory, ring })
     }
 
-    /// As [`new`](Self::new), of a disk that is all of `local`: the requests go there.
+    /// Creates a queue like [`new`](Self::new) that executes requests directly on `local`, which
+    /// backs the whole disk.
     ///
     /// # Errors
-    /// The system's, if it has no more descriptors.
+    /// The error of the system call if the process is out of descriptors.
     pub fn new_direct(disk: &BlockDevice, local: Arc<dyn Disk>, id: &str) -> io::Result<Self> {
         let mut queue = Self::new(disk, id)?;
         let local = LocalDisk { disk: local, poll: Duration::ZERO, timeout: Duration::MAX };
@@ -107,10 +107,10 @@ impl Queue {
         Ok(queue)
     }
 
-    /// The guest's memory from now on, as a frontend gives it.
+    /// Replaces the guest's memory, as a frontend does.
     ///
     /// # Errors
-    /// It is none that can be.
+    /// If the regions are invalid or cannot be mapped.
     pub fn set_memory(&mut self, regions: Vec<Region>) -> io::Result<()> {
         let regions = regions.into_iter().map(|region| {
             let place = FileOffset::new(region.file, region.offset);
@@ -125,11 +125,11 @@ impl Queue {
         guard(&self.memory)
     }
 
-    /// Where the queue writes down what is in flight, from its next start on: in a file for so many
+    /// Sets the in-flight tracking memory, from the next start of the queue: a file for `entries`
     /// descriptors.
     ///
     /// # Errors
-    /// It can not be mapped.
+    /// If the file cannot be mapped.
     pub fn track(&mut self, file: impl AsFd, entries: u16) -> io::Result<()> {
         let shape = Shape { len: u64::MAX, offset: 0, queues: 1, entries };
         let region = InflightRegion::map(file, shape).map_err(io::Error::other)?;
@@ -137,11 +137,11 @@ impl Queue {
         Ok(())
     }
 
-    /// The process dies, when it has answered everything, and another one has the queue where it
-    /// is.
+    /// Simulates the death of the process after all requests are answered, and a new process with
+    /// the queue at the same place.
     ///
     /// # Errors
-    /// The system's, if it has no more descriptors.
+    /// The error of the system call if the process is out of descriptors.
     pub fn replace(&mut self) -> io::Result<()> {
         self.queue.stop(&self.device);
         self.queue = BlkQueue::new(&self.disk, 0)?;
@@ -152,10 +152,10 @@ impl Queue {
         Ok(())
     }
 
-    /// Has the queue begin anew here.
+    /// Starts the queue at `place`.
     ///
     /// # Errors
-    /// The place is none that can be.
+    /// If the place is invalid.
     pub fn start(&mut self, place: Place, event_idx: bool, flush: bool) -> io::Result<()> {
         self.device.acked.store(if flush { feature::FLUSH } else { 0 }, Ordering::Relaxed);
         self.ring.set_queue_ready(false);
@@ -171,16 +171,16 @@ impl Queue {
         Ok(())
     }
 
-    /// The eventfd by which the guest is notified.
+    /// Sets the eventfd that interrupts the guest.
     pub fn set_call(&mut self, event: Option<EventFd>) {
         let file = event.and_then(|event| OwnedFd::try_from(event).ok()).map(File::from);
         self.ring.set_call(file);
     }
 
-    /// A notification: everything that the queue has is carried out and answered.
+    /// Simulates a notification by the guest: executes and answers all requests of the queue.
     ///
     /// # Errors
-    /// The queue makes no sense.
+    /// If the queue is invalid.
     pub fn serve(&mut self) -> Result<(), String> {
         self.queue.io.after_sleep(false);
         if !self.ring.get_ref().get_queue().ready() {
@@ -203,7 +203,7 @@ impl Queue {
         served.map_err(|error| error.to_string())
     }
 
-    /// Whether part of the guest's memory was lost.
+    /// True if part of the guest's memory was lost.
     #[must_use]
     pub fn has_lost_memory(&self) -> bool {
         is_poisoned(&self.memory)
@@ -219,8 +219,8 @@ mod tests {
     use shadowbell_testing::block_device::{TestDisk, attach};
     use std::os::unix::fs::FileExt;
 
-    /// The thread may have seen that it ran just before; and nothing changes any more, of which it
-    /// would learn.
+    /// The thread may have seen the queue running just before the stop, and no later change would
+    /// notify the thread.
     #[test]
     fn a_queue_that_was_stopped_meanwhile_is_not_served() {
         let backing = TestDisk::new(64, 512);
@@ -252,12 +252,12 @@ mod tests {
         controller.detach().unwrap();
     }
 
-    /// A request that a process before has left is carried out, also if the guest's memory changes
-    /// before that, and is no more as it has to be for the disk's own queue.
+    /// A request of a dead process is executed even if the guest's memory changes first such that
+    /// the direct way is not possible any more.
     #[test]
     fn what_is_left_is_carried_out_whatever_becomes_of_the_memory() {
         const BYTES: usize = 1 << 16;
-        // The used ring lies across the end of a page, its first two entries before that.
+        // The used ring crosses a page boundary behind its first two entries.
         const USED: u64 = 0x1fe8;
         let backing = TestDisk::new(64, 512);
         let mut controller = attach(Arc::new(backing.clone()), &AttachOptions::default());
@@ -268,7 +268,7 @@ mod tests {
             let file = file.try_clone().unwrap();
             Region { address, len: len as usize, file, offset: address }
         };
-        // A read of the first block, and in the available ring that it was asked for.
+        // A read of the first block, with its entry in the available ring.
         for (n, (address, len, flags, next)) in
             [(0x3000_u64, 16_u32, 1_u16, 1_u16), (0x4000, 512, 3, 2), (0x5000, 1, 2, 0)]
                 .into_iter()

@@ -1,9 +1,9 @@
-//! How much of the guest's memory is touched here and there.
+//! Limit for sparse accesses to the guest's memory.
 //!
-//! A frontend can share memory of which nothing is there, and each 2 MiB of it that is touched cost
-//! a page table ([`shadowbell_memory::page_tables`]). So the places that the queues of a device
-//! touch are counted, if it has enough memory for that to matter; after a number of them somebody
-//! looks whether that was too much, and no queue takes more requests until then.
+//! A frontend can share sparse memory, and each touched 2 MiB of it cost a page table
+//! ([`shadowbell_memory::page_tables`]). Therefore the places that the queues of a device touch
+//! are counted if the device has enough memory for the limit to matter. After a number of places,
+//! the page tables are checked, and no queue takes more requests until the check is finished.
 
 use ::shadowbell_memory::page_tables::{self, Look, SPEND};
 use parking_lot::Mutex;
@@ -11,20 +11,21 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-/// Pieces of memory that the requests in flight of all queues may have, if it is counted: they are
-/// touched after the look that their queues have waited for.
+/// Largest number of memory pieces of the requests in flight of all queues, if places are
+/// counted: they are touched after the check for which the queues have waited.
 const IN_FLIGHT: usize = 4096;
 
-/// What the queues of a device have touched.
+/// Counter of the places that the queues of a device touch.
 #[derive(Debug)]
 pub(super) struct Touches {
-    /// Pieces of memory in flight, for each queue; all that there are, if nothing is counted.
+    /// Largest number of memory pieces in flight per queue; the largest value if nothing is
+    /// counted.
     in_flight: AtomicUsize,
     queues: usize,
-    /// Places since somebody has looked.
+    /// Number of places since the last check.
     places: AtomicU64,
     look: Mutex<Option<Look>>,
-    /// There is a look that is waited for.
+    /// True while a check is awaited.
     waits: AtomicBool,
 }
 
@@ -39,24 +40,24 @@ impl Touches {
         }
     }
 
-    /// The guest's memory is another one, of regions that are so long.
+    /// Adapts the limit to a change of the guest's memory, whose regions have these lengths.
     pub(super) fn memory_changed(&self, regions: impl Iterator<Item = u64>) {
         let counted = page_tables::could_be_too_many(regions);
         let pieces = if counted { IN_FLIGHT / self.queues } else { usize::MAX };
         self.in_flight.store(pieces, Relaxed);
     }
 
-    /// How many pieces of memory the requests of a queue may have, if they are more than one.
+    /// Largest number of memory pieces of a queue's requests, if there is more than one request.
     pub(super) fn most_in_flight(&self) -> usize {
         self.in_flight.load(Relaxed)
     }
 
-    /// So many pieces of memory were touched.
+    /// Counts touched pieces of memory.
     pub(super) fn add(&self, pieces: usize) {
         if self.most_in_flight() == usize::MAX {
             return;
         }
-        // A piece may lie on both sides of a border.
+        // A piece may cross the border of two page tables.
         let places = 2 * pieces as u64;
         if self.places.fetch_add(places, Relaxed) + places < SPEND {
             return;
@@ -68,7 +69,8 @@ impl Touches {
         }
     }
 
-    /// Whether no more requests may be taken for the moment. Nothing announces the end of that.
+    /// True if no more requests may be taken at the moment. No event signals the end, so the
+    /// caller polls.
     pub(super) fn must_wait(&self) -> bool {
         if !self.waits.load(SeqCst) {
             return false;

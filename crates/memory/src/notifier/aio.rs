@@ -1,7 +1,7 @@
-//! Signalling by Linux AIO: each of its requests names an eventfd that is to be signalled when it
-//! completes. The request here, whether an eventfd of our own takes a write, completes at once.
+//! Signals by Linux AIO: a request names an eventfd that the kernel signals on completion.
 //!
-//! One context serves all eventfds of the process, from any number of threads.
+//! The request polls an eventfd of this process for writability, so it completes at once. One
+//! context serves all eventfds of the process, from any number of threads.
 
 use libc::{SYS_io_getevents, SYS_io_setup, SYS_io_submit, c_long, syscall};
 use rustix::event::{EventfdFlags, eventfd};
@@ -10,10 +10,10 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::LazyLock;
 
-/// Requests that may be complete and not taken yet.
+/// Largest number of completed requests whose events are not yet read.
 const REQUESTS: c_long = 256;
 
-/// How often a system call is repeated that says that the kernel is out of memory for now.
+/// Largest number of retries of a system call that fails for lack of resources.
 const RETRIES: u32 = 100;
 
 /// `IOCB_CMD_POLL` and `IOCB_FLAG_RESFD` of `<linux/aio_abi.h>`.
@@ -22,12 +22,12 @@ const RESFD: u32 = 1;
 /// `POLLOUT`.
 const OUT: u64 = 4;
 
-/// A request, `struct iocb` of `<linux/aio_abi.h>`.
+/// Request, `struct iocb` of `<linux/aio_abi.h>`.
 #[repr(C)]
 #[derive(Default)]
 struct Request {
     data: u64,
-    /// A key and flags, both 0.
+    /// Key and flags, which are 0.
     key: u64,
     opcode: u16,
     priority: i16,
@@ -41,35 +41,35 @@ struct Request {
 }
 const _: () = assert!(size_of::<Request>() == 64);
 
-/// What is said of a request that is complete, `struct io_event`.
+/// Event of a completed request, `struct io_event`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Event([u64; 4]);
 
-/// A context of Linux AIO, and what its requests are about. Never closed.
+/// Context of Linux AIO and the eventfd that its requests poll. Never closed.
 struct Context {
     number: usize,
-    /// Takes a write at any time.
+    /// Eventfd that is always writable.
     own: OwnedFd,
 }
 
 static CONTEXT: LazyLock<io::Result<Context>> = LazyLock::new(|| {
     let own = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
     let mut number = 0usize;
-    // SAFETY: the kernel writes the context's number there, and keeps no pointer.
+    // SAFETY: the kernel writes the context's number to the variable, and keeps no pointer.
     if unsafe { syscall(SYS_io_setup, REQUESTS, &raw mut number) } != 0 {
         return Err(io::Error::last_os_error());
     }
     Ok(Context { number, own })
 });
 
-/// Not if the kernel has no AIO, this process may not use it, or the system has no context left
+/// True if AIO is available: the kernel has it, permits its use, and has a context left
 /// (`fs.aio-max-nr`).
 pub(super) fn is_available() -> bool {
     CONTEXT.is_ok()
 }
 
-/// Does nothing if this [is not available](is_available).
+/// Signals the eventfd. Has no effect if AIO [is not available](is_available).
 pub(super) fn notify(event: BorrowedFd<'_>) {
     let Ok(context) = &*CONTEXT else { return };
     let mut request = Request {
@@ -82,13 +82,13 @@ pub(super) fn notify(event: BorrowedFd<'_>) {
     };
     for _ in 0..RETRIES {
         let mut list = [&raw mut request];
-        // SAFETY: the one request in the list is a valid one, which the kernel copies. It names no
-        // memory.
+        // SAFETY: the only request in the list is valid, and the kernel copies it. It refers to
+        // no memory.
         let submitted = unsafe { syscall(SYS_io_submit, context.number, 1, list.as_mut_ptr()) };
         if submitted == 1 || io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock {
             return;
         }
-        // There is no place for it until those that are complete are taken.
+        // The context is full until the events of completed requests are read.
         context.take_completed();
     }
 }
@@ -96,7 +96,8 @@ pub(super) fn notify(event: BorrowedFd<'_>) {
 impl Context {
     fn take_completed(&self) {
         let mut events = [Event::default(); REQUESTS as usize];
-        // SAFETY: there is room for as many events as are asked for, and the call waits for none.
+        // SAFETY: the buffer has room for the requested number of events, and the call does not
+        // wait.
         let taken = unsafe {
             let timeout = ptr::null_mut::<libc::timespec>();
             syscall(SYS_io_getevents, self.number, 0, REQUESTS, events.as_mut_ptr(), timeout)

@@ -1,17 +1,17 @@
-//! What an eventfd is told from others by: its descriptor may be given away again.
+//! Identity of an eventfd, independent of its descriptor number, which may be reused.
 
 use std::sync::{Arc, Weak};
 
-/// Which eventfd it is, in all of this process's life.
+/// Identity of an eventfd that is unique in the lifetime of this process.
 #[derive(Debug)]
 pub(crate) struct Id(Arc<()>);
 
-/// Of an eventfd that may be gone.
+/// Weak reference to the identity of an eventfd that may have been dropped.
 #[derive(Debug)]
 pub(super) struct Known(Weak<()>);
 
 impl Id {
-    /// Another one than all that there are.
+    /// Creates a new identity.
     pub(crate) fn new() -> Self {
         Self(Arc::new(()))
     }
@@ -22,7 +22,7 @@ impl Id {
 }
 
 impl Known {
-    /// No other one has its address while this is there.
+    /// True if `id` is the same identity. The weak reference reserves its address.
     pub(super) fn is(&self, id: &Id) -> bool {
         std::ptr::eq(self.0.as_ptr(), Arc::as_ptr(&id.0))
     }

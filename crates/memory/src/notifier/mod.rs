@@ -1,18 +1,18 @@
-//! Signalling an eventfd of somebody else's.
+//! Signals to eventfds of untrusted peers, without ever blocking.
 //!
-//! A write to an eventfd waits while the count is full, unless its open file is non-blocking; and
-//! the open file is shared with whoever sent the descriptor, who can clear that flag and fill the
-//! count at any moment, the last one before the write included. There is no write that does not
-//! wait whatever the flag says: `RWF_NOWAIT` is refused for eventfds. But the kernel itself signals
-//! without ever waiting. So it is asked to: an io_uring has an eventfd that it signals when
-//! something completes, and a no-operation completes at once. Each thread has a few rings for all
-//! eventfds: so what a peer sends costs no descriptor, and an eventfd that is signalled again
-//! costs one system call, as a write would. To change the eventfd of a ring costs two more.
+//! A write to an eventfd blocks while its count is full, unless the open file is non-blocking.
+//! The peer that sent the descriptor shares the open file, and can clear that flag and fill the
+//! count at any moment, even just before the write. No write ignores the flag: `RWF_NOWAIT` is
+//! refused for eventfds. The kernel itself, however, signals eventfds without blocking: an
+//! io_uring signals its eventfd when a request completes, and a no-operation completes at once.
+//! Each thread has a few rings for all eventfds, so a peer's descriptors cost no further
+//! descriptors. A repeated signal to an eventfd costs one system call, like a write. A change of
+//! the eventfd of a ring costs two more.
 //!
-//! Where io_uring may not be used, or is that of a kernel before 5.19, in which a change of the
-//! eventfd waits for all processors, Linux AIO does it. It is not the first choice: a process that
-//! has such a context does not end until the kernel has waited for all processors twice, 35 ms here
-//! under load, and whoever goes on in its place has to wait for its end.
+//! Linux AIO is used if io_uring is not permitted, or if the kernel is older than 5.19, in which
+//! a change of the eventfd waits for all processors. AIO is the second choice, because a process
+//! with an AIO context does not end until the kernel has waited for all processors twice (35 ms,
+//! measured under load), and the process that recovers its controllers has to wait for that end.
 
 mod aio;
 mod id;
@@ -22,20 +22,20 @@ pub(crate) use id::Id;
 use rustix::io::{Errno, write};
 use std::os::fd::BorrowedFd;
 
-/// Whether eventfds can be signalled so.
+/// True if eventfds can be signalled by io_uring or AIO.
 pub(crate) fn is_available() -> bool {
     ring::is_available() || aio::is_available()
 }
 
-/// Signals an eventfd, whoever has it. Does nothing if it is none, or if this
-/// [is not available](is_available). `id` is that of this eventfd and of no other.
+/// Signals the eventfd with the identity `id`. Has no effect if the descriptor is no eventfd or
+/// this [is not available](is_available).
 pub(crate) fn notify(event: BorrowedFd<'_>, id: &Id) {
     if !ring::is_available() || !ring::notify(event, id) {
         aio::notify(event);
     }
 }
 
-/// Adds one to the count of an eventfd that takes a write at once.
+/// Adds one to the count of an eventfd by a write, which must not block.
 pub(crate) fn raise(fd: BorrowedFd<'_>) {
     while let Err(Errno::INTR) = write(fd, &1u64.to_ne_bytes()) {}
 }

@@ -1,4 +1,4 @@
-//! Signalling by io_uring: the eventfd of a ring is signalled when something completes there.
+//! Signals by io_uring: a ring signals its registered eventfd when a request completes.
 
 use super::id::{Id, Known};
 use io_uring::{IoUring, Probe, opcode};
@@ -7,15 +7,15 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::LazyLock;
 
-/// How often a system call is repeated that says that the kernel can not do it now.
+/// Largest number of retries of a system call that fails temporarily.
 const RETRIES: u32 = 100;
-/// One is under way at a time.
+/// Size of a ring, in which one request is in flight at a time.
 const ENTRIES: u32 = 2;
-/// As many eventfds take one system call each to signal. Others take three.
+/// Number of eventfds that a thread signals by one system call each; further ones take three.
 const RINGS_OF_A_THREAD: usize = 64;
 
-/// Whether this kernel has io_uring, lets this process use it, and changes a ring's eventfd at
-/// once: it does since 5.18, and what tells the kernels apart is an operation of 5.19.
+/// True if this kernel has io_uring, permits its use, and changes a ring's eventfd without a
+/// wait. The last condition holds since Linux 5.18 and is detected by an operation of 5.19.
 static IS_AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
     let mut probe = Probe::new();
     let ring = Ring::new().and_then(|ring| ring.ring.submitter().register_probe(&mut probe));
@@ -26,18 +26,18 @@ thread_local! {
     static RINGS: RefCell<Rings> = RefCell::default();
 }
 
-/// A thread's rings.
+/// Rings of a thread.
 #[derive(Default)]
 struct Rings {
     rings: Vec<Ring>,
-    /// Which one is the next to change its eventfd.
+    /// Index of the ring whose eventfd was last replaced.
     next: usize,
 }
 
 struct Ring {
     ring: IoUring,
-    /// What it signals when something completes. Its descriptor may have been closed since: what
-    /// the ring has is the count.
+    /// Registered eventfd. Its descriptor may have been closed, since the ring holds the open
+    /// file.
     event: Option<Known>,
 }
 
@@ -45,9 +45,9 @@ pub(super) fn is_available() -> bool {
     *IS_AVAILABLE
 }
 
-/// Whether it was done, or is not to be done at all because the descriptor is no eventfd.
+/// Signals the eventfd. Returns true if it was signalled, or if the descriptor is no eventfd.
 pub(super) fn notify(event: BorrowedFd<'_>, id: &Id) -> bool {
-    // Not in a thread that ends, whose rings may be gone.
+    // False in a thread that ends, whose rings may have been dropped.
     RINGS.try_with(|rings| rings.borrow_mut().notify(event, id)).unwrap_or(false)
 }
 
@@ -56,15 +56,17 @@ impl Rings {
         let known = self.rings.iter().position(|ring| ring.has(id));
         let Some(at) = known.or_else(|| self.other()) else { return false };
         let Some(ring) = self.rings.get_mut(at) else { return false };
-        // What it was to do it must not do later, for another eventfd.
+        // A ring with a failed request is dropped, so that the request cannot signal another
+        // eventfd later.
         ring.notify(event, id).unwrap_or_else(|_| {
             self.rings.swap_remove(at);
             false
         })
     }
 
-    /// One whose eventfd is to be changed: one that serves nobody any more, so that clients that
-    /// come and go leave nothing behind, or else a new one while there are few.
+    /// Selects a ring for another eventfd: a ring whose eventfd was dropped, so that clients that
+    /// connect and disconnect do not accumulate rings, else a new ring, else the next one in
+    /// turn.
     fn other(&mut self) -> Option<usize> {
         if let Some(at) = self.rings.iter().position(Ring::is_idle) {
             return Some(at);
@@ -89,15 +91,15 @@ impl Ring {
         self.event.as_ref().is_some_and(|event| event.is(id))
     }
 
-    /// Whether what it signals is gone.
+    /// True if no eventfd is registered, or if the registered one was dropped.
     fn is_idle(&self) -> bool {
         self.event.as_ref().is_none_or(Known::is_gone)
     }
 
-    /// False if the kernel has no memory to take note of the eventfd.
+    /// Signals the eventfd. False if the kernel has no memory to register it.
     ///
     /// # Errors
-    /// The ring is of no use any more.
+    /// The ring is not usable any more.
     fn notify(&mut self, event: BorrowedFd<'_>, id: &Id) -> io::Result<bool> {
         if !self.has(id) {
             if self.event.take().is_some() {
@@ -113,7 +115,7 @@ impl Ring {
     }
 
     fn complete_one(&mut self) -> io::Result<()> {
-        // SAFETY: the entry names no memory.
+        // SAFETY: the entry refers to no memory.
         let pushed = unsafe { self.ring.submission().push(&opcode::Nop::new().build()) };
         pushed.map_err(io::Error::other)?;
         let mut tries = 0;
@@ -139,7 +141,7 @@ mod tests {
         if !is_available() {
             return;
         }
-        // Blocking ones, one of which is full: nothing waits.
+        // Blocking eventfds, one of which is full: no signal waits.
         let events = [0, 1, 2].map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap());
         let others = [(); RINGS_OF_A_THREAD].map(|()| eventfd(0, EventfdFlags::CLOEXEC).unwrap());
         let others = others.map(|fd| (fd, Id::new()));
@@ -155,7 +157,7 @@ mod tests {
             if turn % 4 == 0 {
                 others.iter().for_each(|(fd, id)| assert!(notify(fd.as_fd(), id)));
             }
-            // What is no eventfd is passed over.
+            // A descriptor that is no eventfd is skipped.
             assert!(notify(std::io::stderr().as_fd(), &ids[3]));
         }
         let count = |event: &OwnedFd| {

@@ -30,7 +30,7 @@ impl Client {
         client
     }
 
-    /// Sends everything, a few bytes at a time.
+    /// Sends all bytes in pieces of a few bytes.
     fn send(&mut self, bytes: &[u8]) -> Step {
         let (mut there, mut at) = (0, 0);
         while at < bytes.len() || there < bytes.len() {
@@ -152,7 +152,7 @@ fn allocation_is_told_to_who_asks_for_structured_replies_first() {
     let kinds = client.kinds(option::SET_META_CONTEXT, &ask);
     assert_eq!(kinds, [answer::META_CONTEXT, answer::ACK]);
     assert!(client.handshake.agreed.allocation);
-    // The last choice is the one that counts.
+    // The last selection counts.
     assert_eq!(client.kinds(option::SET_META_CONTEXT, &list(&[])), [answer::ACK]);
     assert!(!client.handshake.agreed.allocation);
     client.kinds(option::SET_META_CONTEXT, &ask);
@@ -255,7 +255,7 @@ fn a_server_that_wants_tls_says_nothing_before() {
     assert_eq!((step, answers), (Step::BeginTls, vec![(option::STARTTLS, answer::ACK, vec![])]));
     assert_eq!(client.option(option::STARTTLS, b"").1[0].1, answer::ERR_INVALID);
     assert_eq!(client.option(option::LIST, b"").1.last().unwrap().1, answer::ACK);
-    // Who has none says so.
+    // A server without TLS refuses STARTTLS.
     let mut client = Client::new();
     let (step, answers) = client.option(option::STARTTLS, b"");
     assert_eq!((step, answers[0].1), (Step::More, answer::ERR_POLICY));

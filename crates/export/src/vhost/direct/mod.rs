@@ -1,15 +1,15 @@
-//! A queue that is served straight from the disk, where the disk is in this process.
+//! virtio queues that are served directly on the disk, if the disk is in this process.
 //!
-//! Otherwise a request goes from the thread of its virtio queue to the controller's worker as an
-//! NVMe command, and back, and its data are copied on the way. Here the queue's thread has a queue
-//! of the disk itself, which moves the data between the disk and the guest's memory: no other thread
-//! is woken, and nothing is copied in between. It polls the available ring for a while before it
-//! sleeps, and asks for no notifications as long as it does.
+//! Otherwise, a request passes from the thread of its virtio queue to the controller's I/O thread
+//! as an NVMe command, and back, and its data is copied on the way. A direct queue's thread has a
+//! queue of the disk itself, which transfers the data between the disk and the guest's memory: no
+//! other thread is woken, and nothing is copied in between. The thread polls the available ring
+//! for a while before it sleeps, and suppresses notifications meanwhile.
 //!
-//! Whoever writes parts of blocks reads the blocks first, and nobody may write them meanwhile. That
-//! is kept by locks of `shadowbell_block`, which nothing here knows. So a disk is served like this
-//! only if it is served in no other way, and has blocks as large as virtio's sectors: then each
-//! request is of whole blocks.
+//! A write of a partial block is a read-modify-write, which excludes other writes of that block.
+//! The locks of `shadowbell_block` ensure that, but the direct way bypasses them. Therefore a
+//! disk is served directly only if it has no other users and blocks of virtio's sector size: each
+//! request then consists of whole blocks.
 
 mod poll_window;
 mod queue;
@@ -29,12 +29,12 @@ use shadowbell_block::Geometry;
 use std::sync::Arc;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
-/// Whether queues can be served straight from this disk.
+/// True if queues can be served directly on this disk.
 pub(super) fn may_serve(local: &LocalDisk, geometry: &Geometry) -> bool {
     u64::from(geometry.block_size) == SECTOR && local.is_all_of(geometry)
 }
 
-/// The guest's memory, by its addresses. Nothing, if it is not all mapped by us.
+/// DMA table of the guest's memory by guest address. `None` if a region is no guarded mapping.
 pub(super) fn table(memory: &Current) -> Option<Arc<DmaTable>> {
     let mut space = DmaSpace::default();
     for region in look(memory).iter() {

@@ -1,16 +1,17 @@
-//! How long a queue's thread that has found nothing to do goes on looking before it sleeps.
+//! Adaptive polling time of a queue's thread before it sleeps.
 
 use std::time::{Duration, Instant};
 
-/// Passes in vain between two looks at the clock.
+/// Number of vain passes between two clock reads.
 const PASSES: u32 = 64;
-/// Passes in vain after which others go first who want this processor: some microseconds, in which
-/// a guest that polls as well would have asked for more.
+/// Number of vain passes after which the thread yields the processor: some microseconds, in which
+/// a guest that polls as well would have sent more requests.
 const POLITE_AFTER: u32 = 16 * PASSES;
-/// The first window after a sleep that was worth polling for.
+/// First polling time after a sleep that was shorter than the limit.
 const FIRST: Duration = Duration::from_micros(8);
 
-/// Grows while work comes soon after a sleep began, and shrinks while it does not.
+/// Polling time that grows while work arrives soon after the start of a sleep, and shrinks
+/// otherwise.
 #[derive(Debug)]
 pub(super) struct PollWindow {
     most: Duration,
@@ -20,18 +21,18 @@ pub(super) struct PollWindow {
 }
 
 impl PollWindow {
-    /// Polls for so long at most.
+    /// Creates the state with the longest polling time `most`.
     pub(super) fn new(most: Duration) -> Self {
         Self { most, window: FIRST.min(most), passes: 0, since: Instant::now() }
     }
 
-    /// There was something to do.
+    /// Records that a pass found work.
     #[inline]
     pub(super) fn found(&mut self) {
         self.passes = 0;
     }
 
-    /// After a pass that found nothing: whether to look again before a sleep.
+    /// True if the thread should poll again before a sleep, after a pass without work.
     #[inline]
     pub(super) fn looks_again(&mut self) -> bool {
         if self.window.is_zero() {
@@ -61,7 +62,7 @@ impl PollWindow {
         true
     }
 
-    /// It has slept for so long.
+    /// Adapts the polling time to the duration of a sleep.
     pub(super) fn slept(&mut self, time: Duration) {
         self.passes = 0;
         self.window = if time < self.most {

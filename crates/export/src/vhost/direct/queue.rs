@@ -1,4 +1,4 @@
-//! One virtio queue on one queue of the disk: the thread that serves both.
+//! Thread that serves one virtio queue directly on one queue of the disk.
 
 use super::super::inflight::Tracker;
 use super::super::request::{MAX_DATA, QUEUE_SIZE, Rules, SECTOR, Status, identifier};
@@ -18,39 +18,39 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use virtio_queue::Error;
 
-/// Requests that are in flight.
+/// Largest number of requests in flight.
 const SLOTS: usize = 128;
-/// A request with data is carried out in parts of so many bytes, which any disk takes.
+/// Largest part of a request with data, in bytes, which every disk supports.
 const PART: u64 = 1 << 20;
-/// One without data in parts of so many, or fewer if the disk wants that.
+/// Largest part of a request without data, in bytes, unless the disk has a lower limit.
 const LONG_PART: u64 = 1 << 30;
-/// How long what was taken is waited for, when the queue is left, until it is cancelled; and how
-/// long then.
+/// Time limit for the requests in flight of a queue that is left, until they are cancelled; and
+/// the time limit after that.
 const FINISH: Duration = Duration::from_secs(60);
 const CANCELLED: Duration = Duration::from_secs(5);
-/// How often somebody who waits for a look at the page tables asks whether it is over.
+/// Polling interval while a page table check is awaited.
 const LOOK: Duration = Duration::from_millis(1);
-/// How often it is looked whether a request takes too long.
+/// Interval of the timeout checks.
 const TIMES: Duration = Duration::from_secs(1);
-/// Passes of a busy queue between two of those looks.
+/// Number of passes of a busy queue between two timeout checks.
 const PASSES: u32 = 1 << 14;
 
-/// A request in flight.
+/// Request in flight.
 struct Slot {
     head: u16,
     status: u64,
     op: Op,
     offset: u64,
     len: u64,
-    /// What is done of it, and how long the part is that is under way.
+    /// Completed bytes, and length of the part in flight.
     done: u64,
     part: u64,
-    /// The guest's memory for the data.
+    /// Guest memory of the data.
     data: Vec<Piece>,
     segments: Segments,
-    /// The pieces of memory that all of it lies in.
+    /// Number of memory pieces of the whole request.
     pieces: usize,
-    /// When it was left to the disk, if it is there.
+    /// Time of submission, while the disk has the request.
     since: Option<Instant>,
 }
 
@@ -72,43 +72,44 @@ impl Slot {
     }
 }
 
-/// What belongs to a queue however it is served.
+/// State of a queue that does not depend on the way in which it is served.
 pub(in super::super) struct Context<'a> {
     pub(in super::super) index: usize,
     pub(in super::super) device: &'a DeviceShared,
     pub(in super::super) vring: &'a Ring,
     pub(in super::super) local: &'a LocalDisk,
     pub(in super::super) tracker: &'a mut Option<Tracker<SharedBytes>>,
-    /// Requests that a process before has left, by their heads.
+    /// Heads of the requests in flight of a dead process, which are executed again.
     pub(in super::super) again: &'a mut VecDeque<u16>,
-    /// Ends the thread's sleep.
+    /// Event that ends the thread's sleep.
     pub(in super::super) waker: &'a EventFd,
-    /// What the queue and the device were when they were looked at.
+    /// Change counters of the queue and the device when they were looked up.
     pub(in super::super) seen: (u64, u64),
     pub(in super::super) faults: u64,
 }
 
-/// A queue that is served.
+/// virtio queue while it is served directly.
 pub(in super::super) struct DirectQueue<'a> {
     context: Context<'a>,
     rules: Rules,
     ring: SplitRing,
-    /// Where the rings were at the beginning.
+    /// Positions of the rings at the start.
     began: (u16, u16),
     view: View,
     disk: Box<dyn Queue>,
     takes_turns: bool,
-    /// Requests that are begun with two later, so that the disk's memory is near by then.
+    /// Requests that are delayed until two later ones are known, so that the disk's memory is
+    /// prefetched by then. `None` if the disk needs no prefetch.
     ready: Option<VecDeque<usize>>,
     longest: u64,
     slots: Vec<Slot>,
     free: Vec<usize>,
-    /// Of these the next part is to be begun.
+    /// Slots whose next part is to be started.
     unfinished: VecDeque<usize>,
-    /// At the disk, and their pieces of memory with those of the unfinished.
+    /// Number of requests at the disk, and memory pieces of these and the unfinished ones.
     pending: usize,
     pieces: usize,
-    /// A request for which there is no slot at the moment.
+    /// Request that waits for a slot.
     stalled: Option<u16>,
     chain: Chain,
     part: Vec<Piece>,
@@ -119,10 +120,10 @@ pub(in super::super) struct DirectQueue<'a> {
 }
 
 impl<'a> DirectQueue<'a> {
-    /// For a queue as it is set up now, with the guest's memory as it is.
+    /// Creates the state for a queue in its current configuration, with the current guest memory.
     ///
     /// # Errors
-    /// The system's, if it has no more of what the disk's queue needs.
+    /// The error of the system call if the resources of the disk's queue are exhausted.
     pub(in super::super) fn new(
         context: Context<'a>,
         ring: SplitRing,
@@ -158,8 +159,8 @@ impl<'a> DirectQueue<'a> {
         })
     }
 
-    /// Serves the queue until something changes, and finishes what was taken. `complain` is told of
-    /// a queue that makes no sense.
+    /// Serves the queue until something changes, and completes the requests in flight. `complain`
+    /// is called if the queue is invalid.
     pub(in super::super) fn serve(mut self, complain: &mut dyn FnMut(&Error)) {
         while self.poll(complain) {
             let began = Instant::now();
@@ -171,8 +172,8 @@ impl<'a> DirectQueue<'a> {
         self.leave();
     }
 
-    /// Serves the queue until there is nothing to do, and no use in waiting for it awake; false if
-    /// it is to be left.
+    /// Serves the queue until there is no work and polling does not pay. Returns false if the
+    /// queue is to be left.
     fn poll(&mut self, complain: &mut dyn FnMut(&Error)) -> bool {
         let _touches_memory = Awake::new();
         while !self.must_leave() {
@@ -183,7 +184,7 @@ impl<'a> DirectQueue<'a> {
                     continue;
                 }
                 Ok(false) => {}
-                // The next notification may be of something that makes sense.
+                // After the next notification, the queue may be valid again.
                 Err(error) => {
                     complain(&error);
                     return true;
@@ -192,7 +193,7 @@ impl<'a> DirectQueue<'a> {
             if self.window.looks_again() {
                 continue;
             }
-            // With a request that waits for a slot, a notification would be of no use.
+            // While a request waits for a slot, a notification would be useless.
             if self.stalled.is_some() || !self.ring.ask_for_kicks() {
                 return true;
             }
@@ -200,7 +201,8 @@ impl<'a> DirectQueue<'a> {
         false
     }
 
-    /// Carries out what the queue has, and what comes meanwhile, until there is nothing left.
+    /// Executes the requests of the queue, including those that arrive meanwhile, until there is
+    /// none left.
     pub(in super::super) fn run_dry(mut self, complain: &mut dyn FnMut(&Error)) {
         loop {
             match self.pass(true) {
@@ -214,7 +216,7 @@ impl<'a> DirectQueue<'a> {
         }
     }
 
-    /// How long the thread may sleep.
+    /// Longest time for which the thread may sleep.
     fn limit(&self) -> Option<Duration> {
         match self.stalled {
             Some(_) => Some(LOOK),
@@ -222,7 +224,7 @@ impl<'a> DirectQueue<'a> {
         }
     }
 
-    /// Whether the queue is stopped, or anything else is not what it was.
+    /// True if the queue is stopped, or anything else has changed.
     #[inline]
     fn must_leave(&mut self) -> bool {
         if self.has_changed() {
@@ -239,15 +241,15 @@ impl<'a> DirectQueue<'a> {
         false
     }
 
-    /// Whether somebody has changed anything, so that nothing more may be taken.
+    /// True if the configuration has changed, so that no more requests may be taken.
     #[inline]
     fn has_changed(&self) -> bool {
         let Context { device, vring, seen, .. } = &self.context;
         device.is_over() || (vring.changes(), device.changes()) != *seen
     }
 
-    /// Takes what is new, if `takes`, begins with it, and answers what is done. Whether there was
-    /// anything.
+    /// Takes new requests if `takes` is set, starts them, and answers completed ones. Returns
+    /// true if there was any work.
     #[inline]
     fn pass(&mut self, takes: bool) -> Result<bool, Error> {
         let mut any = false;
@@ -273,11 +275,11 @@ impl<'a> DirectQueue<'a> {
         outcome.map(|taken| any | taken)
     }
 
-    /// Begins with what is there. Whether there was anything.
+    /// Takes requests and starts them. Returns true if there was any.
     #[inline]
     fn take(&mut self, takes: bool) -> Result<bool, Error> {
         let mut any = false;
-        // No more than there can be, whatever the guest does to its ring meanwhile.
+        // Bounded by the queue size, whatever the guest does to its ring meanwhile.
         for _ in 0..QUEUE_SIZE {
             let left = self.stalled.take().or_else(|| self.context.again.pop_front());
             let head = match left {
@@ -311,7 +313,7 @@ impl<'a> DirectQueue<'a> {
         Ok(any)
     }
 
-    /// Begins with a request when the two after it are known, or the last one is.
+    /// Starts a request when the two requests behind it are known, or by `begin_rest`.
     #[inline]
     fn begin_soon(&mut self, slot: usize) {
         let Some(ready) = &mut self.ready else { return self.advance(slot) };
@@ -335,7 +337,7 @@ impl<'a> DirectQueue<'a> {
         }
     }
 
-    /// Begins with a request, unless there is no slot for it.
+    /// Starts a request. Returns false if there is no slot or no memory for it.
     #[inline]
     fn begin(&mut self, head: u16) -> bool {
         let touches = &self.context.device.touches;
@@ -350,7 +352,7 @@ impl<'a> DirectQueue<'a> {
         }
         touches.add(pieces);
         match self.chain.parse(&self.view, &self.rules) {
-            // What is no descriptor of the guest's is not given back to it.
+            // An invalid head is not put into the used ring.
             Err(Bad::NoRoom) if head >= self.ring.size() => {}
             Err(Bad::NoRoom) => self.answer(head, 0),
             Err(Bad::Status(status, at)) => self.end(head, at, 0, status),
@@ -381,7 +383,7 @@ impl<'a> DirectQueue<'a> {
         true
     }
 
-    /// Puts bytes to where the guest has room for data.
+    /// Writes bytes to the request's data buffer in the guest's memory.
     fn put_data(&mut self, bytes: &[u8]) -> bool {
         let mut data = Segments::new();
         part(&self.chain.write, 0, bytes.len() as u64, &mut self.part);
@@ -389,7 +391,7 @@ impl<'a> DirectQueue<'a> {
             && data.write_from(0, bytes).is_some()
     }
 
-    /// Begins with the next part of a request.
+    /// Starts the next part of a request.
     #[inline]
     fn advance(&mut self, index: usize) {
         let Some(slot) = self.slots.get_mut(index) else { return };
@@ -419,7 +421,7 @@ impl<'a> DirectQueue<'a> {
         }
     }
 
-    /// Takes what the disk has done. Whether there was anything.
+    /// Takes completions of the disk. Returns true if there was any.
     fn reap(&mut self) -> bool {
         let mut reaped = std::mem::take(&mut self.reaped);
         self.disk.reap(&mut |tag, outcome, segments| reaped.push((tag, outcome, segments)));
@@ -438,7 +440,7 @@ impl<'a> DirectQueue<'a> {
         any
     }
 
-    /// A part of a request has ended.
+    /// Processes the end of a part of a request.
     #[inline]
     fn ended(&mut self, index: usize, outcome: Result<(), DiskError>) {
         let Some(slot) = self.slots.get_mut(index) else { return };
@@ -459,7 +461,7 @@ impl<'a> DirectQueue<'a> {
         }
     }
 
-    /// A request has ended.
+    /// Processes the end of a request.
     #[inline]
     fn finish(&mut self, index: usize, status: Status) {
         let Some(slot) = self.slots.get_mut(index) else { return };
@@ -472,7 +474,7 @@ impl<'a> DirectQueue<'a> {
         self.context.device.touches.add(pieces);
     }
 
-    /// Answers a request, of which `len` bytes of data are in the guest's memory.
+    /// Answers a request, with `len` bytes of data in the guest's memory.
     #[inline]
     fn end(&mut self, head: u16, status_at: u64, len: u32, status: Status) {
         let written = self.view.write(status_at, &[status as u8]).is_ok();
@@ -485,14 +487,14 @@ impl<'a> DirectQueue<'a> {
             self.ring.put(head, len);
             return;
         };
-        // What is written down is true of one request at a time.
+        // The tracking describes one request at a time, so each answer is published separately.
         tracker.answering(head);
         self.ring.put(head, len);
         self.ring.publish();
         tracker.answered(head, self.ring.places().1);
     }
 
-    /// From time to time, whether a request takes too long.
+    /// Checks the timeouts of requests once per `PASSES` passes.
     #[inline]
     fn look_at_times(&mut self) {
         self.passes = self.passes.wrapping_add(1);
@@ -514,11 +516,12 @@ impl<'a> DirectQueue<'a> {
         }
     }
 
-    /// Finishes what was taken, and gives the queue back.
+    /// Completes the requests in flight, and stores the positions of the rings.
     fn leave(mut self) {
         let device = self.context.device;
         self.ring.ask_for_kicks();
-        // From here on, nothing is taken; and the frontend need not wait for what was.
+        // From here on, no request is taken, and the frontend need not wait for the requests in
+        // flight.
         self.context.vring.end_serving();
         let mut deadline = Instant::now() + FINISH;
         let mut is_cancelled = false;
@@ -533,8 +536,8 @@ impl<'a> DirectQueue<'a> {
             }
             let now = Instant::now();
             if now >= deadline {
-                // Were it carried out by the next process as well, the two would be in each other's
-                // way.
+                // If the next process executed the tracked requests too, the two executions would
+                // conflict, so they are awaited.
                 let is_waited_for = self.context.tracker.is_some() && device.is_over();
                 if is_cancelled && (device.is_ending() || !is_waited_for) {
                     break;

@@ -1,4 +1,5 @@
-//! A virtio-blk request, read from the queue's descriptors, with its data left where they are.
+//! virtio-blk request, read from the queue's descriptors, with its data left in the guest's
+//! memory.
 
 use super::super::request::{
     Action, HEADER, MAX_PIECES, Refusal, Rules, SEGMENT, Status, understand,
@@ -11,17 +12,17 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// A piece of the guest's memory: its address and its length.
+/// Piece of the guest's memory: address and length.
 pub(super) type Piece = (u64, usize);
 
-/// The memory that a request lies in: what the device reads, and what it writes.
+/// Memory of a request: the pieces that the device reads, and those that it writes.
 #[derive(Debug, Default)]
 pub(super) struct Chain {
     pub(super) read: Vec<Piece>,
     pub(super) write: Vec<Piece>,
 }
 
-/// What is asked for.
+/// Operation of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Job {
     Disk {
@@ -29,36 +30,36 @@ pub(super) enum Job {
         offset: u64,
         len: u64,
     },
-    /// The device's identifier, of which there is room for so much.
+    /// Query of the serial number, with `room` bytes for the answer.
     Identify {
         room: usize,
     },
 }
 
-/// A request that makes sense. What is left of the chain are its data.
+/// Validated request. The chain then contains only the data.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request {
     pub(super) job: Job,
-    /// Where its status goes.
+    /// Address of the status byte.
     pub(super) status: u64,
 }
 
-/// How a request can not be carried out.
+/// Reason for the refusal of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bad {
-    /// This is what to answer, and where.
+    /// The request is answered with this status, at this address.
     Status(Status, u64),
-    /// There is nowhere to put an answer.
+    /// The request has no room for a status.
     NoRoom,
 }
 
 impl Chain {
-    /// Pieces of memory, as far as they are no more than there may be.
+    /// Number of memory pieces, up to one more than the limit.
     pub(super) fn pieces(&self) -> usize {
         (self.read.len() + self.write.len()).min(MAX_PIECES + 1)
     }
 
-    /// Reads the descriptors from `head` on. A chain that breaks off ends there.
+    /// Reads the descriptors from `head`. An invalid descriptor ends the chain.
     #[inline]
     pub(super) fn read(&mut self, ring: &SplitRing, view: &View, head: u16) {
         self.read.clear();
@@ -74,7 +75,7 @@ impl Chain {
             let Some(descriptor) = found else { return };
             if descriptor.flags & INDIRECT != 0 {
                 let entries = descriptor.len as usize / DESCRIPTOR;
-                // Of a table that is in a table, or too long, nothing is known.
+                // A nested or too long indirect table ends the chain.
                 let Ok(entries) = u16::try_from(entries) else { return };
                 if table.is_some() {
                     return;
@@ -95,13 +96,13 @@ impl Chain {
         }
     }
 
-    /// What it asks for. What does not belong to the data is taken away.
+    /// Decodes the request, and removes header and status from the chain.
     #[inline]
     pub(super) fn parse(&mut self, view: &View, rules: &Rules) -> Result<Request, Bad> {
         let is_too_long = self.pieces() > MAX_PIECES;
         let status = take_last(&mut self.write);
         if is_too_long {
-            // Room for so much is not kept: each slot could come to have it.
+            // Releases the allocation: otherwise, each slot could come to hold one of this size.
             *self = Self::default();
         }
         let status = status.ok_or(Bad::NoRoom)?;
@@ -149,7 +150,7 @@ fn total(pieces: &[Piece]) -> usize {
     pieces.iter().map(|(_, len)| len).sum()
 }
 
-/// Takes the last byte away: where it is.
+/// Removes the last byte and returns its address.
 #[inline]
 fn take_last(pieces: &mut Vec<Piece>) -> Option<u64> {
     loop {
@@ -166,7 +167,7 @@ fn take_last(pieces: &mut Vec<Piece>) -> Option<u64> {
     }
 }
 
-/// Takes as many bytes from the beginning as `into` has, and reads them.
+/// Removes as many bytes from the start as `into` has, and reads them.
 #[inline]
 fn take_first(pieces: &mut Vec<Piece>, view: &View, into: &mut [u8]) -> Option<()> {
     let (mut done, mut whole) = (0, 0);
@@ -185,7 +186,7 @@ fn take_first(pieces: &mut Vec<Piece>, view: &View, into: &mut [u8]) -> Option<(
     Some(())
 }
 
-/// The part of the pieces from `from` on that is `len` bytes long.
+/// Range of `len` bytes from offset `from` in the pieces.
 pub(super) fn part(pieces: &[Piece], from: u64, len: u64, into: &mut Vec<Piece>) {
     into.clear();
     let (mut skip, mut left) = (from as usize, len as usize);

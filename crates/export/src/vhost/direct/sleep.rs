@@ -1,4 +1,4 @@
-//! What a queue's thread sleeps on.
+//! Sleep of a queue's thread on an epoll set.
 
 use ::shadowbell_memory::EventFd;
 use rustix::event::Timespec;
@@ -10,17 +10,17 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-/// Descriptors that one wait can report.
+/// Largest number of descriptors that a wait reports.
 const EVENTS: usize = 5;
 
-/// Everything that ends the sleep of a queue's thread.
+/// Epoll set of all events that end the sleep of a queue's thread.
 pub(super) struct Sleep {
     epoll: OwnedFd,
     kick: Option<EventFd>,
 }
 
 impl Sleep {
-    /// The guest's notifications, whatever else is signalled by `events`, and the disk.
+    /// Creates the set: the guest's notifications, other events, and the disk.
     pub(super) fn on(
         kick: Option<EventFd>,
         events: [&EventFd; 2],
@@ -30,7 +30,8 @@ impl Sleep {
         let add = |fd: BorrowedFd<'_>, flags| {
             epoll::add(&epoll, fd, EventData::new_u64(0), EventFlags::IN | flags)
         };
-        // Edges: what was signalled is not read away, but for the guest's, which fills up.
+        // Edge-triggered, so that events need not be drained, except the guest's, whose count
+        // could fill up.
         for event in kick.iter().chain(events) {
             add(event.as_fd(), EventFlags::ET)?;
         }
@@ -44,7 +45,7 @@ impl Sleep {
         Ok(Self { epoll, kick })
     }
 
-    /// Until something is signalled, or for so long.
+    /// Waits until an event is signalled, or until `limit` has passed.
     pub(super) fn wait(&self, limit: Option<Duration>) {
         let limit = limit.map(|limit| Timespec {
             tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
@@ -52,7 +53,7 @@ impl Sleep {
         });
         let mut events = [const { MaybeUninit::uninit() }; EVENTS];
         match epoll::wait(&self.epoll, &mut events[..], limit.as_ref()) {
-            // The system brings completions to a thread that sleeps by interrupting it.
+            // EINTR: the kernel interrupts a sleeping thread to deliver io_uring completions.
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => {
                 tracing::warn!("waiting for requests failed: {errno}");

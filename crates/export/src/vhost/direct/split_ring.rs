@@ -1,24 +1,24 @@
-//! A split virtqueue, as its device has it. Virtio 1.2, 2.7.
+//! Device side of a split virtqueue (Virtio 1.2, 2.7).
 //!
-//! The guest's memory is looked up once, and then the rings are read and written in place.
+//! The guest's memory is looked up once; the rings are then accessed in place.
 
 use ::shadowbell_memory::{DmaTable, SharedBytes};
 use std::sync::atomic::{Ordering, fence};
 use virtio_queue::{Error, Queue, QueueT};
 
-/// Bytes of a descriptor.
+/// Size of a descriptor in bytes.
 pub(super) const DESCRIPTOR: usize = 16;
-/// Where the index of either ring is, and where its entries begin. The flags are at 0.
+/// Offsets of the index and of the entries in both rings. The flags are at offset 0.
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
-/// Bytes of an entry of the used ring.
+/// Size of an entry of the used ring in bytes.
 const USED: usize = 8;
-/// A flag of the used ring: the guest need not notify.
+/// Flag of the used ring: the guest need not send notifications.
 const NO_NOTIFY: u16 = 1;
-/// A flag of the available ring: the guest wants no notification.
+/// Flag of the available ring: the guest wants no interrupt.
 const NO_INTERRUPT: u16 = 1;
 
-/// A descriptor.
+/// Descriptor, copied from the guest's memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Descriptor {
     pub(super) address: u64,
@@ -35,28 +35,28 @@ impl Descriptor {
     }
 }
 
-/// A queue.
+/// Split virtqueue.
 pub(in super::super) struct SplitRing {
     size: u16,
     event_idx: bool,
     descriptors: SharedBytes,
     available: SharedBytes,
     used: SharedBytes,
-    /// What is taken next, and the index of the available ring when it was last read.
+    /// Position of the next request, and the index of the available ring at its last read.
     next_available: u16,
     seen: u16,
-    /// Where the next answer goes, and the index that the guest knows.
+    /// Position of the next answer, and the index that is published to the guest.
     next_used: u16,
     published: u16,
-    /// Where the used ring was when it was last decided whether to notify.
+    /// Published index at the last decision on an interrupt.
     told: u16,
-    /// The guest was asked for notifications.
+    /// True if the guest was asked for notifications.
     wants_kicks: bool,
 }
 
 impl SplitRing {
-    /// The queue as a frontend has set it up. Nothing, if a part of it does not lie in one region of
-    /// the guest's memory.
+    /// Creates the queue in the configuration of the frontend. `None` if a part of it does not
+    /// lie in one region of the guest's memory.
     pub(in super::super) fn new(queue: &Queue, table: &DmaTable) -> Option<Self> {
         let (size, event_idx) = (queue.size(), queue.event_idx_enabled());
         if !size.is_power_of_two() {
@@ -79,7 +79,7 @@ impl SplitRing {
             told: queue.next_used(),
             wants_kicks: true,
         };
-        // Their alignment, which makes every later access possible.
+        // Checks the alignment, on which every later access relies.
         ring.available.load_u16_acquire(0)?;
         ring.used.load_u16_acquire(0)?;
         Some(ring)
@@ -89,7 +89,7 @@ impl SplitRing {
         self.size
     }
 
-    /// The places in the two rings.
+    /// Positions in the available and the used ring.
     pub(super) fn places(&self) -> (u16, u16) {
         (self.next_available, self.next_used)
     }
@@ -101,7 +101,7 @@ impl SplitRing {
     /// Takes a request: the index of its first descriptor.
     ///
     /// # Errors
-    /// The index of the ring promises more than there can be.
+    /// If the index of the available ring announces more requests than fit.
     #[inline]
     pub(super) fn take(&mut self) -> Result<Option<u16>, Error> {
         if self.seen == self.next_available {
@@ -121,23 +121,23 @@ impl SplitRing {
         Ok(Some(u16::from_le_bytes(head)))
     }
 
-    /// A descriptor, if the queue has it.
+    /// Reads a descriptor of the table, if `index` is valid.
     #[inline]
     pub(super) fn descriptor(&self, index: u16) -> Option<Descriptor> {
         self.descriptors.read::<[u64; 2]>(DESCRIPTOR * usize::from(index)).map(Descriptor::of)
     }
 
-    /// Puts an answer into the used ring; the guest sees it after [`publish`](Self::publish).
+    /// Puts an answer into the used ring, which [`publish`](Self::publish) shows to the guest.
     #[inline]
     pub(super) fn put(&mut self, head: u16, len: u32) {
         let at = ENTRIES + USED * self.slot(self.next_used);
         let entry = (u64::from(head) | u64::from(len) << 32).to_le_bytes();
-        // It was looked up to be there, and writable.
+        // Never fails: the lookup checked the length, and the memory is writable.
         let _ = self.used.write_from(at, &entry);
         self.next_used = self.next_used.wrapping_add(1);
     }
 
-    /// Shows the guest what was put there. Whether there is anything new.
+    /// Publishes the answers to the guest. Returns true if there are new ones.
     #[inline]
     pub(super) fn publish(&mut self) -> bool {
         if self.published == self.next_used {
@@ -148,14 +148,15 @@ impl SplitRing {
         true
     }
 
-    /// Whether the guest wants to be notified of what was published since this was last asked.
+    /// True if the guest wants an interrupt for the answers published since the last call.
     #[inline]
     pub(super) fn wants_notification(&mut self) -> bool {
         if self.told == self.published {
             return false;
         }
         let old = std::mem::replace(&mut self.told, self.published);
-        // What it asks for may have changed until it has seen the new index.
+        // The fence orders the published index before the load of the guest's request for
+        // interrupts, so that a change by a guest that has not seen the index is not missed.
         fence(Ordering::SeqCst);
         if self.event_idx {
             let at = ENTRIES + 2 * usize::from(self.size);
@@ -167,7 +168,8 @@ impl SplitRing {
         flags & NO_INTERRUPT == 0
     }
 
-    /// The guest need not notify. With `VIRTIO_F_EVENT_IDX` it does so once at most.
+    /// Tells the guest not to send notifications. With `VIRTIO_F_EVENT_IDX`, it sends at most one
+    /// anyway.
     #[inline]
     pub(super) fn suppress_kicks(&mut self) {
         if std::mem::take(&mut self.wants_kicks) && !self.event_idx {
@@ -175,7 +177,8 @@ impl SplitRing {
         }
     }
 
-    /// The guest has to notify of the next request. Whether there is one already.
+    /// Asks the guest for a notification of the next request. Returns true if a request is
+    /// already there.
     pub(super) fn ask_for_kicks(&mut self) -> bool {
         if self.event_idx {
             let at = ENTRIES + USED * usize::from(self.size);
@@ -199,7 +202,7 @@ mod tests {
     const AVAILABLE: u64 = 0x100;
     const USED: u64 = 0x200;
 
-    /// A queue at the beginning of the guest's memory, and that memory.
+    /// Queue at the start of the guest's memory, and that memory.
     fn ring(event_idx: bool, len: u64) -> (Option<SplitRing>, SharedBytes) {
         let bytes = Mapping::anonymous(4096).unwrap().bytes();
         let mut space = DmaSpace::default();
@@ -291,7 +294,7 @@ mod tests {
         assert_eq!(get(&bytes, avail_event), 2);
         ring.suppress_kicks();
         assert_eq!((get(&bytes, avail_event), get(&bytes, USED)), (2, 0));
-        // For the second answer, and none before or after it.
+        // Interrupt for the second answer only.
         put(&bytes, event, 1);
         let mut wanted = Vec::new();
         for _ in 0..3 {
@@ -300,7 +303,7 @@ mod tests {
             wanted.push(ring.wants_notification());
         }
         assert_eq!(wanted, [false, true, false]);
-        // In one go it is among them.
+        // The requested answer is one of a batch.
         put(&bytes, event, 4);
         (0..3).for_each(|_| ring.put(0, 1));
         ring.publish();

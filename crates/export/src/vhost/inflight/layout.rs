@@ -1,38 +1,38 @@
-//! Where things are in the memory of a queue: `QueueRegionSplit` and `DescStateSplit` of the
-//! specification. Everything is a word of eight bytes that is loaded and stored at once, in this
-//! machine's order of bytes.
+//! Layout of a queue's in-flight tracking memory: `QueueRegionSplit` and `DescStateSplit` of the
+//! vhost-user specification. All fields are accessed as words of eight bytes, loaded and stored
+//! atomically, in native byte order.
 
 use shadowbell_memory::SharedBytes;
 
-/// Bytes before the first request: features (0), and the [`Header`].
+/// Size of the part before the requests: features (0), and the [`Header`].
 const HEADER: usize = 16;
 const FEATURES: usize = 0;
 const STATE: usize = 8;
-/// Bytes of a request: a [`Mark`], and its number.
+/// Size of a request's state in bytes: a [`Mark`], and its number.
 const REQUEST: usize = 16;
 const NUMBER: usize = 8;
-/// Each queue begins at a multiple of this, as in other implementations.
+/// Alignment of each queue's part, as in other implementations.
 const ALIGNMENT: usize = 64;
 
-/// The version of all this.
+/// Version of the layout.
 pub(super) const VERSION: u16 = 1;
 
-/// The bytes of a queue with so many entries.
+/// Size of the memory of a queue with `entries` entries.
 pub(super) fn queue_bytes(entries: u16) -> usize {
     (HEADER + REQUEST * usize::from(entries)).next_multiple_of(ALIGNMENT)
 }
 
-/// The memory of a queue, as words.
+/// Memory of a queue, accessed in words.
 pub(in super::super) trait Words {
-    /// The word at this multiple of eight.
+    /// Loads the word at offset `at`, a multiple of eight.
     fn load(&self, at: usize) -> u64;
-    /// Stores it behind all that was stored before.
+    /// Stores a word, after all earlier stores.
     fn store(&self, at: usize, word: u64);
 }
 
 impl Words for SharedBytes {
     fn load(&self, at: usize) -> u64 {
-        // The window is as long as its queue.
+        // Never fails: the window is as long as the memory of its queue.
         self.load_u64_acquire(at).unwrap_or_default()
     }
 
@@ -41,15 +41,15 @@ impl Words for SharedBytes {
     }
 }
 
-/// The second word of a queue.
+/// Header of a queue, its second word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Header {
-    /// 0 if there is nothing yet.
+    /// Version; 0 if the memory is not initialized.
     pub(super) version: u16,
     pub(super) entries: u16,
-    /// The request that was answered last.
+    /// Head of the request that was answered last.
     pub(super) last: u16,
-    /// The index of the used ring, when all before it had lost their marks.
+    /// Index of the used ring up to which the marks of answered requests are removed.
     pub(super) used: u16,
 }
 
@@ -68,11 +68,11 @@ impl Header {
     }
 }
 
-/// The first word of a request.
+/// In-flight mark of a request, its first word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Mark {
     pub(super) in_flight: bool,
-    /// The request that was answered before it.
+    /// Head of the request that was answered before this one.
     pub(super) next: u16,
 }
 

@@ -1,44 +1,49 @@
-//! Which requests are in flight, written down in memory that the frontend keeps while this process
-//! may die (`VHOST_USER_PROTOCOL_F_INFLIGHT_SHMFD`; vhost-user, "Inflight I/O tracking").
+//! In-flight tracking: a record of the requests in flight, in memory that the frontend keeps when
+//! this process dies (`VHOST_USER_PROTOCOL_F_INFLIGHT_SHMFD`; vhost-user, "Inflight I/O
+//! tracking").
 //!
-//! The frontend has the file made, gives it back, and gives it to the next process as well, when it
-//! has connected again. A virtio guest does not notice: its queues stay as they are.
+//! The device creates the file on request of the frontend. The frontend sends it back, and sends
+//! it to the next process after a reconnect. The guest does not notice the change: its queues
+//! keep their state.
 //!
-//! # The order of stores
+//! # Order of stores
 //!
-//! What is killed is a process and not the machine, so all stores that were executed are found, in
-//! their order. A request is known by its head, the index of its first descriptor.
+//! If the process is killed, but not the machine, all executed stores are visible, in their
+//! order. A request is identified by its head, the index of its first descriptor.
 //!
-//! 1. A request that was taken from the available ring gets the next number, and then its mark. The
-//!    disk has it after that.
-//! 2. When it has ended, and data and status are in the guest's memory, it is put at the head of
-//!    the list of what was answered last.
-//! 3. The used ring's entry is written, and then the index of the used ring (virtio).
+//! 1. A request that was taken from the available ring gets the next number, and then its mark.
+//!    Then the disk gets the request.
+//! 2. When the request has completed, with data and status in the guest's memory, it becomes the
+//!    first entry of the list of answered requests.
+//! 3. The entry of the used ring is written, and then the index of the used ring (virtio).
 //! 4. The mark is removed.
-//! 5. The index of the used ring is stored here, too.
+//! 5. The index of the used ring is stored in the tracking memory.
 //!
-//! # What is found
+//! # Recovery
 //!
-//! If the two indices differ, the process died between 3 and 5, and the first of the list, as many
-//! as they differ by, are answered, marked or not. What else is marked is carried out again, in the
-//! order of the numbers, before anything new is taken. So many, and those in the used ring, were
-//! taken from the available ring.
+//! If the index of the used ring and the stored index differ, the process died between steps 3
+//! and 5. As many requests from the start of the list as the difference are answered, marked or
+//! not. All other marked requests are executed again, in the order of their numbers, before any
+//! new request is taken. These requests and those in the used ring were taken from the available
+//! ring, which yields its position.
 //!
-//! | killed | what is found | what is done |
+//! | killed | found state | action |
 //! |---|---|---|
 //! | before the mark | the request is in the available ring | it is taken |
-//! | between 1 and 3 | a mark | carried out again, once |
-//! | between 3 and 5 | an index that differs by one, and the request at the head of the list | it is answered |
+//! | between 1 and 3 | a mark | it is executed again, once |
+//! | between 3 and 5 | indices differ by one, the request is first in the list | none: answered |
 //!
-//! Were the mark removed before the used ring has the request, it would be lost; were the index
-//! stored before the mark is removed, it would be answered twice. `model` explores that.
+//! If the mark were removed before the request is in the used ring, the request could be lost. If
+//! the index were stored before the mark is removed, the request could be answered twice. The
+//! test `model` explores all orders.
 //!
-//! What the dead process had given to a disk may land later than it died. Whoever starts the next
-//! process on the same disk waits for that; for images the lock does it (`shadowbell_backend`).
+//! I/O that the dead process had submitted may still reach the disk after the death. The next
+//! process on the same disk must wait for the end of that I/O; for images, the image lock ensures
+//! it (`shadowbell_backend`).
 //!
 //! # Trust
 //!
-//! The memory is the frontend's. It is read once, when a queue starts, and what is read is checked.
+//! The frontend owns the memory. It is read once, when a queue starts, and validated.
 
 mod layout;
 #[cfg(test)]

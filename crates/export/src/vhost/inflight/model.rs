@@ -1,10 +1,10 @@
-//! What is written down of requests in flight, explored: every order of a guest, a device, a disk
-//! and deaths of the device's process, for a few requests. With a store out of its order something
-//! is lost, answered twice, or written over what is newer.
+//! Exhaustive model of the in-flight tracking: every interleaving of a guest, a device, a disk
+//! and deaths of the device's process, for a few requests. A wrong order of stores is detected as
+//! a request that is lost, answered twice, or written over newer data.
 //!
-//! The stores are those that the [`Tracker`] makes; a process may die before any of them, also on
-//! its way back. The disk carries out what it has in any order, also for a process that is dead.
-//! The guest uses a descriptor, and a place in the available ring, again as soon as it may.
+//! The stores are those of the [`Tracker`]. A process may die before any of them, also during
+//! recovery. The disk executes its requests in any order, also those of a dead process. The guest
+//! reuses a descriptor, and an entry of the available ring, as soon as it may.
 
 use super::layout::Words;
 use super::tracker::TrackerState;
@@ -14,12 +14,12 @@ use std::collections::HashSet;
 
 const ENTRIES: u16 = 3;
 const WORDS: usize = 2 + 2 * ENTRIES as usize;
-/// Which block each request writes. The guest makes one when the one before has been answered that
-/// writes the same block.
+/// Block that each request writes. The guest creates a request when the previous one to the same
+/// block is answered.
 const BLOCKS: [usize; 5] = [0, 1, 2, 0, 1];
 const DEATHS: u8 = 2;
 
-/// What is not done, or in another order.
+/// Deliberate error: an omitted or reordered step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     UnmarkedBeforeUsed,
@@ -36,11 +36,11 @@ enum Mistake {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Store {
     Word(usize, u64),
-    /// The used ring gets this head, and its index moves.
+    /// Appends the head to the used ring and increments its index.
     Used(u16),
 }
 
-/// Memory that remembers the stores to it, and does not carry them out for anybody else.
+/// Memory that records the stores instead of making them visible to others.
 struct Log {
     words: RefCell<[u64; WORDS]>,
     stores: RefCell<Vec<Store>>,
@@ -57,37 +57,37 @@ impl Words for &Log {
     }
 }
 
-/// A process, as far as it is not in the memory: what dies with it.
+/// Volatile state of a process, which is lost when it dies.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Process {
     number: u8,
     tracker: TrackerState,
     available: u16,
     again: Vec<u16>,
-    /// Requests that the disk has ended.
+    /// Requests that the disk has completed.
     ended: Vec<u16>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct State {
-    // What the guest has, and shares.
+    // State of the guest, which it shares.
     made: u8,
     requests: [Option<u8>; ENTRIES as usize],
-    /// What the descriptors say, also of requests that were answered.
+    /// Content of the descriptors, also of answered requests.
     descriptors: [u8; ENTRIES as usize],
     ring: [u16; ENTRIES as usize],
     available: u16,
     used: Vec<u16>,
     seen: u16,
     acknowledged: [Option<u8>; 3],
-    // The disk.
+    // State of the disk.
     blocks: [Option<u8>; 3],
     in_hand: Vec<(u8, u16, u8)>,
-    // What the frontend keeps.
+    // State that the frontend keeps.
     words: [u64; WORDS],
     processes: u8,
     process: Option<Process>,
-    /// Requests that were marked and not answered since, in this order.
+    /// Requests that were marked and not answered since, in order.
     order: Vec<u16>,
 }
 
@@ -95,7 +95,7 @@ struct Model {
     mistake: Option<Mistake>,
 }
 
-/// Something is lost, answered twice, or older than it should be.
+/// Violation: a request is lost, answered twice, or older than it should be.
 type Wrong = &'static str;
 
 impl State {
@@ -143,7 +143,8 @@ impl State {
         }
     }
 
-    /// This state after each of the stores, the process having died; and after all of them.
+    /// Adds the state after each of the stores with the process dead to `next`. Returns the state
+    /// after all of them.
     fn deaths(&self, model: &Model, stores: &[Store], next: &mut Vec<Self>) -> Self {
         let mut state = self.clone();
         for store in stores {
@@ -230,7 +231,7 @@ impl Model {
     }
 
     fn start(&self, state: &State, next: &mut Vec<State>) -> Result<(), Wrong> {
-        // Whatever a dead process had given to the disk has ended.
+        // Fence: all I/O of the dead process must have ended.
         if !state.in_hand.is_empty() && !self.is(Mistake::NoFence) {
             return Ok(());
         }
@@ -321,7 +322,7 @@ impl Model {
         }
     }
 
-    /// How many states there are, or what is wrong with one.
+    /// Number of states, or the violation in one of them.
     fn explore(&self) -> Result<usize, Wrong> {
         let mut known = HashSet::from([State::new()]);
         let mut open = vec![State::new()];
@@ -354,7 +355,7 @@ fn each_mistake_is_found() {
         (Mistake::NeverMarked, "answered twice"),
         (Mistake::RecoveredIndexFirst, "answered twice"),
         (Mistake::OnlyAnsweredAreCounted, "answered twice"),
-        // An old write has come over a newer one.
+        // An old write has overwritten a newer one.
         (Mistake::NoFence, "answered, and not done"),
     ] {
         let found = Model { mistake: Some(mistake) }.explore();

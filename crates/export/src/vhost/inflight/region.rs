@@ -1,4 +1,4 @@
-//! The memory of all queues of a device.
+//! In-flight tracking memory of all queues of a device.
 
 use super::layout::queue_bytes;
 use parking_lot::RwLock;
@@ -8,32 +8,32 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// How the memory is shared: the payload of the messages about it.
+/// Geometry of the memory, from the payload of the messages about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) struct Shape {
-    /// Bytes of it, from `offset` on.
+    /// Length in bytes, from `offset`.
     pub(in super::super) len: u64,
     pub(in super::super) offset: u64,
     pub(in super::super) queues: u16,
-    /// Descriptors of each queue, at most.
+    /// Largest number of descriptors per queue.
     pub(in super::super) entries: u16,
 }
 
 impl Shape {
-    /// The bytes that so many queues need.
+    /// Number of bytes that the queues need.
     pub(in super::super) fn needed(&self) -> u64 {
         usize::from(self.queues) as u64 * queue_bytes(self.entries) as u64
     }
 }
 
-/// The memory.
+/// Mapped tracking memory.
 pub(in super::super) struct Region {
     bytes: SharedBytes,
     shape: Shape,
 }
 
 impl Region {
-    /// A file for such memory, which is all zeroes, and which nobody can cut off.
+    /// Creates a zeroed file for such memory, sealed against truncation.
     pub(in super::super) fn make(shape: &Shape) -> io::Result<OwnedFd> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create("vhost-inflight", flags)?;
@@ -42,31 +42,31 @@ impl Region {
         Ok(file)
     }
 
-    /// Maps what a frontend shares.
+    /// Maps the file of a frontend.
     pub(in super::super) fn map(file: impl AsFd, shape: Shape) -> Result<Self, MapError> {
         let mapping = Mapping::from_fd(file, shape.offset, shape.needed(), Protection::ReadWrite)?;
         Ok(Self { bytes: mapping.bytes(), shape })
     }
 
-    /// Descriptors of each queue, at most.
+    /// Largest number of descriptors per queue.
     pub(in super::super) fn entries(&self) -> u16 {
         self.shape.entries
     }
 
-    /// The part of a queue.
+    /// Part of queue `index`.
     pub(in super::super) fn queue(&self, index: usize) -> Option<SharedBytes> {
         let len = queue_bytes(self.shape.entries);
         let has_it = index < usize::from(self.shape.queues);
         has_it.then(|| self.bytes.slice(index * len, len)).flatten()
     }
 
-    /// Whether part of it was lost: its file was truncated, or there are no pages for it.
+    /// True if part of the memory was lost: its file was truncated, or no huge pages were left.
     pub(in super::super) fn is_poisoned(&self) -> bool {
         self.bytes.mapping().is_poisoned()
     }
 }
 
-/// The memory that a frontend has shared last. A queue has it from its start to its stop.
+/// Tracking memory that a frontend has shared last. A queue uses it from its start to its stop.
 #[derive(Default)]
 pub(in super::super) struct Kept(RwLock<Option<Arc<Region>>>);
 

@@ -1,9 +1,9 @@
-//! What a queue writes down, in its order, and what the next process makes of it.
+//! Writer of a queue's in-flight tracking, and its evaluation by the next process.
 
 use super::layout::{Header, Mark, VERSION, Words, features, number, store_number};
 use shadowbell_state::{AbortPoint, WrongOrder, abort_point, is_wrong};
 
-/// The memory of a queue makes no sense.
+/// Reason for which the tracking memory of a queue is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in super::super) enum Senseless {
     #[error("it has features, {0:#x}, or version {1}, and only version 1 without any is known")]
@@ -20,26 +20,27 @@ pub(in super::super) enum Senseless {
     None,
 }
 
-/// What a process before has left.
+/// State that a dead process has left.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in super::super) struct Found {
-    /// The heads of the requests that are to be carried out again, in this order.
+    /// Heads of the requests to execute again, in this order.
     pub(in super::super) heads: Vec<u16>,
-    /// The place in the available ring of the first request that it had not taken.
+    /// Position in the available ring of the first request that was not taken.
     pub(in super::super) available: u16,
 }
 
-/// The writing end of a queue's memory.
+/// Writer of a queue's tracking memory.
 pub(in super::super) struct Tracker<W> {
     words: W,
     header: Header,
-    /// Of the next request.
+    /// Number of the next request.
     number: u64,
 }
 
 impl<W: Words> Tracker<W> {
-    /// For a queue of `size` entries that starts with its used ring at `used`, in memory that was
-    /// shared as one for `entries`. What a process before has left, if one has.
+    /// Starts the tracking of a queue of `size` entries whose used ring has the index `used`, in
+    /// memory that was shared for `entries` entries. Returns the state of a dead process, if
+    /// there is one.
     pub(in super::super) fn start(
         words: W,
         entries: u16,
@@ -71,7 +72,8 @@ impl<W: Words> Tracker<W> {
         let mut marks: Vec<_> = (0..entries).map(|head| Mark::load(&self.words, head)).collect();
         let batch = used.wrapping_sub(self.header.used);
         let mut answered = Vec::new();
-        // If there is nothing, the guest may have begun anew with its queue since.
+        // Without marks, the guest may have reset its queue since, so the indices are not
+        // compared.
         if marks.iter().any(|mark| mark.in_flight) {
             if batch > size {
                 return Err(Senseless::Used(used));
@@ -92,8 +94,8 @@ impl<W: Words> Tracker<W> {
         }
         found.sort_unstable();
         self.number = found.last().map_or(0, |(number, _)| number.wrapping_add(1));
-        // Nothing was changed before all of it was known to make sense. Should this process die
-        // meanwhile, the next one finds the same.
+        // No store precedes the complete validation. If this process dies during these stores,
+        // the next one finds an equivalent state.
         answered.into_iter().for_each(|(head, mark)| mark.store(&self.words, head));
         self.header.used = used;
         self.header.store(&self.words);
@@ -102,7 +104,7 @@ impl<W: Words> Tracker<W> {
         Ok((self, Some(Found { heads, available })))
     }
 
-    /// A request was taken from the available ring.
+    /// Records that a request was taken from the available ring.
     pub(in super::super) fn taken(&mut self, head: u16) {
         abort_point(AbortPoint::RequestTaken);
         if head >= self.header.entries {
@@ -115,7 +117,7 @@ impl<W: Words> Tracker<W> {
         abort_point(AbortPoint::RequestMarked);
     }
 
-    /// A request is about to be put into the used ring.
+    /// Records that a request is about to be put into the used ring.
     pub(in super::super) fn answering(&mut self, head: u16) {
         if head >= self.header.entries {
             return;
@@ -128,7 +130,7 @@ impl<W: Words> Tracker<W> {
         abort_point(AbortPoint::RequestListed);
     }
 
-    /// It is there, and the used ring is at `used`.
+    /// Records that a request is in the used ring, whose index is `used` now.
     pub(in super::super) fn answered(&mut self, head: u16, used: u16) {
         if head >= self.header.entries {
             return;
@@ -148,20 +150,20 @@ impl<W: Words> Tracker<W> {
         abort_point(AbortPoint::RequestAnswered);
     }
 
-    /// What dies with the process.
+    /// Volatile state, which is lost when the process dies.
     #[cfg(test)]
     pub(super) fn state(&self) -> TrackerState {
         (self.header, self.number)
     }
 
-    /// The tracker of a process that lives.
+    /// Restores the tracker of a living process.
     #[cfg(test)]
     pub(super) fn with_state(words: W, (header, number): TrackerState) -> Self {
         Self { words, header, number }
     }
 }
 
-/// What a process knows beside the memory.
+/// Volatile state of a tracker.
 #[cfg(test)]
 pub(super) type TrackerState = (Header, u64);
 
@@ -186,7 +188,7 @@ mod tests {
     }
 
     impl Memory {
-        /// What another implementation has left: marks with their numbers.
+        /// Memory as another implementation leaves it: marks with their numbers.
         fn left(last: u16, used: u16, marks: &[(u16, u16, u64)]) -> Self {
             let memory = Self(RefCell::new(vec![0; queue_bytes(ENTRIES) / 8]));
             Header { version: VERSION, entries: ENTRIES, last, used }.store(&&memory);
@@ -203,15 +205,16 @@ mod tests {
         }
     }
 
-    /// Others answer several requests, and store the index of the used ring once for all of them.
+    /// Other implementations answer several requests and store the index of the used ring once.
     #[test]
     fn a_batch_that_was_answered_is_not_carried_out_again() {
         let marks = [(1, 0, 40), (2, 6, 41), (6, 3, 39), (3, 7, 38), (5, 0, 37)];
-        // The indices go round.
+        // The indices wrap around.
         let memory = Memory::left(2, 0xfffe, &marks);
         let found = memory.found(1).unwrap();
         assert_eq!(found, Found { heads: vec![5, 1], available: 3 });
-        // It is the same once more, as after another death; and nothing is answered meanwhile.
+        // A second recovery without answers in between, as after another death, finds the same
+        // state.
         assert_eq!(memory.found(1).unwrap(), found);
         let (mut tracker, _) = Tracker::start(&memory, ENTRIES, ENTRIES, 1).unwrap();
         tracker.taken(2);
@@ -232,7 +235,7 @@ mod tests {
         assert_eq!(refused(left(2, &[(2, 9, 0)]), 8, 12), Senseless::Head(9));
         assert_eq!(refused(left(0, &[(5, 0, 0)]), 4, 10), Senseless::Head(5));
         assert_eq!(refused(left(0, &[(5, 0, 0)]), 8, 0), Senseless::Used(0));
-        // A queue that was begun anew, with nothing in flight.
+        // A queue that was reset, with no request in flight.
         for used in [0, 12] {
             let found = left(8, &[]).found(used).unwrap();
             assert_eq!(found, Found { heads: Vec::new(), available: used });
