@@ -1,4 +1,4 @@
-//! The client's end of the handshake, over anything that can be read and written.
+//! Client side of the NBD handshake, over any byte stream.
 
 use crate::export::Export;
 use shadowbell_nbd::wire::{
@@ -8,45 +8,45 @@ use shadowbell_nbd::wire::{
 use shadowbell_tls::{Session, SessionError};
 use std::io::{self, Read, Write};
 
-/// The longest reply to an option. Names and texts have 4096 bytes at most.
+/// Maximum length of an option reply. Names and texts have at most 4096 bytes.
 const MAX_ANSWER: u32 = 16 << 10;
-/// The most replies to one option.
+/// Maximum number of replies to one option.
 const MAX_ANSWERS: usize = 64;
-/// What an oldstyle server goes on with after its greeting.
+/// Magic after the greeting of an oldstyle server.
 const OLDSTYLE: u64 = 0x0000_4202_8186_1253;
 
-/// Why there is no agreement with a server.
+/// Error of the handshake.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NegotiationError {
     /// The connection ended.
     #[error("the connection broke in the handshake: {0}")]
     Io(#[source] io::Error),
-    /// What answers is no NBD server.
+    /// The peer is not an NBD server.
     #[error("what answers there is no NBD server; correct the address")]
     NoServer,
-    /// The server speaks a form of the protocol from before 2011.
+    /// The server supports only the oldstyle protocol from before 2011.
     #[error("the server speaks an old form of the protocol; start one with `fixed newstyle`")]
     Oldstyle,
-    /// There is no such export.
+    /// The export does not exist.
     #[error("the server has no such export{}; `nbdinfo --list` shows those that it has", told(.0))]
     Unknown(String),
-    /// The server wants TLS.
+    /// The server requires TLS.
     #[error(
         "the server takes no clients without TLS{}; write `nbds:` and `tls-certificates=DIR`",
         told(.0)
     )]
     TlsRequired(String),
-    /// The server has no TLS.
+    /// The server does not support TLS.
     #[error("the server has no TLS{}; have it use its certificates, or write `nbd:`", told(.0))]
     NoTls(String),
-    /// The two do not agree on TLS.
+    /// The TLS handshake failed.
     #[error("there is no TLS with the server: {0}")]
     Tls(SessionError),
-    /// The server refuses.
+    /// The server refuses the export.
     #[error("the server refuses the export{}", told(.0))]
     Refused(String),
-    /// The server does not keep to the protocol.
+    /// The server violates the protocol.
     #[error("the server breaks the protocol: {0}")]
     Protocol(&'static str),
 }
@@ -60,19 +60,18 @@ impl From<io::Error> for NegotiationError {
     }
 }
 
-/// What the server says itself, as the end of a sentence.
+/// Formats the server's message as the end of a sentence.
 fn told(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(" (it says: {text})") }
 }
 
-/// What was agreed on before there is an export: that there are no zeroes after the answer to
-/// `EXPORT_NAME`.
+/// Result of the greeting: whether the reply to `EXPORT_NAME` omits the zero padding.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Greeted {
     no_zeroes: bool,
 }
 
-/// Has the server begin with TLS: what follows its answer goes through that.
+/// Requests TLS; the TLS handshake follows the reply.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -85,8 +84,8 @@ pub(crate) fn ask_for_tls(stream: &mut (impl Read + Write)) -> Result<(), Negoti
     }
 }
 
-/// Agrees with the server at the other end of `stream`, which was greeted, on the export of this
-/// name.
+/// Negotiates the export of this name with the server at the other end of `stream`, after the
+/// greeting.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -119,7 +118,7 @@ pub(crate) fn negotiate(
     Ok(export)
 }
 
-/// Has the server say what is allocated, if it knows; the number by which it does.
+/// Requests the context `base:allocation`. Returns its id if the server supports it.
 fn ask_for_allocation(
     stream: &mut (impl Read + Write),
     name: &str,
@@ -140,8 +139,8 @@ fn ask_for_allocation(
                 }
             }
             (answer::ACK, _) => return Ok(found),
-            // It knows of none, or of no such export, which it says again when it is asked for
-            // that.
+            // Neither this context nor, perhaps, the export exists; the next option reports the
+            // latter.
             (kind, _) if kind & answer::ERROR != 0 => return Ok(None),
             _ => break,
         }
@@ -149,7 +148,7 @@ fn ask_for_allocation(
     Err(NegotiationError::Protocol("its answers do not end"))
 }
 
-/// Asks for what the server says of the export now, and takes leave.
+/// Requests the current properties of the export, and ends the handshake.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -166,7 +165,7 @@ pub(crate) fn ask(
     export.ok_or(NegotiationError::Protocol("it does not say what its export is"))
 }
 
-/// The greetings.
+/// Exchanges the greetings.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -196,7 +195,7 @@ fn send_option(stream: &mut impl Write, kind: u32, data: &[u8]) -> io::Result<()
     stream.write_all(&out)
 }
 
-/// One reply to an option: its kind and its data.
+/// Receives one option reply: its type and its data.
 fn receive(stream: &mut impl Read, to: u32) -> Result<(u32, Vec<u8>), NegotiationError> {
     let mut head = [0; 20];
     stream.read_exact(&mut head)?;
@@ -213,7 +212,7 @@ fn receive(stream: &mut impl Read, to: u32) -> Result<(u32, Vec<u8>), Negotiatio
     Ok((kind, data))
 }
 
-/// The replies to `INFO` or `GO`; nothing if the server does not know the option.
+/// Receives the replies to `INFO` or `GO`; `None` if the server does not support the option.
 fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, NegotiationError> {
     let mut export: Option<Export> = None;
     let mut sizes = None;
@@ -244,7 +243,7 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
                         let mut next = || reader.u32().ok_or_else(broken);
                         sizes = Some((next()?, next()?, next()?));
                     }
-                    // What was not asked for may come, and is to be ignored.
+                    // Information that was not requested has to be ignored.
                     _ => {}
                 }
             }
@@ -263,14 +262,14 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
     Err(NegotiationError::Protocol("its answers do not end"))
 }
 
-/// What a server says for people, as it can stand in a line of a log.
+/// Cleans a text of the server for a log line.
 fn readable(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text);
     let clean = |c: char| if c.is_control() { ' ' } else { c };
     text.chars().take(200).map(clean).collect::<String>().trim().to_owned()
 }
 
-/// The way of servers that do not know `GO`.
+/// Opens the export with `EXPORT_NAME`, for servers without `GO`.
 fn export_name(
     stream: &mut (impl Read + Write),
     name: &str,
@@ -279,7 +278,7 @@ fn export_name(
     send_option(stream, option::EXPORT_NAME, name.as_bytes())?;
     let mut head = [0; 10];
     match stream.read_exact(&mut head) {
-        // All that such a server can say if there is none.
+        // A closed connection is the only error reply of this option.
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
             return Err(NegotiationError::Unknown(String::new()));
         }
@@ -298,7 +297,7 @@ mod tests {
     use super::*;
     use shadowbell_nbd::wire::{put_answer, transmission};
 
-    /// A server that says what it was told to say.
+    /// A server with scripted output.
     struct Script {
         says: io::Cursor<Vec<u8>>,
         heard: Vec<u8>,
