@@ -18,7 +18,7 @@ pub enum OpenError {
     /// The server is unreachable.
     #[error("{disk}: the server can not be reached: {source}; start it, or correct the address")]
     Connect {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// The system's reason.
         source: io::Error,
@@ -26,7 +26,7 @@ pub enum OpenError {
     /// The peer is not an NBD server, or refuses the export.
     #[error("{disk}: {why}")]
     Negotiation {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// The error of the handshake.
         why: NegotiationError,
@@ -34,7 +34,7 @@ pub enum OpenError {
     /// The certificates are missing or invalid.
     #[error("{disk}: {why}")]
     Certificates {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// The error of the certificates.
         why: shadowbell_tls::CertificateError,
@@ -45,7 +45,7 @@ pub enum OpenError {
          bytes: it has to be a multiple of that, and at least one block; resize it at the server"
     )]
     Size {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// Size of the export in bytes.
         size: u64,
@@ -59,7 +59,7 @@ pub enum OpenError {
         if *.least <= 4096 { "say `block-size=4096`" } else { "a disk has at most 4096" }
     )]
     BlockSize {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// Minimum request size of the server in bytes.
         least: u32,
@@ -69,7 +69,7 @@ pub enum OpenError {
     /// The disk of a dead process cannot be recovered.
     #[error("{disk} can not be taken over: {why}")]
     NotThatDisk {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// The reason.
         why: String,
@@ -77,7 +77,7 @@ pub enum OpenError {
     /// No thread or file descriptor is available.
     #[error("{disk}: there is no thread or descriptor for the connection: {source}")]
     System {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// The system's error.
         source: io::Error,

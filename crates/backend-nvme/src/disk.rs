@@ -49,7 +49,7 @@ pub enum OpenError {
     /// The namespace does not exist on the controller.
     #[error("there is no namespace {nsid} on {device}; active are: {active}")]
     NoNamespace {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
         /// Name of the controller.
         device: String,
@@ -59,7 +59,7 @@ pub enum OpenError {
     /// The namespace has a feature that the disk cannot pass on.
     #[error("namespace {nsid} {what}, which can not be passed on; format it without")]
     Unusable {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
         /// The feature.
         what: &'static str,
@@ -67,7 +67,7 @@ pub enum OpenError {
     /// The block size is neither 512 nor 4096 bytes.
     #[error("namespace {nsid} has blocks of {size} bytes; disks have 512 or 4096")]
     BlockSize {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
         /// Block size in bytes.
         size: u32,

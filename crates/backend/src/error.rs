@@ -41,13 +41,13 @@ pub enum OpenError {
          `truncate -s 10G {path}`"
     )]
     Missing {
-        /// The file.
+        /// Path of the file.
         path: String,
     },
     /// The process that opens images on request refused this image.
     #[error("{path}: {why}")]
     NotGiven {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The reason.
         why: String,
@@ -55,7 +55,7 @@ pub enum OpenError {
     /// The file may not be read by this user.
     #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
     Unreadable {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The system's reason.
         source: io::Error,
@@ -63,7 +63,7 @@ pub enum OpenError {
     /// The path is neither a regular file nor a block device.
     #[error("{path}: it is {what}; give the path of a raw image or of a block device")]
     NoFile {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// Kind of the file: a directory, a socket...
         what: &'static str,
@@ -81,7 +81,7 @@ pub enum OpenError {
         }
     )]
     Format {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The detected format.
         format: ImageFormat,
@@ -89,7 +89,7 @@ pub enum OpenError {
     /// The file is empty.
     #[error("{path}: it is empty; give it a size with `truncate -s 10G {path}`")]
     Empty {
-        /// The file.
+        /// Path of the file.
         path: String,
     },
     /// The file size is not a multiple of the block size.
@@ -103,7 +103,7 @@ pub enum OpenError {
         }
     )]
     NotBlockMultiple {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// File size in bytes.
         size: u64,
@@ -118,7 +118,7 @@ pub enum OpenError {
          `qemu-img convert -O raw {path} {path}.raw`"
     )]
     OddFormat {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// File size in bytes.
         size: u64,
@@ -133,7 +133,7 @@ pub enum OpenError {
         if *.writable { ", or open it `read-only=on`" } else { "" }
     )]
     Busy {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// Kind of the lock holder, as far as the kernel reports it.
         what: &'static str,
@@ -143,7 +143,7 @@ pub enum OpenError {
     /// `direct=on` was given, but direct I/O is not possible.
     #[error("{path}: direct I/O is not possible: {why}; leave out `direct=on`")]
     NotDirect {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The reason.
         why: String,
@@ -155,7 +155,7 @@ pub enum OpenError {
          out `aio=io_uring`"
     )]
     Ring {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The system's reason.
         source: io::Error,
@@ -163,7 +163,7 @@ pub enum OpenError {
     /// State from another process does not match the disk of this specification.
     #[error("{disk} can not be taken over: {why}")]
     NotThatDisk {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
         /// The mismatch.
         why: String,
@@ -171,7 +171,7 @@ pub enum OpenError {
     /// A system call failed for a reason without a variant of its own.
     #[error("{path}: {what} failed: {source}")]
     System {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The operation that failed.
         what: &'static str,

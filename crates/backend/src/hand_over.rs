@@ -12,19 +12,19 @@ pub enum HandOverError {
          stop the server and start it again instead"
     )]
     Impossible {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
     /// This disk type cannot be recovered after a crash of the server process.
     #[error("{disk}: a disk of this kind can not be gone on with if the server dies")]
     Mortal {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
     /// This disk cannot be recovered after a crash of the server process.
     #[error("{disk}: it can not be gone on with if the server dies: {why}")]
     Unfenced {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
         /// The reason, and what to do about it.
         why: &'static str,
@@ -32,13 +32,13 @@ pub enum HandOverError {
     /// The disk is anonymous memory, which only this process can map.
     #[error("{disk}: its memory belongs to this process alone, and would be lost")]
     Private {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
     /// A system call failed.
     #[error("{disk}: it can not be handed over: {source}")]
     System {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
         /// The system's error.
         source: io::Error,

@@ -12,7 +12,7 @@ pub enum ResizeError {
          namespace, change its disk, and add it again"
     )]
     Impossible {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
     /// This disk type has the write protection that it was opened with.
@@ -21,19 +21,19 @@ pub enum ResizeError {
          add it again"
     )]
     Opened {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
     /// Anonymous memory that belongs to this process alone cannot grow.
     #[error("{disk}: memory that belongs to this process alone can not grow")]
     Private {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
     /// The storage is smaller than the requested size.
     #[error("{disk}: its file has {there} bytes, and {wanted} are wanted; make it larger first")]
     Short {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
         /// Current size of the storage in bytes.
         there: u64,
@@ -43,13 +43,13 @@ pub enum ResizeError {
     /// The position of the metadata on the disk depends on its size.
     #[error("{disk}: its blocks have metadata, whose place depends on its size: that is settled")]
     Metadata {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
     /// The number of zones is fixed when they are created.
     #[error("{disk}: how many zones it has was settled when they were made")]
     Zoned {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
     /// The size is zero or not a multiple of the block size.
@@ -58,7 +58,7 @@ pub enum ResizeError {
          be a multiple of that, and at least one block"
     )]
     Size {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
         /// Requested size in bytes.
         bytes: u64,
@@ -68,7 +68,7 @@ pub enum ResizeError {
     /// A system call failed.
     #[error("{disk}: its size can not be changed: {source}")]
     System {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
         /// The system's error.
         source: io::Error,

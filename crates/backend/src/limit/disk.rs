@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone, Debug)]
 pub struct LimitedDisk {
     inner: Arc<dyn Disk>,
-    /// Its own limiter, then that of its group.
+    /// Limiter of the disk, then that of its group.
     limiters: Arc<[Arc<Limiter>]>,
     /// Number of requests that had to wait.
     delayed: Arc<AtomicU64>,

@@ -41,7 +41,7 @@ struct Bucket {
     next: AtomicU64,
     /// Units per second; 0 if there is no limit.
     rate: AtomicU64,
-    /// How far `next` may be in the past.
+    /// Allowance: maximum time that `next` may be in the past.
     burst: AtomicU64,
 }
 
@@ -169,7 +169,7 @@ fn time_of(amount: u64, rate: u64) -> u64 {
     u64::try_from(time).unwrap_or(u64::MAX)
 }
 
-/// Whether a request is a write, and its data length; `None` for requests without a limit.
+/// Classifies a request: true for a write, and the data length; `None` for requests without limits.
 fn class(request: &Request) -> Option<(bool, u64)> {
     match request.op {
         Op::Read | Op::Compare | Op::Verify => Some((false, request.len)),

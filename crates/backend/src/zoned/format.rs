@@ -49,7 +49,7 @@ impl ZoneFormat {
         format.check(512).is_ok().then_some(format)
     }
 
-    /// The same format without a check of the size.
+    /// Creates a format like [`new`](Self::new), without a check of the size.
     fn whole(size: u64) -> Self {
         Self {
             size,
