@@ -47,13 +47,13 @@ pub(crate) fn run(hub: &Hub) {
                 pause = FIRST;
                 if hub.links.iter().all(|link| link.lock().is_connected()) {
                     let took = lost.elapsed();
-                    info!("{}: connected again after {} ms", shared.name, took.as_millis());
+                    info!("{}: reconnected after {} ms", shared.name, took.as_millis());
                     (since, said) = (None, None);
                 }
             }
             Err(Failure { why, most }) => {
                 if said.is_none_or(|said| said.elapsed() >= SAY_AGAIN) {
-                    warn!("{}: requests wait, and it is tried again: {why}", shared.name);
+                    warn!("{}: requests wait for a new connection: {why}", shared.name);
                     said = Some(Instant::now());
                 }
                 pause = pause.min(most);
@@ -163,7 +163,7 @@ fn reconnect(hub: &Hub) -> Result<(), Failure> {
         .map_err(|error| Failure { why: error.to_string(), most: LONGEST })?;
     if let Some(what) = export.lacks(&hub.first, hub.part, hub.links.len()) {
         let why = format!(
-            "the server has come back without {what}; start it with the options that it had"
+            "the server no longer supports {what}; start it with the same options as before"
         );
         return Err(Failure { why, most: LONGEST });
     }
@@ -176,7 +176,7 @@ fn reconnect(hub: &Hub) -> Result<(), Failure> {
     }
     let before = std::mem::replace(&mut *shared.export.lock(), export.clone()).size;
     if before != export.size {
-        info!("{}: the export has {} bytes now, and had {before}", shared.name, export.size);
+        info!("{}: the export now has {} bytes, before {before}", shared.name, export.size);
     }
     shared.reconnections.fetch_add(1, Ordering::Relaxed);
     let mut stream = Some(stream);
@@ -233,7 +233,7 @@ fn write_again(hub: &Hub, stream: &Stream, structured: bool) -> Result<(), Strin
     let shared = &hub.shared;
     let entries = shared.journal.lock().entries();
     let outcome = match &entries {
-        None => Err("`replay=off` has kept nothing".to_owned()),
+        None => Err("`replay=off` keeps no data".to_owned()),
         Some(entries) => {
             let until = Instant::now() + REPLAY;
             let mut patient = Patient { stream, until, stop: &shared.stop };
@@ -249,8 +249,8 @@ fn write_again(hub: &Hub, stream: &Stream, structured: bool) -> Result<(), Strin
         Err(why) => {
             shared.lose();
             error!(
-                "{}: what was written since the last flush may be lost: {why}; flushes fail until \
-                 the disk is opened again",
+                "{}: writes since the last flush may be lost: {why}; flushes fail until the disk \
+                 is opened again",
                 shared.name
             );
         }

@@ -62,7 +62,12 @@ impl NbdDisk {
         let kept = match kept {
             Some(Ok(kept)) => kept,
             Some(Err(error)) => return Err(refused(spec, error.to_string())),
-            None => return Err(refused(spec, "it was no export".to_owned())),
+            None => {
+                return Err(refused(
+                    spec,
+                    "its stored state is not that of an NBD export".to_owned(),
+                ));
+            }
         };
         settle(spec, &kept, wait)?;
         let is_lost = Cell::new(kept.has_lost);
@@ -79,8 +84,8 @@ impl NbdDisk {
                     }
                     Err(error @ ReplayError::Refused(_)) => {
                         tracing::error!(
-                            "{spec}: what was written since the last flush may be lost: {error}; \
-                             flushes fail until the disk is opened again"
+                            "{spec}: writes since the last flush may be lost: {error}; flushes \
+                             fail until the disk is opened again"
                         );
                         is_lost.set(true);
                         Ok(())
@@ -124,7 +129,7 @@ impl NbdDisk {
                 match way.connect(&stop) {
                     Ok((stream, _)) => streams.push(stream),
                     Err(error) => {
-                        tracing::info!("{error}; there are {} connections", streams.len());
+                        tracing::info!("{error}; using {} connections", streams.len());
                         break;
                     }
                 }

@@ -16,7 +16,7 @@ pub enum OpenError {
         why: String,
     },
     /// The server is unreachable.
-    #[error("{disk}: the server can not be reached: {source}; start it, or correct the address")]
+    #[error("{disk}: the server is unreachable: {source}; start it, or correct the address")]
     Connect {
         /// Specification of the export.
         disk: String,
@@ -41,8 +41,8 @@ pub enum OpenError {
     },
     /// The size of the export is not valid for a disk.
     #[error(
-        "{disk}: the {size} bytes of the export are no size of a disk with blocks of {block_size} \
-         bytes: it has to be a multiple of that, and at least one block; resize it at the server"
+        "{disk}: the size of the export, {size} bytes, is not valid with blocks of {block_size} \
+         bytes: it must be a multiple of that, and at least one block; resize it at the server"
     )]
     Size {
         /// Specification of the export.
@@ -54,9 +54,9 @@ pub enum OpenError {
     },
     /// The server's minimum request is larger than a block.
     #[error(
-        "{disk}: the server takes no requests below {least} bytes, and the blocks have \
+        "{disk}: the minimum request of the server is {least} bytes, and the block size is \
          {block_size}; {}",
-        if *.least <= 4096 { "say `block-size=4096`" } else { "a disk has at most 4096" }
+        if *.least <= 4096 { "use `block-size=4096`" } else { "a disk supports at most 4096" }
     )]
     BlockSize {
         /// Specification of the export.
@@ -67,7 +67,7 @@ pub enum OpenError {
         block_size: u32,
     },
     /// The disk of a dead process cannot be recovered.
-    #[error("{disk} can not be taken over: {why}")]
+    #[error("{disk} cannot be recovered: {why}")]
     NotThatDisk {
         /// Specification of the export.
         disk: String,
@@ -75,7 +75,7 @@ pub enum OpenError {
         why: String,
     },
     /// No thread or file descriptor is available.
-    #[error("{disk}: there is no thread or descriptor for the connection: {source}")]
+    #[error("{disk}: no thread or file descriptor is available for the connection: {source}")]
     System {
         /// Specification of the export.
         disk: String,

@@ -62,7 +62,7 @@ impl Export {
     ) -> Option<&'static str> {
         let needs = [
             (transmission::SEND_FLUSH, "flushes"),
-            (transmission::SEND_FUA, "writes that are durable at once"),
+            (transmission::SEND_FUA, "FUA writes"),
             (transmission::SEND_WRITE_ZEROES, "write zeroes"),
         ];
         if let Some((_, what)) = needs.iter().find(|(f, _)| before.has(*f) && !self.has(*f)) {
@@ -75,7 +75,7 @@ impl Export {
             return Some("several connections");
         }
         if self.least > before.least || self.most < part {
-            return Some("requests of the sizes that it took");
+            return Some("the request sizes that it had");
         }
         None
     }

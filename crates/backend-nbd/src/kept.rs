@@ -29,9 +29,8 @@ use std::time::{Duration, Instant};
 /// Key of an NBD disk in a checkpoint.
 pub(crate) const KEY: &str = "nbd";
 /// Reason for a disk without checkpoint.
-pub(crate) const UNSETTLED: &str = "an NBD server may carry out a write of a process that has died \
-     after it has ended; `settle=SECONDS` says how long that can take, and `read-only=on` that \
-     there are no writes";
+pub(crate) const UNSETTLED: &str = "an NBD server may still execute writes of the dead process; \
+                                    add `settle=SECONDS`, or serve it read-only (`read-only=on`)";
 /// Delay between two attempts to connect.
 const AGAIN: Duration = Duration::from_millis(50);
 
@@ -62,16 +61,16 @@ impl KeptExport {
     /// Disk properties that the guest has seen, if the disk `now` can provide them.
     pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
         if now.read_only && !self.read_only {
-            return Err("it takes no writes any more");
+            return Err("it is no longer writable");
         }
         if now.block_size != self.block_size || now.blocks < self.blocks {
             return Err("it is smaller than it was");
         }
         if self.volatile_cache && !now.volatile_cache {
-            return Err("its server has come back without flushes");
+            return Err("its server no longer supports flushes");
         }
         if self.discard && !now.discard {
-            return Err("its server has come back without write zeroes");
+            return Err("its server no longer supports write zeroes");
         }
         let mut info = now.clone();
         info.blocks = self.blocks;
@@ -111,7 +110,7 @@ fn sleep(spec: &NbdSpec, time: Duration, wait: Wait<'_>) -> Result<(), OpenError
     let since = Instant::now();
     while since.elapsed() < time {
         if !wait() {
-            return Err(refused(spec, "it is not waited for any longer".to_owned()));
+            return Err(refused(spec, "the wait was given up".to_owned()));
         }
     }
     Ok(())

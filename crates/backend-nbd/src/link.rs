@@ -38,13 +38,13 @@ const SIZES: [usize; 3] = [4 << 10, 32 << 10, 256 << 10];
 pub(crate) enum Loss {
     #[error("the server hung up")]
     End,
-    #[error("the server is about to end")]
+    #[error("the server is shutting down")]
     Shutdown,
-    #[error("the connection broke: {0}")]
+    #[error("the connection failed: {0}")]
     Socket(#[from] Errno),
-    #[error("the server breaks the protocol: {0}")]
+    #[error("the server violates the protocol: {0}")]
     Violation(#[from] crate::receiver::Violation),
-    #[error("the server does not answer on one connection, while another was lost")]
+    #[error("the server does not reply on one connection after another was lost")]
     Silent,
 }
 
@@ -189,7 +189,7 @@ impl Link {
     pub(crate) fn install(&mut self, stream: Stream, export: &Export, shared: &Shared) {
         for user in self.users.iter().flatten() {
             if let Err(error) = user.watch(stream.as_fd()) {
-                warn!("{}: a queue is not woken by its connection: {error}", shared.name);
+                warn!("{}: a queue cannot watch its connection: {error}", shared.name);
             }
         }
         self.connection = Some(Connection {

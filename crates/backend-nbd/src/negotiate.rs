@@ -20,34 +20,37 @@ const OLDSTYLE: u64 = 0x0000_4202_8186_1253;
 #[non_exhaustive]
 pub enum NegotiationError {
     /// The connection ended.
-    #[error("the connection broke in the handshake: {0}")]
+    #[error("the connection failed in the handshake: {0}")]
     Io(#[source] io::Error),
     /// The peer is not an NBD server.
-    #[error("what answers there is no NBD server; correct the address")]
+    #[error("the peer is no NBD server; correct the address")]
     NoServer,
     /// The server supports only the oldstyle protocol from before 2011.
-    #[error("the server speaks an old form of the protocol; start one with `fixed newstyle`")]
+    #[error("the server supports only the oldstyle protocol; start one with `fixed newstyle`")]
     Oldstyle,
     /// The export does not exist.
-    #[error("the server has no such export{}; `nbdinfo --list` shows those that it has", told(.0))]
+    #[error("the server has no such export{}; `nbdinfo --list` shows its exports", told(.0))]
     Unknown(String),
     /// The server requires TLS.
     #[error(
-        "the server takes no clients without TLS{}; write `nbds:` and `tls-certificates=DIR`",
+        "the server requires TLS{}; write `nbds:` and `tls-certificates=DIR`",
         told(.0)
     )]
     TlsRequired(String),
     /// The server does not support TLS.
-    #[error("the server has no TLS{}; have it use its certificates, or write `nbd:`", told(.0))]
+    #[error(
+        "the server does not support TLS{}; configure its certificates, or write `nbd:`",
+        told(.0)
+    )]
     NoTls(String),
     /// The TLS handshake failed.
-    #[error("there is no TLS with the server: {0}")]
+    #[error("the TLS handshake failed: {0}")]
     Tls(SessionError),
     /// The server refuses the export.
     #[error("the server refuses the export{}", told(.0))]
     Refused(String),
     /// The server violates the protocol.
-    #[error("the server breaks the protocol: {0}")]
+    #[error("the server violates the protocol: {0}")]
     Protocol(&'static str),
 }
 
@@ -80,7 +83,7 @@ pub(crate) fn ask_for_tls(stream: &mut (impl Read + Write)) -> Result<(), Negoti
     match receive(stream, option::STARTTLS)? {
         (answer::ACK, data) if data.is_empty() => Ok(()),
         (kind, data) if kind & answer::ERROR != 0 => Err(NegotiationError::NoTls(readable(&data))),
-        _ => Err(NegotiationError::Protocol("an answer to an option fits no option")),
+        _ => Err(NegotiationError::Protocol("a reply does not match its option")),
     }
 }
 
@@ -101,7 +104,7 @@ pub(crate) fn negotiate(
             return Err(NegotiationError::TlsRequired(readable(&text)));
         }
         (kind, _) if kind & answer::ERROR != 0 => false,
-        _ => return Err(NegotiationError::Protocol("an answer to an option fits no option")),
+        _ => return Err(NegotiationError::Protocol("a reply does not match its option")),
     };
     let allocation = if structured { ask_for_allocation(stream, name)? } else { None };
     let mut go = Vec::new();
@@ -145,7 +148,7 @@ fn ask_for_allocation(
             _ => break,
         }
     }
-    Err(NegotiationError::Protocol("its answers do not end"))
+    Err(NegotiationError::Protocol("it sends too many replies to an option"))
 }
 
 /// Requests the current properties of the export, and ends the handshake.
@@ -162,7 +165,7 @@ pub(crate) fn ask(
     send_option(stream, option::INFO, &wanted)?;
     let export = described(stream, option::INFO)?;
     send_option(stream, option::ABORT, &[])?;
-    export.ok_or(NegotiationError::Protocol("it does not say what its export is"))
+    export.ok_or(NegotiationError::Protocol("it does not describe the export"))
 }
 
 /// Exchanges the greetings.
@@ -201,11 +204,11 @@ fn receive(stream: &mut impl Read, to: u32) -> Result<(u32, Vec<u8>), Negotiatio
     stream.read_exact(&mut head)?;
     let mut reader = Reader(&head);
     if reader.u64() != Some(OPTION_REPLY_MAGIC) || reader.u32() != Some(to) {
-        return Err(NegotiationError::Protocol("an answer belongs to no option"));
+        return Err(NegotiationError::Protocol("a reply belongs to no option"));
     }
     let (kind, len) = (reader.u32().unwrap_or(0), reader.u32().unwrap_or(u32::MAX));
     if len > MAX_ANSWER {
-        return Err(NegotiationError::Protocol("an answer is too long"));
+        return Err(NegotiationError::Protocol("a reply is too long"));
     }
     let mut data = vec![0; len as usize];
     stream.read_exact(&mut data)?;
@@ -221,19 +224,19 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
         let mut reader = Reader(&data);
         match kind {
             answer::ACK => {
-                let broken = NegotiationError::Protocol("it does not say what its export is");
+                let broken = NegotiationError::Protocol("it does not describe the export");
                 let mut export = export.ok_or(broken)?;
                 if let Some((least, preferred, most)) = sizes
                     && !export.set_sizes(least, preferred, most)
                 {
-                    let why = "the sizes of its requests make no sense";
+                    let why = "its block sizes are invalid";
                     return Err(NegotiationError::Protocol(why));
                 }
                 return Ok(Some(export));
             }
             answer::INFO => {
                 let broken =
-                    || NegotiationError::Protocol("what it says of its export is too short");
+                    || NegotiationError::Protocol("its description of the export is too short");
                 match reader.u16().ok_or_else(broken)? {
                     info::EXPORT => {
                         let size = reader.u64().ok_or_else(broken)?;
@@ -259,7 +262,7 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
             _ => {}
         }
     }
-    Err(NegotiationError::Protocol("its answers do not end"))
+    Err(NegotiationError::Protocol("it sends too many replies to an option"))
 }
 
 /// Cleans a text of the server for a log line.
@@ -386,9 +389,9 @@ mod tests {
         oldstyle.extend([0; 200]);
         for (says, words) in [
             (b"SSH-2.0-OpenSSH_9.2p1 Debian".to_vec(), "no NBD server"),
-            (oldstyle, "old form"),
-            (greeting(0), "old form"),
-            (greeting(1), "connection broke"),
+            (oldstyle, "oldstyle protocol"),
+            (greeting(0), "oldstyle protocol"),
+            (greeting(1), "connection failed"),
         ] {
             let error = with(says).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
@@ -402,7 +405,7 @@ mod tests {
         };
         let error = refused(answer::ERR_UNKNOWN, b"no\nsuch\x1bthing");
         assert!(error.contains("no such export (it says: no such thing)"), "{error}");
-        assert!(refused(answer::ERR_TLS_REQD, b"").contains("without TLS"));
+        assert!(refused(answer::ERR_TLS_REQD, b"").contains("requires TLS"));
         assert!(refused(answer::ERR_POLICY, b"go away").contains("it says: go away"));
     }
 
@@ -416,14 +419,14 @@ mod tests {
             with(says).unwrap_err().to_string()
         };
         let go = option::GO;
-        assert!(broken(&[(go, answer::ACK, vec![])]).contains("what its export is"));
+        assert!(broken(&[(go, answer::ACK, vec![])]).contains("describe the export"));
         assert!(broken(&[(option::LIST, answer::ACK, vec![])]).contains("belongs to no option"));
         assert!(broken(&[(go, answer::INFO, vec![0])]).contains("too short"));
         assert!(broken(&[(go, answer::INFO, vec![0, 0, 1])]).contains("too short"));
         let long = vec![0; MAX_ANSWER as usize + 1];
         assert!(broken(&[(go, answer::INFO, long)]).contains("too long"));
         let endless = vec![(go, answer::INFO, export_info(1, 1)); MAX_ANSWERS + 1];
-        assert!(broken(&endless).contains("do not end"));
+        assert!(broken(&endless).contains("too many replies"));
         let mut odd = info::BLOCK_SIZE.to_be_bytes().to_vec();
         odd.extend([0; 12]);
         let parts = [
@@ -431,6 +434,6 @@ mod tests {
             (go, answer::INFO, odd),
             (go, answer::ACK, vec![]),
         ];
-        assert!(broken(&parts).contains("make no sense"));
+        assert!(broken(&parts).contains("block sizes are invalid"));
     }
 }

@@ -24,17 +24,17 @@ const MAX_ERROR: u32 = 4096 + 64;
 pub(crate) enum Violation {
     #[error(transparent)]
     Magic(#[from] BadReply),
-    #[error("it answers what it was not asked (cookie {0:#x})")]
+    #[error("it replies to an unknown request (cookie {0:#x})")]
     Cookie(u64),
     #[error(
-        "it sends a chunk of a kind {kind:#x} with {len} bytes, which does not fit its request"
+        "it sends a chunk of type {kind:#x} with {len} bytes, which does not match its request"
     )]
     Chunk { kind: u16, len: u32 },
-    #[error("it answers in a form that was not agreed on")]
+    #[error("it sends a reply type that was not negotiated")]
     Form,
-    #[error("it sends data that were not asked for, or twice")]
+    #[error("it sends data that were not requested, or twice")]
     Range,
-    #[error("it leaves out some of the data of a read, or what it was asked")]
+    #[error("its reply to a read or block status request is incomplete")]
     Gap,
 }
 

@@ -56,9 +56,9 @@ struct Relay {
 /// Main loop of the thread: runs until one end is closed, then closes both.
 fn run(mut relay: Relay, name: &str) {
     match relay.carry() {
-        Ok(()) => debug!("{name}: TLS has come to its end"),
+        Ok(()) => debug!("{name}: TLS connection closed"),
         // The user of the connection sees only its end, so the reason is logged.
-        Err(error) => warn!("{name}: TLS with the server is over: {error}"),
+        Err(error) => warn!("{name}: TLS connection to the server failed: {error}"),
     }
     relay.session.close();
     let _ = relay.session.flush(&mut Raw(&relay.server));

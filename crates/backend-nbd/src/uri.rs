@@ -113,7 +113,7 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
     let rest = rest.strip_prefix("//").ok_or_else(|| form.to_owned())?;
     let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
     let export = percent_decode_str(export).decode_utf8();
-    let export = export.map_err(|_| "the name of its export is no UTF-8".to_owned())?.into_owned();
+    let export = export.map_err(|_| "the name of its export is not UTF-8".to_owned())?.into_owned();
     if export.len() > MAX_STRING {
         return Err(format!("the name of its export has more than {MAX_STRING} bytes"));
     }
@@ -191,7 +191,7 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
             return Err("it lacks certificates; add `?tls-certificates=DIR`".to_owned());
         }
         (false, None) if hostname.is_none() => None,
-        (false, _) => return Err("TLS is for `nbds:`, and this is `nbd:`".to_owned()),
+        (false, _) => return Err("TLS options need `nbds:` instead of `nbd:`".to_owned()),
     };
     made.place = match (scheme, socket) {
         ("nbd+unix", Some("")) => return Err("its `socket` is empty; give the path of one".into()),
@@ -202,7 +202,7 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
         ("nbd+unix", None) => return Err(format!("it lacks a socket; {form}")),
         ("nbd", None) => tcp(authority)?,
         ("nbd", Some(_)) => {
-            return Err("a socket is named by `nbd+unix:///EXPORT?socket=PATH`".to_owned());
+            return Err("write a socket as `nbd+unix:///EXPORT?socket=PATH`".to_owned());
         }
         _ => return Err(form.to_owned()),
     };
@@ -249,7 +249,7 @@ fn tcp(authority: &str) -> Result<Place, String> {
             match after.strip_prefix(':') {
                 Some(port) => (host, Some(port)),
                 None if after.is_empty() => (host, None),
-                None => return Err(format!("`{after}` stands after its address")),
+                None => return Err(format!("`{after}` follows its address")),
             }
         }
         None => match authority.split_once(':') {
@@ -323,8 +323,8 @@ mod tests {
             ("nbd://a:0/", "`0` is no port"),
             ("nbd://a:b/", "`b` is no port"),
             ("nbd://[::1/", "lacks the `]`"),
-            ("nbd://[::1]x/", "stands after"),
-            ("nbd://a/%ff", "no UTF-8"),
+            ("nbd://[::1]x/", "follows its address"),
+            ("nbd://a/%ff", "not UTF-8"),
             ("nbd://a/x?socket=y", "nbd+unix"),
             ("nbd+unix:///x", "lacks a socket"),
             ("nbd+unix:///x?socket=", "is empty"),
@@ -342,8 +342,8 @@ mod tests {
             ("nbd://a/?read-only=on&read-only=on", "given twice"),
             ("nbds://a/", "lacks certificates; add `?tls-certificates=DIR`"),
             ("nbds://a/?tls-certificates=", "is empty"),
-            ("nbd://a/?tls-certificates=x", "TLS is for `nbds:`"),
-            ("nbd://a/?tls-hostname=x", "TLS is for `nbds:`"),
+            ("nbd://a/?tls-certificates=x", "TLS options need `nbds:`"),
+            ("nbd://a/?tls-hostname=x", "TLS options need `nbds:`"),
             ("nbd://a/?direct=on", "no option `direct`"),
             ("nbd://a/?x", "no option; options"),
         ] {

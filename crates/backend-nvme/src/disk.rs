@@ -57,7 +57,7 @@ pub enum OpenError {
         active: String,
     },
     /// The namespace has a feature that the disk cannot pass on.
-    #[error("namespace {nsid} {what}, which can not be passed on; format it without")]
+    #[error("namespace {nsid} {what}, which is not supported; format it without")]
     Unusable {
         /// Namespace identifier.
         nsid: u32,
@@ -73,7 +73,7 @@ pub enum OpenError {
         size: u32,
     },
     /// No thread or file descriptor is available.
-    #[error("the device can not be monitored: {0}")]
+    #[error("the device cannot be monitored: {0}")]
     System(io::Error),
 }
 

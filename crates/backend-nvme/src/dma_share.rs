@@ -43,14 +43,21 @@ impl DmaShares {
         let outcome = self.controller.lock().share_memory(mapping);
         match outcome {
             Ok(shared) => {
-                tracing::debug!(len = mapping.len(), "{} reaches a guest's memory", self.name);
+                tracing::debug!(
+                    len = mapping.len(),
+                    "{} accesses guest memory directly",
+                    self.name
+                );
                 let shared = Arc::new(shared);
                 list.shared.push(Arc::downgrade(&shared));
                 Some(shared)
             }
             Err(error) => {
                 if list.refused.is_empty() {
-                    tracing::info!("{}: what is read and written is copied: {error}", self.name);
+                    tracing::info!(
+                        "{}: zero-copy is not possible, data are copied: {error}",
+                        self.name
+                    );
                 }
                 list.refused.push(Arc::downgrade(mapping));
                 None

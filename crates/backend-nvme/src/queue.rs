@@ -297,7 +297,7 @@ impl Queue for NvmeQueue {
             if !any {
                 // All completions from before the disconnection have been processed.
                 if self.shared.hang_up.is_gone() {
-                    self.fail(&"the device went away; serve again when it is back");
+                    self.fail(&"removed or disconnected; start the server again when it is back");
                 }
                 break;
             }

@@ -75,7 +75,7 @@ pub enum OpenError {
             ImageFormat::Qcow2 => "which only the program `shadowbell` and the crate \
                                    `shadowbell-backend-qcow2` open".to_owned(),
             _ => format!(
-                "which can not be served; make one of another format with \
+                "which cannot be served; make one of another format with \
                  `qemu-img convert -O qcow2 {path} {path}.qcow2`"
             ),
         }
@@ -113,9 +113,9 @@ pub enum OpenError {
     /// The file is an image of another format, requested as raw, and its size is not a multiple of
     /// the block size.
     #[error(
-        "{path}: it is a {format} image of {size} bytes, which are no multiple of the block size of \
-         {block_size} bytes, so they can not be served as they are; make a raw image of it with \
-         `qemu-img convert -O raw {path} {path}.raw`"
+        "{path}: it is a {format} image of {size} bytes, which are no multiple of the block size \
+         of {block_size} bytes, so they cannot be served as they are; make a raw image of it \
+         with `qemu-img convert -O raw {path} {path}.raw`"
     )]
     OddFormat {
         /// Path of the file.
@@ -150,9 +150,9 @@ pub enum OpenError {
     },
     /// `aio=io_uring` was given, but the process may not use io_uring.
     #[error(
-        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or \
-         later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
-         out `aio=io_uring`"
+        "{path}: io_uring is requested, but the system refuses it ({source}); it needs Linux 5.6 \
+         or later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids \
+         it; or leave out `aio=io_uring`"
     )]
     Ring {
         /// Path of the file.
@@ -161,7 +161,7 @@ pub enum OpenError {
         source: io::Error,
     },
     /// State from another process does not match the disk of this specification.
-    #[error("{disk} can not be taken over: {why}")]
+    #[error("{disk} cannot be taken over: {why}")]
     NotThatDisk {
         /// Name of the disk.
         disk: String,

@@ -8,21 +8,21 @@ use std::io;
 pub enum HandOverError {
     /// This disk type does not support the transfer.
     #[error(
-        "{disk}: a disk of this kind can not be handed over to another process in this release; \
-         stop the server and start it again instead"
+        "{disk}: this disk type cannot be passed to another process in this release; stop the \
+         server and start it again instead"
     )]
     Impossible {
         /// Name of the disk.
         disk: String,
     },
     /// This disk type cannot be recovered after a crash of the server process.
-    #[error("{disk}: a disk of this kind can not be gone on with if the server dies")]
+    #[error("{disk}: this disk type cannot be recovered after a server crash")]
     Mortal {
         /// Name of the disk.
         disk: String,
     },
     /// This disk cannot be recovered after a crash of the server process.
-    #[error("{disk}: it can not be gone on with if the server dies: {why}")]
+    #[error("{disk}: it cannot be recovered after a server crash: {why}")]
     Unfenced {
         /// Name of the disk.
         disk: String,
@@ -30,13 +30,13 @@ pub enum HandOverError {
         why: &'static str,
     },
     /// The disk is anonymous memory, which only this process can map.
-    #[error("{disk}: its memory belongs to this process alone, and would be lost")]
+    #[error("{disk}: its memory is private to this process, and would be lost")]
     Private {
         /// Name of the disk.
         disk: String,
     },
     /// A system call failed.
-    #[error("{disk}: it can not be handed over: {source}")]
+    #[error("{disk}: it cannot be passed to another process: {source}")]
     System {
         /// Name of the disk.
         disk: String,

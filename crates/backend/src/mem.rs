@@ -82,7 +82,7 @@ impl MemDisk {
         let mut info = Self::info_of(blocks, block_size);
         info.read_only = read_only;
         if saved.info != info {
-            return Err("it has another form".to_owned());
+            return Err("its size, block size or write protection has changed".to_owned());
         }
         let fd = fds.take(saved.memory).map_err(|error| error.to_string())?;
         let mapping = Mapping::from_own_fd(fd, 0, saved.len, Protection::ReadWrite);

@@ -82,16 +82,16 @@ pub enum DiskError {
     #[error("the data differ from the disk's")]
     CompareFailed,
     /// The guard of a block does not match its data.
-    #[error("a block's guard is not that of its data")]
+    #[error("a block's guard does not match its data")]
     GuardCheck,
     /// The application tag of a block differs from the expected one.
-    #[error("a block has another application tag than the one that is expected")]
+    #[error("a block has an unexpected application tag")]
     ApplicationTagCheck,
     /// The reference tag of a block differs from the expected one.
-    #[error("a block has another reference tag than the one that is expected")]
+    #[error("a block has an unexpected reference tag")]
     ReferenceTagCheck,
     /// The request crosses the end of the zone or its capacity.
-    #[error("the request goes beyond what the zone has")]
+    #[error("the request crosses the end of the zone or of its capacity")]
     ZoneBoundary,
     /// The zone is full.
     #[error("the zone is full")]
@@ -112,10 +112,10 @@ pub enum DiskError {
     #[error("too many zones are open")]
     TooManyOpenZones,
     /// The zone's state does not allow the action.
-    #[error("the zone is in no state for that")]
+    #[error("the zone's state does not allow the action")]
     ZoneTransition,
     /// The zone request is invalid: no zone starts at the offset, or the zone lacks the feature.
-    #[error("no zone begins there, or it has no such thing")]
+    #[error("no zone starts there, or the zone lacks the feature")]
     InvalidZone,
     /// The data buffer is shorter than the range, or has the wrong direction: a bug of the caller.
     #[error("the data buffer does not fit the request")]

@@ -8,8 +8,8 @@ use std::io;
 pub enum ResizeError {
     /// This disk type cannot be resized.
     #[error(
-        "{disk}: a disk of this kind has the same size for as long as it is open; remove the \
-         namespace, change its disk, and add it again"
+        "{disk}: this disk type cannot be resized while it is open; remove the namespace, change \
+         its disk, and add it again"
     )]
     Impossible {
         /// Name of the disk.
@@ -17,21 +17,24 @@ pub enum ResizeError {
     },
     /// This disk type has the write protection that it was opened with.
     #[error(
-        "{disk}: whether it takes writes is settled when it is opened; remove the namespace and \
-         add it again"
+        "{disk}: its write protection is fixed when it is opened; remove the namespace and add \
+         it again"
     )]
     Opened {
         /// Name of the disk.
         disk: String,
     },
     /// Anonymous memory that belongs to this process alone cannot grow.
-    #[error("{disk}: memory that belongs to this process alone can not grow")]
+    #[error("{disk}: memory that is private to this process cannot grow")]
     Private {
         /// Name of the disk.
         disk: String,
     },
     /// The storage is smaller than the requested size.
-    #[error("{disk}: its file has {there} bytes, and {wanted} are wanted; make it larger first")]
+    #[error(
+        "{disk}: its file has {there} bytes, fewer than the requested {wanted}; make it \
+             larger first"
+    )]
     Short {
         /// Name of the disk.
         disk: String,
@@ -41,21 +44,24 @@ pub enum ResizeError {
         wanted: u64,
     },
     /// The position of the metadata on the disk depends on its size.
-    #[error("{disk}: its blocks have metadata, whose place depends on its size: that is settled")]
+    #[error(
+        "{disk}: a disk with metadata cannot be resized, because their position depends on \
+             its size"
+    )]
     Metadata {
         /// Name of the disk.
         disk: String,
     },
     /// The number of zones is fixed when they are created.
-    #[error("{disk}: how many zones it has was settled when they were made")]
+    #[error("{disk}: a zoned disk cannot be resized, because the number of its zones is fixed")]
     Zoned {
         /// Name of the disk.
         disk: String,
     },
     /// The size is zero or not a multiple of the block size.
     #[error(
-        "{disk}: {bytes} bytes are no size of a disk with blocks of {block_size} bytes: it has to \
-         be a multiple of that, and at least one block"
+        "{disk}: {bytes} bytes is no valid size with blocks of {block_size} bytes: it must be a \
+         multiple of that, and at least one block"
     )]
     Size {
         /// Name of the disk.
@@ -66,7 +72,7 @@ pub enum ResizeError {
         block_size: u32,
     },
     /// A system call failed.
-    #[error("{disk}: its size can not be changed: {source}")]
+    #[error("{disk}: its size cannot be changed: {source}")]
     System {
         /// Name of the disk.
         disk: String,

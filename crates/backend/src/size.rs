@@ -18,7 +18,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         return Err("its size is zero".to_owned());
     }
     if i64::try_from(bytes).is_err() {
-        return Err(format!("the size `{text}` is more than a disk can have"));
+        return Err(format!("the size `{text}` exceeds the maximum of a disk"));
     }
     Ok(bytes)
 }

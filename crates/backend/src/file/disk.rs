@@ -188,9 +188,10 @@ impl Disk for FileDisk {
         let path = self.path.display();
         let torn = (self.shared.atom == Atom::Nothing && !self.shared.info.read_only).then(|| {
             format!(
-                "{path}: a loss of power may leave a part of a block of {} bytes written: the \
-                 storage promises less, and the host is told otherwise, because NVMe has no way \
-                 to say so; without `block-size`, blocks are no longer than what is promised",
+                "{path}: a loss of power may leave a block of {} bytes partly written, because \
+                 the storage does not guarantee atomic writes of that size, and NVMe cannot \
+                 report this to the host; leave out `block-size` for blocks that the storage \
+                 writes atomically",
                 self.shared.info.block_size
             )
         });
@@ -203,9 +204,9 @@ impl Disk for FileDisk {
 impl FileDisk {
     fn by_threads(&self, why: &str) -> String {
         format!(
-            "{}: read and written by threads, which takes more processor time: the system refuses \
-             io_uring ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, \
-             and no container profile that forbids it. With `aio=threads` nothing is said",
+            "{}: uses threads, which take more CPU time, because the system refuses io_uring \
+             ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, and no \
+             container profile that forbids it. `aio=threads` turns this warning off",
             self.path.display()
         )
     }

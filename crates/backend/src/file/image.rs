@@ -239,7 +239,8 @@ impl ImageFile {
         {
             let path = self.path.display().to_string();
             let why = format!(
-                "its blocks have {} bytes, and a disk's can not be shorter; leave out `block-size`",
+                "its blocks have {} bytes, and `block-size` cannot be smaller; leave out \
+                 `block-size`",
                 facts.block_size
             );
             return Err(OpenError::NotGiven { path, why });
@@ -284,9 +285,9 @@ pub(super) enum Kinds {
 }
 
 /// Reason for a command that the kernel refuses although the device supports it.
-const NO_COMMANDS: &str = "the system lets this user give the device no commands; before Linux 6.2 \
-                           that takes CAP_SYS_ADMIN, and later that the device may be read and \
-                           written; the namespace's block device needs neither";
+const NO_COMMANDS: &str = "this user may not send commands to the device: before Linux 6.2 that \
+                           needs CAP_SYS_ADMIN, later read and write permission for the device; \
+                           the namespace's block device needs neither";
 
 /// Reads the metadata of `path`; an error if its type cannot hold an image. Called before the file
 /// is opened, because opening a pipe or a terminal may block or have side effects.

@@ -62,7 +62,7 @@ pub(super) fn recover(
     let (at, lock_wait) = (At::Named(named.as_fd()), LockWait::AsLongAs(wait));
     let mut image = ImageFile::open_at(path, at, (options.read_only, Kinds::Disks), lock_wait)?;
     if image.read_only && !kept.info.read_only {
-        return Err(refused("it can not be written any more".to_owned()));
+        return Err(refused("it is no longer writable".to_owned()));
     }
     // The guest keeps the disk size that it knows; reads of missing bytes fail. The content belongs
     // to the guest, so it says nothing about the image format and is not checked.

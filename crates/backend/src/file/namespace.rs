@@ -56,27 +56,27 @@ impl NamespaceFacts {
         match set {
             None | Some(csi::NVM) => {}
             Some(csi::ZONED) => {
-                return Err("it has zones, which no disk here can have that are the device's; \
-                            `zoned=` makes some of a raw image"
+                return Err("it is a zoned namespace, which is not supported; `zoned=` creates \
+                            zones in a raw image"
                     .to_owned());
             }
             Some(other) => {
-                return Err(format!("it has command set {other:02X}h, and no blocks (00h)"));
+                return Err(format!("its command set is {other:02X}h, not NVM (00h)"));
             }
         }
         let format = namespace.lbaf.get(usize::from(namespace.flbas.index()));
-        let format = format.ok_or("it says nothing of its format")?;
+        let format = format.ok_or("it reports no LBA format")?;
         if format.ms != 0 {
             return Err(format!(
-                "its blocks have {} bytes of metadata, which get lost here; format it without \
-                 (`nvme format --lbaf`)",
+                "its blocks have {} bytes of metadata, which are not supported; format it \
+                 without (`nvme format --lbaf`)",
                 format.ms
             ));
         }
         let block_size = match format.block_size() {
             Some(size @ (512 | 4096)) => size,
-            Some(size) => return Err(format!("its blocks have {size} bytes, and not 512 or 4096")),
-            None => return Err("it says nothing of the length of its blocks".to_owned()),
+            Some(size) => return Err(format!("its blocks have {size} bytes, not 512 or 4096")),
+            None => return Err("it reports no block size".to_owned()),
         };
         let mdts = u32::from(controller.mdts);
         let most =
@@ -230,9 +230,9 @@ mod tests {
         let cases: [(Change<'_>, &str); 5] = [
             (&|it| it.namespace.flbas.set_low(2), "metadata"),
             (&|it| it.namespace.flbas.set_low(3), "16384 bytes"),
-            (&|it| it.namespace.flbas.set_low(9), "length of its blocks"),
-            (&|it| it.ids = Some(with_csi(csi::ZONED)), "zones"),
-            (&|it| it.ids = Some(with_csi(1)), "command set 01h"),
+            (&|it| it.namespace.flbas.set_low(9), "no block size"),
+            (&|it| it.ids = Some(with_csi(csi::ZONED)), "zoned namespace"),
+            (&|it| it.ids = Some(with_csi(1)), "command set is 01h"),
         ];
         for (change, why) in cases {
             let said = refused(change);

@@ -70,7 +70,7 @@ fn who_can_lose_a_part_of_a_block_is_told() {
     assert_eq!(disk(shared.resized(shared.info.clone(), 8192)).remark(), None);
     shared.atom = Atom::Nothing;
     let remark = disk(shared).remark().unwrap();
-    assert!(remark.starts_with("test: a loss of power may leave a part of a block"), "{remark}");
+    assert!(remark.starts_with("test: a loss of power may leave a block"), "{remark}");
 }
 
 #[test]
@@ -786,7 +786,7 @@ mod by_threads {
         let mut shared = shared(memfd(512), 512);
         shared.no_uring = why;
         let remark = disk(shared).remark().unwrap();
-        for words in ["test: read and written by threads", "not permitted", "io_uring_disabled=0"] {
+        for words in ["test: uses threads", "not permitted", "io_uring_disabled=0"] {
             assert!(remark.contains(words), "{remark}");
         }
         assert_eq!(open::engine(Aio::Threads, refused).unwrap(), (EngineKind::Threads, None));

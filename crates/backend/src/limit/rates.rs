@@ -90,8 +90,8 @@ impl Limits {
             false => match text.parse() {
                 Ok(number @ 1..) => Ok(number),
                 _ => Err(format!(
-                    "the limit `{name}` is a number of requests a second, as in `1000`, and after \
-                     a colon how many may come at once, not `{text}`"
+                    "the limit `{name}` is a number of requests per second, or RATE:BURST, as in \
+                     `1000` or `1000:5000`, not `{text}`"
                 )),
             },
         };

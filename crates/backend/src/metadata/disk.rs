@@ -29,10 +29,10 @@ impl MetadataDisk {
     pub fn new(disk: Arc<dyn Disk>, format: MetadataFormat) -> Result<Self, String> {
         let info = disk.info();
         if info.metadata.is_some() {
-            return Err(format!("{}: its blocks have metadata already", disk.name()));
+            return Err(format!("{}: its blocks already have metadata", disk.name()));
         }
         if !matches!(info.block_size, 512 | 4096) || !format.is_possible() {
-            return Err(format!("{}: its blocks can not have such metadata", disk.name()));
+            return Err(format!("{}: its blocks cannot have such metadata", disk.name()));
         }
         let layout = Layout::new(format, info.block_size, info.bytes());
         if layout.blocks == 0 {

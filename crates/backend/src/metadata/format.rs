@@ -98,7 +98,7 @@ impl MetadataFormat {
             return match others.first() {
                 None => Ok(None),
                 Some((name, _)) => {
-                    Err(format!("`{name}` is about metadata: say how much (`metadata=8`)"))
+                    Err(format!("`{name}` needs a metadata size, as in `metadata=8`"))
                 }
             };
         };
@@ -122,7 +122,9 @@ impl MetadataFormat {
             return Err("a guard of 64 bits takes 16 bytes of metadata or 64".to_owned());
         }
         if !format.is_possible() {
-            return Err("`pi-first` is about protection information: say which (`pi=1`)".to_owned());
+            return Err(
+                "`pi-first` needs a type of protection information, as in `pi=1`".to_owned()
+            );
         }
         Ok(Some(format))
     }

@@ -32,7 +32,7 @@ impl ZonedDisk {
         let wrong = |why: String| format!("{name}: {why}");
         format.check(info.block_size).map_err(wrong)?;
         if info.metadata.is_some() {
-            return Err(wrong("blocks of zones have no metadata".to_owned()));
+            return Err(wrong("a zoned disk cannot have metadata".to_owned()));
         }
         let no_way = || wrong("only memory and raw images can have zones".to_owned());
         let page = disk.map(Table::LOOKS_AT).ok_or_else(no_way)?;
@@ -47,12 +47,12 @@ impl ZonedDisk {
             }
         };
         if !layout.fits(info.bytes()) {
-            return Err(wrong("it is smaller than when its zones were made".to_owned()));
+            return Err(wrong("it is smaller than when its zones were created".to_owned()));
         }
         let memory = disk.map(layout.table_bytes()).ok_or_else(no_way)?;
         let table = Table::new(layout, memory);
         if is_new && table.make().is_none() {
-            return Err(wrong("zones can not be made, because it takes no writes".to_owned()));
+            return Err(wrong("zones cannot be created, because it is read-only".to_owned()));
         }
         let zones = Arc::new(Zones::new(table, goes_on));
         Ok(Self { inner: disk, zones })
@@ -63,7 +63,7 @@ impl ZonedDisk {
     pub fn damaged(&self) -> Option<String> {
         let (name, damaged) = (self.name(), self.zones.damaged);
         let sentence =
-            format!("{name}: the state of {damaged} zones is damaged: they are read-only");
+            format!("{name}: the stored state of {damaged} zones is damaged: they are read-only");
         (damaged != 0).then_some(sentence)
     }
 }

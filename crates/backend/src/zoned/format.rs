@@ -102,11 +102,8 @@ impl ZoneFormat {
         let options: Vec<_> = options.collect();
         let Some((name, _)) = options.first() else { return Ok(None) };
         let size = options.iter().find(|(name, _)| *name == "zoned");
-        let (_, size) = size.ok_or_else(|| {
-            format!(
-                "the option `{name}` is about zones; say how large these are with `zoned=64MiB`"
-            )
-        })?;
+        let (_, size) = size
+            .ok_or_else(|| format!("the option `{name}` needs a zone size, as in `zoned=64MiB`"))?;
         let mut format = Self::whole(parse_size(size)?);
         let mut seen = Vec::new();
         for (name, value) in options {
@@ -143,7 +140,7 @@ impl ZoneFormat {
                         }
                     }
                 }
-                _ => return Err(format!("there is no option `{name}` about zones")),
+                _ => return Err(format!("there is no zone option `{name}`")),
             }
         }
         // A limit of active zones alone allows as many open zones.

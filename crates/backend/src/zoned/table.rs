@@ -163,7 +163,7 @@ impl Table {
     pub(super) fn find(page: &SharedBytes, wanted: ZoneFormat, block_size: u32) -> Found {
         let mut header = [0; HEADER];
         if page.read_into(0, &mut header).is_none() {
-            return Found::Else("its first page can not be read".to_owned());
+            return Found::Else("its first page cannot be read".to_owned());
         }
         if header.iter().all(|byte| *byte == 0) {
             return Found::Nothing;
@@ -174,14 +174,14 @@ impl Table {
         };
         if word(0) != u64::from_le_bytes(MAGIC) {
             return Found::Else(
-                "it holds something that is no zones; zones are made on a disk whose first page \
-                 is zeroes"
+                "it holds something other than zones; zones are created on a disk whose first \
+                 page is zero"
                     .to_owned(),
             );
         }
         let sum = GuardKind::Crc64.guard(&header[..COVERED], &[]);
         if word(COVERED / 8) != sum {
-            return Found::Else("what it says of its zones is damaged".to_owned());
+            return Found::Else("its zone table header is damaged".to_owned());
         }
         let is_as_wanted = word(1) == wanted.size
             && word(2) == wanted.capacity
@@ -198,11 +198,11 @@ impl Table {
         }
         let zones = word(5);
         if zones == 0 || zones > ZoneFormat::MOST {
-            return Found::Else("what it says of its zones is not possible".to_owned());
+            return Found::Else("its zone table header is invalid".to_owned());
         }
         let layout = Layout::of(wanted, block_size, zones);
         if word(6) != layout.data {
-            return Found::Else("what it says of its zones is not possible".to_owned());
+            return Found::Else("its zone table header is invalid".to_owned());
         }
         Found::Zones(layout)
     }

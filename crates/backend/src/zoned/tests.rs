@@ -46,7 +46,7 @@ fn options_say_what_zones_are() {
     assert_eq!(format("zoned=64KiB&max-active=4").unwrap().max_open, 4);
     assert_eq!(ZoneFormat::parse(std::iter::empty()), Ok(None));
     for (options, words) in [
-        ("zone-capacity=1MiB", "say how large these are"),
+        ("zone-capacity=1MiB", "needs a zone size"),
         ("zoned=32KiB", "a power of two, of at least 64KiB"),
         ("zoned=96KiB", "a power of two"),
         ("zoned=64KiB&zone-capacity=128KiB", "at most the size of a zone"),
@@ -105,7 +105,7 @@ fn a_disk_is_made_into_zones_once() {
     let word: u64 = disk.bytes().read(at).unwrap();
     disk.bytes().write(at, &(word ^ 1)).unwrap();
     let zoned = on("zoned=64KiB").unwrap();
-    assert!(zoned.damaged().unwrap().contains("the state of 1 zones is damaged"));
+    assert!(zoned.damaged().unwrap().contains("the stored state of 1 zones is damaged"));
     let mut queue = zoned.queue().unwrap();
     let mut data = Segments::from_bytes(&Mapping::anonymous(4096).unwrap().bytes());
     let mut run =
