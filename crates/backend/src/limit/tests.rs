@@ -346,7 +346,7 @@ fn who_sleeps_is_woken() {
     };
     let mut wakes = 0;
     while load.total() < 20 {
-        assert!(is_readable(&load, 60), "nobody wakes it");
+        assert!(is_readable(&load, 60), "no wake-up");
         load.pass();
         wakes += 1;
     }
@@ -360,5 +360,5 @@ fn who_sleeps_is_woken() {
     load.queue.reap(&mut |_, _, _| ended += 1);
     assert_eq!((ended, load.queue.pending()), (4, 0));
     limiter.set(limits(&[("iops", "1:1")]));
-    assert!(!is_readable(&load, 0), "nobody waits");
+    assert!(!is_readable(&load, 0), "no request waits");
 }

@@ -163,7 +163,7 @@ mod tests {
         assert!(cache.load(&two, false, &found));
         assert_eq!([near(511), near(512), near(515), near(516)], [1, 2, 2, 1]);
         cache.was_written(&place(8, 9, 0, 8), true, None);
-        assert!(!cache.load(&two, false, &found), "nobody knows what is there");
+        assert!(!cache.load(&two, false, &found), "the content is unknown");
         assert!(cache.load(&place(7, 8, 0, 8), false, &found));
         cache.was_written(&place(8, 9, 0, 8), false, Some(&memory(3)));
         assert!(!cache.load(&two, false, &found), "there is only a part of it");

@@ -132,7 +132,11 @@ mod tests {
             let mut ring: Ring<()> = Ring::new(file, EngineKind::Uring, waits, false).unwrap();
             let key = ring.insert((), Segments::from_bytes(&bytes));
             let write = |dsync| Call::Write { from: Memory::Data, dsync, whole: false };
-            assert_eq!(ring.make_here(key, write(false), 0, 512, 4096), None, "nobody may wait");
+            assert_eq!(
+                ring.make_here(key, write(false), 0, 512, 4096),
+                None,
+                "no thread may block"
+            );
             ring.may_wait();
             let made = ring.make_here(key, write(false), 512, 512, 2048);
             assert_eq!(made, waits.then_some(2048));
