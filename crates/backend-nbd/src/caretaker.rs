@@ -1,5 +1,4 @@
-//! The thread that makes connections in place of those that were lost, and waits where that takes
-//! long.
+//! Reconnection thread: replaces lost connections and does everything that blocks for long.
 
 use crate::hub::Hub;
 use crate::journal::Flush;
@@ -15,19 +14,19 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tracing::{error, info, warn};
 
-/// Between two attempts to connect, at first and at most.
+/// Shortest and longest delay between two attempts to connect.
 const FIRST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(2);
-/// The most between two attempts where there is a server.
+/// Longest delay between two attempts while the server accepts connections.
 const SHORT: Duration = Duration::from_millis(200);
-/// How often it is said that there is no server.
+/// Interval of the warning that the server is unavailable.
 const SAY_AGAIN: Duration = Duration::from_secs(60);
-/// How long the other connections may take to answer what they have, when one was lost.
+/// Maximum wait for replies on the remaining connections after one was lost.
 const DRAIN: Duration = Duration::from_secs(10);
-/// How long a batch of what is written again may take.
+/// Maximum duration of a replay.
 const REPLAY: Duration = Duration::from_secs(120);
 
-/// What the thread does, until the disk is not used any more.
+/// Main loop of the thread, until the disk is closed.
 pub(crate) fn run(hub: &Hub) {
     let _guard = AbortOnPanic::new();
     let shared = &hub.shared;
@@ -48,13 +47,13 @@ pub(crate) fn run(hub: &Hub) {
                 pause = FIRST;
                 if hub.links.iter().all(|link| link.lock().is_connected()) {
                     let took = lost.elapsed();
-                    info!("{}: connected again after {} ms", shared.name, took.as_millis());
+                    info!("{}: reconnected after {} ms", shared.name, took.as_millis());
                     (since, said) = (None, None);
                 }
             }
             Err(Failure { why, most }) => {
                 if said.is_none_or(|said| said.elapsed() >= SAY_AGAIN) {
-                    warn!("{}: requests wait, and it is tried again: {why}", shared.name);
+                    warn!("{}: requests wait for a new connection: {why}", shared.name);
                     said = Some(Instant::now());
                 }
                 pause = pause.min(most);
@@ -69,14 +68,14 @@ pub(crate) fn run(hub: &Hub) {
         if let Some(stream) = link.lock().stream() {
             let (flags, offset) = (0, 0);
             let leave = Request { flags, command: command::DISC, cookie: 0, offset, len: 0 };
-            // Who does not hear it sees the end of the connection.
+            // A server that does not receive the request sees the end of the connection.
             let _ = stream.send(&[IoSlice::new(&leave.encode())]);
         }
     }
 }
 
-/// Sends the flush that the journal wants. No queue may be there to take its answer: the thread
-/// does.
+/// Sends a flush that frees unflushed writes. Queues may be idle, so this thread receives the
+/// reply.
 fn flush(hub: &Hub) {
     let Some(link) = hub.links.first() else { return };
     let mut link = link.lock();
@@ -89,7 +88,7 @@ fn flush(hub: &Hub) {
     }
 }
 
-/// Waits until something is to be done, or for so long. Whether the disk is still used.
+/// Waits for an event, at most `pause`. Returns false if the disk is closed.
 fn watch(hub: &Hub, pause: Option<Duration>) -> bool {
     let shared = &hub.shared;
     let until = pause.map(|pause| Instant::now() + pause);
@@ -98,11 +97,11 @@ fn watch(hub: &Hub, pause: Option<Duration>) -> bool {
             hub.links.iter().map(|link| link.lock().stream()).collect();
         let connected = || streams.iter().flatten();
         let mut fds = vec![PollFd::new(&shared.stop, PollFlags::IN)];
-        // In a pause it is known that there is something to do.
+        // During a pause, pending work is known already.
         let wanted = if pause.is_none() { PollFlags::IN } else { PollFlags::empty() };
         fds.push(PollFd::new(&shared.wake, wanted));
         fds.extend(connected().map(|stream| PollFd::new(stream, PollFlags::RDHUP)));
-        // The answer to a flush of the disk's own.
+        // The reply to a flush that this thread has sent.
         let flushing = match hub.links.first() {
             Some(link) if shared.journal.lock().flush == Flush::UnderWay => link.lock().busy(),
             _ => None,
@@ -145,13 +144,13 @@ fn watch(hub: &Hub, pause: Option<Duration>) -> bool {
     }
 }
 
-/// Why there is no connection, and the longest time until the next attempt.
+/// Reason for a failed attempt, and the longest delay until the next one.
 struct Failure {
     why: String,
     most: Duration,
 }
 
-/// Makes a connection for one of those that lack one.
+/// Makes a new connection in place of a lost one.
 fn reconnect(hub: &Hub) -> Result<(), Failure> {
     let shared = &hub.shared;
     if shared.is_recovering() {
@@ -164,7 +163,7 @@ fn reconnect(hub: &Hub) -> Result<(), Failure> {
         .map_err(|error| Failure { why: error.to_string(), most: LONGEST })?;
     if let Some(what) = export.lacks(&hub.first, hub.part, hub.links.len()) {
         let why = format!(
-            "the server has come back without {what}; start it with the options that it had"
+            "the server no longer supports {what}; start it with the same options as before"
         );
         return Err(Failure { why, most: LONGEST });
     }
@@ -177,7 +176,7 @@ fn reconnect(hub: &Hub) -> Result<(), Failure> {
     }
     let before = std::mem::replace(&mut *shared.export.lock(), export.clone()).size;
     if before != export.size {
-        info!("{}: the export has {} bytes now, and had {before}", shared.name, export.size);
+        info!("{}: the export now has {} bytes, before {before}", shared.name, export.size);
     }
     shared.reconnections.fetch_add(1, Ordering::Relaxed);
     let mut stream = Some(stream);
@@ -194,8 +193,8 @@ fn reconnect(hub: &Hub) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Waits until the connections that there still are have answered what was sent by them. What is
-/// written again must not meet what the server has in hand.
+/// Waits for replies on the remaining connections. Requests in flight at the server must end before
+/// the replay, which would otherwise overwrite their results.
 fn drain(hub: &Hub) {
     let shared = &hub.shared;
     let until = Instant::now() + DRAIN;
@@ -229,12 +228,12 @@ fn drain(hub: &Hub) {
     }
 }
 
-/// Has the server carry out again what it has answered and may have lost.
+/// Replays the requests that the server has answered and may have lost.
 fn write_again(hub: &Hub, stream: &Stream, structured: bool) -> Result<(), String> {
     let shared = &hub.shared;
     let entries = shared.journal.lock().entries();
     let outcome = match &entries {
-        None => Err("`replay=off` has kept nothing".to_owned()),
+        None => Err("`replay=off` keeps no data".to_owned()),
         Some(entries) => {
             let until = Instant::now() + REPLAY;
             let mut patient = Patient { stream, until, stop: &shared.stop };
@@ -250,8 +249,8 @@ fn write_again(hub: &Hub, stream: &Stream, structured: bool) -> Result<(), Strin
         Err(why) => {
             shared.lose();
             error!(
-                "{}: what was written since the last flush may be lost: {why}; flushes fail until \
-                 the disk is opened again",
+                "{}: writes since the last flush may be lost: {why}; flushes fail until the disk \
+                 is opened again",
                 shared.name
             );
         }

@@ -1,4 +1,4 @@
-//! A way to a server. It may take long: nobody who serves queues comes here.
+//! Connects to the server. Blocking: never called from an I/O thread.
 
 use crate::stream::{Stream, wait};
 use crate::uri::Place;
@@ -13,14 +13,14 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// A network that takes nothing for so long is given up, and so is a host that is silent.
+/// Timeout of unacknowledged data and of keepalive probes, after which the connection is closed.
 const SILENCE: Duration = Duration::from_secs(20);
 const PROBE: Duration = Duration::from_secs(5);
 
-/// Connects until `until`, or until `stop` is readable.
+/// Connects to `place` until `until`, or until `stop` is readable.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub(crate) fn connect_to(place: &Place, until: Instant, stop: &EventFd) -> io::Result<Stream> {
     match place {
         Place::Unix(path) => {
@@ -45,9 +45,9 @@ fn tcp(address: &SocketAddr, until: Instant, stop: &EventFd) -> io::Result<Strea
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = new(family)?;
     finish(&socket, connect(&socket, address), until, stop)?;
-    // A request is small, and whoever made it waits.
+    // Requests are small, and a delay by Nagle's algorithm would add latency.
     sockopt::set_tcp_nodelay(&socket, true)?;
-    // A host that is gone says nothing, while requests wait.
+    // Keepalive detects an unreachable host while requests wait for replies.
     sockopt::set_socket_keepalive(&socket, true)?;
     sockopt::set_tcp_keepidle(&socket, PROBE)?;
     sockopt::set_tcp_keepintvl(&socket, PROBE)?;
@@ -72,7 +72,7 @@ fn finish(
             wait(socket.as_fd(), PollFlags::OUT, until, stop)?;
             Ok(sockopt::socket_error(socket)??)
         }
-        // A UNIX socket whose queue is full: there is a server, which takes nobody now.
+        // `EAGAIN` of a UNIX socket: a server listens, but its backlog is full.
         outcome => Ok(outcome?),
     }
 }

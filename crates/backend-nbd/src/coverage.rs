@@ -1,15 +1,15 @@
-//! Which bytes of a read have come, in chunks that may be of any order.
+//! Received bytes of a read, whose chunks may arrive in any order.
 
-/// The most gaps between chunks: a server that leaves more has no reason to.
+/// Maximum number of separate ranges; no server has a reason for more.
 const MAX_PIECES: usize = 256;
 
-/// Ranges of bytes that do not touch, in order.
+/// Separate ranges of bytes, in order.
 #[derive(Debug, Default)]
 pub(crate) struct Coverage(Vec<(u32, u32)>);
 
 impl Coverage {
-    /// Adds `[from, from + len)`; `false`, if some of it is there already, or there are too many
-    /// pieces.
+    /// Adds `[from, from + len)`. Returns false if a part of it was received before, or there are
+    /// too many ranges.
     pub(crate) fn add(&mut self, from: u32, len: u32) -> bool {
         let Some(to) = from.checked_add(len).filter(|to| *to > from) else { return false };
         let at = self.0.partition_point(|(start, _)| *start < from);
@@ -43,7 +43,7 @@ impl Coverage {
         true
     }
 
-    /// Whether `len` bytes from the first on have come.
+    /// True if exactly the first `len` bytes were received.
     pub(crate) fn is_whole(&self, len: u32) -> bool {
         self.0 == [(0, len)]
     }

@@ -1,4 +1,4 @@
-//! An export as a disk.
+//! NBD export as a disk.
 
 use crate::caretaker;
 use crate::error::OpenError;
@@ -26,14 +26,14 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
-/// The most data of one request, in bytes.
+/// Maximum data of one subrequest, in bytes.
 const PART: u32 = 256 << 10;
-/// How long a server may take to flush what a dead process has written.
+/// Maximum duration of the flush after a recovery.
 const FLUSH: Duration = Duration::from_secs(120);
 
-/// An export of an NBD server.
+/// Export of an NBD server.
 ///
-/// With the last handle on it, the queues included, its connections end.
+/// The connections end with the last handle, queues included.
 #[derive(Clone)]
 pub struct NbdDisk {
     handle: Arc<Handle>,
@@ -41,27 +41,33 @@ pub struct NbdDisk {
 }
 
 impl NbdDisk {
-    /// Connects to the server. It has to be there now; later it may come and go.
+    /// Connects to the server. The server must be reachable now; later it may be unavailable
+    /// temporarily.
     ///
     /// # Errors
-    /// [`OpenError`], in a sentence that says what is wrong and what to do.
+    /// [`OpenError`]: the message says what is wrong and what to do.
     pub fn open(spec: &NbdSpec) -> Result<Self, OpenError> {
         Self::connect(spec, |_, _, _| Ok(()))
     }
 
-    /// Goes on with the disk of a process that has died, which had it [kept](Disk::keep) as `state`
-    /// and had opened it by the same specification. Returns when nothing of what that process had
-    /// under way can reach the export any more, as far as the specification says (`settle`); `wait`
-    /// is called for as long as it can, and while there is no server.
+    /// Recovers the disk of a dead process, which opened it by the same specification and stored
+    /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can
+    /// reach the export any more, according to the option `settle`. Until then, and while the
+    /// server is unavailable, `wait` is called repeatedly.
     ///
     /// # Errors
-    /// [`OpenError`]; it is not that disk any more, or `wait` waits no longer.
+    /// [`OpenError`] if the export has been replaced, or `wait` gives up.
     pub fn recover(spec: &NbdSpec, state: &Value, wait: Wait<'_>) -> Result<Self, OpenError> {
         let kept = state.get(KEY).map(KeptExport::deserialize);
         let kept = match kept {
             Some(Ok(kept)) => kept,
             Some(Err(error)) => return Err(refused(spec, error.to_string())),
-            None => return Err(refused(spec, "it was no export".to_owned())),
+            None => {
+                return Err(refused(
+                    spec,
+                    "its stored state is not that of an NBD export".to_owned(),
+                ));
+            }
         };
         settle(spec, &kept, wait)?;
         let is_lost = Cell::new(kept.has_lost);
@@ -78,8 +84,8 @@ impl NbdDisk {
                     }
                     Err(error @ ReplayError::Refused(_)) => {
                         tracing::error!(
-                            "{spec}: what was written since the last flush may be lost: {error}; \
-                             flushes fail until the disk is opened again"
+                            "{spec}: writes since the last flush may be lost: {error}; flushes \
+                             fail until the disk is opened again"
                         );
                         is_lost.set(true);
                         Ok(())
@@ -92,13 +98,13 @@ impl NbdDisk {
         Ok(disk)
     }
 
-    /// Whether `state` is what the disk of a dead process was kept by, and that was an export.
+    /// True if `state` is the checkpoint of an NBD disk.
     #[must_use]
     pub fn is_kept_by(state: &Value) -> bool {
         state.get(KEY).is_some()
     }
 
-    /// `first` is done on the first connection, before anything else.
+    /// Connects to the server; `first` runs on the first connection before anything else.
     fn connect(
         spec: &NbdSpec,
         first: impl Fn(&Stream, &Export, &EventFd) -> Result<(), OpenError>,
@@ -119,11 +125,11 @@ impl NbdDisk {
         let mut streams = vec![stream];
         if export.has(transmission::CAN_MULTI_CONN) {
             while streams.len() < spec.connections {
-                // A server may have a limit of its own.
+                // The server may have a lower limit.
                 match way.connect(&stop) {
                     Ok((stream, _)) => streams.push(stream),
                     Err(error) => {
-                        tracing::info!("{error}; there are {} connections", streams.len());
+                        tracing::info!("{error}; using {} connections", streams.len());
                         break;
                     }
                 }
@@ -156,7 +162,7 @@ impl NbdDisk {
         self.hub().shared.export.lock().clone()
     }
 
-    /// What the export is, in a few words: `NBD with 4 connections, flushes, FUA, write zeroes`.
+    /// Describes the export for the operator: `NBD with 4 connections, flushes, FUA, write zeroes`.
     #[must_use]
     pub fn describe(&self) -> String {
         let export = self.export();
@@ -245,7 +251,7 @@ impl Disk for NbdDisk {
         let hub = self.hub();
         let disk = self.name();
         let mut there = self.export().size;
-        // What a server says of an export that was resized while we are connected needs asking.
+        // An open connection does not report a new size, so the server is asked on a new one.
         if there == self.info.bytes() || bytes.is_some_and(|bytes| bytes > there) {
             match hub.way.look(&hub.shared.stop) {
                 Ok(export) => there = export.size,

@@ -1,85 +1,85 @@
-//! Why an export can not be a disk, in sentences for the person who named it.
+//! Errors of opening an NBD export.
 
 use crate::negotiate::NegotiationError;
 use std::io;
 
-/// Why an export can not be a disk. Each message says what is wrong, where, and what to do.
+/// Error of opening an NBD export. Each message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The specification makes no sense.
+    /// The specification cannot be parsed.
     #[error("`{spec}` names no disk: {why}")]
     Spec {
-        /// What was written.
+        /// The specification as given.
         spec: String,
-        /// What is wrong with it.
+        /// The mistake.
         why: String,
     },
-    /// There is no way to the server.
-    #[error("{disk}: the server can not be reached: {source}; start it, or correct the address")]
+    /// The server is unreachable.
+    #[error("{disk}: the server is unreachable: {source}; start it, or correct the address")]
     Connect {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// The system's reason.
         source: io::Error,
     },
-    /// The server is not one of these, or refuses the export.
+    /// The peer is not an NBD server, or refuses the export.
     #[error("{disk}: {why}")]
     Negotiation {
-        /// The export.
+        /// Specification of the export.
         disk: String,
-        /// What went wrong.
+        /// The error of the handshake.
         why: NegotiationError,
     },
-    /// There are no certificates that can be used.
+    /// The certificates are missing or invalid.
     #[error("{disk}: {why}")]
     Certificates {
-        /// The export.
+        /// Specification of the export.
         disk: String,
-        /// What is wrong with them.
+        /// The error of the certificates.
         why: shadowbell_tls::CertificateError,
     },
-    /// The export's size is none that a disk can have.
+    /// The size of the export is not valid for a disk.
     #[error(
-        "{disk}: the {size} bytes of the export are no size of a disk with blocks of {block_size} \
-         bytes: it has to be a multiple of that, and at least one block; resize it at the server"
+        "{disk}: the size of the export, {size} bytes, is not valid with blocks of {block_size} \
+         bytes: it must be a multiple of that, and at least one block; resize it at the server"
     )]
     Size {
-        /// The export.
+        /// Specification of the export.
         disk: String,
-        /// Bytes of the export.
+        /// Size of the export in bytes.
         size: u64,
-        /// Bytes of a block.
+        /// Block size in bytes.
         block_size: u32,
     },
-    /// The server takes only requests that are larger than the blocks.
+    /// The server's minimum request is larger than a block.
     #[error(
-        "{disk}: the server takes no requests below {least} bytes, and the blocks have \
+        "{disk}: the minimum request of the server is {least} bytes, and the block size is \
          {block_size}; {}",
-        if *.least <= 4096 { "say `block-size=4096`" } else { "a disk has at most 4096" }
+        if *.least <= 4096 { "use `block-size=4096`" } else { "a disk supports at most 4096" }
     )]
     BlockSize {
-        /// The export.
+        /// Specification of the export.
         disk: String,
-        /// Bytes of the server's shortest request.
+        /// Minimum request size of the server in bytes.
         least: u32,
-        /// Bytes of a block.
+        /// Block size in bytes.
         block_size: u32,
     },
-    /// The disk of a process that has died can not be gone on with.
-    #[error("{disk} can not be taken over: {why}")]
+    /// The disk of a dead process cannot be recovered.
+    #[error("{disk} cannot be recovered: {why}")]
     NotThatDisk {
-        /// The export.
-        disk: String,
-        /// Why not.
-        why: String,
-    },
-    /// The system has no thread or descriptor.
-    #[error("{disk}: there is no thread or descriptor for the connection: {source}")]
-    System {
-        /// The export.
+        /// Specification of the export.
         disk: String,
         /// The reason.
+        why: String,
+    },
+    /// No thread or file descriptor is available.
+    #[error("{disk}: no thread or file descriptor is available for the connection: {source}")]
+    System {
+        /// Specification of the export.
+        disk: String,
+        /// The system's error.
         source: io::Error,
     },
 }

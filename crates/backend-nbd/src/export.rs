@@ -1,29 +1,29 @@
-//! What a server says of its export.
+//! Properties of an export, from the handshake.
 
 use shadowbell_nbd::wire::{MAX_PAYLOAD, transmission};
 
-/// What a server says of its export when somebody connects to it.
+/// Properties of an export, from the handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Export {
-    /// Bytes.
+    /// Size in bytes.
     pub(crate) size: u64,
-    /// What it can do: [`transmission`].
+    /// Transmission flags: [`transmission`].
     pub(crate) flags: u16,
-    /// The shortest request in bytes, and the one that it likes best.
+    /// Minimum and preferred block size of requests in bytes.
     pub(crate) least: u32,
     pub(crate) preferred: u32,
-    /// The most data of one request, in bytes.
+    /// Maximum payload of a request in bytes.
     pub(crate) most: u32,
-    /// Reads are answered by structured replies.
+    /// Structured replies were negotiated.
     pub(crate) structured: bool,
-    /// By which number replies speak of what is allocated, if the server says that.
+    /// Context id of `base:allocation`, if negotiated.
     pub(crate) allocation: Option<u32>,
 }
 
 impl Export {
-    /// An export of which the server says no more than this.
+    /// Properties of an export for which the server announces no block sizes.
     pub(crate) fn new(size: u64, flags: u16) -> Self {
-        // What the protocol has clients assume.
+        // Defaults of the protocol.
         Self {
             size,
             flags,
@@ -39,7 +39,7 @@ impl Export {
         self.flags & (flag | transmission::HAS_FLAGS) == flag | transmission::HAS_FLAGS
     }
 
-    /// Takes what the server says of the sizes of requests; `false` if that makes no sense.
+    /// Sets the block sizes that the server announces. Returns false if they are invalid.
     pub(crate) fn set_sizes(&mut self, least: u32, preferred: u32, most: u32) -> bool {
         let sane = least.is_power_of_two()
             && preferred.is_power_of_two()
@@ -52,8 +52,8 @@ impl Export {
         sane
     }
 
-    /// What this one lacks that users of `before` rely on, who have `connections`; nothing if it
-    /// can be used in its place.
+    /// Names a feature of `before` that this export lacks and that users with `connections`
+    /// connections rely on; `None` if this export can replace it.
     pub(crate) fn lacks(
         &self,
         before: &Self,
@@ -62,7 +62,7 @@ impl Export {
     ) -> Option<&'static str> {
         let needs = [
             (transmission::SEND_FLUSH, "flushes"),
-            (transmission::SEND_FUA, "writes that are durable at once"),
+            (transmission::SEND_FUA, "FUA writes"),
             (transmission::SEND_WRITE_ZEROES, "write zeroes"),
         ];
         if let Some((_, what)) = needs.iter().find(|(f, _)| before.has(*f) && !self.has(*f)) {
@@ -75,7 +75,7 @@ impl Export {
             return Some("several connections");
         }
         if self.least > before.least || self.most < part {
-            return Some("requests of the sizes that it took");
+            return Some("the request sizes that it had");
         }
         None
     }

@@ -1,8 +1,7 @@
-//! What of an export is allocated, as the server says it.
+//! Allocation state of an export, by `NBD_CMD_BLOCK_STATUS`.
 //!
-//! The question goes the way of requests, by a connection of the queues: so it waits while there is
-//! no server, and a server that has lost what it had answered is not asked before that is written
-//! again.
+//! The command is sent through a connection of the queues like other requests: it waits while the
+//! server is unavailable, and after a restart of the server it is not sent before the replay.
 
 use crate::hub::Hub;
 use crate::link::Link;
@@ -15,12 +14,12 @@ use shadowbell_nbd::wire::{Reader, allocation, command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long the server may take to answer. Then everything is data.
+/// Timeout of a reply, after which the range counts as data.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The most bytes that are asked about at once.
+/// Maximum bytes per command.
 const RANGE: u64 = 1 << 30;
 
-/// Whoever asks, as a user of a connection.
+/// Sender of the command, registered with a connection like a queue.
 struct Asker<'a> {
     hub: &'a Hub,
     link: &'a Mutex<Link>,
@@ -43,7 +42,7 @@ impl<'a> Asker<'a> {
         Some(Self { hub, link, user, number })
     }
 
-    /// What the server says of the bytes from `offset` on.
+    /// Requests the extents from `offset` on.
     fn ask(&self, offset: u64, len: u32) -> Option<Vec<Extent>> {
         let mut part = Part::new(command::BLOCK_STATUS, 0, offset, len, Vec::new());
         part.owner = Some(Owner { user: self.number, task: 0, at: 0 });
@@ -81,14 +80,14 @@ impl<'a> Asker<'a> {
     }
 }
 
-/// Extents as they are on the wire. What is no hole that reads as zeroes is data.
+/// Decodes extents. Only `NBD_STATE_ZERO` marks a hole that reads as zeroes; all else is data.
 fn extents(data: &[u8]) -> Vec<Extent> {
     let mut reader = Reader(data);
     let mut next = || Some((reader.u32()?, reader.u32()?));
     let mut found = Vec::new();
     while let Some((len, flags)) = next() {
         let len = u64::from(len);
-        // An extent of no bytes says nothing, and what follows it could be anywhere.
+        // An extent of length zero is invalid, and the position of later ones is then unknown.
         if len == 0 {
             break;
         }
@@ -98,12 +97,12 @@ fn extents(data: &[u8]) -> Vec<Extent> {
     found
 }
 
-/// Tells what of the export is allocated; what the server does not say is data.
+/// Reports the allocation state of the export; parts without a reply count as data.
 pub(crate) fn tell_extents(hub: &Hub, offset: u64, len: u64, tell: &mut Tell<'_>) {
     let (mut at, end) = (offset, offset.saturating_add(len));
     let knows = hub.first.allocation.is_some() && hub.shared.export.lock().allocation.is_some();
     let asker = if knows { Asker::new(hub) } else { None };
-    // Whole blocks of the server's.
+    // The range must be a multiple of the server's minimum block size.
     let least = u64::from(hub.first.least.max(1));
     while at < end
         && let Some(asker) = &asker
@@ -114,7 +113,7 @@ pub(crate) fn tell_extents(hub: &Hub, offset: u64, len: u64, tell: &mut Tell<'_>
             break;
         };
         for extent in found {
-            // The last one may go beyond what was asked.
+            // The last extent may exceed the requested range.
             let len = extent.len.min(end - at);
             if len == 0 {
                 break;

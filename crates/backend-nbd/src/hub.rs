@@ -1,4 +1,4 @@
-//! A disk's connections, and the way to make one.
+//! Connections of a disk, and how to make one.
 
 use crate::connect::connect_to;
 use crate::error::OpenError;
@@ -16,20 +16,20 @@ use shadowbell_tls::ClientTls;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a server may take to say what its export is.
+/// Timeout for connecting and the handshake.
 const CONNECT: Duration = Duration::from_secs(10);
 
 pub(crate) struct Hub {
     pub(crate) way: Way,
     pub(crate) shared: Arc<Shared>,
     pub(crate) links: Box<[Mutex<Link>]>,
-    /// What the server has said first; what comes later must be able to do as much.
+    /// Properties from the first handshake; later connections must offer at least the same.
     pub(crate) first: Export,
-    /// The most data of one request, in bytes.
+    /// Maximum data of one subrequest, in bytes.
     pub(crate) part: u32,
 }
 
-/// What keeps the connections: with the last of them they end.
+/// Handle of the disk and its queues; dropping the last one ends the connections.
 pub(crate) struct Handle(pub(crate) Arc<Hub>);
 
 impl Drop for Handle {
@@ -38,16 +38,16 @@ impl Drop for Handle {
     }
 }
 
-/// How connections are made to the server.
+/// Parameters for connecting to the server.
 #[derive(Clone, Debug)]
 pub(crate) struct Way {
     pub(crate) spec: NbdSpec,
-    /// With TLS.
+    /// TLS client configuration, if TLS is used.
     tls: Option<ClientTls>,
 }
 
 impl Way {
-    /// As `spec` says. Its certificates are read now.
+    /// Prepares connecting to the server of `spec`. Certificates are loaded now.
     ///
     /// # Errors
     /// [`OpenError::Certificates`].
@@ -58,7 +58,7 @@ impl Way {
         Ok(Self { spec: spec.clone(), tls })
     }
 
-    /// A new connection, on which the export was agreed.
+    /// Connects and negotiates the export.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -71,7 +71,7 @@ impl Way {
         )
     }
 
-    /// What the server says of the export now.
+    /// Requests the current properties of the export on a new connection, without opening it.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -82,7 +82,7 @@ impl Way {
         outcome.map(|(_, export)| export)
     }
 
-    /// Connects, and goes on with `plain` or through TLS with `secured`.
+    /// Connects, and continues with `plain`, or with `secured` through TLS.
     fn reach(
         &self,
         stop: &EventFd,
@@ -114,12 +114,12 @@ impl Way {
         Ok((stream, export))
     }
 
-    /// What the server's certificate has to be for.
+    /// Name that the server's certificate must be valid for.
     fn host(&self) -> String {
         let said = self.spec.secure.as_ref().and_then(|secure| secure.hostname.clone());
         said.unwrap_or_else(|| match &self.spec.place {
             Place::Tcp { host, .. } => host.clone(),
-            // Whoever is behind it is on this machine.
+            // The server of a UNIX socket runs on this machine.
             Place::Unix(_) => "localhost".to_owned(),
         })
     }

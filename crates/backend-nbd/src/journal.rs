@@ -1,17 +1,18 @@
-//! What the server has answered and may still lose: a write is durable only when a flush has come
-//! after it. If the server is restarted, all of this is written to it again, so that nobody notices.
+//! Unflushed writes: requests that the server has answered but may still lose, because a write is
+//! durable only after a later flush. After a restart of the server they are replayed, so that no
+//! data are lost.
 
 use shadowbell_nbd::wire::flag;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// What an entry takes besides its data.
+/// Memory of an entry besides its data, in bytes.
 const OVERHEAD: u64 = 128;
 
 /// A request that has changed the export.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
-    /// A request of [`command`](shadowbell_nbd::wire::command)s that change something.
+    /// NBD [`command`](shadowbell_nbd::wire::command) of the request.
     pub(crate) command: u16,
     pub(crate) flags: u16,
     pub(crate) offset: u64,
@@ -24,14 +25,14 @@ impl Entry {
         self.data.capacity() as u64 + OVERHEAD
     }
 
-    /// Whether it changes bytes that `other` changes.
+    /// True if both requests change a common byte.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         let end = |entry: &Self| entry.offset + u64::from(entry.len);
         self.offset < end(other) && other.offset < end(self)
     }
 }
 
-/// How far a flush of the disk's own is.
+/// State of the automatic flush.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Flush {
     #[default]
@@ -42,48 +43,48 @@ pub(crate) enum Flush {
 
 #[derive(Debug, Default)]
 pub(crate) struct Journal {
-    /// In the order in which they were answered: of two that overlap and were not under way at the
-    /// same time, the later one is the later one.
+    /// Entries in order of the replies. Of two overlapping entries that were not in flight at the
+    /// same time, the later one was written later.
     entries: VecDeque<Entry>,
-    /// The number of the first entry; numbers are never used again.
+    /// Number of the first entry; numbers are never reused.
     first: u64,
     bytes: u64,
-    /// The most bytes; nothing is kept if it is 0.
+    /// Limit of `bytes`; 0 disables the replay, so no data are kept.
     most: u64,
-    /// The server has nothing to flush.
+    /// The server does not support flushes.
     is_needless: bool,
-    /// A flush of the disk's own, which the caretaker sends.
+    /// State of the automatic flush, which the reconnection thread sends.
     pub(crate) flush: Flush,
-    /// Something was lost that could not be written again: nothing is durable any more.
+    /// Data were lost and could not be replayed: flushes fail from now on.
     pub(crate) has_lost: bool,
-    /// Somebody could not go on because this was full.
+    /// A queue waits because the limit was reached.
     pub(crate) is_waited_for: bool,
-    /// As much as was written again.
+    /// Number of replayed requests.
     pub(crate) replayed: u64,
 }
 
 impl Journal {
-    /// One that keeps at most so many bytes.
+    /// Creates a list that holds at most `most` bytes.
     pub(crate) fn new(most: u64) -> Self {
         Self { most, ..Self::default() }
     }
 
-    /// One for a server that says nothing of flushes: what it has answered is as durable as it
-    /// gets.
+    /// Creates a list for a server without flushes, which stays empty: an answered write is as
+    /// durable as it can be.
     pub(crate) fn needless() -> Self {
         Self { is_needless: true, ..Self::default() }
     }
 
-    /// Whether a request with these flags has to be [added](Self::add). One that is durable has to
-    /// be if something that is written again could undo it.
+    /// True if a request with these flags has to be [added](Self::add). A FUA write has to be added
+    /// if an earlier entry exists, whose replay could overwrite it.
     pub(crate) fn keeps(&self, flags: u16) -> bool {
         !self.is_needless && (flags & flag::FUA == 0 || !self.entries.is_empty())
     }
 
-    /// A request was answered.
+    /// Adds an answered request.
     pub(crate) fn add(&mut self, mut entry: Entry) {
         if self.most == 0 {
-            // Only that there was something.
+            // Without replay, a single entry records that unflushed writes exist.
             entry.data = Arc::default();
             if let Some(first) = self.entries.front_mut() {
                 self.first += 1;
@@ -95,13 +96,13 @@ impl Journal {
         self.entries.push_back(entry);
     }
 
-    /// The number that the next entry will have.
+    /// Number of the next entry.
     pub(crate) fn end(&self) -> u64 {
         self.first + self.entries.len() as u64
     }
 
-    /// A flush was answered that was sent when [`end`](Self::end) was this. Whether somebody can go
-    /// on.
+    /// Removes the entries before `end`, after the reply to a flush that was sent when
+    /// [`end`](Self::end) had this value. Returns true if waiting queues can continue.
     pub(crate) fn flushed(&mut self, end: u64) -> bool {
         while self.first < end
             && let Some(entry) = self.entries.pop_front()
@@ -112,23 +113,23 @@ impl Journal {
         !self.is_full() && std::mem::take(&mut self.is_waited_for)
     }
 
-    /// Whether the disk should flush by itself, so that nobody has to wait soon.
+    /// True if an automatic flush should be sent, before the limit is reached.
     pub(crate) fn wants_flush(&self) -> bool {
         self.most != 0 && self.flush == Flush::None && self.bytes > self.most / 2
     }
 
-    /// Whether nothing more can be written until a flush.
+    /// True if the limit is reached, so that writes have to wait for a flush.
     pub(crate) fn is_full(&self) -> bool {
         self.most != 0 && self.bytes > self.most
     }
 
-    /// What is to be written again; nothing if it was not kept, and so is lost.
+    /// Entries to replay; `None` if their data were not kept and so are lost.
     pub(crate) fn entries(&self) -> Option<Vec<Entry>> {
         let is_kept = self.most != 0 || self.entries.is_empty();
         is_kept.then(|| self.entries.iter().cloned().collect())
     }
 
-    /// Gives up what was not flushed. Whether somebody can go on.
+    /// Discards all unflushed writes as lost. Returns true if waiting queues can continue.
     pub(crate) fn lose(&mut self) -> bool {
         self.has_lost = true;
         let end = self.end();

@@ -1,25 +1,23 @@
-//! The disk of a process that has died, in the next one.
+//! Crash recovery of an NBD disk.
 //!
-//! # There is no fence
+//! # No fence
 //!
-//! What the dead process has sent is the server's. NBD has no way to call it back, and none to wait
-//! for it: a server may carry out a write that it has received long after the end of the connection
-//! by which it came, and answers a flush on a new one without it. (`qemu-nbd` and `nbdkit` finish
-//! what they have received. With a server that retried for seconds what was stuck, a newer write
-//! was seen to be overwritten: github.com/ydb-platform/nbs, issue 7070.) So how long that can take
-//! is for the operator to say, who knows the server and its storage: `settle=SECONDS`. For so long
-//! after a death nothing is sent to the server. Who does not say it has a disk that can not be gone
-//! on with.
+//! Requests that the dead process has sent remain at the server. NBD can neither cancel them nor
+//! wait for them: a server may execute a received write long after the end of its connection, and a
+//! flush on a new connection does not cover it. (`qemu-nbd` and `nbdkit` finish the requests that
+//! they have received. A server that retried hung writes for seconds was seen to overwrite a newer
+//! write: github.com/ydb-platform/nbs, issue 7070.) So the operator, who knows the server and its
+//! storage, has to configure the maximum delay: `settle=SECONDS`. For that time after a crash
+//! nothing is sent to the server. Without the option the disk cannot be recovered.
 //!
-//! A disk that takes no writes needs none of this: what was read for the dead process came into
-//! memory of its own.
+//! A read-only disk needs no delay: replies to the dead process went to that process's own memory.
 //!
-//! # What is durable
+//! # Durability
 //!
-//! The dead process knew what it had to write again to a server that was restarted; the next one
-//! does not. So it begins with a flush, after which nothing of that is needed any more. If the
-//! server is restarted between the death and this flush, then what it had answered and not flushed
-//! may be lost, and nobody notices.
+//! The dead process kept its unflushed writes for a replay; the next process does not have them.
+//! Therefore it starts with a flush, after which none of them is needed. If the server restarts
+//! between the crash and this flush, writes that it had answered but not flushed may be lost
+//! without notice.
 
 use crate::error::OpenError;
 use crate::uri::NbdSpec;
@@ -28,13 +26,12 @@ use shadowbell_backend::{DiskInfo, Wait};
 use shadowbell_state::{WrongOrder, is_wrong};
 use std::time::{Duration, Instant};
 
-/// What says that a disk was kept as an export.
+/// Key of an NBD disk in a checkpoint.
 pub(crate) const KEY: &str = "nbd";
-/// Why a disk is not kept.
-pub(crate) const UNSETTLED: &str = "an NBD server may carry out a write of a process that has died \
-     after it has ended; `settle=SECONDS` says how long that can take, and `read-only=on` that \
-     there are no writes";
-/// Between two attempts to connect.
+/// Reason for a disk without checkpoint.
+pub(crate) const UNSETTLED: &str = "an NBD server may still execute writes of the dead process; \
+                                    add `settle=SECONDS`, or serve it read-only (`read-only=on`)";
+/// Delay between two attempts to connect.
 const AGAIN: Duration = Duration::from_millis(50);
 
 #[derive(Serialize, Deserialize)]
@@ -61,19 +58,19 @@ impl KeptExport {
         }
     }
 
-    /// What the guest has seen, if `now` can be that.
+    /// Disk properties that the guest has seen, if the disk `now` can provide them.
     pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
         if now.read_only && !self.read_only {
-            return Err("it takes no writes any more");
+            return Err("it is no longer writable");
         }
         if now.block_size != self.block_size || now.blocks < self.blocks {
             return Err("it is smaller than it was");
         }
         if self.volatile_cache && !now.volatile_cache {
-            return Err("its server has come back without flushes");
+            return Err("its server no longer supports flushes");
         }
         if self.discard && !now.discard {
-            return Err("its server has come back without write zeroes");
+            return Err("its server no longer supports write zeroes");
         }
         let mut info = now.clone();
         info.blocks = self.blocks;
@@ -83,10 +80,10 @@ impl KeptExport {
     }
 }
 
-/// Waits until nothing of the dead process is under way at the server.
+/// Waits until no request of the dead process can be in flight at the server.
 ///
 /// # Errors
-/// It is not waited for any longer.
+/// `wait` has given up.
 pub(crate) fn settle(spec: &NbdSpec, kept: &KeptExport, wait: Wait<'_>) -> Result<(), OpenError> {
     if kept.read_only || is_wrong(WrongOrder::NoFence) {
         return Ok(());
@@ -95,7 +92,7 @@ pub(crate) fn settle(spec: &NbdSpec, kept: &KeptExport, wait: Wait<'_>) -> Resul
     sleep(spec, time, wait)
 }
 
-/// The disk, as soon as its server can be reached.
+/// Opens the disk as soon as the server is reachable.
 pub(crate) fn reach<T>(
     spec: &NbdSpec,
     wait: Wait<'_>,
@@ -113,13 +110,13 @@ fn sleep(spec: &NbdSpec, time: Duration, wait: Wait<'_>) -> Result<(), OpenError
     let since = Instant::now();
     while since.elapsed() < time {
         if !wait() {
-            return Err(refused(spec, "it is not waited for any longer".to_owned()));
+            return Err(refused(spec, "the wait was given up".to_owned()));
         }
     }
     Ok(())
 }
 
-/// It is not the disk that was kept.
+/// Creates the error for a disk that cannot be recovered.
 pub(crate) fn refused(spec: &NbdSpec, why: String) -> OpenError {
     OpenError::NotThatDisk { disk: spec.to_string(), why }
 }

@@ -1,82 +1,83 @@
-//! An export of an NBD server as a disk: of qemu-nbd, nbdkit, nbd-server, or of our own.
+//! NBD client: an export of an NBD server (qemu-nbd, nbdkit, nbd-server, Shadowbell's own) as a
+//! disk.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`NbdSpec`] | an export as people write it |
+//! | [`NbdSpec`] | specification of an export |
 //! | [`NbdDisk`] | the export as a disk: its properties |
-//! | `hub`, `shared` | a disk's connections, and what they share |
-//! | `caretaker` | the thread that connects again |
-//! | `replay` | writing again what a server may have lost |
-//! | `queue`, `task` | a worker's queue, and its requests as requests to the server |
-//! | `link` | a connection and what is on its way by it |
-//! | `holes` | what is allocated |
-//! | `user` | what a queue and a connection share |
-//! | `receiver`, `coverage` | what the server says, understood and checked |
-//! | `part` | requests to the server, and their cookies |
-//! | `journal` | what was answered and is not durable yet |
-//! | `connect`, `negotiate`, `export` | a way to the server, the handshake, what it says of itself |
-//! | `stream` | bytes in and out |
-//! | `secured`, `relay` | the same by TLS, in the handshakes and afterwards |
-//! | `kept` | the disk of a process that has died, in the next one |
+//! | `hub`, `shared` | connections of a disk, and their shared state |
+//! | `caretaker` | reconnection thread |
+//! | `replay` | replay of writes that a server may have lost |
+//! | `queue`, `task` | queue of an I/O thread, and its requests split into subrequests |
+//! | `link` | a connection and its requests in flight |
+//! | `holes` | allocation state |
+//! | `user` | completions of a queue's subrequests |
+//! | `receiver`, `coverage` | parser and checks of replies |
+//! | `part` | subrequests to the server, and their cookies |
+//! | `journal` | answered writes that are not flushed |
+//! | `connect`, `negotiate`, `export` | connecting, handshake, properties of the export |
+//! | `stream` | socket input and output |
+//! | `secured`, `relay` | TLS in the handshake and afterwards |
+//! | `kept` | crash recovery |
 //!
-//! The codec is `shadowbell-nbd`'s, which the server in `shadowbell-export` uses, too.
+//! The wire format is in `shadowbell-nbd`, which the server in `shadowbell-export` uses too.
 //!
-//! A queue sends and receives by itself, on its worker's thread, and never waits: there is no other
-//! thread between a guest and the server. Queues share connections if the server allows only one
-//! (`CAN_MULTI_CONN`). What takes time (names, connecting, the handshake) is the caretaker's.
+//! A queue sends and receives on its I/O thread without blocking; no other thread is between a
+//! guest and the server. Queues share connections if the server allows only one (`CAN_MULTI_CONN`).
+//! Blocking work (name resolution, connecting, handshake) is done by the reconnection thread.
 //!
-//! Data go through buffers of the connection's: the kernel sees no memory of the guest's, which
-//! may change or vanish at any time.
+//! Data are copied through buffers of the connection, so that the kernel never accesses guest
+//! memory, which may change or be unmapped at any time.
 //!
-//! # When the server goes away
+//! # Unavailable server
 //!
-//! Requests wait, and the caretaker tries to connect: after 10 ms, and then in steps that double, up
-//! to two seconds. What had no answer is sent again. A request that the host cancels meanwhile ends.
+//! Requests wait while the reconnection thread tries to connect: after 10 ms, then with doubled
+//! delays up to two seconds. Requests without a reply are sent again. A request that the host
+//! aborts meanwhile ends.
 //!
-//! That is not all. A server keeps in memory what was written, until a flush; that of a server that
-//! was killed may be gone, although it was answered. A host that then flushes would take it for
-//! durable. So what was answered since the last flush is kept (`replay=64MiB`), and is written again
-//! on the first new connection, in the order of the answers and before anything else. If it becomes
-//! too much, the disk flushes by itself, and writes wait for that. If one connection of several is
-//! lost, the others answer what they have first, because nobody can tell the end of a connection
-//! from that of a server.
+//! Resending is not sufficient. A server may keep written data in memory until a flush; a killed
+//! server loses them although it has answered the writes, and a later flush would report them as
+//! durable. Therefore requests that were answered since the last flush are kept (`replay=64MiB`)
+//! and replayed on the first new connection, in the order of the replies and before other requests.
+//! If they exceed the limit, the disk sends a flush itself, and writes wait for it. If one of
+//! several connections is lost, the replies on the others are awaited first, because a client
+//! cannot distinguish a lost connection from a dead server.
 //!
-//! Where that is not possible (`replay=off`, or the server refuses what it has taken before), every
-//! flush and every write that is to be durable fails until the disk is opened again, and the log
-//! says so. Nothing is lost silently.
+//! If a replay is impossible (`replay=off`, or the server refuses a request that it executed
+//! before), every flush and every FUA write fails until the disk is opened again, and an error is
+//! logged. No data are lost silently.
 //!
-//! Two things are beyond this. Somebody else who writes to the same export may see old data come
-//! back. And a server that goes on with requests of a connection that it has ended may carry out a
-//! write after a later one: NBD has no way to call requests back.
+//! Two cases are out of reach. Another client that writes to the same export may see old data
+//! again. And a server that continues the requests of a closed connection may execute a write after
+//! a later one: NBD cannot cancel requests.
 //!
-//! # What is durable when
+//! # Durability
 //!
-//! What was flushed. FUA is the server's if it has it, and else a flush after the write. A server
-//! that has no flush has no cache as far as anybody knows.
+//! Flushed data are durable. FUA is passed to the server if it supports FUA; otherwise the write is
+//! followed by a flush. A server without flush is assumed to have no cache.
 //!
-//! A discard is a Write Zeroes that lets the server give the bytes back. NBD's trim is not used: what
-//! is read afterwards is anything, and a disk's blocks do not change by themselves. On a server
-//! without Write Zeroes, discards do nothing.
+//! A discard is a Write Zeroes that allows the server to deallocate. NBD's trim is not used,
+//! because reads afterwards return undefined data, and the blocks of a disk do not change by
+//! themselves. Without Write Zeroes, discards have no effect.
 //!
 //! # TLS
 //!
-//! `nbds:` asks for it before anything else. Its certificates are read when the disk is opened, and
-//! count for later connections as well. A connection has a thread that does its cryptography, and
-//! a socket between that and the workers: so these never do more than copy.
+//! `nbds:` starts TLS before any other option. Certificates are loaded when the disk is opened, and
+//! are used for later connections too. Each connection has a thread for cryptography, with a socket
+//! between it and the I/O threads, which therefore only copy data.
 //!
 //! # Trust
 //!
-//! A server may say anything. Replies that do not fit their requests end the connection, and a
+//! Servers are untrusted. A reply that does not match its request ends the connection, and a
 //! request during which that happens four times fails. Texts, replies and chunks are bounded, and
-//! so is what a connection holds: 256 requests and 16 MiB of data, and what `replay` says.
+//! so is the state of a connection: 256 requests and 16 MiB of data, and the limit of `replay`.
 //!
-//! # What it does not implement
+//! # Limitations
 //!
-//! Extended headers. Handing the disk
-//! over to another process at an upgrade: what was not flushed is in this process's memory. (After
-//! a death see [`NbdDisk::recover`].)
+//! Extended headers are not implemented. The disk cannot be transferred to another process, because
+//! unflushed writes are in this process's memory. (For crash recovery see [`NbdDisk::recover`].)
 #![forbid(unsafe_code)]
 
 mod caretaker;

@@ -1,5 +1,5 @@
-//! A connection, and the requests that are on their way by it. Whoever has the lock sends and
-//! receives what is there, for all queues that use it, and never waits.
+//! Connection to the server, with its requests in flight. The holder of the lock sends and receives
+//! for all queues of the connection, without blocking.
 
 use crate::export::Export;
 use crate::journal::{Entry, Flush};
@@ -18,47 +18,47 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tracing::warn;
 
-/// The list of parts that wait.
+/// Number of the list of waiting subrequests.
 const WAITING: u32 = 0;
 
-/// Requests that the server has at once, and bytes of data that they have.
+/// Limits of requests in flight at the server, and of their data in bytes.
 const WINDOW: usize = 256;
 const WINDOW_BYTES: usize = 16 << 20;
-/// Requests that are sent with one call.
+/// Maximum requests per send call.
 const BATCH: usize = 64;
-/// A request during which the server broke the protocol so often is given up.
+/// Number of protocol violations during a request after which the request fails.
 const MAX_BREAKS: u32 = 4;
-/// Buffers that are kept, of each size.
+/// Maximum free buffers to keep, of each size.
 const KEPT: usize = 64;
-/// The sizes of buffers, in bytes.
+/// Buffer sizes in bytes.
 const SIZES: [usize; 3] = [4 << 10, 32 << 10, 256 << 10];
 
-/// Why a connection is over.
+/// Reason for the end of a connection.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Loss {
     #[error("the server hung up")]
     End,
-    #[error("the server is about to end")]
+    #[error("the server is shutting down")]
     Shutdown,
-    #[error("the connection broke: {0}")]
+    #[error("the connection failed: {0}")]
     Socket(#[from] Errno),
-    #[error("the server breaks the protocol: {0}")]
+    #[error("the server violates the protocol: {0}")]
     Violation(#[from] crate::receiver::Violation),
-    #[error("the server does not answer on one connection, while another was lost")]
+    #[error("the server does not reply on one connection after another was lost")]
     Silent,
 }
 
-/// A queue that receives: its number on the connection, and where what has ended of it goes.
+/// A receiving queue: its number on the connection, and the destination of its completions.
 pub(crate) type Own<'a> = (u32, &'a mut Vec<Ended>);
 
 struct Connection {
     stream: Stream,
     receiver: Receiver,
-    /// Requests in the order in which they are sent, of which the first may be under way.
+    /// Requests in sending order; the first one may be partly sent.
     sending: VecDeque<(u32, [u8; wire::Request::SIZE])>,
-    /// Bytes of the first that were sent.
+    /// Sent bytes of the first request.
     sent: usize,
-    /// The queues wait for the socket to take more.
+    /// The socket buffer is full, and the queues wait for it.
     is_blocked: bool,
 }
 
@@ -66,9 +66,9 @@ struct Connection {
 pub(crate) struct Link {
     connection: Option<Connection>,
     parts: Parts,
-    /// Those that were not sent, in order.
+    /// Subrequests that are not sent, in order.
     waiting: Lists,
-    /// What the server has, and how many bytes of data.
+    /// Requests in flight at the server, and their data in bytes.
     in_flight: usize,
     bytes: usize,
     users: Vec<Option<Arc<User>>>,
@@ -76,7 +76,7 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// Adds a queue; its number here.
+    /// Adds a queue. Returns its number on this connection.
     pub(crate) fn join(&mut self, user: &Arc<User>) -> std::io::Result<u32> {
         if let Some(connection) = &self.connection {
             user.watch(connection.stream.as_fd())?;
@@ -94,7 +94,7 @@ impl Link {
         Ok(at as u32)
     }
 
-    /// A queue is gone, and with it what was not sent.
+    /// Removes a queue with its unsent subrequests.
     pub(crate) fn leave(&mut self, user: u32) {
         for slot in self.parts.all(|part| part.owner.is_some_and(|owner| owner.user == user)) {
             self.drop_part(slot);
@@ -104,7 +104,7 @@ impl Link {
         }
     }
 
-    /// How many queues there are.
+    /// Number of queues.
     pub(crate) fn users(&self) -> usize {
         self.users.iter().flatten().count()
     }
@@ -113,7 +113,7 @@ impl Link {
         self.connection.is_some()
     }
 
-    /// The socket, if something is on its way by it or is still to be sent.
+    /// The socket if requests are in flight, and whether some are still to be sent.
     pub(crate) fn busy(&self) -> Option<(Stream, bool)> {
         let connection = self.connection.as_ref().filter(|_| self.in_flight != 0)?;
         Some((connection.stream.clone(), !connection.sending.is_empty()))
@@ -123,7 +123,7 @@ impl Link {
         Some(self.connection.as_ref()?.stream.clone())
     }
 
-    /// A buffer of `len` bytes.
+    /// Returns a buffer of `len` bytes.
     pub(crate) fn buffer(&mut self, len: usize) -> Vec<u8> {
         let class = SIZES.iter().zip(&mut self.buffers).find(|(size, _)| len <= **size);
         let mut buffer = match class {
@@ -134,7 +134,7 @@ impl Link {
         buffer
     }
 
-    /// A buffer is not needed any more.
+    /// Returns a buffer to the pool.
     pub(crate) fn give_back(&mut self, buffer: Vec<u8>) {
         let class =
             SIZES.iter().zip(&mut self.buffers).find(|(size, _)| buffer.capacity() == **size);
@@ -145,20 +145,20 @@ impl Link {
         }
     }
 
-    /// Adds a part, to be sent by [`pump`](Self::pump).
+    /// Adds a subrequest, which [`pump`](Self::pump) sends.
     pub(crate) fn push(&mut self, part: Part) {
         let slot = self.parts.insert(part);
         self.waiting.push_back(WAITING, slot);
     }
 
-    /// Adds a flush of the disk's own, before everything else.
+    /// Adds an automatic flush before all waiting subrequests.
     pub(crate) fn push_flush(&mut self) {
         let slot = self.parts.insert(Part::new(command::FLUSH, 0, 0, 0, Vec::new()));
         self.waiting.push_front(WAITING, slot);
     }
 
-    /// Takes back what of a queue's request can be taken back: what was not sent, and reads, whose
-    /// answers are not looked at then. How many parts these are, and of how many bytes.
+    /// Cancels unsent subrequests and reads of a queue's request; replies to the reads are
+    /// discarded. Returns the number of subrequests and their bytes.
     pub(crate) fn cancel(&mut self, user: u32, task: u32) -> (u32, u64) {
         let mut sum = (0, 0);
         for slot in self.parts.of(user, task) {
@@ -172,7 +172,7 @@ impl Link {
         sum
     }
 
-    /// Forgets a part, as far as the server does not have it.
+    /// Drops a subrequest. If it has been sent, its reply will be discarded.
     fn drop_part(&mut self, slot: u32) {
         match self.parts.get_mut(slot) {
             Some(part) if part.is_sent => self.parts.disown(slot),
@@ -185,11 +185,11 @@ impl Link {
         }
     }
 
-    /// Begins to use a connection, and sends what waits.
+    /// Installs a new connection, and sends waiting subrequests.
     pub(crate) fn install(&mut self, stream: Stream, export: &Export, shared: &Shared) {
         for user in self.users.iter().flatten() {
             if let Err(error) = user.watch(stream.as_fd()) {
-                warn!("{}: a queue is not woken by its connection: {error}", shared.name);
+                warn!("{}: a queue cannot watch its connection: {error}", shared.name);
             }
         }
         self.connection = Some(Connection {
@@ -202,11 +202,11 @@ impl Link {
         self.pump(shared, None);
     }
 
-    /// Sends what waits, as far as the server and the socket take it.
+    /// Sends waiting subrequests, within the limits and the socket buffer.
     pub(crate) fn pump(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
         let outcome = self.begin(shared).and_then(|()| self.send());
         if let Err(loss) = outcome {
-            // What it has answered before it hung up still counts.
+            // Replies that arrived before the hang-up are still valid.
             let lost = match loss {
                 Loss::Socket(Errno::PIPE | Errno::CONNRESET) => self.take(shared, &mut own).err(),
                 _ => None,
@@ -215,7 +215,7 @@ impl Link {
         }
     }
 
-    /// Puts what waits among what is sent, as far as there is room.
+    /// Moves waiting subrequests to the send queue, within the limits.
     fn begin(&mut self, shared: &Shared) -> Result<(), Loss> {
         if self.connection.is_none() || shared.is_recovering() {
             return Ok(());
@@ -303,8 +303,8 @@ impl Link {
         Ok(())
     }
 
-    /// Takes what the server has answered, all that is there. What ends of the queue `own` goes to
-    /// it, and what ends of others to them.
+    /// Receives all available replies. Completions of the queue `own` go to its list, those of
+    /// other queues to their completion queues.
     pub(crate) fn receive(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
         if self.in_flight == 0 {
             return;
@@ -314,7 +314,7 @@ impl Link {
         }
     }
 
-    /// The other end has hung up: what it has answered before counts, and then it is over.
+    /// Handles a hang-up: processes the replies received before it, then ends the connection.
     pub(crate) fn hung_up(&mut self, shared: &Shared) {
         let loss = self.take(shared, &mut None).err().unwrap_or(Loss::End);
         self.lose(shared, &loss, None);
@@ -338,7 +338,7 @@ impl Link {
             if let Err(violation) = outcome {
                 break Err(violation.into());
             }
-            // Less than there was room for: there is no more.
+            // A short read means that the socket is empty.
             if count < room {
                 break Ok(());
             }
@@ -348,7 +348,7 @@ impl Link {
             self.in_flight -= 1;
             self.bytes -= part.cost();
             if error == wire::NbdError::Shutdown as u32 {
-                // It was not carried out, and waits for a server that does.
+                // The server has not executed the request, so it waits for the next connection.
                 is_ending = true;
                 self.again(part);
                 continue;
@@ -358,7 +358,7 @@ impl Link {
         if is_ending { outcome.and(Err(Loss::Shutdown)) } else { outcome }
     }
 
-    /// Puts a part back among those that wait; one that nobody wants is forgotten.
+    /// Returns a subrequest to the waiting list; drops it if it has no owner and changes nothing.
     fn again(&mut self, mut part: Part) {
         if part.owner.is_none() && !part.changes() {
             return self.give_back(part.data);
@@ -390,7 +390,7 @@ impl Link {
                 journal.flush = Flush::None;
             }
             let goes_on = error == 0 && journal.flushed(flushes);
-            // Nobody else would say so.
+            // An automatic flush has no owner that would see its error.
             let is_lost = error != 0 && owner.is_none();
             shared.flush_soon(&mut journal);
             drop(journal);
@@ -425,7 +425,7 @@ impl Link {
         self.give_back(data);
     }
 
-    /// The connection is over: what the server had waits for the next one.
+    /// Ends the connection: requests in flight wait for the next one.
     pub(crate) fn lose(&mut self, shared: &Shared, loss: &Loss, mut own: Option<Own<'_>>) {
         let Some(connection) = self.connection.take() else { return };
         for user in self.users.iter().flatten() {
@@ -436,7 +436,7 @@ impl Link {
         let sent = self.parts.all(|part| part.is_sent);
         warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
         (self.in_flight, self.bytes) = (0, 0);
-        // In front of what waits, so the last one first.
+        // Last one first, since each goes before all waiting subrequests.
         for slot in sent.into_iter().rev() {
             let Some(part) = self.parts.get_mut(slot) else { continue };
             part.breaks += u32::from(is_broken);
@@ -444,7 +444,7 @@ impl Link {
             if is_own_flush {
                 shared.journal.lock().flush = Flush::Wanted;
             }
-            // A write that nobody waits for may have been carried out, and is again.
+            // A write without owner may have been executed, so it is sent again.
             if part.owner.is_none() && !part.changes() {
                 if let Some(part) = self.parts.remove(slot) {
                     self.give_back(part.data);
@@ -463,7 +463,7 @@ impl Link {
     }
 }
 
-/// An error of the server's as one of a disk.
+/// Converts an error of the server.
 fn status(error: u32, reads: bool, beyond: bool) -> DiskError {
     let is = |number: wire::NbdError| error == number as u32;
     if beyond && (is(wire::NbdError::Inval) || is(wire::NbdError::NoSpc)) {
@@ -473,7 +473,7 @@ fn status(error: u32, reads: bool, beyond: bool) -> DiskError {
         _ if is(wire::NbdError::NoSpc) && !reads => DiskError::NoSpace,
         _ if is(wire::NbdError::Perm) && !reads => DiskError::ReadOnly,
         _ if is(wire::NbdError::NotSup) => DiskError::Unsupported,
-        // The numbers of the protocol are Linux's.
+        // Error numbers of the protocol equal those of Linux.
         1..=4095 => DiskError::Io(error as i32),
         _ => DiskError::Io(libc::EIO),
     }

@@ -1,4 +1,4 @@
-//! The client's end of the handshake, over anything that can be read and written.
+//! Client side of the NBD handshake, over any byte stream.
 
 use crate::export::Export;
 use shadowbell_nbd::wire::{
@@ -8,46 +8,49 @@ use shadowbell_nbd::wire::{
 use shadowbell_tls::{Session, SessionError};
 use std::io::{self, Read, Write};
 
-/// The longest reply to an option. Names and texts have 4096 bytes at most.
+/// Maximum length of an option reply. Names and texts have at most 4096 bytes.
 const MAX_ANSWER: u32 = 16 << 10;
-/// The most replies to one option.
+/// Maximum number of replies to one option.
 const MAX_ANSWERS: usize = 64;
-/// What an oldstyle server goes on with after its greeting.
+/// Magic after the greeting of an oldstyle server.
 const OLDSTYLE: u64 = 0x0000_4202_8186_1253;
 
-/// Why there is no agreement with a server.
+/// Error of the handshake.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NegotiationError {
     /// The connection ended.
-    #[error("the connection broke in the handshake: {0}")]
+    #[error("the connection failed in the handshake: {0}")]
     Io(#[source] io::Error),
-    /// What answers is no NBD server.
-    #[error("what answers there is no NBD server; correct the address")]
+    /// The peer is not an NBD server.
+    #[error("the peer is no NBD server; correct the address")]
     NoServer,
-    /// The server speaks a form of the protocol from before 2011.
-    #[error("the server speaks an old form of the protocol; start one with `fixed newstyle`")]
+    /// The server supports only the oldstyle protocol from before 2011.
+    #[error("the server supports only the oldstyle protocol; start one with `fixed newstyle`")]
     Oldstyle,
-    /// There is no such export.
-    #[error("the server has no such export{}; `nbdinfo --list` shows those that it has", told(.0))]
+    /// The export does not exist.
+    #[error("the server has no such export{}; `nbdinfo --list` shows its exports", told(.0))]
     Unknown(String),
-    /// The server wants TLS.
+    /// The server requires TLS.
     #[error(
-        "the server takes no clients without TLS{}; write `nbds:` and `tls-certificates=DIR`",
+        "the server requires TLS{}; write `nbds:` and `tls-certificates=DIR`",
         told(.0)
     )]
     TlsRequired(String),
-    /// The server has no TLS.
-    #[error("the server has no TLS{}; have it use its certificates, or write `nbd:`", told(.0))]
+    /// The server does not support TLS.
+    #[error(
+        "the server does not support TLS{}; configure its certificates, or write `nbd:`",
+        told(.0)
+    )]
     NoTls(String),
-    /// The two do not agree on TLS.
-    #[error("there is no TLS with the server: {0}")]
+    /// The TLS handshake failed.
+    #[error("the TLS handshake failed: {0}")]
     Tls(SessionError),
-    /// The server refuses.
+    /// The server refuses the export.
     #[error("the server refuses the export{}", told(.0))]
     Refused(String),
-    /// The server does not keep to the protocol.
-    #[error("the server breaks the protocol: {0}")]
+    /// The server violates the protocol.
+    #[error("the server violates the protocol: {0}")]
     Protocol(&'static str),
 }
 
@@ -60,19 +63,18 @@ impl From<io::Error> for NegotiationError {
     }
 }
 
-/// What the server says itself, as the end of a sentence.
+/// Formats the server's message as the end of a sentence.
 fn told(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(" (it says: {text})") }
 }
 
-/// What was agreed on before there is an export: that there are no zeroes after the answer to
-/// `EXPORT_NAME`.
+/// Result of the greeting: whether the reply to `EXPORT_NAME` omits the zero padding.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Greeted {
     no_zeroes: bool,
 }
 
-/// Has the server begin with TLS: what follows its answer goes through that.
+/// Requests TLS; the TLS handshake follows the reply.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -81,12 +83,12 @@ pub(crate) fn ask_for_tls(stream: &mut (impl Read + Write)) -> Result<(), Negoti
     match receive(stream, option::STARTTLS)? {
         (answer::ACK, data) if data.is_empty() => Ok(()),
         (kind, data) if kind & answer::ERROR != 0 => Err(NegotiationError::NoTls(readable(&data))),
-        _ => Err(NegotiationError::Protocol("an answer to an option fits no option")),
+        _ => Err(NegotiationError::Protocol("a reply does not match its option")),
     }
 }
 
-/// Agrees with the server at the other end of `stream`, which was greeted, on the export of this
-/// name.
+/// Negotiates the export of this name with the server at the other end of `stream`, after the
+/// greeting.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -102,7 +104,7 @@ pub(crate) fn negotiate(
             return Err(NegotiationError::TlsRequired(readable(&text)));
         }
         (kind, _) if kind & answer::ERROR != 0 => false,
-        _ => return Err(NegotiationError::Protocol("an answer to an option fits no option")),
+        _ => return Err(NegotiationError::Protocol("a reply does not match its option")),
     };
     let allocation = if structured { ask_for_allocation(stream, name)? } else { None };
     let mut go = Vec::new();
@@ -119,7 +121,7 @@ pub(crate) fn negotiate(
     Ok(export)
 }
 
-/// Has the server say what is allocated, if it knows; the number by which it does.
+/// Requests the context `base:allocation`. Returns its id if the server supports it.
 fn ask_for_allocation(
     stream: &mut (impl Read + Write),
     name: &str,
@@ -140,16 +142,16 @@ fn ask_for_allocation(
                 }
             }
             (answer::ACK, _) => return Ok(found),
-            // It knows of none, or of no such export, which it says again when it is asked for
-            // that.
+            // Neither this context nor, perhaps, the export exists; the next option reports the
+            // latter.
             (kind, _) if kind & answer::ERROR != 0 => return Ok(None),
             _ => break,
         }
     }
-    Err(NegotiationError::Protocol("its answers do not end"))
+    Err(NegotiationError::Protocol("it sends too many replies to an option"))
 }
 
-/// Asks for what the server says of the export now, and takes leave.
+/// Requests the current properties of the export, and ends the handshake.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -163,10 +165,10 @@ pub(crate) fn ask(
     send_option(stream, option::INFO, &wanted)?;
     let export = described(stream, option::INFO)?;
     send_option(stream, option::ABORT, &[])?;
-    export.ok_or(NegotiationError::Protocol("it does not say what its export is"))
+    export.ok_or(NegotiationError::Protocol("it does not describe the export"))
 }
 
-/// The greetings.
+/// Exchanges the greetings.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -196,24 +198,24 @@ fn send_option(stream: &mut impl Write, kind: u32, data: &[u8]) -> io::Result<()
     stream.write_all(&out)
 }
 
-/// One reply to an option: its kind and its data.
+/// Receives one option reply: its type and its data.
 fn receive(stream: &mut impl Read, to: u32) -> Result<(u32, Vec<u8>), NegotiationError> {
     let mut head = [0; 20];
     stream.read_exact(&mut head)?;
     let mut reader = Reader(&head);
     if reader.u64() != Some(OPTION_REPLY_MAGIC) || reader.u32() != Some(to) {
-        return Err(NegotiationError::Protocol("an answer belongs to no option"));
+        return Err(NegotiationError::Protocol("a reply belongs to no option"));
     }
     let (kind, len) = (reader.u32().unwrap_or(0), reader.u32().unwrap_or(u32::MAX));
     if len > MAX_ANSWER {
-        return Err(NegotiationError::Protocol("an answer is too long"));
+        return Err(NegotiationError::Protocol("a reply is too long"));
     }
     let mut data = vec![0; len as usize];
     stream.read_exact(&mut data)?;
     Ok((kind, data))
 }
 
-/// The replies to `INFO` or `GO`; nothing if the server does not know the option.
+/// Receives the replies to `INFO` or `GO`; `None` if the server does not support the option.
 fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, NegotiationError> {
     let mut export: Option<Export> = None;
     let mut sizes = None;
@@ -222,19 +224,19 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
         let mut reader = Reader(&data);
         match kind {
             answer::ACK => {
-                let broken = NegotiationError::Protocol("it does not say what its export is");
+                let broken = NegotiationError::Protocol("it does not describe the export");
                 let mut export = export.ok_or(broken)?;
                 if let Some((least, preferred, most)) = sizes
                     && !export.set_sizes(least, preferred, most)
                 {
-                    let why = "the sizes of its requests make no sense";
+                    let why = "its block sizes are invalid";
                     return Err(NegotiationError::Protocol(why));
                 }
                 return Ok(Some(export));
             }
             answer::INFO => {
                 let broken =
-                    || NegotiationError::Protocol("what it says of its export is too short");
+                    || NegotiationError::Protocol("its description of the export is too short");
                 match reader.u16().ok_or_else(broken)? {
                     info::EXPORT => {
                         let size = reader.u64().ok_or_else(broken)?;
@@ -244,7 +246,7 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
                         let mut next = || reader.u32().ok_or_else(broken);
                         sizes = Some((next()?, next()?, next()?));
                     }
-                    // What was not asked for may come, and is to be ignored.
+                    // Information that was not requested has to be ignored.
                     _ => {}
                 }
             }
@@ -260,17 +262,17 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
             _ => {}
         }
     }
-    Err(NegotiationError::Protocol("its answers do not end"))
+    Err(NegotiationError::Protocol("it sends too many replies to an option"))
 }
 
-/// What a server says for people, as it can stand in a line of a log.
+/// Cleans a text of the server for a log line.
 fn readable(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text);
     let clean = |c: char| if c.is_control() { ' ' } else { c };
     text.chars().take(200).map(clean).collect::<String>().trim().to_owned()
 }
 
-/// The way of servers that do not know `GO`.
+/// Opens the export with `EXPORT_NAME`, for servers without `GO`.
 fn export_name(
     stream: &mut (impl Read + Write),
     name: &str,
@@ -279,7 +281,7 @@ fn export_name(
     send_option(stream, option::EXPORT_NAME, name.as_bytes())?;
     let mut head = [0; 10];
     match stream.read_exact(&mut head) {
-        // All that such a server can say if there is none.
+        // A closed connection is the only error reply of this option.
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
             return Err(NegotiationError::Unknown(String::new()));
         }
@@ -298,7 +300,7 @@ mod tests {
     use super::*;
     use shadowbell_nbd::wire::{put_answer, transmission};
 
-    /// A server that says what it was told to say.
+    /// A server with scripted output.
     struct Script {
         says: io::Cursor<Vec<u8>>,
         heard: Vec<u8>,
@@ -387,9 +389,9 @@ mod tests {
         oldstyle.extend([0; 200]);
         for (says, words) in [
             (b"SSH-2.0-OpenSSH_9.2p1 Debian".to_vec(), "no NBD server"),
-            (oldstyle, "old form"),
-            (greeting(0), "old form"),
-            (greeting(1), "connection broke"),
+            (oldstyle, "oldstyle protocol"),
+            (greeting(0), "oldstyle protocol"),
+            (greeting(1), "connection failed"),
         ] {
             let error = with(says).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
@@ -403,7 +405,7 @@ mod tests {
         };
         let error = refused(answer::ERR_UNKNOWN, b"no\nsuch\x1bthing");
         assert!(error.contains("no such export (it says: no such thing)"), "{error}");
-        assert!(refused(answer::ERR_TLS_REQD, b"").contains("without TLS"));
+        assert!(refused(answer::ERR_TLS_REQD, b"").contains("requires TLS"));
         assert!(refused(answer::ERR_POLICY, b"go away").contains("it says: go away"));
     }
 
@@ -417,14 +419,14 @@ mod tests {
             with(says).unwrap_err().to_string()
         };
         let go = option::GO;
-        assert!(broken(&[(go, answer::ACK, vec![])]).contains("what its export is"));
+        assert!(broken(&[(go, answer::ACK, vec![])]).contains("describe the export"));
         assert!(broken(&[(option::LIST, answer::ACK, vec![])]).contains("belongs to no option"));
         assert!(broken(&[(go, answer::INFO, vec![0])]).contains("too short"));
         assert!(broken(&[(go, answer::INFO, vec![0, 0, 1])]).contains("too short"));
         let long = vec![0; MAX_ANSWER as usize + 1];
         assert!(broken(&[(go, answer::INFO, long)]).contains("too long"));
         let endless = vec![(go, answer::INFO, export_info(1, 1)); MAX_ANSWERS + 1];
-        assert!(broken(&endless).contains("do not end"));
+        assert!(broken(&endless).contains("too many replies"));
         let mut odd = info::BLOCK_SIZE.to_be_bytes().to_vec();
         odd.extend([0; 12]);
         let parts = [
@@ -432,6 +434,6 @@ mod tests {
             (go, answer::INFO, odd),
             (go, answer::ACK, vec![]),
         ];
-        assert!(broken(&parts).contains("make no sense"));
+        assert!(broken(&parts).contains("block sizes are invalid"));
     }
 }

@@ -1,43 +1,43 @@
-//! Requests to the server, each a part of a request to the disk, and their places in a table.
+//! Subrequests to the server, each a part of a request to the disk, and their table.
 
 use crate::coverage::Coverage;
 use shadowbell_backend::Lists;
 use shadowbell_nbd::wire::{self, command};
 use std::collections::VecDeque;
 
-/// Whose a part is.
+/// Owner of a subrequest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
-    /// The queue's number on its connection.
+    /// Number of the queue on its connection.
     pub(crate) user: u32,
-    /// The queue's own number of the request.
+    /// Key of the request in the queue.
     pub(crate) task: u32,
-    /// Where the part begins in the request's data.
+    /// Offset of the subrequest in the request's data.
     pub(crate) at: u64,
 }
 
-/// A request to the server.
+/// A subrequest to the server.
 #[derive(Debug)]
 pub(crate) struct Part {
     pub(crate) command: u16,
     pub(crate) flags: u16,
     pub(crate) offset: u64,
     pub(crate) len: u32,
-    /// What is written, or what was read: as many bytes as `len` says, or none.
+    /// Data to write or read data: `len` bytes, or none.
     pub(crate) data: Vec<u8>,
-    /// Nobody, if it was cancelled or is the disk's own.
+    /// `None` for a cancelled subrequest or an automatic flush.
     pub(crate) owner: Option<Owner>,
-    /// The server has it, or part of it is on its way.
+    /// The server has the request, or a part of it was sent.
     pub(crate) is_sent: bool,
-    /// What of a read has come.
+    /// Received ranges of a read.
     pub(crate) covered: Coverage,
-    /// The first error of a reply in several chunks.
+    /// First error of a chunked reply.
     pub(crate) error: Option<u32>,
-    /// How often a connection ended because of what the server said while it had this.
+    /// Number of connections that ended by a protocol violation during this subrequest.
     pub(crate) breaks: u32,
-    /// Of a flush: what it makes durable.
+    /// For a flush: number after the last unflushed write that it makes durable.
     pub(crate) flushes: u64,
-    /// Later ones have larger numbers.
+    /// Sequence number, for ordering.
     pub(crate) number: u64,
 }
 
@@ -63,12 +63,12 @@ impl Part {
         self.command == command::READ
     }
 
-    /// Whether it asks what is allocated: its data are the extents, as they come.
+    /// True for block status; its data are the raw extents.
     pub(crate) fn is_question(&self) -> bool {
         self.command == command::BLOCK_STATUS
     }
 
-    /// Forgets what of a reply has come.
+    /// Resets the state of a partial reply.
     pub(crate) fn begin_again(&mut self) {
         self.is_sent = false;
         self.error = None;
@@ -78,25 +78,25 @@ impl Part {
         }
     }
 
-    /// Whether it changes the export.
+    /// True if it changes the export.
     pub(crate) fn changes(&self) -> bool {
         matches!(self.command, command::WRITE | command::WRITE_ZEROES | command::TRIM)
     }
 
-    /// Bytes that it holds.
+    /// Bytes of data that it holds.
     pub(crate) fn cost(&self) -> usize {
-        // What extents take has a bound of its own.
+        // Extents have a limit of their own.
         if self.is_question() { 0 } else { self.data.len() }
     }
 }
 
-/// The parts of a connection. The number of a place and the count of its uses are the cookie.
+/// Subrequests of a connection. The index of a place and its use count form the cookie.
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
     places: Vec<(u32, Option<Part>)>,
     free: Vec<u32>,
     next: u64,
-    /// By user: the places of its parts, a list for each of its tasks.
+    /// By queue number: the places of its subrequests, one list per request.
     owned: Vec<Lists>,
 }
 
@@ -138,7 +138,7 @@ impl Parts {
         Some(part)
     }
 
-    /// Nobody wants this part any more.
+    /// Removes the owner, so that the reply is discarded.
     pub(crate) fn disown(&mut self, slot: u32) {
         let owner = self.get_mut(slot).and_then(|part| part.owner.take());
         self.forget(owner, slot);
@@ -150,12 +150,12 @@ impl Parts {
         }
     }
 
-    /// The places of the parts of a user's task.
+    /// Places of the subrequests of a queue's request.
     pub(crate) fn of(&self, user: u32, task: u32) -> Vec<u32> {
         self.owned.get(user as usize).map_or_else(Vec::new, |lists| lists.iter(task).collect())
     }
 
-    /// The part's request as it is sent.
+    /// Wire form of a subrequest.
     pub(crate) fn request(&self, slot: u32) -> Option<wire::Request> {
         let (uses, part) = self.places.get(slot as usize)?;
         let part = part.as_ref()?;
@@ -168,7 +168,7 @@ impl Parts {
         })
     }
 
-    /// The place of the part that the server calls by this cookie, if it has it.
+    /// Finds the sent subrequest with this cookie.
     pub(crate) fn find(&self, cookie: u64) -> Option<u32> {
         let slot = cookie as u32;
         let (uses, part) = self.places.get(slot as usize)?;
@@ -176,7 +176,7 @@ impl Parts {
         is_it.then_some(slot)
     }
 
-    /// The places of all parts for which this holds, in the order in which they were made.
+    /// Places of all subrequests for which `holds` is true, in order of their creation.
     pub(crate) fn all(&self, holds: impl Fn(&Part) -> bool) -> VecDeque<u32> {
         let mut found: Vec<(u64, u32)> = Vec::new();
         for (slot, (_, part)) in self.places.iter().enumerate() {

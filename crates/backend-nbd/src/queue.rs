@@ -1,4 +1,4 @@
-//! A worker's queue on the export. It sends and receives by itself, without waiting.
+//! Queue of an I/O thread on an export. It sends and receives without blocking.
 
 use crate::hub::Handle;
 use crate::link::Link;
@@ -12,26 +12,26 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// Bytes of buffers that the parts of a queue have. Those that find no room wait.
+/// Limit of buffer bytes of a queue's subrequests; further ones wait.
 const BUFFERS: u64 = 16 << 20;
-/// Parts of a queue that have begun.
+/// Limit of a queue's subrequests in flight.
 const PARTS: u32 = 512;
 
 pub(crate) struct NbdQueue {
     handle: Arc<Handle>,
-    /// Which of the connections.
+    /// Index of the connection.
     link: usize,
     user: Arc<User>,
-    /// The queue's number there.
+    /// Number of the queue on the connection.
     number: u32,
     bounds: Bounds,
     reads_zeroes: bool,
-    /// Of those that wait more can begin.
+    /// Requests; those in the waiting list have subrequests to start.
     tasks: Tasks<Task>,
-    /// What the parts hold that have begun.
+    /// Buffer bytes and number of the started subrequests.
     bytes: u64,
     parts: u32,
-    /// Kept for its room.
+    /// Scratch buffer for completions.
     ended: Vec<Ended>,
 }
 
@@ -40,7 +40,7 @@ impl NbdQueue {
         let user = Arc::new(User::new()?);
         let hub = &handle.0;
         hub.shared.users.lock().push(Arc::downgrade(&user));
-        // The one with the fewest queues.
+        // The connection with the fewest queues.
         let users = |(_, link): &(usize, &Mutex<Link>)| link.lock().users();
         let link = hub.links.iter().enumerate().min_by_key(users).map_or(0, |(at, _)| at);
         let Some(place) = hub.links.get(link) else {
@@ -61,7 +61,7 @@ impl NbdQueue {
         })
     }
 
-    /// Begins what there is room for, sends it, and takes what has ended.
+    /// Processes completions if it `receives`, then starts and sends subrequests within the limits.
     fn turn(&mut self, receives: bool) {
         let Self { handle, link, tasks, bytes, parts, ended, number, .. } = self;
         let hub = &handle.0;
@@ -77,7 +77,7 @@ impl NbdQueue {
                     if task.is_over(hub.part) {
                         tasks.end(key);
                     } else if task.next(hub.part).is_some() {
-                        // Its flush.
+                        // The flush after a write.
                         tasks.wait(key);
                     }
                 }
@@ -147,7 +147,7 @@ impl Queue for NbdQueue {
         loop {
             self.user.take(&mut self.ended);
             self.turn(true);
-            // What sending has ended, because the connection did, counts now.
+            // Sending may end requests if the connection breaks; they are processed now.
             if self.ended.is_empty() {
                 break;
             }
@@ -169,7 +169,7 @@ impl Queue for NbdQueue {
         self.parts = self.parts.saturating_sub(count);
         self.bytes = self.bytes.saturating_sub(bytes);
         if count == 0 && task.next(hub.part).is_none() {
-            // The server has all of it.
+            // All subrequests have been sent and cannot be cancelled.
             return;
         }
         task.under_way = task.under_way.saturating_sub(count);
@@ -177,7 +177,7 @@ impl Queue for NbdQueue {
         let is_over = task.is_over(hub.part);
         self.tasks.stop_waiting(key);
         if is_over && self.tasks.end(key) {
-            // It ends in `reap`, to which this leads.
+            // The request ends in `reap`; the signal makes the caller call it.
             self.user.signal();
         }
     }

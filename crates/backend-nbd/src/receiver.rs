@@ -1,68 +1,68 @@
-//! What the server says, understood: which part ends how, and where data belong. Everything that
-//! the protocol does not allow ends the connection.
+//! Parser of the server's replies: assigns results and data to subrequests. Any violation of the
+//! protocol ends the connection.
 
 use crate::part::{Part, Parts};
 use shadowbell_nbd::reply::{BadReply, Chunk, Incoming};
 use shadowbell_nbd::wire::{Reader, chunk};
 
-/// Bytes that are received at once, apart from the data of long reads.
+/// Size of the input buffer, which receives everything but the data of long reads.
 const INPUT: usize = 128 << 10;
-/// Data that are so long come one reply at a time, so that all but their head goes to where it
-/// belongs. What follows them through the input is copied once more.
+/// Data length from which a reply is received on its own, so that all but its header goes directly
+/// to its destination. Following data in the input buffer would be copied once more.
 const LONG: usize = 16 << 10;
-/// The head of a reply, and where the data of a chunk begin.
+/// Length of a reply header with the offset of a data chunk.
 const HEAD: usize = 20 + 8;
-/// Bytes of the extents that are kept of a reply, of eight bytes each. What follows is asked again.
+/// Maximum bytes of extents to keep per reply, eight bytes each. The rest is requested again.
 const EXTENTS: usize = 64 << 10;
-/// The longest payload of a chunk of extents: nbdkit sends a million at most, QEMU 128 K.
+/// Maximum payload of a chunk of extents: nbdkit sends at most a million extents, QEMU 128 K.
 const MAX_EXTENTS: u32 = 4 + (8 << 20);
-/// The longest payload of a chunk that says what went wrong: a text of 4096 bytes at most.
+/// Maximum payload of an error chunk: its text has at most 4096 bytes.
 const MAX_ERROR: u32 = 4096 + 64;
 
-/// What the protocol does not allow.
+/// Violation of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Violation {
     #[error(transparent)]
     Magic(#[from] BadReply),
-    #[error("it answers what it was not asked (cookie {0:#x})")]
+    #[error("it replies to an unknown request (cookie {0:#x})")]
     Cookie(u64),
     #[error(
-        "it sends a chunk of a kind {kind:#x} with {len} bytes, which does not fit its request"
+        "it sends a chunk of type {kind:#x} with {len} bytes, which does not match its request"
     )]
     Chunk { kind: u16, len: u32 },
-    #[error("it answers in a form that was not agreed on")]
+    #[error("it sends a reply type that was not negotiated")]
     Form,
-    #[error("it sends data that were not asked for, or twice")]
+    #[error("it sends data that were not requested, or twice")]
     Range,
-    #[error("it leaves out some of the data of a read, or what it was asked")]
+    #[error("its reply to a read or block status request is incomplete")]
     Gap,
 }
 
-/// Where in the stream of replies we are.
+/// Position in the stream of replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// A reply begins.
+    /// At a reply header.
     Head,
-    /// A chunk's payload begins.
+    /// At the start of a chunk's payload.
     Payload { slot: u32, chunk: Chunk },
-    /// Data of a read, from this byte on, and so many more.
+    /// In the data of a read: at byte `at`, with `left` bytes to come.
     Data { slot: u32, at: usize, left: usize, is_last: bool },
-    /// Extents of block status, so many bytes more.
+    /// In the extents of a block status reply, with `left` bytes to come.
     Extents { slot: u32, left: usize, is_last: bool },
-    /// The rest of an error's text.
+    /// In the text of an error, with `left` bytes to come.
     Text { slot: u32, left: usize, is_last: bool },
 }
 
-/// What is received, and how far it was understood.
+/// Input buffer and parser state.
 pub(crate) struct Receiver {
     input: Box<[u8]>,
     from: usize,
     to: usize,
     state: State,
-    /// The last data were long, so the next are likely to be.
+    /// The last data were long, so the next ones probably are too.
     is_long: bool,
     structured: bool,
-    /// The number of the context of which block status is told.
+    /// Context id for block status.
     allocation: Option<u32>,
 }
 
@@ -72,7 +72,7 @@ impl Receiver {
         Self { input, from: 0, to: 0, state, is_long: false, structured, allocation }
     }
 
-    /// Where the next bytes go: what of a part's data is awaited, and then the input.
+    /// Destinations of the next bytes: awaited data of a subrequest, then the input buffer.
     pub(crate) fn room<'a>(&'a mut self, parts: &'a mut Parts) -> (&'a mut [u8], &'a mut [u8]) {
         if self.from == self.to {
             (self.from, self.to) = (0, 0);
@@ -81,7 +81,7 @@ impl Receiver {
             (self.from, self.to) = (0, self.to - self.from);
         }
         let end = if self.is_long { self.from + HEAD } else { self.input.len() };
-        // Less than a head is left of what was understood, but there is always room for a byte.
+        // Less than a header is left unparsed, but at least one byte must fit.
         let end = end.max(self.to + 1).min(self.input.len());
         let rest = self.input.get_mut(self.to..end).unwrap_or_default();
         let first = match self.state {
@@ -94,7 +94,8 @@ impl Receiver {
         (first, rest)
     }
 
-    /// `count` bytes were put where [`room`](Self::room) said, of which `first` was so long.
+    /// Records `count` bytes received into [`room`](Self::room), whose first part had `first`
+    /// bytes.
     pub(crate) fn received(&mut self, count: usize, first: usize) {
         if let State::Data { at, left, .. } = &mut self.state {
             let direct = count.min(first);
@@ -104,8 +105,8 @@ impl Receiver {
         self.to += count.saturating_sub(first);
     }
 
-    /// Goes on as far as what was received allows, and calls `done` for each part that has ended:
-    /// with the error's number, or 0.
+    /// Parses all received bytes. Calls `done` for each ended subrequest with the error number, or
+    /// 0.
     pub(crate) fn advance(
         &mut self,
         parts: &mut Parts,
@@ -175,8 +176,8 @@ impl Receiver {
                     State::Head
                 }
             };
-            // An answer without data, to a write for example, comes among others like it; the end
-            // of a chunked one does not say so.
+            // A reply without data usually arrives together with others like it, so it resets the
+            // mode. The end of a chunked reply indicates nothing.
             match (self.state, next) {
                 (State::Head | State::Payload { .. }, State::Data { left, .. }) => {
                     self.is_long = left >= LONG;
@@ -198,10 +199,10 @@ impl Receiver {
                 let len = chunk.len;
                 let fits = match chunk.kind {
                     chunk::NONE => len == 0 && chunk.flags & chunk::FLAG_DONE != 0,
-                    // Eight bytes of an offset, and at least one of data.
+                    // Eight bytes of offset, and at least one byte of data.
                     chunk::OFFSET_DATA => part.is_read() && len > 8 && len - 8 <= part.len,
                     chunk::OFFSET_HOLE => part.is_read() && len == 12,
-                    // The number of the context, and at least one extent.
+                    // The context id, and at least one extent.
                     chunk::BLOCK_STATUS => {
                         part.is_question() && len % 8 == 4 && (12..=MAX_EXTENTS).contains(&len)
                     }
@@ -230,7 +231,7 @@ impl Receiver {
     }
 }
 
-/// The beginning of a chunk's payload.
+/// Parses the start of a chunk's payload.
 fn payload(
     slot: u32,
     chunk: Chunk,
@@ -263,7 +264,7 @@ fn payload(
             Ok(State::Text { slot, left: 0, is_last })
         }
         chunk::BLOCK_STATUS => {
-            // Nothing else was asked for, and that once.
+            // Only one context was requested, and it may be reported once.
             let is_it = part.data.is_empty() && reader.u32() == allocation;
             let left = chunk.len.saturating_sub(4) as usize;
             if is_it { Ok(State::Extents { slot, left, is_last }) } else { Err(wrong) }
@@ -308,7 +309,7 @@ mod tests {
         (parts, cookie)
     }
 
-    /// Feeds `bytes` in pieces, through the same room that a socket has.
+    /// Passes `bytes` in pieces to the receiver, as a socket would.
     fn feed(
         receiver: &mut Receiver,
         parts: &mut Parts,
@@ -344,7 +345,7 @@ mod tests {
             let (mut structured, cookie) = parts(command::READ, 3000);
             let mut bytes = Head::data(cookie, 1000 + 2000, 1000, false).bytes().to_vec();
             bytes.extend(&data[2000..]);
-            // A hole in between, and the end apart.
+            // A hole in the middle, and a separate final chunk.
             let mut hole = Vec::new();
             hole.extend(0x668e_33ef_u32.to_be_bytes());
             hole.extend(0_u16.to_be_bytes());
@@ -404,9 +405,9 @@ mod tests {
                 receiver.advance(&mut table, done).unwrap();
                 rest = later;
             }
-            // Nothing was known before the first.
+            // The first reply is copied, because its length was unknown.
             assert!(ended == 9 && copied <= INPUT + 8 * HEAD, "{copied}");
-            // Short answers are taken many at a time.
+            // Short replies are received many at a time.
             assert_eq!(receiver.room(&mut table).1.len(), INPUT);
         }
     }
@@ -477,7 +478,7 @@ mod tests {
         assert_eq!(read(true, &|c| Head::done(c).bytes().to_vec()), Violation::Gap);
         let extent = |c| [Head::extents(c, 1, 1).bytes(), &[0; 8]].concat();
         assert!(matches!(read(true, &extent), Violation::Chunk { .. }));
-        // Data for a write.
+        // Data in reply to a write.
         let (mut table, c) = parts(command::WRITE, 512);
         let outcome =
             feed(&mut Receiver::new(true, Some(1)), &mut table, &data(c, 1000, 512, true), 9);
@@ -485,7 +486,7 @@ mod tests {
     }
 
     proptest! {
-        /// A server that says anything: no panic, and no part ends twice.
+        /// Arbitrary bytes of the server cause no panic, and no subrequest ends twice.
         #[test]
         fn any_bytes(
             structured: bool,

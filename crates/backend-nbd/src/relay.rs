@@ -1,6 +1,5 @@
-//! TLS for a connection that is in use: a thread of its own between the server and whoever has the
-//! connection. Workers serve many disks, and cryptography of a whole window of data would keep them
-//! for milliseconds; so they have a socket without TLS to this thread.
+//! TLS proxy thread of a connection. I/O threads serve many disks, and the cryptography of a full
+//! window of data would block them for milliseconds; so they use a plain socket to this thread.
 
 use crate::stream::Stream;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -11,15 +10,14 @@ use shadowbell_tls::Session;
 use std::io::{self, IoSlice, Read, Write};
 use tracing::{debug, warn};
 
-/// Bytes that are carried at once in each direction.
+/// Buffer size in bytes per direction.
 const BUFFER: usize = 128 << 10;
 
-/// Starts a thread that carries what comes to and from the server at `server`, with which
-/// `session` was agreed on. The other end of it, which ends when the server's does, and has that
-/// end.
+/// Starts a proxy thread for the TLS `session` with the server at the other end of `server`.
+/// Returns the plain end of the proxy; when one end is closed, the proxy closes the other.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub(crate) fn start(server: Stream, session: Session, name: String) -> io::Result<Stream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let (near, far) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -45,22 +43,22 @@ struct Relay {
     server: Stream,
     session: Session,
     user: Stream,
-    /// What came from the server: so much, of which the user has so much.
+    /// Data from the server: `filled` bytes, of which `taken` were passed to the user.
     incoming: Vec<u8>,
     filled: usize,
     taken: usize,
-    /// What came from the user: so much, of which TLS has so much.
+    /// Data from the user: `held` bytes, of which `put` were passed to TLS.
     outgoing: Vec<u8>,
     held: usize,
     put: usize,
 }
 
-/// Until one end ends, and then both do.
+/// Main loop of the thread: runs until one end is closed, then closes both.
 fn run(mut relay: Relay, name: &str) {
     match relay.carry() {
-        Ok(()) => debug!("{name}: TLS has come to its end"),
-        // Whoever has the connection sees no more than its end.
-        Err(error) => warn!("{name}: TLS with the server is over: {error}"),
+        Ok(()) => debug!("{name}: TLS connection closed"),
+        // The user of the connection sees only its end, so the reason is logged.
+        Err(error) => warn!("{name}: TLS connection to the server failed: {error}"),
     }
     relay.session.close();
     let _ = relay.session.flush(&mut Raw(&relay.server));
@@ -70,7 +68,7 @@ fn run(mut relay: Relay, name: &str) {
 
 impl Relay {
     fn carry(&mut self) -> io::Result<()> {
-        // The session may have bytes that the socket had before.
+        // The session may hold bytes that it has read from the socket already.
         let (mut from_server, mut from_user) = (true, true);
         loop {
             if from_server && self.taken == self.filled {
@@ -79,7 +77,7 @@ impl Relay {
                     Ok(0) => return Ok(()),
                     Ok(count) => {
                         self.filled = count;
-                        // Less than there was room for: the socket had no more.
+                        // A short read means that the socket is empty.
                         from_server = count == self.incoming.len() || self.session.has_ended();
                     }
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => from_server = false,
@@ -101,7 +99,7 @@ impl Relay {
                 match self.user.receive(&mut [], &mut self.outgoing) {
                     Ok(0) | Err(Errno::CONNRESET) => return Ok(()),
                     Ok(count) => {
-                        // Less than there was room for: there is no more.
+                        // A short read means that the socket is empty.
                         from_user = count == self.outgoing.len();
                         self.held = count;
                     }
@@ -131,8 +129,8 @@ impl Relay {
                 flags.set(PollFlags::OUT, writes);
                 flags
             };
-            // An end from which nothing can be taken at the moment would be ready for ever, if it
-            // has hung up.
+            // Ends with no requested events are not polled, because a hung-up end would always be
+            // ready.
             let server = wants(!has_incoming, server_blocks);
             let user = wants(!has_outgoing, user_blocks);
             let ends = [(&self.server, server), (&self.user, user)];
@@ -153,7 +151,7 @@ impl Relay {
     }
 }
 
-/// The server's socket as TLS uses it.
+/// The server's socket, as transport of TLS records.
 struct Raw<'a>(&'a Stream);
 
 impl Read for Raw<'_> {

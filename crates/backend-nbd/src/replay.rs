@@ -1,4 +1,4 @@
-//! What may be lost, written again to a server that was restarted.
+//! Replay of writes that a restarted server may have lost.
 
 use crate::journal::Entry;
 use crate::part::{Part, Parts};
@@ -8,27 +8,27 @@ use shadowbell_nbd::wire::{NbdError, command};
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 
-/// Requests that are under way at once: their answers fit any socket's buffer.
+/// Maximum requests in flight: their replies fit any socket buffer, so sending cannot deadlock.
 const BATCH: usize = 16;
 
-/// Why something could not be written again.
+/// Error of a replay.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReplayError {
-    /// The connection ended, and the next one is to be tried.
+    /// The connection ended; the next one has to be tried.
     #[error("{0}")]
     Lost(#[from] io::Error),
-    /// The server does not take it any more.
+    /// The server refuses the request.
     #[error("the server refuses it with error {0}")]
     Refused(u32),
 }
 
-/// Has the server flush what was written before.
+/// Sends a flush for all earlier writes, and waits for its reply.
 pub(crate) fn flush(stream: &mut Patient<'_>, structured: bool) -> Result<(), ReplayError> {
     let (command, data) = (command::FLUSH, Arc::default());
     replay(stream, &[Entry { command, flags: 0, offset: 0, len: 0, data }], structured)
 }
 
-/// Has the server carry `entries` out in their order.
+/// Sends `entries` in order, and waits for their replies.
 pub(crate) fn replay(
     stream: &mut Patient<'_>,
     entries: &[Entry],
@@ -38,7 +38,8 @@ pub(crate) fn replay(
     let mut receiver = Receiver::new(structured, None);
     let mut parts = Parts::default();
     while !rest.is_empty() {
-        // A server carries out in any order what it has at the same time.
+        // A server may execute concurrent requests in any order, so overlapping ones are not
+        // batched.
         let clashes = |at: usize| {
             let (before, entry) = (rest.get(..at), rest.get(at));
             let overlaps =

@@ -1,20 +1,20 @@
-//! TLS with the server for a thread that has time: the handshakes, before a relay takes over.
+//! Blocking TLS for the handshakes, before the proxy thread takes over.
 
 use crate::stream::Patient;
 use shadowbell_tls::Session;
 use std::io::{self, IoSlice, Read, Write};
 
-/// A connection through TLS, until a time or until somebody calls it back.
+/// Connection through TLS, with a deadline and a stop signal.
 pub(crate) struct Secured<'a> {
     patient: Patient<'a>,
     session: Session,
 }
 
 impl<'a> Secured<'a> {
-    /// Has both ends agree.
+    /// Performs the TLS handshake.
     ///
     /// # Errors
-    /// The system's, and what [`Session::fault`] knows.
+    /// The system's error, or a TLS error ([`Session::fault`]).
     pub(crate) fn agree(patient: Patient<'a>, session: Session) -> io::Result<Self> {
         let mut made = Self { patient, session };
         while made.session.is_handshaking() {
@@ -29,7 +29,7 @@ impl<'a> Secured<'a> {
         self.session
     }
 
-    /// Tells the server what is wrong, if it takes it.
+    /// Sends the TLS alert of the error, if possible.
     fn farewell(&mut self, error: io::Error) -> io::Error {
         let _ = self.session.flush(&mut self.patient);
         error
@@ -38,7 +38,7 @@ impl<'a> Secured<'a> {
 
 impl Read for Secured<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        // All that is read is read as a whole, so it may wait for all of it.
+        // Messages are read as a whole, so blocking for the rest is correct.
         match self.session.receive(&mut self.patient, into) {
             Err(error) => Err(self.farewell(error)),
             count => count,

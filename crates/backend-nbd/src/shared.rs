@@ -1,4 +1,4 @@
-//! What all connections of a disk share.
+//! State shared by all connections of a disk.
 
 use crate::export::Export;
 use crate::journal::{Flush, Journal};
@@ -9,26 +9,26 @@ use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub(crate) struct Shared {
-    /// What a person calls the disk.
+    /// Name of the disk in messages.
     pub(crate) name: String,
     pub(crate) journal: Mutex<Journal>,
-    /// What the server has said last of its export.
+    /// Latest known properties of the export.
     pub(crate) export: Mutex<Export>,
-    /// A connection was lost, and nothing is sent until what may be lost with it was written again.
+    /// A connection was lost, and no request is sent before the replay.
     is_recovering: AtomicBool,
-    /// How many connections were lost.
+    /// Number of lost connections.
     pub(crate) losses: AtomicU64,
-    /// How many were made in place of others.
+    /// Number of connections that replaced lost ones.
     pub(crate) reconnections: AtomicU64,
-    /// The last write found no room.
+    /// The last write failed for lack of space.
     pub(crate) is_full: AtomicBool,
-    /// Wakes the caretaker.
+    /// Wakes the reconnection thread.
     pub(crate) wake: EventFd,
-    /// Ends whatever the caretaker waits for.
+    /// Ends all waits of the reconnection thread.
     pub(crate) stop: EventFd,
-    /// All queues.
+    /// Completion queues of all queues.
     pub(crate) users: Mutex<Vec<Weak<User>>>,
-    /// Who is to know that something was lost.
+    /// Callback for lost data.
     pub(crate) on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
 }
 
@@ -53,16 +53,16 @@ impl Shared {
         self.is_recovering.load(Ordering::Acquire)
     }
 
-    /// A connection was lost. Called with its lock, so that the caretaker, which takes it, finds
-    /// either what was sent before or this.
+    /// Records a lost connection. The caller holds its lock; the reconnection thread takes that
+    /// lock too, and so sees either the requests sent before or this flag.
     pub(crate) fn lost(&self) {
         self.losses.fetch_add(1, Ordering::AcqRel);
         self.is_recovering.store(true, Ordering::Release);
         self.wake.signal();
     }
 
-    /// Everything was written again; nothing, if another connection was lost since `losses` was
-    /// counted.
+    /// Ends the recovery. Returns false without effect if another connection was lost after
+    /// `losses` was read.
     pub(crate) fn recovered(&self, losses: u64) -> bool {
         self.is_recovering.store(false, Ordering::SeqCst);
         if self.losses.load(Ordering::SeqCst) == losses {
@@ -72,7 +72,7 @@ impl Shared {
         false
     }
 
-    /// Has the caretaker flush, if there is enough to be flushed.
+    /// Requests an automatic flush if there are enough unflushed writes.
     pub(crate) fn flush_soon(&self, journal: &mut Journal) {
         if journal.wants_flush() {
             journal.flush = Flush::Wanted;
@@ -80,7 +80,7 @@ impl Shared {
         }
     }
 
-    /// What was not flushed is given up. Not to be called with the journal's lock.
+    /// Discards the unflushed writes as lost. The caller must not hold their lock.
     pub(crate) fn lose(&self) {
         let goes_on = self.journal.lock().lose();
         if let Some(changed) = &*self.on_loss.lock() {
@@ -91,7 +91,7 @@ impl Shared {
         }
     }
 
-    /// Has all queues look at what they have to do.
+    /// Wakes all queues.
     pub(crate) fn wake_users(&self) {
         let mut users = self.users.lock();
         users.retain(|user| user.strong_count() != 0);

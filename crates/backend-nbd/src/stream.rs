@@ -1,4 +1,4 @@
-//! A connection to a server: bytes in and out, without waiting.
+//! Non-blocking socket to a server.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A socket that does not block.
+/// Non-blocking socket.
 #[derive(Clone, Debug)]
 pub(crate) struct Stream(Arc<OwnedFd>);
 
@@ -18,14 +18,14 @@ impl Stream {
         Self(Arc::new(socket))
     }
 
-    /// Sends as much as the socket takes.
+    /// Sends as much as the socket buffer takes.
     pub(crate) fn send(&self, parts: &[IoSlice<'_>]) -> Result<usize, Errno> {
-        // Not every program ignores SIGPIPE.
+        // A process may not ignore SIGPIPE.
         let flags = SendFlags::NOSIGNAL;
         retry(|| sendmsg(&self.0, parts, &mut SendAncillaryBuffer::default(), flags))
     }
 
-    /// Receives what there is room for: into `first`, and then into `rest`. None is the end.
+    /// Receives into `first`, then into `rest`. 0 means that the connection has ended.
     pub(crate) fn receive(&self, first: &mut [u8], rest: &mut [u8]) -> Result<usize, Errno> {
         if first.is_empty() {
             return retry(|| Ok(recv(&self.0, &mut *rest, RecvFlags::empty())?.0));
@@ -34,9 +34,9 @@ impl Stream {
         retry(|| rustix::io::readv(&self.0, &mut parts))
     }
 
-    /// Ends the connection for all who have the socket.
+    /// Shuts the connection down for all holders of the socket.
     pub(crate) fn end(&self) {
-        // One that has ended already says so.
+        // Fails harmlessly if the connection has ended already.
         let _ = shutdown(&self.0, Shutdown::Both);
     }
 }
@@ -56,12 +56,11 @@ fn retry<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     }
 }
 
-/// A connection for a thread that has time: what it reads and writes is waited for, until a time,
-/// or until somebody calls it back.
+/// Blocking access to a connection, with a deadline and a stop signal. Not for I/O threads.
 pub(crate) struct Patient<'a> {
     pub(crate) stream: &'a Stream,
     pub(crate) until: Instant,
-    /// Readable when nobody wants the result any more.
+    /// Readable when the operation is to be aborted.
     pub(crate) stop: &'a EventFd,
 }
 
@@ -71,7 +70,7 @@ impl Patient<'_> {
     }
 }
 
-/// Waits until `fd` is ready.
+/// Waits until `fd` is ready, the deadline expires, or `stop` is readable.
 pub(crate) fn wait(
     fd: BorrowedFd<'_>,
     what: PollFlags,
@@ -93,7 +92,7 @@ pub(crate) fn wait(
         }
         let [fd, stop] = &fds;
         if !stop.revents().is_empty() {
-            // `Interrupted` would be tried again.
+            // `Interrupted` would be retried.
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         if !fd.revents().is_empty() {

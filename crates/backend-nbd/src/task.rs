@@ -1,61 +1,60 @@
-//! A request to the disk, as requests to the server.
+//! Request to the disk, split into subrequests to the server.
 
 use crate::export::Export;
 use shadowbell_backend::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 use shadowbell_nbd::wire::{command, flag, transmission};
 
-/// The most bytes that one request without data is for: a server that has a lot to do with them
-/// gets it in parts.
+/// Maximum bytes per subrequest without data, so that a slow server gets a long request in pieces.
 const MAX_BARE: u64 = 64 << 20;
 
-/// What a task does.
+/// Action of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Read,
     Write,
     Compare,
-    /// Reads, and drops the data.
+    /// Reads and discards the data.
     Verify,
-    /// Writes zeroes that are sent as data.
+    /// Writes zeroes as data.
     Fill,
-    /// A request without data, of this command.
+    /// A request without data, with this command.
     Bare(u16),
     Flush,
 }
 
-/// A request on its way.
+/// A request in execution.
 #[derive(Debug)]
 pub(crate) struct Task {
     action: Action,
     flags: u16,
     offset: u64,
     len: u64,
-    /// Bytes for which there is a part.
+    /// Bytes with a started subrequest.
     begun: u64,
-    /// A flush has to follow, because the server can not do it at once.
+    /// A flush has to follow, because the server does not support FUA.
     flushes_after: bool,
-    /// Parts that have not ended.
+    /// Subrequests in flight.
     pub(crate) under_way: u32,
     pub(crate) outcome: Result<(), DiskError>,
     pub(crate) data: Segments,
 }
 
-/// What is to be asked of the server next.
+/// Next subrequest of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Next {
     pub(crate) command: u16,
     pub(crate) flags: u16,
     pub(crate) offset: u64,
     pub(crate) len: u32,
-    /// Where it begins in the task's data.
+    /// Offset in the task's data.
     pub(crate) at: u64,
-    /// It needs a buffer.
+    /// The subrequest needs a buffer.
     pub(crate) has_data: bool,
 }
 
 impl Task {
-    /// A task for a request that was checked, or its result if there is nothing to do.
+    /// Creates the task of a checked request, or returns its result if there is nothing to do.
     pub(crate) fn new(
         request: &Request,
         export: &Export,
@@ -81,9 +80,9 @@ impl Task {
                     if zeroes { Action::Bare(command::WRITE_ZEROES) } else { Action::Fill };
                 (action, if deallocate || !zeroes { 0 } else { flag::NO_HOLE })
             }
-            // The server may give the bytes back, and they read as zeroes in any case.
+            // The server may deallocate the range, which reads as zeroes in any case.
             Op::Discard if reads_zeroes => (Action::Bare(command::WRITE_ZEROES), 0),
-            // NBD's trim leaves open what is read afterwards, and a disk does not.
+            // NBD's trim leaves later reads undefined, which a disk must not.
             Op::Discard => return Err(Ok(())),
             _ => return Err(Err(DiskError::Unsupported)),
         };
@@ -102,8 +101,8 @@ impl Task {
         })
     }
 
-    /// What is next, with at most `most` bytes of data; nothing if all was begun, or what is next
-    /// has to wait for what is under way.
+    /// Next subrequest, with at most `most` bytes of data; `None` if all were started, or the next
+    /// one has to wait for those in flight.
     pub(crate) fn next(&self, most: u32) -> Option<Next> {
         let left = self.len.saturating_sub(self.begun);
         if self.outcome.is_err() {
@@ -137,7 +136,7 @@ impl Task {
         })
     }
 
-    /// There is a part for `next`.
+    /// Records that `next` was started.
     pub(crate) fn began(&mut self, next: &Next) {
         self.begun += u64::from(next.len);
         self.under_way += 1;
@@ -146,7 +145,7 @@ impl Task {
         }
     }
 
-    /// Fills the buffer of a part that begins at `at` with what is sent.
+    /// Fills the buffer of the subrequest at `at` with the data to send.
     pub(crate) fn fill(&self, at: u64, buffer: &mut [u8]) -> Result<(), DiskError> {
         match self.action {
             Action::Write => self.data.read_into(at as usize, buffer).ok_or(DiskError::BadBuffer),
@@ -158,7 +157,7 @@ impl Task {
         }
     }
 
-    /// A part has ended that begins at `at`, with what was read.
+    /// Processes the end of the subrequest at `at`, with the data it has read.
     pub(crate) fn ended(&mut self, at: u64, result: Result<(), DiskError>, data: &[u8]) {
         self.under_way = self.under_way.saturating_sub(1);
         let result = result.and_then(|()| match self.action {
@@ -173,7 +172,7 @@ impl Task {
         self.outcome = self.outcome.and(result);
     }
 
-    /// Whether there is nothing more to do or to wait for.
+    /// True if no subrequest is in flight or left to start.
     pub(crate) fn is_over(&self, most: u32) -> bool {
         self.under_way == 0 && self.next(most).is_none()
     }

@@ -1,4 +1,4 @@
-//! Exports as people write them.
+//! Specifications of NBD exports.
 
 use crate::error::OpenError;
 use percent_encoding::percent_decode_str;
@@ -9,22 +9,22 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The kinds of address, as they stand before the first colon.
+/// URI schemes.
 const SCHEMES: [&str; 4] = ["nbd", "nbd+unix", "nbds", "nbds+unix"];
-/// The most connections that may be asked for.
+/// Maximum of the option `connections`.
 const MAX_CONNECTIONS: usize = 16;
-/// The most bytes of writes that may be kept.
+/// Maximum of the option `replay` in bytes.
 const MAX_REPLAY: u64 = 1 << 30;
 
-/// The longest time that a server may go on with what was sent.
+/// Maximum of the option `settle`.
 const MAX_SETTLE: Duration = Duration::from_secs(3600);
 
-/// Where a server is.
+/// Address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// A host's name or address, and a port.
+    /// Host name or address, and port.
     Tcp { host: String, port: u16 },
-    /// A UNIX socket.
+    /// UNIX socket.
     Unix(PathBuf),
 }
 
@@ -38,32 +38,32 @@ impl fmt::Display for Place {
     }
 }
 
-/// How a server is known, and we are to it.
+/// TLS parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Secure {
-    /// Where the certificates are.
+    /// Directory of the certificates.
     pub(crate) directory: PathBuf,
-    /// What the server's certificate has to be for, if not for the host of the address.
+    /// Name that the server's certificate must be valid for, if not the host of the address.
     pub(crate) hostname: Option<String>,
 }
 
-/// An export of an NBD server, and how it is used.
+/// Specification of an NBD export.
 ///
 /// | specification | the server |
 /// |---|---|
 /// | `nbd://host/export`, `nbd://host:10810/export`, `nbd://[::1]/export` | at a TCP port |
-/// | `nbd+unix:///export?socket=/run/disk.sock` | behind a UNIX socket |
-/// | `nbds://host/export?tls-certificates=DIR`, `nbds+unix:` | the same by TLS |
+/// | `nbd+unix:///export?socket=/run/disk.sock` | at a UNIX socket |
+/// | `nbds://host/export?tls-certificates=DIR`, `nbds+unix:` | with TLS |
 ///
 /// | option | value | default |
 /// |---|---|---|
-/// | `read-only` | `on`, `off` | `off`; `on` for an export that takes no writes |
-/// | `block-size` | `512`, `4096` | `512`, if the server takes requests of so many bytes |
-/// | `connections` | 1 to 16: how many, if the server allows several | 4 |
-/// | `replay` | a size: how much of what the server has answered and not flushed is kept, to be written again to one that was restarted; or `off` | `64MiB` |
-/// | `tls-certificates` | a directory with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` if the server wants to know its clients; `nbds:` needs it | |
-/// | `tls-hostname` | what the server's certificate has to be for | the host; `localhost` behind a UNIX socket |
-/// | `settle` | seconds, as `5s` or `1500ms`: how long the server may go on with writes of a client that is gone, which the process waits for that goes on for one that has died | none does |
+/// | `read-only` | `on`, `off` | `off`; `on` for a read-only export |
+/// | `block-size` | `512`, `4096` | `512`, if the server accepts requests of 512 bytes |
+/// | `connections` | 1 to 16: number of connections, if the server allows several | 4 |
+/// | `replay` | a size: limit of unflushed writes that are kept, to be replayed to a restarted server; or `off` | `64MiB` |
+/// | `tls-certificates` | a directory with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` if the server authenticates clients; `nbds:` needs it | |
+/// | `tls-hostname` | the name that the server's certificate must be valid for | the host; `localhost` for a UNIX socket |
+/// | `settle` | a time, as `5s` or `1500ms`: how long the server may still execute writes of a dead client; recovery after a crash waits for that time | no recovery |
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdSpec {
     pub(crate) place: Place,
@@ -71,23 +71,23 @@ pub struct NbdSpec {
     pub(crate) read_only: bool,
     pub(crate) block_size: Option<u32>,
     pub(crate) connections: usize,
-    /// Bytes; none are kept if it is 0.
+    /// Limit of unflushed writes in bytes; 0 disables the replay.
     pub(crate) replay: u64,
-    /// For how long after a process's death the server may carry out what it has sent, if anybody
-    /// knows.
+    /// Time after a crash during which the server may still execute writes of the dead process, if
+    /// known.
     pub(crate) settle: Option<Duration>,
-    /// With TLS, and how.
+    /// TLS parameters, if TLS is used.
     pub(crate) secure: Option<Secure>,
 }
 
 impl NbdSpec {
-    /// Whether `spec` is written as an export is; it may make no sense nevertheless.
+    /// True if `spec` has an NBD scheme; it may be invalid nevertheless.
     #[must_use]
     pub fn is_one(spec: &str) -> bool {
         spec.split_once(':').is_some_and(|(scheme, _)| SCHEMES.contains(&scheme))
     }
 
-    /// What `spec` says.
+    /// Parses a specification.
     ///
     /// # Errors
     /// [`OpenError::Spec`].
@@ -113,7 +113,7 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
     let rest = rest.strip_prefix("//").ok_or_else(|| form.to_owned())?;
     let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
     let export = percent_decode_str(export).decode_utf8();
-    let export = export.map_err(|_| "the name of its export is no UTF-8".to_owned())?.into_owned();
+    let export = export.map_err(|_| "the name of its export is not UTF-8".to_owned())?.into_owned();
     if export.len() > MAX_STRING {
         return Err(format!("the name of its export has more than {MAX_STRING} bytes"));
     }
@@ -191,7 +191,7 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
             return Err("it lacks certificates; add `?tls-certificates=DIR`".to_owned());
         }
         (false, None) if hostname.is_none() => None,
-        (false, _) => return Err("TLS is for `nbds:`, and this is `nbd:`".to_owned()),
+        (false, _) => return Err("TLS options need `nbds:` instead of `nbd:`".to_owned()),
     };
     made.place = match (scheme, socket) {
         ("nbd+unix", Some("")) => return Err("its `socket` is empty; give the path of one".into()),
@@ -202,7 +202,7 @@ fn parse(spec: &str) -> Result<NbdSpec, String> {
         ("nbd+unix", None) => return Err(format!("it lacks a socket; {form}")),
         ("nbd", None) => tcp(authority)?,
         ("nbd", Some(_)) => {
-            return Err("a socket is named by `nbd+unix:///EXPORT?socket=PATH`".to_owned());
+            return Err("write a socket as `nbd+unix:///EXPORT?socket=PATH`".to_owned());
         }
         _ => return Err(form.to_owned()),
     };
@@ -228,7 +228,7 @@ fn switch(name: &str, value: &str) -> Result<bool, String> {
     }
 }
 
-/// A time: `5s`, `1500ms`, or `5` for seconds.
+/// Parses a time: `5s`, `1500ms`, or `5` for seconds.
 fn seconds(text: &str) -> Result<Duration, String> {
     let (digits, unit) = match text.strip_suffix("ms") {
         Some(digits) => (digits, 1),
@@ -249,7 +249,7 @@ fn tcp(authority: &str) -> Result<Place, String> {
             match after.strip_prefix(':') {
                 Some(port) => (host, Some(port)),
                 None if after.is_empty() => (host, None),
-                None => return Err(format!("`{after}` stands after its address")),
+                None => return Err(format!("`{after}` follows its address")),
             }
         }
         None => match authority.split_once(':') {
@@ -323,8 +323,8 @@ mod tests {
             ("nbd://a:0/", "`0` is no port"),
             ("nbd://a:b/", "`b` is no port"),
             ("nbd://[::1/", "lacks the `]`"),
-            ("nbd://[::1]x/", "stands after"),
-            ("nbd://a/%ff", "no UTF-8"),
+            ("nbd://[::1]x/", "follows its address"),
+            ("nbd://a/%ff", "not UTF-8"),
             ("nbd://a/x?socket=y", "nbd+unix"),
             ("nbd+unix:///x", "lacks a socket"),
             ("nbd+unix:///x?socket=", "is empty"),
@@ -342,8 +342,8 @@ mod tests {
             ("nbd://a/?read-only=on&read-only=on", "given twice"),
             ("nbds://a/", "lacks certificates; add `?tls-certificates=DIR`"),
             ("nbds://a/?tls-certificates=", "is empty"),
-            ("nbd://a/?tls-certificates=x", "TLS is for `nbds:`"),
-            ("nbd://a/?tls-hostname=x", "TLS is for `nbds:`"),
+            ("nbd://a/?tls-certificates=x", "TLS options need `nbds:`"),
+            ("nbd://a/?tls-hostname=x", "TLS options need `nbds:`"),
             ("nbd://a/?direct=on", "no option `direct`"),
             ("nbd://a/?x", "no option; options"),
         ] {

@@ -79,17 +79,17 @@ fn what_is_no_disk_is_refused_with_the_reason() {
         let error = fake.try_open("").unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     };
-    refused(&fake, "1000 bytes of the export are no size");
+    refused(&fake, "the size of the export, 1000 bytes, is not valid");
     fake.resize(0);
-    refused(&fake, "0 bytes of the export");
+    refused(&fake, "the size of the export, 0 bytes");
     fake.resize(8192);
     fake.change(|manner| manner.sizes = Some((4096, 1 << 20)));
-    refused(&fake, "say `block-size=4096`");
+    refused(&fake, "use `block-size=4096`");
     assert_eq!(fake.open("block-size=4096").info().blocks, 2);
     fake.change(|manner| manner.sizes = Some((8192, 1 << 20)));
-    refused(&fake, "a disk has at most 4096");
+    refused(&fake, "a disk supports at most 4096");
     fake.kill();
-    refused(&fake, "can not be reached");
+    refused(&fake, "is unreachable");
 }
 
 /// Random batches against a model, on a server that behaves like this.

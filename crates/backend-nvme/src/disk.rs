@@ -1,4 +1,4 @@
-//! A namespace of a controller that the driver owns, as a disk.
+//! Namespace of an SSD, attached by the driver, as a disk.
 
 use crate::dma_share::DmaShares;
 use crate::hang_up::HangUpMonitor;
@@ -15,78 +15,76 @@ use std::sync::{Arc, OnceLock};
 use std::{fmt, io};
 use thiserror::Error;
 
-/// Allocated ranges that one command asks for.
+/// Maximum allocated ranges per command.
 const MOST: usize = 64;
 
-/// How a namespace is used as a disk.
+/// Options for opening a namespace as a disk.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
-    /// Refuse everything that changes the disk.
+    /// Refuses all requests that change the disk.
     pub read_only: bool,
-    /// How many queue pairs to ask for: so many workers can use the disk.
+    /// Number of queue pairs to request: as many I/O threads can use the disk.
     pub queue_pairs: u16,
-    /// Entries of each.
+    /// Entries per queue pair.
     pub queue_depth: u32,
-    /// Let the SSD reach the guest's memory by itself, where it can.
+    /// Lets the SSD access guest memory directly where possible.
     pub zero_copy: bool,
 }
 
 impl Default for Options {
-    /// Eight queue pairs of 256 entries, and no copies where that is possible.
+    /// Eight queue pairs of 256 entries, zero-copy where possible.
     fn default() -> Self {
         Self { read_only: false, queue_pairs: 8, queue_depth: 256, zero_copy: true }
     }
 }
 
-/// Why a namespace is no disk.
+/// Error of opening a namespace as a disk.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The controller could not be taken over.
+    /// The controller could not be attached.
     #[error(transparent)]
     Attach(#[from] AttachError),
-    /// The controller has no such namespace.
+    /// The namespace does not exist on the controller.
     #[error("there is no namespace {nsid} on {device}; active are: {active}")]
     NoNamespace {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
-        /// What a person calls the controller.
+        /// Name of the controller.
         device: String,
-        /// The namespaces that there are.
+        /// Active namespaces.
         active: String,
     },
-    /// The namespace is one whose blocks can not be moved.
-    #[error("namespace {nsid} {what}, which can not be passed on; format it without")]
+    /// The namespace has a feature that the disk cannot pass on.
+    #[error("namespace {nsid} {what}, which is not supported; format it without")]
     Unusable {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
-        /// What it has.
+        /// The feature.
         what: &'static str,
     },
-    /// A guest could not use the namespace's blocks.
+    /// The block size is neither 512 nor 4096 bytes.
     #[error("namespace {nsid} has blocks of {size} bytes; disks have 512 or 4096")]
     BlockSize {
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
-        /// Bytes of a block.
+        /// Block size in bytes.
         size: u32,
     },
-    /// The system has no thread or descriptor.
-    #[error("the device can not be monitored: {0}")]
+    /// No thread or file descriptor is available.
+    #[error("the device cannot be monitored: {0}")]
     System(io::Error),
 }
 
-/// A namespace of an NVMe controller, which the driver has to itself, as a disk.
+/// Namespace of an NVMe controller that the driver owns exclusively, as a disk.
 ///
-/// With the last handle on it, the queues of its users included, the controller is shut down in
-/// order.
+/// The controller is shut down in order with the last handle, queues included.
 #[derive(Clone)]
 pub struct NvmeDisk(Arc<NvmeDiskShared>);
 
 impl NvmeDisk {
-    /// Attaches to the controller at the other end of `transport`; `name` is what a person calls
-    /// the disk.
+    /// Attaches to the controller at the other end of `transport`. Messages call the disk `name`.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -99,7 +97,7 @@ impl NvmeDisk {
         let attach = AttachOptions {
             queue_pairs: options.queue_pairs.max(1),
             queue_depth: options.queue_depth,
-            // Workers wait by themselves.
+            // I/O threads sleep by themselves.
             spin: SpinPolicy::SLEEP,
             ..AttachOptions::default()
         };
@@ -140,21 +138,21 @@ impl NvmeDisk {
         })))
     }
 
-    /// Whether `state` is what the disk of a dead process was kept by, and that was one of an SSD.
+    /// True if `state` is the checkpoint of an SSD namespace.
     #[must_use]
     pub fn is_kept_by(state: &Value) -> bool {
         kept::is_kept_by(state)
     }
 
-    /// Whether this disk, which was opened by the same name, is the one that another process has
-    /// [kept](Disk::keep) as `state`. The SSD was reset when it was opened, so nothing of what that
-    /// process had under way can reach the disk, or memory, any more.
+    /// True if this disk is the one that a dead process [stored](Disk::keep) as `state`. Opening
+    /// the disk has reset the SSD, so no request of the dead process can reach the disk or memory
+    /// any more.
     #[must_use]
     pub fn is_that(&self, state: &Value) -> bool {
         kept::is_that(state, &self.0.info, &self.0.namespace)
     }
 
-    /// The namespace below.
+    /// The namespace of the SSD.
     #[must_use]
     pub fn namespace(&self) -> &Namespace {
         &self.0.namespace
@@ -166,7 +164,7 @@ fn info(namespace: &Namespace, read_only: bool) -> DiskInfo {
     info.read_only = read_only || namespace.is_read_only();
     info.volatile_cache = namespace.has_volatile_cache();
     info.discard = crate::task::discards(namespace);
-    // NPDG is 0's based; a value beyond reason is not believed.
+    // NPDG is 0's based; an implausibly large value is clamped.
     info.granularity = u32::from(namespace.identity().npdg).min(0x7ff).saturating_add(1);
     info
 }
@@ -181,11 +179,11 @@ impl Disk for NvmeDisk {
         let pair = match controller.take_queue_pair() {
             _ if self.0.hang_up.is_gone() => return Ok(Box::new(NoDevice)),
             Some(pair) => pair,
-            // In the place of one whose user has gone.
+            // Replaces the queue pair of a dropped queue.
             None => match controller.create_queue_pair(self.0.depth) {
                 Ok(pair) => pair,
-                // The controller with this namespace may have others that are well, and a guest
-                // that comes back to them.
+                // The emulated controller may have other, healthy namespaces, and a guest that uses
+                // them.
                 Err(_) if controller.check().is_err() => return Ok(Box::new(NoDevice)),
                 Err(error) => return Err(io::Error::other(error)),
             },
@@ -225,7 +223,7 @@ impl Disk for NvmeDisk {
                 }
                 at = known;
             } else if found.until <= at / size {
-                // It has not said anything of what was asked.
+                // The SSD has reported nothing about the requested range.
                 break;
             }
         }
@@ -250,8 +248,8 @@ impl Disk for NvmeDisk {
 }
 
 impl NvmeDisk {
-    /// Whether the SSD says which blocks are allocated, and that the others read as zeroes. Asked
-    /// once; who does not answer does not say.
+    /// True if the SSD reports allocated blocks, and deallocated ones read as zeroes. Asked once;
+    /// no answer means false.
     fn reports_allocated(&self) -> bool {
         let Self(shared) = self;
         *shared.reports_allocated.get_or_init(|| {

@@ -1,15 +1,15 @@
-//! The guest's memory, as far as the SSD reaches it itself.
+//! Guest memory that the SSD accesses directly.
 
 use parking_lot::Mutex;
 use shadowbell_driver::{Controller, SharedMemory};
 use shadowbell_memory::{DmaTable, Mapping, Segments};
 use std::sync::{Arc, Weak};
 
-/// What all queues of a disk share with the SSD.
+/// Memory shared with the SSD, for all queues of a disk.
 pub(crate) struct DmaShares {
-    /// The SSD's controller, in whose IOMMU (or at whose server) memory is mapped.
+    /// Controller of the SSD; memory is mapped in its IOMMU domain, or at its vfio-user server.
     controller: Arc<Mutex<Controller>>,
-    /// What the disk is called in messages.
+    /// Name of the disk in messages.
     name: String,
     list: Mutex<List>,
 }
@@ -17,7 +17,7 @@ pub(crate) struct DmaShares {
 #[derive(Default)]
 struct List {
     shared: Vec<Weak<SharedMemory>>,
-    /// What the SSD can not have.
+    /// Mappings that cannot be shared with the SSD.
     refused: Vec<Weak<Mapping>>,
 }
 
@@ -26,7 +26,7 @@ impl DmaShares {
         Self { controller, name: name.to_owned(), list: Mutex::default() }
     }
 
-    /// Shares a mapping with the SSD, if it can have it. Takes its time the first time.
+    /// Shares a mapping with the SSD, if possible. Blocks for the first request of a mapping.
     fn share(&self, mapping: &Arc<Mapping>) -> Option<Arc<SharedMemory>> {
         // Held while the memory is shared, so that two queues do not share it twice.
         let mut list = self.list.lock();
@@ -43,14 +43,21 @@ impl DmaShares {
         let outcome = self.controller.lock().share_memory(mapping);
         match outcome {
             Ok(shared) => {
-                tracing::debug!(len = mapping.len(), "{} reaches a guest's memory", self.name);
+                tracing::debug!(
+                    len = mapping.len(),
+                    "{} accesses guest memory directly",
+                    self.name
+                );
                 let shared = Arc::new(shared);
                 list.shared.push(Arc::downgrade(&shared));
                 Some(shared)
             }
             Err(error) => {
                 if list.refused.is_empty() {
-                    tracing::info!("{}: what is read and written is copied: {error}", self.name);
+                    tracing::info!(
+                        "{}: zero-copy is not possible, data are copied: {error}",
+                        self.name
+                    );
                 }
                 list.refused.push(Arc::downgrade(mapping));
                 None
@@ -59,16 +66,16 @@ impl DmaShares {
     }
 }
 
-/// What one queue remembers of the memory that is shared with the SSD.
+/// Cache of one queue: memory that is shared with the SSD.
 pub(crate) struct DmaShare {
-    /// None if the SSD is not to reach the guest's memory.
+    /// `None` if the SSD must not access guest memory.
     shares: Option<Arc<DmaShares>>,
     shared: Vec<Known<Arc<SharedMemory>>>,
-    /// Mappings that the SSD can not have.
+    /// Mappings that cannot be shared with the SSD.
     refused: Vec<Known<Arc<Mapping>>>,
 }
 
-/// Memory, and where the guest had it when it was last looked for.
+/// Memory, and its last known guest address.
 struct Known<T> {
     memory: T,
     iova: u64,
@@ -79,8 +86,8 @@ impl<T> Known<T> {
         Self { memory, iova: 0 }
     }
 
-    /// Whether `mapping`, which is the memory's, is in `table` still. There can be tens of
-    /// thousands of ranges, which change all the time, so it is looked for where it was first.
+    /// True if `mapping`, that of the memory, is still in `table`. The table can have tens of
+    /// thousands of ranges and change often, so the last known address is tried first.
     fn is_in(&mut self, table: &DmaTable, mapping: impl Fn(&T) -> &Arc<Mapping>) -> bool {
         let mapping = mapping(&self.memory);
         if table.mapping_at(self.iova).is_some_and(|other| Arc::ptr_eq(mapping, other)) {
@@ -97,8 +104,8 @@ impl DmaShare {
         Self { shares, shared: Vec::new(), refused: Vec::new() }
     }
 
-    /// The memory with the byte at `address`, which is one of `data`, if the SSD can reach it: and
-    /// where in the memory the byte is.
+    /// Finds the shared memory that contains `address`, a byte of `data`, and its offset there.
+    /// `None` if the SSD cannot access it.
     pub(crate) fn find(
         &mut self,
         address: usize,
@@ -131,7 +138,7 @@ impl DmaShare {
         }
     }
 
-    /// Forgets memory that is not in `table`.
+    /// Drops memory that is not in `table`.
     pub(crate) fn retain(&mut self, table: &DmaTable) {
         self.shared.retain_mut(|shared| shared.is_in(table, |memory| memory.mapping()));
         self.refused.retain_mut(|refused| refused.is_in(table, |memory| memory));

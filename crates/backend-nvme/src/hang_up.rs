@@ -1,4 +1,4 @@
-//! Detects that the SSD has gone, while no completion would say so.
+//! Detection of a removed or disconnected SSD, for which no completion would arrive.
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
-/// Waits for the other end of a socket to hang up, if the SSD is reached by one.
+/// Thread that waits for a hang-up of the socket, if the SSD is connected by one.
 pub(crate) struct HangUpMonitor {
     state: Arc<HangUpState>,
     stop: EventFd,
@@ -19,7 +19,7 @@ pub(crate) struct HangUpMonitor {
 #[derive(Default)]
 struct HangUpState {
     gone: AtomicBool,
-    /// What the workers of the disk's queues sleep on.
+    /// Wake events of the disk's queues.
     events: Mutex<Vec<Weak<EventFd>>>,
 }
 
@@ -39,7 +39,7 @@ impl HangUpMonitor {
         Ok(Self { state, stop, thread })
     }
 
-    /// Signals `event` when the SSD has gone, if it is still there.
+    /// Registers `event`, which is signalled when the SSD is disconnected.
     pub(crate) fn add(&self, event: &Arc<EventFd>) {
         let mut events = self.state.events.lock();
         events.retain(|event| event.strong_count() != 0);

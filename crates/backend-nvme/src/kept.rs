@@ -1,26 +1,26 @@
-//! The disk of a process that has died, in the next one.
+//! Crash recovery of a disk on an SSD.
 //!
-//! # The fence
+//! # Fence
 //!
-//! What the dead process had given to the SSD is the SSD's. The next process attaches anew, which
-//! begins with a reset: CC.EN is cleared, and nothing else is done before CSTS.RDY is 0. A
-//! controller has given up all commands by then (NVM Express Base 2.1, 3.7.2), those of which the
-//! data are not moved yet included: neither its storage nor any memory sees anything of them
-//! later. Before that:
+//! Commands of the dead process remain at the SSD. The next process attaches anew, which starts
+//! with a reset: CC.EN is cleared, and nothing else is done before CSTS.RDY is 0. By then a
+//! controller has aborted all commands (NVM Express Base 2.1, 3.7.2), including those whose data
+//! are not transferred yet, so neither its storage nor any memory is accessed for them later.
+//! Before that:
 //!
-//! * *a device behind VFIO* is opened by one process at a time. The kernel closes it with the dead
-//!   process: bus mastering is switched off, the function is reset where it can be, and what its
-//!   IOMMU has mapped is unmapped. Until then it is busy for the next one;
-//! * *a vfio-user server* has one client at a time, and lets in the next one when it has reset the
-//!   device of the one before. Until then it does not answer.
+//! * A device behind VFIO is opened by one process at a time. The kernel closes it with the dead
+//!   process: bus mastering is disabled, the function is reset if possible, and its IOMMU mappings
+//!   are removed. Until then the next process gets `EBUSY`.
+//! * A vfio-user server has one client at a time, and accepts the next one after it has reset the
+//!   device of the previous one. Until then it does not respond.
 //!
-//! The guest's memory, which the SSD may have been given, is the next process's to share.
+//! Guest memory that was shared with the SSD is shared anew by the next process.
 
 use serde_json::{Value, json};
 use shadowbell_backend::DiskInfo;
 use shadowbell_driver::Namespace;
 
-/// What says that a disk was kept as one of an SSD.
+/// Key of an SSD namespace in a checkpoint.
 const KEY: &str = "nvme";
 
 pub(crate) fn keep(info: &DiskInfo, namespace: &Namespace) -> Value {
@@ -31,8 +31,7 @@ pub(crate) fn is_kept_by(kept: &Value) -> bool {
     kept.get(KEY).is_some()
 }
 
-/// Whether this is the namespace that was kept: as large, and called the same by all the names
-/// that it has.
+/// True if this is the stored namespace: same size and identifiers.
 pub(crate) fn is_that(kept: &Value, info: &DiskInfo, namespace: &Namespace) -> bool {
     kept.get(KEY) == Some(&state(info, namespace))
 }

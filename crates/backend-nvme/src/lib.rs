@@ -1,43 +1,41 @@
-//! A namespace of an NVMe controller as a disk for another controller: what a guest sees is
-//! virtual, and its blocks are those of an SSD that the driver owns.
+//! Namespace of an NVMe SSD as a disk: the guest sees a virtual controller, and its blocks are
+//! those of an SSD that the user-space driver owns.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
 //! | [`NvmeDisk`] | the namespace as a disk: opening it, its properties |
-//! | `queue` | a worker's queue on it: a queue pair of its own |
-//! | `task` | a request as commands, and what their statuses mean |
-//! | `shared` | what all queues of a disk share |
-//! | `dma_share` | the guest's memory, as far as the SSD reaches it itself |
-//! | `kept` | the disk of a process that has died, in the next one |
-//! | `hang_up` | detects that the SSD has gone while nothing completes |
-//! | `transfers` | how many commands moved data in place, and how many copied |
+//! | `queue` | queue of an I/O thread, with a queue pair of its own |
+//! | `task` | a request as NVMe commands, and the meaning of their statuses |
+//! | `shared` | state shared by all queues of a disk |
+//! | `dma_share` | guest memory that the SSD accesses directly |
+//! | `kept` | crash recovery |
+//! | `hang_up` | detection of a removed or disconnected SSD |
+//! | `transfers` | counters of zero-copy and copied transfers |
 //!
-//! # Data in place
+//! # Zero-copy
 //!
-//! Where the SSD can reach the guest's memory it does, and nothing is copied: the memory is shared
-//! with it (VFIO: mapped in its IOMMU) when a request first names it, for as long as the guest has
-//! it. What is scattered so that it would take many commands, or lies at addresses that a command
-//! can not name, goes through a buffer of the queue's, and so does everything if the SSD can not
-//! have the memory.
+//! Where the SSD can access guest memory, no data are copied: the memory is shared with the SSD
+//! (VFIO: mapped in its IOMMU domain) when a request first uses it, for as long as the guest has
+//! it. Data that are scattered over many pieces, or not aligned as an NVMe data pointer requires,
+//! go through a buffer of the queue, and so do all data if the memory cannot be shared.
 //!
 //! # Errors
 //!
-//! What the SSD says of a command, its status, is what the guest gets for its own
-//! ([`DiskError::Device`](shadowbell_backend::DiskError::Device)). When the SSD goes away,
-//! everything fails from then on with `ENODEV`.
+//! The guest's command completes with the status of the SSD's command
+//! ([`DiskError::Device`](shadowbell_backend::DiskError::Device)). After the SSD was removed or
+//! disconnected, all requests fail with `ENODEV`.
 //!
-//! # What it does not implement
+//! # Limitations
 //!
-//! Ending a command early: an Abort of the guest's takes requests back that wait, and waits for
-//! those that the SSD has.
+//! Commands at the SSD are not aborted: an Abort of the guest cancels requests that wait in the
+//! queue, and waits for those that the SSD has.
 //!
-//! A worker waits for the SSD's admin queue: when it opens or closes its queue pair, and while the
-//! driver takes its [recovery steps](shadowbell_driver::recovery) for a late command. An SSD that
-//! does not answer there holds up the other controllers of that worker for as long, ten seconds for
-//! each command. Who serves disks of SSDs that may hang has to give their controllers a thread each
-//! (`shadowbell serve` does).
+//! An I/O thread blocks on the SSD's admin queue when it opens or closes its queue pair, and while
+//! the driver takes its [recovery steps](shadowbell_driver::recovery) for a late command. A hung
+//! SSD then blocks the other controllers of that I/O thread, up to ten seconds per command.
+//! Controllers on SSDs that may hang should have a thread each (`shadowbell serve` does that).
 #![forbid(unsafe_code)]
 
 mod disk;

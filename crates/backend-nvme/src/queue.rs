@@ -1,4 +1,4 @@
-//! A worker's queue on the namespace: a queue pair of its own.
+//! Queue of an I/O thread on the namespace, with a queue pair of its own.
 
 use crate::dma_share::DmaShare;
 use crate::shared::NvmeDiskShared;
@@ -13,22 +13,22 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// Bytes of a small buffer: what most requests are.
+/// Size of a small buffer in bytes: sufficient for most requests.
 const SMALL: u64 = 4096;
-/// Bytes of a large one, and so of the longest command whose data are copied.
+/// Size of a large buffer in bytes, and so of the longest copied command.
 const LARGE: u64 = 128 << 10;
-/// Large buffers.
+/// Number of large buffers.
 const LARGE_COUNT: usize = 16;
-/// A request of more pieces than this is copied: each piece would be a command.
+/// Maximum number of memory pieces of a zero-copy request; each piece is a command of its own.
 const PIECES: usize = 8;
 
-/// The command in a slot of the queue pair.
+/// Command in a slot of the queue pair.
 #[derive(Clone, Copy, Default)]
 struct Part {
     task: u32,
     at: u64,
     len: u64,
-    /// The SSD moves the data in the guest's memory.
+    /// The SSD accesses the guest memory directly.
     in_place: bool,
 }
 
@@ -40,12 +40,12 @@ pub(crate) struct NvmeQueue {
     small: BufferPool,
     large: BufferPool,
     dma: DmaShare,
-    /// Buffers in the guest's memory that were used, to be made others of.
+    /// Buffer descriptors of guest memory, for reuse.
     used: Vec<Buffer>,
-    /// Those that wait have more to submit.
+    /// Requests; those in the waiting list have commands to submit.
     tasks: Tasks<Task>,
     parts: Box<[Part]>,
-    /// The device has gone.
+    /// The SSD was removed or disconnected.
     gone: bool,
     transfers: Transfers,
     published: Arc<QueueTransfers>,
@@ -80,7 +80,7 @@ impl NvmeQueue {
         })
     }
 
-    /// Submits commands of a task. Whether all of them were; if not, there is no room now.
+    /// Submits commands of a task. Returns false if the queue pair or the buffers are exhausted.
     fn start(&mut self, key: u32) -> bool {
         let Self { shared, pair, small, large, dma, used, tasks, parts, transfers, .. } = self;
         let (small, large) = (&*small, &*large);
@@ -148,15 +148,15 @@ impl NvmeQueue {
         }
     }
 
-    /// A task that was given up before the SSD had any of it ends without a completion.
+    /// Ends a task that failed before a command was submitted, and so has no completion.
     fn check_over(&mut self, key: u32) {
         if self.tasks.get_mut(key).is_some_and(|task| task.is_over()) && self.tasks.end(key) {
-            // It ends in `reap`: the event makes the worker call it.
+            // The task ends in `reap`; the event makes the I/O thread call it.
             self.event.signal();
         }
     }
 
-    /// Takes a completion. The task, if it is over with it.
+    /// Processes a completion. Returns the key of the task if the task has ended.
     fn complete(&mut self, completion: Completion) -> Option<u32> {
         let Completion { token, status, buffer, .. } = completion;
         let part = self.parts.get(token.index()).copied()?;
@@ -178,14 +178,15 @@ impl NvmeQueue {
         task.is_over().then_some(part.task)
     }
 
-    /// Hands a task back.
+    /// Returns a task to the caller.
     fn finish(&mut self, key: u32, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         if let Some((tag, task)) = self.tasks.remove(key) {
             done(tag, task.outcome, task.data);
         }
     }
 
-    /// The device has gone: nothing will be completed any more.
+    /// Fails all tasks after the SSD was removed or disconnected, because no completion will
+    /// arrive.
     fn fail(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.gone, true) {
             tracing::error!("{}: {why}", self.shared.name);
@@ -204,7 +205,8 @@ fn no_device() -> DiskError {
     DiskError::Io(Errno::NODEV.raw_os_error())
 }
 
-/// The data of a task from `at` on as far as the SSD can reach them where they are, in one piece.
+/// Describes the task's data from `at` on for direct access by the SSD, as far as they are in one
+/// piece.
 fn in_place(
     dma: &mut DmaShare,
     used: &mut Vec<Buffer>,
@@ -229,7 +231,7 @@ fn in_place(
     let (memory, offset) = dma.find(address, &task.data)?;
     let most = usize::try_from(shared.namespace.max_transfer_bytes()).unwrap_or(usize::MAX);
     let len = (piece.len() - skip).min(left).min(memory.mapping().len() - offset).min(most);
-    // A data pointer begins at a multiple of four bytes, and a command moves whole blocks.
+    // A data pointer must be aligned to four bytes, and a command transfers whole blocks.
     let whole = len - len % shared.info.block_size as usize;
     if whole == 0 || !address.is_multiple_of(4) {
         return None;
@@ -237,7 +239,7 @@ fn in_place(
     memory.buffer(offset, whole, used.pop())
 }
 
-/// A queue of an SSD that has gone.
+/// Queue of an SSD that was removed or disconnected.
 pub(crate) struct NoDevice;
 
 impl Queue for NoDevice {
@@ -275,7 +277,7 @@ impl Queue for NvmeQueue {
         }
         self.start_waiting();
         self.published.publish(self.transfers);
-        // Rings the doorbell, and has the commands' deadlines watched if the worker sleeps now.
+        // Rings the doorbell, and arms the command timeouts in case that the I/O thread sleeps now.
         if let Err(error) = self.pair.prepare_sleep() {
             self.fail(&error);
             self.event.signal();
@@ -293,13 +295,14 @@ impl Queue for NvmeQueue {
                 }
             }
             if !any {
-                // What had completed before it went away was taken.
+                // All completions from before the disconnection have been processed.
                 if self.shared.hang_up.is_gone() {
-                    self.fail(&"the device went away; serve again when it is back");
+                    self.fail(&"removed or disconnected; start the server again when it is back");
                 }
                 break;
             }
-            // What completes from here on interrupts; what did before is seen by looking again.
+            // Interrupts are enabled before the queue is polled once more, otherwise a completion
+            // between the two is missed.
             self.start_waiting();
             self.published.publish(self.transfers);
             if let Err(error) = self.pair.prepare_sleep() {
@@ -315,7 +318,7 @@ impl Queue for NvmeQueue {
     fn cancel(&mut self, tag: u32) {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
-        // What the SSD has, it finishes; no more of it is begun.
+        // Commands at the SSD are not aborted; no further ones are submitted.
         if task.next() == Next::Nothing {
             return;
         }

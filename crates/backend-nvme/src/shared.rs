@@ -1,4 +1,4 @@
-//! What all queues of a disk share.
+//! State shared by all queues of a disk.
 
 use crate::dma_share::DmaShares;
 use crate::hang_up::HangUpMonitor;
@@ -11,14 +11,14 @@ use std::sync::{Arc, OnceLock};
 pub(crate) struct NvmeDiskShared {
     pub(crate) namespace: Namespace,
     pub(crate) info: DiskInfo,
-    /// Memory that the SSD reaches itself; none if everything is to be copied.
+    /// Memory that the SSD accesses directly; `None` if all data are copied.
     pub(crate) shares: Option<Arc<DmaShares>>,
     pub(crate) name: String,
     pub(crate) transfers: DiskTransfers,
     pub(crate) hang_up: HangUpMonitor,
-    /// Entries of each queue pair.
+    /// Entries per queue pair.
     pub(crate) depth: u32,
-    /// Whether it says which blocks are allocated, once that was asked.
+    /// Cached answer: the SSD reports allocated blocks.
     pub(crate) reports_allocated: OnceLock<bool>,
     pub(crate) controller: Arc<Mutex<Controller>>,
 }

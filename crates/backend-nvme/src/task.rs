@@ -1,4 +1,4 @@
-//! A request as commands of the SSD's, and what their statuses mean.
+//! A request as NVMe commands, and the meaning of their statuses.
 
 use shadowbell_backend::{DiskError, Op, Request, compare};
 use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
@@ -7,11 +7,11 @@ use shadowbell_spec::Status;
 use shadowbell_spec::nvm::DsmRange;
 use zerocopy::IntoBytes;
 
-/// The most blocks that a command without data names here, below the 65536 that it could: an SSD
-/// that has a lot to do with them gets it in parts.
+/// Maximum blocks per command without data, below the NVMe limit of 65536, so that a slow SSD gets
+/// a long request in pieces.
 const MAX_BLOCKS: u64 = 1 << 15;
 
-/// How a request is carried out.
+/// Action of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Read,
@@ -19,7 +19,7 @@ enum Action {
         fua: bool,
     },
     Compare,
-    /// Reads into a buffer and drops the data.
+    /// Reads into a buffer and discards the data.
     ReadAndDrop,
     Verify,
     Flush,
@@ -27,56 +27,56 @@ enum Action {
         deallocate: bool,
         fua: bool,
     },
-    /// Zeroes out of a buffer.
+    /// Writes zeroes from a buffer.
     Fill {
         fua: bool,
     },
     Deallocate,
 }
 
-/// Whether blocks can be discarded, and read as zeroes then.
+/// True if blocks can be discarded and then read as zeroes.
 pub(crate) fn discards(namespace: &Namespace) -> bool {
     deallocates(namespace) || zeroes_deallocate(namespace)
 }
 
-/// Whether Dataset Management makes blocks zero.
+/// True if Dataset Management zeroes deallocated blocks.
 fn deallocates(namespace: &Namespace) -> bool {
     namespace.optional_commands().dataset_management() && namespace.identity().dlfeat.drb() == 1
 }
 
-/// Whether Write Zeroes may give blocks back.
+/// True if Write Zeroes may deallocate blocks.
 fn zeroes_deallocate(namespace: &Namespace) -> bool {
     namespace.optional_commands().write_zeroes() && namespace.identity().dlfeat.wzds()
 }
 
-/// A request on its action.
+/// A request in execution.
 pub(crate) struct Task {
     action: Action,
     offset: u64,
     len: u64,
-    /// Bytes for which there is a command.
+    /// Bytes with a submitted command.
     begun: u64,
-    /// Commands that the SSD has.
+    /// Commands in flight.
     pub(crate) under_way: u32,
     pub(crate) outcome: Result<(), DiskError>,
     pub(crate) data: Segments,
 }
 
-/// What of a task is next.
+/// Next command of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Nothing more is to be submitted.
+    /// No further command.
     Nothing,
     /// A command without data.
     Bare,
-    /// A command that moves the task's own data, from this byte of them on, this many left.
+    /// A command that transfers the task's data from byte `at` on, `left` bytes in total.
     Data { at: usize, left: usize },
-    /// A command with a buffer of the queue's, for so many bytes of the disk.
+    /// A command with a buffer of the queue, with `left` bytes of the disk to process.
     Own { left: u64 },
 }
 
 impl Task {
-    /// A task for a request that was checked, or its result if there is nothing to do.
+    /// Creates the task of a checked request, or returns its result if there is nothing to do.
     pub(crate) fn new(
         request: &Request,
         namespace: &Namespace,
@@ -85,7 +85,7 @@ impl Task {
         let has = namespace.optional_commands();
         let action = match request.op {
             Op::Flush if volatile => Action::Flush,
-            // What has completed is where it belongs.
+            // Without a volatile cache, completed writes are durable.
             Op::Flush => return Err(Ok(())),
             _ if request.len == 0 => return Err(Ok(())),
             Op::Read => Action::Read,
@@ -107,7 +107,7 @@ impl Task {
         Ok(Self {
             action,
             offset: request.offset,
-            // A flush has no range; here it is one byte long, for which there is one command.
+            // A flush has no range; a length of one leads to one command.
             len: if action == Action::Flush { 1 } else { request.len },
             begun: 0,
             under_way: 0,
@@ -116,7 +116,7 @@ impl Task {
         })
     }
 
-    /// What is to be submitted next.
+    /// Selects the next command.
     pub(crate) fn next(&self) -> Next {
         let left = self.len.saturating_sub(self.begun);
         if left == 0 || self.outcome.is_err() {
@@ -133,12 +133,12 @@ impl Task {
         }
     }
 
-    /// Whether there is nothing more to do or to wait for.
+    /// True if no command is in flight or left to submit.
     pub(crate) fn is_over(&self) -> bool {
         self.under_way == 0 && self.next() == Next::Nothing
     }
 
-    /// The command for the next `len` bytes at most, and how many bytes of the task it is for.
+    /// Builds the command for at most the next `len` bytes. Returns also the bytes it covers.
     pub(crate) fn command(
         &self,
         namespace: &Namespace,
@@ -165,13 +165,13 @@ impl Task {
             Action::Deallocate => namespace.deallocate(1).map(|command| (command, data)),
             Action::Flush => return Ok((namespace.flush(), 1)),
         };
-        // The request was checked against the namespace that it is for.
+        // The request was checked against this namespace, so this fails only for an internal error.
         let (command, blocks) = made.map_err(|_| DiskError::OutOfRange)?;
         Ok((command, u64::from(blocks) * size))
     }
 
-    /// Fills the buffer of the command for the next `len` bytes with what the SSD reads there: the
-    /// task's data, zeroes, or a range. Nothing for a command that does not read its buffer.
+    /// Fills the buffer of the command for the next `len` bytes with the data that the SSD reads:
+    /// the task's data, zeroes, or a range. Other commands leave it unchanged.
     pub(crate) fn fill(&self, buffer: &mut Buffer, len: u64, size: u32) -> Result<(), DiskError> {
         match self.action {
             Action::Write { .. } => {
@@ -194,17 +194,16 @@ impl Task {
         }
     }
 
-    /// The most bytes of the disk that one command with a buffer of the queue's is for, if that has
-    /// `buffer` bytes.
+    /// Maximum bytes of the disk per command with a queue buffer of `buffer` bytes.
     pub(crate) fn most(&self, buffer: u64, size: u32) -> u64 {
         match self.action {
-            // One range.
+            // A single range.
             Action::Deallocate => MAX_BLOCKS * u64::from(size),
             _ => buffer,
         }
     }
 
-    /// Bytes of a buffer that the next command needs for `len` bytes of the task.
+    /// Buffer bytes that the next command needs for `len` bytes of the task.
     pub(crate) fn needs(&self, len: u64) -> u64 {
         match self.action {
             Action::Deallocate => size_of::<DsmRange>() as u64,
@@ -212,7 +211,7 @@ impl Task {
         }
     }
 
-    /// A command for the next `len` bytes was submitted; where they begin in the task.
+    /// Records a submitted command for the next `len` bytes. Returns its offset in the task.
     pub(crate) fn began(&mut self, len: u64) -> u64 {
         let at = self.begun;
         self.begun += len;
@@ -220,7 +219,7 @@ impl Task {
         at
     }
 
-    /// Takes what a command has read, `len` bytes at `at`, out of the queue's buffer.
+    /// Copies or compares the `len` bytes that a command has read at `at` from the queue's buffer.
     pub(crate) fn take(&self, at: u64, len: u64, buffer: &SharedBytes) -> Result<(), DiskError> {
         let (at, len) = (at as usize, len as usize);
         match self.action {
@@ -230,16 +229,16 @@ impl Task {
         }
     }
 
-    /// A command has ended.
+    /// Records the end of a command.
     pub(crate) fn ended(&mut self, outcome: Result<(), DiskError>) {
         self.under_way = self.under_way.saturating_sub(1);
         self.outcome = self.outcome.and(outcome);
     }
 }
 
-/// The SSD's status as the result of the request.
+/// Converts the SSD's status to the result of the request.
 pub(crate) fn outcome(status: Status) -> Result<(), DiskError> {
-    // More (M) and the retry delay (CRD) refer to the SSD's own log and clock.
+    // The bits More (M) and Command Retry Delay (CRD) refer to the SSD's own log and clock.
     let kept = if status.dnr() { status.code().with_dnr() } else { status.code() };
     if status.is_success() { Ok(()) } else { Err(DiskError::Device(kept.bits())) }
 }

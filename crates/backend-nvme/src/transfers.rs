@@ -1,11 +1,11 @@
-//! How data were transferred: how many commands moved them in place, and how many through a buffer.
+//! Counters of transfers: commands with zero-copy, and commands with a buffer copy.
 
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What one queue has counted. Written by its thread alone, which publishes its sums once for each
-/// batch; on cache lines of its own, so that another queue's counting does not make it wait.
+/// Published counters of one queue. Only the queue's thread stores them, once per batch. Aligned to
+/// cache lines of their own, to avoid false sharing with other queues.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct QueueTransfers {
@@ -27,12 +27,12 @@ impl QueueTransfers {
     }
 }
 
-/// Commands that moved data.
+/// Counts of commands that transferred data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Transfers {
-    /// From or to the guest's memory, by the SSD itself.
+    /// Zero-copy commands: direct access of the SSD to guest memory.
     pub(crate) in_place: u64,
-    /// Through a buffer, with a copy.
+    /// Commands with a copy through a buffer.
     pub(crate) copied: u64,
 }
 
@@ -43,12 +43,12 @@ impl Transfers {
     }
 }
 
-/// What all queues of a disk have counted, those that are gone included.
+/// Counters of all queues of a disk, including dropped ones.
 #[derive(Debug, Default)]
 pub(crate) struct DiskTransfers(Mutex<(Transfers, Vec<Arc<QueueTransfers>>)>);
 
 impl DiskTransfers {
-    /// The counters of a new queue.
+    /// Creates the counters of a new queue.
     pub(crate) fn join(&self) -> Arc<QueueTransfers> {
         let counts = Arc::new(QueueTransfers::default());
         let mut all = self.0.lock();

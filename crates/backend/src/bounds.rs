@@ -1,20 +1,20 @@
-//! What every disk checks of a request before it does anything.
+//! Range, write-protection and buffer checks that every disk applies to a request.
 
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 
-/// What requests are checked against, worked out once for each queue.
+/// Limits that requests are checked against, computed once per queue.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     bytes: u64,
-    /// Bits that an offset or a length may not have.
+    /// Bits that must be clear in offsets and lengths.
     unaligned: u64,
     read_only: bool,
 }
 
 impl DiskInfo {
-    /// What requests to this disk are checked against.
+    /// Computes the limits for requests to this disk.
     #[must_use]
     pub fn bounds(&self) -> Bounds {
         let unaligned = u64::from(self.block_size) - 1;
@@ -23,9 +23,9 @@ impl DiskInfo {
 }
 
 impl Request {
-    /// Checks the request against the disk that it is for and the buffer that comes with it: the
-    /// range lies inside the disk on block boundaries, the disk takes writes if it is one, and the
-    /// buffer is long enough and of the right direction. A longer buffer is allowed; its end is
+    /// Checks the request against the limits of its disk and against its buffer: the range lies
+    /// inside the disk on block boundaries, the disk is writable if the request writes, and the
+    /// buffer is long enough and has the right direction. A longer buffer is allowed; its end is
     /// not used.
     ///
     /// # Errors
@@ -34,7 +34,7 @@ impl Request {
     pub fn check(&self, bounds: &Bounds, data: &Segments) -> Result<(), DiskError> {
         let inside = self.offset.checked_add(self.len).is_some_and(|end| end <= bounds.bytes)
             && (self.offset | self.len) & bounds.unaligned == 0;
-        // What nearly all requests are, at once.
+        // Fast path: nearly all requests are valid reads.
         if matches!(self.op, Op::Read)
             && inside
             && data.len() as u64 >= self.len
@@ -64,7 +64,7 @@ impl Request {
                 Err(DiskError::ReadOnly)
             }
             Op::Write { .. } | Op::Append { .. } if short => Err(DiskError::BadBuffer),
-            // One block: its length is a power of two.
+            // The block size is a power of two, so `unaligned + 1` is the length of one block.
             Op::CompareAndWrite { .. } if self.len != bounds.unaligned + 1 => {
                 Err(DiskError::OutOfRange)
             }

@@ -1,13 +1,13 @@
-//! The comparison of a command's data with a disk's.
+//! Comparison of a command's data with the data of a disk.
 
 use crate::request::DiskError;
 use shadowbell_memory::{Segments, SharedBytes};
 
-/// How much is copied out of both sides at once: both are memory that others may change, so they
-/// are compared as copies.
+/// Bytes copied from both sides at once. Other threads and the guest may change both sides during
+/// the comparison, so private copies are compared.
 const PIECE: usize = 4096;
 
-/// Whether `len` bytes of `data` from `offset` are those of `disk` from `at`.
+/// Compares `len` bytes of `data` from `offset` with `disk` from `at`.
 ///
 /// # Errors
 /// [`DiskError::CompareFailed`] if they differ, [`DiskError::BadBuffer`] if either is too short.

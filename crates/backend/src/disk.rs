@@ -1,4 +1,4 @@
-//! The two traits: a disk, and one thread's queue on it.
+//! The traits [`Disk`] and [`Queue`]: a disk, and one thread's queue on it.
 
 use crate::extent::{Extent, Tell};
 use crate::file::RawFile;
@@ -15,75 +15,71 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::{fmt, io};
 
-/// Something that keeps blocks. Shared by all threads.
+/// A block device that a namespace stores its data on. Shared by all threads.
 ///
-/// A disk that is a layer over another one names that as [`inner`](Self::inner). What it says
-/// nothing else of is then the other one's: what is called the default below holds for a disk that
-/// is no layer. What a layer can not leave to the other one it has to say itself: its sizes
-/// ([`resized`](Self::resized), [`with_writes`](Self::with_writes)) and its memory
-/// ([`map`](Self::map)).
+/// A disk can be a layer over another disk, which it returns from [`inner`](Self::inner). Provided
+/// methods forward to the inner disk; "default" below means the result without an inner disk. Sizes
+/// ([`resized`](Self::resized), [`with_writes`](Self::with_writes)) and memory ([`map`](Self::map))
+/// are not forwarded: a layer has to implement these methods itself.
 pub trait Disk: Send + Sync + fmt::Debug {
-    /// What the disk is.
+    /// Properties of the disk: block size, capacity, cache, discard.
     fn info(&self) -> DiskInfo;
 
     /// Opens a queue for the calling thread.
     ///
     /// # Errors
-    /// The system's, when it has no more of what a queue needs.
+    /// The system's error if it lacks a resource that the queue needs.
     fn queue(&self) -> io::Result<Box<dyn Queue>>;
 
-    /// What to call the disk in a message to a person: `disk.img`, `mem:1GiB`.
+    /// Name of the disk in messages to the operator: `disk.img`, `mem:1GiB`.
     fn name(&self) -> String;
 
-    /// The disk that this one is a layer over. The default is no layer.
+    /// The disk below this layer. Default: none.
     fn inner(&self) -> Option<&Arc<dyn Disk>> {
         None
     }
 
-    /// All limits of the disk: its own, and then those of its group. The default has none.
+    /// All rate limiters of the disk: its own first, then those of its group. Default: none.
     fn limiters(&self) -> &[Arc<Limiter>] {
         self.inner().map_or(&[], |inner| inner.limiters())
     }
 
-    /// The disk without its limits, if it has any. The default has none.
+    /// The disk below the rate limits, if the disk has limits. Default: none.
     fn unlimited(&self) -> Option<&Arc<dyn Disk>> {
         None
     }
 
-    /// What is not as it should be with the disk, though it works: a sentence for an operator. The
-    /// default has nothing to say.
+    /// Warning about a degraded disk, for the operator: one sentence. Default: none.
     fn remark(&self) -> Option<String> {
         self.inner()?.remark()
     }
 
-    /// Whether the storage below has refused a write for want of room, and has not taken it since.
-    /// Asked under locks: it must not wait for anything. The default never lacks room.
+    /// True if the storage has refused a write for lack of space and has not accepted one since.
+    /// Called under locks, so it must not block. Default: false.
     fn is_full(&self) -> bool {
         self.inner().is_some_and(|inner| inner.is_full())
     }
 
-    /// Whether data that were written may be lost, because the system could not write them back:
-    /// then every flush fails until the disk is opened again. Must not wait, either. The default
-    /// loses nothing.
+    /// True if completed writes may be lost because the kernel could not write them back. Every
+    /// flush then fails until the disk is opened again. Must not block. Default: false.
     fn has_lost(&self) -> bool {
         self.inner().is_some_and(|inner| inner.has_lost())
     }
 
-    /// What the disk has counted of how it works, by name, for an operator. The default counts
-    /// nothing.
+    /// Performance counters of the disk by name, for the operator. Default: none.
     fn counters(&self) -> Vec<(&'static str, u64)> {
         self.inner().map_or_else(Vec::new, |inner| inner.counters())
     }
 
-    /// Tells which bytes are allocated: extents without gaps, the first from byte `offset` on,
-    /// until they are `len` bytes or `tell` wants no more. Several of the same kind may follow each
-    /// other.
+    /// Reports the allocation state of `len` bytes from byte `offset` on: calls `tell` with
+    /// consecutive extents without gaps until `len` bytes are reported or `tell` returns false.
+    /// Neighbouring extents may have the same state.
     ///
-    /// What was written before the call is allocated, unless it was discarded or zeroed since.
-    /// What is written or discarded meanwhile may be told either way.
+    /// Bytes written before the call are reported as allocated, unless they were discarded or
+    /// zeroed since. Bytes written or discarded during the call may be reported either way.
     ///
-    /// May wait for the storage, and takes its time: no thread that serves queues may call it. What
-    /// one call between two `tell`s costs is bounded. The default takes everything for data.
+    /// May block on the storage and take long, so I/O threads must not call it. The time between
+    /// two calls of `tell` is bounded. Default: all bytes are allocated.
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
         match self.inner() {
             Some(inner) => inner.extents(offset, len, tell),
@@ -94,9 +90,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
         }
     }
 
-    /// What [`adopt`](crate::adopt) needs in another process to go on with the disk, when no
-    /// request is pending here: its descriptors go to `fds`. This disk stays as it is. The default
-    /// can not be handed over.
+    /// Serializes the disk for [`adopt`](crate::adopt) in another process (restart for upgrade).
+    /// Adds its descriptors to `fds`. No request may be pending; this disk remains usable. Default:
+    /// [`HandOverError::Impossible`].
     ///
     /// # Errors
     /// [`HandOverError`].
@@ -107,9 +103,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
         }
     }
 
-    /// The same disk in another size: of `bytes`, or of as many as its storage has by now. Both
-    /// are on the same bytes, and have one lock; this one stays as it is. The default can not be
-    /// resized.
+    /// Returns this disk with a capacity of `bytes`, or with the current size of its storage. The
+    /// new disk and this one share the storage and the lock; this disk is not changed. Default:
+    /// [`ResizeError::Impossible`].
     ///
     /// # Errors
     /// [`ResizeError`].
@@ -118,14 +114,14 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Err(ResizeError::Impossible { disk: self.name() })
     }
 
-    /// Whether the storage below has said, since this was asked last, that it may have another
-    /// size: then [`resized`](Self::resized) says which. Must not wait. The default never says so.
+    /// True if the storage has signalled a possible size change since the last call;
+    /// [`resized`](Self::resized) then finds the new size. Must not block. Default: false.
     fn takes_new_size(&self) -> bool {
         self.inner().is_some_and(|inner| inner.takes_new_size())
     }
 
-    /// The same disk, taking no writes or taking them; otherwise as [`resized`](Self::resized) has
-    /// it. The default stays as it was opened.
+    /// Returns this disk writable (`taken`) or read-only. Like [`resized`](Self::resized), it
+    /// shares the storage and does not change this disk. Default: [`ResizeError::Opened`].
     ///
     /// # Errors
     /// [`ResizeError`].
@@ -134,10 +130,10 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Err(ResizeError::Opened { disk: self.name() })
     }
 
-    /// What [`recover`](crate::recover) needs in another process to go on with the disk after this
-    /// process has died, whatever was under way; its descriptors go to `fds`. None of them is the
-    /// open file that requests work on: that is to be closed when the last of them has ended. The
-    /// default can not be gone on with.
+    /// Serializes the disk for [`recover`](crate::recover) by the next process after a crash of
+    /// this one, whatever is in flight (checkpoint). Adds its descriptors to `fds`. None of them
+    /// may be the open file that requests use: that file must be closed by the kernel when the last
+    /// request ends, which fences the dead process. Default: [`HandOverError::Mortal`].
     ///
     /// # Errors
     /// [`HandOverError`].
@@ -148,33 +144,33 @@ pub trait Disk: Send + Sync + fmt::Debug {
         }
     }
 
-    /// Has `changed` called whenever [`keep`](Self::keep) gives something else than before, by the
-    /// thread that found that out, and before a host can know of it. There is one such call for a
-    /// disk and those that were [made of it](Self::resized): the one that was named last. The
-    /// default never changes.
+    /// Sets the callback for changes of the state that [`keep`](Self::keep) returns. The thread
+    /// that detects a change calls it, before any host can see the change. A disk and the disks
+    /// [made from it](Self::resized) share one callback: the one set last. Default: no changes.
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
         if let Some(inner) = self.inner() {
             inner.on_change(changed);
         }
     }
 
-    /// The first `len` bytes of the disk as memory, if it can be had: what is stored there is a
-    /// part of the disk at once, stays when this process dies, and is on the medium after a flush.
-    /// The default is not memory.
+    /// Maps the first `len` bytes of the disk as memory, if possible. A store to the mapping
+    /// changes the disk at once, survives a crash of this process, and is on the medium after a
+    /// flush. Default: none.
     fn map(&self, len: u64) -> Option<SharedBytes> {
         let _ = len;
         None
     }
 
-    /// The file that the disk is, byte for byte, if others may make calls on it by an io_uring of
-    /// their own, beside the queues. A layer has none: requests would go past it. Nor has the
-    /// default.
+    /// The file that holds the disk's bytes unchanged, for callers that make calls on it through an
+    /// io_uring of their own. Layers return `None`, because such requests would bypass them.
+    /// Default: `None`.
     fn raw_file(&self) -> Option<RawFile> {
         None
     }
 
-    /// Whether another process has the disk by the same descriptors. As long as one has, dropping
-    /// this disk leaves the lock on it: it is the lock of both. The default has no lock.
+    /// Marks the image lock as shared with another process that holds the same descriptors. While
+    /// it is shared, dropping this disk does not release the lock, which belongs to both processes.
+    /// Default: no lock.
     fn share_lock(&self, shared: bool) {
         if let Some(inner) = self.inner() {
             inner.share_lock(shared);
@@ -182,18 +178,17 @@ pub trait Disk: Send + Sync + fmt::Debug {
     }
 }
 
-/// One thread's way to a disk.
+/// One thread's queue on a disk.
 pub trait Queue {
     /// Starts `request` with the buffer `data` (empty for operations without data). A buffer may be
-    /// longer than the request, as one is that has metadata behind the data; what is behind them is
-    /// neither read nor written. `tag` comes back at [`reap`](Self::reap) and is the caller's own,
-    /// unique among its pending requests.
+    /// longer than the request, for example if metadata follow the data; the excess is neither read
+    /// nor written. `tag` is returned by [`reap`](Self::reap); the caller chooses it, unique among
+    /// its pending requests.
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
 
-    /// As [`submit`](Self::submit), for a disk whose blocks have
-    /// [metadata](crate::DiskInfo::metadata). A request that comes without a word of them is
-    /// carried out as if they were not transferred, and as if nothing were to be checked. The
-    /// default has none.
+    /// Starts a request like [`submit`](Self::submit) on a disk whose blocks have
+    /// [metadata](crate::DiskInfo::metadata). On such a disk, plain `submit` transfers no metadata
+    /// and checks none. Default: [`DiskError::Unsupported`].
     fn submit_with_metadata(
         &mut self,
         tag: u32,
@@ -205,119 +200,121 @@ pub trait Queue {
         Submitted::Done(Err(DiskError::Unsupported))
     }
 
-    /// Writes all of `data` from byte `offset` on, at once, which need not be whole blocks. What a
-    /// [`submit`](Self::submit) of the same bytes finds is from before it or from after it. `None`,
-    /// and nothing is done, if the queue can not: the default.
+    /// Writes all of `data` from byte `offset` on, inline; `data` need not be whole blocks. A
+    /// concurrent [`submit`](Self::submit) of the same bytes sees them before or after the write.
+    /// Returns `None` and writes nothing if the queue does not support this (default).
     fn write_bytes(&mut self, offset: u64, data: &[u8]) -> Option<Result<(), DiskError>> {
         let _ = (offset, data);
         None
     }
 
-    /// Whether [`write_bytes`](Self::write_bytes) can. The default can not.
+    /// True if [`write_bytes`](Self::write_bytes) is supported. Default: false.
     fn writes_bytes(&self) -> bool {
         false
     }
 
-    /// Whether a [compare and write](Op::CompareAndWrite) can be submitted. The default can not.
+    /// True if [compare and write](Op::CompareAndWrite) is supported. Default: false.
     fn compares_and_writes(&self) -> bool {
         false
     }
 
-    /// The zones of the disk, if it is made of some. The default has none.
+    /// Zones of a zoned disk. Default: none.
     fn zones(&self) -> Option<&Zones> {
         None
     }
 
-    /// Where the data of the [`Append`](Op::Append) with this tag, which has ended or was completed
-    /// at once, were put: in bytes of the disk. To be asked once.
+    /// Byte offset where the data of the completed [`Append`](Op::Append) with this tag were
+    /// written. May be called once per request.
     fn appended(&mut self, tag: u32) -> Option<u64> {
         let _ = tag;
         None
     }
 
-    /// Whether what is submitted from here on may have been carried out by a process that is dead:
-    /// a write whose place was taken by that is no mistake.
+    /// Marks the requests submitted from now on as replays, which a dead process may have executed
+    /// already: a zone write at a write pointer that the first execution has passed is then no
+    /// error.
     fn set_replays(&mut self, replays: bool) {
         let _ = replays;
     }
 
-    /// Whether the queue is to be told by [`begin_turn`](Self::begin_turn) whose requests come.
+    /// True if the queue needs [`begin_turn`](Self::begin_turn) calls.
     fn takes_turns(&self) -> bool {
         false
     }
 
-    /// The requests that come from here on are of this submission queue of the host's, by a small
-    /// number of the caller's.
+    /// Names the host's submission queue that the following requests come from, by a small number
+    /// that the caller chooses.
     fn begin_turn(&mut self, source: u32) {
         let _ = source;
     }
 
-    /// Whether the queue gains by [`prefetch_hint`](Self::prefetch_hint).
+    /// True if the queue benefits from [`prefetch_hint`](Self::prefetch_hint).
     fn wants_prefetch_hints(&self) -> bool {
         false
     }
 
-    /// A request to do `op`, a read or a write, with `len` bytes from byte `offset` of the disk
-    /// most likely comes `distance` requests from now (2, and then 1): what it needs can be brought
-    /// into the processor's caches. A hint, of which nothing has been checked.
+    /// Hints that a request `op` (read or write) for `len` bytes at byte `offset` will most likely
+    /// be submitted `distance` requests from now (2, then 1), so that the queue can prefetch into
+    /// the CPU's caches. None of the arguments has been checked.
     fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
         let _ = (op, offset, len, distance);
     }
 
-    /// The longest request without data (write zeroes, discard, verify), in bytes, that should be
-    /// submitted at once. A longer one is submitted in pieces of so many, with other work in
-    /// between: a disk that carries such a request out inline would hold up the thread for as long
-    /// as it takes. At least a logical block; the default has no limit.
+    /// Longest request without data (write zeroes, discard, verify) to submit at once, in bytes.
+    /// The caller splits a longer request into pieces of this length and does other work in
+    /// between, because a disk that executes it inline would block the thread. At least one logical
+    /// block. Default: no limit.
     fn longest_inline(&self) -> u64 {
         u64::MAX
     }
 
-    /// The thread that has this queue serves no other, and so may wait a little for the storage
-    /// where that is shorter than to have somebody else wait. The default makes nothing of it.
+    /// Declares that the calling thread serves no other queue, so that the queue may block briefly
+    /// on the storage where blocking is shorter than passing the work to another thread. Default:
+    /// ignored.
     fn may_wait(&mut self) {}
 
-    /// Hands what was submitted and is not under way yet to the system, in one call.
+    /// Passes all submitted requests that are not yet in flight to the kernel, in one system call.
     fn commit(&mut self) {}
 
-    /// Calls `done` for each request that has ended, with its buffer. Does not wait.
+    /// Calls `done` for each completed request, with its buffer. Does not block.
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         let _ = done;
     }
 
-    /// Asks that the pending request `tag` ends soon: as [`DiskError::Cancelled`] if that came in
-    /// time, or as it would have.
+    /// Requests that the pending request `tag` ends soon: as [`DiskError::Cancelled`] if it can
+    /// still be cancelled, otherwise with its regular result.
     fn cancel(&mut self, tag: u32) {
         let _ = tag;
     }
 
-    /// The host's memory is what `table` says from now on. Whatever the queue remembers of other
-    /// memory, apart from the buffers of pending requests, is to be forgotten.
+    /// Announces a new table of guest memory. The queue must drop everything that it caches about
+    /// other memory, except the buffers of pending requests.
     fn memory_changed(&mut self, table: &DmaTable) {
         let _ = table;
     }
 
-    /// How many requests are pending.
+    /// Number of pending requests.
     fn pending(&self) -> usize {
         0
     }
 
-    /// A descriptor that becomes readable when [`reap`](Self::reap) has something to do; `None`
-    /// for a disk that never leaves a request pending. It stays readable until then.
+    /// File descriptor that is readable while [`reap`](Self::reap) has completions to report;
+    /// `None` for a disk that never leaves a request pending.
     ///
-    /// A wait that the system ends with `EINTR` counts as a wake-up, too: that is how it brings
-    /// a completion to a thread that sleeps.
+    /// The caller must treat an `EINTR` of its wait as a wake-up too: the kernel delivers io_uring
+    /// completions to a sleeping thread that way.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Another descriptor that becomes readable when [`reap`](Self::reap) has something to do: at a
-    /// time. It stays readable until then. The default has none.
+    /// Timer descriptor that is readable when [`reap`](Self::reap) has work due to a deadline. It
+    /// stays readable until then. Default: none.
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Whether the [wake descriptor](Self::wake_fd) becomes readable again and again without ever
-    /// ceasing to be, so that it has to be watched for that (`EPOLLET`).
+    /// True if the [wake descriptor](Self::wake_fd) has to be watched edge-triggered (`EPOLLET`):
+    /// it signals each event but never ceases to be readable.
     fn wakes_by_edges(&self) -> bool {
         false
     }

@@ -1,13 +1,13 @@
-//! One descriptor for two.
+//! An epoll descriptor that merges two descriptors.
 
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-/// A descriptor that is readable as long as one of these is.
+/// Creates a descriptor that is readable while at least one of `fds` is.
 ///
 /// # Errors
-/// The system's.
+/// The error of `epoll_create1` or `epoll_ctl`.
 pub(crate) fn either(fds: [BorrowedFd<'_>; 2]) -> io::Result<OwnedFd> {
     let both = epoll::create(CreateFlags::CLOEXEC)?;
     for (nth, fd) in (0..).zip(fds) {

@@ -1,25 +1,25 @@
-//! Why a disk could not be opened, in sentences for the person who named it.
+//! Errors of opening a disk.
 
 use crate::format::ImageFormat;
 use std::io;
 
-/// The largest disk in memory, in bytes: what fits an address space in one piece. There are
-/// 128 TiB on x86-64, with the program and its libraries in between.
+/// Largest memory disk in bytes: it must fit the address space in one piece. x86-64 has 128 TiB,
+/// with the program and its libraries in between.
 pub const MAX_MEMORY: u64 = 64 << 40;
 
-/// Why a disk could not be opened. Each message says what is wrong, where, and what to do.
+/// Error of opening a disk. Each message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The specification makes no sense.
+    /// The specification cannot be parsed.
     #[error("`{spec}` names no disk: {why}")]
     Spec {
-        /// What was written.
+        /// The specification as given.
         spec: String,
-        /// What is wrong with it, and what may be written instead.
+        /// The mistake, and a valid alternative.
         why: String,
     },
-    /// The memory for a disk in memory is not to be had.
+    /// Not enough address space or memory for a memory disk.
     #[error(
         "a disk of {} does not fit this process's memory; choose {}",
         crate::size::format_size(*.bytes),
@@ -30,69 +30,69 @@ pub enum OpenError {
         }
     )]
     Memory {
-        /// The size asked for, in bytes.
+        /// Requested size in bytes.
         bytes: u64,
-        /// The reason.
+        /// The mapping error.
         source: shadowbell_memory::MapError,
     },
-    /// There is no such file.
+    /// The file does not exist.
     #[error(
         "{path}: there is no such file; correct the path, or make an image of zeroes with \
          `truncate -s 10G {path}`"
     )]
     Missing {
-        /// The file.
+        /// Path of the file.
         path: String,
     },
-    /// Who opens images for this process does not open this one.
+    /// The process that opens images on request refused this image.
     #[error("{path}: {why}")]
     NotGiven {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Why not.
+        /// The reason.
         why: String,
     },
     /// The file may not be read by this user.
     #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
     Unreadable {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The system's reason.
         source: io::Error,
     },
-    /// The path leads to something that is no disk.
+    /// The path is neither a regular file nor a block device.
     #[error("{path}: it is {what}; give the path of a raw image or of a block device")]
     NoFile {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What it is: a directory, a socket...
+        /// Kind of the file: a directory, a socket...
         what: &'static str,
     },
-    /// The file is an image of another format, of which a guest must not see the raw bytes.
+    /// The file is an image of another format, whose raw bytes must not be exposed to a guest.
     #[error(
         "{path}: it is a {format} image, {}; with `format=raw` its bytes are served as they are",
         match .format {
             ImageFormat::Qcow2 => "which only the program `shadowbell` and the crate \
                                    `shadowbell-backend-qcow2` open".to_owned(),
             _ => format!(
-                "which can not be served; make one of another format with \
+                "which cannot be served; make one of another format with \
                  `qemu-img convert -O qcow2 {path} {path}.qcow2`"
             ),
         }
     )]
     Format {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What it is.
+        /// The detected format.
         format: ImageFormat,
     },
-    /// The file has no bytes.
+    /// The file is empty.
     #[error("{path}: it is empty; give it a size with `truncate -s 10G {path}`")]
     Empty {
-        /// The file.
+        /// Path of the file.
         path: String,
     },
-    /// The size of the file is not one of a disk.
+    /// The file size is not a multiple of the block size.
     #[error(
         "{path}: its {size} bytes are no multiple of the block size of {block_size} bytes; round \
          it up with `truncate -s %{block_size} {path}`{}",
@@ -103,27 +103,28 @@ pub enum OpenError {
         }
     )]
     NotBlockMultiple {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Its size in bytes.
+        /// File size in bytes.
         size: u64,
         /// The logical block size in bytes.
         block_size: u32,
     },
-    /// The same, of a file that is an image of a format and was asked for as raw.
+    /// The file is an image of another format, requested as raw, and its size is not a multiple of
+    /// the block size.
     #[error(
-        "{path}: it is a {format} image of {size} bytes, which are no multiple of the block size of \
-         {block_size} bytes, so they can not be served as they are; make a raw image of it with \
-         `qemu-img convert -O raw {path} {path}.raw`"
+        "{path}: it is a {format} image of {size} bytes, which are no multiple of the block size \
+         of {block_size} bytes, so they cannot be served as they are; make a raw image of it \
+         with `qemu-img convert -O raw {path} {path}.raw`"
     )]
     OddFormat {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Its size in bytes.
+        /// File size in bytes.
         size: u64,
         /// The logical block size in bytes.
         block_size: u32,
-        /// What it is an image of.
+        /// The detected format.
         format: ImageFormat,
     },
     /// Another process uses the file.
@@ -132,47 +133,47 @@ pub enum OpenError {
         if *.writable { ", or open it `read-only=on`" } else { "" }
     )]
     Busy {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Who has it, as far as the system says.
+        /// Kind of the lock holder, as far as the kernel reports it.
         what: &'static str,
-        /// It was to be written.
+        /// The disk was to be opened writable.
         writable: bool,
     },
-    /// Direct I/O was demanded, and is not to be had.
+    /// `direct=on` was given, but direct I/O is not possible.
     #[error("{path}: direct I/O is not possible: {why}; leave out `direct=on`")]
     NotDirect {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What stands against it.
+        /// The reason.
         why: String,
     },
-    /// io_uring was demanded, and the process may not use it.
+    /// `aio=io_uring` was given, but the process may not use io_uring.
     #[error(
-        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or \
-         later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
-         out `aio=io_uring`"
+        "{path}: io_uring is requested, but the system refuses it ({source}); it needs Linux 5.6 \
+         or later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids \
+         it; or leave out `aio=io_uring`"
     )]
     Ring {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The system's reason.
         source: io::Error,
     },
-    /// What another process has handed over is not this disk.
-    #[error("{disk} can not be taken over: {why}")]
+    /// State from another process does not match the disk of this specification.
+    #[error("{disk} cannot be taken over: {why}")]
     NotThatDisk {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
-        /// What does not fit.
+        /// The mismatch.
         why: String,
     },
-    /// The system refused something that has no case of its own.
+    /// A system call failed for a reason without a variant of its own.
     #[error("{path}: {what} failed: {source}")]
     System {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// The system's reason.
         source: io::Error,

@@ -1,32 +1,32 @@
-//! Images of other formats, by how they begin.
+//! Detection of image formats by their first bytes.
 
 use std::fmt;
 
-/// A format of disk images that is not raw.
+/// Disk image format other than raw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImageFormat {
-    /// QEMU's, versions 2 and 3.
+    /// QEMU qcow2, versions 2 and 3.
     Qcow2,
-    /// QEMU's first.
+    /// QEMU qcow, version 1.
     Qcow,
-    /// QEMU's "enhanced disk".
+    /// QEMU QED ("enhanced disk").
     Qed,
-    /// VMware's.
+    /// VMware VMDK.
     Vmdk,
-    /// VirtualBox's.
+    /// VirtualBox VDI.
     Vdi,
-    /// Hyper-V's.
+    /// Hyper-V VHDX.
     Vhdx,
-    /// Virtual PC's, if it is not of fixed size: that one begins like a raw image.
+    /// Virtual PC VHD of dynamic size. A VHD of fixed size starts like a raw image.
     Vhd,
 }
 
 impl ImageFormat {
-    /// Bytes at the start of an image that are enough to tell.
+    /// Bytes at the start of an image that the detection needs.
     pub(crate) const LOOKS_AT: usize = 512;
 
-    /// The format of an image that begins like this; nothing if it is a raw one.
+    /// Detects the format by the first bytes of an image; `None` means raw.
     #[must_use]
     pub fn of(start: &[u8]) -> Option<Self> {
         match start {
@@ -69,7 +69,7 @@ mod tests {
             (&b"QFI\xfb\0\0\0\x03"[..], Some(ImageFormat::Qcow2)),
             (b"QFI\xfb\0\0\0\x02", Some(ImageFormat::Qcow2)),
             (b"QFI\xfb\0\0\0\x01", Some(ImageFormat::Qcow)),
-            // Whatever it is, it is no raw image.
+            // An unknown version: it is not a raw image in any case.
             (b"QFI\xfb", Some(ImageFormat::Qcow2)),
             (b"QED\0", Some(ImageFormat::Qed)),
             (b"KDMV\x01\0\0\0", Some(ImageFormat::Vmdk)),
@@ -80,7 +80,7 @@ mod tests {
             (b"", None),
             (b"QFI", None),
             (&[0; 512], None),
-            // A boot sector, and an encrypted disk of a guest's own.
+            // A boot sector, and a LUKS disk that the guest encrypts itself.
             (b"\xeb\x63\x90\x10\x8e\xd0\xbc\0", None),
             (b"LUKS\xba\xbe\0\x02", None),
         ] {

@@ -1,46 +1,46 @@
-//! What of a disk goes to another process.
+//! Errors of transferring a disk to another process.
 
 use std::io;
 
-/// Why a disk can not be handed over to another process.
+/// Error of serializing a disk for another process.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HandOverError {
-    /// No disk of its kind can be.
+    /// This disk type does not support the transfer.
     #[error(
-        "{disk}: a disk of this kind can not be handed over to another process in this release; \
-         stop the server and start it again instead"
+        "{disk}: this disk type cannot be passed to another process in this release; stop the \
+         server and start it again instead"
     )]
     Impossible {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
-    /// No disk of its kind can be gone on with after the death of its process.
-    #[error("{disk}: a disk of this kind can not be gone on with if the server dies")]
+    /// This disk type cannot be recovered after a crash of the server process.
+    #[error("{disk}: this disk type cannot be recovered after a server crash")]
     Mortal {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
-    /// This one can not be gone on with after the death of its process.
-    #[error("{disk}: it can not be gone on with if the server dies: {why}")]
+    /// This disk cannot be recovered after a crash of the server process.
+    #[error("{disk}: it cannot be recovered after a server crash: {why}")]
     Unfenced {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
-        /// Why not, and what to do about it.
+        /// The reason, and what to do about it.
         why: &'static str,
     },
-    /// The memory of the disk belongs to this process alone.
-    #[error("{disk}: its memory belongs to this process alone, and would be lost")]
+    /// The disk is anonymous memory, which only this process can map.
+    #[error("{disk}: its memory is private to this process, and would be lost")]
     Private {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
-    /// The system refused.
-    #[error("{disk}: it can not be handed over: {source}")]
+    /// A system call failed.
+    #[error("{disk}: it cannot be passed to another process: {source}")]
     System {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
-        /// Its reason.
+        /// The system's error.
         source: io::Error,
     },
 }

@@ -1,36 +1,37 @@
-//! What a disk is.
+//! Properties of a disk.
 
 use crate::metadata::MetadataFormat;
 use crate::zoned::ZoneFormat;
 use serde::{Deserialize, Serialize};
 
-/// What a disk is.
+/// Properties of a disk, as the namespace reports them to the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DiskInfo {
-    /// Bytes in a logical block: 512 or 4096.
+    /// Logical block size in bytes: 512 or 4096.
     pub block_size: u32,
-    /// Logical blocks in the disk.
+    /// Capacity in logical blocks.
     pub blocks: u64,
-    /// Writes are refused; the namespace is write-protected.
+    /// The disk refuses writes; the namespace is write-protected.
     pub read_only: bool,
-    /// Completed writes can be lost with the power until a flush: there is a volatile write cache.
+    /// The disk has a volatile write cache: a loss of power before a flush can lose completed
+    /// writes.
     pub volatile_cache: bool,
-    /// Discarded blocks are given back to the storage below.
+    /// Discards return blocks to the storage.
     pub discard: bool,
-    /// Blocks to which discards and other requests are best aligned, in logical blocks; at least 1.
+    /// Preferred alignment of discards and other requests, in logical blocks; at least 1.
     pub granularity: u32,
-    /// What metadata each block has, if it has any.
+    /// Metadata format, if blocks have metadata.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<MetadataFormat>,
-    /// What its zones are, if it has some.
+    /// Zone format, if the disk is zoned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zoned: Option<ZoneFormat>,
 }
 
 impl DiskInfo {
-    /// A disk of `blocks` logical blocks of `block_size` bytes (512 or 4096): writable, without a
-    /// volatile cache and without discards, aligned to single blocks. The fields can be changed.
+    /// Creates the properties of a disk with `blocks` logical blocks of `block_size` bytes (512 or
+    /// 4096): writable, no volatile cache, no discards, granularity 1. The fields can be changed.
     #[must_use]
     pub fn new(block_size: u32, blocks: u64) -> Self {
         Self {
@@ -45,14 +46,15 @@ impl DiskInfo {
         }
     }
 
-    /// As this, with so many bytes, if a disk can have them.
+    /// Copies the properties with a capacity of `bytes`; `None` if that is zero or not a multiple
+    /// of the block size.
     pub(crate) fn with_bytes(&self, bytes: u64) -> Option<Self> {
         let block_size = u64::from(self.block_size);
         let fits = bytes != 0 && bytes.is_multiple_of(block_size);
         fits.then(|| Self { blocks: bytes / block_size, ..self.clone() })
     }
 
-    /// The capacity in bytes.
+    /// Capacity in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.blocks.saturating_mul(u64::from(self.block_size))

@@ -1,19 +1,19 @@
-//! What an NVMe namespace keeps its bytes in.
+//! Storage behind an NVMe namespace: the [`Disk`] and [`Queue`] traits and their implementations.
 //!
-//! A [`Disk`] is opened once and shared; each worker thread that serves a queue on it opens a
-//! [`Queue`] of its own, which is used by that thread alone. A queue is a trait of batches: any
-//! number of [`submit`](Queue::submit), one [`commit`](Queue::commit), then
-//! [`reap`](Queue::reap) whatever is done, with a descriptor to sleep on. Disks that are memory
-//! complete inline, and pay for none of it.
+//! A [`Disk`] is opened once and shared. Each I/O thread that serves a queue on the disk opens a
+//! [`Queue`] of its own, which only that thread uses. A queue works in batches: any number of
+//! [`submit`](Queue::submit), one [`commit`](Queue::commit), then [`reap`](Queue::reap) of the
+//! completions, with a file descriptor to sleep on. Disks in memory complete requests inline in
+//! `submit` and need none of the rest.
 //!
-//! * [`NullDisk`] keeps nothing: what is measured on it is everything but the disk;
-//! * [`MemDisk`] keeps its blocks in memory, for as long as the process lives;
-//! * [`FileDisk`] is a raw image, a block device or an NVMe namespace by its character device,
-//!   through io_uring or threads;
-//! * [`LimitedDisk`] is any of them with limits of what a second may bring;
-//! * [`MetadataDisk`] is any of them with metadata and protection information;
-//! * [`ZonedDisk`] is memory or a raw image made of zones;
-//! * [`open`] opens any of them by what a person writes: `disk.img`, `mem:1GiB`, `null:1TiB`.
+//! * [`NullDisk`] stores nothing: a benchmark on it measures everything but the storage;
+//! * [`MemDisk`] stores its blocks in memory of the process;
+//! * [`FileDisk`] is a raw image, a block device or an NVMe generic character device
+//!   (`/dev/ng0n1`), accessed by io_uring or by threads;
+//! * [`LimitedDisk`] adds rate limits to any disk;
+//! * [`MetadataDisk`] adds metadata and protection information to any disk;
+//! * [`ZonedDisk`] is a zoned disk (ZNS) in memory or in a raw image;
+//! * [`open`] opens a disk by its specification: `disk.img`, `mem:1GiB`, `null:1TiB`.
 #![deny(unsafe_code)]
 
 mod bounds;

@@ -1,9 +1,9 @@
-//! Lists of small numbers.
+//! Intrusive doubly linked lists of small numbers, with constant-time removal.
 
-/// No number: the end of a list.
+/// End of a list: no number.
 const NONE: u32 = u32::MAX;
 
-/// Where a number stands.
+/// List and neighbours of a number.
 #[derive(Clone, Copy, Debug)]
 struct Link {
     list: u32,
@@ -21,12 +21,11 @@ struct Ends {
 
 const EMPTY: Ends = Ends { first: NONE, last: NONE };
 
-/// Lists of small numbers, such as the places of a table. A number is in one of them at most, and
-/// is added, found and taken out in the same time, however many there are. Lists have small numbers
-/// as well.
+/// Doubly linked lists of small numbers, such as indices into a table. A number is in at most one
+/// list. Insertion, look-up and removal take constant time. Lists are named by small numbers too.
 ///
-/// What a guest has under way is in such lists: it chooses how much that is, and then ends all of
-/// it at once.
+/// A guest decides how many commands are in flight and can abort all of them at once, so removal
+/// from the middle must not be linear.
 #[derive(Debug, Default)]
 pub struct Lists {
     links: Vec<Link>,
@@ -34,52 +33,52 @@ pub struct Lists {
 }
 
 impl Lists {
-    /// The first number of a list.
+    /// Returns the first number of a list.
     pub fn first(&self, list: u32) -> Option<u32> {
         let first = self.ends.get(list as usize)?.first;
         (first != NONE).then_some(first)
     }
 
-    /// The number after `of` in its list.
+    /// Returns the number after `of` in its list.
     pub fn after(&self, of: u32) -> Option<u32> {
         let after = self.links.get(of as usize)?.after;
         (after != NONE).then_some(after)
     }
 
-    /// Whether there is nothing in a list.
+    /// True if the list is empty.
     pub fn is_empty(&self, list: u32) -> bool {
         self.first(list).is_none()
     }
 
-    /// Whether a number is in a list, whichever it is.
+    /// True if the number is in any list.
     pub fn contains(&self, number: u32) -> bool {
         self.list_of(number).is_some()
     }
 
-    /// The list that a number is in.
+    /// Returns the list that contains the number.
     pub fn list_of(&self, number: u32) -> Option<u32> {
         let list = self.links.get(number as usize)?.list;
         (list != NONE).then_some(list)
     }
 
-    /// The numbers of a list, in order.
+    /// Iterates over the numbers of a list, in order.
     pub fn iter(&self, list: u32) -> impl Iterator<Item = u32> {
         std::iter::successors(self.first(list), |number| self.after(*number))
     }
 
-    /// Adds a number at the end of a list, out of the one that it is in.
+    /// Appends a number to a list, after removing it from the list that contains it.
     pub fn push_back(&mut self, list: u32, number: u32) {
         let last = self.prepare(list, number).last;
         self.put(number, Link { list, before: last, after: NONE });
     }
 
-    /// Adds a number at the beginning of a list, out of the one that it is in.
+    /// Inserts a number at the front of a list, after removing it from the list that contains it.
     pub fn push_front(&mut self, list: u32, number: u32) {
         let first = self.prepare(list, number).first;
         self.put(number, Link { list, before: NONE, after: first });
     }
 
-    /// Takes a number out of its list. Whether it was in one.
+    /// Removes a number from its list. Returns true if a list contained it.
     pub fn remove(&mut self, number: u32) -> bool {
         let Some(link) = self.links.get_mut(number as usize) else { return false };
         let Link { list, before, after } = std::mem::replace(link, NOWHERE);
@@ -91,20 +90,21 @@ impl Lists {
         true
     }
 
-    /// Takes the first number out of a list.
+    /// Removes and returns the first number of a list.
     pub fn pop_front(&mut self, list: u32) -> Option<u32> {
         let first = self.first(list)?;
         self.remove(first);
         Some(first)
     }
 
-    /// Nothing is in any list any more.
+    /// Empties all lists.
     pub fn clear(&mut self) {
         self.links.clear();
         self.ends.clear();
     }
 
-    /// There are places for the list and the number, which is in none. The ends of the list.
+    /// Grows the tables for `list` and `number`, removes the number from its list, and returns the
+    /// ends of `list`.
     fn prepare(&mut self, list: u32, number: u32) -> Ends {
         if number as usize >= self.links.len() {
             self.links.resize(number as usize + 1, NOWHERE);
@@ -124,7 +124,7 @@ impl Lists {
         self.set_before(link.list, link.after, number);
     }
 
-    /// What comes after `of`, or first in the list.
+    /// Sets the successor of `of`, or the first element of the list if `of` is [`NONE`].
     fn set_after(&mut self, list: u32, of: u32, after: u32) {
         if let Some(link) = self.links.get_mut(of as usize) {
             link.after = after;
@@ -133,7 +133,7 @@ impl Lists {
         }
     }
 
-    /// What comes before `of`, or last in the list.
+    /// Sets the predecessor of `of`, or the last element of the list if `of` is [`NONE`].
     fn set_before(&mut self, list: u32, of: u32, before: u32) {
         if let Some(link) = self.links.get_mut(of as usize) {
             link.before = before;

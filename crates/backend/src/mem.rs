@@ -1,4 +1,4 @@
-//! A disk that is memory.
+//! Memory disk.
 
 use crate::bounds::Bounds;
 use crate::compare::compare;
@@ -17,15 +17,15 @@ use shadowbell_state::{Descriptors, FdRef};
 use std::io;
 use std::sync::Arc;
 
-/// A disk whose blocks are memory of this process, taken from the system as they are first
-/// written and given back by discards. Its content is gone with the disk.
+/// Disk in memory of this process. The kernel allocates pages at the first write, discards return
+/// them, and dropping the disk frees all of them.
 ///
-/// Where the system has huge pages (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or
-/// `always`), it is made of them: the first write to any of 2 MiB takes all of it, and in exchange
-/// a random access costs one miss less.
+/// If huge pages are enabled (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or
+/// `always`), the disk uses them: the first write to a 2 MiB range allocates all of it, and in
+/// exchange each random access has one TLB miss less.
 ///
-/// Every operation completes inline. Two threads that access the same blocks at once find, and
-/// leave, each block as one of them has written it, and never a part of each.
+/// Every operation completes inline. If two threads access the same block at once, each block is
+/// read or written as a whole, never as a mixture of two writes.
 #[derive(Clone, Debug)]
 pub struct MemDisk {
     info: DiskInfo,
@@ -33,7 +33,7 @@ pub struct MemDisk {
     regions: Arc<Regions>,
 }
 
-/// What another process needs to go on with it.
+/// Serialized memory disk, for another process.
 #[derive(Serialize, Deserialize)]
 struct SavedMem {
     memory: FdRef,
@@ -41,13 +41,13 @@ struct SavedMem {
     info: DiskInfo,
 }
 
-/// The unit in which memory is given back.
+/// Granularity in bytes at which memory is returned to the kernel.
 const PAGE: usize = 4096;
-/// How much is given back or zeroed in one piece, in bytes: some tens of microseconds.
+/// Bytes returned or zeroed in one step: some tens of microseconds.
 const STRIDE: u64 = 1 << 20;
 
 impl MemDisk {
-    /// A disk of `blocks` logical blocks of `block_size` bytes (512 or 4096), all zeroes.
+    /// Creates a zeroed disk of `blocks` logical blocks of `block_size` bytes (512 or 4096).
     ///
     /// # Errors
     /// [`OpenError::Memory`] if the system refuses that much address space.
@@ -58,9 +58,9 @@ impl MemDisk {
         Ok(Self::of(mapping, info, Arc::new(Regions::new())))
     }
 
-    /// A disk as [`new`](Self::new) makes it, in memory that can be handed over to another process:
-    /// a memfd. Huge pages are there if `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is
-    /// `advise` or `always`.
+    /// Creates a disk like [`new`](Self::new) in a memfd, which can be passed to another process.
+    /// The disk uses huge pages if `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `advise`
+    /// or `always`.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -72,7 +72,7 @@ impl MemDisk {
         Ok(Self::of(mapping, info, Arc::new(Regions::new())))
     }
 
-    /// The disk that another process [has handed over](Disk::hand_over).
+    /// Restores the disk that another process has [serialized](Disk::hand_over).
     pub(crate) fn adopt(
         state: &serde_json::Value,
         fds: &mut Descriptors,
@@ -82,7 +82,7 @@ impl MemDisk {
         let mut info = Self::info_of(blocks, block_size);
         info.read_only = read_only;
         if saved.info != info {
-            return Err("it has another form".to_owned());
+            return Err("its size, block size or write protection has changed".to_owned());
         }
         let fd = fds.take(saved.memory).map_err(|error| error.to_string())?;
         let mapping = Mapping::from_own_fd(fd, 0, saved.len, Protection::ReadWrite);
@@ -114,14 +114,14 @@ impl MemDisk {
         Self { info, bytes, regions }
     }
 
-    /// Whether writes are refused.
+    /// Sets whether the disk refuses writes.
     #[must_use]
     pub fn with_read_only(mut self, read_only: bool) -> Self {
         self.info.read_only = read_only;
         self
     }
 
-    /// The disk's content, to be filled or looked at from this process.
+    /// Content of the disk, for direct access from this process.
     #[must_use]
     pub fn bytes(&self) -> &SharedBytes {
         &self.bytes
@@ -146,12 +146,12 @@ impl Disk for MemDisk {
             return;
         }
         match self.bytes.mapping().fd() {
-            // The file begins where the disk does.
+            // Offsets in the memfd equal offsets in the disk.
             Some(fd) => {
                 let to = offset.saturating_add(len);
                 tell_of_file(fd, (offset, to), self.info.bytes(), tell);
             }
-            // Of memory without a file the system does not say: what is not there may be swapped.
+            // Anonymous memory reports no holes: a page that is not present may be swapped out.
             None => {
                 tell(Extent::data(len));
             }
@@ -186,8 +186,8 @@ impl Disk for MemDisk {
         }
         let fd = mapping.fd().ok_or_else(|| ResizeError::Private { disk: disk() })?;
         let system = |source| ResizeError::System { disk: disk(), source };
-        // The same file, mapped once more: both see the same bytes. What a smaller size has left
-        // out is there yet.
+        // A second mapping of the same memfd, so that the old and the new disk share their bytes.
+        // The memfd is never shrunk, because a disk of the larger size may still use it.
         let there = FileStatus::of(fd).map_err(|error| system(error.into()))?.len;
         let page = rustix::param::page_size() as u64;
         let len = bytes.checked_next_multiple_of(page).ok_or_else(size)?;
@@ -205,16 +205,16 @@ impl Disk for MemDisk {
     }
 
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        // Whatever was under way has ended with the process.
+        // Requests are executed inline, so none outlives the process.
         self.hand_over(fds)
     }
 }
 
-/// From how many bytes on a disk is taken for too large for the processor's caches, so that what is
-/// written to it is best not brought there. Of a smaller one most is found there again.
+/// Size in bytes from which a disk counts as larger than the CPU's caches. Writes to a larger disk
+/// bypass the caches, because the data would be evicted before their next use.
 const LARGE: usize = 64 << 20;
 
-/// One thread's way to it.
+/// One thread's queue on a memory disk.
 struct MemQueue {
     bounds: Bounds,
     is_large: bool,
@@ -234,7 +234,7 @@ impl MemQueue {
     #[inline]
     fn run(&self, request: &Request, data: &Segments) -> Result<(), DiskError> {
         request.check(&self.bounds, data)?;
-        // The range was checked against the disk, which fits the address space.
+        // The range lies inside the disk, which fits the address space.
         let (at, len) = (request.offset as usize, request.len as usize);
         let (disk, regions, is_large) = (&self.bytes, &*self.regions, self.is_large);
         let missing = DiskError::BadBuffer;
@@ -260,7 +260,7 @@ impl MemQueue {
         }
     }
 
-    /// Zeroes the range, some of it at a time.
+    /// Zeroes the range in steps of [`STRIDE`].
     fn zero(&self, at: usize, len: usize) -> Result<(), DiskError> {
         let mut done = 0;
         while done < len {
@@ -272,7 +272,7 @@ impl MemQueue {
         Ok(())
     }
 
-    /// Gives back the whole pages of the range and zeroes what is left of it.
+    /// Returns the whole pages of the range to the kernel and zeroes the rest.
     fn zero_part(&self, at: usize, len: usize) -> Result<(), DiskError> {
         let end = at + len;
         let first = at.next_multiple_of(PAGE);
@@ -285,7 +285,7 @@ impl MemQueue {
         }
         fill(at, first)?;
         fill(last, end)?;
-        // Memory that can not be given back (it may be locked) is at least zeroes.
+        // Locked memory cannot be returned; it is zeroed instead.
         if PAGE.is_multiple_of(rustix::param::page_size())
             && self.bytes.mapping().discard(first, last - first).is_ok()
         {
@@ -295,12 +295,11 @@ impl MemQueue {
     }
 }
 
-/// How much of a block is prefetched, in bytes: a page. From page to page of a longer block the
-/// processor gets the lines by itself.
+/// Bytes of a request to prefetch: one page. The CPU's own prefetcher covers the rest of a longer
+/// request.
 const PREFETCH: usize = PAGE;
-/// How much of it at a time, in bytes. The processor has so many places for lines on their way:
-/// with all of a page at once the last ones are dropped, and a copy that meets lines which are not
-/// there waits.
+/// Bytes to prefetch at once. A CPU has a limited number of line-fill buffers: with a whole page at
+/// once the last prefetches are dropped, and the copy stalls on the missing lines.
 const AT_ONCE: usize = PREFETCH / 2;
 
 impl Queue for MemQueue {
@@ -313,10 +312,11 @@ impl Queue for MemQueue {
         if op != Op::Read && self.is_large && shadowbell_memory::goes_past_caches(len) {
             return;
         }
-        // What does not fit the address space is outside of the disk, too, and of no effect.
+        // An offset beyond the address space is also beyond the disk, where prefetching has no
+        // effect.
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        // Lines to be written in part are fetched in the same way: no other processor has them, so
-        // they come as exclusive ones.
+        // Lines that will be partly written need no different prefetch: no other CPU caches them,
+        // so they arrive in exclusive state.
         if distance > 1 {
             self.bytes.prefetch_range(offset, len.min(AT_ONCE));
         } else if len > AT_ONCE {
@@ -404,7 +404,7 @@ mod tests {
             let mut queue = disk.queue().unwrap();
             for len in [512, 4096, 8192, 8192 + 512, 128 << 10, (1 << 20) - 8] {
                 let len = len / 512 * 512;
-                // Buffers need not begin at a line.
+                // Buffers need not be aligned to a cache line.
                 let mut data = Segments::from_bytes(&memory.slice(4, len).unwrap());
                 let pattern: Vec<u8> = (0..len).map(|n| (n % 251) as u8).collect();
                 data.write_from(0, &pattern).unwrap();

@@ -1,29 +1,29 @@
-//! Word that the storage below a disk has another size.
+//! Process-wide notification of disk size changes.
 //!
-//! A disk that is told so by its storage takes note ([`Disk::takes_new_size`]) and says that there
-//! is news. Who serves disks sleeps until then, and looks at all that it has.
+//! A disk whose storage signals a new size sets a flag ([`Disk::takes_new_size`]) and calls
+//! [`tell_new_size`]. The thread that applies size changes sleeps in [`SizeNews::wait`] and then
+//! checks all disks.
 //!
 //! [`Disk::takes_new_size`]: crate::Disk::takes_new_size
 
 use parking_lot::{Condvar, Mutex};
 
-/// How often there was news, of whichever disk of the process.
+/// Number of notifications, over all disks of the process.
 static NEWS: Mutex<u64> = Mutex::new(0);
 static CHANGED: Condvar = Condvar::new();
 
-/// A disk may have another size, and has taken note of it: whoever waits looks. Also for who is to
-/// wait no longer.
+/// Wakes all waiters because a disk may have a new size, or because a waiter has to end.
 pub fn tell_new_size() {
     *NEWS.lock() += 1;
     CHANGED.notify_all();
 }
 
-/// What somebody has heard of.
+/// Position of one waiter in the sequence of notifications.
 #[derive(Debug, Default)]
 pub struct SizeNews(u64);
 
 impl SizeNews {
-    /// Waits until there was news since it returned last.
+    /// Blocks until a notification arrives after the previous return.
     pub fn wait(&mut self) {
         let mut news = NEWS.lock();
         let mut is_old = |news: &mut u64| *news == self.0;

@@ -1,4 +1,4 @@
-//! A disk that keeps nothing.
+//! Null disk: discards writes and completes immediately.
 
 use crate::bounds::Bounds;
 use crate::disk::{Disk, Queue};
@@ -13,13 +13,12 @@ use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
 
-/// A disk of any size that keeps nothing and answers at once: what is measured on it is
-/// everything but the disk.
+/// Disk of any size that stores nothing and completes immediately, so that a benchmark on it
+/// measures everything but the storage.
 ///
-/// As with the null devices that people know, a read leaves the data buffer as it was. The
-/// buffer is the host's own memory, so it learns nothing by it that was not its own. A
-/// compare and a verify succeed. With `read_zeroes` the disk reads as zeroes instead, which costs
-/// a memory write of the data's length, and a compare succeeds against zeroes only.
+/// A read leaves the data buffer unchanged. The buffer is the host's own memory, so no foreign data
+/// leak. Compare and Verify succeed. With `read_zeroes`, reads return zeroes, at the cost of a
+/// memory write of the data's length, and Compare succeeds only against zeroes.
 #[derive(Clone, Debug)]
 pub struct NullDisk {
     info: DiskInfo,
@@ -27,7 +26,7 @@ pub struct NullDisk {
 }
 
 impl NullDisk {
-    /// A disk of `blocks` logical blocks of `block_size` bytes (512 or 4096).
+    /// Creates a disk of `blocks` logical blocks of `block_size` bytes (512 or 4096).
     #[must_use]
     pub fn new(blocks: u64, block_size: u32) -> Self {
         Self {
@@ -45,14 +44,14 @@ impl NullDisk {
         }
     }
 
-    /// Whether reads fill the buffer with zeroes instead of leaving it as it was.
+    /// Sets whether reads fill the buffer with zeroes instead of leaving it unchanged.
     #[must_use]
     pub fn with_read_zeroes(mut self, read_zeroes: bool) -> Self {
         self.read_zeroes = read_zeroes;
         self
     }
 
-    /// Whether writes are refused.
+    /// Sets whether the disk refuses writes.
     #[must_use]
     pub fn with_read_only(mut self, read_only: bool) -> Self {
         self.info.read_only = read_only;
@@ -74,7 +73,8 @@ impl Disk for NullDisk {
     }
 
     fn extents(&self, _: u64, len: u64, tell: &mut Tell<'_>) {
-        // What reads as whatever the host's buffer holds is better not skipped.
+        // Without `read_zeroes` a read returns the buffer's old content, so the range must not be
+        // reported as zeroes.
         if len != 0 {
             tell(Extent { len, allocated: !self.read_zeroes });
         }
@@ -103,7 +103,7 @@ impl Disk for NullDisk {
     }
 }
 
-/// One thread's way to it: nothing but what a request is checked against.
+/// One thread's queue on a null disk: only the limits of requests.
 struct NullQueue {
     bounds: Bounds,
     read_zeroes: bool,

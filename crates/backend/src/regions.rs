@@ -1,45 +1,45 @@
-//! The blocks of a disk that is memory, kept whole while several threads copy them.
+//! Sequence locks that keep the blocks of a memory disk whole while several threads copy them.
 //!
-//! A controller promises that a logical block is written and read as one (NVM Command Set 1.1,
-//! 2.1.4.2: AWUN is at least one block), whichever queues the commands come through. A copy by
-//! the processor is no such thing: two that meet leave, or find, a bit of each.
+//! A controller promises that a logical block is read and written atomically (NVM Command Set 1.1,
+//! 2.1.4.2: AWUN is at least one block), across all queues. A copy by the CPU is not atomic: two
+//! concurrent copies can mix their data.
 //!
-//! So each region of the disk has a number that is odd while the region is written. Writers take
-//! turns by it. A reader takes nothing: it looks at the number before and after its copy, and only
-//! if it has met a writer does it wait for a turn and copy once more. As long as nobody writes,
-//! readers on other processors share the line of the number as they share those of the data.
+//! Each region of the disk has a sequence number, which is odd while a writer copies. Writers
+//! exclude each other by it. A reader compares the number before and after its copy. Only if a
+//! writer interfered does the reader take the writer's lock and copy again. Without writers,
+//! readers on other CPUs share the cache line of the number, as they share the lines of the data.
 
 use std::hint::spin_loop;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
 
-/// Bytes of a region. A long request is so many copies in a row: fewer are faster, and a writer
-/// is waited for as long as one takes, some microseconds.
+/// Bytes per region. A long request is copied region by region: larger regions are faster, but a
+/// reader waits for a writer as long as one copy takes, some microseconds.
 const REGION: usize = 128 << 10;
-/// Regions with a number of their own; the others share them.
+/// Number of sequence locks; regions share them modulo this number.
 const NUMBERS: usize = 256;
-/// How often a writer's end is looked for before the processor is left to others: longer than a
-/// copy takes.
+/// Spins before the thread yields its CPU: longer than one copy takes.
 const SPINS: u32 = 4096;
 
-/// How often a region was written, twice, and odd while it is. Alone in its line.
+/// Sequence number of a region: incremented at the start and at the end of each write. Aligned to a
+/// cache line of its own.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct Number(AtomicU64);
 
-/// The regions of a disk, for all that copy its blocks.
+/// Sequence locks of all regions of a disk, shared by all its queues.
 #[derive(Debug)]
 pub(crate) struct Regions(Box<[Number]>);
 
-/// The right to write a region.
+/// Write lock on a region; dropping it ends the write.
 struct Turn<'a> {
     number: &'a AtomicU64,
-    /// What the number is to be at the end.
+    /// Sequence number to store at the end.
     end: u64,
 }
 
 impl Number {
-    /// Waits for a turn at the region.
+    /// Waits for the write lock.
     #[cold]
     fn wait(&self) -> Turn<'_> {
         let mut spins = 0;
@@ -51,7 +51,8 @@ impl Number {
             if spins < SPINS {
                 spin_loop();
             } else {
-                // It was interrupted, or waits for memory that its guest has to provide.
+                // The writer was preempted, or faults on guest memory; spinning longer would waste
+                // the CPU.
                 std::thread::yield_now();
             }
         }
@@ -64,7 +65,7 @@ impl Number {
         {
             return None;
         }
-        // Whoever sees a byte of what is written sees the odd number, too.
+        // A reader that sees any byte of the write also sees the odd number.
         fence(Release);
         Some(Turn { number: &self.0, end: now.wrapping_add(2) })
     }
@@ -76,7 +77,7 @@ impl Number {
 }
 
 impl Turn<'_> {
-    /// Nothing was written.
+    /// Releases the lock with the old sequence number, because nothing was written.
     fn end_unchanged(mut self) {
         self.end = self.end.wrapping_sub(2);
     }
@@ -99,9 +100,9 @@ impl Regions {
         &self.0[at / REGION % NUMBERS]
     }
 
-    /// Copies `[at, at + len)` from the disk by `copy`, which gets the parts of it in their order
-    /// (how far each is from `at`, and its place and length), and some of them twice. What it says
-    /// of a part counts only the last time.
+    /// Copies `[at, at + len)` from the disk by calling `copy` for each part in order (offset from
+    /// `at`, position and length of the part). `copy` runs twice for a part that a writer changed
+    /// meanwhile; only the last result counts.
     #[inline]
     pub(crate) fn read<E>(
         &self,
@@ -126,7 +127,7 @@ impl Regions {
         })
     }
 
-    /// Copies to the disk, as [`read`](Self::read) does from it; each part once.
+    /// Copies to the disk by calling `copy` like [`read`](Self::read), once for each part.
     #[inline]
     pub(crate) fn write<E>(
         &self,
@@ -140,11 +141,12 @@ impl Regions {
         })
     }
 
-    /// Calls `change` while nobody else reads or writes `[at, at + len)`, which is not empty.
+    /// Calls `change` while no other thread reads or writes `[at, at + len)`, which must not be
+    /// empty.
     pub(crate) fn change<T>(&self, at: usize, len: usize, change: impl FnOnce() -> T) -> T {
         let (first, last) = (at / REGION, (at + len - 1) / REGION);
         let mut numbers: Vec<_> = (first..=last).take(NUMBERS).map(|at| at % NUMBERS).collect();
-        // Whoever has several takes them in this order, so that nobody waits for each other.
+        // Locks are taken in ascending order, which prevents deadlocks.
         numbers.sort_unstable();
         let _turns: Vec<_> = numbers.into_iter().map(|at| self.0[at].begin()).collect();
         change()
@@ -201,7 +203,7 @@ mod tests {
             calls += 1;
             value = calls;
             if calls == 1 {
-                // Somebody else, meanwhile. And what is found then is of no interest.
+                // Another thread writes during the first copy, whose error then must not count.
                 regions.write(4096, 512, |_, _, _| Ok::<_, ()>(()))?;
                 return Err(());
             }

@@ -1,146 +1,146 @@
-//! What is asked of a disk, and how it ends.
+//! Disk requests and their results.
 
 use shadowbell_spec::zns::ZoneAction;
 
-/// What is to be done. A queue answers what it does not know with [`DiskError::Unsupported`].
+/// Operation of a request. A queue completes unknown operations with [`DiskError::Unsupported`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Op {
-    /// Disk to data.
+    /// Reads from the disk into the data buffer.
     Read,
-    /// Data to disk; with `fua`, onto stable storage before it completes.
+    /// Writes the data buffer to the disk; with `fua`, onto stable storage before completion.
     Write {
         /// Force unit access.
         fua: bool,
     },
-    /// Everything that was completed before is on stable storage when this completes.
+    /// Makes all requests that completed before the submission durable.
     Flush,
-    /// The range reads as zeroes afterwards; with `deallocate` it may be given back to the storage.
+    /// Zeroes the range; with `deallocate` its blocks may be returned to the storage.
     WriteZeroes {
-        /// The host allows (DEAC) that the blocks are deallocated.
+        /// Deallocation of the blocks is allowed (DEAC).
         deallocate: bool,
         /// Force unit access.
         fua: bool,
     },
-    /// The range's content is not needed any more. It reads as zeroes afterwards on a disk with
-    /// [`DiskInfo::discard`](crate::DiskInfo::discard); on one without, nothing happens.
+    /// Discards the content of the range. The range reads as zeroes afterwards on a disk with
+    /// [`DiskInfo::discard`](crate::DiskInfo::discard); other disks ignore the request.
     Discard,
-    /// Succeeds if the disk holds what the data holds, else [`DiskError::CompareFailed`].
+    /// Compares the range with the data buffer; a mismatch is [`DiskError::CompareFailed`].
     Compare,
-    /// Writes the second half of the data if the disk holds what the first half holds, else does
-    /// nothing and fails as [`DiskError::CompareFailed`]: one step for everybody who has the
-    /// storage below, in this process or elsewhere. The range is one block, and the data are twice
-    /// as long. Not every queue [can](crate::Queue::compares_and_writes).
+    /// Writes the second half of the data if the disk holds the first half, otherwise writes
+    /// nothing and fails with [`DiskError::CompareFailed`]. The step is atomic for all users of the
+    /// storage, in this process or elsewhere. The range is one block, and the data are twice as
+    /// long. Not every queue [supports it](crate::Queue::compares_and_writes).
     CompareAndWrite {
         /// Force unit access.
         fua: bool,
     },
-    /// Reads the range from the storage below and throws the data away.
+    /// Reads the range from the storage and discards the data.
     Verify,
-    /// Data to the write pointer of the zone that begins at the offset;
-    /// [`Queue::appended`](crate::Queue::appended) says where that was.
+    /// Writes the data at the write pointer of the zone that starts at the offset;
+    /// [`Queue::appended`](crate::Queue::appended) returns the position.
     Append {
         /// Force unit access.
         fua: bool,
     },
-    /// Changes the state of the zone that begins at the offset.
+    /// Changes the state of the zone that starts at the offset.
     Zone {
-        /// To what.
+        /// The zone send action.
         action: ZoneAction,
-        /// Of all zones that can be changed so instead.
+        /// Applies the action to all zones in a suitable state instead.
         all: bool,
     },
 }
 
-/// One request, in bytes of the disk: both are multiples of the block size, and the range lies
-/// inside the disk (the controller has checked; a queue checks again and answers
+/// Request to a disk. Offset and length are in bytes, multiples of the block size, and the range
+/// lies inside the disk (the controller has checked it; a queue checks again and fails with
 /// [`DiskError::OutOfRange`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What to do.
+    /// Operation.
     pub op: Op,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
     /// Length in bytes; 0 for a flush.
     pub len: u64,
 }
 
-/// Why a request failed. A plain code, so that a completion costs no allocation.
+/// Error of a failed request. A plain code, so that a completion allocates no memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    /// The range is not inside the disk (any more).
+    /// The range is not inside the disk, whose size may have changed.
     #[error("the range is outside of the disk")]
     OutOfRange,
-    /// The disk takes no writes.
+    /// The disk is read-only.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// The storage below is full.
+    /// The storage is full.
     #[error("no space is left on the storage below")]
     NoSpace,
-    /// The data of a Compare differ.
+    /// The data of a Compare differ from the disk's.
     #[error("the data differ from the disk's")]
     CompareFailed,
-    /// The guard of a block is not that of its data.
-    #[error("a block's guard is not that of its data")]
+    /// The guard of a block does not match its data.
+    #[error("a block's guard does not match its data")]
     GuardCheck,
-    /// A block has another application tag than the one that is expected.
-    #[error("a block has another application tag than the one that is expected")]
+    /// The application tag of a block differs from the expected one.
+    #[error("a block has an unexpected application tag")]
     ApplicationTagCheck,
-    /// A block has another reference tag than the one that is expected.
-    #[error("a block has another reference tag than the one that is expected")]
+    /// The reference tag of a block differs from the expected one.
+    #[error("a block has an unexpected reference tag")]
     ReferenceTagCheck,
-    /// The request goes beyond what a zone has.
-    #[error("the request goes beyond what the zone has")]
+    /// The request crosses the end of the zone or its capacity.
+    #[error("the request crosses the end of the zone or of its capacity")]
     ZoneBoundary,
-    /// Nothing more can be written to the zone.
+    /// The zone is full.
     #[error("the zone is full")]
     ZoneFull,
-    /// The zone can only be read.
+    /// The zone is read-only.
     #[error("the zone is read-only")]
     ZoneReadOnly,
-    /// The zone can not be read.
+    /// The zone is offline.
     #[error("the zone is offline")]
     ZoneOffline,
-    /// A write is not at the write pointer of its zone.
+    /// The write does not start at the write pointer of its zone.
     #[error("the write is not at the zone's write pointer")]
     ZoneInvalidWrite,
-    /// Too many zones are open or closed.
+    /// Too many zones would be active (open or closed).
     #[error("too many zones are active")]
     TooManyActiveZones,
-    /// Too many zones are open.
+    /// Too many zones would be open.
     #[error("too many zones are open")]
     TooManyOpenZones,
-    /// The zone is in no state for that.
-    #[error("the zone is in no state for that")]
+    /// The zone's state does not allow the action.
+    #[error("the zone's state does not allow the action")]
     ZoneTransition,
-    /// What is asked of a zone makes no sense: it does not begin there, or has no such thing.
-    #[error("no zone begins there, or it has no such thing")]
+    /// The zone request is invalid: no zone starts at the offset, or the zone lacks the feature.
+    #[error("no zone starts there, or the zone lacks the feature")]
     InvalidZone,
-    /// The data buffer is shorter than the range, or not of the right direction: a caller's bug.
+    /// The data buffer is shorter than the range, or has the wrong direction: a bug of the caller.
     #[error("the data buffer does not fit the request")]
     BadBuffer,
-    /// The disk can not do this.
+    /// The disk does not support the operation.
     #[error("the disk does not support the operation")]
     Unsupported,
     /// The request was cancelled before it took effect.
     #[error("the request was cancelled")]
     Cancelled,
-    /// The disk is a namespace of an NVMe device, which ended the request with this status: the
-    /// fifteen bits of a completion above its phase tag.
+    /// NVMe status of the device below, which failed the request: the fifteen bits of a completion
+    /// above its phase tag.
     #[error("the device below failed with NVMe status {0:#06x}")]
     Device(u16),
-    /// The storage could not be read or written; the system's error number.
+    /// System error number of a failed access to the storage.
     #[error("the storage below failed with error {0}")]
     Io(i32),
 }
 
-/// What became of a submitted request.
+/// State of a request after its submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Submitted {
-    /// It is done; the data buffer was not kept.
+    /// Completed; the queue did not keep the data buffer.
     Done(Result<(), DiskError>),
-    /// It is under way. The queue has taken the data buffer out of the caller's hands
-    /// (`Segments::take`) and gives it back at [`Queue::reap`](crate::Queue::reap).
+    /// In flight. The queue has taken the data buffer (`Segments::take`) and returns it at
+    /// [`Queue::reap`](crate::Queue::reap).
     Pending,
 }

@@ -1,76 +1,82 @@
-//! A disk with another number of blocks, or one that takes writes or does not.
+//! Errors of changing a disk's size or write protection.
 
 use std::io;
 
-/// Why a disk can not have another size, or take writes from now on, or take none.
+/// Error of changing the size or the write protection of an open disk.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResizeError {
-    /// No disk of its kind can have one.
+    /// This disk type cannot be resized.
     #[error(
-        "{disk}: a disk of this kind has the same size for as long as it is open; remove the \
-         namespace, change its disk, and add it again"
+        "{disk}: this disk type cannot be resized while it is open; remove the namespace, change \
+         its disk, and add it again"
     )]
     Impossible {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
-    /// Whether a disk of its kind takes writes is said when it is opened.
+    /// This disk type has the write protection that it was opened with.
     #[error(
-        "{disk}: whether it takes writes is settled when it is opened; remove the namespace and \
-         add it again"
+        "{disk}: its write protection is fixed when it is opened; remove the namespace and add \
+         it again"
     )]
     Opened {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
-    /// The memory of the disk belongs to this process alone, and is in one piece.
-    #[error("{disk}: memory that belongs to this process alone can not grow")]
+    /// Anonymous memory that belongs to this process alone cannot grow.
+    #[error("{disk}: memory that is private to this process cannot grow")]
     Private {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
     },
-    /// The storage has no such size.
-    #[error("{disk}: its file has {there} bytes, and {wanted} are wanted; make it larger first")]
+    /// The storage is smaller than the requested size.
+    #[error(
+        "{disk}: its file has {there} bytes, fewer than the requested {wanted}; make it \
+             larger first"
+    )]
     Short {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
-        /// Bytes that there are.
+        /// Current size of the storage in bytes.
         there: u64,
-        /// Bytes that are to be there.
+        /// Requested size in bytes.
         wanted: u64,
     },
-    /// Where its metadata are depends on its size.
-    #[error("{disk}: its blocks have metadata, whose place depends on its size: that is settled")]
-    Metadata {
-        /// The disk.
-        disk: String,
-    },
-    /// How many zones there are is settled when they are made.
-    #[error("{disk}: how many zones it has was settled when they were made")]
-    Zoned {
-        /// The disk.
-        disk: String,
-    },
-    /// The size is none that a disk can have.
+    /// The position of the metadata on the disk depends on its size.
     #[error(
-        "{disk}: {bytes} bytes are no size of a disk with blocks of {block_size} bytes: it has to \
-         be a multiple of that, and at least one block"
+        "{disk}: a disk with metadata cannot be resized, because their position depends on \
+             its size"
+    )]
+    Metadata {
+        /// Name of the disk.
+        disk: String,
+    },
+    /// The number of zones is fixed when they are created.
+    #[error("{disk}: a zoned disk cannot be resized, because the number of its zones is fixed")]
+    Zoned {
+        /// Name of the disk.
+        disk: String,
+    },
+    /// The size is zero or not a multiple of the block size.
+    #[error(
+        "{disk}: {bytes} bytes is no valid size with blocks of {block_size} bytes: it must be a \
+         multiple of that, and at least one block"
     )]
     Size {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
-        /// What was wanted, in bytes.
+        /// Requested size in bytes.
         bytes: u64,
-        /// Bytes in a block.
+        /// Block size in bytes.
         block_size: u32,
     },
-    /// The system refused.
-    #[error("{disk}: its size can not be changed: {source}")]
+    /// A system call failed.
+    #[error("{disk}: its size cannot be changed: {source}")]
     System {
-        /// The disk.
+        /// Name of the disk.
         disk: String,
-        /// Its reason.
+        /// The system's error.
         source: io::Error,
     },
 }

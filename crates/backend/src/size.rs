@@ -1,11 +1,12 @@
-//! Sizes as people write them.
+//! Parsing and formatting of sizes such as `10GiB`.
 
 use bytesize::ByteSize;
 
-/// Parses a size as people write it: `512MiB`, `1.5TiB`, `1G` (binary), `1GB` (decimal), `4096`.
+/// Parses a size with a unit: `512MiB`, `1.5TiB`, `1G` (binary), `1GB` (decimal), `4096`.
 ///
 /// # Errors
-/// A sentence, for what is no size, is zero, or is more than 8 EiB less one byte.
+/// A sentence for the operator, if the text is not a size, or the size is zero or more than 8 EiB
+/// less one byte.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let bad = || format!("`{text}` is no size; write for example `512MiB`, `10GiB` or `1TiB`");
     let unit = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').trim();
@@ -17,12 +18,13 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         return Err("its size is zero".to_owned());
     }
     if i64::try_from(bytes).is_err() {
-        return Err(format!("the size `{text}` is more than a disk can have"));
+        return Err(format!("the size `{text}` exceeds the maximum of a disk"));
     }
     Ok(bytes)
 }
 
-/// A size as people write it, exact: `1TiB`, `1536MiB`, `1000B`.
+/// Formats a size exactly, with the largest binary unit that divides it: `1TiB`, `1536MiB`,
+/// `1000B`.
 pub(crate) fn format_size(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let (mut value, mut unit) = (bytes, 0);

@@ -1,11 +1,11 @@
-//! The requests that a queue has, for disks that carry them out in parts.
+//! Table of the requests of a queue, for disks that execute requests in several calls.
 
 use crate::lists::Lists;
 
-/// Tags from here on are looked for one by one.
+/// Tags from this value on are not indexed; they are found by a linear search.
 const INDEXED_TAGS: usize = 1 << 20;
 
-/// Which request has a tag: the newest one, if tags are used again.
+/// Index from tags to request keys. If a tag is used again, the newest request counts.
 #[derive(Debug)]
 pub(crate) struct TagIndex<K> {
     keys: Vec<Option<K>>,
@@ -16,7 +16,7 @@ impl<K: Copy> TagIndex<K> {
         Self { keys: Vec::new() }
     }
 
-    /// Remembers which request has this tag.
+    /// Stores the key of the request with this tag.
     pub(crate) fn set(&mut self, tag: u32, key: K) {
         let at = tag as usize;
         if at >= INDEXED_TAGS {
@@ -30,8 +30,9 @@ impl<K: Copy> TagIndex<K> {
         }
     }
 
-    /// The request that had this tag last: whoever asks makes sure that it still has it. An error
-    /// if such a tag is not remembered, and has to be searched for.
+    /// Returns the key stored last for this tag. The request may have ended since, so the caller
+    /// has to check its tag. [`NotIndexed`] means that the tag is too large for the index, and the
+    /// caller has to search.
     pub(crate) fn get(&self, tag: u32) -> Result<Option<K>, NotIndexed> {
         match self.keys.get(tag as usize) {
             Some(key) => Ok(*key),
@@ -41,19 +42,19 @@ impl<K: Copy> TagIndex<K> {
     }
 }
 
-/// The tag is too large for the index.
+/// Error: the tag is too large for the index.
 #[derive(Debug)]
 pub(crate) struct NotIndexed;
 
-/// The list of those that wait; see [`Lists`].
+/// Number of the list of waiting requests; see [`Lists`].
 const WAITING: u32 = 0;
-/// The list of those that have ended.
+/// Number of the list of ended requests.
 const OVER: u32 = 1;
 
-/// The requests that a [`Queue`](crate::Queue) has: each has a key, a small number. Some wait for
-/// their turn, in order, and some have ended and are to be handed back.
+/// Table of the requests of a [`Queue`](crate::Queue), each with a small number as its key. Some
+/// requests wait, in order; some have ended and are to be returned to the caller.
 ///
-/// Whatever is done with one takes the same time, however many there are.
+/// All operations except `keys` take constant time.
 #[derive(Debug)]
 pub struct Tasks<T> {
     places: Vec<Option<(u32, T)>>,
@@ -70,17 +71,17 @@ impl<T> Default for Tasks<T> {
 }
 
 impl<T> Tasks<T> {
-    /// How many there are.
+    /// Number of requests.
     pub fn len(&self) -> usize {
         self.places.len() - self.free.len()
     }
 
-    /// Whether there is none.
+    /// True if there is no request.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Adds a request with this tag. Its key.
+    /// Adds a request with this tag. Returns its key.
     pub fn insert(&mut self, tag: u32, task: T) -> u32 {
         let key = self.free.pop().unwrap_or(self.places.len() as u32);
         match self.places.get_mut(key as usize) {
@@ -91,17 +92,17 @@ impl<T> Tasks<T> {
         key
     }
 
-    /// A request by its key.
+    /// Returns a request by its key.
     pub fn get_mut(&mut self, key: u32) -> Option<&mut T> {
         self.places.get_mut(key as usize)?.as_mut().map(|(_, task)| task)
     }
 
-    /// The tag of a request.
+    /// Returns the tag of a request.
     pub fn tag_of(&self, key: u32) -> Option<u32> {
         self.places.get(key as usize)?.as_ref().map(|(tag, _)| *tag)
     }
 
-    /// The key of the request with this tag.
+    /// Returns the key of the request with this tag.
     pub fn find(&self, tag: u32) -> Option<u32> {
         let has_it = |place: &Option<(u32, T)>| place.as_ref().is_some_and(|(of, _)| *of == tag);
         match self.by_tag.get(tag) {
@@ -110,38 +111,39 @@ impl<T> Tasks<T> {
         }
     }
 
-    /// The keys of all.
+    /// Iterates over the keys of all requests.
     pub fn keys(&self) -> impl Iterator<Item = u32> {
         (0..).zip(&self.places).filter_map(|(key, place)| place.as_ref().map(|_| key))
     }
 
-    /// The request waits, behind all others that do. One that waits or has ended keeps its place.
+    /// Appends the request to the waiting list. A request that waits or has ended keeps its place.
     pub fn wait(&mut self, key: u32) {
         if !self.lists.contains(key) {
             self.lists.push_back(WAITING, key);
         }
     }
 
-    /// The request waits, before all others that do. One that has ended keeps its place.
+    /// Puts the request at the front of the waiting list. A request that has ended keeps its place.
     pub fn wait_first(&mut self, key: u32) {
         if self.lists.list_of(key) != Some(OVER) {
             self.lists.push_front(WAITING, key);
         }
     }
 
-    /// The one that has waited longest.
+    /// Returns the request that has waited longest.
     pub fn first_waiting(&self) -> Option<u32> {
         self.lists.first(WAITING)
     }
 
-    /// The request does not wait any more. One that has ended stays so.
+    /// Removes the request from the waiting list. A request that has ended is not changed.
     pub fn stop_waiting(&mut self, key: u32) {
         if self.lists.list_of(key) == Some(WAITING) {
             self.lists.remove(key);
         }
     }
 
-    /// The request has ended, and does not wait any more. Whether that is new.
+    /// Marks the request as ended, which removes it from the waiting list. Returns false if it had
+    /// ended before.
     pub fn end(&mut self, key: u32) -> bool {
         let is_new = self.lists.list_of(key) != Some(OVER);
         if is_new {
@@ -150,18 +152,18 @@ impl<T> Tasks<T> {
         is_new
     }
 
-    /// Whether there is one that has ended.
+    /// True if any request has ended.
     pub fn any_over(&self) -> bool {
         !self.lists.is_empty(OVER)
     }
 
-    /// Takes the next one of those that have ended, with its tag.
+    /// Removes and returns the next ended request, with its tag.
     pub fn take_over(&mut self) -> Option<(u32, T)> {
         let key = self.lists.first(OVER)?;
         self.remove(key)
     }
 
-    /// Takes a request out, with its tag.
+    /// Removes a request and returns it with its tag.
     pub fn remove(&mut self, key: u32) -> Option<(u32, T)> {
         let taken = self.places.get_mut(key as usize)?.take()?;
         self.lists.remove(key);
@@ -186,7 +188,7 @@ mod tests {
         assert_eq!((tasks.find(1), tasks.find(far + 1), tasks.len()), (None, None, 3));
         assert_eq!(tasks.remove(keys[0]), Some((3, 3)));
         assert_eq!((tasks.find(3), tasks.remove(keys[0]), tasks.len()), (None, None, 2));
-        // Its place is used again, under another tag.
+        // The key is used again, under another tag.
         assert_eq!(tasks.insert(4, 4), keys[0]);
         assert_eq!((tasks.find(3), tasks.find(4)), (None, Some(keys[0])));
     }

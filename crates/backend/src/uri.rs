@@ -1,4 +1,4 @@
-//! Disks as people write them.
+//! Disk specifications: `disk.img`, `mem:1GiB`, `null:1TiB?block-size=4096`.
 
 use crate::disk::Disk;
 use crate::error::OpenError;
@@ -17,40 +17,40 @@ use std::sync::Arc;
 /// | `spec` | the disk |
 /// |---|---|
 /// | `disk.img`, `./disk.img`, `/dev/sdb`, `file:disk.img`, `file:///srv/disk.img` | a raw image or a block device |
-/// | `/dev/ng0n1` | an NVMe namespace by its character device |
-/// | `mem:1GiB` | memory of this process, zeroes at first, gone with it |
-/// | `null:1TiB` | keeps nothing, answers at once |
+/// | `/dev/ng0n1` | an NVMe namespace by its generic character device |
+/// | `mem:1GiB` | memory of this process, initially zero, freed with the process |
+/// | `null:1TiB` | stores nothing, completes immediately |
 ///
 /// Options follow a `?`, joined by `&`: `disk.img?block-size=4096&read-only=on`.
 ///
 /// | option | of | value | default |
 /// |---|---|---|---|
 /// | `block-size` | all | `512` or `4096` | `512`; a block device's own |
-/// | `read-only` | all | `on`, `off` | `off`; `on` for a file that we may not write |
+/// | `read-only` | all | `on`, `off` | `off`; `on` for a file without write permission |
 /// | `direct` | file | `on`: bypass the page cache or fail; `off`: use it; `auto`: bypass it if the file system and the block size allow | `auto` |
 /// | `format` | file | `raw`: the bytes of the file are the disk; `qcow2`: as `shadowbell-backend-qcow2` opens it | by its first bytes |
-/// | `allow-backing` | qcow2 | `on`: the image may name another file, of which it is the difference; `off` | `off` |
-/// | `aio` | file | `io_uring`: by it or fail; `threads`; `auto`: by threads if the system refuses io_uring | `auto` |
-/// | `read-zeroes` | null | `on`, `off`: leave the read buffer as it was | `off` |
+/// | `allow-backing` | qcow2 | `on`: the image may have a backing file; `off` | `off` |
+/// | `aio` | file | `io_uring`: use it or fail; `threads`; `auto`: threads if the system refuses io_uring | `auto` |
+/// | `read-zeroes` | null | `on`: reads return zeroes; `off`: reads leave the buffer unchanged | `off` |
 ///
-/// Sizes take a unit: `512MiB`, `1.5TiB`, `1G` (binary, as the tools around disks have it), `1GB`
-/// (decimal), or none for bytes.
+/// Sizes take a unit: `512MiB`, `1.5TiB`, `1G` (binary, as in other disk tools), `1GB` (decimal),
+/// or none for bytes.
 ///
-/// A bare path is taken as it is, up to the first `?`. A path that holds a `?` is written with
-/// `file:`, in which `%` and two hexadecimal digits stand for a byte: `file:what%3F.img`,
-/// `file:100%25.img`. So is one that starts like `word:` (`file:word:disk.img`).
+/// A bare path is taken literally up to the first `?`. A path that contains a `?` is written with
+/// `file:` and percent-encoding: `file:what%3F.img`, `file:100%25.img`. A path that starts like a
+/// scheme is written with `file:` too (`file:word:disk.img`).
 ///
 /// # Errors
-/// [`OpenError`], in a sentence for the person who wrote the specification.
+/// [`OpenError`], with a message for the author of the specification.
 pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
     open_parsed(spec, MemDisk::new)
 }
 
-/// Opens a disk as [`open`] does, so that it can be [handed over](Disk::hand_over) to another
-/// process: the memory of a disk in memory is a memfd.
+/// Opens a disk like [`open`], so that it can be [passed](Disk::hand_over) to another process: a
+/// memory disk uses a memfd.
 ///
 /// # Errors
-/// As [`open`].
+/// Like [`open`].
 pub fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
     open_parsed(spec, MemDisk::lasting)
 }
@@ -72,20 +72,20 @@ fn open_parsed(
     })
 }
 
-/// A specification that names a file, understood: for those who open it in another way than
-/// [`open`] does, as an image of another format.
+/// Parsed specification of a file, for callers that open the file in another way than [`open`], for
+/// example as qcow2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileSpec {
-    /// Where it is.
+    /// Path of the file.
     pub path: PathBuf,
-    /// How it is to be opened.
+    /// Options for opening the file.
     pub options: FileOptions,
 }
 
 impl FileSpec {
-    /// What `spec`, written as for [`open`], says of a file; nothing if it names another kind of
-    /// disk.
+    /// Parses `spec`, written as for [`open`]. Returns `None` if it names another disk type than a
+    /// file.
     ///
     /// # Errors
     /// [`OpenError::Spec`].
@@ -97,12 +97,12 @@ impl FileSpec {
     }
 }
 
-/// Takes over the disk `spec` from another process, which has opened it by the same specification
-/// and [handed it over](Disk::hand_over) as `state`. That other process may still have it; until
-/// it has not ([`Disk::share_lock`]) dropping this disk does not let go of the lock.
+/// Takes the disk `spec` over from another process, which opened it by the same specification and
+/// [serialized](Disk::hand_over) it as `state`. While the other process still has the disk
+/// ([`Disk::share_lock`]), dropping the new disk does not release the lock.
 ///
 /// # Errors
-/// [`OpenError`]: what was handed over is not that disk.
+/// [`OpenError`] if `state` does not match the disk.
 pub fn adopt(
     spec: &str,
     state: &serde_json::Value,
@@ -121,12 +121,12 @@ pub fn adopt(
     })
 }
 
-/// Goes on with the disk `spec` of a process that has died, and had opened it by the same
-/// specification and had this `state` of it [kept](Disk::keep). Returns when nothing of what that
-/// process had under way can reach the disk any more; `wait` is called for as long as it can.
+/// Recovers the disk `spec` of a dead process, which opened it by the same specification and stored
+/// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can reach
+/// the disk any more; until then `wait` is called repeatedly.
 ///
 /// # Errors
-/// [`OpenError`]: it is not that disk any more; [`OpenError::Busy`], if `wait` waits no longer.
+/// [`OpenError`] if the disk has been replaced; [`OpenError::Busy`] if `wait` gives up.
 pub fn recover(
     spec: &str,
     state: &serde_json::Value,
@@ -137,7 +137,7 @@ pub fn recover(
         Parsed::File(FileSpec { path, options }) => {
             Arc::new(FileDisk::recover(&path, &options, state, fds, wait)?)
         }
-        // What was under way there has ended with the process.
+        // Requests in flight to these disks ended with their process.
         Parsed::Mem { .. } | Parsed::Null { .. } => return adopt(spec, state, fds),
     })
 }
@@ -146,7 +146,7 @@ fn parsed(spec: &str) -> Result<Parsed, OpenError> {
     parse(spec).map_err(|why| OpenError::Spec { spec: spec.to_owned(), why })
 }
 
-/// A specification, understood.
+/// A parsed specification.
 #[derive(Debug, PartialEq, Eq)]
 enum Parsed {
     File(FileSpec),
@@ -215,14 +215,14 @@ fn parse(spec: &str) -> Result<Parsed, String> {
     Ok(parsed)
 }
 
-/// Splits what kind of disk it is from the rest. A path has no kind in front of it.
+/// Splits the scheme from the rest. A bare path has the scheme `file`.
 fn scheme(name: &str) -> Result<(&str, &str), String> {
     if name.is_empty() {
         return Err("it is empty; write a path, `mem:1GiB` or `null:1TiB`".to_owned());
     }
     match name.split_once(':') {
         Some((kind @ ("file" | "mem" | "null"), rest)) => Ok((kind, rest)),
-        // A colon after a slash, or after what can not be a kind's name, is part of a path.
+        // A colon after characters that no scheme has, such as a slash, is part of a path.
         Some((kind, _))
             if kind.starts_with(|c: char| c.is_ascii_alphabetic())
                 && kind.chars().all(|c| c.is_ascii_alphanumeric() || "+-".contains(c)) =>
@@ -236,7 +236,7 @@ fn scheme(name: &str) -> Result<(&str, &str), String> {
     }
 }
 
-/// The path in what follows `file:`.
+/// Decodes the path after `file:`, percent-encoding included.
 fn decode(text: &str) -> Result<PathBuf, String> {
     let text = match text.strip_prefix("//") {
         None => text,
@@ -296,7 +296,7 @@ fn disk_size(scheme: &str, size: &str, block_size: u32) -> Result<u64, String> {
     Ok(bytes)
 }
 
-/// What follows the `?`.
+/// Options after the `?`, as names and values.
 struct Options<'a>(Vec<(&'a str, &'a str)>);
 
 impl<'a> Options<'a> {
@@ -450,8 +450,8 @@ mod tests {
             ("mem:100", "no multiple of the block size of 512"),
             ("mem:512?block-size=4096", "no multiple of the block size of 4096"),
             ("mem:1000KB?block-size=4096", "no multiple"),
-            ("null:8EiB", "more than a disk can have"),
-            ("null:99999999999EiB", "more than a disk can have"),
+            ("null:8EiB", "exceeds the maximum"),
+            ("null:99999999999EiB", "exceeds the maximum"),
             ("mem:1GiB?block-size=1024", "512 or 4096, not `1024`"),
             ("mem:1GiB?block-size=", "512 or 4096, not ``"),
             ("mem:1GiB?direct=on", "no option `direct`"),
@@ -468,7 +468,7 @@ mod tests {
         ] {
             let error = match parse(spec) {
                 Err(error) => error,
-                // A bare word is a path; it is the file that does not exist.
+                // A bare word is a path; opening it fails because the file does not exist.
                 Ok(parsed) => format!("{parsed:?}"),
             };
             assert!(error.contains(words), "{spec}: {error}");

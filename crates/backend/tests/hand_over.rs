@@ -155,7 +155,8 @@ fn what_is_not_the_disk_or_can_not_go_is_refused() {
     assert!(matches!(error, HandOverError::Private { .. }), "{error}");
     let (state, mut fds) = travel(&*open_lasting("mem:1MiB").unwrap());
     let error = adopt("mem:2MiB", &state, &mut fds).unwrap_err().to_string();
-    assert_eq!(error, "mem:2MiB can not be taken over: it has another form");
+    let why = "its size, block size or write protection has changed";
+    assert_eq!(error, format!("mem:2MiB cannot be taken over: {why}"));
     let error = adopt("/disk.img", &state, &mut fds).unwrap_err().to_string();
-    assert!(error.starts_with("/disk.img can not be taken over: "), "{error}");
+    assert!(error.starts_with("/disk.img cannot be taken over: "), "{error}");
 }

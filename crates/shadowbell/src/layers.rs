@@ -98,7 +98,7 @@ mod tests {
         }
         let (_, layers) = Layers::split("a?metadata=8&zoned=64KiB").unwrap();
         let both = layers.put_around(shadowbell_backend::open("mem:4MiB").unwrap(), false);
-        assert!(both.unwrap_err().contains("have no metadata"));
+        assert!(both.unwrap_err().contains("cannot have metadata"));
         let (_, layers) = Layers::split("a?metadata=8&pi=1").unwrap();
         let small = shadowbell_backend::open("mem:512").unwrap();
         layers.put_around(small, false).unwrap_err();

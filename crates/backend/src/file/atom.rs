@@ -1,9 +1,10 @@
-//! What a loss of power leaves of a block that is being written.
+//! Power-fail atomicity of block writes.
 //!
-//! A controller can not say less than that it is one or the other (AWUPF and NAWUPF count from one
-//! block on). A device writes its physical blocks as a whole, so a block that is no longer than
-//! one, and aligned as they are, is safe. A longer one is if the write asks for it (`RWF_ATOMIC`),
-//! where the file system and the device have that. Of several blocks nothing is promised.
+//! A controller always promises that a write of one block is atomic across a loss of power (AWUPF
+//! and NAWUPF are zero-based block counts). A device writes each physical block as a whole, so a
+//! logical block that is aligned and no longer than a physical one is safe. A longer one is safe if
+//! the write requests it (`RWF_ATOMIC`), where file system and device support that. Writes of
+//! several blocks are not atomic.
 
 use super::device::{attribute_of, is_tmpfs};
 use super::namespace::NamespaceFacts;
@@ -11,25 +12,25 @@ use rustix::fs::{AtFlags, StatxFlags};
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 
-/// What keeps a block whole when the power goes.
+/// Mechanism that keeps a block whole across a loss of power.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Atom {
-    /// The storage, whatever is written.
+    /// The storage writes every block atomically.
     Storage,
-    /// Each write of one block has to ask for it.
+    /// Each write of one block has to set `RWF_ATOMIC`.
     Asked,
-    /// Nothing, for all that is known.
+    /// No known mechanism.
     Nothing,
 }
 
-/// The shortest block that a device can have.
+/// Smallest physical block of any device.
 const SECTOR: u32 = 512;
 /// `STATX_WRITE_ATOMIC` of Linux 6.11.
 const WRITE_ATOMIC: StatxFlags = StatxFlags::from_bits_retain(0x0001_0000);
 
 impl Atom {
-    /// For blocks of so many bytes, on storage with physical blocks of so many, if that is known,
-    /// and on which a write of so many at least and at most can ask for it.
+    /// Selects the mechanism for blocks of `block_size` bytes. `physical` is the physical block
+    /// size, if known; `asked` is the smallest and the largest atomic write.
     fn of(block_size: u32, physical: Option<u32>, asked: Option<(u32, u32)>) -> Self {
         if block_size <= SECTOR || physical.is_some_and(|physical| physical >= block_size) {
             Self::Storage
@@ -40,12 +41,13 @@ impl Atom {
         }
     }
 
-    /// For blocks of so many bytes of this namespace.
+    /// Mechanism for blocks of `block_size` bytes on an NVMe namespace.
     pub(super) fn of_namespace(facts: &NamespaceFacts, block_size: u32) -> Self {
         Self::of(block_size, u32::try_from(facts.atom).ok(), None)
     }
 
-    /// For blocks of so many bytes of this file; `direct` if its page cache is bypassed.
+    /// Mechanism for blocks of `block_size` bytes in a file; `direct` if the page cache is
+    /// bypassed.
     pub(super) fn of_file(
         file: &File,
         metadata: &Metadata,
@@ -54,16 +56,17 @@ impl Atom {
         block_size: u32,
     ) -> Self {
         let device = if is_block { metadata.rdev() } else { metadata.dev() };
-        // Nothing of it is left when the power goes.
+        // A tmpfs loses all its content with the power, so torn blocks cannot occur.
         let physical = if !is_block && is_tmpfs(file) { Some(u32::MAX) } else { physical(device) };
-        // Of what goes through the page cache nobody knows when, and in what pieces.
+        // Write-back from the page cache happens at unknown times and in unknown pieces, so
+        // `RWF_ATOMIC` needs direct I/O.
         Self::of(block_size, physical, if direct { asked(file) } else { None })
     }
 }
 
-/// The physical blocks of a block device, in bytes, if it begins where one does.
+/// Physical block size of a block device in bytes, if the device is aligned to its physical blocks.
 fn physical(device: u64) -> Option<u32> {
-    // A partition has its queue's limits one directory up.
+    // A partition has the queue limits of its whole disk, one directory up.
     let size = ["queue", "../queue"]
         .iter()
         .find_map(|queue| attribute_of(device, &format!("{queue}/physical_block_size")))?;
@@ -71,8 +74,7 @@ fn physical(device: u64) -> Option<u32> {
     size.parse().ok().filter(|_| is_aligned)
 }
 
-/// How long a write may be, at least and at most, that asks for being there as a whole or not at
-/// all.
+/// Smallest and largest write that can be atomic with `RWF_ATOMIC`.
 fn asked(file: &File) -> Option<(u32, u32)> {
     let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, WRITE_ATOMIC).ok()?;
     let is_said = stat.stx_mask & WRITE_ATOMIC.bits() != 0 && stat.stx_atomic_write_unit_max != 0;
@@ -85,7 +87,7 @@ mod tests {
 
     #[test]
     fn a_block_is_whole_where_somebody_says_so() {
-        // Every device writes its sectors as a whole.
+        // Every device writes its sectors atomically.
         assert_eq!(Atom::of(512, None, None), Atom::Storage);
         for (physical, asked, expected) in [
             (None, None, Atom::Nothing),

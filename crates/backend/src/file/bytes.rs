@@ -1,5 +1,4 @@
-//! The bytes of an image of another format, as a queue reads and writes them: for what a disk of
-//! that format finds to lie in its file as it is.
+//! Queue on the raw bytes of a formatted image, for guest ranges that the format maps unchanged.
 
 use super::atom::Atom;
 use super::flusher::Flusher;
@@ -19,17 +18,17 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// The bytes of an [`ImageFile`], past whatever its format makes of them. Which of them a request
-/// may touch is for whoever knows the format to say. What is written is made durable by syncing
-/// the file: a queue on this takes no flush.
+/// Raw bytes of an [`ImageFile`], bypassing its format. The owner of the format decides which bytes
+/// a request may access. Writes become durable by syncing the file: queues on these bytes take no
+/// flush.
 #[derive(Debug)]
 pub struct ImageBytes {
     shared: Arc<FileShared>,
 }
 
 impl ImageBytes {
-    /// Those of `image`, whose page cache is bypassed as `direct` says, for requests of blocks of
-    /// so many bytes. Nothing if there is no io_uring, or `aio` does not want one.
+    /// Prepares access to the bytes of `image`, with direct I/O as `direct` says, for requests in
+    /// blocks of `block_size` bytes. `None` if io_uring is unavailable or excluded by `aio`.
     ///
     /// # Errors
     /// [`OpenError::Memory`].
@@ -46,7 +45,7 @@ impl ImageBytes {
         let flusher = Flusher::new(Arc::clone(&file), direct.is_none());
         let info = DiskInfo {
             block_size,
-            // The file grows.
+            // The file grows, so the capacity is the largest possible one.
             blocks: i64::MAX as u64 / u64::from(block_size),
             read_only: image.read_only,
             volatile_cache: false,
@@ -58,7 +57,7 @@ impl ImageBytes {
         let atom =
             Atom::of_file(&file, &image.metadata, image.is_block, direct.is_some(), block_size);
         let shared = FileShared {
-            // The lock is the image's.
+            // The image file holds the lock.
             hold: Hold::new(&file, &flusher, true),
             flusher,
             waits: waits(&file),
@@ -74,7 +73,7 @@ impl ImageBytes {
             full: AtomicU64::new(0),
             no_zero_range: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
-            // No image of another format is on one.
+            // An image of another format cannot be on an NVMe generic character device.
             namespace: None,
             zeroes: zeroes()?,
             #[cfg(feature = "scripted")]
@@ -83,10 +82,10 @@ impl ImageBytes {
         Ok(Some(Self { shared: Arc::new(shared) }))
     }
 
-    /// Opens a queue for the calling thread. It is readable, too, when `also` is.
+    /// Opens a queue for the calling thread. Its wake descriptor is readable while `also` is, too.
     ///
     /// # Errors
-    /// The system's, when it has no more of what a queue needs.
+    /// The system's error if it lacks a resource that the queue needs.
     pub fn queue(&self, also: BorrowedFd<'_>) -> io::Result<BytesQueue> {
         let queue = FileQueue::new(Arc::clone(&self.shared))?;
         queue.watch(also)?;
@@ -94,7 +93,7 @@ impl ImageBytes {
     }
 }
 
-/// One thread's way to the bytes of an image.
+/// One thread's queue on the bytes of an image.
 pub struct BytesQueue(FileQueue);
 
 impl Queue for BytesQueue {

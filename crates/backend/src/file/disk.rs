@@ -1,4 +1,4 @@
-//! A file as a disk.
+//! File-backed disk.
 
 use super::atom::Atom;
 use super::image::Wait;
@@ -23,10 +23,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// A raw image or a block device.
+/// Raw image or block device.
 ///
-/// While it is open, the image is locked against other writers, and if it is writable against
-/// other readers, with the kind of lock that QEMU uses.
+/// While the disk is open, the image is locked against other writers, and a writable one also
+/// against readers, with the same kind of lock that QEMU uses.
 #[derive(Debug)]
 pub struct FileDisk {
     pub(super) shared: Arc<FileShared>,
@@ -37,16 +37,16 @@ impl FileDisk {
     /// Opens the image or block device at `path`.
     ///
     /// # Errors
-    /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
+    /// [`OpenError`]: the message says what is wrong with the file and what to do.
     pub fn open(path: &Path, options: &FileOptions) -> Result<Self, OpenError> {
         Ok(Self { shared: Arc::new(open(path, options)?), path: path.to_owned() })
     }
 
-    /// As [`open`](Self::open), but the calls on the file end when and as the script says, all on
-    /// the thread that says it.
+    /// Opens a disk like [`open`](Self::open), for tests: a script decides when and how calls on
+    /// the file end, all on the thread that runs the script.
     ///
     /// # Errors
-    /// As there.
+    /// Like [`open`](Self::open).
     #[cfg(feature = "scripted")]
     #[doc(hidden)]
     pub fn scripted(
@@ -60,8 +60,8 @@ impl FileDisk {
         Ok((Self { shared: Arc::new(shared), path: path.to_owned() }, script))
     }
 
-    /// The disk that another process [has handed over](Disk::hand_over), by the same path and
-    /// options.
+    /// Restores the disk that another process has [serialized](Disk::hand_over), by the same path
+    /// and options.
     pub(crate) fn adopt(
         path: &Path,
         options: &FileOptions,
@@ -72,8 +72,8 @@ impl FileDisk {
         Ok(Self { shared: Arc::new(shared), path: path.to_owned() })
     }
 
-    /// The disk of a process that has died, as that had it [kept](Disk::keep), by the same path and
-    /// options. `wait`s for what that process has under way.
+    /// Recovers the disk of a dead process from its [checkpoint](Disk::keep), by the same path and
+    /// options. Calls `wait` until no I/O of that process is in flight.
     pub(crate) fn recover(
         path: &Path,
         options: &FileOptions,
@@ -85,7 +85,7 @@ impl FileDisk {
         Ok(Self { shared: Arc::new(shared), path: path.to_owned() })
     }
 
-    /// Whether the page cache is bypassed.
+    /// True if the page cache is bypassed.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.shared.direct.is_some()
@@ -114,7 +114,7 @@ impl Disk for FileDisk {
     }
 
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        // A block device does not say, and a file of unknown size may be anything.
+        // A block device reports no holes, and a file of unknown size may hold data anywhere.
         let end = if self.shared.regular { self.shared.size().unwrap_or(0) } else { 0 };
         let end = end.min(self.shared.end.load(Ordering::Relaxed));
         let to = offset.saturating_add(len);
@@ -188,9 +188,10 @@ impl Disk for FileDisk {
         let path = self.path.display();
         let torn = (self.shared.atom == Atom::Nothing && !self.shared.info.read_only).then(|| {
             format!(
-                "{path}: a loss of power may leave a part of a block of {} bytes written: the \
-                 storage promises less, and the host is told otherwise, because NVMe has no way \
-                 to say so; without `block-size`, blocks are no longer than what is promised",
+                "{path}: a loss of power may leave a block of {} bytes partly written, because \
+                 the storage does not guarantee atomic writes of that size, and NVMe cannot \
+                 report this to the host; leave out `block-size` for blocks that the storage \
+                 writes atomically",
                 self.shared.info.block_size
             )
         });
@@ -203,9 +204,9 @@ impl Disk for FileDisk {
 impl FileDisk {
     fn by_threads(&self, why: &str) -> String {
         format!(
-            "{}: read and written by threads, which takes more processor time: the system refuses \
-             io_uring ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, \
-             and no container profile that forbids it. With `aio=threads` nothing is said",
+            "{}: uses threads, which take more CPU time, because the system refuses io_uring \
+             ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, and no \
+             container profile that forbids it. `aio=threads` turns this warning off",
             self.path.display()
         )
     }

@@ -1,14 +1,14 @@
-//! The syncs of a file: one at a time, by a thread of their own.
+//! Syncs of a file, serialized on a thread of their own.
 //!
-//! The system tells whoever syncs a file of data that it could not write back; once for each open
-//! file, and then it forgets the data. Of two syncs at once the first is told, and the second
-//! succeeds, though the data were its own. So there is one at a time, and what it said is noted
-//! before the next begins: once data are lost, no sync succeeds until the disk is opened again.
-//! Trying again would not bring them back.
+//! If the kernel cannot write data back, it reports that to one sync per open file and then drops
+//! the data. Of two concurrent syncs the first fails, and the second succeeds although its data are
+//! lost. Therefore one sync runs at a time, and its result is recorded before the next one starts:
+//! after lost data, every sync fails until the disk is opened again, because repeating a sync would
+//! not restore the data.
 //!
-//! A sync covers all that was written before it began. So everybody who asks while one is under way
-//! shares the next, and however many ask, the file system has two to do. No thread that serves
-//! queues ever waits for one.
+//! A sync covers all writes that completed before it started. All requests that arrive while a sync
+//! runs share the next one, so that at most two syncs are pending, however many requests there are.
+//! I/O threads never block on a sync.
 
 use crate::sys::{Key, Waker, flush, unpin};
 use parking_lot::{Condvar, Mutex};
@@ -19,36 +19,36 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// How long the thread stays without work.
+/// Time after which an idle thread exits.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The syncs of a file that all queues of a disk share.
+/// Syncs of a file, shared by all queues of a disk.
 pub(super) struct Flusher {
     file: Arc<File>,
     how: Syncs,
-    /// The error number of the first sync that has lost data, or 0.
+    /// Error number of the first sync that lost data, or 0.
     lost: AtomicI32,
-    /// Who is to know of that before those whose data it were.
+    /// Callback for lost data, called before the failed requests complete.
     on_loss: Mutex<Option<OnLoss>>,
-    /// Bytes of the file after the last sync. Whoever serves queues can not look: a file system may
-    /// ask somebody else, who does not answer.
+    /// Size of the file in bytes after the last sync. I/O threads use this value, because `fstat`
+    /// blocks if a remote file system is unreachable.
     len: AtomicU64,
     work: Mutex<Work>,
     came: Condvar,
-    /// The thread has gone.
+    /// Signalled when the thread exits or starts a sync.
     gone: Condvar,
-    /// What a sync comes to, in a test.
+    /// Result of a sync in a test.
     #[cfg(any(test, feature = "scripted"))]
     pub(super) answer: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
 }
 
-/// How a file is synced.
+/// Method of syncing a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Syncs {
-    /// By a call. Data that were lost are forgotten if it `forgets`: the file is written through
-    /// the page cache.
+    /// By `fdatasync`. If `forgets`, the file is written through the page cache, which drops data
+    /// after a failed write-back.
     Calls { forgets: bool },
-    /// By a command to the namespace whose character device it is.
+    /// By a Flush command to the namespace of the character device.
     Commands { nsid: u32 },
 }
 
@@ -58,10 +58,10 @@ type OnLoss = Arc<dyn Fn() + Send + Sync>;
 struct Work {
     asked: Vec<(Arc<Asker>, Key)>,
     has_thread: bool,
-    /// There is no thread: a test says when a sync begins, and what comes of it.
+    /// No thread runs: a test decides when a sync starts and how it ends.
     #[cfg(feature = "scripted")]
     by_hand: bool,
-    /// Those whose sync has begun so.
+    /// Requests whose sync a test has started.
     #[cfg(feature = "scripted")]
     begun: Vec<(Arc<Asker>, Key)>,
     /// The thread is in a sync.
@@ -70,7 +70,7 @@ struct Work {
     over: bool,
 }
 
-/// Where a queue gets its answers.
+/// Receiver of sync results, one per queue.
 pub(super) struct Asker {
     answers: Mutex<Vec<(Key, i32)>>,
     waker: Waker,
@@ -81,12 +81,12 @@ impl Asker {
         Arc::new(Self { answers: Mutex::default(), waker })
     }
 
-    /// Moves the answers of this moment to `into`: 0 or a negative error number, as calls have it.
+    /// Moves all results to `into`: 0 or a negative error number, as from system calls.
     pub(super) fn take(&self, into: &mut Vec<(Key, i32)>) {
         into.append(&mut self.answers.lock());
     }
 
-    /// Gives it an answer.
+    /// Delivers a result.
     pub(super) fn answer(&self, key: Key, result: i32) {
         self.answers.lock().push((key, result));
         self.waker.wake();
@@ -104,7 +104,8 @@ impl Flusher {
         Self::after(file, Syncs::Calls { forgets }, 0)
     }
 
-    /// One that goes on after another, whose first sync that has lost data failed with `lost`.
+    /// Creates a flusher that continues with the state of another one: `lost` is the error number
+    /// of its first sync that lost data, or 0.
     pub(super) fn after(file: Arc<File>, how: Syncs, lost: i32) -> Arc<Self> {
         Arc::new(Self {
             file,
@@ -120,27 +121,27 @@ impl Flusher {
         })
     }
 
-    /// The error number of the first sync that has lost data, or 0.
+    /// Error number of the first sync that lost data, or 0.
     pub(super) fn lost(&self) -> i32 {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// Bytes of the file when the last sync had ended; before the first as many as there can be.
+    /// Size of the file in bytes after the last sync; `u64::MAX` before the first one.
     pub(super) fn len(&self) -> u64 {
         self.len.load(Ordering::Acquire)
     }
 
-    /// Another process has lost data with this error number, or none if it is 0.
+    /// Sets the error number of a sync that lost data in another process; 0 means no loss.
     pub(super) fn set_lost(&self, lost: i32) {
         self.lost.store(lost, Ordering::Release);
     }
 
-    /// Has this called when data were lost, and nothing else.
+    /// Sets the callback for lost data.
     pub(super) fn on_loss(&self, call: Box<dyn Fn() + Send + Sync>) {
         *self.on_loss.lock() = Some(Arc::from(call));
     }
 
-    /// A sync that begins after this, for `asker`.
+    /// Requests a sync that starts after this call, and delivers its result to `asker`.
     pub(super) fn ask(self: &Arc<Self>, asker: &Arc<Asker>, key: Key) {
         let mut work = self.work.lock();
         work.asked.push((Arc::clone(asker), key));
@@ -162,7 +163,7 @@ impl Flusher {
             })
             .is_ok();
         if !work.has_thread {
-            // Whoever serves queues must not do it instead. The request is repeated, and then
+            // I/O threads must not sync themselves. With `EAGAIN` the request is repeated, and then
             // fails.
             let asked = std::mem::take(&mut work.asked);
             drop(work);
@@ -170,7 +171,7 @@ impl Flusher {
         }
     }
 
-    /// Has the thread go, which has the file open, and waits until it does unless it is in a sync.
+    /// Stops the thread, which holds the file open, and waits for its exit unless it is in a sync.
     pub(super) fn close(&self) {
         let mut work = self.work.lock();
         work.over = true;
@@ -180,7 +181,7 @@ impl Flusher {
         }
     }
 
-    /// What the thread does.
+    /// Main loop of the thread.
     fn run(&self) {
         let mut work = self.work.lock();
         loop {
@@ -204,14 +205,14 @@ impl Flusher {
         }
     }
 
-    /// One sync for all of these.
+    /// Runs one sync for all `asked`.
     fn serve(&self, asked: Vec<(Arc<Asker>, Key)>) {
         let mut result = self.sync();
         if matches!(self.how, Syncs::Calls { .. }) {
             match self.file.metadata() {
                 Ok(about) => self.len.store(about.len(), Ordering::Release),
-                // Its storage is gone. Where a file system has no syncs, the system does not ask
-                // it, and says that there is nothing to do.
+                // The storage is unavailable. If a file system implements no sync, the kernel
+                // returns 0 without asking it, so only this call finds out.
                 Err(error) if result == 0 => result = -error.raw_os_error().unwrap_or(libc::EIO),
                 Err(_) => {}
             }
@@ -221,13 +222,13 @@ impl Flusher {
         }
     }
 
-    /// From here on there is no thread.
+    /// Disables the thread for a test.
     #[cfg(feature = "scripted")]
     pub(super) fn set_by_hand(&self) {
         self.work.lock().by_hand = true;
     }
 
-    /// Begins a sync for those who have asked, if there are any and none is under way.
+    /// Starts a sync for all requests, unless there is none or a sync is in flight.
     #[cfg(feature = "scripted")]
     pub(super) fn begin_by_hand(&self) -> bool {
         let mut work = self.work.lock();
@@ -238,7 +239,8 @@ impl Flusher {
         true
     }
 
-    /// Ends the sync that is under way: 0 or a negative error number. Whether there was one.
+    /// Ends the sync in flight with `result` (0 or a negative error number). Returns false if there
+    /// was none.
     #[cfg(feature = "scripted")]
     pub(super) fn end_by_hand(&self, result: i32) -> bool {
         let begun = std::mem::take(&mut self.work.lock().begun);
@@ -250,7 +252,8 @@ impl Flusher {
         true
     }
 
-    /// Syncs. Alone: what was lost before this, and by this, is noted when it returns.
+    /// Syncs the file and records lost data before it returns. Must not run concurrently with
+    /// itself.
     fn sync(&self) -> i32 {
         let result = self.sync_file();
         let passing = matches!(-result, 0 | libc::EINTR | libc::EAGAIN);

@@ -1,4 +1,4 @@
-//! An image that is open and locked, whatever is in it.
+//! Open and locked image file of any format.
 
 use super::device::{attribute, is_remote};
 use super::namespace::{NamespaceFacts, is_namespace};
@@ -19,34 +19,34 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long another process may still have the file: a server that was just killed and is started
-/// again holds it until the kernel has taken its ring apart.
+/// Maximum wait for a lock that another process holds: a server that was killed and restarted holds
+/// the file until the kernel has closed its io_uring.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A regular file or a block device that is open as an image, and locked against other writers, and
-/// if it is writable against other readers: what disks over files of other formats begin with.
+/// Regular file or block device, opened as an image and locked against other writers, a writable
+/// one also against readers. Disks of other formats are built on it.
 ///
-/// The lock goes with it, though the file may stay open for a while.
+/// Dropping it releases the lock, although the file may stay open for a while.
 #[derive(Debug)]
 pub struct ImageFile {
     file: Arc<File>,
     path: PathBuf,
-    /// The lock is still ours to give up.
+    /// Dropping this image has to release the lock.
     is_locked: bool,
     pub(super) metadata: Metadata,
     pub(super) is_block: bool,
-    /// It is the character device of this.
+    /// Identify data, if the file is an NVMe generic character device.
     pub(super) namespace: Option<NamespaceFacts>,
     pub(super) read_only: bool,
     pub(super) size: u64,
 }
 
 impl ImageFile {
-    /// Opens and locks what is at `path`, for writing too unless `read_only` is set or the system
-    /// does not allow it.
+    /// Opens and locks the file at `path`, writable unless `read_only` is set or the permissions do
+    /// not allow it.
     ///
     /// # Errors
-    /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
+    /// [`OpenError`]: the message says what is wrong with the file and what to do.
     pub fn open(path: &Path, read_only: bool) -> Result<Self, OpenError> {
         Self::open_as(path, read_only, Kinds::Images)
     }
@@ -62,13 +62,12 @@ impl ImageFile {
         Self::open_at(path, at, (read_only, kinds), LockWait::Short)
     }
 
-    /// Opens the image of a process that has died, by the descriptor that
-    /// [names](Self::name_for_next) it. Returns when nothing of what that process had given to the
-    /// system by its open file can reach the image any more; `wait` is called for as long as it
-    /// can.
+    /// Opens the image of a dead process by the descriptor that [names](Self::name_for_next) it.
+    /// Returns when no request that the dead process passed to the kernel through its open file can
+    /// reach the image any more; until then `wait` is called repeatedly.
     ///
     /// # Errors
-    /// As [`open`](Self::open); [`OpenError::Busy`], if `wait` waits no longer.
+    /// Like [`open`](Self::open); [`OpenError::Busy`] if `wait` gives up.
     pub fn recover(
         path: &Path,
         named: BorrowedFd<'_>,
@@ -79,16 +78,16 @@ impl ImageFile {
         Self::open_at(path, At::Named(named), how, LockWait::AsLongAs(wait))
     }
 
-    /// A descriptor that only names the image: what the next process opens it by, should this one
-    /// die, whatever it is called by then.
+    /// Returns a descriptor that only names the image (`O_PATH`). After a crash of this process the
+    /// next one opens the image by it, even if the file was renamed.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn name_for_next(&self) -> io::Result<OwnedFd> {
         opener::name_of(&self.file)
     }
 
-    /// Opens what is called `path` to a person, and is at `at`.
+    /// Opens the image at `at`; messages call it `path`.
     pub(super) fn open_at(
         path: &Path,
         at: At<'_>,
@@ -100,7 +99,8 @@ impl ImageFile {
         let metadata = look_at(path, at, kinds)?;
         let is_character = metadata.file_type().is_char_device();
         let is_block = metadata.file_type().is_block_device();
-        // The system opens a write-protected device for writing, and refuses the writes.
+        // The kernel allows opening a write-protected block device for writing, and then fails the
+        // writes.
         let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
         let (mut file, read_only) =
             open_file(path, at, is_block, read_only || protected, lock_wait)?;
@@ -135,7 +135,7 @@ impl ImageFile {
         Ok(Self { file, path, is_locked: true, metadata, is_block, namespace, read_only, size })
     }
 
-    /// The file. Its page cache is bypassed after [`set_direct`](Self::set_direct).
+    /// The open file. It bypasses the page cache after [`set_direct`](Self::set_direct).
     #[must_use]
     pub fn file(&self) -> &File {
         &self.file
@@ -145,30 +145,30 @@ impl ImageFile {
         Arc::clone(&self.file)
     }
 
-    /// Whether it takes no writes.
+    /// True if the image refuses writes.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.read_only
     }
 
-    /// Whether it is a block device.
+    /// True if the image is a block device.
     #[must_use]
     pub fn is_block_device(&self) -> bool {
         self.is_block
     }
 
-    /// Whether its file system asks another machine, or another process, for what is known of the
-    /// file, and so may keep who asks waiting.
+    /// True if the file system depends on another machine or process, which may hang and block the
+    /// calling thread.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         !self.is_block && is_remote(&self.file)
     }
 
-    /// What it is an image of, by its first bytes; nothing for a raw image. To be asked before
-    /// [`set_direct`](Self::set_direct).
+    /// Detects the format by the first bytes; `None` for a raw image. Must be called before
+    /// [`set_direct`](Self::set_direct), because the read is not aligned.
     ///
     /// # Errors
-    /// [`OpenError::System`], if it can not be read.
+    /// [`OpenError::System`] if the image cannot be read.
     pub fn format(&self) -> Result<Option<ImageFormat>, OpenError> {
         if let Some(facts) = &self.namespace {
             return self.format_of(facts);
@@ -189,8 +189,8 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..len).unwrap_or_default()))
     }
 
-    /// The same of a namespace, of which whole blocks are read. It shows, too, that this process
-    /// may read it.
+    /// Detects the format of the data on a namespace, which is read in whole blocks. The read also
+    /// shows whether this process may send commands.
     fn format_of(&self, facts: &NamespaceFacts) -> Result<Option<ImageFormat>, OpenError> {
         let path = || self.path.display().to_string();
         let mut start = vec![0; ImageFormat::LOOKS_AT.next_multiple_of(facts.block_size as usize)];
@@ -204,11 +204,11 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..ImageFormat::LOOKS_AT).unwrap_or(&start)))
     }
 
-    /// Bypasses the page cache, as `direct` says; what that asks for, or nothing if it is not
-    /// bypassed. `block_size` is the unit of the requests that there will be.
+    /// Bypasses the page cache as `direct` says, for requests in units of `block_size`. Returns the
+    /// required alignment, or `None` if the page cache is used.
     ///
     /// # Errors
-    /// [`OpenError::NotDirect`], if it was demanded and is not to be had.
+    /// [`OpenError::NotDirect`] if direct I/O was requested but is not possible.
     pub fn set_direct(
         &self,
         direct: Direct,
@@ -220,7 +220,7 @@ impl ImageFile {
                 let why = "a character device has no page cache; leave out `direct=off`".to_owned();
                 return Err(OpenError::NotGiven { path, why });
             }
-            // The system copies what the device can not take as it is.
+            // The kernel copies data that do not meet the device's alignment.
             return Ok(Some(Alignment { memory: 4, offset: facts.block_size as usize }));
         }
         Ok(match direct {
@@ -232,14 +232,15 @@ impl ImageFile {
         })
     }
 
-    /// Bytes in a logical block of a raw disk.
+    /// Logical block size in bytes of a raw disk.
     pub(super) fn block_size(&self, asked: Option<u32>) -> Result<u32, OpenError> {
         if let (Some(facts), Some(asked)) = (&self.namespace, asked)
             && asked < facts.block_size
         {
             let path = self.path.display().to_string();
             let why = format!(
-                "its blocks have {} bytes, and a disk's can not be shorter; leave out `block-size`",
+                "its blocks have {} bytes, and `block-size` cannot be smaller; leave out \
+                 `block-size`",
                 facts.block_size
             );
             return Err(OpenError::NotGiven { path, why });
@@ -259,7 +260,7 @@ impl ImageFile {
         Ok(block_size)
     }
 
-    /// The file, whose lock the caller gives up.
+    /// Returns the file; the caller becomes responsible for releasing the lock.
     pub(super) fn into_locked(mut self) -> Arc<File> {
         self.is_locked = false;
         Arc::clone(&self.file)
@@ -274,22 +275,22 @@ impl Drop for ImageFile {
     }
 }
 
-/// What may hold an image.
+/// File types that an image may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kinds {
-    /// Files and block devices.
+    /// Regular files and block devices.
     Images,
-    /// These, and namespaces by their character devices: for raw disks.
+    /// Regular files, block devices and NVMe generic character devices: for raw disks.
     Disks,
 }
 
-/// Why a command is refused that the device would carry out.
-const NO_COMMANDS: &str = "the system lets this user give the device no commands; before Linux 6.2 \
-                           that takes CAP_SYS_ADMIN, and later that the device may be read and \
-                           written; the namespace's block device needs neither";
+/// Reason for a command that the kernel refuses although the device supports it.
+const NO_COMMANDS: &str = "this user may not send commands to the device: before Linux 6.2 that \
+                           needs CAP_SYS_ADMIN, later read and write permission for the device; \
+                           the namespace's block device needs neither";
 
-/// What is known of what is at `path`; an error if it can not hold an image. Asked before it is
-/// opened, since opening a pipe or a terminal may block or do things.
+/// Reads the metadata of `path`; an error if its type cannot hold an image. Called before the file
+/// is opened, because opening a pipe or a terminal may block or have side effects.
 fn look_at(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError> {
     let name = || path.display().to_string();
     let metadata = at.metadata().map_err(|source| refused(name(), source))?;
@@ -310,7 +311,7 @@ fn look_at(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError>
     Err(OpenError::NoFile { path: name(), what })
 }
 
-/// What the namespace says whose character device `file` is.
+/// Reads the Identify data of the namespace behind the character device `file`.
 fn about(
     path: &Path,
     file: &File,
@@ -321,7 +322,7 @@ fn about(
     let ask = || opener::identify(opener::name_of(file)?.as_fd(), written);
     retry_while(io::ErrorKind::ResourceBusy, lock_wait, ask).map_err(|error| {
         match error.raw_os_error() {
-            // The device's own answer, or what it is.
+            // An error without an error number comes from the device, or says that it is no disk.
             None => OpenError::NotGiven { path: name(), why: error.to_string() },
             Some(libc::EBUSY) => in_use(path),
             Some(libc::EACCES) => OpenError::NotGiven { path: name(), why: NO_COMMANDS.into() },
@@ -342,7 +343,7 @@ fn refused(path: String, source: io::Error) -> OpenError {
     match source.kind() {
         io::ErrorKind::NotFound => OpenError::Missing { path },
         io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
-        // It was not the system that said so.
+        // An error without an error number comes from the process that opens images.
         io::ErrorKind::PermissionDenied if source.raw_os_error().is_none() => {
             OpenError::NotGiven { path, why: source.to_string() }
         }
@@ -352,7 +353,7 @@ fn refused(path: String, source: io::Error) -> OpenError {
     }
 }
 
-/// Opens the file for writing too if that is wanted and possible; whether it is read-only.
+/// Opens the file, for writing if that is wanted and possible. Returns whether it is read-only.
 fn open_file(
     path: &Path,
     at: At<'_>,
@@ -364,7 +365,7 @@ fn open_file(
     if !read_only {
         let is_fenced =
             !matches!(lock_wait, LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence));
-        // Of a device: not while a file system on it is mounted, or it is part of a RAID.
+        // `O_EXCL` on a block device fails while it is mounted or part of a RAID.
         let access = if is_block && is_fenced { Access::WriteAlone } else { Access::Write };
         match retry_while(io::ErrorKind::ResourceBusy, lock_wait, || at.open(access)) {
             Ok(file) => return Ok((file, false)),
@@ -385,20 +386,20 @@ fn open_file(
     at.open(Access::Read).map(|file| (file, true)).map_err(|e| refused(name(), e))
 }
 
-/// What to do while another process has the file.
+/// Waiting policy while another process holds the file.
 #[derive(Clone, Copy)]
 pub(super) enum LockWait<'a> {
-    /// Wait for [`LOCK_TIMEOUT`].
+    /// Wait up to [`LOCK_TIMEOUT`].
     Short,
-    /// Wait for as long as the caller does.
+    /// Wait until the caller gives up.
     AsLongAs(Wait<'a>),
 }
 
-/// Waits a moment, again and again while a process that is dead has something under way at a disk.
-/// False: it is not to be waited for any longer.
+/// Callback that waits a moment; called repeatedly while I/O of a dead process is in flight at a
+/// disk. Returns false to give up.
 pub type Wait<'a> = &'a dyn Fn() -> bool;
 
-/// What `attempt` comes to, repeated for a while if it fails with `passing`.
+/// Calls `attempt`, again and again within the waiting policy while it fails with `passing`.
 fn retry_while<T>(
     passing: io::ErrorKind,
     lock_wait: LockWait<'_>,
@@ -417,8 +418,8 @@ fn retry_while<T>(
     }
 }
 
-/// Turns the page cache off for `file`, if requests of one logical block are possible then. Says
-/// why, if not, and leaves the file as it was.
+/// Enables direct I/O for `file`, if it then supports requests of one logical block. Otherwise
+/// leaves the file unchanged and returns the reason.
 fn bypass_cache(file: &File, size: u64, block_size: u32) -> Result<Alignment, String> {
     let reason = |e: Errno| format!("the file system refuses it ({})", io::Error::from(e));
     let flags = rustix::fs::fcntl_getfl(file).map_err(reason)?;
@@ -445,7 +446,8 @@ fn bypass_cache(file: &File, size: u64, block_size: u32) -> Result<Alignment, St
     outcome
 }
 
-/// What the system says (Linux 6.1) of direct I/O on the file; `offset` is 0 if there is none.
+/// Alignment of direct I/O as the kernel reports it (`STATX_DIOALIGN`, Linux 6.1); `offset` is 0 if
+/// direct I/O is not supported.
 fn stated_alignment(file: &File) -> Option<Alignment> {
     let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
     if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
@@ -458,13 +460,13 @@ fn stated_alignment(file: &File) -> Option<Alignment> {
     })
 }
 
-/// What reading the file directly shows, where the system does not say.
+/// Alignment of direct I/O as found by test reads, for kernels that do not report it.
 fn tried_alignment(file: &File, size: u64) -> Result<Alignment, String> {
     let mut room = vec![0; 3 * 4096];
     let base = room.as_ptr().align_offset(4096).min(4096);
     let mut reason = None;
     for unit in [512, 4096] {
-        // At an address and an offset that are multiples of this unit and of no larger one.
+        // The address and the offset are multiples of `unit` but of no larger unit.
         let offset = if size >= 2 * unit as u64 { unit as u64 } else { 0 };
         let Some(piece) = room.get_mut(base + unit..base + 2 * unit) else {
             continue;

@@ -1,17 +1,18 @@
-//! A file disk whose process has died, in the next one.
+//! Crash recovery of file-backed disks.
 //!
-//! # The fence
+//! # Fence
 //!
-//! What the dead process had given to io_uring is under way still: the system does not wait for it,
-//! and it may reach the file, or the guest's memory, much later. Nothing may be repeated before.
-//! The ring keeps the open file until its last request has ended, and the open file has the lock on
-//! the image. So the next process opens the image anew and waits for the lock. This works if nobody
-//! else has that open file: what is kept for this time is a descriptor that only names it
-//! (`O_PATH`). The image is found by that even if it was renamed, and nothing else is taken for it.
+//! Requests that a dead process passed to io_uring may still be in flight: process exit does not
+//! wait for them, and they may reach the file or guest memory much later. Nothing may be repeated
+//! before they end. The ring holds the open file until its last request has ended, and the open
+//! file holds the lock on the image. So the next process opens the image anew and waits for the
+//! lock. This works only if no other process holds the same open file; therefore the checkpoint
+//! contains a descriptor that only names the image (`O_PATH`). It finds the image after a rename
+//! and cannot match another file.
 //!
 //! A reader's lock is shared with the dead process, and some file systems have no locks. For these
-//! each ring keeps the writing end of a pipe, too, whose end the next process sees when the last of
-//! them has gone ([`fence`](crate::fence)).
+//! cases each ring also holds the write end of a pipe; the next process sees the hang-up of the
+//! read end when the last ring has ended ([`fence`](crate::fence)).
 //!
 //! Calls made by threads end before their process does.
 
@@ -31,7 +32,7 @@ use std::sync::atomic::Ordering;
 
 #[derive(Serialize, Deserialize)]
 struct KeptFile {
-    /// A descriptor that names it.
+    /// `O_PATH` descriptor of the image.
     image: FdRef,
     info: DiskInfo,
     end: u64,
@@ -61,10 +62,10 @@ pub(super) fn recover(
     let (at, lock_wait) = (At::Named(named.as_fd()), LockWait::AsLongAs(wait));
     let mut image = ImageFile::open_at(path, at, (options.read_only, Kinds::Disks), lock_wait)?;
     if image.read_only && !kept.info.read_only {
-        return Err(refused("it can not be written any more".to_owned()));
+        return Err(refused("it is no longer writable".to_owned()));
     }
-    // To the guest it is what it was; what is not there any more is noticed by who reads it. What
-    // it holds is the guest's, and tells nothing of its format.
+    // The guest keeps the disk size that it knows; reads of missing bytes fail. The content belongs
+    // to the guest, so it says nothing about the image format and is not checked.
     let size = std::mem::replace(&mut image.size, kept.info.bytes());
     let mut shared = take(image, path, options)?;
     shared.info = kept.info;

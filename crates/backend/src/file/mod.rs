@@ -1,56 +1,58 @@
-//! A disk that is a file, a block device or an NVMe namespace's character device, through io_uring
-//! or, where there is none, threads.
+//! File-backed disk: a raw image, a block device or an NVMe generic character device, through
+//! io_uring or, without it, threads.
 //!
 //! # Architecture
 //!
-//! [`FileDisk::open`] finds out what the file is and what its file system can do; nothing of that
-//! is tried again under load. Each thread's [`Queue`](crate::Queue) has a ring of its own (or
-//! threads of its own): requests are prepared as they are submitted, one system call a batch hands
-//! them over, and completions are read from shared memory. A request is a small state machine
-//! ([`task`]) that goes through one or more calls; short transfers are continued, interrupted ones
-//! repeated. Calls for which the kernel would have to wait (buffered writes on most file systems,
-//! zeroing, everything on a file system that has no other way) are made by threads of the queue's
-//! own: those that the kernel has for them are shared by all rings of a thread, and one image that
-//! does not answer would keep them from the others. The memory that the kernel works on belongs to
-//! the ring until it is done with it ([`crate::sys`]).
+//! [`FileDisk::open`] probes the file and the features of its file system once, so that no probing
+//! happens under load. Each thread's [`Queue`](crate::Queue) has an io_uring of its own (or threads
+//! of its own): `submit` prepares requests, one system call per batch passes them to the kernel,
+//! and completions are read from shared memory. A request is a small state machine ([`task`]) of
+//! one or more calls; short transfers are continued, interrupted calls repeated. Calls that would
+//! block in the kernel (buffered writes on most file systems, zeroing, everything on a file system
+//! without non-blocking I/O) are made by threads of the queue. The kernel's own worker threads
+//! would do, but all rings of a thread share them, so a single hung image would block all others.
+//! The ring owns the memory of a request until the kernel has finished with it ([`crate::sys`]).
 //!
-//! With direct I/O, data whose addresses or lengths the device can not take goes through an
-//! aligned bounce buffer, in pieces of bounded size; so does what is only compared or verified.
+//! With direct I/O, data whose addresses or lengths the device does not support go through an
+//! aligned bounce buffer, in pieces of bounded size. Compare and Verify use bounce buffers too.
 //!
-//! A namespace by its character device ([`namespace`]) takes the same way; only its calls are NVMe
-//! commands, and what it can is asked of the device.
+//! An NVMe generic character device ([`namespace`]) takes the same path, but its calls are NVMe
+//! commands, and its features come from Identify data.
 //!
-//! # When the image changes under us
+//! # Truncated images
 //!
-//! A read beyond the end of an image that was truncated is `DiskError::OutOfRange`, never
-//! zeroes. From the moment that a read or a flush finds the end moved, nothing beyond it is read
-//! or written by any queue until the disk is opened again, even if the file has grown back: what
-//! was there is lost. A write that comes before either makes the file longer again, as the
-//! system's writes do; that can not be distinguished from a hole.
+//! A read beyond the end of a truncated image fails with `DiskError::OutOfRange`; it never returns
+//! zeroes. After a read or a flush has detected the new end, all queues refuse access beyond it
+//! until the disk is opened again, even if the file grows back, because its old content is lost. A
+//! write before that detection extends the file, as file writes do; the result cannot be
+//! distinguished from a hole.
 //!
-//! # When the system can not write back
+//! # Failed write-back
 //!
-//! Through the page cache, a write that has completed may still fail. The system reports that to
-//! the next sync, once, and forgets the data: the sync after that succeeds, and so does one that is
-//! under way at the same time. A host that tries again would take that for success. So all syncs of
-//! a disk are one after the other ([`flusher`]), and one that has failed goes on failing until the
-//! disk is opened again: no reset of a controller brings the data back. A write that is to be
-//! durable by itself is a write and a sync there, and fails like one. With direct I/O nothing is
-//! forgotten, and a sync that is repeated may succeed.
+//! Through the page cache, a completed write may still fail. The kernel reports the failure to the
+//! next sync, once, and drops the data: later syncs succeed, and so does a concurrent one. A host
+//! that repeats its flush would take that for success. Therefore all syncs of a disk are serialized
+//! ([`flusher`]), and after a failed sync all further ones fail until the disk is opened again,
+//! because no controller reset restores the data. A FUA write through the page cache is a write and
+//! a sync, and fails likewise. With direct I/O the kernel drops no data, so a repeated sync may
+//! succeed.
 //!
-//! # Blocks stay whole
+//! # Atomic blocks
 //!
-//! What the page cache does not do, and a device not for blocks of several of its sectors, is done
-//! here: requests that overlap are one after the other, of all queues ([`ranges`]).
+//! The page cache does not keep blocks whole against concurrent access, nor does a device whose
+//! sectors are smaller than a block. In these cases overlapping requests of all queues are
+//! serialized in this module ([`ranges`]).
 //!
-//! # When the power goes
+//! # Loss of power
 //!
-//! A block is there as it was or as it was written: the storage sees to that, or the write asks for
-//! it ([`atom`]). If neither is to be had, the disk says so as it is opened.
+//! A block that is being written during a loss of power keeps its old or its new content: the
+//! storage guarantees that, or the write requests it ([`atom`]). If neither is possible, the disk
+//! reports a warning when it is opened.
 //!
-//! # What it does not do
+//! # Limitation
 //!
-//! Verify reads through the page cache if the disk uses it; only direct I/O reaches the storage.
+//! Verify reads through the page cache if the disk uses the page cache; it reaches the storage only
+//! with direct I/O.
 
 mod atom;
 mod bytes;

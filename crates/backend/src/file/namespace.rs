@@ -1,8 +1,8 @@
-//! A namespace of an NVMe device, by its character device (`/dev/ng0n1`), as a disk.
+//! NVMe namespace behind a generic character device (`/dev/ng0n1`), as a disk.
 //!
-//! Its commands go to the device as they are ([`crate::sys`]): no block layer of the system's has a
-//! part in them, and no page cache. What a file system or the block layer would say of a disk, the
-//! device says itself, in what Identify returns.
+//! Commands go to the device unchanged ([`crate::sys`]), without block layer and page cache.
+//! Properties that a file system or the block layer reports for other disks come from the device's
+//! Identify data.
 
 use crate::sys;
 use serde::{Deserialize, Serialize};
@@ -12,42 +12,42 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// The most that one command moves, whatever the device says: more than this the system can not
-/// map for each of them, if pages lie anywhere.
+/// Maximum bytes per command, whatever the device supports: the kernel cannot map more scattered
+/// pages for one passthrough command.
 const MOST: u64 = 128 << 10;
-/// The unit of MDTS: no controller has smaller pages.
+/// Unit of MDTS: the smallest page size of any controller.
 const PAGE: u64 = 4096;
 
-/// What a namespace says of itself, as far as a disk needs it.
+/// Identify data of a namespace, as far as a disk needs them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct NamespaceFacts {
-    /// The namespace identifier.
+    /// Namespace identifier.
     pub nsid: u32,
-    /// Bytes in a logical block: 512 or 4096.
+    /// Logical block size in bytes: 512 or 4096.
     pub block_size: u32,
-    /// Logical blocks.
+    /// Capacity in logical blocks.
     pub blocks: u64,
-    /// The most bytes that a command moves; whole blocks.
+    /// Maximum bytes per command; whole blocks.
     pub most: u32,
-    /// It is write-protected.
+    /// The namespace is write-protected.
     pub is_protected: bool,
-    /// There is a volatile write cache.
+    /// The controller has a volatile write cache.
     pub has_cache: bool,
-    /// Dataset Management gives blocks back, which read as zeroes then.
+    /// Dataset Management deallocates blocks, which then read as zeroes.
     pub deallocates: bool,
-    /// There is Write Zeroes.
+    /// Write Zeroes is supported.
     pub writes_zeroes: bool,
-    /// Write Zeroes may give blocks back.
+    /// Write Zeroes may deallocate blocks.
     pub zeroes_deallocate: bool,
-    /// Bytes that are written as a whole or not at all when the power goes.
+    /// Bytes that are written atomically across a loss of power.
     pub atom: u64,
-    /// Bytes to which what is given back is best aligned; at least a block.
+    /// Preferred alignment of deallocations in bytes; at least one block.
     pub granularity: u64,
 }
 
 impl NamespaceFacts {
-    /// What Identify says, or why it is no disk.
+    /// Converts Identify data; an error says why the namespace cannot be a disk.
     fn of(identity: &sys::Identity) -> Result<Self, String> {
         let sys::Identity { nsid, namespace, controller, ids } = identity;
         let set = ids.as_ref().and_then(|ids| {
@@ -56,27 +56,27 @@ impl NamespaceFacts {
         match set {
             None | Some(csi::NVM) => {}
             Some(csi::ZONED) => {
-                return Err("it has zones, which no disk here can have that are the device's; \
-                            `zoned=` makes some of a raw image"
+                return Err("it is a zoned namespace, which is not supported; `zoned=` creates \
+                            zones in a raw image"
                     .to_owned());
             }
             Some(other) => {
-                return Err(format!("it has command set {other:02X}h, and no blocks (00h)"));
+                return Err(format!("its command set is {other:02X}h, not NVM (00h)"));
             }
         }
         let format = namespace.lbaf.get(usize::from(namespace.flbas.index()));
-        let format = format.ok_or("it says nothing of its format")?;
+        let format = format.ok_or("it reports no LBA format")?;
         if format.ms != 0 {
             return Err(format!(
-                "its blocks have {} bytes of metadata, which get lost here; format it without \
-                 (`nvme format --lbaf`)",
+                "its blocks have {} bytes of metadata, which are not supported; format it \
+                 without (`nvme format --lbaf`)",
                 format.ms
             ));
         }
         let block_size = match format.block_size() {
             Some(size @ (512 | 4096)) => size,
-            Some(size) => return Err(format!("its blocks have {size} bytes, and not 512 or 4096")),
-            None => return Err("it says nothing of the length of its blocks".to_owned()),
+            Some(size) => return Err(format!("its blocks have {size} bytes, not 512 or 4096")),
+            None => return Err("it reports no block size".to_owned()),
         };
         let mdts = u32::from(controller.mdts);
         let most =
@@ -85,7 +85,7 @@ impl NamespaceFacts {
         let zeroed = namespace.dlfeat.drb() == 1;
         let own = namespace.nsfeat.nsabp();
         let atom = if own { namespace.nawupf } else { controller.awupf };
-        // Where atoms have boundaries, they do not begin anywhere.
+        // With atomic boundaries, an atomic write must not cross one, so only one block counts.
         let atom = if namespace.nabspf == 0 { u64::from(atom) + 1 } else { 1 };
         let granule = if namespace.nsfeat.optperf() & 1 == 1 { namespace.npdg } else { 0 };
         Ok(Self {
@@ -103,12 +103,12 @@ impl NamespaceFacts {
         })
     }
 
-    /// Its size in bytes; 0 if nobody could address that.
+    /// Capacity in bytes; 0 if it overflows 64 bits.
     pub(super) fn bytes(&self) -> u64 {
         self.blocks.checked_mul(self.block_size.into()).unwrap_or(0)
     }
 
-    /// What its commands are made of.
+    /// Parameters for building commands.
     pub(super) fn commands(&self) -> sys::Namespace {
         sys::Namespace {
             nsid: self.nsid,
@@ -117,13 +117,13 @@ impl NamespaceFacts {
         }
     }
 
-    /// Whether a discard can give blocks back, which read as zeroes then.
+    /// True if a discard can deallocate blocks so that they read as zeroes.
     pub(super) fn discards(&self) -> bool {
         self.deallocates || self.zeroes_deallocate
     }
 }
 
-/// Whether the character device with this number is one of an NVMe namespace.
+/// True if the character device with this number is an NVMe generic character device.
 #[must_use]
 pub fn is_namespace(device: u64) -> bool {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
@@ -131,11 +131,12 @@ pub fn is_namespace(device: u64) -> bool {
     subsystem.is_ok_and(|path| path.ends_with("nvme-generic"))
 }
 
-/// What the namespace says whose character device is at `path`. Where it is to be `written`, not if
-/// the system uses its block device: it is mounted, or part of another one.
+/// Reads the Identify data of the namespace behind the character device at `path`. If it is to be
+/// `written`, fails with `EBUSY` while the kernel uses its block device (mounted, or part of
+/// another device).
 ///
 /// # Errors
-/// The system's; a sentence without an error number, if it is no disk.
+/// The system's error; an error without an error number if the namespace cannot be a disk.
 pub fn identify_namespace(path: &Path, written: bool) -> io::Result<NamespaceFacts> {
     let file = File::open(path)?;
     if written {
@@ -145,7 +146,7 @@ pub fn identify_namespace(path: &Path, written: bool) -> io::Result<NamespaceFac
     facts.map_err(|why| io::Error::new(io::ErrorKind::Unsupported, why))
 }
 
-/// Whether nothing has the block device of the same namespace for itself.
+/// Fails with `EBUSY` if the block device of the namespace is opened exclusively.
 fn is_free(file: &File) -> io::Result<()> {
     let device = file.metadata()?.rdev();
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
@@ -208,7 +209,7 @@ mod tests {
         assert_eq!((facts.atom, facts.granularity), (4096, 64 << 10));
         assert!(!facts.deallocates && facts.zeroes_deallocate && facts.discards());
         assert!(facts.has_cache && facts.is_protected);
-        // What no machine has is no shift that panics, and no size that wraps.
+        // Values of no real device cause neither a panicking shift nor a wrapped size.
         identity.controller.mdts = 255;
         identity.namespace.nsze = u64::MAX;
         identity.namespace.nabspf = 7;
@@ -229,9 +230,9 @@ mod tests {
         let cases: [(Change<'_>, &str); 5] = [
             (&|it| it.namespace.flbas.set_low(2), "metadata"),
             (&|it| it.namespace.flbas.set_low(3), "16384 bytes"),
-            (&|it| it.namespace.flbas.set_low(9), "length of its blocks"),
-            (&|it| it.ids = Some(with_csi(csi::ZONED)), "zones"),
-            (&|it| it.ids = Some(with_csi(1)), "command set 01h"),
+            (&|it| it.namespace.flbas.set_low(9), "no block size"),
+            (&|it| it.ids = Some(with_csi(csi::ZONED)), "zoned namespace"),
+            (&|it| it.ids = Some(with_csi(1)), "command set is 01h"),
         ];
         for (change, why) in cases {
             let said = refused(change);

@@ -1,4 +1,4 @@
-//! Finding out what a file is, and what its file system can do.
+//! Opening of file-backed disks: probes of the file and its file system.
 
 use super::atom::Atom;
 use super::device::attribute;
@@ -21,20 +21,20 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// How much is zeroed by one write where nothing better works.
+/// Bytes zeroed by one write where the file system supports nothing better.
 const ZEROES: u64 = 1 << 20;
 
 pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, OpenError> {
     let name = || path.display().to_string();
     let image = ImageFile::open_as(path, options.read_only, Kinds::Disks)?;
     let format = match options.format {
-        // Whether this process may give the device commands shows at once.
+        // The test read shows at once whether this process may send commands to the device.
         Some(Format::Raw) if image.namespace.is_some() => image.format().map(|_| None)?,
         Some(Format::Raw) => None,
         Some(Format::Qcow2) => Some(ImageFormat::Qcow2),
         None => image.format()?,
     };
-    // What a guest sees is to be the disk, not the file that holds it.
+    // A guest must see the disk in the image, not the file that holds it.
     if let Some(format) = format {
         return Err(OpenError::Format { path: name(), format });
     }
@@ -42,13 +42,13 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         image.block_size(options.block_size)
         && let Some(format) = image.format()?
     {
-        // Somebody has asked for its bytes, but to make it longer would damage it.
+        // Raw access was requested, but extending the file would damage its format.
         return Err(OpenError::OddFormat { path, size, block_size, format });
     }
     take(image, path, options)
 }
 
-/// The disk that is the bytes of the image.
+/// Creates the disk whose content is the raw bytes of the image.
 pub(super) fn take(
     image: ImageFile,
     path: &Path,
@@ -73,7 +73,7 @@ pub(super) fn take(
             None if is_block => discards(&metadata),
             None => punches(&file, size),
         };
-    // What the file system allocates at once; a power of two on all of them, as far as known.
+    // Allocation unit of the file system; a power of two on all known file systems.
     let cluster = about.map_or(metadata.blksize(), |facts| facts.granularity);
     let cluster = cluster.clamp(u64::from(block_size), 1 << 20) as u32;
     let zeroes = zeroes()?;
@@ -113,7 +113,7 @@ pub(super) fn take(
     })
 }
 
-/// How the disk is synced.
+/// Selects the method of syncing.
 pub(super) fn syncs(namespace: Option<&NamespaceFacts>, direct: Option<Alignment>) -> Syncs {
     match namespace {
         Some(facts) => Syncs::Commands { nsid: facts.nsid },
@@ -121,14 +121,14 @@ pub(super) fn syncs(namespace: Option<&NamespaceFacts>, direct: Option<Alignment
     }
 }
 
-/// Zeroes to write where nothing better works.
+/// Zeroed memory to write where the file system supports nothing better.
 pub(super) fn zeroes() -> Result<SharedBytes, OpenError> {
     let mapping =
         Mapping::anonymous(ZEROES).map_err(|source| OpenError::Memory { bytes: ZEROES, source })?;
     Ok(mapping.bytes())
 }
 
-/// How the system is called; and why by threads, if that was not asked for.
+/// Selects the engine. Also returns the reason for threads if they were not requested.
 pub(super) fn engine(
     aio: Aio,
     uring: impl FnOnce() -> io::Result<()>,
@@ -143,15 +143,16 @@ pub(super) fn engine(
     }
 }
 
-/// Whether the file system can not be asked to fail a read rather than wait for it. It says so
-/// before it looks at anything.
+/// True if the file system does not support `RWF_NOWAIT`. It refuses the flag before it looks at
+/// anything else, so the test read is harmless.
 pub(super) fn waits(file: &File) -> bool {
     let mut room = [0; 512];
     let into = &mut [io::IoSliceMut::new(&mut room)];
     rustix::io::preadv2(file, into, 0, ReadWriteFlags::NOWAIT) == Err(Errno::OPNOTSUPP)
 }
 
-/// Whether the file system can punch holes: tried beyond the end, where there is nothing.
+/// Tests whether the file system can punch holes, beyond the end of the file, where there are no
+/// data.
 fn punches(file: &File, size: u64) -> bool {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::io::retry_on_intr(|| {
@@ -160,9 +161,9 @@ fn punches(file: &File, size: u64) -> bool {
     .is_ok()
 }
 
-/// Whether the block device zeroes ranges by itself, which is what a hole in it is.
+/// True if the block device can zero ranges by itself, which is the equivalent of punching a hole.
 fn discards(metadata: &Metadata) -> bool {
-    // A partition has its queue's limits one directory up.
+    // A partition has the queue limits of its whole disk, one directory up.
     ["queue", "../queue"].iter().any(|queue| {
         attribute(metadata, &format!("{queue}/write_zeroes_max_bytes")).is_some_and(|n| n != "0")
     })

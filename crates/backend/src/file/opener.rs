@@ -1,4 +1,4 @@
-//! Who opens images: this process, or one that may open more than it.
+//! Opening of images by this process, or by a process with more permissions.
 
 use super::namespace::{NamespaceFacts, identify_namespace};
 use rustix::fs::{CWD, Mode, OFlags};
@@ -9,60 +9,61 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// What an image is to be opened for.
+/// Access mode of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// For reading.
+    /// Read-only.
     Read,
-    /// For writing, too.
+    /// Read and write.
     Write,
-    /// The same, of a block device that nobody else uses: neither is a file system on it mounted,
-    /// nor is it part of another device.
+    /// Read and write with `O_EXCL`: fails for a block device that is mounted or part of another
+    /// device.
     WriteAlone,
 }
 
-/// Another process, which opens images for this one.
+/// Another process that opens images for this one.
 pub trait Opener: Send + Sync {
-    /// A descriptor that only names what is at `path` (`O_PATH`).
+    /// Returns a descriptor that only names the file at `path` (`O_PATH`).
     ///
     /// # Errors
-    /// The system's; [`io::ErrorKind::PermissionDenied`] with a reason, if it will not.
+    /// The system's error; [`io::ErrorKind::PermissionDenied`] with a reason if the other process
+    /// refuses.
     fn name(&self, path: &Path) -> io::Result<OwnedFd>;
 
-    /// Opens what a descriptor names, anew: the lock on an image is that of an open file, which
-    /// nobody else may have.
+    /// Opens the file that a descriptor names. The open file description is new, because the image
+    /// lock belongs to it and must not be shared.
     ///
     /// # Errors
-    /// As [`name`](Self::name).
+    /// Like [`name`](Self::name).
     fn open(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<File>;
 
-    /// [What a namespace says](identify_namespace) whose character device a descriptor names: this
-    /// process may not ask devices.
+    /// Reads the [Identify data](identify_namespace) of the namespace whose character device a
+    /// descriptor names, for a process that may not send admin commands.
     ///
     /// # Errors
-    /// As there.
+    /// Like [`identify_namespace`].
     fn identify(&self, named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts>;
 }
 
 static OPENER: OnceLock<Box<dyn Opener>> = OnceLock::new();
 
-/// From now on this one opens the images of this process. The first one counts.
+/// Lets `opener` open the images of this process from now on. Only the first call has an effect.
 pub fn open_images_by(opener: Box<dyn Opener>) {
     let _ = OPENER.set(opener);
 }
 
-/// A descriptor that names what is at `path`; `None` if this process opens it by itself.
+/// Names the file at `path` by the other process; `None` if this process opens images itself.
 pub(super) fn name(path: &Path) -> Option<io::Result<OwnedFd>> {
     OPENER.get().map(|opener| opener.name(path))
 }
 
-/// A descriptor that only names what `file` is, and does not keep it open (`O_PATH`).
+/// Returns an `O_PATH` descriptor of `file`, which does not keep the open file alive.
 pub(super) fn name_of(file: &File) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// What the namespace says whose character device a descriptor names.
+/// Reads the Identify data of the namespace whose character device a descriptor names.
 pub(super) fn identify(named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts> {
     match OPENER.get() {
         Some(opener) => opener.identify(named, written),
@@ -70,11 +71,11 @@ pub(super) fn identify(named: BorrowedFd<'_>, written: bool) -> io::Result<Names
     }
 }
 
-/// Where an image is.
+/// Location of an image.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum At<'a> {
     Path(&'a Path),
-    /// What a descriptor names.
+    /// The file that an `O_PATH` descriptor names.
     Named(BorrowedFd<'a>),
 }
 
@@ -98,10 +99,10 @@ impl At<'_> {
     }
 }
 
-/// Opens the file or the device at `path` as an image is opened.
+/// Opens the image file or device at `path`.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub fn open(path: &Path, access: Access) -> io::Result<File> {
     let mut how = OpenOptions::new();
     how.read(true).write(access != Access::Read);

@@ -1,54 +1,54 @@
-//! How to open a file.
+//! Options for opening a file-backed disk.
 
-/// How to open a file.
+/// Options for opening a file-backed disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileOptions {
-    /// Bytes in a logical block, 512 or 4096; `None` for 512, or a block device's own.
+    /// Logical block size in bytes, 512 or 4096; `None` for 512, or a block device's own.
     pub block_size: Option<u32>,
-    /// Refuse writes, though the file may allow them.
+    /// Refuses writes even if the file allows them.
     pub read_only: bool,
-    /// Whether to bypass the page cache.
+    /// Page cache mode.
     pub direct: Direct,
-    /// How the system is called.
+    /// I/O engine.
     pub aio: Aio,
-    /// What is in the file; `None` to look at its first bytes.
+    /// Image format; `None` to detect it by the first bytes.
     pub format: Option<Format>,
-    /// Whether an image may be the difference to another file, which it names itself.
+    /// Allows an image to have a backing file, which the image itself names.
     pub allow_backing: bool,
 }
 
-/// What is in a file.
+/// Image format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Format {
-    /// The bytes of the disk.
+    /// Raw: the bytes of the file are the disk.
     Raw,
-    /// An image of QEMU's, which the crate `shadowbell-backend-qcow2` opens.
+    /// QEMU qcow2, opened by the crate `shadowbell-backend-qcow2`.
     Qcow2,
 }
 
-/// How the system is called, so that many requests are under way at once.
+/// I/O engine, for many requests in flight at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Aio {
-    /// Through io_uring, or by threads if the system refuses it.
+    /// io_uring, or threads if the system refuses io_uring.
     #[default]
     Auto,
-    /// Through io_uring, or do not open at all.
+    /// io_uring; opening fails without it.
     IoUring,
-    /// By threads: up to 64 for each queue.
+    /// Threads: up to 64 per queue.
     Threads,
 }
 
-/// Whether to bypass the page cache.
+/// Page cache mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Direct {
-    /// If the file system allows it for requests of one logical block.
+    /// Direct I/O if the file system supports it for requests of one logical block.
     #[default]
     Auto,
-    /// Bypass it, or do not open at all.
+    /// Direct I/O; opening fails without it.
     On,
-    /// Use it.
+    /// Page cache.
     Off,
 }

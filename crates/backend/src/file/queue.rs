@@ -1,4 +1,4 @@
-//! One thread's queue on a file.
+//! Queue of one thread on a file-backed disk.
 
 use super::flusher::Asker;
 use super::ranges::Entered;
@@ -17,37 +17,37 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Bounce buffers that a queue has at most; requests that find none wait for one.
+/// Maximum bounce buffers per queue; further requests wait for a free one.
 const BOUNCES: usize = 32;
-/// The list of requests that wait.
+/// Number of the list of waiting requests.
 const WAITING: u32 = 0;
 
 pub(super) struct FileQueue {
     ring: Ring<Task>,
-    /// Behind the ring: when it is gone, so is what was under way.
+    /// Must be declared after the ring: dropping the ring first ends all requests in flight.
     entered: Entered,
     shared: Arc<FileShared>,
     by_tag: TagIndex<Key>,
-    /// The slots of requests that wait for room in the ring or for a bounce buffer, in order.
+    /// Slots of requests that wait for room in the ring or for a bounce buffer, in order.
     waiting: Lists,
-    /// Requests that were cancelled while they waited, until they are reaped.
+    /// Requests that were cancelled while they waited, until `reap` returns them.
     cancelled: Vec<Key>,
-    /// Bounce buffers that are free. They are made when they are first needed.
+    /// Free bounce buffers, allocated at their first use.
     bounces: Vec<SharedBytes>,
     bounces_made: usize,
-    /// Completions on their way, kept for its room.
+    /// Scratch buffer for completions, kept to avoid allocations.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
-    /// Syncs that the flusher was asked for, and turns that are waited for, which have no answer
-    /// yet or only just.
+    /// Requests that wait for the flusher or for their turn at a range, and whose answer has not
+    /// been processed.
     asked: usize,
     asker: Arc<Asker>,
 }
 
 impl FileQueue {
     pub(super) fn new(shared: Arc<FileShared>) -> io::Result<Self> {
-        // One is there from the start (its pages come with its first use), so that a
-        // request that waits for a bounce buffer waits for one that has one.
+        // One bounce buffer exists from the start (its pages are allocated at the first use), so
+        // that a waiting request always waits for a request that has a buffer.
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
         let (file, direct) = (Arc::clone(&shared.file), shared.direct.is_some());
         let ring = match &shared.namespace {
@@ -76,15 +76,15 @@ impl FileQueue {
         })
     }
 
-    /// Has the wake descriptor readable when `fd` is, too. Of io_uring only.
+    /// Makes the wake descriptor readable while `fd` is. io_uring only.
     pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.ring.watch(fd)
     }
 
-    /// Prepares the task's next call. `false` if it has to wait for something.
+    /// Prepares the task's next call. Returns false if the task has to wait for a resource.
     fn start(&mut self, key: Key) -> bool {
         if self.ring.get(key).is_none_or(|(task, ..)| task.cancelled) {
-            return true; // cancelled while it waited: nothing to wait for
+            return true; // cancelled while waiting
         }
         if !self.ring.has_room() || !self.equip(key) {
             return false;
@@ -100,8 +100,8 @@ impl FileQueue {
         self.ring.prepare(key, next.call, next.skip, next.offset, next.len)
     }
 
-    /// Sees to it that the task has the buffer of the queue's that its stage needs, filled if the
-    /// piece is to be written. `false` if there is none now.
+    /// Gives the task the queue buffer that its stage needs, filled if the piece is to be written.
+    /// Returns false if none is free.
     fn equip(&mut self, key: Key) -> bool {
         let Some((task, data, own)) = self.ring.get(key) else {
             return true;
@@ -141,7 +141,8 @@ impl FileQueue {
 }
 
 impl FileQueue {
-    /// The pending request with this tag. Many are cancelled at once, so it is not searched for.
+    /// Finds the pending request with this tag in constant time, because a host may cancel many at
+    /// once.
     fn find(&mut self, tag: u32) -> Option<Key> {
         let Ok(indexed) = self.by_tag.get(tag) else {
             return self.ring.tasks().find(|(_, task)| task.tag == tag).map(|(key, _)| key);
@@ -150,13 +151,13 @@ impl FileQueue {
         self.ring.get(key).is_some_and(|(task, ..)| task.tag == tag).then_some(key)
     }
 
-    /// Starts what waits, as far as there is room.
+    /// Starts waiting requests while there is room.
     fn start_waiting(&mut self) {
         while let Some(slot) = self.waiting.first(WAITING) {
             if let Some(key) = self.ring.key(slot)
                 && !self.start(key)
             {
-                // The submission queue may be all that is full.
+                // The submission queue may be the only full resource.
                 self.ring.submit();
                 if !self.start(key) {
                     return;
@@ -166,7 +167,7 @@ impl FileQueue {
         }
     }
 
-    /// Begins with a task whose turn it is.
+    /// Starts a task whose range is free.
     fn begin(&mut self, key: Key) {
         if !self.waiting.is_empty(WAITING) || !self.start(key) {
             self.waiting.push_back(WAITING, key.index());
@@ -175,7 +176,8 @@ impl FileQueue {
         }
     }
 
-    /// Makes a write at once, if this thread is to. The result, if it has ended with that.
+    /// Executes a write inline if the thread's policy allows it. Returns the result if that ends
+    /// the request.
     fn write_here(&mut self, key: Key) -> Option<Result<(), DiskError>> {
         let (task, ..) = self.ring.get(key)?;
         if task.stage != Stage::Straight || !matches!(task.op(), Op::Write { .. }) {
@@ -186,7 +188,7 @@ impl FileQueue {
         self.advance(key, moved)
     }
 
-    /// Goes on with a task whose call has ended. The result, if the request has ended with it.
+    /// Continues a task whose call has ended. Returns the result if the request has ended.
     fn advance(&mut self, key: Key, result: i32) -> Option<Result<(), DiskError>> {
         let shared = Arc::clone(&self.shared);
         let (task, data, own) = self.ring.get(key)?;
@@ -218,7 +220,7 @@ impl FileQueue {
             }
             Step::Call | Step::Piece => {
                 if !self.start(key) {
-                    // Ahead of those that have not begun.
+                    // Before requests that have not started.
                     self.waiting.push_front(WAITING, key.index());
                 }
                 None
@@ -226,7 +228,7 @@ impl FileQueue {
         }
     }
 
-    /// Hands an ended request back.
+    /// Returns an ended request to the caller.
     fn finish(
         &mut self,
         key: Key,
@@ -286,7 +288,7 @@ impl Queue for FileQueue {
             self.ring.quieten();
         }
         self.ring.collect(&mut completions);
-        // Only now: what is answered from here on makes the descriptor readable again.
+        // After `quieten`, so that a later answer makes the descriptor readable again.
         if self.asked != 0 {
             let before = completions.len();
             self.asker.take(&mut completions);
@@ -314,7 +316,7 @@ impl Queue for FileQueue {
             self.ring.cancel(key);
         } else {
             self.waiting.remove(key.index());
-            // It ends in `reap`: the wake descriptor makes the caller call it.
+            // The request ends in `reap`; the wake descriptor makes the caller call it.
             if self.cancelled.is_empty() {
                 self.ring.wake();
             }

@@ -1,20 +1,19 @@
-//! Who reads and writes which bytes of a file, so that blocks stay whole.
+//! Range locks on a file, which keep its blocks whole under concurrent requests.
 //!
-//! A controller promises that a logical block is written and read as one (NVM Command Set 1.1,
-//! 2.1.4.2: AWUN is at least one block). A storage device does that for its own blocks. The page
-//! cache does not: ext4 and most others read a page without any lock while it is written (XFS has
-//! one), and a transfer that ends short is continued after others. And a block of several sectors
-//! of the device is several to it.
+//! A controller promises that a logical block is read and written atomically (NVM Command Set 1.1,
+//! 2.1.4.2: AWUN is at least one block). A storage device guarantees that for its own blocks. The
+//! page cache does not: ext4 and most other file systems read a page without a lock while it is
+//! written (XFS has one), and a short transfer is continued after other requests. A block of
+//! several device sectors is not atomic for the device either.
 //!
-//! So each request that reads or writes enters its range, and one that overlaps with an earlier one
-//! waits until that has left, unless both read. They have their turns in the order in which they
-//! came, whatever queues they are of. Where no request meets another, all that is spent is a place
-//! in a short list.
+//! Therefore each request that reads or writes enters its range, and a request that overlaps an
+//! earlier one waits until that one has left, unless both read. Overlapping requests of all queues
+//! run in the order of their arrival. Without overlap, the cost is an entry in a short list.
 //!
-//! The lists are by place in the file. A range that lies in several of them is entered in all, and
-//! only one at a time of such ranges; the order in one list is then never against that in another,
-//! and so nobody waits in a circle. Of two that overlap, the later waits in the list of the first
-//! byte that they share.
+//! Lists are selected by position in the file. A range that spans several lists enters all of them,
+//! one such range at a time, so that the order is the same in all lists and no deadlock is
+//! possible. Of two overlapping ranges, the later one waits in the list of the first byte that they
+//! share.
 
 use super::flusher::Asker;
 use crate::request::{Op, Request};
@@ -24,17 +23,17 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Bytes of the file from one list to the next: long requests are in few of them.
+/// Bytes of the file per list: large, so that long requests span few lists.
 const UNIT: u64 = 64 << 10;
-/// How many lists there are; what is farther apart shares them.
+/// Number of lists; positions share them modulo this number.
 const LISTS: u64 = 64;
-/// Who waits has gone.
+/// Flag in [`Waiting::before`]: the waiting request has left.
 const GONE: usize = 1 << (usize::BITS - 1);
 
-/// The ranges of a file that are read and written.
+/// Range locks of a file.
 pub(super) struct Ranges {
     lists: [List; LISTS as usize],
-    /// Locked while a range is entered in several lists.
+    /// Held while a range enters several lists.
     wide: Mutex<()>,
 }
 
@@ -44,7 +43,7 @@ impl Default for Ranges {
     }
 }
 
-/// Those with a part in the same place, the earliest first. Alone in its line.
+/// Ranges in one list, the earliest first. Aligned to a cache line of its own.
 #[derive(Default)]
 #[repr(align(64))]
 struct List(Mutex<Vec<Entry>>);
@@ -56,23 +55,23 @@ struct Entry {
     writes: bool,
     key: Key,
     of: Arc<Asker>,
-    /// There were others before it.
+    /// Set if earlier overlapping ranges exist.
     waiting: Option<Arc<Waiting>>,
 }
 
-/// Someone who waits.
+/// Wait state of a range.
 struct Waiting {
-    /// How many it waits for; and one, until it is entered everywhere.
+    /// Number of ranges it waits for, plus one until it has entered all lists.
     before: AtomicUsize,
 }
 
 impl Waiting {
-    /// One that it has waited for has left. Whether it was the last.
+    /// Counts down for one range that has left. Returns true for the last one.
     fn one_less(&self) -> bool {
         self.before.fetch_sub(1, AcqRel) == 1
     }
 
-    /// It does not wait any longer. Whether it did.
+    /// Ends the wait. Returns true if the range was still waiting.
     fn give_up(&self) -> bool {
         self.before.fetch_or(GONE, AcqRel) & !GONE != 0
     }
@@ -83,16 +82,16 @@ impl Entry {
         let writes = match request.op {
             Op::Read | Op::Compare => false,
             Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard => true,
-            // What is there does not matter to them.
+            // Flush and Verify do not depend on the content of a block.
             Op::Flush | Op::Verify => return None,
-            // Refused.
+            // Refused before they reach the file.
             Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => return None,
         };
         let (start, end) = (request.offset, request.offset.checked_add(request.len)?);
         (start < end).then(|| Self { start, end, writes, key, of: Arc::clone(of), waiting: None })
     }
 
-    /// Whether the later of the two waits for the other in this list.
+    /// True if the later of the two ranges waits for the other one in this list.
     fn meets(&self, other: &Self, list: u64) -> bool {
         let first = self.start.max(other.start);
         first < self.end.min(other.end)
@@ -100,7 +99,7 @@ impl Entry {
             && first / UNIT % LISTS == list
     }
 
-    /// The first of the units that it is in, and how many of them have a list of their own.
+    /// First unit of the range, and the number of units with a list of their own.
     fn units(&self) -> (u64, u64) {
         let first = self.start / UNIT;
         (first, ((self.end - 1) / UNIT - first + 1).min(LISTS))
@@ -116,7 +115,8 @@ impl Ranges {
         &self.lists[(list % LISTS) as usize].0
     }
 
-    /// Enters a request. False: it has to wait, and `of` gets an answer when it need not any more.
+    /// Enters a request. Returns false if it has to wait; `of` then receives an answer when it may
+    /// start.
     pub(super) fn enter(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
         let Some(mut entry) = Entry::new(request, key, of) else { return true };
         let (first, count) = entry.units();
@@ -139,12 +139,12 @@ impl Ranges {
         entries.push(entry.clone());
     }
 
-    /// The request has ended. Whether it has waited until now, and so gets no answer.
+    /// Removes an ended request. Returns true if it was still waiting, and so receives no answer.
     pub(super) fn leave(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
         let Some(entry) = Entry::new(request, key, of) else { return false };
         let (first, count) = entry.units();
         let left = (first..first + count).map(|unit| self.leave_list(unit % LISTS, key, of));
-        // In each of the lists.
+        // Without short-circuit, so that the range leaves every list.
         left.fold(false, |has_waited, waited| has_waited | waited)
     }
 
@@ -152,7 +152,7 @@ impl Ranges {
         let mut entries = self.list(list).lock();
         let Some(at) = entries.iter().position(|entry| entry.is(key, of)) else { return false };
         let gone = entries.remove(at);
-        // Those before it have not waited for it, though it may have for them.
+        // Entries before it did not wait for it, although it may have waited for them.
         for later in entries.iter().skip(at).filter(|later| later.meets(&gone, list)) {
             if later.waiting.as_ref().is_some_and(|waiting| waiting.one_less()) {
                 later.of.answer(later.key, 0);
@@ -161,7 +161,7 @@ impl Ranges {
         gone.waiting.is_some_and(|waiting| waiting.give_up())
     }
 
-    /// All requests of a queue that is gone have ended.
+    /// Removes all requests of a dropped queue.
     fn leave_all(&self, of: &Arc<Asker>) {
         for list in 0..LISTS {
             let theirs: Vec<_> = {
@@ -182,24 +182,25 @@ impl std::fmt::Debug for Ranges {
     }
 }
 
-/// What a queue has entered, which leaves with it.
+/// Ranges entered by one queue; dropping it removes them.
 pub(super) struct Entered {
     ranges: Option<Arc<Ranges>>,
     of: Arc<Asker>,
 }
 
 impl Entered {
-    /// Of a file whose blocks stay whole by themselves, without ranges.
+    /// Creates the tracking of a queue; `ranges` is `None` for a file that keeps its blocks whole
+    /// itself.
     pub(super) fn new(ranges: Option<Arc<Ranges>>, of: &Arc<Asker>) -> Self {
         Self { ranges, of: Arc::clone(of) }
     }
 
-    /// As [`Ranges::enter`].
+    /// Enters a request, see [`Ranges::enter`].
     pub(super) fn enter(&self, request: &Request, key: Key) -> bool {
         self.ranges.as_ref().is_none_or(|ranges| ranges.enter(request, key, &self.of))
     }
 
-    /// As [`Ranges::leave`].
+    /// Removes an ended request, see [`Ranges::leave`].
     pub(super) fn leave(&self, request: &Request, key: Key) -> bool {
         self.ranges.as_ref().is_some_and(|ranges| ranges.leave(request, key, &self.of))
     }
@@ -218,7 +219,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A queue, as far as ranges have to do with one.
+    /// Stand-in for a queue: its receiver of answers.
     struct Queue(Arc<Asker>);
 
     impl Queue {
@@ -226,7 +227,7 @@ mod tests {
             Self(Asker::new(crate::sys::Waker::none()))
         }
 
-        /// The keys of those whose turn has come since this was last asked.
+        /// Keys of the requests that may have started since the last call.
         fn answers(&self) -> Vec<Key> {
             let mut answers = Vec::new();
             self.0.take(&mut answers);
@@ -289,15 +290,15 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes: those that have their turn do not overlap, unless both read;
-        /// and when those have gone that have, somebody else has a turn.
+        /// For any sequence of requests: running requests do not overlap unless both read, and when
+        /// all running requests have left, a waiting one may start.
         #[test]
         fn nobody_meets_and_nobody_waits_for_ever(
             steps in prop::collection::vec(
                 (any::<bool>(), 0..80u64, 1..80u64, 0..16usize, any::<bool>()), 1..200),
         ) {
             let (ranges, queue) = (Ranges::default(), Queue::new());
-            // Key, request, and whether it has its turn; in the order in which they came.
+            // Key, request, and whether it may run, in order of arrival.
             let mut there: Vec<(Key, Request, bool)> = Vec::new();
             let overlap = |a: &Request, b: &Request| {
                 (a.op == WRITE || b.op == WRITE)
@@ -307,7 +308,7 @@ mod tests {
             for (writes, start, len, which, comes) in steps {
                 if comes || there.is_empty() {
                     let op = if writes { WRITE } else { READ };
-                    // Most of them in one or two lists, and some in all.
+                    // Most requests span one or two lists, and some span all.
                     let request = request(op, start * UNIT / 4, len * UNIT / 4);
                     let key = Key::of(next, 0);
                     next += 1;
@@ -324,7 +325,7 @@ mod tests {
                     let is_free = there[..at].iter().all(|(_, other, _)| !overlap(other, &request));
                     if is_free && !has_turn {
                         let answer = answers.iter().position(|answer| *answer == key);
-                        prop_assert!(answer.is_some(), "it waits, and nobody is before it");
+                        prop_assert!(answer.is_some(), "it waits, although no request is before it");
                         answers.remove(answer.unwrap_or_default());
                         there[at].2 = true;
                     }

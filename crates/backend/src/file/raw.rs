@@ -1,9 +1,8 @@
-//! The file of a raw disk, for who makes the calls on it by an io_uring of his own: one that knows
-//! memory which this process can not reach, as the kernel's for a request of a block device.
+//! Raw file access for callers with an io_uring of their own, which works on memory that this
+//! process cannot map, such as the kernel's buffers of a block device request.
 //!
-//! What a call means is for a [`Task`] to say, as in a queue of the disk: a transfer that ends
-//! short goes on, a read beyond an end that has moved is an error, and what found no room is
-//! remembered.
+//! [`Task`] interprets the results as in a queue of the disk: a short transfer is continued, a read
+//! beyond a moved end is an error, and a full disk is recorded.
 
 use super::atom::Atom;
 use super::shared::{Alignment, FileShared};
@@ -15,45 +14,44 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// The file or block device that a raw disk is: byte for byte, with the page cache bypassed. It is
-/// open, and locked, as long as this is there.
+/// File or block device that holds the bytes of a raw disk unchanged, opened for direct I/O. The
+/// file stays open and locked as long as this value lives.
 #[derive(Clone, Debug)]
 pub struct RawFile {
     shared: Arc<FileShared>,
     align: Alignment,
 }
 
-/// A call to make: a read or a write of the file from `offset`, with the request's memory from
-/// `skip` on.
+/// Read or write call to make: on the file from `offset`, on the request's memory from `skip`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawCall {
-    /// It writes. It reads if not.
+    /// True for a write, false for a read.
     pub writes: bool,
-    /// What is written is to be on stable storage when the call ends (`RWF_DSYNC`).
+    /// The data must be on stable storage when the call ends (`RWF_DSYNC`).
     pub dsync: bool,
-    /// Where in the request's memory, in bytes.
+    /// Offset in the request's memory, in bytes.
     pub skip: u64,
-    /// Where in the file, in bytes.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// How many bytes. Fewer may be moved.
+    /// Length in bytes. The call may transfer fewer.
     pub len: u64,
 }
 
-/// What comes after a call.
+/// Next step of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RawStep {
-    /// Another call, which [`RawTransfer::call`] describes.
+    /// Make the call that [`RawTransfer::call`] describes.
     Call,
     /// The request has ended.
     End(Result<(), DiskError>),
-    /// The storage can not work on this memory. The request may be carried out as a whole by a
+    /// The storage cannot access this memory. The caller may submit the whole request to a
     /// [`Queue`](crate::Queue) of the disk, with other memory.
     Refused,
 }
 
 impl RawFile {
-    /// That of a disk, if calls on it need nothing of what a queue has: no turns at blocks that are
-    /// longer than the device's, no memory that is aligned, no commands, and no threads.
+    /// Returns the file of a disk whose calls need nothing that only a queue provides: range locks
+    /// for blocks longer than the device's, aligned bounce buffers, NVMe commands, or threads.
     pub(super) fn of(shared: &Arc<FileShared>) -> Option<Self> {
         #[cfg(feature = "scripted")]
         if shared.script.is_some() {
@@ -62,23 +60,23 @@ impl RawFile {
         let is_plain = shared.engine == EngineKind::Uring
             && shared.namespace.is_none()
             && shared.ranges.is_none()
-            // The system takes such a write from one piece of this process's memory only.
+            // The kernel accepts an atomic write only from one piece of this process's memory.
             && shared.atom != Atom::Asked;
         let align = shared.direct.filter(|_| is_plain)?;
         Some(Self { shared: Arc::clone(shared), align })
     }
 
-    /// What calls ask for. Where the memory of a request is not like that, the call may be
+    /// Alignment that calls require. A call on memory without it may be
     /// [refused](RawStep::Refused).
     #[must_use]
     pub fn alignment(&self) -> Alignment {
         self.align
     }
 
-    /// Begins with a read or a write, whose memory is as long as it is.
+    /// Starts a read or write whose memory is as long as the request.
     ///
     /// # Errors
-    /// What the request has come to, if there is nothing to call.
+    /// The result of the request, if no call is necessary.
     pub fn begin(&self, request: &Request) -> Result<RawTransfer, Result<(), DiskError>> {
         let info = &self.shared.info;
         let (begin, len) = (request.offset, request.len);
@@ -92,7 +90,7 @@ impl RawFile {
             Op::Write { .. } => {}
             _ => return Err(Err(DiskError::Unsupported)),
         }
-        // Of memory that is not ours there is no list.
+        // The memory is not mapped here, so there are no segments to list.
         Ok(RawTransfer(Task::new(0, request, &Segments::new(), &self.shared)?))
     }
 }
@@ -104,12 +102,12 @@ impl AsFd for RawFile {
     }
 }
 
-/// A read or a write on its way.
+/// A read or write in flight.
 #[derive(Debug)]
 pub struct RawTransfer(Task);
 
 impl RawTransfer {
-    /// The call to make.
+    /// The call to make next.
     #[must_use]
     pub fn call(&self) -> Option<RawCall> {
         let next = self.0.call()?;
@@ -127,7 +125,7 @@ impl RawTransfer {
         })
     }
 
-    /// The call has ended: with so many bytes, or a negative error number.
+    /// Processes the result of a call: the transferred bytes, or a negative error number.
     pub fn ended(&mut self, result: i32, file: &RawFile) -> RawStep {
         let step = self.0.outcome(result, &file.shared);
         if matches!(self.0.stage, Stage::Bounced { .. }) {
@@ -145,7 +143,7 @@ impl RawTransfer {
         }
     }
 
-    /// The request takes too long: a call that ends early from here on has ended it, too.
+    /// Cancels the request: a call that ends early from now on ends the request.
     pub fn cancel(&mut self) {
         self.0.cancelled = true;
     }
@@ -163,7 +161,7 @@ mod tests {
     const BLOCK: u64 = 512;
     const ALIGN: Alignment = Alignment { memory: 4, offset: 512 };
 
-    /// A file whose page cache would be bypassed; none of these calls is made.
+    /// A file marked for direct I/O; no calls are made on it.
     fn direct(blocks: u64) -> FileShared {
         let file = memfd(blocks * BLOCK);
         FileShared { direct: Some(ALIGN), regular: true, ..shared(file, blocks * BLOCK) }
@@ -223,7 +221,7 @@ mod tests {
         let file = disk(direct(4)).raw_file().unwrap();
         let mut moving = file.begin(&read(1..4)).unwrap();
         assert_eq!(moving.ended(-libc::EINTR, &file), RawStep::Call);
-        // What direct I/O can not go on from does not count.
+        // Direct I/O cannot continue at an unaligned offset, so the unaligned part does not count.
         assert_eq!(moving.ended(BLOCK as i32 + 100, &file), RawStep::Call);
         let call = moving.call().unwrap();
         assert_eq!((call.skip, call.offset, call.len), (BLOCK, 2 * BLOCK, 2 * BLOCK));
@@ -249,7 +247,7 @@ mod tests {
         assert_eq!(moving.ended(BLOCK as i32, &file), RawStep::Call, "up to the end");
         let gone = Err(DiskError::OutOfRange);
         assert_eq!(moving.ended(0, &file), RawStep::End(gone));
-        // From here on for everybody, even if it grows back.
+        // The lost end applies to all later requests, even if the file grows back.
         truncate(4);
         assert!(matches!(file.begin(&read(3..4)), Err(Err(DiskError::OutOfRange))));
         assert!(file.begin(&write(false)).is_ok());

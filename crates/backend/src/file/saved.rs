@@ -1,8 +1,8 @@
-//! A file disk on its way to another process.
+//! Transfer of a file-backed disk to another process.
 //!
-//! What goes there is the open file itself, and with it the lock: at no time can anybody else have
-//! it. Nothing is found out anew, so it takes no time; and what was noticed under load (that data
-//! are lost, that the file shrank) stays noticed.
+//! The open file itself is passed, and the lock with it, so that no third process can take the lock
+//! in between. No probing is repeated, so the transfer is fast. Recorded states (lost data, a
+//! truncated file) are passed too.
 
 use super::atom::Atom;
 use super::flusher::Flusher;
@@ -31,12 +31,13 @@ struct SavedFile {
     no_zero_range: bool,
     no_punch: bool,
     lost: i32,
-    /// Its file is the character device of this.
+    /// Identify data, if the file is an NVMe generic character device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     namespace: Option<NamespaceFacts>,
 }
 
-/// What is around the state of a namespace: a release that knows none takes it for no file.
+/// Key around the state of a namespace, so that a release without namespace support does not take
+/// it for a file.
 const NAMESPACE: &str = "namespace";
 
 pub(super) fn save(shared: &FileShared, fds: &mut Descriptors) -> io::Result<serde_json::Value> {
@@ -79,7 +80,7 @@ pub(super) fn adopt(
         None => Atom::of_file(&file, &metadata, !saved.regular, direct, size),
     };
     Ok(FileShared {
-        // The lock is shared until the one that had it is gone.
+        // The lock is shared until the process that passed it has ended.
         hold: Hold::new(&file, &flusher, true),
         flusher,
         file,

@@ -1,12 +1,11 @@
-//! When the calls on a file end, and how: what a test says in place of threads. For the fuzz
-//! targets; nothing else may use it.
+//! Test script that ends the calls on a file, in place of threads. Only for fuzz targets.
 
 use super::flusher::Flusher;
 use crate::sys::{End, Ring, ThreadsShared};
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// The calls and syncs of a disk that [`FileDisk::scripted`](super::FileDisk::scripted) has opened.
+/// Calls and syncs of a disk opened by [`FileDisk::scripted`](super::FileDisk::scripted).
 #[derive(Clone)]
 pub struct Script {
     queues: Arc<Mutex<Vec<Arc<ThreadsShared>>>>,
@@ -25,19 +24,19 @@ impl Script {
         Self { queues: Arc::default(), flusher }
     }
 
-    /// Takes the calls of a ring.
+    /// Takes control of the calls of a ring.
     pub(super) fn adopt<T>(&self, mut ring: Ring<T>) -> Ring<T> {
         self.queues.lock().extend(ring.set_by_hand());
         ring
     }
 
-    /// How many calls of a queue wait for their end. Queues are counted as they are opened.
+    /// Number of pending calls of a queue. Queues are numbered in the order of opening.
     #[must_use]
     pub fn waiting(&self, queue: usize) -> usize {
         self.queues.lock().get(queue).map_or(0, |calls| calls.waiting())
     }
 
-    /// Ends the `n`th call of a queue that waits, if there are so many.
+    /// Ends the `n`th pending call of a queue, if it exists.
     pub fn end(&self, queue: usize, n: usize, how: End) {
         let calls = self.queues.lock().get(queue).map(Arc::clone);
         if let Some(calls) = calls {
@@ -45,13 +44,13 @@ impl Script {
         }
     }
 
-    /// Begins a sync, if somebody has asked for one and none is under way. Whether it has begun.
+    /// Starts a sync, if one was requested and none is in flight. Returns true if it started.
     #[must_use]
     pub fn begin_sync(&self) -> bool {
         self.flusher.begin_by_hand()
     }
 
-    /// Ends the sync that is under way, with 0 or a negative error number. Whether there was one.
+    /// Ends the sync in flight with 0 or a negative error number. Returns false if there was none.
     pub fn end_sync(&self, result: i32) -> bool {
         self.flusher.end_by_hand(result)
     }

@@ -1,4 +1,4 @@
-//! What all queues of a file disk share.
+//! State shared by all queues of a file-backed disk.
 
 use super::atom::Atom;
 use super::flusher::Flusher;
@@ -18,57 +18,58 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What all queues of a disk share; read by every request, written when something goes wrong.
+/// State shared by all queues of a disk; read by every request, written only after failures.
 #[derive(Debug)]
 pub(super) struct FileShared {
     pub(super) file: Arc<File>,
     pub(super) info: DiskInfo,
-    /// The alignments of direct I/O; `None` if the page cache is used.
+    /// Alignment of direct I/O; `None` if the page cache is used.
     pub(super) direct: Option<Alignment>,
     pub(super) engine: EngineKind,
-    /// Why it is threads, though they were not asked for.
+    /// Reason for the threads engine, if it was not requested.
     pub(super) no_uring: Option<String>,
-    /// It can not be asked to fail rather than wait.
+    /// The file system does not support `RWF_NOWAIT`.
     pub(super) waits: bool,
-    /// The file is the character device of this.
+    /// Identify data, if the file is an NVMe generic character device.
     pub(super) namespace: Option<NamespaceFacts>,
     /// The file is a regular one, whose end can move.
     pub(super) regular: bool,
-    /// The end of what can still be read, in bytes; less than the disk once it shrank.
+    /// End of the readable bytes; less than the disk size after a truncation.
     pub(super) end: AtomicU64,
-    /// Its syncs.
+    /// Serializes the syncs.
     pub(super) flusher: Arc<Flusher>,
-    /// The file system has no way to zero a range and keep its blocks.
+    /// The file system cannot zero a range and keep its blocks.
     pub(super) no_zero_range: AtomicBool,
-    /// The file system has no way to punch a hole.
+    /// The file system cannot punch a hole.
     pub(super) no_punch: AtomicBool,
-    /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it
-    /// has been taken since.
+    /// Byte of the disk that was last refused for lack of space, plus one; 0 if none, or if it was
+    /// written since.
     pub(super) full: AtomicU64,
-    /// What keeps a block whole when the power goes.
+    /// Power-fail atomicity of blocks.
     pub(super) atom: Atom,
-    /// What is read and written now, if blocks do not stay whole by themselves.
+    /// Range locks, if neither file system nor device keeps blocks whole.
     pub(super) ranges: Option<Arc<Ranges>>,
-    /// What it has together with the same disk in another size.
+    /// State shared with resized versions of the disk.
     pub(super) hold: Arc<Hold>,
-    /// Zeroes to write where nothing better works. Never written, so they take no memory.
+    /// Zeroed memory to write where the file system supports nothing better. Never written, so it
+    /// uses no physical memory.
     pub(super) zeroes: SharedBytes,
-    /// A test says how calls end.
+    /// Test script that ends the calls.
     #[cfg(feature = "scripted")]
     pub(super) script: Option<super::script::Script>,
 }
 
-/// What direct I/O asks for, in bytes, powers of two.
+/// Alignment of direct I/O, in bytes, powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Alignment {
-    /// Of addresses in memory.
+    /// Alignment of memory addresses.
     pub memory: usize,
-    /// Of offsets and lengths.
+    /// Alignment of offsets and lengths.
     pub offset: usize,
 }
 
-/// The lock of an image and the thread of its syncs: of a disk, and of the same one in another
-/// size. Both go with the last of them.
+/// Image lock and sync thread, shared by a disk and its resized versions. Both end with the last of
+/// them.
 #[derive(Debug)]
 pub(super) struct Hold {
     file: Arc<File>,
@@ -77,8 +78,8 @@ pub(super) struct Hold {
     pub(super) lock_is_shared: AtomicBool,
 }
 
-/// What keeps blocks of so many bytes whole, if it is needed: with direct I/O the device does, if
-/// they are its own.
+/// Creates the range locks for blocks of `block_size` bytes, if needed: with direct I/O, the device
+/// keeps a block whole that is no longer than its own.
 pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<Ranges>> {
     let is_whole = direct.is_some_and(|align| align.offset >= block_size as usize);
     (!is_whole).then(Arc::default)
@@ -101,18 +102,18 @@ impl Drop for Hold {
 }
 
 impl FileShared {
-    /// Bytes of the file, as of now.
+    /// Current size of the file in bytes.
     pub(super) fn size(&self) -> io::Result<u64> {
         if self.namespace.is_some() {
             let named = opener::name_of(&self.file)?;
             return Ok(opener::identify(named.as_fd(), false)?.bytes());
         }
-        // The end of a block device is found by seeking; nothing else uses the position.
+        // Seeking finds the end of a block device; nothing else uses the file position.
         (&*self.file).seek(SeekFrom::End(0))
     }
 
-    /// The same disk as `info` has it, which differs in its size, or in whether it takes writes.
-    /// `end` is that of the file.
+    /// Copies the state for a disk with another size or write protection (`info`). `end` is the end
+    /// of the file.
     pub(super) fn resized(&self, info: DiskInfo, end: u64) -> Self {
         let copy = |flag: &AtomicBool| AtomicBool::new(flag.load(Ordering::Relaxed));
         Self {
@@ -138,36 +139,36 @@ impl FileShared {
         }
     }
 
-    /// Whether everything up to `end` is still there, as far as it was noticed.
+    /// True if all bytes up to `end` exist, as far as a truncation was detected.
     #[inline]
     pub(super) fn reaches(&self, end: u64) -> bool {
         end <= self.end.load(Ordering::Relaxed)
     }
 
-    /// The file was seen to end at `now`. Whether it is shorter than the disk, or was.
+    /// Records that the file ends at `now`. Returns true if it is, or was, shorter than the disk.
     pub(super) fn ends_at(&self, now: u64) -> bool {
         if !self.regular {
             return false;
         }
-        // Written only if it changes: every request of every thread reads it.
+        // Stored only on a change, because every request of every thread reads it.
         if now < self.end.load(Ordering::Relaxed) {
             self.end.fetch_min(now, Ordering::Relaxed);
         }
         !self.reaches(self.info.bytes())
     }
 
-    /// Looks where the file ends, for who has just had an answer from its storage: a file system
-    /// may ask somebody else for that. As [`ends_at`](Self::ends_at).
+    /// Reads the file size and calls [`ends_at`](Self::ends_at). May only be called right after the
+    /// storage has answered, because a remote file system may block.
     pub(super) fn has_shrunk(&self) -> bool {
-        // A file whose size can not be had has not become shorter: its storage is gone.
+        // A file whose size cannot be read is unavailable, not shorter.
         self.regular && self.file.metadata().is_ok_and(|about| self.ends_at(about.len()))
     }
 
-    /// Remembers where there was no room, until the same place is written with success. Only that
-    /// shows that there is room again: a write elsewhere may be to blocks that the file has.
+    /// Records where a write found no space, until the same position is written successfully. A
+    /// successful write elsewhere proves nothing, because its blocks may have been allocated
+    /// already.
     pub(super) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
-        // What was written before the end of a flush had no place of its own, and counts as the
-        // end.
+        // A failed flush has no position of its own, so it counts as the end of the disk.
         let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
         match result {
             Err(DiskError::NoSpace) => self.full.store(at + 1, Ordering::Relaxed),
@@ -186,7 +187,7 @@ impl FileShared {
         }
     }
 
-    /// Why nothing can be said of what was written, if nothing can.
+    /// Error of a flush after lost data, if any.
     pub(super) fn unsynced(&self) -> Option<DiskError> {
         match self.flusher.lost() {
             0 => None,
@@ -194,10 +195,11 @@ impl FileShared {
         }
     }
 
-    /// What a failed call means for the request.
+    /// Converts the error number of a failed call.
     pub(super) fn error(&self, errno: i32) -> DiskError {
         match errno {
-            // A file larger than the process or the file system may write is a full disk, too.
+            // `EFBIG`, a file beyond the limit of the process or the file system, counts as a full
+            // disk.
             libc::ENOSPC | libc::EDQUOT | libc::EFBIG => DiskError::NoSpace,
             libc::ECANCELED => DiskError::Cancelled,
             status if status >= NVME_STATUS => {
@@ -208,8 +210,8 @@ impl FileShared {
     }
 }
 
-/// What a device has answered, or the system in its place, which may be worth another attempt: the
-/// device was reset, or is not ready yet.
+/// True for errors that may pass, so that a retry is worthwhile: interruption, or a device that was
+/// reset or is not ready.
 pub(super) fn is_passing(errno: i32) -> bool {
     if errno < NVME_STATUS {
         return matches!(errno, libc::EINTR | libc::EAGAIN);
@@ -218,19 +220,19 @@ pub(super) fn is_passing(errno: i32) -> bool {
     !status.dnr() && (is_systems(status) || status.code() == Status::NAMESPACE_NOT_READY)
 }
 
-/// Whether it is the system that says so, which has no answer of the device.
+/// True if the kernel generated the status because the device sent none.
 fn is_systems(status: Status) -> bool {
     status.code_type() == StatusCodeType::Path && status.bits() & 0xf0 == 0x70
 }
 
-/// What the status of a device means.
+/// Converts an NVMe status of the device.
 fn of_device(status: Status) -> DiskError {
     match status.code() {
         Status::LBA_OUT_OF_RANGE => DiskError::OutOfRange,
         Status::CAPACITY_EXCEEDED => DiskError::NoSpace,
-        // It has lost the device.
+        // The kernel has lost the device.
         _ if is_systems(status) => DiskError::Io(libc::EIO),
-        // More (M) and the retry delay (CRD) refer to the device's own log and clock.
+        // The bits More (M) and Command Retry Delay (CRD) refer to the device's own log and clock.
         code if status.dnr() => DiskError::Device(code.with_dnr().bits()),
         code => DiskError::Device(code.bits()),
     }

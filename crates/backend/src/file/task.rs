@@ -1,4 +1,4 @@
-//! A request on its way through the kernel: which call is next, and what its result means.
+//! State machine of a request in the kernel: the next call, and the meaning of its result.
 
 use super::atom::Atom;
 use super::shared::{FileShared, is_passing};
@@ -8,37 +8,37 @@ use shadowbell_memory::Segments;
 use shadowbell_spec::Status;
 use std::sync::atomic::Ordering;
 
-/// The size of a bounce buffer, and so the most that goes through it in one call.
+/// Size of a bounce buffer, and so the maximum of one bounced call.
 pub(super) const BOUNCE: usize = 256 * 1024;
 
-/// How often one call is repeated when the system says "again" without any progress.
+/// Maximum number of retries of one call that fails with "again" and makes no progress.
 const RETRIES: u8 = 64;
 
-/// What is being done for a request now.
+/// Current stage of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// The device works on the command's own memory.
+    /// Transfer directly to or from the command's memory.
     Straight,
-    /// `moved` of the `piece` bytes in the bounce buffer are through.
+    /// Transfer through the bounce buffer; `moved` of its `piece` bytes are done.
     Bounced { piece: usize, moved: usize },
-    /// A word to the device that the range is not needed.
+    /// Dataset Management (deallocate) of the range.
     Deallocate,
-    /// A hole for the range.
+    /// Punching a hole.
     Punch,
-    /// Zeroes for the range, by the file system.
+    /// Zeroing by the file system.
     ZeroRange,
-    /// Zeroes for the range, written.
+    /// Zeroing by writes.
     Zeroes,
-    /// What was written onto stable storage.
+    /// Sync of the written data.
     Sync,
 }
 
-/// What comes next.
+/// Next step of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// The call that [`Task::call`] describes.
+    /// Make the call that [`Task::call`] describes.
     Call,
-    /// A piece has gone through the bounce buffer: [`Task::piece_done`].
+    /// Use the piece in the bounce buffer, then call [`Task::piece_done`].
     Piece,
     /// The request has ended.
     End(Result<(), DiskError>),
@@ -48,21 +48,21 @@ pub(super) enum Step {
 pub(super) struct Task {
     pub(super) tag: u32,
     pub(super) stage: Stage,
-    /// The host wants it ended.
+    /// The host has aborted the command.
     pub(super) cancelled: bool,
-    /// Others have their turn at its blocks first.
+    /// The request waits for overlapping requests.
     pub(super) held: bool,
     request: Request,
     /// Bytes of the range that are done.
     done: u64,
     retries: u8,
-    /// The write asks for being there as a whole, or not at all, when the power goes.
+    /// The write must be atomic across a loss of power (`RWF_ATOMIC`).
     whole: bool,
-    /// A write that is to be durable is followed by a sync. Without, the call does both.
+    /// A FUA write is followed by a sync. If false, the write call itself is durable.
     syncs_after: bool,
 }
 
-/// The call of a task: the buffer is used from `skip`, the file from `offset`.
+/// Call of a task: uses the buffer from `skip` and the file from `offset`.
 pub(super) struct NextCall {
     pub(super) call: Call,
     pub(super) skip: usize,
@@ -71,7 +71,7 @@ pub(super) struct NextCall {
 }
 
 impl Task {
-    /// A task for a request that was checked, or the result if there is nothing to do.
+    /// Creates the task of a checked request, or returns its result if there is nothing to do.
     pub(super) fn new(
         tag: u32,
         request: &Request,
@@ -80,7 +80,7 @@ impl Task {
     ) -> Result<Self, Result<(), DiskError>> {
         let stage = match request.op {
             Op::Flush if shared.info.read_only => return Err(Ok(())),
-            // What has completed is where it belongs.
+            // Without a volatile cache, completed writes are durable.
             Op::Flush if shared.namespace.as_ref().is_some_and(|it| !it.has_cache) => {
                 return Err(Ok(()));
             }
@@ -108,7 +108,7 @@ impl Task {
         };
         let syncs_after = match request.op {
             Op::WriteZeroes { fua, .. } => fua,
-            // The system tells one of several of what was lost, which must be the flusher.
+            // A write-back error is reported to only one caller, which must be the flusher.
             Op::Write { fua } => fua && shared.direct.is_none(),
             _ => false,
         };
@@ -137,12 +137,12 @@ impl Task {
         self.request.op
     }
 
-    /// Whether the queue's buffer that the task has, if any, is a bounce buffer.
+    /// True if a queue buffer of the task is a bounce buffer.
     pub(super) fn may_bounce(&self) -> bool {
         matches!(self.request.op, Op::Read | Op::Write { .. } | Op::Compare | Op::Verify)
     }
 
-    /// Where in the data the present piece is, and how long it is.
+    /// Offset and length of the current piece in the data.
     pub(super) fn piece(&self) -> (usize, usize) {
         match self.stage {
             Stage::Bounced { piece, .. } => (self.done as usize, piece),
@@ -159,7 +159,7 @@ impl Task {
         self.stage = Stage::Bounced { piece, moved: 0 };
     }
 
-    /// The call to make now; nothing if that is a sync, which is the flusher's.
+    /// Next call; `None` for a sync, which the flusher makes.
     pub(super) fn call(&self) -> Option<NextCall> {
         let offset = self.request.offset + self.done;
         let rest = |call| NextCall { call, skip: 0, offset, len: self.left() };
@@ -171,7 +171,7 @@ impl Task {
             _ => Call::Read(memory),
         };
         Some(match self.stage {
-            // The check has seen that the data is as long as the range: `done` fits a usize.
+            // The data are as long as the range, so `done` fits a `usize`.
             Stage::Straight => {
                 NextCall { skip: self.done as usize, ..rest(transfer(Memory::Data)) }
             }
@@ -189,7 +189,7 @@ impl Task {
         })
     }
 
-    /// What the result of a call means: the bytes it moved, or a negative error number.
+    /// Processes the result of a call: the transferred bytes, or a negative error number.
     pub(super) fn outcome(&mut self, result: i32, shared: &FileShared) -> Step {
         match u32::try_from(result) {
             Ok(moved) => self.moved(u64::from(moved), shared),
@@ -219,9 +219,9 @@ impl Task {
             (_, Stage::Punch | Stage::ZeroRange) if refuses(errno) => {
                 self.stage = Stage::Zeroes;
             }
-            // A block device refuses ranges that its own blocks do not divide.
+            // A block device refuses ranges that are not multiples of its own blocks.
             (libc::EINVAL, Stage::Punch | Stage::ZeroRange) => self.stage = Stage::Zeroes,
-            // The device is pickier about memory than the system said.
+            // The device requires more alignment than the kernel reports.
             (libc::EINVAL, Stage::Straight) if shared.direct.is_some() => self.next_piece(),
             _ => return Step::End(Err(shared.error(errno))),
         }
@@ -245,7 +245,7 @@ impl Task {
                 }
                 (progress, wanted)
             }
-            // A command says for how many bytes it was.
+            // NVMe commands report the length that they covered.
             Stage::Deallocate | Stage::Punch | Stage::ZeroRange if moved != 0 => {
                 self.done += moved.min(self.left());
                 (moved, self.left() + moved)
@@ -254,7 +254,7 @@ impl Task {
                 self.done = self.request.len;
                 (self.request.len, self.request.len)
             }
-            // The end of the image has moved: what it held is not on stable storage.
+            // The image was truncated, so its former content is not on stable storage.
             Stage::Sync if shared.ends_at(shared.flusher.len()) => {
                 return Step::End(Err(DiskError::Io(libc::EIO)));
             }
@@ -267,7 +267,8 @@ impl Task {
             self.retries = 0;
             return self.go_on(Step::Call);
         }
-        // Nothing moved: a read at the end of the file, or a write that the system did not do.
+        // No bytes moved: a read at the end of the file, or a write that the kernel did not
+        // execute.
         let reads = matches!(self.request.op, Op::Read | Op::Compare | Op::Verify);
         Step::End(Err(if reads && shared.has_shrunk() {
             DiskError::OutOfRange
@@ -276,7 +277,7 @@ impl Task {
         }))
     }
 
-    /// The piece in the bounce buffer has been dealt with.
+    /// Advances after the piece in the bounce buffer has been used.
     pub(super) fn piece_done(&mut self) -> Step {
         if let Stage::Bounced { piece, .. } = self.stage {
             self.done += piece as u64;
@@ -297,19 +298,19 @@ impl Task {
         Step::End(Ok(()))
     }
 
-    /// `step`, unless the host does not want it any more.
+    /// Returns `step`, unless the host has aborted the command.
     fn go_on(&self, step: Step) -> Step {
         if self.cancelled { Step::End(Err(DiskError::Cancelled)) } else { step }
     }
 }
 
-/// Whether a device says that it has no such command, or not with such a range.
+/// True if the device does not support the command, or not with this range.
 fn refuses(errno: i32) -> bool {
     let status = u16::try_from(errno - NVME_STATUS).map_or(Status::SUCCESS, Status::from_bits);
     matches!(status.code(), Status::INVALID_OPCODE | Status::INVALID_FIELD)
 }
 
-/// Whether the device can work on the first `len` bytes of the data as they are.
+/// True if the device can access the first `len` bytes of the data in place.
 fn straight(data: &Segments, len: u64, shared: &FileShared) -> bool {
     let Some(align) = shared.direct else {
         return true;
@@ -322,7 +323,7 @@ fn straight(data: &Segments, len: u64, shared: &FileShared) -> bool {
     })
 }
 
-/// The best way to zero a range.
+/// Selects the best way to zero a range.
 fn zeroing(deallocate: bool, shared: &FileShared) -> Stage {
     if deallocate && !shared.no_punch.load(Ordering::Relaxed) {
         Stage::Punch
@@ -333,8 +334,8 @@ fn zeroing(deallocate: bool, shared: &FileShared) -> Stage {
     }
 }
 
-/// How much of a transfer counts: all of it if it is complete, else what direct I/O can go on
-/// from.
+/// Usable part of a transfer: all of a complete one; of a short one the aligned part from which
+/// direct I/O can continue.
 fn whole(moved: u64, wanted: u64, shared: &FileShared) -> u64 {
     match shared.direct {
         Some(align) if moved < wanted => moved & !(align.offset as u64 - 1),

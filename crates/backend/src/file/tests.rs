@@ -1,5 +1,5 @@
-//! The queue on files that behave in ways that an image on a good day does not: pipes (slow,
-//! short), devices that are full or broken, file systems that lack calls.
+//! Tests of the queue on files with unusual behaviour: pipes (slow, short), full or broken devices,
+//! file systems without certain calls.
 
 mod namespace;
 
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 const MIB: u64 = 1 << 20;
 
 thread_local! {
-    /// How the disks of this test call the system.
+    /// Engine that the disks of this test use.
     static ENGINE: Cell<EngineKind> = const { Cell::new(EngineKind::Uring) };
 }
 
@@ -70,7 +70,7 @@ fn who_can_lose_a_part_of_a_block_is_told() {
     assert_eq!(disk(shared.resized(shared.info.clone(), 8192)).remark(), None);
     shared.atom = Atom::Nothing;
     let remark = disk(shared).remark().unwrap();
-    assert!(remark.starts_with("test: a loss of power may leave a part of a block"), "{remark}");
+    assert!(remark.starts_with("test: a loss of power may leave a block"), "{remark}");
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn disk(shared: FileShared) -> FileDisk {
     FileDisk { shared: Arc::new(shared), path: "test".into() }
 }
 
-/// A disk that answers a read when the other end is written to.
+/// Creates a disk whose reads end when data are written to the other end of the pipe.
 fn pipe() -> (Box<dyn Queue>, File) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     (disk(shared(reader, 1 << 30)).queue().unwrap(), writer.into())
@@ -120,12 +120,12 @@ fn read(offset: u64, len: u64) -> Request {
     Request { op: Op::Read, offset, len }
 }
 
-/// Waits for the wake descriptor; panics after some seconds without it.
+/// Waits for the wake descriptor; panics after some seconds without an event.
 fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().unwrap();
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
-    // A lost wake-up shows at the end of a wait that nothing ended, as a descriptor that was ready.
+    // A lost wake-up appears as a ready descriptor after a full timeout.
     let since = std::time::Instant::now();
     let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
     assert!(ready == 1 && since.elapsed().as_secs() < 15, "the wake descriptor stays silent");
@@ -137,7 +137,7 @@ fn reap(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
     ended
 }
 
-/// Waits until nothing is pending.
+/// Waits until no request is pending.
 fn drain(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
     queue.commit();
     let mut ended = Vec::new();
@@ -242,7 +242,7 @@ fn pending_requests_are_cancelled() {
     wait(&*queue);
     assert_eq!(reap(&mut *queue), [(1, Err(DiskError::Cancelled))]);
     assert_eq!(queue.pending(), 2);
-    // One that was not even committed.
+    // A request that was not committed.
     let (_, mut data) = buffer(512);
     assert_eq!(queue.submit(8, &read(0, 512), &mut data), Submitted::Pending);
     queue.cancel(8);
@@ -251,8 +251,8 @@ fn pending_requests_are_cancelled() {
     assert_eq!(queue.pending(), 2);
 }
 
-/// A Delete I/O Submission Queue or a reset cancels all that a host has submitted. That takes a
-/// step for each, and not one for each pair: with these many the test would not end.
+/// Delete I/O Submission Queue or a reset cancels all commands of a host. Cancelling takes linear
+/// time in total: with quadratic time this test would not end.
 #[test]
 fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -263,7 +263,7 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
         assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
     }
     queue.commit();
-    // The last one first, which is the worst order for a search from the front.
+    // Last request first: the worst order for a search from the front.
     (0..MANY).rev().for_each(|tag| queue.cancel(tag));
     (0..MANY).for_each(|tag| queue.cancel(tag));
     let mut ended = drain(&mut *queue);
@@ -271,7 +271,7 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     ended.sort_unstable_by_key(|(tag, _)| *tag);
     assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
     assert_eq!(queue.pending(), 0);
-    // A tag is free again, and nothing that was cancelled is started after all.
+    // The tags can be used again, and no cancelled request is started.
     let (_, mut data) = buffer(512);
     assert_eq!(queue.submit(7, &read(0, 512), &mut data), Submitted::Pending);
     queue.commit();
@@ -287,11 +287,11 @@ fn a_cancelled_request_does_not_go_on_after_a_short_transfer() {
     queue.commit();
     writer.write_all(&[1; 512]).unwrap();
     wait(&*queue);
-    queue.cancel(1); // its call has ended, short, before it was asked to
+    queue.cancel(1); // its call ended short before the cancellation
     assert_eq!(drain(&mut *queue), [(1, Err(DiskError::Cancelled))]);
 }
 
-/// A thread that may wait writes at once what others would write, and nothing else.
+/// A thread that may block executes buffered writes inline, and nothing else.
 #[test]
 fn who_may_wait_has_written_when_it_has_asked() {
     let mut shared = shared(memfd(8192), 8192);
@@ -311,13 +311,13 @@ fn who_may_wait_has_written_when_it_has_asked() {
     let later = (Submitted::Pending, 0, vec![(7, Ok(()))]);
     assert_eq!(ask(&mut *queue, write, 1), later);
     queue.may_wait();
-    // The buffer is the caller's again.
+    // The buffer has been returned to the caller.
     assert_eq!(ask(&mut *queue, write, 2), (Submitted::Done(Ok(())), 4096, Vec::new()));
     assert_eq!(ask(&mut *queue, Op::Read, 0), later);
     let mut found = [0; 4096];
     bytes.read_into(0, &mut found).unwrap();
     assert_eq!(found, [2; 4096]);
-    // It is to be durable, which is the flusher's work.
+    // FUA needs a sync by the flusher, so the write is not inline.
     assert_eq!(ask(&mut *queue, Op::Write { fua: true }, 3), later);
     assert_eq!(ask(&mut *queue, Op::Read, 0), later);
     bytes.read_into(0, &mut found).unwrap();
@@ -335,7 +335,7 @@ fn requests_beyond_the_ring_wait_in_order() {
     }
     queue.commit();
     assert_eq!(queue.pending(), MANY as usize);
-    // Deep in the line, far from the kernel.
+    // This request waits far from the kernel's queue.
     queue.cancel(MANY - 1);
     wait(&*queue);
     assert_eq!(reap(&mut *queue), [(MANY - 1, Err(DiskError::Cancelled))]);
@@ -366,14 +366,15 @@ fn a_dropped_queue_lets_no_write_into_memory_that_is_gone() {
         view.resolve_prps(0, 0, 512, 4096, true, &mut data).unwrap();
         assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
         if tag == 2000 {
-            queue.commit(); // some of them in the kernel, some prepared, some waiting
+            queue.commit(); // some requests are in the kernel, some prepared, some waiting
         }
     }
     drop(view);
     assert!(!watch.is_idle());
     drop(queue);
     assert!(watch.is_idle());
-    // Whatever the kernel still held would take this (an error only says that nothing does).
+    // A request still in the kernel would receive these bytes; a write error means that there is
+    // none.
     let _ = writer.write_all(&[0xee; 512]);
     assert_eq!(bytes.read::<u64>(0), Some(0));
 }
@@ -387,7 +388,7 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     assert_eq!(run(&mut *queue, Op::Write { fua: false }, 4096), Err(DiskError::NoSpace));
     assert_eq!(run(&mut *queue, Op::Write { fua: true }, 4096), Err(DiskError::NoSpace));
     assert!(disk_of_full.is_full());
-    // Address 0 of this process is not mapped.
+    // Address 0 of this process is not mapped, so reads fail.
     let broken = File::open("/proc/self/mem").unwrap();
     let mut queue = disk(shared(broken, MIB)).queue().unwrap();
     for op in [Op::Read, Op::Compare, Op::Verify] {
@@ -402,7 +403,7 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     }
 }
 
-/// A disk whose syncs come to what `answer` says.
+/// Creates a disk whose syncs return the results of `answer`.
 fn answering(direct: bool, answer: impl FnMut() -> i32 + Send + 'static) -> FileDisk {
     let mut shared = shared(memfd(4096), 4096);
     shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
@@ -411,7 +412,7 @@ fn answering(direct: bool, answer: impl FnMut() -> i32 + Send + 'static) -> File
     disk(shared)
 }
 
-/// The system reports data that it could not write back once, and forgets them.
+/// The kernel reports lost data once and drops them.
 #[test]
 fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
     let (flush, fua) = (Op::Flush, Op::Write { fua: true });
@@ -436,18 +437,18 @@ fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
             }
         }
     }
-    // What went past the page cache is not forgotten.
+    // With direct I/O no data are dropped, so a repeated flush may succeed.
     let mut answers = vec![-libc::EIO];
     let disk = answering(true, move || answers.pop().unwrap_or(0));
     let queue = &mut *disk.queue().unwrap();
     assert_eq!([(); 2].map(|()| run(queue, flush, 0)), [Err(broken), Ok(())]);
-    // And what has not been tried is repeated.
+    // A sync that was interrupted is repeated.
     let mut answers = vec![-libc::EINTR, -libc::EAGAIN];
     let disk = answering(false, move || answers.pop().unwrap_or(0));
     assert_eq!(run(&mut *disk.queue().unwrap(), flush, 0), Ok(()));
 }
 
-/// One sync is under way at a time, whoever asks, and those who ask meanwhile share the next.
+/// One sync is in flight at a time; requests that arrive meanwhile share the next one.
 #[test]
 fn however_many_ask_for_a_sync_there_are_two() {
     use std::sync::mpsc::channel;
@@ -467,7 +468,7 @@ fn however_many_ask_for_a_sync_there_are_two() {
     for queue in &mut queues {
         (1..100).for_each(|tag| ask(queue, tag));
     }
-    // They have asked before the second begins, and after the first.
+    // All of these arrive before the second sync starts, and after the first one did.
     assert!(queues.iter_mut().all(|queue| reap(&mut **queue).is_empty()));
     end.send(0).unwrap();
     begins.recv().unwrap();
@@ -494,7 +495,7 @@ fn a_sync_that_does_not_end_is_cancelled_and_noted_all_the_same() {
     queue.commit();
     queue.cancel(7);
     assert_eq!(drain(&mut *queue), [(7, Err(DiskError::Cancelled))]);
-    // Nobody waits for it, not even the end of its queue.
+    // Dropping a queue does not wait for a cancelled sync.
     drop(queue);
     end.send(-libc::EIO).unwrap();
     let mut queue = disk.queue().unwrap();
@@ -533,7 +534,7 @@ fn there_is_room_again_when_what_was_refused_is_taken() {
 
 #[test]
 fn an_end_that_should_not_be_there_is_an_error() {
-    // A file of a kind whose end can not move, and which has one all the same.
+    // A file type whose end cannot move, but which ends early.
     let mut queue = disk(shared(memfd(4096), MIB)).queue().unwrap();
     assert_eq!(run(&mut *queue, Op::Read, 4096), Ok(()));
     assert_eq!(run(&mut *queue, Op::Read, 8192), Err(DiskError::Io(libc::EIO)));
@@ -541,7 +542,7 @@ fn an_end_that_should_not_be_there_is_an_error() {
 
 #[test]
 fn zeroes_are_written_where_the_file_system_has_nothing_better() {
-    // A memfd punches holes, but has no ZERO_RANGE.
+    // A memfd supports holes but not `FALLOC_FL_ZERO_RANGE`.
     for (no_punch, op) in [
         (false, Op::WriteZeroes { deallocate: false, fua: false }),
         (false, Op::WriteZeroes { deallocate: true, fua: true }),
@@ -555,7 +556,7 @@ fn zeroes_are_written_where_the_file_system_has_nothing_better() {
         shared.no_punch = AtomicBool::new(no_punch);
         let disk = disk(shared);
         let mut queue = disk.queue().unwrap();
-        let (start, len) = (512, 3 * MIB + 512); // in more than one write
+        let (start, len) = (512, 3 * MIB + 512); // spans several writes
         let request = Request { op, offset: start, len };
         assert_eq!(run_at(&mut *queue, request, &mut Segments::new()), Ok(()));
         let mut content = Vec::new();
@@ -589,7 +590,7 @@ fn the_zeroes_that_are_written_stay_zeroes() {
         let read = request(Op::Read);
         assert_eq!(run_at(&mut *queue, read, &mut Segments::from_bytes(&bytes)), Ok(()));
         assert_eq!(bytes.read::<[u8; 4096]>(0), Some([0; 4096]), "before {op:?}");
-        // None of these may get the buffer of zeroes to write into.
+        // No request may use the buffer of zeroes as its own buffer.
         bytes.fill(0, 4096, 7).unwrap();
         for op in [Op::Write { fua: false }, op] {
             let data = &mut Segments::from_bytes(&bytes);
@@ -617,7 +618,7 @@ fn what_can_not_be_discarded_is_left_alone() {
 fn many_bounced_requests_share_few_buffers() {
     let mut queue = disk(shared(memfd(64 * MIB), 64 * MIB)).queue().unwrap();
     for tag in 0..500 {
-        // Pieces of more than one bounce buffer, so that buffers are held across calls.
+        // Pieces longer than one bounce buffer, so that buffers are held across calls.
         let request = Request { op: Op::Verify, offset: u64::from(tag) * 512, len: MIB };
         assert_eq!(queue.submit(tag, &request, &mut Segments::new()), Submitted::Pending);
     }
@@ -688,7 +689,7 @@ fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
         eprintln!("skipped: no direct I/O on the file system of temporary files");
         return;
     }
-    // The system is taken to be content with any address, which it is not.
+    // The disk assumes that any address is aligned, which is wrong.
     let mut shared = shared(file, MIB);
     shared.direct = Some(Alignment { memory: 1, offset: 512 });
     let mut queue = disk(shared).queue().unwrap();
@@ -705,8 +706,8 @@ fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
     assert!(back.iter().all(|b| *b == 0x5a));
 }
 
-/// What does not need a pipe, again with threads: those read from a place in a file, which a pipe
-/// has none of.
+/// All tests that need no pipe, again with the threads engine, whose positioned reads a pipe does
+/// not support.
 mod by_threads {
     use super::*;
 
@@ -785,7 +786,7 @@ mod by_threads {
         let mut shared = shared(memfd(512), 512);
         shared.no_uring = why;
         let remark = disk(shared).remark().unwrap();
-        for words in ["test: read and written by threads", "not permitted", "io_uring_disabled=0"] {
+        for words in ["test: uses threads", "not permitted", "io_uring_disabled=0"] {
             assert!(remark.contains(words), "{remark}");
         }
         assert_eq!(open::engine(Aio::Threads, refused).unwrap(), (EngineKind::Threads, None));

@@ -1,4 +1,4 @@
-//! A disk around another one, which has limits.
+//! Layer that limits the rates of a disk.
 
 use super::limiter::Limiter;
 use super::queue::LimitedQueue;
@@ -10,18 +10,18 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A disk around another one, which takes only so much.
+/// Disk with rate limits on another disk.
 #[derive(Clone, Debug)]
 pub struct LimitedDisk {
     inner: Arc<dyn Disk>,
-    /// Its own, and then that of its group.
+    /// Limiter of the disk, then that of its group.
     limiters: Arc<[Arc<Limiter>]>,
-    /// Requests that had to wait.
+    /// Number of requests that had to wait.
     delayed: Arc<AtomicU64>,
 }
 
 impl LimitedDisk {
-    /// `disk`, as far as `own` allows, and `group`, which other disks have, too.
+    /// Limits `disk` by `own`, and by `group`, which is shared with other disks.
     #[must_use]
     pub fn new(disk: Arc<dyn Disk>, own: Arc<Limiter>, group: Option<Arc<Limiter>>) -> Self {
         let limiters = [own].into_iter().chain(group).collect();

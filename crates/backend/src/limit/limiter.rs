@@ -1,9 +1,9 @@
-//! When the next request may go.
+//! Rate limiter: decides when the next request may start.
 //!
-//! Each limit has a time, in [ticks](TICKS), at which the next request may go. A request takes that
-//! time and moves it on by what it costs: a second, divided by the rate. A time that is long past
-//! is as good as one that is a burst ago. So the order of the requests is that in which they took
-//! their times, whoever they are of, and what went too early is missing later.
+//! Each limit is a virtual clock, in [ticks](TICKS), that holds the start time of the next request.
+//! A request takes that time and advances the clock by its cost: one second divided by the rate. A
+//! time in the past counts as at most one burst ago. So requests of all users are ordered by the
+//! times that they took, and a request that starts early reduces the later allowance.
 
 use super::rates::Limits;
 use super::timer::{TICKS, Timer};
@@ -15,34 +15,33 @@ use std::sync::{Arc, LazyLock, Weak};
 use std::time::{Duration, Instant};
 
 const SECOND: u64 = TICKS * 1_000_000_000;
-/// What may come at once if nothing is said: 10 ms, so that a thread that comes late has lost
-/// nothing.
+/// Default burst: 10 ms of the rate, so that a thread that is scheduled late loses nothing.
 const BURST: u64 = SECOND / 100;
 
-/// Tells the time in nanoseconds, from any moment on.
+/// Clock in nanoseconds, with an arbitrary origin.
 pub type Clock = Arc<dyn Fn() -> u64 + Send + Sync>;
 
-/// Says when requests may go; shared by all whose limit it is. Limits can be changed at any time.
+/// Rate limiter, shared by all users of the limits. Limits can be changed at any time.
 pub struct Limiter {
     buckets: [Bucket; 6],
     limits: Mutex<Limits>,
-    /// How often the limits were changed.
+    /// Number of changes of the limits.
     generation: AtomicU64,
-    /// Everything goes at once, and is counted.
+    /// Limits are suspended: requests start at once, but are counted.
     is_open: AtomicBool,
     clock: Clock,
-    /// Who waits for its time.
+    /// Timers of waiting queues.
     timers: Mutex<Vec<Weak<Timer>>>,
 }
 
 /// One limit.
 #[derive(Default)]
 struct Bucket {
-    /// When the next request may go.
+    /// Start time of the next request.
     next: AtomicU64,
-    /// A second; 0 if there is no limit.
+    /// Units per second; 0 if there is no limit.
     rate: AtomicU64,
-    /// How long ago `next` may be.
+    /// Allowance: maximum time that `next` may be in the past.
     burst: AtomicU64,
 }
 
@@ -53,13 +52,14 @@ impl fmt::Debug for Limiter {
 }
 
 impl Limiter {
-    /// One with these limits.
+    /// Creates a limiter.
     #[must_use]
     pub fn new(limits: Limits) -> Arc<Self> {
         Self::with_clock(limits, Arc::new(monotonic))
     }
 
-    /// One with a clock of the caller's. All limits of a disk have the same clock.
+    /// Creates a limiter with a clock of the caller. All limiters of a disk must have the same
+    /// clock.
     #[must_use]
     pub fn with_clock(limits: Limits, clock: Clock) -> Arc<Self> {
         let limiter = Arc::new(Self {
@@ -74,13 +74,13 @@ impl Limiter {
         limiter
     }
 
-    /// What is allowed.
+    /// Current limits.
     #[must_use]
     pub fn limits(&self) -> Limits {
         *self.limits.lock()
     }
 
-    /// Allows something else from here on, also for requests that wait.
+    /// Replaces the limits, also for waiting requests.
     pub fn set(&self, limits: Limits) {
         *self.limits.lock() = limits;
         let now = self.now();
@@ -89,7 +89,7 @@ impl Limiter {
                 rate.burst.map_or(BURST, |burst| time_of(burst, rate.per_second))
             });
             bucket.burst.store(burst, Ordering::Relaxed);
-            // Who waited long for a low rate does not wait for it any more.
+            // A long wait due to an old low rate ends.
             bucket.next.fetch_min(now, Ordering::Relaxed);
             bucket.rate.store(rate.map_or(0, |rate| rate.per_second.max(1)), Ordering::Relaxed);
         }
@@ -97,8 +97,9 @@ impl Limiter {
         self.wake();
     }
 
-    /// Lets everything go at once, or no longer: whoever has to come to rest does not wait for
-    /// limits. What goes is counted, and missing later.
+    /// Suspends the limits or enforces them again. Quiescing suspends them, so that it does not
+    /// wait for requests that are held back. Requests that start meanwhile are counted and reduce
+    /// the later allowance.
     pub fn open(&self, is_open: bool) {
         self.is_open.store(is_open, Ordering::SeqCst);
         self.generation.fetch_add(1, Ordering::SeqCst);
@@ -113,12 +114,12 @@ impl Limiter {
         self.generation.load(Ordering::SeqCst)
     }
 
-    /// Now, in ticks.
+    /// Current time in ticks.
     pub(super) fn now(&self) -> u64 {
         (self.clock)().saturating_mul(TICKS)
     }
 
-    /// Takes a time for this request, not before `now`, unless a burst allows that. When it may go.
+    /// Takes the start time of a request, not before `now` except within a burst, and returns it.
     pub(super) fn take(&self, request: &Request, now: u64) -> u64 {
         let Some((is_write, bytes)) = class(request) else { return now };
         let [all, reads, writes, bytes_of_all, bytes_read, bytes_written] = &self.buckets;
@@ -127,7 +128,7 @@ impl Limiter {
         times.iter().map(|(bucket, cost)| bucket.take(*cost, now)).max().unwrap_or(now)
     }
 
-    /// From here on `timer` is woken when something else is allowed.
+    /// Registers `timer` to be woken when the limits change.
     pub(super) fn add(&self, timer: &Arc<Timer>) {
         let mut timers = self.timers.lock();
         timers.retain(|timer| timer.strong_count() != 0);
@@ -146,7 +147,7 @@ impl Bucket {
             return 0;
         }
         let cost = time_of(amount, rate);
-        // The request itself is one of the burst.
+        // The request itself is part of the burst.
         let burst = self.burst.load(Ordering::Relaxed).saturating_sub(cost);
         let earliest = now.saturating_sub(burst);
         let next = |next: u64| Some(next.max(earliest).saturating_add(cost));
@@ -157,18 +158,18 @@ impl Bucket {
 
 fn monotonic() -> u64 {
     static BEGAN: LazyLock<Instant> = LazyLock::new(Instant::now);
-    // Far from zero, so that a burst before the beginning is one.
+    // Starts far from zero, so that the burst before the first request does not underflow.
     let since = BEGAN.elapsed() + Duration::from_secs(3600);
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// How long so much takes at this rate.
+/// Duration of `amount` units at this rate.
 fn time_of(amount: u64, rate: u64) -> u64 {
     let time = u128::from(amount) * u128::from(SECOND) / u128::from(rate.max(1));
     u64::try_from(time).unwrap_or(u64::MAX)
 }
 
-/// Whether it is a write, and how many bytes of data it has; nothing of what is not limited.
+/// Classifies a request: true for a write, and the data length; `None` for requests without limits.
 fn class(request: &Request) -> Option<(bool, u64)> {
     match request.op {
         Op::Read | Op::Compare | Op::Verify => Some((false, request.len)),

@@ -1,16 +1,16 @@
-//! Limits: how many requests and bytes a second a disk takes.
+//! Rate limits: requests and bytes per second of a disk.
 //!
-//! A [`LimitedDisk`] is a disk around another. A request that comes too early waits in there, as if
-//! the disk were slow, and goes on when its time has come. Disks that are not limited have nothing
-//! of it around them, and pay nothing.
+//! A [`LimitedDisk`] is a layer around a disk. A request beyond the rate waits in it as if the disk
+//! were slow, and is submitted when its time has come. A disk without limits has no such layer, and
+//! so no cost.
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | `rates` | what is allowed, and how it is written |
-//! | `limiter` | when the next request may go; shared by disks, queues and threads |
-//! | `timer` | wakes a thread for that |
-//! | `queue` | the requests of one queue that wait |
-//! | `disk` | the disk around another |
+//! | `rates` | the limits and their text form |
+//! | `limiter` | start times of requests; shared by disks, queues and threads |
+//! | `timer` | wakes a thread at a start time |
+//! | `queue` | waiting requests of one queue |
+//! | `disk` | the layer around a disk |
 
 mod disk;
 mod limiter;

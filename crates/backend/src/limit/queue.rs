@@ -1,7 +1,8 @@
-//! The requests of one queue that wait.
+//! Waiting requests of one rate-limited queue.
 //!
-//! Submission queues of a host take turns, a request each. Only the first request that waits has
-//! taken a time of the limiter, so that whoever shares the limit takes turns with this queue.
+//! Submission queues of a host are served round robin, one request each. Only the first waiting
+//! request holds a start time of the limiter, so that other users of the limit alternate with this
+//! queue.
 
 use super::limiter::Limiter;
 use super::timer::Timer;
@@ -18,18 +19,18 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The one list of submission queues.
+/// Number of the list of submission queues.
 const SOURCES: u32 = 0;
 
 struct Waiting {
     request: Request,
     metadata: Option<Metadata>,
     data: Segments,
-    /// The submission queue that it came from.
+    /// Submission queue of the host that the request came from.
     source: u32,
 }
 
-/// The time that the next request has.
+/// Start time of the next request.
 struct Slot {
     at: u64,
     generation: u64,
@@ -39,21 +40,21 @@ pub(super) struct LimitedQueue {
     inner: Box<dyn Queue>,
     limiters: Arc<[Arc<Limiter>]>,
     timer: Arc<Timer>,
-    /// Readable if that has run out, or the timer of the disk has, if it has one.
+    /// Readable while the timer or that of the disk below is; `None` if the disk has no timer.
     either: Option<OwnedFd>,
     waiting: Tasks<Waiting>,
-    /// The keys of those that wait, a list for each submission queue.
+    /// Keys of waiting requests, one list per submission queue.
     by_source: Lists,
-    /// The submission queues of these, in one list; the first one is next.
+    /// Submission queues with waiting requests; the first one is served next.
     sources: Lists,
-    /// Of the first request of the first submission queue.
+    /// Start time of the first request of the first submission queue.
     slot: Option<Slot>,
-    /// Whose requests come now.
+    /// Submission queue of the requests that are being submitted.
     source: u32,
     cancelled: Vec<(u32, Segments)>,
-    /// What waits is to go.
+    /// All waiting requests are to be submitted without limits.
     is_urgent: bool,
-    /// How many have waited.
+    /// Number of requests that had to wait.
     delayed: Arc<AtomicU64>,
 }
 
@@ -94,7 +95,7 @@ impl LimitedQueue {
         self.is_urgent || self.limiters.iter().any(|limiter| limiter.is_open())
     }
 
-    /// Takes a time for a request, of all whose limit it has to keep.
+    /// Takes a start time from all limiters.
     fn take_time(&self, request: &Request, now: u64) -> Slot {
         let generation = self.generation();
         let times = self.limiters.iter().map(|limiter| limiter.take(request, now));
@@ -113,13 +114,13 @@ impl LimitedQueue {
         }
     }
 
-    /// The first of those that wait: its submission queue and its key.
+    /// First waiting request: its submission queue and its key.
     fn first(&self) -> Option<(u32, u32)> {
         let source = self.sources.first(SOURCES)?;
         Some((source, self.by_source.first(source)?))
     }
 
-    /// Takes out the first of those that wait. Its submission queue is the last one then.
+    /// Removes the first waiting request, and moves its submission queue to the end.
     fn pop(&mut self) -> Option<(u32, Waiting)> {
         let (source, key) = self.first()?;
         let taken = self.take(key);
@@ -130,7 +131,7 @@ impl LimitedQueue {
         taken
     }
 
-    /// Takes one out of those that wait.
+    /// Removes a waiting request.
     fn take(&mut self, key: u32) -> Option<(u32, Waiting)> {
         let (tag, waiting) = self.waiting.remove(key)?;
         self.by_source.remove(key);
@@ -140,7 +141,7 @@ impl LimitedQueue {
         Some((tag, waiting))
     }
 
-    /// Gives the disk what may go, and wakes the thread for the rest.
+    /// Submits the waiting requests whose time has come, and arms the timer for the rest.
     fn release(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         loop {
             let first = self.first().and_then(|(_, key)| self.waiting.get_mut(key));
@@ -157,7 +158,8 @@ impl LimitedQueue {
             if slot.at > now && !self.is_open() {
                 self.timer.arm(slot.at, now);
                 self.slot = Some(slot);
-                // Somebody may have allowed something else, and woken us, before this was armed.
+                // The limits may have changed, and the wake-up may have been sent, before the timer
+                // was armed.
                 if self.generation() == generation {
                     return;
                 }
@@ -290,7 +292,7 @@ impl Queue for LimitedQueue {
 
     fn memory_changed(&mut self, table: &DmaTable) {
         self.inner.memory_changed(table);
-        // Somebody waits until nobody uses the memory of before.
+        // The change of guest memory waits until no request uses the old memory.
         if !self.waiting.is_empty() {
             self.is_urgent = true;
             self.timer.fire();

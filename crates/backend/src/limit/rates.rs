@@ -1,52 +1,51 @@
-//! What is allowed, and how it is written.
+//! Rate limits and their text form.
 
 use crate::size::{format_size, parse_size};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// So much a second.
+/// Rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rate {
-    /// Requests or bytes a second, 1 at least.
+    /// Requests or bytes per second, at least 1.
     pub per_second: u64,
-    /// How much of it may come at once after a while with less: as much as 10 ms have, if nothing
-    /// is said.
+    /// Burst after a time below the rate; default: as much as 10 ms allow.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
 }
 
-/// What a disk takes. Reads are reads, compares and verifies; writes are all that changes the disk,
-/// and have bytes if they bring data. What orders writes (a flush) is not limited.
+/// Rate limits of a disk. Reads are Read, Compare and Verify. Writes are all requests that change
+/// the disk, and count bytes if they carry data. Flush, which orders writes, is not limited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 #[non_exhaustive]
 pub struct Limits {
-    /// Requests, of any kind.
+    /// Requests of any kind per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iops: Option<Rate>,
-    /// Reads.
+    /// Reads per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_iops: Option<Rate>,
-    /// Writes.
+    /// Writes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write_iops: Option<Rate>,
-    /// Bytes, either way.
+    /// Bytes per second, in both directions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<Rate>,
-    /// Bytes that are read.
+    /// Bytes read per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_bandwidth: Option<Rate>,
-    /// Bytes that are written.
+    /// Bytes written per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write_bandwidth: Option<Rate>,
 }
 
 impl Limits {
-    /// The names of the limits, in the order of the fields.
+    /// Names of the limits, in the order of the fields.
     pub const NAMES: [&'static str; 6] =
         ["iops", "read-iops", "write-iops", "bandwidth", "read-bandwidth", "write-bandwidth"];
 
-    /// The limits in the order of their names.
+    /// Limits in the order of their names.
     #[must_use]
     pub fn rates(&self) -> [Option<Rate>; 6] {
         [
@@ -59,18 +58,18 @@ impl Limits {
         ]
     }
 
-    /// Whether nothing is limited.
+    /// True if nothing is limited.
     #[must_use]
     pub fn is_none(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Sets the limit of this name by what a person writes: a number of requests or a size, and
-    /// after a colon how much may come at once (`1000`, `1000:5000`, `100MiB:1GiB`); `none` for no
-    /// limit. False if there is no limit of that name.
+    /// Sets the limit of this name from text: a rate in requests or bytes, and optionally a burst
+    /// after a colon (`1000`, `1000:5000`, `100MiB:1GiB`); `none` removes the limit. Returns false
+    /// if no limit has that name.
     ///
     /// # Errors
-    /// What is wrong with the text, in a sentence.
+    /// A sentence that names the mistake.
     pub fn set(&mut self, name: &str, text: &str) -> Result<bool, String> {
         let field = match name {
             "iops" => &mut self.iops,
@@ -91,8 +90,8 @@ impl Limits {
             false => match text.parse() {
                 Ok(number @ 1..) => Ok(number),
                 _ => Err(format!(
-                    "the limit `{name}` is a number of requests a second, as in `1000`, and after \
-                     a colon how many may come at once, not `{text}`"
+                    "the limit `{name}` is a number of requests per second, or RATE:BURST, as in \
+                     `1000` or `1000:5000`, not `{text}`"
                 )),
             },
         };
@@ -102,7 +101,7 @@ impl Limits {
         Ok(true)
     }
 
-    /// The limits by their names, as [`set`](Self::set) takes them.
+    /// Limits as names and texts, in the form that [`set`](Self::set) accepts.
     pub fn texts(&self) -> impl Iterator<Item = (&'static str, String)> {
         Self::NAMES.into_iter().zip(self.rates()).filter_map(|(name, rate)| {
             let Rate { per_second, burst } = rate?;

@@ -1,4 +1,4 @@
-//! By counting, with a clock that goes as the tests say.
+//! Tests of rate limits with a simulated clock.
 
 use super::*;
 use crate::disk::{Disk, Queue};
@@ -14,7 +14,7 @@ const READ: Op = Op::Read;
 const WRITE: Op = Op::Write { fua: false };
 const MS: u64 = 1_000_000;
 
-/// A clock that stands.
+/// Clock that moves only when a test advances it.
 #[derive(Clone, Default)]
 struct Hands(Arc<AtomicU64>);
 
@@ -39,14 +39,14 @@ fn limits(texts: &[(&str, &str)]) -> Limits {
     limits
 }
 
-/// A guest that keeps so many requests under way.
+/// Simulated guest with a fixed number of requests in flight.
 struct Load {
     queue: Box<dyn Queue>,
     memory: Arc<Mapping>,
-    /// What it repeats, and of which submission queue.
+    /// Repeated requests, each with its submission queue.
     requests: Vec<(u32, Request)>,
     free: VecDeque<u32>,
-    /// By submission queue.
+    /// Completed requests by submission queue.
     done: Vec<u64>,
     bytes: u64,
 }
@@ -76,7 +76,7 @@ impl Load {
         self.free.push_back(tag);
     }
 
-    /// As a worker's pass: reaps, and submits.
+    /// One pass of an I/O thread: reaps, then submits.
     fn pass(&mut self) {
         let mut ended = Vec::new();
         self.queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
@@ -99,7 +99,7 @@ impl Load {
     }
 }
 
-/// How many of each 100 ms are done in a second, with passes so far apart.
+/// Requests completed in each 100 ms of a second, with passes `apart` nanoseconds apart.
 fn second(hands: &Hands, load: &mut Load, apart: u64) -> Vec<u64> {
     let mut counts = Vec::new();
     for _ in 0..10 {
@@ -174,7 +174,7 @@ fn what_is_not_limited_goes_at_once() {
     let mut load = Load::new(&disk, &[(1, Op::Flush, 0)]);
     (0..100).for_each(|_| load.pass());
     assert_eq!(load.total(), 100);
-    // What has no data takes none of the bandwidth, and one of the writes.
+    // A request without data costs no bandwidth, but counts as a write.
     let mut load = Load::new(&disk, &[(1, Op::Discard, 1 << 20)]);
     load.pass();
     assert_eq!(load.total(), 1);
@@ -193,7 +193,7 @@ fn a_burst_comes_after_a_while_with_less() {
     load.pass();
     is_within(load.total(), 500, 1);
     assert!(second(&hands, &mut load, MS).iter().all(|count| count.abs_diff(100) <= 1));
-    // A request at a time is never late for long, and does not use it up.
+    // One request at a time stays within the rate and does not use up the burst.
     let (disk, _) = self::disk(&hands, &[("iops", "1000:500")]);
     let mut slow = Load::new(&disk, &[(1, READ, 512)]);
     for _ in 0..100 {
@@ -280,7 +280,7 @@ fn what_is_cancelled_ends_and_its_time_is_not_waited_for() {
     assert_eq!((ended.last(), queue.pending()), (Some(&(2, Ok(()))), 0));
 }
 
-/// A step for each, and not one for each pair: with these many it would not end.
+/// Cancellation takes linear time in total; with quadratic time this test would not end.
 #[test]
 fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -293,7 +293,7 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
         queue.begin_turn(tag % 3);
         queue.submit(tag, &request, &mut Segments::from_bytes(&memory));
     }
-    // The last one first, which is the worst order for a search from the front.
+    // Last request first: the worst order for a search from the front.
     (1..=MANY).rev().for_each(|tag| queue.cancel(tag));
     let mut ended = Vec::new();
     queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
@@ -301,8 +301,8 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     assert_eq!(queue.pending(), 0);
 }
 
-/// Who waits until memory is let go of, or until all is at rest, does not wait for limits; what
-/// went too early is missing later.
+/// A change of guest memory and quiescing do not wait for limits; requests that start early reduce
+/// the later allowance.
 #[test]
 fn what_others_wait_for_goes_at_once_and_is_counted() {
     for is_memory in [true, false] {
@@ -330,7 +330,7 @@ fn what_others_wait_for_goes_at_once_and_is_counted() {
     }
 }
 
-/// With the real clock: whoever sleeps is woken when the time has come, and not again and again.
+/// With the real clock: a sleeping thread is woken when the time has come, and not repeatedly.
 #[test]
 fn who_sleeps_is_woken() {
     let limiter = Limiter::new(limits(&[("iops", "200:1")]));
@@ -346,12 +346,12 @@ fn who_sleeps_is_woken() {
     };
     let mut wakes = 0;
     while load.total() < 20 {
-        assert!(is_readable(&load, 60), "nobody wakes it");
+        assert!(is_readable(&load, 60), "no wake-up");
         load.pass();
         wakes += 1;
     }
     assert!(wakes <= 60, "{wakes} wakes for 20 requests");
-    // Of another limit, who waits is told.
+    // A change of the limits wakes the waiting queue.
     limiter.set(limits(&[("iops", "1:1")]));
     load.pass();
     limiter.set(Limits::default());
@@ -360,5 +360,5 @@ fn who_sleeps_is_woken() {
     load.queue.reap(&mut |_, _, _| ended += 1);
     assert_eq!((ended, load.queue.pending()), (4, 0));
     limiter.set(limits(&[("iops", "1:1")]));
-    assert!(!is_readable(&load, 0), "nobody waits");
+    assert!(!is_readable(&load, 0), "no request waits");
 }

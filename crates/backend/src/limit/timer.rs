@@ -1,4 +1,4 @@
-//! Wakes a thread at a time.
+//! Timer that wakes a thread at a start time.
 
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
@@ -8,20 +8,19 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Ticks in a nanosecond: few enough that 64 bits have years of them, and enough that what is rounded
-/// does not matter.
+/// Ticks per nanosecond: few enough for years in 64 bits, and enough that rounding does not matter.
 pub(super) const TICKS: u64 = 64;
 
-/// A descriptor that becomes readable at a time.
+/// Timer descriptor that becomes readable at a set time.
 #[derive(Debug)]
 pub(super) struct Timer {
     fd: OwnedFd,
-    /// When that is or was, in ticks; `u64::MAX` if never.
+    /// Expiry in ticks; `u64::MAX` if not armed.
     at: AtomicU64,
 }
 
-/// The shortest time for which a thread is woken, in ticks, 50 us: what comes sooner is found by
-/// looking, or goes together with what comes then.
+/// Shortest delay, in ticks (50 us): earlier start times are found by polling, or are handled
+/// together with later ones.
 const SHORTEST: u64 = 50_000 * TICKS;
 
 impl Timer {
@@ -35,8 +34,8 @@ impl Timer {
         self.fd.as_fd()
     }
 
-    /// Becomes readable at `at`, or somewhat later; if it does earlier, this is to be called again
-    /// then.
+    /// Arms the timer for `at`. It may expire somewhat later; if it expires earlier, the caller has
+    /// to arm it again.
     pub(super) fn arm(&self, at: u64, now: u64) {
         let armed = self.at.load(Ordering::Relaxed);
         if armed > now && armed <= at.saturating_add(SHORTEST) {
@@ -47,26 +46,26 @@ impl Timer {
         self.set((at - now) / TICKS);
     }
 
-    /// Nobody waits for it: it is readable no more.
+    /// Disarms the timer and makes the descriptor unreadable.
     pub(super) fn disarm(&self) {
         if self.at.swap(u64::MAX, Ordering::SeqCst) != u64::MAX {
             self.set(0);
         }
     }
 
-    /// Becomes readable now, if anybody waits for it. For any thread.
+    /// Makes the descriptor readable at once if the timer is armed. May be called by any thread.
     pub(super) fn fire(&self) {
         let waits = |at: u64| (at != u64::MAX).then_some(0);
         if self.at.fetch_update(Ordering::SeqCst, Ordering::SeqCst, waits).is_ok() {
             self.set(1);
-            // Nobody does any more: it would be readable for ever.
+            // The timer was disarmed meanwhile, and its descriptor must not stay readable.
             if self.at.load(Ordering::SeqCst) == u64::MAX {
                 self.set(0);
             }
         }
     }
 
-    /// In so many nanoseconds; 0: never.
+    /// Sets the expiry in `ns` nanoseconds; 0 disarms the timer.
     fn set(&self, ns: u64) {
         let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
         let (seconds, rest) = (ns / 1_000_000_000, ns % 1_000_000_000);
@@ -75,7 +74,7 @@ impl Timer {
             tv_nsec: rest.cast_signed(),
         };
         let time = Itimerspec { it_interval: zero, it_value: value };
-        // The descriptor is a timer, and the time is one.
+        // Cannot fail: the descriptor is a timer, and the time is valid.
         let _ = timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &time);
     }
 }

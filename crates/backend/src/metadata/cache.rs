@@ -1,35 +1,35 @@
-//! Stored metadata that were read or written last, so that a request need not read them again.
+//! Write-through cache of stored metadata.
 //!
-//! Nothing is kept back: what is here is in the disk below, too. A block of metadata is here as it
-//! was when a request of this disk read or wrote it last. So nobody else may write the disk below
-//! meanwhile; when another process has had it, all is forgotten.
+//! The disk below always holds the cached content too. A cached metadata block is in the state of
+//! the last read or write through this disk, so no other writer of the disk below is allowed; after
+//! another process had the disk, the cache is emptied.
 
 use super::layout::Place;
 use parking_lot::Mutex;
 use shadowbell_memory::SharedBytes;
 
-/// The most bytes of metadata that are kept of a disk: those of 8 GiB of data, if a block of 4096
-/// has 8.
+/// Maximum bytes of cached metadata per disk: those of 8 GiB of data with 8 bytes per block of
+/// 4096.
 const BYTES: u64 = 16 << 20;
-/// How many blocks of metadata a request may have for what it reads to be kept.
+/// Maximum metadata blocks of a request whose read enters the cache.
 const MOST: usize = 8;
-/// No block has this number.
+/// Block number of an empty line.
 const NONE: u64 = u64::MAX;
 
-/// What may be here of one of several blocks of the disk below.
+/// Cache line, shared by several blocks of the disk below.
 #[derive(Debug)]
 struct Line {
     block: u64,
-    /// How many writes have ended to any block that may be here, and how often all was forgotten.
+    /// Number of ended writes to all blocks of this line, plus the number of invalidations.
     version: u32,
     bytes: Box<[u8]>,
 }
 
-/// How many writes had ended to the blocks of a request when these were about to be read.
+/// Versions of a request's cache lines before its read from the disk below.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Versions([u32; MOST]);
 
-/// Blocks of the disk below that have metadata, each where its number says.
+/// Direct-mapped cache of the metadata blocks of the disk below.
 #[derive(Debug)]
 pub(super) struct Cache {
     block_size: usize,
@@ -37,7 +37,7 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    /// For a disk whose blocks of metadata are so many.
+    /// Creates the cache for a disk with `blocks` metadata blocks.
     pub(super) fn new(block_size: u32, blocks: u64) -> Self {
         let lines = (BYTES / u64::from(block_size)).min(blocks).max(1);
         let line = |_| Mutex::new(Line { block: NONE, version: 0, bytes: Box::default() });
@@ -45,7 +45,7 @@ impl Cache {
     }
 
     fn line(&self, block: u64) -> &Mutex<Line> {
-        // There is a line at least, and no more than are addressed.
+        // The number of lines is at least one, and larger than the index.
         &self.lines[(block % self.lines.len() as u64) as usize]
     }
 
@@ -54,8 +54,8 @@ impl Cache {
         (0..).zip(place.from / block..place.to / block)
     }
 
-    /// Copies the metadata of `place` into `stored`, where they would be read to, if all of them
-    /// are here. With `others`, all of the blocks that they are in.
+    /// Copies the metadata of `place` into `stored`, at the position where a read puts them, if all
+    /// are cached. With `others`, copies the whole blocks that contain them.
     pub(super) fn load(&self, place: &Place, others: bool, stored: &SharedBytes) -> bool {
         let wanted = if others { 0..usize::MAX } else { place.at..place.at + place.len };
         self.blocks(place).all(|(nth, block)| {
@@ -68,7 +68,7 @@ impl Cache {
         })
     }
 
-    /// The blocks of `place` are about to be read.
+    /// Returns the versions of the blocks of `place`, before they are read.
     pub(super) fn versions(&self, place: &Place) -> Versions {
         let mut versions = Versions::default();
         for ((_, block), version) in self.blocks(place).zip(&mut versions.0) {
@@ -77,8 +77,8 @@ impl Cache {
         versions
     }
 
-    /// The blocks of `place` were read, and not written since they had these versions: those whose
-    /// write is under way come once more when that has ended.
+    /// Caches the blocks of `place` after a read, except those written since `versions` were taken.
+    /// A block whose write is in flight is updated when that write ends.
     pub(super) fn was_read(&self, place: &Place, versions: &Versions, stored: &SharedBytes) {
         for ((nth, block), version) in self.blocks(place).zip(&versions.0) {
             let mut line = self.line(block).lock();
@@ -88,8 +88,9 @@ impl Cache {
         }
     }
 
-    /// A write of the metadata of `place`, which no other write overlapped, has ended: well, or
-    /// nobody knows how. With `others`, `stored` has all of the blocks that they are in.
+    /// Updates the cache after a write of the metadata of `place`, which no other write overlapped.
+    /// `stored` is `None` if the write failed or its result is unknown. With `others`, `stored`
+    /// holds the whole blocks.
     pub(super) fn was_written(&self, place: &Place, others: bool, stored: Option<&SharedBytes>) {
         for (nth, block) in self.blocks(place) {
             let mut line = self.line(block).lock();
@@ -113,8 +114,8 @@ impl Cache {
         }
     }
 
-    /// Somebody else may write the disk below, or has done so. What is being read is not kept,
-    /// either.
+    /// Empties the cache because another process may write, or has written, the disk below. Reads
+    /// in flight are not cached either.
     pub(super) fn forget(&self) {
         for line in &self.lines {
             let mut line = line.lock();
@@ -162,7 +163,7 @@ mod tests {
         assert!(cache.load(&two, false, &found));
         assert_eq!([near(511), near(512), near(515), near(516)], [1, 2, 2, 1]);
         cache.was_written(&place(8, 9, 0, 8), true, None);
-        assert!(!cache.load(&two, false, &found), "nobody knows what is there");
+        assert!(!cache.load(&two, false, &found), "the content is unknown");
         assert!(cache.load(&place(7, 8, 0, 8), false, &found));
         cache.was_written(&place(8, 9, 0, 8), false, Some(&memory(3)));
         assert!(!cache.load(&two, false, &found), "there is only a part of it");

@@ -1,5 +1,5 @@
-//! Metadata on their way between a host and a disk: protection information is made, checked, and
-//! stored inverted.
+//! Generation and verification of protection information between the host's buffer and the stored
+//! form, which is inverted.
 
 use super::format::MetadataFormat;
 use crate::request::DiskError;
@@ -7,11 +7,12 @@ use shadowbell_memory::{Segments, SharedBytes};
 use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_PRACT, PRINFO_REFTAG};
 use shadowbell_spec::protection::{ProtectionFields, ProtectionInfo};
 
-/// The longest block, and the most metadata that it has.
+/// Largest block, and its largest metadata.
 const BLOCK: usize = 4096;
 const METADATA: usize = 64;
 
-/// What a guard is made of. Aligned, because what is not is divided several times as slowly.
+/// Input buffer of the guard computation. Aligned, because the CRC of unaligned data is several
+/// times slower.
 #[repr(align(64))]
 pub(super) struct Scratch([u8; BLOCK + METADATA]);
 
@@ -21,30 +22,30 @@ impl Scratch {
     }
 }
 
-/// Where the metadata of a request are in its buffer.
+/// Position of the metadata in a request's buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MetadataBuffer {
-    /// Nowhere: they are not transferred. Written blocks get zeroes.
+    /// Not transferred. Written blocks get zeroed metadata.
     #[default]
     None,
-    /// Behind all data.
+    /// After the data of all blocks.
     Behind,
-    /// Behind the data of each block.
+    /// After the data of each block (extended LBA).
     Extended,
 }
 
-/// What a request has to do with metadata.
+/// Metadata parameters of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Metadata {
-    /// What its command says of protection information. PRACT has it made for what is written; how
-    /// it is transferred is in `buffer` alone.
+    /// Protection information fields of the command. PRACT generates protection information for
+    /// written blocks; whether it is transferred depends on `buffer` alone.
     pub fields: ProtectionFields,
-    /// Where the metadata are.
+    /// Position of the metadata.
     pub buffer: MetadataBuffer,
 }
 
 impl Metadata {
-    /// For the block after `nth` others of the request.
+    /// Parameters for the part of the request that follows its first `nth` blocks.
     #[must_use]
     pub fn after(self, nth: u64, format: &MetadataFormat) -> Self {
         let ref_tag = self.fields.ref_tag_of(format.protection, format.guard(), nth);
@@ -52,15 +53,15 @@ impl Metadata {
     }
 }
 
-/// The blocks of a request, in a host's memory and in what is stored.
+/// Blocks of a request, with the host's buffer and the stored metadata.
 pub(super) struct Blocks<'a> {
     pub(super) format: &'a MetadataFormat,
     pub(super) metadata: &'a Metadata,
     pub(super) block_size: usize,
     pub(super) count: usize,
-    /// The buffer of the request.
+    /// Buffer of the request.
     pub(super) data: &'a Segments,
-    /// What is stored of the metadata, and where in it that of the first block is.
+    /// Stored metadata, and the offset of the first block's metadata in them.
     pub(super) stored: &'a SharedBytes,
     pub(super) at: usize,
     pub(super) scratch: &'a mut Scratch,
@@ -78,7 +79,7 @@ impl Blocks<'_> {
         }
     }
 
-    /// Where the metadata of a block are in the buffer.
+    /// Offset of a block's metadata in the buffer.
     fn metadata_at(&self, nth: usize) -> Option<usize> {
         match self.metadata.buffer {
             MetadataBuffer::None => None,
@@ -87,7 +88,7 @@ impl Blocks<'_> {
         }
     }
 
-    /// Turns what is stored into what a host knows, or back.
+    /// Converts protection information between the stored and the host's form.
     fn invert(&self, own: &mut [u8]) {
         let at = self.format.protection_at();
         let range = at..at + self.format.protection_size();
@@ -111,7 +112,8 @@ impl Blocks<'_> {
         self.format.protection != 0 && self.metadata.fields.prinfo & bit != 0
     }
 
-    /// The guard of a block, of the data in the buffer or of zeroes, and of the metadata before it.
+    /// Computes the guard of a block from its data, in the buffer or zeroes, and the metadata
+    /// before the protection information.
     fn guard(&mut self, nth: usize, own: &[u8], of_zeroes: bool) -> Result<u64, DiskError> {
         let at = self.data_at(nth);
         let before = own.get(..self.format.protection_at()).unwrap_or_default();
@@ -127,7 +129,7 @@ impl Blocks<'_> {
         Ok(self.format.guard().guard(all, &[]))
     }
 
-    /// Checks the protection information of a block, as far as it is to be.
+    /// Checks the protection information of a block as PRCHK requires.
     fn check(&mut self, nth: usize, own: &[u8]) -> Result<(), DiskError> {
         if !self.checks(PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG) {
             return Ok(());
@@ -152,12 +154,12 @@ impl Blocks<'_> {
         Ok(())
     }
 
-    /// The metadata of written blocks, as they are to be stored: with `of_zeroes`, the data are
-    /// that, and metadata are not transferred.
+    /// Generates the stored metadata of written blocks. With `of_zeroes`, the data are zeroes and
+    /// no metadata are transferred.
     pub(super) fn write(mut self, of_zeroes: bool) -> Result<(), DiskError> {
         let makes = self.checks(PRINFO_PRACT);
         if of_zeroes && !makes {
-            // As if they had never been written.
+            // Stored zeroes mean a block that was never written.
             let len = self.count * self.size();
             return self.stored.fill(self.at, len, 0).ok_or(DiskError::BadBuffer);
         }
@@ -186,7 +188,7 @@ impl Blocks<'_> {
         Ok(())
     }
 
-    /// The blocks were read: checks them, and gives the host their metadata.
+    /// Checks the blocks after a read, and copies their metadata to the host.
     pub(super) fn read(mut self) -> Result<(), DiskError> {
         let mut own = [0; METADATA];
         let own = own.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;
@@ -200,8 +202,8 @@ impl Blocks<'_> {
         Ok(())
     }
 
-    /// The data are what is stored: checks them, and compares the metadata apart from protection
-    /// information.
+    /// Checks the blocks after a Compare of the data, and compares the metadata except for
+    /// protection information.
     pub(super) fn compare(mut self) -> Result<(), DiskError> {
         let (mut own, mut theirs) = ([0; METADATA], [0; METADATA]);
         let own = own.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;

@@ -1,4 +1,4 @@
-//! A disk around another one, whose blocks have metadata.
+//! Layer that adds metadata to the blocks of a disk.
 
 use super::cache::Cache;
 use super::format::MetadataFormat;
@@ -11,8 +11,8 @@ use crate::resize::ResizeError;
 use std::io;
 use std::sync::Arc;
 
-/// A disk around another one, whose blocks have metadata: these lie in the last part of the other
-/// one. Its size is settled for as long as there is something in it, and nobody else may write it.
+/// Disk that stores metadata for the blocks of another disk, in the last part of that disk. Its
+/// size cannot change while it holds data, and no other user may write the disk below.
 #[derive(Clone, Debug)]
 pub struct MetadataDisk {
     inner: Arc<dyn Disk>,
@@ -22,17 +22,17 @@ pub struct MetadataDisk {
 }
 
 impl MetadataDisk {
-    /// On `disk`, whose blocks have no metadata.
+    /// Adds metadata to `disk`, whose blocks must have none.
     ///
     /// # Errors
-    /// Why not, in a sentence: it is too small, or its blocks have some already.
+    /// A sentence with the reason: the disk is too small, or its blocks have metadata already.
     pub fn new(disk: Arc<dyn Disk>, format: MetadataFormat) -> Result<Self, String> {
         let info = disk.info();
         if info.metadata.is_some() {
-            return Err(format!("{}: its blocks have metadata already", disk.name()));
+            return Err(format!("{}: its blocks already have metadata", disk.name()));
         }
         if !matches!(info.block_size, 512 | 4096) || !format.is_possible() {
-            return Err(format!("{}: its blocks can not have such metadata", disk.name()));
+            return Err(format!("{}: its blocks cannot have such metadata", disk.name()));
         }
         let layout = Layout::new(format, info.block_size, info.bytes());
         if layout.blocks == 0 {
@@ -44,8 +44,7 @@ impl MetadataDisk {
         Ok(Self { inner: disk, layout, locks: Arc::default(), cache })
     }
 
-    /// How many bytes a disk has to have for so many blocks with metadata. `None` if that is more
-    /// than 64 bits hold.
+    /// Size in bytes of a disk for `blocks` blocks with metadata. `None` if it overflows 64 bits.
     #[must_use]
     pub fn bytes_for(blocks: u64, block_size: u32, format: &MetadataFormat) -> Option<u64> {
         bytes_for(blocks, block_size, format)
@@ -85,7 +84,7 @@ impl Disk for MetadataDisk {
     }
 
     fn share_lock(&self, shared: bool) {
-        // The other process may write: from here on, or until now.
+        // The other process may write the disk from now on, or may have written it until now.
         self.cache.forget();
         self.inner.share_lock(shared);
     }

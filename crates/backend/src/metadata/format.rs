@@ -1,55 +1,56 @@
-//! What metadata the blocks of a disk have.
+//! Metadata format of a disk.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_spec::protection::GuardKind;
 
-/// What metadata each logical block of a disk has.
+/// Metadata format of each logical block of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MetadataFormat {
-    /// Bytes of metadata: 8, 16 or 64.
+    /// Metadata size in bytes: 8, 16 or 64.
     pub size: u16,
-    /// A host transfers them at the end of each block; otherwise in a buffer of their own.
+    /// Metadata are transferred at the end of each block (extended LBA), otherwise in a separate
+    /// buffer.
     pub extended: bool,
-    /// Type of the protection information in them, 1 to 3; 0 for none.
+    /// Protection information type, 1 to 3; 0 for none.
     pub protection: u8,
-    /// Its guard has 64 bits, not 16.
+    /// The guard has 64 bits instead of 16.
     pub wide_guard: bool,
-    /// It is the first bytes of the metadata, not the last.
+    /// Protection information is in the first bytes of the metadata instead of the last.
     pub first: bool,
 }
 
 impl MetadataFormat {
-    /// Options of a disk that say such a format.
+    /// Disk options that specify a metadata format.
     pub const OPTIONS: [&str; 5] = ["metadata", "extended", "pi", "guard", "pi-first"];
 
-    /// So many bytes without protection information, in a buffer of their own. `None` if there is
-    /// no such format.
+    /// Format of `size` bytes without protection information, in a separate buffer. `None` if the
+    /// size is not supported.
     #[must_use]
     pub fn new(size: u16) -> Option<Self> {
         let plain = Self { size, extended: false, protection: 0, wide_guard: false, first: false };
         matches!(size, 8 | 16 | 64).then_some(plain)
     }
 
-    /// What kind of guard it has.
+    /// Kind of the guard.
     #[must_use]
     pub fn guard(&self) -> GuardKind {
         if self.wide_guard { GuardKind::Crc64 } else { GuardKind::Crc16 }
     }
 
-    /// Bytes of the protection information; 0 if there is none.
+    /// Size of the protection information in bytes; 0 if there is none.
     #[must_use]
     pub fn protection_size(&self) -> usize {
         if self.protection == 0 { 0 } else { self.guard().size() }
     }
 
-    /// Where in a block's metadata that begins.
+    /// Offset of the protection information in a block's metadata.
     #[must_use]
     pub fn protection_at(&self) -> usize {
         if self.first { 0 } else { usize::from(self.size).saturating_sub(self.protection_size()) }
     }
 
-    /// Whether the fields fit each other.
+    /// True if the fields are consistent.
     #[must_use]
     pub fn is_possible(&self) -> bool {
         Self::new(self.size).is_some()
@@ -59,7 +60,7 @@ impl MetadataFormat {
             && (self.protection != 0 || !self.first)
     }
 
-    /// The options that say this.
+    /// Formats the disk options that specify this format.
     #[must_use]
     pub fn options(&self) -> String {
         let Self { size, extended, protection, wide_guard, first } = *self;
@@ -72,10 +73,10 @@ impl MetadataFormat {
         )
     }
 
-    /// The format that these options of a disk say, and `None` if they say nothing of one.
+    /// Parses the metadata options of a disk. `None` if they specify no metadata.
     ///
     /// # Errors
-    /// What is wrong with them, in a sentence.
+    /// A sentence that names the mistake.
     pub fn parse<'a>(
         options: impl Iterator<Item = (&'a str, &'a str)>,
     ) -> Result<Option<Self>, String> {
@@ -97,7 +98,7 @@ impl MetadataFormat {
             return match others.first() {
                 None => Ok(None),
                 Some((name, _)) => {
-                    Err(format!("`{name}` is about metadata: say how much (`metadata=8`)"))
+                    Err(format!("`{name}` needs a metadata size, as in `metadata=8`"))
                 }
             };
         };
@@ -121,7 +122,9 @@ impl MetadataFormat {
             return Err("a guard of 64 bits takes 16 bytes of metadata or 64".to_owned());
         }
         if !format.is_possible() {
-            return Err("`pi-first` is about protection information: say which (`pi=1`)".to_owned());
+            return Err(
+                "`pi-first` needs a type of protection information, as in `pi=1`".to_owned()
+            );
         }
         Ok(Some(format))
     }

@@ -1,43 +1,43 @@
-//! Where in the disk below something is.
+//! Positions of data and metadata on the disk below.
 
 use super::format::MetadataFormat;
 
-/// How many bytes a disk has to have for so many blocks with metadata.
+/// Size in bytes of a disk for `blocks` blocks with metadata.
 pub(super) fn bytes_for(blocks: u64, block_size: u32, format: &MetadataFormat) -> Option<u64> {
     let block = u64::from(block_size);
     let metadata = blocks.checked_mul(format.size.into())?.checked_next_multiple_of(block)?;
     blocks.checked_mul(block)?.checked_add(metadata)
 }
 
-/// Where in the disk below something is.
+/// Layout of data and metadata on the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) format: MetadataFormat,
     pub(super) block_size: u32,
-    /// Logical blocks.
+    /// Number of logical blocks.
     pub(super) blocks: u64,
 }
 
-/// Metadata in the disk below.
+/// Range of stored metadata on the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
-    /// The first byte of it, and the one after the last, in whole blocks of the disk below.
+    /// First byte, and end of the range in whole blocks of the disk below.
     pub(super) from: u64,
     pub(super) to: u64,
-    /// Where the metadata begin from there, and how many bytes they are.
+    /// Offset of the metadata in the range, and their length.
     pub(super) at: usize,
     pub(super) len: usize,
 }
 
 impl Place {
-    /// Whether the blocks of the disk below have other metadata, too.
+    /// True if the blocks of the disk below contain other metadata, too.
     pub(super) fn has_others(&self) -> bool {
         (self.to - self.from) as usize != self.len
     }
 }
 
 impl Layout {
-    /// In a disk of so many bytes.
+    /// Layout for a disk of `bytes` bytes.
     pub(super) fn new(format: MetadataFormat, block_size: u32, bytes: u64) -> Self {
         let block = u64::from(block_size);
         let size = u64::from(format.size);
@@ -49,7 +49,7 @@ impl Layout {
         Self { format, block_size, blocks }
     }
 
-    /// The metadata of `count` blocks from `first` on.
+    /// Range of the metadata of `count` blocks from `first` on.
     pub(super) fn place(&self, first: u64, count: u64) -> Place {
         let (block, size) = (u64::from(self.block_size), u64::from(self.format.size));
         let data = self.blocks * block;
@@ -63,7 +63,7 @@ impl Layout {
         }
     }
 
-    /// The blocks whose metadata are there, and perhaps one more at either end.
+    /// Blocks whose metadata lie in `place`, rounded outwards to at most one more at either end.
     pub(super) fn around(&self, place: &Place) -> std::ops::Range<u64> {
         let (data, size) = (self.blocks * u64::from(self.block_size), u64::from(self.format.size));
         (place.from - data) / size..(place.to - data).div_ceil(size)

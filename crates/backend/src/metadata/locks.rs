@@ -1,4 +1,4 @@
-//! Which requests wait for each other, so that data and metadata of a block belong together.
+//! Block locks that keep data and metadata of a block consistent.
 
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Tells a queue which of its requests need not wait any longer.
+/// Notifies a queue of requests that may continue.
 #[derive(Debug)]
 pub(crate) struct Bell {
     event: EventFd,
@@ -28,7 +28,7 @@ impl Bell {
         &self.event
     }
 
-    /// The request is to be looked at, because it need not wait any longer.
+    /// Notifies the queue that the request with this serial number may continue.
     pub(crate) fn ring(&self, serial: u64) {
         let mut granted = self.granted.lock();
         granted.push(serial);
@@ -37,7 +37,7 @@ impl Bell {
         self.event.signal();
     }
 
-    /// The requests that may begin.
+    /// Takes the requests that may continue.
     pub(crate) fn take(&self) -> Vec<u64> {
         if !self.rings.load(Ordering::Acquire) {
             return Vec::new();
@@ -49,11 +49,11 @@ impl Bell {
     }
 }
 
-/// What a request reads or writes, in logical blocks.
+/// Logical blocks that a request reads or writes.
 #[derive(Clone, Debug)]
 pub(super) struct Claim {
     pub(super) blocks: Range<u64>,
-    /// Those blocks, and others whose metadata are in the same blocks of the disk below.
+    /// The blocks, extended by those whose metadata share blocks of the disk below.
     pub(super) around: Range<u64>,
     pub(super) writes: bool,
 }
@@ -77,19 +77,19 @@ struct Entry {
     claim: Claim,
     serial: u64,
     of: Arc<Bell>,
-    /// How many it waits for.
+    /// Number of earlier requests that it waits for.
     before: usize,
 }
 
-/// The requests of all queues of a disk, in the order in which they came.
+/// Locks of all queues of a disk, in order of arrival.
 #[derive(Debug, Default)]
 pub(super) struct Locks {
     list: Mutex<Vec<Entry>>,
 }
 
 impl Locks {
-    /// Enters a request, by a number that no other of the queue has ever had. Whether it may begin;
-    /// else its bell says when.
+    /// Enters a request by a serial number that the queue never reuses. Returns false if the
+    /// request has to wait; its bell then signals when it may start.
     pub(super) fn enter(&self, claim: Claim, serial: u64, of: &Arc<Bell>) -> bool {
         let mut list = self.list.lock();
         let before = list.iter().filter(|entry| entry.claim.meets(&claim)).count();
@@ -97,13 +97,13 @@ impl Locks {
         before == 0
     }
 
-    /// A request has ended, or is not wanted any more.
+    /// Removes a request that has ended or was cancelled.
     pub(super) fn leave(&self, serial: u64, of: &Arc<Bell>) {
         let mut list = self.list.lock();
         let is_it = |entry: &Entry| entry.serial == serial && Arc::ptr_eq(&entry.of, of);
         if let Some(at) = list.iter().position(is_it) {
             let gone = list.remove(at);
-            // Those before it have not waited for it.
+            // Entries before it did not wait for it.
             for later in list.iter_mut().skip(at).filter(|later| later.claim.meets(&gone.claim)) {
                 later.before -= 1;
                 if later.before == 0 {
@@ -113,14 +113,14 @@ impl Locks {
         }
     }
 
-    /// What a queue has here that writes.
+    /// Entered writes of a queue.
     pub(super) fn writes_of(&self, of: &Arc<Bell>) -> Vec<Claim> {
         let list = self.list.lock();
         let theirs = list.iter().filter(|entry| Arc::ptr_eq(&entry.of, of) && entry.claim.writes);
         theirs.map(|entry| entry.claim.clone()).collect()
     }
 
-    /// The queue is gone, with all that it had.
+    /// Removes all requests of a dropped queue.
     pub(super) fn leave_all(&self, of: &Arc<Bell>) {
         let theirs: Vec<u64> = {
             let list = self.list.lock();

@@ -1,22 +1,23 @@
-//! Disks whose blocks have metadata, on any disk whose blocks have none.
+//! Metadata layer: adds metadata and protection information to any disk without them.
 //!
-//! The metadata of all blocks lie behind the data of all blocks, one after the other, in what is
-//! left of the disk below. So the data are where they would be without, everything that another
-//! disk can do (hand-over, recovery, caches, limits) is its own, and one file is all there is.
+//! The metadata of all blocks follow the data of all blocks, in the last part of the disk below. So
+//! the data keep their positions, features of the disk below (transfer, recovery, caches, limits)
+//! remain its own, and one file holds everything.
 //!
-//! Protection information is stored inverted. What was never written or was discarded is zeroes in
-//! the disk below, and reads as a logical block that is not checked: FFh in every byte of it.
+//! Protection information is stored inverted. Blocks that were never written or were discarded are
+//! zeroes on the disk below, and read with FFh in every byte of the protection information, which
+//! disables the checks.
 //!
-//! A block of the disk below has the metadata of many logical blocks. Who writes some of them reads
-//! it first; [`locks`] has such requests wait for each other, and has nobody find the data of one
-//! write and the metadata of another.
+//! A block of the disk below holds the metadata of many logical blocks, so writing some of them is
+//! a read-modify-write. [`locks`] serializes such requests, and prevents a reader from seeing the
+//! data of one write with the metadata of another.
 //!
-//! What was read or written of the metadata last is kept ([`cache`]), and is in the disk below,
-//! too. So most reads are one read of the disk below, and most writes two writes.
+//! Recently read or written metadata are in a write-through [`cache`], so that most reads are one
+//! read of the disk below, and most writes two writes.
 //!
-//! Data and metadata are two writes. If the machine loses its power in between, a block may have
-//! the data of one write and the metadata of another, and a check finds that. The same goes for a
-//! write that was cancelled when it had begun.
+//! Data and metadata are separate writes. After a loss of power between them, a block may have the
+//! data of one write and the metadata of another, which a check detects. The same applies to a
+//! write that is cancelled after its start.
 
 mod cache;
 mod checks;

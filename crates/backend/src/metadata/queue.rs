@@ -1,4 +1,4 @@
-//! One thread's queue on a disk whose blocks have metadata.
+//! Queue of one thread on a disk with metadata.
 
 use super::cache::Cache;
 use super::checks::{Metadata, MetadataBuffer, Scratch};
@@ -18,13 +18,13 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// A piece of memory that stored metadata are moved in, and how many are kept.
+/// Size of a buffer for stored metadata, and the number of free buffers to keep.
 const PIECE: usize = 64 << 10;
 const SPARE: usize = 64;
-/// The longest request without data that is carried out at once: its data are read if they are
-/// checked, and its metadata written.
+/// Maximum length of an inline request without data: it reads the data if they are checked, and
+/// writes the metadata.
 const LONGEST: u64 = 1 << 20;
-/// The most bytes of metadata that are written by themselves, if the disk below can do that.
+/// Maximum bytes of metadata to write without their neighbours, if the disk below supports that.
 const SHORT: usize = 512;
 
 pub(super) struct MetadataQueue {
@@ -33,19 +33,19 @@ pub(super) struct MetadataQueue {
     bounds: Bounds,
     discards: bool,
     of_all: OfAll,
-    /// Readable if the bell rings or the disk below has something to do at a time.
+    /// Readable while the bell or the timer of the disk below is.
     timer: Option<OwnedFd>,
     tasks: Tasks<Task>,
     serial: u64,
     spare: Vec<SharedBytes>,
     spare_lists: Vec<Segments>,
     scratch: Box<Scratch>,
-    /// What the disk below has ended, kept for its room.
+    /// Scratch buffer for completions of the disk below.
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
 }
 
-/// What the queue shares with the others of the disk. It goes after the queue of the disk below,
-/// which lets nothing be under way any more then.
+/// State shared with the other queues of the disk. Must be dropped after the queue of the disk
+/// below, whose drop ends all requests in flight.
 struct OfAll {
     layout: Layout,
     locks: Arc<Locks>,
@@ -63,7 +63,7 @@ impl Drop for OfAll {
     }
 }
 
-/// The request of the disk below for the data of a task, or for its metadata.
+/// Tag of the request to the disk below for the data or the metadata of a task.
 fn tag_of(key: u32, is_metadata: bool) -> u32 {
     key << 1 | u32::from(is_metadata)
 }
@@ -100,7 +100,7 @@ impl MetadataQueue {
         data: &Segments,
     ) -> Result<(), DiskError> {
         request.check(&self.bounds, data)?;
-        // The metadata would be written by themselves.
+        // Data and metadata are separate writes, so the operation would not be atomic.
         if matches!(request.op, Op::CompareAndWrite { .. }) {
             return Err(DiskError::Unsupported);
         }
@@ -114,8 +114,8 @@ impl MetadataQueue {
         Ok(())
     }
 
-    /// What a request does with metadata that comes without a word of them: they are made as for a
-    /// command that says the least.
+    /// Metadata parameters of a request that has none: protection information is generated as for a
+    /// command with the least checks.
     fn unsaid(&self, request: &Request) -> Metadata {
         let mut metadata = Metadata::default();
         if request.op != Op::Discard {
@@ -135,11 +135,11 @@ impl MetadataQueue {
         mapping.map(|mapping| mapping.bytes()).map_err(|_| DiskError::Io(12))
     }
 
-    /// Begins a request that need not wait. Whether it is over.
+    /// Starts a request that need not wait. Returns true if it has ended.
     fn begin(&mut self, key: u32) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         let (way, place) = (task.way(&self.layout), task.place);
-        // It was cancelled while it waited.
+        // The request was cancelled while it waited.
         if task.outcome.is_err() {
             return true;
         }
@@ -166,19 +166,20 @@ impl MetadataQueue {
         self.move_all(key, way)
     }
 
-    /// Whether these metadata are written by themselves, and not with others.
+    /// True if these metadata are written without their neighbours.
     fn writes_bytes(&self, place: &Place) -> bool {
         place.len <= SHORT && self.inner.writes_bytes()
     }
 
-    /// Whether the stored metadata need not be read, and are where they would be read to.
+    /// Loads the stored metadata from the cache. Returns false if they have to be read.
     fn is_cached(&mut self, key: u32, others: bool) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         let Some(stored) = &task.stored else { return false };
         self.of_all.cache.load(&task.place, others, stored)
     }
 
-    /// Goes on with a request, if the disk below has nothing of it in hand. Whether it is over.
+    /// Continues a request if none of its requests to the disk below is in flight. Returns true if
+    /// it has ended.
     fn advance(&mut self, key: u32) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         if task.left != 0 {
@@ -210,7 +211,7 @@ impl MetadataQueue {
         }
     }
 
-    /// Has data and metadata read or written. Whether the request is over.
+    /// Starts the transfer of data and metadata. Returns true if the request has ended.
     fn move_all(&mut self, key: u32, way: Way) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         task.stage = Stage::Moving;
@@ -248,7 +249,7 @@ impl MetadataQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         let place = task.place;
         if op != Op::Read && place.len <= SHORT && self.inner.writes_bytes() {
-            // Their neighbours need not have been read.
+            // Neighbouring metadata need not be read first.
             let mut bytes = [0; SHORT];
             let bytes = bytes.get_mut(..place.len).unwrap_or_default();
             let stored = task.stored.as_ref().and_then(|stored| stored.read_into(place.at, bytes));
@@ -267,7 +268,7 @@ impl MetadataQueue {
         }
         if op == Op::Read {
             task.versions = Some(self.of_all.cache.versions(&place));
-            // Not every disk puts something there (`null`).
+            // Not every disk fills the buffer (`null` does not).
             let _ = data.fill(0, data.len(), 0);
         }
         let submitted = self.inner.submit(tag_of(key, true), &request, &mut data);
@@ -319,7 +320,7 @@ impl MetadataQueue {
         }
     }
 
-    /// A request is over: how it has ended, and its buffer.
+    /// Removes an ended request and returns its tag, result and buffer.
     fn end(&mut self, key: u32) -> Option<(u32, Result<(), DiskError>, Segments)> {
         let (tag, task) = self.tasks.remove(key)?;
         let OfAll { locks, cache, bell, .. } = &self.of_all;
@@ -351,7 +352,7 @@ impl MetadataQueue {
         if let Err(error) = self.check(request, metadata, data) {
             return Submitted::Done(Err(error));
         }
-        // Nothing happens to the data, and so nothing to the metadata.
+        // A discard without effect on the data has none on the metadata.
         if request.op == Op::Discard && !self.discards {
             return Submitted::Done(Ok(()));
         }
@@ -452,7 +453,7 @@ impl Queue for MetadataQueue {
                 done(tag, outcome, data);
             }
         }
-        // What was begun here is under way at once.
+        // Requests started here must be in flight on return.
         self.inner.commit();
     }
 
@@ -460,7 +461,7 @@ impl Queue for MetadataQueue {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
         if task.stage == Stage::Waiting {
-            // It is over when the bell is heard.
+            // The request ends when the bell is processed.
             task.outcome = Err(DiskError::Cancelled);
             return self.of_all.bell.ring(task.serial);
         }

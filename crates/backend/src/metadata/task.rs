@@ -1,4 +1,4 @@
-//! A request for blocks with metadata, and how far it is.
+//! State of a request for blocks with metadata.
 
 use super::cache::Versions;
 use super::checks::{Blocks, Metadata, MetadataBuffer, Scratch};
@@ -8,49 +8,49 @@ use crate::request::{DiskError, Op, Request};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_REFTAG};
 
-/// How far a request is.
+/// Stage of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Others have what it wants.
+    /// Waits for earlier requests on the same blocks.
     Waiting,
-    /// What is stored beside the metadata that it writes is being read.
+    /// Reads the stored metadata around those that it writes.
     Reading,
-    /// Its data and metadata are under way.
+    /// Data and metadata are in flight.
     Moving,
 }
 
-/// One request.
+/// A request.
 #[derive(Debug)]
 pub(super) struct Task {
-    /// No other request of the queue has ever had this.
+    /// Serial number, never reused by the queue.
     pub(super) serial: u64,
     pub(super) request: Request,
     pub(super) metadata: Metadata,
-    /// What came with it.
+    /// Buffer of the request.
     pub(super) data: Segments,
     pub(super) place: Place,
     pub(super) stage: Stage,
-    /// The stored metadata.
+    /// Buffer for the stored metadata.
     pub(super) stored: Option<SharedBytes>,
-    /// They are being read: as of when.
+    /// Cache versions from before the read of the stored metadata, while it is in flight.
     pub(super) versions: Option<Versions>,
-    /// A write of them has begun.
+    /// A write of the metadata has started.
     pub(super) has_written: bool,
-    /// Requests that the disk below has in hand.
+    /// Requests in flight at the disk below.
     pub(super) left: u8,
     pub(super) outcome: Result<(), DiskError>,
 }
 
-/// What a request does with the disk below.
+/// Kind of access to the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// What the disk below does with it, and nothing else.
+    /// The request itself, without metadata.
     Plain,
     Read,
-    /// What is compared is read, too.
+    /// Compares the data, and reads the metadata.
     Compare,
     Write,
-    /// Data that are zeroes from here on.
+    /// Zeroes the data.
     Zero,
 }
 
@@ -93,7 +93,7 @@ impl Task {
         }
     }
 
-    /// What others have to leave alone meanwhile.
+    /// Blocks to lock for the request.
     pub(super) fn claim(&self, layout: &Layout) -> Claim {
         let block = u64::from(layout.block_size);
         let (offset, len) = (self.request.offset, self.request.len);
@@ -104,7 +104,7 @@ impl Task {
         }
     }
 
-    /// The stored metadata, in whole blocks of the disk below.
+    /// Buffer of the stored metadata, in whole blocks of the disk below.
     pub(super) fn stored_data(&self, into: &mut Segments) -> Result<(), DiskError> {
         let len = (self.place.to - self.place.from) as usize;
         let stored = self.stored.as_ref().and_then(|stored| stored.slice(0, len));
@@ -112,12 +112,13 @@ impl Task {
         Ok(())
     }
 
-    /// Whether the disk below gets the data as they came: what is behind them it leaves alone.
+    /// True if the disk below can use the request's buffer directly; it ignores metadata after the
+    /// data.
     pub(super) fn is_direct(&self) -> bool {
         self.metadata.buffer != MetadataBuffer::Extended
     }
 
-    /// Memory for data that nobody wants, and that are checked.
+    /// Allocates memory for data that are checked but not transferred.
     pub(super) fn provide(&mut self, layout: &Layout) -> Result<(), DiskError> {
         if self.request.op == Op::Verify && self.way(layout) == Way::Read {
             let mapping = Mapping::anonymous(self.request.len).map_err(|_| DiskError::Io(12))?;
@@ -126,7 +127,7 @@ impl Task {
         Ok(())
     }
 
-    /// The data alone, for the disk below: into `into`.
+    /// Lists the data without the interleaved metadata, for the disk below.
     pub(super) fn select(&self, layout: &Layout, into: &mut Segments) -> Result<(), DiskError> {
         let (len, block) = (self.request.len as usize, layout.block_size as usize);
         let stride = block + usize::from(layout.format.size);

@@ -1,4 +1,4 @@
-//! What is kept of metadata is never older than the disk, whoever writes it.
+//! Tests: the metadata cache is never older than the disk, whatever writes it.
 
 use super::{Metadata, MetadataBuffer, MetadataDisk, MetadataFormat};
 use crate::disk::{Disk, Queue};
@@ -17,7 +17,7 @@ fn on(disk: &Arc<dyn Disk>) -> MetadataDisk {
     MetadataDisk::new(Arc::clone(disk), format).unwrap()
 }
 
-/// Has `op` done from block `lba` on, with protection information that is made or checked.
+/// Executes `op` from block `lba` on, with protection information that is generated or checked.
 fn run(queue: &mut dyn Queue, op: Op, lba: u64, data: &mut Segments) {
     let mut metadata = Metadata { buffer: MetadataBuffer::None, ..Metadata::default() };
     let prinfo = PRINFO_PRACT | PRINFO_GUARD | PRINFO_REFTAG;
@@ -52,7 +52,7 @@ fn write(queue: &mut dyn Queue, lba: u64, blocks: u64, byte: u8) {
     run(queue, Op::Write { fua: false }, lba, &mut Segments::from_bytes(&bytes));
 }
 
-/// Reads and checks blocks. Each holds one byte throughout.
+/// Reads and checks blocks, each of which must contain one repeated byte.
 fn read(queue: &mut dyn Queue, lba: u64, blocks: u64) {
     let bytes = Mapping::anonymous(blocks * BLOCK).unwrap().bytes();
     run(queue, Op::Read, lba, &mut Segments::from_bytes(&bytes));
@@ -70,15 +70,15 @@ fn what_another_process_wrote_is_found() {
     let (mut our, mut their) = (ours.queue().unwrap(), theirs.queue().unwrap());
     write(&mut *our, 5, 1, 1);
     read(&mut *our, 5, 1);
-    // The other one has the disk for a while, and gives it back.
+    // The other disk is used for a while, as after a transfer and back.
     ours.share_lock(true);
     write(&mut *their, 5, 1, 2);
     ours.share_lock(false);
     read(&mut *our, 5, 1);
 }
 
-/// Several queues write and read the same few blocks, whose metadata lie in one or two blocks of
-/// the disk below.
+/// Several queues write and read the same few blocks, whose metadata share one or two blocks of the
+/// disk below.
 fn race(below: &Arc<dyn Disk>) {
     const THREADS: u64 = 4;
     let disk = on(below);
@@ -93,7 +93,7 @@ fn race(below: &Arc<dyn Disk>) {
                     random ^= random >> 7;
                     random ^= random << 17;
                     let (lba, blocks) = (random >> 8 & 63, (random >> 16 & 7) + 1);
-                    // The bytes of no other write.
+                    // A byte that no other write uses.
                     let byte = (turn % 60) as u8 * 4 + thread as u8 + 1;
                     match random & 3 {
                         0 => write(&mut *queue, lba, blocks, byte),

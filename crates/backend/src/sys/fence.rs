@@ -1,20 +1,20 @@
-//! What shows a process that this one has died, and that all its rings have gone, and with them
-//! what they had under way.
+//! Pipe that fences this process: its hang-up shows another process that this process has died and
+//! all its io_uring instances have ended, including their requests in flight.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// The two ends of a pipe.
+/// Both ends of the pipe.
 static ENDS: OnceLock<(PipeReader, PipeWriter)> = OnceLock::new();
 static MAKING: Mutex<()> = Mutex::new(());
 
-/// A descriptor that comes to its end (`POLLHUP`) when this process has died and nothing that its
-/// disks had under way can reach them, or memory, any more. It has to be asked for before the first
-/// queue of a disk is opened.
+/// Returns a descriptor that reports `POLLHUP` when this process has died and no request of its
+/// disks can reach storage or memory any more. Must be called before the first queue of a disk is
+/// opened.
 ///
 /// # Errors
-/// The system has no more descriptors.
+/// The process has no free file descriptors.
 pub fn fence() -> io::Result<OwnedFd> {
     let _one = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     let (reader, _) = match ENDS.get() {
@@ -27,7 +27,7 @@ pub fn fence() -> io::Result<OwnedFd> {
     Ok(reader.try_clone()?.into())
 }
 
-/// What each ring keeps for as long as something is under way in it.
+/// Write end that each ring registers, and so holds until its last request has ended.
 pub(super) fn kept_by_rings() -> Option<RawFd> {
     ENDS.get().map(|(_, writer)| writer.as_raw_fd())
 }

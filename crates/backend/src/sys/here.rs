@@ -1,29 +1,29 @@
-//! Whether the thread of a queue makes writes itself.
+//! Policy of inline writes by the queue's own thread.
 //!
-//! A write that was slow, because the system holds those back who write faster than the storage
-//! takes it, is a sign of more to come: for a while the next ones are for other threads again, and
-//! so never hold up reads.
+//! A slow write indicates that the kernel throttles writers that are faster than the storage. More
+//! slow writes are likely then, so the next writes go to other threads for a while, to avoid
+//! delaying reads.
 
 use std::time::{Duration, Instant};
 
-/// A call that takes longer has waited for something.
+/// A longer call has blocked.
 const SLOW: Duration = Duration::from_millis(1);
-/// How many times as long as that none is made afterwards: so long reads may have been held up, and
-/// not more often.
+/// Pause after a slow inline write, as a multiple of its duration. It bounds the fraction of time
+/// in which reads are delayed.
 const AWAY: u32 = 8;
 
-/// Whether the thread makes calls itself.
+/// State of the inline write policy.
 #[derive(Debug, Default)]
 pub(super) struct Here {
     pub(super) may: bool,
-    /// Not before that.
+    /// End of the current pause.
     not_before: Option<Instant>,
-    /// The file can be asked for writes that do not wait.
+    /// The file supports writes that fail instead of blocking.
     pub(super) can_ask: bool,
 }
 
 impl Here {
-    /// Whether it is to make one now.
+    /// True if the next write may be made inline.
     pub(super) fn makes(&mut self, now: Instant) -> bool {
         if self.not_before.is_some_and(|then| now < then) {
             return false;
@@ -32,7 +32,7 @@ impl Here {
         self.may
     }
 
-    /// One has taken so long, until `now`.
+    /// Records the duration of an inline write that ended at `now`.
     pub(super) fn took(&mut self, time: Duration, now: Instant) {
         if time >= SLOW {
             self.not_before = Some(now + time * AWAY);

@@ -1,12 +1,12 @@
-//! Calls that wait for a thread, in order.
+//! Queue of calls that wait for a thread.
 
 use crate::lists::Lists;
 
-/// The one list that there is.
+/// Number of the only list.
 const QUEUE: u32 = 0;
 
-/// Calls that wait. Each has a number, of which the low half is small and of no other call that
-/// waits: the slot of its ring. So one is taken out from among the others without a search.
+/// Waiting calls in order. The low half of a call's id is its slot in the ring, small and unique
+/// among the waiting calls, so that a call is removed without a search.
 pub(super) struct Jobs<J> {
     places: Vec<Option<(u64, J)>>,
     order: Lists,
@@ -46,14 +46,14 @@ impl<J> Jobs<J> {
         self.take(first)
     }
 
-    /// Takes this call out, if it waits.
+    /// Removes this call, if it waits.
     pub(super) fn remove(&mut self, id: u64) -> Option<J> {
         let place = self.places.get(id as u32 as usize)?;
         place.as_ref().filter(|(waiting, _)| *waiting == id)?;
         self.take(id as u32)
     }
 
-    /// Takes the `n`th out.
+    /// Removes the `n`th call.
     #[cfg(feature = "scripted")]
     pub(super) fn remove_nth(&mut self, n: usize) -> Option<J> {
         let at = self.order.iter(QUEUE).nth(n)?;

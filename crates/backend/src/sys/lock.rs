@@ -1,16 +1,16 @@
-//! The advisory lock that keeps two programs from writing one image.
+//! Advisory lock that prevents two programs from writing one image.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Locks all of `file` for as long as its open file description lives: shared among readers,
-/// alone for a writer (`exclusive`). These are the locks that QEMU puts on its images too (open
-/// file description locks on a few bytes), so that the two know of each other.
+/// Locks all of `file` for the lifetime of its open file description: shared among readers,
+/// exclusive for a writer. QEMU uses the same kind of lock on its images (open file description
+/// locks on a few bytes), so each program detects the other.
 ///
 /// # Errors
-/// [`io::ErrorKind::WouldBlock`] if another process has it. A file system that has no locks is no
-/// error.
+/// [`io::ErrorKind::WouldBlock`] if another process holds the lock. A file system without locks is
+/// no error.
 pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
     match set(file, if exclusive { libc::F_WRLCK } else { libc::F_RDLCK }) {
         Err(e) => match e.raw_os_error() {
@@ -22,10 +22,10 @@ pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
     }
 }
 
-/// Gives the lock up, though the file may stay open for a while: a ring that is closed lets go of
-/// its files in its own time.
+/// Releases the lock before the file is closed: a closed io_uring releases its files
+/// asynchronously.
 pub(crate) fn unlock_image(file: &File) {
-    // There is nothing to be done about a failure, and closing the file ends the lock anyway.
+    // A failure has no remedy, and closing the file releases the lock anyway.
     let _ = set(file, libc::F_UNLCK);
 }
 

@@ -1,5 +1,5 @@
-//! The system calls that have no safe form: io_uring, or threads, over memory that is not Rust's,
-//! and the lock on an image.
+//! System calls without a safe interface: io_uring, thread pools over memory that Rust does not
+//! own, NVMe passthrough, and the image lock.
 
 mod call;
 mod fence;

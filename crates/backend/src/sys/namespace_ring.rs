@@ -1,5 +1,5 @@
-//! Commands for an NVMe namespace through io_uring: entries that hold a command, and completions
-//! that hold its result, which are twice as long as others (Linux 5.19).
+//! io_uring for NVMe passthrough: 128-byte entries that hold a command, and 32-byte completions
+//! that hold its result (Linux 5.19).
 
 use super::call::{Kind, Prepared, Stuck};
 use super::passthrough::{Command, NVME_URING_CMD_IO, NVME_URING_CMD_IO_VEC, Namespace};
@@ -18,28 +18,28 @@ impl Shape for Entry128 {
     type Completion = cqueue::Entry32;
 }
 
-/// A ring for commands to a namespace.
+/// Ring for commands to a namespace.
 pub(super) struct NamespaceRing {
     uring: Uring<Entry128>,
     namespace: Namespace,
-    /// The ranges of Dataset Management commands, by the slot that has one. The device reads them
-    /// until the command has ended, so they stay where they are.
+    /// Ranges of Dataset Management commands, by slot. The device reads a range until the command
+    /// ends, so its address must not change.
     ranges: Vec<Option<Box<DsmRange>>>,
-    /// Calls that have ended before they were begun.
+    /// Calls that failed before their submission.
     refused: Vec<(u64, i32)>,
 }
 
 impl NamespaceRing {
-    /// As [`Uring::new`].
+    /// Creates the ring, see [`Uring::new`].
     pub(super) fn new(file: Arc<File>, completions: u32, namespace: Namespace) -> io::Result<Self> {
         let uring = Uring::new(file, completions)?;
         Ok(Self { uring, namespace, ranges: Vec::new(), refused: Vec::new() })
     }
 
-    /// Takes a call. Its completion is 0, an NVMe status or a negative error number.
+    /// Queues a call. Its completion is 0, an NVMe status or a negative error number.
     ///
     /// # Safety
-    /// As [`Uring::push_entry`], of the call's pieces and their list.
+    /// As for [`Uring::push_entry`], for the call's pieces and their list.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let namespace = self.namespace;
         let (command, is_list) = match namespace.with_data(call, self.range(call)) {
@@ -59,12 +59,12 @@ impl NamespaceRing {
             Ok(fixed) => opcode::UringCmd80::new(fixed, code).cmd(bytes).build(),
             Err(fd) => opcode::UringCmd80::new(fd, code).cmd(bytes).build(),
         };
-        // SAFETY: the pieces stay, as the caller has promised; a range does as long as its slot has
-        // no other call, and longer than the ring.
+        // SAFETY: the pieces stay valid, as the caller guarantees; a range stays valid until its
+        // slot has another call, and outlives the ring.
         unsafe { self.uring.push_entry(&entry.user_data(call.id)) }
     }
 
-    /// The range of a call, if it has one, at a place of its slot's own.
+    /// Range of a Dataset Management call, stored at the place of its slot.
     fn range(&mut self, call: &Prepared<'_>) -> &DsmRange {
         const NONE: &DsmRange = &DsmRange { attributes: 0, blocks: 0, slba: 0 };
         if call.kind != Kind::Deallocate {
@@ -110,7 +110,7 @@ impl NamespaceRing {
 
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
         self.uring.wait().inspect_err(|_| {
-            // The device may read them still: they are kept for good.
+            // The device may still read the ranges, so they are leaked.
             std::mem::forget(std::mem::take(&mut self.ranges));
         })
     }
@@ -129,10 +129,10 @@ impl NamespaceRing {
     }
 }
 
-/// Whether this process may use such a ring, and the kernel has what it needs.
+/// Checks that this process may create such a ring, and that the kernel supports its operations.
 ///
 /// # Errors
-/// The system's refusal; `ENOSYS` for a kernel that lacks a call.
+/// The system's error; `ENOSYS` for a kernel without the operations.
 pub(crate) fn takes_commands() -> io::Result<()> {
     let uring = build::<Entry128>(4, 8)?;
     let mut probe = io_uring::Probe::new();

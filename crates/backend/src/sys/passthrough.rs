@@ -1,8 +1,8 @@
-//! Commands for a namespace by its character device (`/dev/ng0n1`).
+//! NVMe passthrough commands through a generic character device (`/dev/ng0n1`).
 //!
-//! The system takes a command as it is, with the address of its data in this process, and maps
-//! these for the device. It is by io_uring (`IORING_OP_URING_CMD`, Linux 5.19) or by `ioctl` that
-//! it gets one. Nothing is split, merged or repeated on the way.
+//! The kernel takes a command unchanged, with the address of its data in this process, and maps the
+//! data for the device. Commands are passed by io_uring (`IORING_OP_URING_CMD`, Linux 5.19) or by
+//! `ioctl`. The kernel does not split, merge or repeat them.
 
 use super::call::{Kind, NVME_STATUS, Prepared};
 use shadowbell_spec::Sqe;
@@ -17,22 +17,22 @@ use std::io;
 use std::os::fd::AsRawFd;
 use zerocopy::{Immutable, IntoBytes, transmute};
 
-/// What commands for a namespace are made of.
+/// Parameters for building commands to a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Namespace {
     pub(crate) nsid: u32,
-    /// Bytes in a logical block of its own, as a power of two.
+    /// Logical block size as a power of two.
     pub(crate) block_shift: u32,
-    /// The most bytes that one command moves, whole blocks.
+    /// Maximum bytes per command; whole blocks.
     pub(crate) most: u32,
 }
 
-/// The most blocks of a command that moves no data: what its field holds, or a range of Dataset
-/// Management that no device has for too long.
+/// Maximum blocks of a command without data: the limit of its NLB field, and a Dataset Management
+/// range that every device accepts.
 const MOST_BLOCKS: u64 = 1 << 16;
 
-/// A command as the system takes it: `struct nvme_passthru_cmd` and `struct nvme_uring_cmd`, which
-/// differ in the last field. There is none in the latter.
+/// Layout of `struct nvme_passthru_cmd` and `struct nvme_uring_cmd`, which lacks the last field
+/// (`result`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, IntoBytes, Immutable)]
 pub(super) struct Command {
@@ -43,10 +43,10 @@ pub(super) struct Command {
     cdw2: u32,
     cdw3: u32,
     metadata: u64,
-    /// Of the data, or of the list of their pieces.
+    /// Address of the data, or of the list of their pieces.
     pub(super) addr: u64,
     metadata_len: u32,
-    /// Bytes of the data, or pieces.
+    /// Length of the data in bytes, or number of pieces.
     pub(super) data_len: u32,
     cdw10: u32,
     cdw11: u32,
@@ -54,12 +54,12 @@ pub(super) struct Command {
     cdw13: u32,
     cdw14: u32,
     cdw15: u32,
-    /// 0 for the system's own.
+    /// Timeout in ms; 0 for the kernel's default.
     timeout_ms: u32,
     result: u32,
 }
 
-/// `_IO('N', 0x40)`: the namespace's identifier.
+/// `_IO('N', 0x40)`: returns the namespace identifier.
 const NVME_IOCTL_ID: libc::c_ulong = 0x4e40;
 /// `_IOWR('N', 0x41, struct nvme_passthru_cmd)`.
 const NVME_IOCTL_ADMIN_CMD: libc::c_ulong = 0xc048_4e41;
@@ -67,11 +67,11 @@ const NVME_IOCTL_ADMIN_CMD: libc::c_ulong = 0xc048_4e41;
 const NVME_IOCTL_IO_CMD: libc::c_ulong = 0xc048_4e43;
 /// `_IOWR('N', 0x80, struct nvme_uring_cmd)`: data in one piece.
 pub(super) const NVME_URING_CMD_IO: u32 = 0xc048_4e80;
-/// `_IOWR('N', 0x81, struct nvme_uring_cmd)`: data in pieces of a list.
+/// `_IOWR('N', 0x81, struct nvme_uring_cmd)`: data as a list of pieces.
 pub(super) const NVME_URING_CMD_IO_VEC: u32 = 0xc048_4e81;
 
 impl Command {
-    /// Without data.
+    /// Command without data.
     fn bare(sqe: &Sqe) -> Self {
         Self {
             opcode: sqe.opcode,
@@ -95,14 +95,14 @@ impl Command {
 }
 
 impl Namespace {
-    /// How many of `len` bytes a call of this kind is for, if it is the first for them.
+    /// Bytes of the first command of a call of `len` bytes.
     pub(super) fn most(&self, moves_data: bool, len: u64) -> u64 {
         let most = if moves_data { u64::from(self.most) } else { MOST_BLOCKS << self.block_shift };
         len.min(most)
     }
 
-    /// The command for a call, without its data; and how many bytes these have to have. Nothing if
-    /// its range is not of whole blocks, or more than a command holds.
+    /// Builds the command of a call without its data pointer, and returns the required data length.
+    /// `None` if the range is not in whole blocks or too long for one command.
     pub(super) fn command(&self, kind: Kind, offset: u64, len: u64) -> Option<(Command, u64)> {
         let block = 1u64 << self.block_shift;
         let is_whole = (offset | len) & (block - 1) == 0;
@@ -129,14 +129,15 @@ impl Namespace {
         Some((Command::bare(&sqe), data))
     }
 
-    /// The range of a Dataset Management command.
+    /// Builds the range of a Dataset Management command.
     pub(super) fn range(&self, offset: u64, len: u64) -> DsmRange {
         let blocks = u32::try_from(len >> self.block_shift).unwrap_or(u32::MAX);
         DsmRange { attributes: 0, blocks, slba: offset >> self.block_shift }
     }
 
-    /// The command for a call with its data: in one piece, or as a list of pieces, of which the
-    /// second value says. An error number if these do not fit it: the device would go beyond them.
+    /// Builds the command of a call with its data. The second value is true if the data are a list
+    /// of pieces. Returns an error number if the data length does not match the command, because
+    /// the device would access memory beyond the data.
     pub(super) fn with_data(
         &self,
         call: &Prepared<'_>,
@@ -161,11 +162,11 @@ impl Namespace {
         })
     }
 
-    /// Makes a call by `ioctl`, and waits for its end: the bytes that it moved, or a negative error
-    /// number. Data have to be in one piece; `EINVAL` if they are not.
+    /// Executes a call by `ioctl` and waits for its end. Returns the transferred bytes or a
+    /// negative error number; `EINVAL` for data in several pieces.
     ///
     /// # Safety
-    /// The memory of the call's pieces is there, and may be written if it is a read.
+    /// The memory of the call's pieces must be valid, and writable for a read.
     pub(super) unsafe fn call(&self, file: &File, call: &Prepared<'_>) -> i32 {
         let range = self.range(call.offset, call.len);
         let mut command = match self.with_data(call, &range) {
@@ -181,13 +182,13 @@ impl Namespace {
     }
 }
 
-/// Gives the system a command and waits for its end: 0 or a negative error number.
+/// Passes a command to the kernel and waits for its end: 0 or a negative error number.
 ///
 /// # Safety
-/// The command's data are where it says, and may be written if it reads.
+/// The command's data must be valid at its address, and writable if the command reads.
 unsafe fn io(file: &File, request: libc::c_ulong, command: &mut Command) -> i32 {
-    // SAFETY: the structure is the one that the request is for, and outlives the call; its data are
-    // there, as the caller has promised.
+    // SAFETY: the structure matches the request and outlives the call; the caller guarantees that
+    // its data are valid.
     let status =
         unsafe { libc::ioctl(file.as_raw_fd(), request as _, std::ptr::from_mut(command)) };
     match status {
@@ -197,16 +198,16 @@ unsafe fn io(file: &File, request: libc::c_ulong, command: &mut Command) -> i32 
     }
 }
 
-/// What was written is on stable storage: 0 or a negative error number. Waits for that.
+/// Sends a Flush and waits for its end: 0 or a negative error number.
 pub(crate) fn flush(file: &File, nsid: u32) -> i32 {
     // SAFETY: a Flush has no data.
     unsafe { io(file, NVME_IOCTL_IO_CMD, &mut Command::bare(&Sqe::flush(nsid, 0))) }
 }
 
-/// Reads from the start of a namespace, as many bytes as there are in `into`: whole blocks. Waits.
+/// Reads `into.len()` bytes, whole blocks, from the start of a namespace. Blocks the thread.
 ///
 /// # Errors
-/// The system's.
+/// The system's error, or the device's status as a message.
 pub(crate) fn read_start(file: &File, namespace: &Namespace, into: &mut [u8]) -> io::Result<()> {
     let piece = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
     let call = Prepared {
@@ -217,7 +218,7 @@ pub(crate) fn read_start(file: &File, namespace: &Namespace, into: &mut [u8]) ->
         len: into.len() as u64,
         nowait: false,
     };
-    // SAFETY: the piece is the slice, which is the caller's to write.
+    // SAFETY: the piece is the slice, which this function may write.
     result_of(unsafe { namespace.call(file, &call) })
 }
 
@@ -232,21 +233,22 @@ fn result_of(result: i32) -> io::Result<()> {
     }
 }
 
-/// What a namespace and its controller say of themselves.
+/// Identify data of a namespace and its controller.
 pub(crate) struct Identity {
     pub(crate) nsid: u32,
     pub(crate) namespace: IdentifyNamespace,
     pub(crate) controller: IdentifyController,
-    /// What it is called, and its command set; nothing if the controller is too old for it.
+    /// Namespace identification descriptors with the command set; `None` if the controller is too
+    /// old for them.
     pub(crate) ids: Option<NamespaceIds>,
 }
 
-/// Asks the device what it is.
+/// Reads the Identify data of a namespace.
 ///
 /// # Errors
-/// The system's: `ENOTTY` for what is no namespace's character device.
+/// The system's error: `ENOTTY` if the file is not an NVMe generic character device.
 pub(crate) fn identify(file: &File) -> io::Result<Identity> {
-    // SAFETY: it has no argument.
+    // SAFETY: the request has no argument.
     let nsid = unsafe { libc::ioctl(file.as_raw_fd(), NVME_IOCTL_ID as _) };
     let nsid = u32::try_from(nsid).map_err(|_| io::Error::last_os_error())?;
     let ask = |nsid: u32, cns: u8| -> io::Result<[u8; IDENTIFY_SIZE]> {
@@ -254,7 +256,7 @@ pub(crate) fn identify(file: &File) -> io::Result<Identity> {
         let sqe = Sqe::identify(nsid, Identify { cns, ..Default::default() }, 0);
         let mut command = Command::bare(&sqe)
             .over(data.as_mut_ptr().expose_provenance() as u64, IDENTIFY_SIZE as u32);
-        // SAFETY: an Identify command writes so many bytes, which are there.
+        // SAFETY: an Identify command writes `IDENTIFY_SIZE` bytes, the length of `data`.
         result_of(unsafe { io(file, NVME_IOCTL_ADMIN_CMD, &mut command) })?;
         Ok(data)
     };
@@ -264,7 +266,7 @@ pub(crate) fn identify(file: &File) -> io::Result<Identity> {
         controller: transmute!(ask(0, cns::CONTROLLER)?),
         ids: match ask(nsid, cns::NAMESPACE_IDS) {
             Ok(bytes) => Some(NamespaceIds { bytes }),
-            // The device's own answer.
+            // An error without an error number is the device's status.
             Err(error) if error.raw_os_error().is_none() => None,
             Err(error) => return Err(error),
         },

@@ -1,10 +1,10 @@
-//! One queue's calls, and the memory that the kernel works on.
+//! Calls of one queue, and ownership of the memory that the kernel accesses.
 //!
-//! The kernel reads and writes memory behind the compiler's back from the moment that a call is
-//! handed over until its completion is collected. So the ring owns that memory for as long: each
-//! call belongs to a slot that holds the data buffer, the bounce buffer and the iovecs, a busy
-//! slot gives none of them away, and a ring that is dropped waits for every busy slot first.
-//! What is forgotten instead of dropped is never freed either.
+//! The kernel accesses memory without the compiler's knowledge from the submission of a call until
+//! its completion is collected. The ring owns the memory during that time: each call belongs to a
+//! slot that holds the data buffer, the bounce buffer and the iovecs; a busy slot releases none of
+//! them, and dropping a ring waits for every busy slot first. A ring that is leaked instead of
+//! dropped never frees the memory.
 
 mod in_place;
 
@@ -23,10 +23,10 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-/// Calls that can be under way at once; what is more waits in this process, in order. The kernel's
-/// queue has twice the room, so that cancellations never fill it.
+/// Maximum number of calls in flight; further calls wait in this process, in order. The kernel's
+/// completion queue has twice the room, so that cancellations never overflow it.
 const COMPLETIONS: u32 = 1024;
-/// Names a slot, and the use that is made of it now.
+/// Identifies one use of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
     index: u32,
@@ -34,13 +34,13 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// One of no ring.
+    /// Creates a key that belongs to no ring.
     #[cfg(test)]
     pub(crate) fn of(index: u32, generation: u32) -> Self {
         Self { index, generation }
     }
 
-    /// The slot's number, which is small.
+    /// Number of the slot, which is small.
     pub(crate) fn index(self) -> u32 {
         self.index
     }
@@ -50,31 +50,31 @@ impl Key {
     }
 }
 
-/// What a slot held.
+/// Content removed from a slot.
 pub(crate) struct Taken<T> {
     pub(crate) task: T,
     pub(crate) data: Segments,
     pub(crate) own: Option<SharedBytes>,
 }
 
-/// How calls are made.
+/// I/O engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EngineKind {
-    /// By the kernel, through an io_uring.
+    /// io_uring.
     Uring,
-    /// By threads of this process.
+    /// Threads of this process.
     Threads,
 }
 
 #[allow(clippy::large_enum_variant, reason = "there is one for each queue")]
 enum Engine {
     Uring(Uring),
-    /// io_uring, with commands for a namespace.
+    /// io_uring with NVMe commands for a namespace.
     Namespace(NamespaceRing),
     Threads(Threads),
 }
 
-/// Runs an expression with whichever engine there is.
+/// Evaluates an expression with the engine in use.
 macro_rules! with {
     ($engine:expr, $it:ident => $what:expr) => {
         match $engine {
@@ -85,44 +85,43 @@ macro_rules! with {
     };
 }
 
-/// The calls that the kernel would have to wait for, where it is io_uring that makes the others.
+/// Threads for calls that would block in the kernel, beside io_uring for all others.
 ///
-/// The kernel has workers for those, some eight, which all rings of a thread share. A file that
-/// does not answer would keep all of them, and the calls on every other file of the thread would
-/// wait for that. So what would be theirs is made by threads that this ring has for itself.
+/// The kernel has about eight worker threads for blocking calls, shared by all rings of a thread. A
+/// hung file would occupy all of them and block the calls on every other file of the thread. So
+/// blocking calls are made by threads that belong to this ring alone.
 struct Blocking {
     file: Arc<File>,
     threads: Option<Threads>,
-    /// Every read waits: the file has no way to say that it would.
+    /// All reads may block, because the file does not support `RWF_NOWAIT`.
     reads: bool,
-    /// Every write does, for all that is known.
+    /// All writes may block, because the file does not support `RWF_NOWAIT`.
     writes: bool,
-    /// Reads go past the page cache. (Those that do not are continued by the kernel when their
-    /// page has come, without a worker.)
+    /// Reads bypass the page cache. (The kernel continues a buffered read when its page arrives,
+    /// without a worker thread.)
     direct: bool,
-    /// There is no descriptor for threads: it has to go without.
+    /// Threads cannot be used, for example for lack of file descriptors.
     off: bool,
-    /// Which of them the thread makes itself.
+    /// Policy of inline writes by the ring's own thread.
     here: Here,
-    /// Calls that io_uring has given back, kept for its room.
+    /// Scratch list of calls that io_uring returned because they would block.
     again: Vec<u32>,
 }
 
-/// A queue of calls with its slots; `T` is what the owner remembers of each.
+/// Queue of calls with its slots; `T` is the owner's state of each call.
 pub(crate) struct Ring<T> {
     engine: Engine,
     slots: Vec<Slot<T>>,
     free: Vec<u32>,
     busy: usize,
     blocking: Blocking,
-    /// The file is the character device of this.
+    /// Parameters of the namespace, if the file is an NVMe generic character device.
     namespace: Option<Namespace>,
 }
 
 impl<T> Ring<T> {
-    /// Opens a queue for calls on `file`, to be used by this thread alone. `waits` says whether
-    /// its calls can not be asked to fail rather than wait, and `direct` whether they go past the
-    /// page cache.
+    /// Opens a queue for calls on `file`, used by this thread alone. `waits` says that the file
+    /// does not support `RWF_NOWAIT`, `direct` that calls bypass the page cache.
     pub(crate) fn new(
         file: Arc<File>,
         engine: EngineKind,
@@ -146,8 +145,8 @@ impl<T> Ring<T> {
         Ok(Self::with(engine, blocking, None))
     }
 
-    /// As [`new`](Self::new), where `file` is the character device of `namespace`: calls are its
-    /// commands, whose statuses are error numbers from [`NVME_STATUS`] on.
+    /// Opens a queue on the character device of `namespace`: calls are NVMe commands, and their
+    /// statuses are error numbers from [`NVME_STATUS`] on.
     pub(crate) fn of_namespace(
         file: Arc<File>,
         engine: EngineKind,
@@ -159,7 +158,7 @@ impl<T> Ring<T> {
             reads: false,
             writes: false,
             direct: true,
-            // The system never waits for a device here.
+            // Passthrough commands never block in the kernel.
             off: true,
             here: Here::default(),
             again: Vec::new(),
@@ -177,7 +176,7 @@ impl<T> Ring<T> {
         Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking, namespace }
     }
 
-    /// From here on a test says when calls end, and how; nothing if io_uring makes them.
+    /// Lets a test decide when and how calls end; `None` with io_uring.
     #[cfg(feature = "scripted")]
     pub(crate) fn set_by_hand(&mut self) -> Option<Arc<super::threads::ThreadsShared>> {
         let Engine::Threads(threads) = &mut self.engine else { return None };
@@ -185,7 +184,7 @@ impl<T> Ring<T> {
         Some(Arc::clone(threads.shared()))
     }
 
-    /// Whether a call of this kind is for the threads beside io_uring.
+    /// True if a call of this kind goes to the threads beside io_uring.
     fn is_for_threads(&mut self, kind: Kind) -> bool {
         let waits = match kind {
             Kind::Read => self.blocking.reads,
@@ -195,7 +194,7 @@ impl<T> Ring<T> {
         waits && !self.blocking.off && self.has_threads()
     }
 
-    /// Sees to it that there are threads beside io_uring.
+    /// Creates the threads beside io_uring on demand. Returns false if that is impossible.
     fn has_threads(&mut self) -> bool {
         let Engine::Uring(uring) = &self.engine else { return false };
         if self.blocking.threads.is_none() {
@@ -206,7 +205,7 @@ impl<T> Ring<T> {
         self.blocking.threads.is_some()
     }
 
-    /// Has threads make the calls that io_uring has given back.
+    /// Passes the calls that io_uring returned to threads.
     fn try_again(&mut self) {
         let mut again = std::mem::take(&mut self.blocking.again);
         for index in again.drain(..) {
@@ -216,7 +215,7 @@ impl<T> Ring<T> {
             let Slot { kind, offset, len, .. } = *slot;
             let call = Prepared { id, kind, iovecs: &slot.iovecs, offset, len, nowait: false };
             if let Some(threads) = &mut self.blocking.threads {
-                // SAFETY: as in `prepare`: the slot is busy still.
+                // SAFETY: as in `prepare`: the slot is still busy.
                 unsafe { threads.push(&call) };
             }
         }
@@ -232,7 +231,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Puts a task and its data into a slot.
+    /// Puts a task and its data into a free slot.
     pub(crate) fn insert(&mut self, task: T, data: Segments) -> Key {
         let index = self.free.pop().unwrap_or_else(|| {
             let index = u32::try_from(self.slots.len()).expect("fewer than 2^32 requests pend");
@@ -256,7 +255,7 @@ impl<T> Ring<T> {
         Key { index, generation: slot.generation }
     }
 
-    /// Takes everything out of a slot that is not busy.
+    /// Removes the content of a slot that is not busy.
     pub(crate) fn remove(&mut self, key: Key) -> Option<Taken<T>> {
         let slot = self.slots.get_mut(key.index as usize)?;
         if slot.busy || slot.generation != key.generation {
@@ -268,7 +267,7 @@ impl<T> Ring<T> {
         Some(Taken { task, data: slot.data.take(), own: slot.own.take() })
     }
 
-    /// The tasks in all slots.
+    /// Iterates over the tasks in all slots.
     pub(crate) fn tasks(&mut self) -> impl Iterator<Item = (Key, &mut T)> {
         (0..).zip(&mut self.slots).filter_map(|(index, slot)| {
             let key = Key { index, generation: slot.generation };
@@ -276,13 +275,13 @@ impl<T> Ring<T> {
         })
     }
 
-    /// The key of what is in a slot now.
+    /// Key of the current content of a slot.
     pub(crate) fn key(&self, index: u32) -> Option<Key> {
         let slot = self.slots.get(index as usize)?;
         slot.task.as_ref().map(|_| Key { index, generation: slot.generation })
     }
 
-    /// How many slots are in use.
+    /// Number of used slots.
     pub(crate) fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
@@ -291,32 +290,32 @@ impl<T> Ring<T> {
         self.slots.get_mut(key.index as usize).filter(|s| s.generation == key.generation)
     }
 
-    /// A slot's task, data and own buffer.
+    /// Task, data and own buffer of a slot.
     pub(crate) fn get(&mut self, key: Key) -> Option<(&mut T, &Segments, Option<&SharedBytes>)> {
         let slot = self.slot(key)?;
         Some((slot.task.as_mut()?, &slot.data, slot.own.as_ref()))
     }
 
-    /// Gives `own` to a slot that is not busy and has none.
+    /// Gives the buffer `own` to a slot that is not busy.
     pub(crate) fn set_own(&mut self, key: Key, own: SharedBytes) {
         if let Some(slot) = self.slot(key).filter(|s| !s.busy) {
             slot.own = Some(own);
         }
     }
 
-    /// Whether the kernel may have been given the slot's call.
+    /// True if the slot's call may be in the kernel.
     pub(crate) fn is_busy(&mut self, key: Key) -> bool {
         self.slot(key).is_some_and(|s| s.busy)
     }
 
-    /// Whether one more call can be under way.
+    /// True if one more call may be in flight.
     pub(crate) fn has_room(&self) -> bool {
         self.busy < COMPLETIONS as usize
     }
 
-    /// Prepares a call for the slot: `len` bytes of the file from `offset`; its buffer is used
-    /// from `skip`. It may move fewer bytes. Returns whether there was room in the submission
-    /// queue; if not, [`enter`](Self::enter) makes some.
+    /// Prepares a call for the slot: `len` bytes of the file from `offset`, with its buffer from
+    /// `skip` on. The call may transfer fewer bytes. Returns false if the submission queue is full;
+    /// [`submit`](Self::submit) makes room.
     pub(crate) fn prepare(
         &mut self,
         key: Key,
@@ -338,8 +337,8 @@ impl<T> Ring<T> {
         let for_threads = self.is_for_threads(kind);
         let nowait = match kind {
             Kind::Read => self.blocking.direct,
-            // Direct writes to a regular file are one after the other in the kernel, and so never
-            // keep more than one worker; threads would only contend for its lock.
+            // The kernel serializes direct writes to a regular file, so they occupy one worker at
+            // most; threads would only contend for the file's lock.
             Kind::Write { .. } => !self.blocking.direct,
             _ => false,
         };
@@ -349,8 +348,8 @@ impl<T> Ring<T> {
         let id = key.user_data();
         let call = Prepared { id, kind, iovecs: &slot.iovecs, offset, len, nowait };
         // SAFETY: the call points to memory that the slot holds (its iovecs, and the mappings
-        // behind its data and own buffer). The slot is marked busy, and so neither changes nor
-        // frees any of it before the call's completion has been collected; see the module's
+        // behind its data and own buffer). The slot is marked busy, so it neither changes nor frees
+        // any of it before the call's completion has been collected; see the module's
         // documentation.
         slot.busy = unsafe {
             match self.blocking.threads.as_mut().filter(|_| for_threads) {
@@ -362,7 +361,7 @@ impl<T> Ring<T> {
         slot.busy
     }
 
-    /// Asks that the slot's call ends early.
+    /// Requests that the slot's call ends early.
     pub(crate) fn cancel(&mut self, key: Key) {
         if let Some(threads) = &mut self.blocking.threads {
             threads.cancel(key.user_data());
@@ -370,24 +369,26 @@ impl<T> Ring<T> {
         with!(&mut self.engine, it => it.cancel(key.user_data()));
     }
 
-    /// Makes the ring's descriptor readable, though no call has ended.
+    /// Makes the ring's descriptor readable although no call has ended.
     pub(crate) fn wake(&mut self) {
         with!(&mut self.engine, it => it.wake());
     }
 
-    /// Hands over everything that was prepared, in one go, which also brings in what has ended.
-    /// Without anything prepared, no call.
+    /// Passes all prepared calls to the kernel in one system call, which also collects completions.
+    /// Makes no system call if nothing is prepared.
     pub(crate) fn submit(&mut self) {
         self.submit_blocking();
         with!(&mut self.engine, it => if it.prepared() != 0 { it.enter() });
     }
 
-    /// As [`submit`](Self::submit), once as much is prepared as the kernel has in hand.
+    /// Submits like [`submit`](Self::submit), but only if at least as many calls are prepared as
+    /// are in flight.
     ///
-    /// What is handed over together reaches the device together, when the last call of it has been
-    /// made ready; each takes the kernel some microseconds, in which a device that has run dry does
-    /// nothing. So it gets the first call at once, then one, two, four and so on: it has work for
-    /// as long as the next are made ready, and a queue of n costs log n system calls.
+    /// Calls that are submitted together reach the device together, after the kernel has prepared
+    /// the last of them. Each call takes the kernel some microseconds, during which an idle device
+    /// does nothing. So the device gets the first call at once, then one, two, four and so on: it
+    /// stays busy while the next calls are prepared, and a queue of n calls costs log n system
+    /// calls.
     pub(crate) fn submit_in_time(&mut self) {
         self.submit_blocking();
         let prepared = with!(&mut self.engine, it => it.prepared());
@@ -396,8 +397,8 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Moves the completions of this moment to `into`: which slot, and the call's result (a
-    /// negative error number, or the bytes that it moved).
+    /// Moves all completions to `into`: the slot, and the call's result (a negative error number,
+    /// or the transferred bytes).
     pub(crate) fn collect(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { engine, slots, busy, blocking, .. } = self;
         let is_command = matches!(engine, Engine::Namespace(_));
@@ -431,7 +432,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// io_uring has given calls back.
+    /// Processes the calls that io_uring returned because they would block.
     fn take_back(&mut self, into: &mut Vec<(Key, i32)>) {
         self.ask_about_writes(into);
         if self.blocking.again.is_empty() {
@@ -440,7 +441,7 @@ impl<T> Ring<T> {
         if self.has_threads() {
             return self.try_again();
         }
-        // They are repeated, and the kernel's workers have to do.
+        // Without threads the calls are repeated, and the kernel's workers have to execute them.
         for index in std::mem::take(&mut self.blocking.again) {
             let slot = &mut self.slots[index as usize];
             slot.busy = false;
@@ -449,8 +450,8 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Makes the descriptor readable from any thread. Whoever expects that calls
-    /// [`quieten`](Self::quieten) before it looks what there is.
+    /// Returns a waker that makes the descriptor readable from any thread. Its user calls
+    /// [`quieten`](Self::quieten) before it checks for work.
     pub(crate) fn waker(&self) -> Waker {
         match &self.engine {
             Engine::Uring(it) => Waker::Alarm(Arc::clone(it.alarm())),
@@ -459,8 +460,8 @@ impl<T> Ring<T> {
         }
     }
 
-    /// What a [`Waker`] has done until now is undone. (With threads that is part of
-    /// [`collect`](Self::collect).)
+    /// Resets the descriptor after [`Waker`] calls. (With threads, [`collect`](Self::collect) does
+    /// that.)
     pub(crate) fn quieten(&self) {
         match &self.engine {
             Engine::Uring(it) => it.quieten(),
@@ -469,7 +470,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Makes the descriptor readable whenever `fd` is, too, if io_uring makes the calls.
+    /// Makes the descriptor readable while `fd` is. io_uring only.
     pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         match &self.engine {
             Engine::Uring(it) => it.watch(fd),
@@ -478,15 +479,15 @@ impl<T> Ring<T> {
         }
     }
 
-    /// A descriptor: readable when [`collect`](Self::collect) has something to do.
+    /// Descriptor that is readable when [`collect`](Self::collect) has work.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         with!(&self.engine, it => it.fd())
     }
 }
 
 impl<T> Drop for Ring<T> {
-    /// Waits until the kernel is done with the memory of every slot. Calls that can be cancelled
-    /// are; storage that never answers holds this up for as long.
+    /// Cancels all calls that can be cancelled, and waits until the kernel no longer accesses the
+    /// memory of any slot. Blocks as long as the storage is hung.
     fn drop(&mut self) {
         let busy: Vec<Key> = (0..)
             .zip(&self.slots)
@@ -504,14 +505,14 @@ impl<T> Drop for Ring<T> {
                 break;
             }
             if self.blocking.threads.is_some() {
-                // Either may be first.
+                // io_uring or the threads may report first.
                 let fd = self.fd();
                 let mut fds = [PollFd::new(&fd, PollFlags::IN)];
                 let pause = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
                 let _ = poll(&mut fds, Some(&pause));
                 self.submit();
             } else if let Err(Stuck) = with!(&mut self.engine, it => it.wait()) {
-                // Rather than free memory under the kernel, keep that memory for good.
+                // Memory that the kernel may still access is leaked instead of freed.
                 std::mem::forget(std::mem::take(&mut self.slots));
                 return;
             }
@@ -532,7 +533,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_has_little_in_hand_gets_more_at_once() {
-        // Of an empty pipe, which never answers.
+        // Reads of an empty pipe never end.
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         let mut ring: Ring<()> =
             Ring::new(Arc::new(File::from(reader)), EngineKind::Uring, false, false).unwrap();

@@ -1,49 +1,48 @@
-//! A place of a ring for one call at a time, with the memory that the call works on.
+//! Slot of a ring: one call at a time, with the memory that it works on.
 
 use super::call::{HOLE, Kind, NVME_STATUS};
 use shadowbell_memory::{Segments, SharedBytes};
 
-/// The most pieces that the kernel takes in one call (UIO_MAXIOV). A transfer of more ends short,
-/// and is continued.
+/// Maximum number of pieces per call (UIO_MAXIOV). A longer transfer ends short and is continued.
 const MAX_IOVECS: usize = 1024;
-/// The most bytes in one call: what the kernel's 32-bit length holds, in whole pages.
+/// Maximum bytes per call: within the kernel's 32-bit length, in whole pages.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// What the kernel is to do with the file, at an offset that comes with it.
+/// Operation on the file, at an offset given separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
-    /// File to memory.
+    /// Reads from the file into memory.
     Read(Memory),
-    /// Memory to file; with `dsync`, onto stable storage; with `whole`, all or nothing of it,
-    /// should the power go.
+    /// Writes from memory to the file; with `dsync` onto stable storage; with `whole` atomically
+    /// across a loss of power.
     Write { from: Memory, dsync: bool, whole: bool },
-    /// Takes the range's blocks out of the file.
+    /// Punches a hole.
     Punch,
-    /// Makes the range zeroes and keeps its blocks.
+    /// Zeroes the range and keeps its blocks.
     ZeroRange,
-    /// Tells the device that the range's content is not needed: of a namespace.
+    /// Deallocates the range on a namespace.
     Deallocate,
 }
 
-/// Which of a slot's buffers.
+/// Buffer of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     /// The command's data.
     Data,
-    /// The queue's own buffer, which the slot has for now.
+    /// The queue buffer that is assigned to the slot.
     Own,
 }
 
-/// What a ring remembers of a call, and has of it.
+/// State of a call, with the memory that it uses.
 pub(super) struct Slot<T> {
     pub(super) generation: u32,
-    /// The kernel may be using what is in here.
+    /// The kernel may be using the slot's memory.
     pub(super) busy: bool,
     pub(super) task: Option<T>,
     pub(super) data: Segments,
     pub(super) own: Option<SharedBytes>,
     pub(super) iovecs: Vec<libc::iovec>,
-    /// The call, for threads to make it if the kernel would have to wait.
+    /// The call, stored so that a thread can make it if io_uring returns it.
     pub(super) kind: Kind,
     pub(super) offset: u64,
     pub(super) len: u64,
@@ -51,7 +50,7 @@ pub(super) struct Slot<T> {
 }
 
 impl<T> Slot<T> {
-    /// Lists the pieces that `call` works on, and says what it is to the system.
+    /// Lists the memory pieces of `call` and returns its kind.
     pub(super) fn gather_for(&mut self, call: Call, skip: usize, len: u64) -> Kind {
         match call {
             Call::Read(memory) => {
@@ -75,7 +74,7 @@ impl<T> Slot<T> {
         }
     }
 
-    /// What a command has come to, as calls have it: io_uring says 0 or a status.
+    /// Converts the result of an NVMe command (0 or a status) to that of a call.
     pub(super) fn of_command(&self, result: i32) -> i32 {
         match result {
             0 => i32::try_from(self.len).unwrap_or(i32::MAX),
@@ -84,8 +83,8 @@ impl<T> Slot<T> {
         }
     }
 
-    /// Lists the pieces of the buffer from `skip`, `len` bytes at most. A buffer that the kernel
-    /// is to write and may not, or that is missing, has none.
+    /// Lists at most `len` bytes of the buffer's pieces from `skip` on. The list stays empty if the
+    /// buffer is missing, or read-only for a call that writes to it.
     fn gather(&mut self, memory: Memory, skip: usize, len: u64, write: bool) {
         self.iovecs.clear();
         let mut left = len.min(MAX_BYTES) as usize;

@@ -1,6 +1,6 @@
-//! Calls by threads: for systems that have no io_uring, or do not let this process use it, as the
-//! usual profiles of containers do. A call then costs two wakeups and a system call of its own, and
-//! as many are under way as there are threads.
+//! Thread pool engine, for systems without io_uring or where this process may not use it, as in
+//! most container profiles. A call then costs two wake-ups and a system call of its own, and the
+//! number of calls in flight is limited by the number of threads.
 
 use super::call::{HOLE, Kind, Prepared, Stuck};
 use super::jobs::Jobs;
@@ -15,25 +15,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The most threads of a queue: as many calls are under way at most.
+/// Maximum threads per queue, and so maximum calls in flight.
 const MAX_THREADS: usize = 64;
-/// How long a thread without work stays.
+/// Time after which an idle thread exits.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
-/// They call the system and nothing else.
+/// Stack size in bytes; the threads only make system calls.
 const STACK: usize = 128 * 1024;
 
 pub(super) struct Threads {
     shared: Arc<ThreadsShared>,
-    /// Calls that are prepared, and not handed over yet.
+    /// Calls that are prepared but not passed to the threads.
     prepared: Vec<Job>,
-    /// The most threads that there may be.
+    /// Maximum number of threads.
     most: usize,
-    /// There are none: whoever has the shared state ends the calls.
+    /// No threads run: the owner of the shared state, a test, ends the calls.
     #[cfg(feature = "scripted")]
     by_hand: bool,
 }
 
-/// A call, and the memory that it needs.
+/// A call, and pointers to the memory that it needs.
 struct Job {
     id: u64,
     kind: Kind,
@@ -43,26 +43,26 @@ struct Job {
     len: u64,
 }
 
-// SAFETY: the pointer is to a list that does not change and does not go until the job's completion
-// was collected (see `Threads::push`), and only the thread that has the job uses it before.
+// SAFETY: the pointer is to a list that neither changes nor is freed before the job's completion
+// has been collected (see `Threads::push`), and until then only the thread with the job uses it.
 unsafe impl Send for Job {}
 
-/// What a queue and its threads share.
+/// State shared by a queue and its threads.
 pub(crate) struct ThreadsShared {
     file: Arc<File>,
-    /// The file is the character device of this.
+    /// Parameters of the namespace, if the file is an NVMe generic character device.
     namespace: Option<Namespace>,
     work: Mutex<Work>,
-    /// For threads that wait for work.
+    /// Signalled when work is available.
     work_ready: Condvar,
     ended: Mutex<Vec<(u64, i32)>>,
-    /// For who waits in [`Threads::wait`].
+    /// Signalled when a call ends, for [`Threads::wait`].
     call_done: Condvar,
-    /// For who waits for the last thread.
+    /// Signalled when a thread exits.
     thread_gone: Condvar,
-    /// There is something in `ended`, or the owner of the queue is to be woken.
+    /// `ended` has entries, or the owner of the queue is to be woken.
     signalled: AtomicBool,
-    /// Readable as long as `signalled` is set.
+    /// Readable while `signalled` is set.
     event: OwnedFd,
 }
 
@@ -70,24 +70,26 @@ pub(crate) struct ThreadsShared {
 struct Work {
     jobs: Jobs<Job>,
     threads: usize,
-    /// Those of them that wait for work.
+    /// Threads that wait for work.
     idle: usize,
-    /// The queue is gone.
+    /// The queue is closed.
     over: bool,
 }
 
 impl Threads {
+    /// Creates the engine for calls on a file.
+    ///
     /// # Errors
-    /// There is no more descriptor.
+    /// The process has no free file descriptors.
     pub(super) fn new(file: Arc<File>) -> io::Result<Self> {
         Self::of(file, None)
     }
 
-    /// For calls that are commands to `namespace`, if there is one, whose character device the file
-    /// is. They need their data in one piece, and end with `EINVAL` otherwise.
+    /// Creates the engine for commands to `namespace`, if there is one, through its character
+    /// device. Commands need their data in one piece, otherwise they end with `EINVAL`.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Like [`new`](Self::new).
     pub(super) fn of(file: Arc<File>, namespace: Option<Namespace>) -> io::Result<Self> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let shared = ThreadsShared {
@@ -110,18 +112,17 @@ impl Threads {
         })
     }
 
-    /// From here on no thread makes the calls. They wait for
-    /// [`end_by_hand`](ThreadsShared::end_by_hand).
+    /// Disables the threads for a test. Calls wait for [`end_by_hand`](ThreadsShared::end_by_hand).
     #[cfg(feature = "scripted")]
     pub(super) fn set_by_hand(&mut self) {
         self.by_hand = true;
     }
 
-    /// Takes a call.
+    /// Queues a call.
     ///
     /// # Safety
-    /// The list of pieces, and the memory that it names, stay until the call's completion was
-    /// collected.
+    /// The list of pieces, and the memory that it names, must stay valid until the call's
+    /// completion has been collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let Prepared { id, kind, iovecs, offset, len, .. } = *call;
         let count = i32::try_from(iovecs.len()).unwrap_or(0);
@@ -133,7 +134,7 @@ impl Threads {
         self.prepared.len()
     }
 
-    /// Hands over what was prepared.
+    /// Passes the prepared calls to the threads.
     pub(super) fn enter(&mut self) {
         if self.prepared.is_empty() {
             return;
@@ -168,7 +169,8 @@ impl Threads {
         thread.spawn(run).is_ok()
     }
 
-    /// So many threads were not to be had. If there are none at all, this one does their work.
+    /// Handles `missing` threads that could not be created. If there is no thread at all, executes
+    /// the calls on this thread.
     fn run_here(&self, missing: usize) {
         let mut work = self.shared.work.lock();
         work.threads -= missing;
@@ -183,8 +185,8 @@ impl Threads {
         }
     }
 
-    /// A call that no thread has begun yet ends as if it had been cancelled; the others end as they
-    /// would have.
+    /// Ends a call that no thread has started with `ECANCELED`; calls that have started are not
+    /// changed.
     pub(super) fn cancel(&mut self, id: u64) {
         self.enter();
         let mut work = self.shared.work.lock();
@@ -203,16 +205,17 @@ impl Threads {
         &self.shared
     }
 
-    /// The completions of this moment: whose, and the result.
+    /// Reports all completions: the call's id and its result.
     pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
-        // Only a hint: who is about to set it makes the descriptor readable as well.
+        // A relaxed load is enough: a thread that is about to set the flag makes the descriptor
+        // readable.
         if !self.shared.signalled.load(Ordering::Relaxed) {
             return;
         }
         let mut ended = self.shared.ended.lock();
         self.shared.signalled.store(false, Ordering::Relaxed);
         let mut count = [0; 8];
-        // It does not block, and what it says is known.
+        // The read does not block, and its value is not needed.
         let _ = rustix::io::read(&self.shared.event, &mut count);
         ended.drain(..).for_each(|(id, result)| each(id, result));
     }
@@ -233,8 +236,8 @@ impl Threads {
 }
 
 impl Drop for Threads {
-    /// Waits until the threads are gone, which have nothing to do any more: they have the file
-    /// open, and a block device could not be opened again.
+    /// Waits until all threads have exited; they have no work left. Their open file would prevent
+    /// opening a block device exclusively again.
     fn drop(&mut self) {
         let mut work = self.shared.work.lock();
         work.over = true;
@@ -246,7 +249,7 @@ impl Drop for Threads {
 }
 
 impl ThreadsShared {
-    /// What a thread does.
+    /// Main loop of a thread.
     fn serve(&self) {
         let mut work = self.work.lock();
         loop {
@@ -271,10 +274,10 @@ impl ThreadsShared {
         self.thread_gone.notify_all();
     }
 
-    /// The result, as io_uring has it.
+    /// Executes a call; the result is like that of io_uring.
     fn call(&self, job: &Job) -> i32 {
         if let Some(namespace) = &self.namespace {
-            // SAFETY: the list and the memory that it names are there, see `Threads::push`.
+            // SAFETY: the list and the memory that it names are valid, see `Threads::push`.
             return unsafe {
                 let iovecs = pieces(job);
                 let Job { id, kind, offset, len, .. } = *job;
@@ -283,7 +286,7 @@ impl ThreadsShared {
             };
         }
         match job.kind {
-            // Files of a kind that takes no flags: the same in two steps.
+            // For a file that does not support write flags: a write, then a sync.
             Kind::Write { flags } if flags != 0 => match self.make(job, job.kind) {
                 refused if refused == -libc::EOPNOTSUPP => {
                     let moved = self.make(job, Kind::Write { flags: 0 });
@@ -299,8 +302,8 @@ impl ThreadsShared {
     fn make(&self, job: &Job, kind: Kind) -> i32 {
         let fd = self.file.as_raw_fd();
         let (offset, len) = (job.offset as libc::off_t, job.len as libc::off_t);
-        // SAFETY: the list and the memory that it names are there, see `Threads::push`; the file is
-        // open as long as this is.
+        // SAFETY: the list and the memory that it names are valid, see `Threads::push`; `self`
+        // keeps the file open.
         let result = unsafe {
             match kind {
                 Kind::Read => libc::preadv2(fd, job.iovecs, job.count, offset, 0),
@@ -313,7 +316,7 @@ impl ThreadsShared {
         if result < 0 {
             return -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
         }
-        // A call moves MAX_BYTES at most.
+        // A call transfers at most MAX_BYTES, so the result fits.
         i32::try_from(result).unwrap_or(i32::MAX)
     }
 
@@ -324,13 +327,13 @@ impl ThreadsShared {
         self.call_done.notify_one();
     }
 
-    /// How many calls wait.
+    /// Number of waiting calls.
     #[cfg(feature = "scripted")]
     pub(crate) fn waiting(&self) -> usize {
         self.work.lock().jobs.len()
     }
 
-    /// Ends the `n`th of the calls that wait, if there are so many.
+    /// Ends the `n`th waiting call, if it exists.
     #[cfg(feature = "scripted")]
     pub(crate) fn end_by_hand(&self, n: usize, how: End) {
         let Some(job) = self.work.lock().jobs.remove_nth(n) else { return };
@@ -339,8 +342,8 @@ impl ThreadsShared {
             End::Failed(errno) => -errno,
             End::Short(most) => {
                 let mut left = most;
-                // SAFETY: the list is there until the call's completion was collected, see
-                // `Threads::push`, and this call has none yet.
+                // SAFETY: the list is valid until the call's completion has been collected, see
+                // `Threads::push`, and this call has not completed.
                 let all = unsafe { pieces(&job) };
                 let mut pieces = all.to_vec();
                 for piece in &mut pieces {
@@ -353,13 +356,13 @@ impl ThreadsShared {
         self.end(job.id, result);
     }
 
-    /// Makes the descriptor readable, though no call has ended.
+    /// Makes the descriptor readable although no call has ended.
     pub(super) fn wake(&self) {
         let _ended = self.ended.lock();
         self.signal();
     }
 
-    /// With `ended` locked.
+    /// Sets the flag and makes the descriptor readable. `ended` must be locked.
     fn signal(&self) {
         if !self.signalled.swap(true, Ordering::Relaxed) {
             let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
@@ -367,30 +370,30 @@ impl ThreadsShared {
     }
 }
 
-/// How a test has a call end.
+/// Result of a call in a test.
 #[cfg(feature = "scripted")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// It is made.
+    /// The call is executed.
     Made,
-    /// So many bytes of it are moved, at most.
+    /// The call is executed for at most this many bytes.
     Short(usize),
-    /// With this error number, and nothing was done.
+    /// The call fails with this error number and has no effect.
     Failed(i32),
 }
 
-/// The list of a call.
+/// Memory pieces of a call.
 ///
 /// # Safety
-/// The call's completion was not collected, so its list is there.
+/// The call's completion must not have been collected, so that its list is valid.
 unsafe fn pieces(job: &Job) -> &[libc::iovec] {
     let count = usize::try_from(job.count).unwrap_or(0);
-    // SAFETY: as the caller has promised. An empty `Vec` has an address that is aligned, too.
+    // SAFETY: guaranteed by the caller. The pointer of an empty `Vec` is aligned, too.
     unsafe { std::slice::from_raw_parts(job.iovecs, count) }
 }
 
-/// Lets this thread run wherever its process may. It has come from a worker that may be pinned to a
-/// processor, which it needs for itself.
+/// Allows the calling thread to run on all CPUs of its process. A thread inherits the CPU affinity
+/// of the I/O thread that created it, which needs its CPU for itself.
 pub fn unpin() {
     let _ = rustix::thread::sched_setaffinity(None, &shadowbell_memory::processors::processors());
 }
@@ -407,7 +410,7 @@ mod tests {
 
     fn sync(threads: &mut Threads, id: u64) {
         let call = Prepared { id, kind: Kind::Sync, iovecs: &[], offset: 0, len: 0, nowait: false };
-        // SAFETY: it has no memory.
+        // SAFETY: the call has no memory.
         assert!(unsafe { threads.push(&call) });
     }
 
@@ -439,7 +442,7 @@ mod tests {
         .unwrap();
     }
 
-    /// A step for each, and not one for each pair: with these many it would not end.
+    /// Cancellation takes linear time in total; with quadratic time this test would not end.
     #[test]
     fn a_hundred_thousand_calls_are_cancelled_at_once() {
         const MANY: u64 = 200_000;
@@ -447,7 +450,7 @@ mod tests {
         threads.shared.work.lock().threads = MAX_THREADS;
         (0..MANY).for_each(|id| sync(&mut threads, id));
         threads.enter();
-        // The last one first, which is the worst order for a search from the front.
+        // Last call first: the worst order for a search from the front.
         (1..MANY).rev().for_each(|id| threads.cancel(id));
         let mut ended = collect(&mut threads);
         ended.sort_unstable();
@@ -459,7 +462,7 @@ mod tests {
     #[test]
     fn what_no_thread_has_begun_is_cancelled() {
         let mut threads = Threads::new(file()).unwrap();
-        // As many as there may be, and all of them are busy.
+        // The maximum number of threads, all of them busy.
         threads.shared.work.lock().threads = MAX_THREADS;
         for id in 0..3 {
             sync(&mut threads, id);
@@ -469,7 +472,7 @@ mod tests {
         threads.cancel(1);
         threads.cancel(7);
         assert_eq!(collect(&mut threads), [(1, -libc::ECANCELED)]);
-        // One has time.
+        // One thread becomes available.
         let shared = Arc::clone(&threads.shared);
         let thread = std::thread::spawn(move || shared.serve());
         let mut ended = Vec::new();
@@ -507,7 +510,7 @@ mod tests {
         assert!(threads.shared.work.lock().threads <= 200.min(MAX_THREADS));
         assert!(threads.shared.work.lock().threads > 0);
         drop(threads);
-        // The last of them has said that it goes, and may still be on its way.
+        // The last thread has announced its exit, but may still hold the file.
         while Arc::strong_count(&file) != 1 {
             std::thread::yield_now();
         }

@@ -1,4 +1,4 @@
-//! Calls through io_uring.
+//! io_uring engine.
 
 use super::call::{HOLE, Kind, NO_SLOT, Prepared, Stuck};
 use super::fence::kept_by_rings;
@@ -12,30 +12,31 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Calls that can be handed over at once; more just need another system call.
+/// Submission queue entries: calls per system call.
 const SUBMISSIONS: u32 = 128;
-/// How often the kernel is asked in a row to take what is prepared.
+/// Maximum number of consecutive attempts to submit.
 const TRIES: u32 = 8;
-/// How long after it had no memory for a call it is asked again.
+/// Delay before the next attempt if the kernel had no memory for a call.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// `S` is the shape of the entries that are submitted: [`Entry`] for calls on files.
+/// io_uring of one queue. `S` is the type of submission queue entries: [`Entry`] for calls on
+/// files.
 pub(super) struct Uring<S: Shape = Entry> {
     uring: IoUring<S, S::Completion>,
-    /// The file is registered with the ring, which saves a look-up for each call.
+    /// The file is registered with the ring, which saves a look-up per call.
     registered: bool,
     file: Arc<File>,
-    /// Wakes the owner for other reasons than a completion.
+    /// Wakes the owner for reasons other than a completion.
     alarm: Arc<Alarm>,
-    /// The kernel did not take a call, and the alarm is set to try again.
+    /// The kernel did not accept a call, and the alarm is set for the next attempt.
     refused: bool,
-    /// Readable if the ring or the alarm is.
+    /// Readable while the ring or the alarm is.
     wakes: OwnedFd,
 }
 
-/// The shape of the entries of a ring, and of its completions.
+/// Type of a ring's submission queue entries, with that of its completions.
 pub(super) trait Shape: squeue::EntryMarker + From<Entry> {
-    /// Of what the kernel answers.
+    /// Type of the completions.
     type Completion: cqueue::EntryMarker;
 }
 
@@ -44,11 +45,12 @@ impl Shape for Entry {
 }
 
 impl<S: Shape> Uring<S> {
-    /// Opens a ring for calls on `file`, to be used by this thread alone, with room for so many
+    /// Opens a ring for calls on `file`, used by this thread alone, with room for `completions`
     /// completions.
     pub(super) fn new(file: Arc<File>, completions: u32) -> io::Result<Self> {
         let uring = build(SUBMISSIONS, completions)?;
-        // The ring has the file first, and what it keeps until it has gone.
+        // The registered files are the disk's file and the write end of the fence, held until the
+        // ring ends.
         let fence = kept_by_rings();
         let files: Vec<_> = [file.as_raw_fd()].into_iter().chain(fence).collect();
         let registered = match uring.submitter().register_files(&files) {
@@ -63,19 +65,19 @@ impl<S: Shape> Uring<S> {
         Ok(Self { uring, registered, file, alarm: Arc::new(alarm), refused: false, wakes })
     }
 
-    /// The file, by the number that it has in the ring's table, or by its own.
+    /// The file as an io_uring target: its index in the ring's table, or its descriptor.
     pub(super) fn target(&self) -> Result<types::Fixed, types::Fd> {
         if self.registered { Ok(types::Fixed(0)) } else { Err(types::Fd(self.file.as_raw_fd())) }
     }
 
-    /// Takes an entry, if there is room in the submission queue; if not, [`enter`](Self::enter)
-    /// makes some.
+    /// Queues an entry. Returns false if the submission queue is full; [`enter`](Self::enter) makes
+    /// room.
     ///
     /// # Safety
-    /// What the entry points to stays until its completion was collected.
+    /// The memory that the entry points to must stay valid until its completion has been collected.
     pub(super) unsafe fn push_entry(&mut self, entry: &S) -> bool {
-        // SAFETY: what the entry points to stays, as the caller has promised. The file is open as
-        // long as the ring is.
+        // SAFETY: the caller guarantees that the entry's memory stays valid. The file is open as
+        // long as the ring.
         unsafe { self.uring.submission().push(entry) }.is_ok()
     }
 
@@ -99,14 +101,14 @@ impl<S: Shape> Uring<S> {
         }
     }
 
-    /// How many calls are prepared, and not handed over yet.
+    /// Number of prepared calls that are not submitted.
     pub(super) fn prepared(&mut self) -> usize {
         self.uring.submission().len()
     }
 
-    /// Hands everything that was prepared to the kernel, in one system call, which also brings in
-    /// what has ended. What the kernel does not take, since it has no memory for it, stays
-    /// prepared, and the owner is woken a moment later: others are served by the same thread.
+    /// Submits all prepared calls in one system call, which also collects completions. Calls that
+    /// the kernel does not accept for lack of memory stay prepared, and the owner is woken a moment
+    /// later. The thread does not wait, because it serves other queues too.
     pub(super) fn enter(&mut self) {
         for _ in 0..TRIES {
             match self.enter_once(0) {
@@ -120,7 +122,7 @@ impl<S: Shape> Uring<S> {
         self.alarm.ring_in(PAUSE);
     }
 
-    /// Makes the descriptor readable whenever `fd` is, too.
+    /// Makes the descriptor readable while `fd` is.
     pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let data = epoll::EventData::new_u64(0);
         Ok(epoll::add(&self.wakes, fd, data, epoll::EventFlags::IN)?)
@@ -137,8 +139,8 @@ impl<S: Shape> Uring<S> {
     fn enter_once(&mut self, wait: u32) -> io::Result<usize> {
         let prepared = self.uring.submission().len() as u32;
         let flags = EnterFlags::GETEVENTS.bits();
-        // SAFETY: no argument structure is passed, and what the prepared entries point to is kept
-        // as `push` says.
+        // SAFETY: no argument structure is passed, and the memory of the prepared entries stays
+        // valid as `push_entry` requires.
         unsafe { self.uring.submitter().enter::<libc::sigset_t>(prepared, wait, flags, None) }
     }
 
@@ -154,16 +156,17 @@ impl<S: Shape> Uring<S> {
         }
     }
 
-    /// The completions of this moment: whose, and the result.
+    /// Reports all completions: the call's id and its result.
     pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
         if self.refused {
-            // Whoever collects submits next.
+            // Collecting makes room, and the owner submits again afterwards.
             self.refused = false;
             self.alarm.quieten();
         }
         if self.uring.completion().is_empty() {
             let submission = self.uring.submission();
-            // What has ended while this thread ran becomes visible when it enters the kernel.
+            // Completions that arrived while this thread ran become visible when it enters the
+            // kernel.
             let due = submission.taskrun() || submission.cq_overflow();
             drop(submission);
             if !due {
@@ -181,8 +184,8 @@ impl<S: Shape> Uring<S> {
         self.wakes.as_fd()
     }
 
-    /// Lets go of the file. The ring itself is taken apart later, by a kernel thread; the file is
-    /// not to stay open for as long, since that keeps a block device from being opened again.
+    /// Releases the file. A kernel thread destroys the ring later; a file that stayed open until
+    /// then would prevent opening a block device exclusively again.
     pub(super) fn close(&mut self) {
         if self.registered {
             let _ = self.uring.submitter().unregister_files();
@@ -191,23 +194,23 @@ impl<S: Shape> Uring<S> {
 }
 
 impl Uring {
-    /// Takes a call, if there is room in the submission queue; if not, [`enter`](Self::enter) makes
-    /// some.
+    /// Queues a call. Returns false if the submission queue is full; [`enter`](Self::enter) makes
+    /// room.
     ///
     /// # Safety
-    /// The list of pieces, and the memory that it names, stay until the call's completion was
-    /// collected.
+    /// The list of pieces, and the memory that it names, must stay valid until the call's
+    /// completion has been collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let entry = match self.target() {
             Ok(fixed) => entry(call, fixed),
             Err(fd) => entry(call, fd),
         };
-        // SAFETY: as the caller has promised.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.push_entry(&entry.user_data(call.id)) }
     }
 }
 
-/// A file, by its number or by its place in the ring's table.
+/// A file as an io_uring target: a descriptor, or an index in the ring's table.
 trait Target {
     fn read(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
     fn write(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
@@ -231,7 +234,7 @@ macro_rules! target {
     ($kind:ty) => {
         impl Target for $kind {
             fn read(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry {
-                // One piece needs no list, and saves the kernel a copy of it.
+                // A single piece needs no list, which saves the kernel a copy.
                 if let [one] = iovecs {
                     return opcode::Read::new(self, one.iov_base.cast(), one.iov_len as u32)
                         .offset(offset)
@@ -267,12 +270,12 @@ macro_rules! target {
 target!(types::Fixed);
 target!(types::Fd);
 
-/// Makes a ring with the best that the kernel has: completions that do not interrupt this thread
-/// while it runs (5.19) and one submitter only (6.0), or plain.
+/// Creates a ring with the best features of the kernel: completions that do not interrupt this
+/// thread while it runs (5.19) and a single submitter (6.0), down to a plain ring.
 ///
-/// Not `IORING_SETUP_DEFER_TASKRUN`: such a ring's descriptor does not wake who sleeps on it in
-/// `poll` or `epoll_wait` (seen with 6.18: only commits to the completion queue wake them, and
-/// those are what is deferred).
+/// `IORING_SETUP_DEFER_TASKRUN` is not used, because the descriptor of such a ring does not wake a
+/// thread that sleeps on it in `poll` or `epoll_wait` (observed with 6.18: only commits to the
+/// completion queue wake it, and those are deferred).
 pub(super) fn build<S: Shape>(
     submissions: u32,
     completions: u32,
@@ -293,16 +296,17 @@ pub(super) fn build<S: Shape>(
     }
     let uring = outcome?;
     if !uring.params().is_feature_nodrop() {
-        // Before 5.5 completions could be lost.
+        // Before 5.5 the kernel could drop completions.
         return Err(io::Error::from_raw_os_error(libc::ENOSYS));
     }
     Ok(uring)
 }
 
-/// Whether this process may use io_uring, and the kernel has the calls that are needed.
+/// Checks that this process may use io_uring, and that the kernel supports the necessary
+/// operations.
 ///
 /// # Errors
-/// The system's refusal; `ENOSYS` for a kernel that lacks a call.
+/// The system's error; `ENOSYS` for a kernel without the operations.
 pub(crate) fn available() -> io::Result<()> {
     let uring = build::<Entry>(4, 8)?;
     let mut probe = io_uring::Probe::new();

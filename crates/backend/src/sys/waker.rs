@@ -1,4 +1,4 @@
-//! Waking the owner of a queue from another thread.
+//! Wake-up of a queue's owner from another thread.
 
 use super::threads::ThreadsShared;
 use rustix::time::{
@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Makes the descriptor of a queue readable, from any thread.
+/// Makes the wake descriptor of a queue readable, from any thread.
 pub(crate) enum Waker {
     Alarm(Arc<Alarm>),
     Threads(Arc<ThreadsShared>),
@@ -19,7 +19,7 @@ pub(crate) enum Waker {
 }
 
 impl Waker {
-    /// Of nobody.
+    /// Creates a waker without effect.
     #[cfg(test)]
     pub(crate) fn none() -> Self {
         Self::None
@@ -35,7 +35,7 @@ impl Waker {
     }
 }
 
-/// A timer whose descriptor is readable once it has run out.
+/// Timer whose descriptor is readable after its expiry.
 pub(crate) struct Alarm(OwnedFd);
 
 impl Alarm {
@@ -44,13 +44,13 @@ impl Alarm {
         Ok(Self(timerfd_create(TimerfdClockId::Monotonic, flags)?))
     }
 
-    /// Sets the timer. What it was set to before does not count any more.
+    /// Sets the timer, replacing an earlier expiry.
     pub(super) fn ring_in(&self, time: Duration) {
         let time = time.max(Duration::from_nanos(1));
         let it_value =
             Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
         let it_interval = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // It fails for times that are none, which this is not.
+        // Fails only for invalid times, and this one is valid.
         let _ = timerfd_settime(
             &self.0,
             TimerfdTimerFlags::empty(),
@@ -58,7 +58,7 @@ impl Alarm {
         );
     }
 
-    /// It is not readable any more, until it is set again.
+    /// Makes the descriptor unreadable until the timer is set again.
     pub(super) fn quieten(&self) {
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }

@@ -1,4 +1,4 @@
-//! A disk around another one, that is made of zones.
+//! Layer that divides a disk into zones.
 
 use super::format::ZoneFormat;
 use super::queue::ZonedQueue;
@@ -11,8 +11,8 @@ use crate::resize::ResizeError;
 use std::io;
 use std::sync::Arc;
 
-/// A disk around another one, that is made of zones. What they are lies in the first part of the
-/// other one, which has to be memory or a raw image.
+/// Zoned disk (ZNS) on another disk. The zone table is in the first part of that disk, which must
+/// be memory or a raw image.
 #[derive(Clone, Debug)]
 pub struct ZonedDisk {
     inner: Arc<dyn Disk>,
@@ -20,18 +20,19 @@ pub struct ZonedDisk {
 }
 
 impl ZonedDisk {
-    /// On `disk`. Zones are made if its first page is zeroes. Those that were open are closed,
-    /// unless the process `goes_on` with a disk of another one, whose host has noticed nothing.
+    /// Opens the zones on `disk`, or creates them if its first page is zero. Open zones become
+    /// closed, as after a power cycle, unless the process `goes_on` with the disk of another
+    /// process, whose restart the host does not notice.
     ///
     /// # Errors
-    /// Why not, in a sentence.
+    /// A sentence with the reason.
     pub fn new(disk: Arc<dyn Disk>, format: ZoneFormat, goes_on: bool) -> Result<Self, String> {
         let info = disk.info();
         let name = disk.name();
         let wrong = |why: String| format!("{name}: {why}");
         format.check(info.block_size).map_err(wrong)?;
         if info.metadata.is_some() {
-            return Err(wrong("blocks of zones have no metadata".to_owned()));
+            return Err(wrong("a zoned disk cannot have metadata".to_owned()));
         }
         let no_way = || wrong("only memory and raw images can have zones".to_owned());
         let page = disk.map(Table::LOOKS_AT).ok_or_else(no_way)?;
@@ -46,23 +47,23 @@ impl ZonedDisk {
             }
         };
         if !layout.fits(info.bytes()) {
-            return Err(wrong("it is smaller than when its zones were made".to_owned()));
+            return Err(wrong("it is smaller than when its zones were created".to_owned()));
         }
         let memory = disk.map(layout.table_bytes()).ok_or_else(no_way)?;
         let table = Table::new(layout, memory);
         if is_new && table.make().is_none() {
-            return Err(wrong("zones can not be made, because it takes no writes".to_owned()));
+            return Err(wrong("zones cannot be created, because it is read-only".to_owned()));
         }
         let zones = Arc::new(Zones::new(table, goes_on));
         Ok(Self { inner: disk, zones })
     }
 
-    /// What was wrong with what was stored of the zones, in a sentence.
+    /// Message about damaged entries of the zone table, if any.
     #[must_use]
     pub fn damaged(&self) -> Option<String> {
         let (name, damaged) = (self.name(), self.zones.damaged);
         let sentence =
-            format!("{name}: the state of {damaged} zones is damaged: they are read-only");
+            format!("{name}: the stored state of {damaged} zones is damaged: they are read-only");
         (damaged != 0).then_some(sentence)
     }
 }
@@ -96,7 +97,7 @@ impl Disk for ZonedDisk {
         let (mut at, end) = (offset, offset.saturating_add(len));
         let size = self.zones.format().size;
         while at < end {
-            // One zone at a time: what a call between two tells costs is bounded.
+            // One zone at a time, so that the time between two `tell` calls is bounded.
             let to = end.min((at / size + 1) * size);
             let written = self.zones.written(at, to - at, false).unwrap_or_default();
             let data = written.first().map_or(0, |piece| piece.len);

@@ -1,32 +1,31 @@
-//! How large zones are, and how many may be open.
+//! Zone format: sizes and limits.
 
 use crate::size::{format_size, parse_size};
 use serde::{Deserialize, Serialize};
 
-/// What the zones of a disk are. Sizes are in bytes.
+/// Zone format of a disk. Sizes are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ZoneFormat {
-    /// From the start of a zone to that of the next; a power of two, at least
+    /// Zone size, from the start of a zone to that of the next; a power of two, at least
     /// [`SMALLEST`](Self::SMALLEST).
     pub size: u64,
-    /// How much of it can be written.
+    /// Zone capacity: writable bytes of a zone.
     pub capacity: u64,
-    /// How many zones may be open at a time; 0 for no limit.
+    /// Maximum number of open zones; 0 for no limit.
     pub max_open: u32,
-    /// How many may be open or closed; 0 for no limit.
+    /// Maximum number of active zones (open or closed); 0 for no limit.
     pub max_active: u32,
-    /// Zone Append Size Limit: the longest Zone Append, a power of two; 0 for that of all
-    /// transfers.
+    /// Zone Append Size Limit, a power of two; 0 for the limit of all transfers.
     pub append_limit: u64,
-    /// Units of 64 bytes that a host may keep with each zone (Zone Descriptor Extension).
+    /// Zone Descriptor Extension size in units of 64 bytes.
     pub extension: u8,
-    /// A read may go on in the next zone.
+    /// Reads may cross zone boundaries.
     pub read_across: bool,
 }
 
 impl ZoneFormat {
-    /// Options of a disk that say such a format.
+    /// Disk options that specify a zone format.
     pub const OPTIONS: [&str; 7] = [
         "zoned",
         "zone-capacity",
@@ -37,20 +36,20 @@ impl ZoneFormat {
         "read-across",
     ];
 
-    /// The smallest zone.
+    /// Minimum zone size.
     pub const SMALLEST: u64 = 64 << 10;
-    /// The most zones: looking through all of them takes a fraction of a millisecond.
+    /// Maximum number of zones: a scan of all of them takes a fraction of a millisecond.
     pub const MOST: u64 = 1 << 18;
 
-    /// Zones of this size, which can all be written whole, and be open at the same time. `None` if
-    /// no zone is so large.
+    /// Format of zones of this size, which are fully writable and can all be open. `None` if the
+    /// size is not supported.
     #[must_use]
     pub fn new(size: u64) -> Option<Self> {
         let format = Self::whole(size);
         format.check(512).is_ok().then_some(format)
     }
 
-    /// The same, whatever the size.
+    /// Creates a format like [`new`](Self::new), without a check of the size.
     fn whole(size: u64) -> Self {
         Self {
             size,
@@ -63,10 +62,10 @@ impl ZoneFormat {
         }
     }
 
-    /// Whether the fields fit each other, and blocks of this size.
+    /// Checks that the fields are consistent, and fit the block size.
     ///
     /// # Errors
-    /// Why not, in a sentence.
+    /// A sentence with the reason.
     pub fn check(&self, block_size: u32) -> Result<(), String> {
         let block = u64::from(block_size);
         if !self.size.is_power_of_two() || self.size < Self::SMALLEST || self.size > 1 << 46 {
@@ -93,21 +92,18 @@ impl ZoneFormat {
         Ok(())
     }
 
-    /// The format that these options of a disk say, and `None` if they say nothing of one.
+    /// Parses the zone options of a disk. `None` if there are none.
     ///
     /// # Errors
-    /// What is wrong with them, in a sentence.
+    /// A sentence that names the mistake.
     pub fn parse<'a>(
         options: impl Iterator<Item = (&'a str, &'a str)>,
     ) -> Result<Option<Self>, String> {
         let options: Vec<_> = options.collect();
         let Some((name, _)) = options.first() else { return Ok(None) };
         let size = options.iter().find(|(name, _)| *name == "zoned");
-        let (_, size) = size.ok_or_else(|| {
-            format!(
-                "the option `{name}` is about zones; say how large these are with `zoned=64MiB`"
-            )
-        })?;
+        let (_, size) = size
+            .ok_or_else(|| format!("the option `{name}` needs a zone size, as in `zoned=64MiB`"))?;
         let mut format = Self::whole(parse_size(size)?);
         let mut seen = Vec::new();
         for (name, value) in options {
@@ -144,19 +140,19 @@ impl ZoneFormat {
                         }
                     }
                 }
-                _ => return Err(format!("there is no option `{name}` about zones")),
+                _ => return Err(format!("there is no zone option `{name}`")),
             }
         }
-        // Whoever says how many may be active means that at least as many may be open.
+        // A limit of active zones alone allows as many open zones.
         if format.max_active != 0 && format.max_open == 0 {
             format.max_open = format.max_active;
         }
-        // Of the smallest blocks; the disk looks again.
+        // Checked with the smallest block size; opening the disk checks the actual one.
         format.check(512)?;
         Ok(Some(format))
     }
 
-    /// Bytes that a host may keep with each zone.
+    /// Zone Descriptor Extension size in bytes.
     #[must_use]
     pub fn extension_bytes(&self) -> usize {
         usize::from(self.extension) * 64

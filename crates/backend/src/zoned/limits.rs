@@ -1,4 +1,4 @@
-//! How many zones are active and open, and changes of their states.
+//! Limits of active and open zones, and state transitions.
 
 use super::table::{Record, Table};
 use crate::metadata::Bell;
@@ -11,21 +11,21 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Zone {
     pub(super) record: Record,
-    /// A reset throws its data away.
+    /// A reset is discarding its data.
     pub(super) resetting: bool,
-    /// Writes that have their place in it and have not ended.
+    /// Writes in flight that have a position in the zone.
     pub(super) in_flight: u32,
 }
 
-/// All zones, under the lock.
+/// State of all zones, protected by the lock.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) zones: Vec<Zone>,
     open: u32,
     active: u32,
-    /// Those that writes have opened, the first that was first, if there is a limit.
+    /// Implicitly opened zones, the oldest first; used only with a limit of open zones.
     implicit: VecDeque<u32>,
-    /// Resets that wait for what is under way in a zone.
+    /// Resets that wait for writes in flight, by zone.
     pub(super) waiting: HashMap<u32, Vec<(Arc<Bell>, u64)>>,
 }
 
@@ -58,29 +58,29 @@ impl State {
         }
     }
 
-    /// A zone is like this from here on: that is stored first.
+    /// Sets the record of a zone, in the table first.
     pub(super) fn set(&mut self, table: &Table, index: usize, record: Record) {
         let before = self.zones[index].record;
         self.count(index, before.state, record.state, table.layout.format.max_open != 0);
         self.zones[index].record = record;
-        // It can be stored: the memory is there, and nobody changes a disk that takes no writes.
+        // Storing cannot fail: the memory is mapped, and a read-only disk has no transitions.
         let _ = table.store(index as u64, record);
     }
 
-    /// A zone is in this state from here on.
+    /// Sets the state of a zone.
     pub(super) fn set_state(&mut self, table: &Table, index: usize, state: ZoneState) {
         let record = self.zones[index].record;
         self.set(table, index, Record { state, ..record });
     }
 
-    /// Whether so many more zones can be active.
+    /// Checks that `more` additional zones may be active.
     pub(super) fn check_active(&self, table: &Table, more: u32) -> Result<(), DiskError> {
         let most = table.layout.format.max_active;
         let is_too_much = most != 0 && self.active.saturating_add(more) > most;
         if is_too_much { Err(DiskError::TooManyActiveZones) } else { Ok(()) }
     }
 
-    /// Sees to it that one more zone can be open, which closes one that a write has opened.
+    /// Makes room for one more open zone, by closing the oldest implicitly opened one if necessary.
     pub(super) fn make_room(&mut self, table: &Table) -> Result<(), DiskError> {
         let most = table.layout.format.max_open;
         if most == 0 || self.open < most {
@@ -91,7 +91,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether so many more zones can be open, if all of those that writes have opened are closed.
+    /// Checks that `more` additional zones may be open, if all implicitly opened ones are closed.
     pub(super) fn check_open(&self, table: &Table, more: u32) -> Result<(), DiskError> {
         let most = table.layout.format.max_open;
         let fixed = self.open.saturating_sub(self.implicit.len() as u32);
@@ -99,7 +99,7 @@ impl State {
         if is_too_much { Err(DiskError::TooManyOpenZones) } else { Ok(()) }
     }
 
-    /// Those who wait for this zone are to look again.
+    /// Notifies the requests that wait for this zone.
     pub(super) fn wake(&mut self, index: usize) {
         for (bell, serial) in self.waiting.remove(&(index as u32)).unwrap_or_default() {
             bell.ring(serial);

@@ -1,4 +1,4 @@
-//! Commands that change states: of one zone, or of all that can be changed so.
+//! Zone Management Send: state changes of one zone or of all zones.
 
 use super::table::Record;
 use super::zones::Zones;
@@ -7,19 +7,19 @@ use crate::request::DiskError;
 use shadowbell_spec::zns::{ZoneAction, ZoneState};
 use std::sync::Arc;
 
-/// What comes next of a reset.
+/// Next step of a zone reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reset {
-    /// Nothing: the zone is empty.
+    /// The reset has ended: the zone is empty.
     Over,
-    /// Something is under way in the zone; the bell says when it is to be asked again.
+    /// Writes or another reset are in flight in the zone; the bell signals when to try again.
     Wait,
-    /// The data are thrown away: so many bytes. Then the reset [ends](Zones::end_reset).
+    /// Discard this many bytes, then [end the reset](Zones::end_reset).
     Discard(u64),
 }
 
 impl Zones {
-    /// Opens, closes, finishes a zone or takes it offline. `at` is where it begins.
+    /// Opens, closes or finishes a zone or takes it offline. `at` is its start.
     pub(super) fn manage(&self, action: ZoneAction, at: u64) -> Result<(), DiskError> {
         let (index, start) = self.zone_of(at)?;
         if start != at {
@@ -59,9 +59,7 @@ impl Zones {
         Ok(())
     }
 
-    /// The same of all zones that are in a state for it: for a reset, [`resettable`] says which.
-    ///
-    /// [`resettable`]: Self::next_resettable
+    /// Applies an action other than Reset to all zones in a suitable state.
     pub(super) fn manage_all(&self, action: ZoneAction) -> Result<(), DiskError> {
         let mut state = self.state.lock();
         let (which, to): (fn(ZoneState) -> bool, _) = match action {
@@ -88,7 +86,7 @@ impl Zones {
         Ok(())
     }
 
-    /// Keeps these bytes with an empty zone, which is closed then.
+    /// Stores the Zone Descriptor Extension of an empty zone, which becomes closed.
     pub(super) fn set_extension(&self, at: u64, bytes: &[u8]) -> Result<(), DiskError> {
         let (index, start) = self.zone_of(at)?;
         if start != at || bytes.is_empty() || bytes.len() != self.format().extension_bytes() {
@@ -106,7 +104,7 @@ impl Zones {
         Ok(())
     }
 
-    /// A reset of the zone that begins at `at` is asked for, by a request with this serial number.
+    /// Starts the reset of the zone that starts at `at`, for the request with this serial number.
     pub(super) fn begin_reset(
         &self,
         at: u64,
@@ -131,7 +129,7 @@ impl Zones {
         Ok(Reset::Discard(zone.record.written * u64::from(self.layout().block_size)))
     }
 
-    /// The data of a zone that was being reset are thrown away, or the reset is given up.
+    /// Ends a zone's reset, after its data were discarded (`is_done`) or because it was cancelled.
     pub(super) fn end_reset(&self, at: u64, is_done: bool) {
         let Ok((index, _)) = self.zone_of(at) else { return };
         let mut state = self.state.lock();
@@ -142,7 +140,7 @@ impl Zones {
         state.wake(index);
     }
 
-    /// The first zone from `at` on that a reset of all is about.
+    /// Returns the first zone from `at` on that a reset of all zones applies to.
     pub(super) fn next_resettable(&self, at: u64) -> Option<u64> {
         let first = usize::try_from(at.div_ceil(self.format().size)).ok()?;
         let state = self.state.lock();
@@ -152,7 +150,7 @@ impl Zones {
         Some(found.0 as u64 * self.format().size)
     }
 
-    /// The queue with this bell is gone: nothing of it waits any more.
+    /// Removes the waiting requests of a dropped queue, identified by its bell.
     pub(super) fn forget(&self, bell: &Arc<Bell>) {
         let mut state = self.state.lock();
         state.waiting.values_mut().for_each(|all| all.retain(|(of, _)| !Arc::ptr_eq(of, bell)));

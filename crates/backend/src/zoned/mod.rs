@@ -1,19 +1,20 @@
-//! Zones: a disk around another one, that is written from the start of each zone on. ZNS 1.1.
+//! Zoned disks: a layer that divides another disk into zones, which are written sequentially (ZNS
+//! 1.1).
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
-//! | `format` | how large zones are and how many may be open: what options say |
-//! | `table` | where zones and data lie on the disk below, and what is written down of a zone |
-//! | `zones` | the zones of a disk: their states, and what may be done with them |
-//! | `limits` | how many zones are active and open |
-//! | `manage` | commands that change states, one zone at a time or all |
-//! | `report` | what a host is told of them |
-//! | `disk`, `queue`, `task` | the disk, one thread's way to it, and a request there |
+//! | `format` | zone format: sizes, limits and their options |
+//! | `table` | layout on the disk below, and the stored zone table |
+//! | `zones` | zones of a disk: states, reads and writes |
+//! | `limits` | limits of active and open zones |
+//! | `manage` | state changes of one zone or of all |
+//! | `report` | Report Zones |
+//! | `disk`, `queue`, `task` | the disk, one thread's queue, and a request |
 //!
-//! A write takes its place when it is submitted, under one lock for the disk, which is held for a
-//! few instructions: write pointers never wait for storage. What a zone is is stored with plain
-//! stores in memory that is the first part of the disk below, so it outlives the process with the
-//! data. A reset waits for the writes that have their place in the zone.
+//! A write gets its position at its submission, under a lock of the disk that is held for a few
+//! instructions, so write pointers never wait for storage. The zone table is in mapped memory, the
+//! first part of the disk below, and is updated by plain stores, so it survives the process
+//! together with the data. A reset waits for the writes in flight in its zone.
 
 mod disk;
 mod format;

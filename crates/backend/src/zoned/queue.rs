@@ -1,4 +1,4 @@
-//! One thread's queue on a disk of zones.
+//! Queue of one thread on a zoned disk.
 
 use super::manage::Reset;
 use super::task::{Kind, Stage, Task};
@@ -17,11 +17,11 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Zones that a reset of all comes to at once.
+/// Zones that a reset of all zones handles in one pass.
 const AT_ONCE: u32 = 64;
-/// The tag of requests that are nobody's but this queue's.
+/// Tag of internal requests.
 const OWN: u32 = u32::MAX;
-/// Lists that are kept for their room.
+/// Free segment lists to keep.
 const SPARE: usize = 16;
 
 pub(super) struct ZonedQueue {
@@ -29,16 +29,16 @@ pub(super) struct ZonedQueue {
     zones: Arc<Zones>,
     bounds: Bounds,
     discards: bool,
-    /// What is to be on the medium has to be flushed: the table is in the system's memory.
+    /// A FUA write needs a flush, because the zone table is in the page cache.
     syncs: bool,
     read_only: bool,
     bell: Arc<Bell>,
-    /// Readable if the bell rings or the disk below has something to do at a time.
+    /// Readable while the bell or the timer of the disk below is.
     timer: Option<OwnedFd>,
     tasks: Tasks<Task>,
     serial: u64,
     replays: bool,
-    /// Where the data of a Zone Append were put, by its tag.
+    /// Positions of completed Zone Appends, by tag.
     places: HashMap<u32, u64>,
     spare: Vec<Segments>,
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
@@ -72,12 +72,12 @@ impl ZonedQueue {
         })
     }
 
-    /// The same bytes on the disk below.
+    /// Translates a range to the disk below.
     fn below(&self, op: Op, offset: u64, len: u64) -> Request {
         Request { op, offset: self.zones.layout().data + offset, len }
     }
 
-    /// Hands a request to the disk below, as one of this kind. How it ends, if at once.
+    /// Submits a request of this kind to the disk below. Returns its result if it completes inline.
     fn hand_down(
         &mut self,
         (tag, kind): (u32, Kind),
@@ -101,8 +101,8 @@ impl ZonedQueue {
         }
     }
 
-    /// What a task has written is to be on the medium: all of it, and where the write pointer is.
-    /// Its buffer is `own`, and goes to `data` if that ends at once.
+    /// Flushes data and write pointer after a task's FUA write. `own` is the task's buffer, which
+    /// is returned in `data` if the flush completes inline.
     fn flush(&mut self, key: u32, own: Segments, data: &mut Segments) -> Submitted {
         if let Some(task) = self.tasks.get_mut(key) {
             (task.kind, task.data) = (Kind::Flush, own);
@@ -117,7 +117,7 @@ impl ZonedQueue {
         submitted
     }
 
-    /// A write that has its place at `offset` of this zone.
+    /// Submits a write with its position at `offset` in this zone.
     fn write(
         &mut self,
         (tag, request): (u32, &Request),
@@ -138,9 +138,9 @@ impl ZonedQueue {
         self.hand_down((tag, kind), &below, data)
     }
 
-    /// Read, Compare and Verify: what was written is the disk's below, and the rest is zeroes.
+    /// Read, Compare and Verify: written parts are read from the disk below, the rest is zero.
     fn read(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        // Whoever verifies for the controller itself knows of no zones.
+        // A Verify may be a background check of the controller, which ignores zones.
         let across = self.zones.format().read_across || request.op == Op::Verify;
         let pieces = match self.zones.written(request.offset, request.len, across) {
             Ok(pieces) => pieces,
@@ -159,7 +159,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Zeroes what was not written, or compares that with zeroes.
+    /// Zeroes the unwritten parts of the buffer, or compares them with zeroes.
     fn gaps(request: &Request, pieces: &[Piece], data: &Segments) -> Result<(), DiskError> {
         let end = request.offset + request.len;
         let starts = pieces.iter().map(|piece| piece.offset).chain([end]);
@@ -214,7 +214,7 @@ impl ZonedQueue {
         self.end_at_once(parent, data)
     }
 
-    /// The task ends at once, if nothing of it is under way.
+    /// Ends the task inline if none of its parts is in flight.
     fn end_at_once(&mut self, key: u32, data: &mut Segments) -> Submitted {
         if self.tasks.get_mut(key).is_some_and(|task| task.left != 0) {
             return Submitted::Pending;
@@ -235,7 +235,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Changes the state of one zone, or of all that can be changed so.
+    /// Changes the state of one zone, or of all zones in a suitable state.
     fn manage(
         &mut self,
         (tag, request): (u32, &Request),
@@ -266,7 +266,7 @@ impl ZonedQueue {
         if self.go_on(key) { self.end_at_once(key, data) } else { Submitted::Pending }
     }
 
-    /// Goes on with a reset, for a while. Whether it is over.
+    /// Continues a reset for a bounded time. Returns true if it has ended.
     fn go_on(&mut self, key: u32) -> bool {
         for _ in 0..AT_ONCE {
             let Some(task) = self.tasks.get_mut(key) else { return false };
@@ -299,7 +299,7 @@ impl ZonedQueue {
                         Submitted::Pending => return false,
                         Submitted::Done(outcome) => self.discarded(key, outcome),
                     }
-                    // The next piece comes after what others have to do.
+                    // The next piece waits for a pass, so that other work is not delayed.
                     self.bell.ring(serial);
                     return false;
                 }
@@ -315,7 +315,7 @@ impl ZonedQueue {
         false
     }
 
-    /// A piece of a zone's data is thrown away.
+    /// Records that a piece of a zone's data has been discarded.
     fn discarded(&mut self, key: u32, outcome: Result<(), DiskError>) {
         let longest = self.inner.longest_inline();
         let Some(task) = self.tasks.get_mut(key) else { return };
@@ -326,7 +326,7 @@ impl ZonedQueue {
         }
     }
 
-    /// The disk below has ended what it had of a task: the task, if it is over.
+    /// Processes a completion of the disk below. Returns the task if it has ended.
     fn ended_below(
         &mut self,
         key: u32,
@@ -376,7 +376,7 @@ impl ZonedQueue {
     }
 }
 
-/// Whether a part of the data is zeroes.
+/// Compares a part of the data with zeroes.
 fn compare_with_zeroes(data: &Segments, mut at: usize, mut len: usize) -> Result<(), DiskError> {
     let mut chunk = [0; 4096];
     while len != 0 {
@@ -401,7 +401,7 @@ impl Queue for ZonedQueue {
         }
         let placed = match request.op {
             Op::Read | Op::Compare | Op::Verify => return self.read(tag, request, data),
-            // Room comes back with a reset.
+            // Space is returned by a reset only.
             Op::Discard => return Submitted::Done(Ok(())),
             Op::CompareAndWrite { .. } => return Submitted::Done(Err(DiskError::Unsupported)),
             Op::Flush => return self.hand_down((tag, Kind::Plain), request, data),
@@ -469,7 +469,7 @@ impl Queue for ZonedQueue {
                 done(tag, outcome, data);
             }
         }
-        // What was begun here is under way at once.
+        // Requests started here must be in flight on return.
         self.inner.commit();
     }
 
@@ -478,7 +478,7 @@ impl Queue for ZonedQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         match task.kind {
             Kind::Reset { stage: Stage::Asking, .. } => {
-                // It is over when the bell is heard.
+                // The request ends when the bell is processed.
                 task.outcome = Err(DiskError::Cancelled);
                 self.bell.ring(task.serial);
             }

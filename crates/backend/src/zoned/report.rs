@@ -1,31 +1,31 @@
-//! What a host is told of zones.
+//! Report Zones (Zone Management Receive).
 
 use super::zones::Zones;
 use crate::request::DiskError;
 use shadowbell_spec::zns::{ZoneDescriptor, ZoneReportHeader, ZoneState};
 use zerocopy::IntoBytes;
 
-/// Which zones are reported, and how.
+/// Parameters of Report Zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZoneReport {
-    /// A byte of the first zone that is looked at.
+    /// Byte offset in the first zone to consider.
     pub from: u64,
-    /// Only those in this state.
+    /// Zone state to report; `None` for all.
     pub which: Option<ZoneState>,
-    /// The number of zones is that of those that are in the report, not of all from there on.
+    /// Partial report: the number of zones counts only those in the report.
     pub partial: bool,
-    /// Each with what the host keeps with it.
+    /// Extended report, with Zone Descriptor Extensions.
     pub extended: bool,
-    /// Bytes that there is room for.
+    /// Length of the report buffer in bytes.
     pub len: usize,
 }
 
 impl Zones {
-    /// Report Zones. As many bytes as it has, at most [`ZoneReport::len`].
+    /// Builds a Report Zones data structure of at most [`ZoneReport::len`] bytes.
     ///
     /// # Errors
-    /// [`DiskError::OutOfRange`]; [`DiskError::InvalidZone`], if there is no room for its header,
-    /// or nothing is kept with zones.
+    /// [`DiskError::OutOfRange`]; [`DiskError::InvalidZone`] if the buffer is too short for the
+    /// header, or zones have no extensions.
     pub fn report(&self, report: &ZoneReport) -> Result<Vec<u8>, DiskError> {
         let extension = self.format().extension_bytes();
         let header = size_of::<ZoneReportHeader>();

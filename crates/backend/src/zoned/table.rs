@@ -1,23 +1,23 @@
-//! Where zones and data lie on the disk below, and what is written down of a zone.
+//! Layout of a zoned disk, and its stored zone table.
 //!
-//! The first part of the disk below is the *table*: a page that says what the zones are, a word for
-//! each zone, and what the host keeps with it. A word is stored at once, and has a checksum of its
-//! own: whoever stores a zone's state has stored all of it. The data follow.
+//! The first part of the disk below is the table: a page with the zone format, a 64-bit word per
+//! zone, and the zone descriptor extensions. A word is stored atomically and contains its own
+//! checksum, so a crash cannot leave a partly stored state. The data follow.
 
 use super::format::ZoneFormat;
 use shadowbell_memory::SharedBytes;
 use shadowbell_spec::protection::GuardKind;
 use shadowbell_spec::zns::ZoneState;
 
-/// What the header begins with.
+/// First bytes of the header.
 const MAGIC: [u8; 8] = *b"SBZONES1";
-/// The header has a page of its own.
+/// Size of the header: one page.
 const HEADER: usize = 4096;
-/// Bytes of it that are covered by its checksum, which follows.
+/// Bytes of the header covered by the checksum that follows them.
 const COVERED: usize = 56;
-/// Data begin at a multiple of this: whatever the storage below likes is aligned to it.
+/// Alignment of the data, large enough for any storage.
 const ALIGNMENT: u64 = 1 << 20;
-/// Bytes of the checksum before what a host keeps with a zone.
+/// Size of the checksum before an extension.
 const SEAL: usize = 8;
 
 /// Bits of a zone's word.
@@ -26,20 +26,20 @@ const STATE: u32 = 40;
 const HAS_EXTENSION: u64 = 1 << 44;
 const CHECKSUM: u32 = 48;
 
-/// Where what is.
+/// Layout of a zoned disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) format: ZoneFormat,
     pub(super) block_size: u32,
     pub(super) zones: u64,
-    /// Where the data of the first zone begin.
+    /// Start of the first zone's data.
     pub(super) data: u64,
 }
 
-/// What is written down of a zone.
+/// Stored state of a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Record {
-    /// Blocks that were written, from its start on.
+    /// Number of written blocks, from the start of the zone.
     pub(super) written: u64,
     pub(super) state: ZoneState,
     pub(super) has_extension: bool,
@@ -60,7 +60,7 @@ impl Record {
         low | Self::checksum(zone, low) << CHECKSUM
     }
 
-    /// `None` if the word is none that was stored for this zone.
+    /// Decodes a word; `None` if its checksum is not valid for this zone.
     pub(super) fn unpack(zone: u64, word: u64) -> Option<Self> {
         let low = word & ((1 << CHECKSUM) - 1);
         if word >> CHECKSUM != Self::checksum(zone, low) {
@@ -75,7 +75,7 @@ impl Record {
 }
 
 impl Layout {
-    /// As many zones as fit a disk of so many bytes.
+    /// Layout with the largest number of zones that fits a disk of `bytes` bytes.
     pub(super) fn fitting(format: ZoneFormat, block_size: u32, bytes: u64) -> Option<Self> {
         let mut zones = (bytes / format.size + 1).min(ZoneFormat::MOST);
         loop {
@@ -95,24 +95,24 @@ impl Layout {
         Self { format, block_size, zones, data: table.next_multiple_of(ALIGNMENT) }
     }
 
-    /// Whether a disk of so many bytes has room for it.
+    /// True if the layout fits a disk of `bytes` bytes.
     pub(super) fn fits(&self, bytes: u64) -> bool {
         self.end() <= bytes
     }
 
-    /// The first byte of the disk below that is not used.
+    /// End of the used part of the disk below.
     fn end(&self) -> u64 {
         let last = self.zones.saturating_sub(1).saturating_mul(self.format.size);
         self.data.saturating_add(last).saturating_add(self.format.capacity)
     }
 
-    /// Bytes of the table for what a host keeps with a zone.
+    /// Bytes of the table per zone descriptor extension.
     fn slot(format: &ZoneFormat) -> usize {
         let bytes = format.extension_bytes();
         if bytes == 0 { 0 } else { SEAL + bytes }
     }
 
-    /// Bytes of the table.
+    /// Size of the table in bytes.
     pub(super) fn table_bytes(&self) -> u64 {
         HEADER as u64 + self.zones * (8 + Self::slot(&self.format) as u64)
     }
@@ -137,18 +137,18 @@ impl Layout {
     }
 }
 
-/// What the first page of a disk says of it.
+/// Content of a disk's first page.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// Nothing was ever there.
+    /// Empty: no zones were created.
     Nothing,
-    /// There are so many zones of this layout.
+    /// Zones of this layout.
     Zones(Layout),
-    /// Something else is there.
+    /// Other content, with the reason for its refusal.
     Else(String),
 }
 
-/// The table of a disk, in memory that is a part of it.
+/// Zone table, in mapped memory of the disk.
 #[derive(Debug)]
 pub(super) struct Table {
     pub(super) layout: Layout,
@@ -156,14 +156,14 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Bytes that are to be looked at to [find](Self::find) one.
+    /// Bytes that [`find`](Self::find) reads.
     pub(super) const LOOKS_AT: u64 = HEADER as u64;
 
-    /// What the first page of a disk says, that is to be of this format.
+    /// Interprets the first page of a disk that should have this format.
     pub(super) fn find(page: &SharedBytes, wanted: ZoneFormat, block_size: u32) -> Found {
         let mut header = [0; HEADER];
         if page.read_into(0, &mut header).is_none() {
-            return Found::Else("its first page can not be read".to_owned());
+            return Found::Else("its first page cannot be read".to_owned());
         }
         if header.iter().all(|byte| *byte == 0) {
             return Found::Nothing;
@@ -174,14 +174,14 @@ impl Table {
         };
         if word(0) != u64::from_le_bytes(MAGIC) {
             return Found::Else(
-                "it holds something that is no zones; zones are made on a disk whose first page \
-                 is zeroes"
+                "it holds something other than zones; zones are created on a disk whose first \
+                 page is zero"
                     .to_owned(),
             );
         }
         let sum = GuardKind::Crc64.guard(&header[..COVERED], &[]);
         if word(COVERED / 8) != sum {
-            return Found::Else("what it says of its zones is damaged".to_owned());
+            return Found::Else("its zone table header is damaged".to_owned());
         }
         let is_as_wanted = word(1) == wanted.size
             && word(2) == wanted.capacity
@@ -198,34 +198,34 @@ impl Table {
         }
         let zones = word(5);
         if zones == 0 || zones > ZoneFormat::MOST {
-            return Found::Else("what it says of its zones is not possible".to_owned());
+            return Found::Else("its zone table header is invalid".to_owned());
         }
         let layout = Layout::of(wanted, block_size, zones);
         if word(6) != layout.data {
-            return Found::Else("what it says of its zones is not possible".to_owned());
+            return Found::Else("its zone table header is invalid".to_owned());
         }
         Found::Zones(layout)
     }
 
-    /// The table of this layout in this memory.
+    /// Table of this layout in this memory.
     pub(super) fn new(layout: Layout, memory: SharedBytes) -> Self {
         Self { layout, memory }
     }
 
-    /// Makes the table anew: all zones are empty. What it is is said last.
+    /// Creates an empty table. The header is written last, so that a partial table is never valid.
     pub(super) fn make(&self) -> Option<()> {
         (0..self.layout.zones).try_for_each(|zone| self.store(zone, Record::EMPTY))?;
         self.memory.write_from(0, &self.layout.header())
     }
 
-    /// What is written down of a zone; `None` if that is damaged, or not possible.
+    /// Loads the record of a zone; `None` if it is damaged or impossible.
     pub(super) fn load(&self, zone: u64) -> Option<Record> {
         let word = self.memory.load_u64_acquire(Self::word_at(zone))?;
         let capacity = self.layout.format.capacity / u64::from(self.layout.block_size);
         Record::unpack(zone, word).filter(|record| record.written <= capacity)
     }
 
-    /// Writes a zone down. Memory that is read-only stays as it is.
+    /// Stores the record of a zone. Fails on read-only memory.
     pub(super) fn store(&self, zone: u64, record: Record) -> Option<()> {
         self.memory.store_u64_release(Self::word_at(zone), record.pack(zone))
     }
@@ -239,7 +239,7 @@ impl Table {
         HEADER + self.layout.zones as usize * 8 + zone as usize * slot
     }
 
-    /// What a host keeps with a zone; `None` if that is damaged.
+    /// Loads the extension of a zone; `None` if it is damaged.
     pub(super) fn load_extension(&self, zone: u64) -> Option<Vec<u8>> {
         let (at, len) = (self.slot_at(zone), self.layout.format.extension_bytes());
         let mut bytes = vec![0; len];
@@ -248,7 +248,7 @@ impl Table {
         (seal == GuardKind::Crc64.guard(&bytes, &zone.to_le_bytes())).then_some(bytes)
     }
 
-    /// Keeps these bytes with a zone.
+    /// Stores the extension of a zone.
     pub(super) fn store_extension(&self, zone: u64, bytes: &[u8]) -> Option<()> {
         let at = self.slot_at(zone);
         self.memory.write_from(at + SEAL, bytes)?;

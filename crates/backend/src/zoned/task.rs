@@ -1,43 +1,43 @@
-//! A request for a disk of zones, and how far it is.
+//! State of a request on a zoned disk.
 
 use crate::request::DiskError;
 use shadowbell_memory::Segments;
 
-/// What a request is for the disk below.
+/// Kind of a request to the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// One request there, and nothing else.
+    /// A single request.
     Plain,
-    /// It has its place in this zone.
+    /// A write with a position in this zone.
     Write { zone: usize, flush: bool },
-    /// What was written has come; it is to be on the medium.
+    /// The flush after a FUA write.
     Flush,
-    /// Several others are its parts.
+    /// A request split into several parts.
     Parts,
     /// A part of the request with this key.
     Part { parent: u32 },
-    /// A reset of the zone at `at`, and of all others that can be with `all`.
+    /// A reset of the zone at `at`, or with `all` of all zones in a suitable state.
     Reset { at: u64, all: bool, stage: Stage },
 }
 
-/// How far the reset of a zone is.
+/// Stage of a zone reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// The zone is to be had first.
+    /// Waits until the zone has no writes in flight.
     Asking,
-    /// Its data are thrown away from here on, to there.
+    /// Discards the zone's data; `from` to `to` is left.
     Discarding { from: u64, to: u64 },
 }
 
-/// One request.
+/// A request.
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) kind: Kind,
-    /// No other of the queue has this.
+    /// Serial number, unique in the queue.
     pub(super) serial: u64,
-    /// What came with it, if the disk below does not have it.
+    /// Buffer of the request, unless the disk below has it.
     pub(super) data: Segments,
-    /// Parts that have not ended.
+    /// Parts in flight.
     pub(super) left: u32,
     pub(super) outcome: Result<(), DiskError>,
 }

@@ -1,4 +1,4 @@
-//! What is stored of zones, and what several queues do with them at the same time.
+//! Tests of the stored zone table, and of concurrent operations of several queues.
 
 use super::format::ZoneFormat;
 use super::manage::Reset;
@@ -42,11 +42,11 @@ fn options_say_what_zones_are() {
     assert_eq!((whole.max_open, whole.max_active, whole.extension), (3, 5, 2));
     assert!(whole.read_across && whole.check(4096).is_ok());
     assert_eq!(format("zoned=64KiB").unwrap(), ZoneFormat::new(SIZE).unwrap());
-    // Whoever says how many may be active has said how many may be open.
+    // A limit of active zones implies the same limit of open zones.
     assert_eq!(format("zoned=64KiB&max-active=4").unwrap().max_open, 4);
     assert_eq!(ZoneFormat::parse(std::iter::empty()), Ok(None));
     for (options, words) in [
-        ("zone-capacity=1MiB", "say how large these are"),
+        ("zone-capacity=1MiB", "needs a zone size"),
         ("zoned=32KiB", "a power of two, of at least 64KiB"),
         ("zoned=96KiB", "a power of two"),
         ("zoned=64KiB&zone-capacity=128KiB", "at most the size of a zone"),
@@ -100,12 +100,12 @@ fn a_disk_is_made_into_zones_once() {
     on("zoned=64KiB").unwrap();
     let error = on("zoned=128KiB").unwrap_err();
     assert!(error.contains("it was made with `zoned=65536&zone-capacity=65536"), "{error}");
-    // A zone whose state is damaged can be read.
+    // A zone with a damaged table entry can be read.
     let at = 4096 + 8 * 3;
     let word: u64 = disk.bytes().read(at).unwrap();
     disk.bytes().write(at, &(word ^ 1)).unwrap();
     let zoned = on("zoned=64KiB").unwrap();
-    assert!(zoned.damaged().unwrap().contains("the state of 1 zones is damaged"));
+    assert!(zoned.damaged().unwrap().contains("the stored state of 1 zones is damaged"));
     let mut queue = zoned.queue().unwrap();
     let mut data = Segments::from_bytes(&Mapping::anonymous(4096).unwrap().bytes());
     let mut run =
@@ -117,7 +117,7 @@ fn a_disk_is_made_into_zones_once() {
     assert_eq!(run(Op::Read, 3), Submitted::Done(Err(DiskError::ZoneOffline)));
     assert_eq!(run(Op::Append { fua: false }, 3), Submitted::Done(Err(DiskError::ZoneOffline)));
     drop(queue);
-    // What says what the zones are is damaged; and something else is there.
+    // The header is damaged; then other content replaces it.
     let byte: u8 = disk.bytes().read(16).unwrap();
     disk.bytes().write(16, &!byte).unwrap();
     assert!(on("zoned=64KiB").unwrap_err().contains("is damaged"));
@@ -146,7 +146,7 @@ fn a_reset_waits_for_what_is_under_way() {
     zones.end_write(0);
     assert_eq!(bell.take(), [2]);
     assert_eq!(zones.begin_reset(0, (&bell, 2)), Ok(Reset::Discard(1536)));
-    // Meanwhile nothing is written there, and another reset waits.
+    // During a reset, writes are refused and another reset waits.
     assert_eq!(zones.begin_write(1536, 512, false), Err(DiskError::ZoneInvalidWrite));
     assert_eq!(zones.begin_append(0, 512), Err(DiskError::ZoneFull));
     assert_eq!(zones.manage(ZoneAction::Finish, 0), Err(DiskError::ZoneTransition));
@@ -167,7 +167,7 @@ fn a_write_of_a_dead_process_has_its_place_yet() {
     assert_eq!(zones.begin_write(0, 1024, false), Err(DiskError::ZoneFull));
     assert_eq!(zones.begin_write(0, 512, true), Ok(0));
     assert_eq!(zones.begin_write(0, 1536, true), Err(DiskError::ZoneFull));
-    // What was not begun takes its place as always.
+    // A write that was not executed before takes its position as usual.
     assert_eq!(zones.begin_write(SIZE, 512, true), Ok(1));
     assert_eq!(zones.begin_write(SIZE + 1024, 512, true), Err(DiskError::ZoneBoundary));
 }

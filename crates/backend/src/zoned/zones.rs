@@ -1,4 +1,4 @@
-//! The zones of a disk: their states, and what may be done with them.
+//! Zones of a disk: states, write pointers and permitted operations.
 
 use super::format::ZoneFormat;
 use super::limits::{State, Zone};
@@ -7,26 +7,27 @@ use crate::request::DiskError;
 use parking_lot::Mutex;
 use shadowbell_spec::zns::ZoneState;
 
-/// The zones of a disk, for all of its queues. Places and lengths are in bytes of what the host
-/// sees.
+/// Zones of a disk, shared by all of its queues. Offsets and lengths are in bytes as the host sees
+/// them.
 #[derive(Debug)]
 pub struct Zones {
     pub(super) table: Table,
     pub(super) state: Mutex<State>,
-    /// Queues of this process that there are.
+    /// Number of open queues in this process.
     queues: Mutex<usize>,
-    /// Zones whose state was damaged when they were read.
+    /// Zones whose table entry was damaged when it was loaded.
     pub(super) damaged: u64,
 }
 
-/// What a table says, and how many zones of it are damaged.
+/// Loads the table. Also returns the number of damaged entries.
 fn load(table: &Table, goes_on: bool) -> (State, u64) {
     let mut damaged = 0;
     let capacity = table.layout.format.capacity / u64::from(table.layout.block_size);
     let zone = |index| {
         let stored = table.load(index);
         let mut record = stored.unwrap_or_else(|| {
-            // What was written is not known: it can be read, and not lost by a write.
+            // The write pointer is unknown: the zone becomes read-only, so its data can be read and
+            // are not overwritten.
             damaged += 1;
             Record { written: capacity, state: ZoneState::ReadOnly, has_extension: false }
         });
@@ -38,7 +39,7 @@ fn load(table: &Table, goes_on: bool) -> (State, u64) {
             record.state = if is_used { ZoneState::Closed } else { ZoneState::Empty };
         }
         if stored != Some(record) {
-            // A disk that takes no writes says the same again next time.
+            // Cannot be stored on a read-only disk, where the next load yields the same result.
             let _ = table.store(index, record);
         }
         Zone { record, resetting: false, in_flight: 0 }
@@ -47,24 +48,24 @@ fn load(table: &Table, goes_on: bool) -> (State, u64) {
     (State::new(zones, table), damaged)
 }
 
-/// A part of a read that was written.
+/// Written part of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Where it is.
+    /// Offset in bytes.
     pub(super) offset: u64,
     pub(super) len: u64,
 }
 
 impl Zones {
-    /// Of a table. Zones that were open are so yet if the server `goes_on` for another one; else
-    /// the power was off, for their host.
+    /// Loads the zones of a table. Open zones stay open if the process `goes_on` for another one;
+    /// otherwise the host sees a power cycle, which closes them.
     pub(super) fn new(table: Table, goes_on: bool) -> Self {
         let (state, damaged) = load(&table, goes_on);
         Self { state: Mutex::new(state), queues: Mutex::new(0), table, damaged }
     }
 
-    /// A queue is opened. The first of this process reads what another one may have stored since:
-    /// that serves no longer when a successor begins to.
+    /// Registers a queue. The first queue of this process reloads the table, because a previous
+    /// process may have changed it until this one takes over.
     pub(super) fn enter(&self) {
         let mut queues = self.queues.lock();
         if *queues == 0 {
@@ -73,13 +74,13 @@ impl Zones {
         *queues += 1;
     }
 
-    /// A queue is gone.
+    /// Unregisters a queue.
     pub(super) fn leave(&self) {
         let mut queues = self.queues.lock();
         *queues = queues.saturating_sub(1);
     }
 
-    /// What the zones are.
+    /// Zone format.
     #[must_use]
     pub fn format(&self) -> &ZoneFormat {
         &self.table.layout.format
@@ -89,7 +90,7 @@ impl Zones {
         &self.table.layout
     }
 
-    /// How many there are.
+    /// Number of zones.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.layout().zones
@@ -99,7 +100,7 @@ impl Zones {
         u64::from(self.layout().block_size)
     }
 
-    /// The zone that a byte is in, and where it begins.
+    /// Index and start of the zone that contains a byte.
     pub(super) fn zone_of(&self, offset: u64) -> Result<(usize, u64), DiskError> {
         let index = offset / self.format().size;
         if index >= self.count() {
@@ -108,7 +109,7 @@ impl Zones {
         Ok((index as usize, index * self.format().size))
     }
 
-    /// Why nothing can be written to a zone in this state, if nothing can.
+    /// Fails if the state of the zone allows no writes.
     fn check_writable(zone: &Zone) -> Result<(), DiskError> {
         match zone.record.state {
             ZoneState::Full => Err(DiskError::ZoneFull),
@@ -118,10 +119,10 @@ impl Zones {
         }
     }
 
-    /// Whether a write of these bytes would be possible now.
+    /// Checks that a write of these bytes is possible now.
     ///
     /// # Errors
-    /// How it would end.
+    /// The error with which the write would fail.
     pub fn check_write(&self, offset: u64, len: u64) -> Result<(), DiskError> {
         let (index, start) = self.zone_of(offset)?;
         self.check_place(&self.state.lock().zones[index], offset - start, len)
@@ -139,8 +140,9 @@ impl Zones {
         Ok(())
     }
 
-    /// A write takes its place, and the write pointer goes on. The zone, which is to be told of its
-    /// [end](Self::end_write). With `replays`, a process that is dead may have taken that place.
+    /// Starts a write and advances the write pointer. Returns the zone, for
+    /// [`end_write`](Self::end_write). With `replays`, a dead process may have advanced the write
+    /// pointer for this write already.
     pub(super) fn begin_write(
         &self,
         offset: u64,
@@ -162,8 +164,8 @@ impl Zones {
         Ok(index)
     }
 
-    /// As [`begin_write`](Self::begin_write), at the write pointer of the zone that begins at
-    /// `start`. Also where that is.
+    /// Starts a Zone Append at the write pointer of the zone that starts at `start`, like
+    /// [`begin_write`](Self::begin_write). Also returns the offset of the data.
     pub(super) fn begin_append(&self, start: u64, len: u64) -> Result<(usize, u64), DiskError> {
         let (index, begin) = self.zone_of(start)?;
         if begin != start {
@@ -183,7 +185,7 @@ impl Zones {
         Ok((index, start + within))
     }
 
-    /// The write pointer of a zone goes on: it is opened, and may be full.
+    /// Advances the write pointer of a zone, which becomes open or full.
     fn advance(&self, state: &mut State, index: usize, len: u64) -> Result<(), DiskError> {
         let before = state.zones[index].record;
         if !before.state.is_open() {
@@ -204,7 +206,7 @@ impl Zones {
         Ok(())
     }
 
-    /// A write has ended, however it has.
+    /// Ends a write, whatever its result.
     pub(super) fn end_write(&self, index: usize) {
         let mut state = self.state.lock();
         if let Some(zone) = state.zones.get_mut(index) {
@@ -215,16 +217,16 @@ impl Zones {
         }
     }
 
-    /// Whether a host may read these bytes.
+    /// Checks that a host may read these bytes.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason.
     pub fn check_read(&self, offset: u64, len: u64) -> Result<(), DiskError> {
         self.written(offset, len, self.format().read_across).map(drop)
     }
 
-    /// The parts of these bytes that were written. What is between them reads as zeroes. With
-    /// `across` they may be of several zones.
+    /// Lists the written parts of a range; the rest reads as zeroes. With `across`, the range may
+    /// span several zones.
     pub(super) fn written(
         &self,
         offset: u64,

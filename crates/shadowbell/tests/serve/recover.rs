@@ -202,7 +202,7 @@ fn who_can_not_go_on_says_why_and_begins_anew() {
 fn what_nobody_can_go_on_with_is_said() {
     let below = Export::start("mem:4MiB");
     let server = Server::start(&[&below.uri("")], &["--keeper"]);
-    server.says("can not be gone on with if the server dies: an NBD server may carry out a write");
+    server.says("cannot be recovered after a server crash: an NBD server may still execute");
     signal(worker(&server), Signal::KILL);
     server.says("have lost their controllers");
 }

@@ -52,7 +52,7 @@ fn every_command_reaches_the_other_controller() {
         drop((queue, pool));
         controller.detach().unwrap();
         // Three processes share the guest's memory, or two.
-        assert_eq!(server.stderr().contains("reaches a guest's memory"), options.is_empty());
+        assert_eq!(server.stderr().contains("accesses guest memory directly"), options.is_empty());
         // What the guest wrote is there when the server in between has ended.
         assert!(server.stop().success());
         let (controller, mut queue) = attach(&below);

@@ -1,5 +1,5 @@
-//! A namespace by its character device, without one: the system's null device takes any command
-//! from io_uring, and says that it is done; a file takes none.
+//! Tests of the character device path without an NVMe device: `/dev/null` accepts any io_uring
+//! command and reports success; a regular file accepts none.
 
 use super::super::flusher::Syncs;
 use super::super::namespace::NamespaceFacts;
@@ -30,7 +30,7 @@ fn null() -> File {
     File::options().read(true).write(true).open("/dev/null").unwrap()
 }
 
-/// What becomes of one request.
+/// Result of one request.
 fn outcome(queue: &mut dyn Queue, op: Op, len: u64) -> Result<(), DiskError> {
     let (_, mut data) = buffer(len.clamp(4096, MIB));
     match queue.submit(1, &Request { op, offset: 4096, len }, &mut data) {
@@ -60,7 +60,7 @@ fn requests_end_when_their_last_command_has() {
         assert_eq!(outcome(&mut *queue, op, len), Ok(()), "{op:?} {len}");
     }
     assert_eq!(outcome(&mut *queue, Op::Read, 2 << 30), Err(DiskError::OutOfRange));
-    // The null device does nothing by `ioctl`, which is how a flush goes.
+    // A flush uses `ioctl`, which `/dev/null` does not implement.
     assert_eq!(outcome(&mut *queue, Op::Flush, 0), Err(DiskError::Io(libc::ENOTTY)));
     let facts = NamespaceFacts { has_cache: false, ..facts() };
     let mut queue = disk(namespace(null(), EngineKind::Uring, facts)).queue().unwrap();
@@ -74,15 +74,15 @@ fn what_takes_no_commands_says_so_by_either_way() {
     {
         let mut queue = disk(namespace(memfd(MIB), engine, facts())).queue().unwrap();
         assert_eq!(outcome(&mut *queue, Op::Read, 4096), Err(DiskError::Io(errno)));
-        // Nothing of it falls back to calls that a file would take.
+        // The queue does not fall back to calls that a regular file supports.
         assert_eq!(outcome(&mut *queue, Op::Write { fua: false }, 512), Err(DiskError::Io(errno)));
     }
 }
 
-/// A call, and which bytes it is for.
+/// A call with its offset and length.
 type Made = (Call, u64, u64);
 
-/// Which calls are made for a request, if each ends as this says.
+/// Lists the calls made for a request if each call ends with the result of `end`.
 fn calls(
     shared: &FileShared,
     op: Op,
@@ -133,7 +133,7 @@ fn what_a_device_refuses_is_done_by_other_means_and_what_it_fails_is_its_status(
     assert_eq!(result, Ok(()));
     let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x4281));
     assert_eq!((made.len(), result), (1, Err(DiskError::Device(0x4281))));
-    // The device was reset: that is no answer of its own.
+    // A status of the kernel after a device reset, which is not passed on.
     let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x371));
     assert_eq!((made.len(), result), (65, Err(DiskError::Io(libc::EIO))));
 }
@@ -144,7 +144,7 @@ fn a_namespace_goes_to_another_process_as_one() {
     let shared = namespace(null(), EngineKind::Uring, facts());
     let mut fds = shadowbell_state::Descriptors::default();
     let state = saved::save(&shared, &mut fds).unwrap();
-    // An earlier release would take it for a file otherwise.
+    // Otherwise an earlier release would take the state for a file.
     assert!(state.get("file").is_none(), "{state}");
     let options = super::super::FileOptions::default();
     let adopted = saved::adopt(&options, &state, &mut fds).unwrap();

@@ -1,11 +1,11 @@
-//! Writes that the thread of a queue makes itself, which may wait a little.
+//! Inline writes by the queue's own thread, which may block briefly.
 //!
-//! A write into the page cache can not be asked to fail rather than wait on most file systems, so
-//! it is for other threads; to hand it over and back takes longer than to make it. A thread that
-//! serves one queue and nothing else makes it itself, as long as none was slow lately (`Here`).
+//! Most file systems do not support non-blocking buffered writes, so such writes go to other
+//! threads. Passing a write to another thread and back takes longer than the write itself. A thread
+//! that serves only one queue therefore writes inline, unless a recent write was slow (`Here`).
 //!
-//! io_uring says of such a file what it says of one that would wait this time only (`EAGAIN`), so
-//! the system is asked once more by another call, which knows the difference.
+//! io_uring returns `EAGAIN` both for a file without support for non-blocking writes and for a
+//! write that would block this time. A repetition by `pwritev2` distinguishes the two.
 
 use super::super::slot::{Call, Slot};
 use super::{Blocking, Key, Kind, Ring};
@@ -14,18 +14,18 @@ use std::os::fd::AsRawFd;
 use std::time::Instant;
 
 impl<T> Ring<T> {
-    /// The thread that has this may wait a little for a call.
+    /// Allows inline calls: the thread of this ring may block briefly.
     pub(crate) fn may_wait(&mut self) {
         self.blocking.here.may = true;
     }
 
-    /// Whether [`make_here`](Self::make_here) is worth asking for a write.
+    /// True if [`make_here`](Self::make_here) may accept a write.
     pub(crate) fn writes_here(&self) -> bool {
         self.blocking.here.may && self.blocking.writes && !self.blocking.off
     }
 
-    /// Makes a call that others would make, as [`prepare`](Self::prepare) has it: its result.
-    /// Nothing, if it is to be prepared.
+    /// Executes a write inline, with the arguments of [`prepare`](Self::prepare), and returns its
+    /// result. `None` if the call has to be prepared instead.
     pub(crate) fn make_here(
         &mut self,
         key: Key,
@@ -52,8 +52,8 @@ impl<T> Ring<T> {
         Some(result)
     }
 
-    /// Finds out of writes that io_uring has given back whether every one of this file would be.
-    /// One that has ended with that goes to `into`.
+    /// Tests with the writes that io_uring returned whether the file supports non-blocking writes.
+    /// A write that succeeds in the test goes to `into`.
     pub(super) fn ask_about_writes(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { slots, busy, blocking, .. } = self;
         let Blocking { again, here, writes, file, .. } = blocking;
@@ -76,29 +76,29 @@ impl<T> Ring<T> {
     }
 }
 
-/// What the error number says that a write ends with which was not to wait: whether all of this
-/// file are for others, and whether the file can be asked.
+/// Interprets the error of a non-blocking write: whether all writes of this file may block, and
+/// whether the file supports non-blocking writes.
 fn learn(error: i32) -> (bool, bool) {
     match error {
         libc::EOPNOTSUPP | libc::EINVAL => (true, false),
-        // This one would have waited, and that is an answer.
+        // This write would have blocked, so the file supports the flag.
         libc::EAGAIN => (false, true),
         _ => (false, false),
     }
 }
 
 impl<T> Slot<T> {
-    /// Writes what was gathered: the bytes that were moved, or a negative error number.
+    /// Writes the gathered pieces: the transferred bytes, or a negative error number.
     fn write(&self, file: &File, offset: u64, flags: i32) -> i32 {
         let count = libc::c_int::try_from(self.iovecs.len()).unwrap_or(0);
         let (pieces, offset) = (self.iovecs.as_ptr(), offset as libc::off_t);
-        // SAFETY: the pieces lie in mappings that the slot holds, and it is borrowed until the call
-        // returns. A kernel that has the call as well has given it back.
+        // SAFETY: the pieces lie in mappings that the slot holds, and the slot is borrowed until
+        // the call returns. If io_uring had the call too, it has returned it.
         let moved = unsafe { libc::pwritev2(file.as_raw_fd(), pieces, count, offset, flags) };
         if moved < 0 {
             return -std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
         }
-        // A call moves MAX_BYTES at most.
+        // A call transfers at most MAX_BYTES, so the result fits.
         i32::try_from(moved).unwrap_or(i32::MAX)
     }
 }
@@ -132,7 +132,11 @@ mod tests {
             let mut ring: Ring<()> = Ring::new(file, EngineKind::Uring, waits, false).unwrap();
             let key = ring.insert((), Segments::from_bytes(&bytes));
             let write = |dsync| Call::Write { from: Memory::Data, dsync, whole: false };
-            assert_eq!(ring.make_here(key, write(false), 0, 512, 4096), None, "nobody may wait");
+            assert_eq!(
+                ring.make_here(key, write(false), 0, 512, 4096),
+                None,
+                "no thread may block"
+            );
             ring.may_wait();
             let made = ring.make_here(key, write(false), 512, 512, 2048);
             assert_eq!(made, waits.then_some(2048));
