@@ -1,8 +1,7 @@
-//! The state of a controller on its way to another machine, by the hands of somebody who may send
-//! anything. So all of it is checked before any of it is believed.
+//! Controller state in a VM live migration. The stream comes from another machine and is
+//! untrusted, so the whole state is validated before any of it is used.
 //!
-//! What is the same as for a successor on this machine is [`saved`](crate::saved). Descriptors and
-//! counters do not travel.
+//! The format is that of [`saved`](crate::saved), without descriptors and counters.
 
 use crate::admin::features::Features;
 use crate::config::MAX_NAMESPACES;
@@ -21,20 +20,20 @@ use shadowbell_spec::regs::{Aqa, Cc, Csts};
 use shadowbell_state::Bytes;
 use std::collections::BTreeSet;
 
-/// The most events of a kind that may be named: more than a controller keeps.
+/// Maximum number of events per list; more than a controller stores.
 const MOST_EVENTS: usize = 64;
 
-/// The state of a controller at rest, for a controller like it on another machine.
+/// State of a quiesced controller for VM migration to an equal controller on another machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MigratedController {
     controller: SavedController,
-    /// The page of doorbells.
+    /// Contents of the doorbell page.
     doorbells: Bytes,
 }
 
 impl MigratedController {
     pub(crate) fn new(mut controller: SavedController, doorbells: Vec<u8>) -> Self {
-        // What stays here: descriptors, and what is this process's business.
+        // Descriptors and the state of this process are not migrated.
         controller.parts.iter_mut().for_each(|part| part.doorbell_eventfds.clear());
         controller.journal = None;
         controller.isolated = false;
@@ -49,7 +48,8 @@ impl MigratedController {
         Self { controller, doorbells: Bytes(doorbells) }
     }
 
-    /// The state and the page of doorbells, if a controller like this one can have them.
+    /// Validates the state against the target's configuration. Returns the state and the contents
+    /// of the doorbell page.
     pub(crate) fn check(self, cx: &Context) -> Result<(SavedController, Vec<u8>), RestoreError> {
         let Self { controller: mut saved, doorbells: Bytes(doorbells) } = self;
         let ours = cx.shape();
@@ -68,7 +68,7 @@ impl MigratedController {
     }
 }
 
-/// Whether a controller at rest can be in this state.
+/// Validates the state of a quiesced controller.
 fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
     let SavedController { control, admin, parts, pending_vectors, .. } = saved;
     check_control(control, cx)?;
@@ -153,7 +153,7 @@ fn check_admin(admin: &SavedAdminQueue, control: &SavedControl) -> Result<(), &'
     if !is_there || !under_way.is_empty() {
         return Err("the admin queue");
     }
-    // What is staged here may wait for room.
+    // Staged completions of the admin queue may exceed the free entries of its completion queue.
     let waits = SavedCq { staged: Vec::new(), ..cq.clone() };
     if cq.staged.len() > MOST_EVENTS {
         return Err("completions of the admin queue");
@@ -162,7 +162,7 @@ fn check_admin(admin: &SavedAdminQueue, control: &SavedControl) -> Result<(), &'
     check_cq(&waits, control)
 }
 
-/// Whether an I/O queue can be there.
+/// True if an I/O queue's identifier, size and address are valid.
 fn check_place(qid: u16, limit: u16, iova: u64, entries: u32, cx: &Context) -> bool {
     let is_long = entries > cx.config.max_queue_entries;
     qid != 0 && qid <= limit && !is_long && iova.is_multiple_of(4096)
@@ -186,7 +186,7 @@ fn check_cq(cq: &SavedCq, control: &SavedControl) -> Result<(), &'static str> {
         let free = size.entries() - 1 - size.distance(head, tail);
         cq.staged.len() as u64 <= u64::from(free)
     });
-    // The phase tag is not in what is staged.
+    // Staged entries must not have a phase tag: the tag is set when they are posted.
     let has_tag = cq.staged.iter().any(|(_, high)| high >> 48 & 1 != 0);
     if is_sound && !has_tag && is_doorbell(&cq.head, size, control) {
         Ok(())
