@@ -129,7 +129,7 @@ pub(crate) enum Operation {
     Alone,
     /// Checkpoint of changes made by exclusive commands.
     Recorded,
-    /// Journal clean of exclusive commands: a recovery would not repeat any.
+    /// Journal entries for the outcome of exclusive commands: a recovery would not repeat any.
     Settled,
     /// Segment of a device self-test.
     SelfTest { run: u32, nsid: u32 },

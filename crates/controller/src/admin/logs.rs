@@ -173,8 +173,7 @@ impl Health {
         SmartHealth {
             critical_warning: self.warning,
             temperature: self.temperature.into(),
-            // Wear and spare blocks belong to the storage below and are not emulated. A full
-            // storage is reported as a critical warning.
+            // Wear and spare blocks belong to the storage below and are not emulated.
             available_spare: 100,
             available_spare_threshold: 10,
             percentage_used: 0,
