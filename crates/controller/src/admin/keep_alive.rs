@@ -3,7 +3,6 @@
 //! The timer is optional for PCIe controllers, and no known host enables it by default. A host that
 //! enables it sends Keep Alive commands periodically. If none arrives within the timeout, the
 //! controller adds an error log entry, enters a fatal state (CSTS.CFS) and stops.
-//! the host has said takes it for dead: it writes that down, has a fatal status, and stops.
 
 use std::time::{Duration, Instant};
 
