@@ -464,12 +464,12 @@ impl Shared {
         };
         drop(queue);
         tracing::debug!(
-            "a control thread is held up, by a guest's memory perhaps; another goes on"
+            "a control thread is blocked, perhaps by guest memory; the standby thread takes over"
         );
         if let Err(error) = self.spawn(Self::stand_by) {
             tracing::error!(
                 %error,
-                "there is no thread to stand by for the control thread: raise the limit of threads"
+                "cannot start a standby control thread: raise the limit of threads"
             );
         }
         self.take_turns(number);

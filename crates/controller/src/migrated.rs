@@ -57,10 +57,10 @@ impl MigratedController {
             return Err(RestoreError::Shape(what));
         }
         if saved.shape.told.is_some() && saved.shape.told != ours.told {
-            return Err(RestoreError::Shape("cache or limit of zeroes of its disks"));
+            return Err(RestoreError::Shape("volatile write cache or Write Zeroes limit"));
         }
         if doorbells.len() as u64 != DOORBELL_BYTES {
-            return Err(RestoreError::Invalid("the page of doorbells"));
+            return Err(RestoreError::Invalid("the doorbell page"));
         }
         check(&saved, cx).map_err(RestoreError::Invalid)?;
         Features::join_clock(&mut saved.control.features);
@@ -82,7 +82,7 @@ fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
         _ => return Err("the admin queue"),
     }
     if parts.len() > MAX_QUEUES {
-        return Err("the number of its workers");
+        return Err("the number of I/O threads");
     }
     let (mut sqs, mut cqs) = (BTreeSet::new(), BTreeSet::new());
     for part in parts {
@@ -117,24 +117,24 @@ fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static st
     let is_enabled = Cc::from_bits(registers.cc).en();
     if control.resetting.is_some() || control.enabled != is_ready || control.enabled && !is_enabled
     {
-        return Err("its registers");
+        return Err("the registers");
     }
     let queues = cx.config.io_queues;
     if granted.0 > queues || granted.1 > queues {
-        return Err("the number of its queues");
+        return Err("the number of I/O queues");
     }
     if shadow.is_some() && !cx.config.shadow_doorbells {
-        return Err("the buffers of Doorbell Buffer Config");
+        return Err("the shadow doorbell pages");
     }
     if changed.len() > MAX_NAMESPACES || features.error_recovery.len() > MAX_NAMESPACES {
-        return Err("the number of its namespaces");
+        return Err("the number of namespaces");
     }
     if control.uncorrectable.len() as u64 > MOST_BLOCKS {
-        return Err("its uncorrectable blocks");
+        return Err("the uncorrectable blocks");
     }
     let lists = [events.outstanding.len(), events.pending.len(), events.unread.len()];
     if lists.into_iter().any(|len| len > MOST_EVENTS) {
-        return Err("its events");
+        return Err("the asynchronous events");
     }
     let vectors = cx.shared.irqs.len();
     if features.coalescing_disabled.iter().any(|vector| usize::from(*vector) >= vectors) {
@@ -156,7 +156,7 @@ fn check_admin(admin: &SavedAdminQueue, control: &SavedControl) -> Result<(), &'
     // Staged completions of the admin queue may exceed the free entries of its completion queue.
     let waits = SavedCq { staged: Vec::new(), ..cq.clone() };
     if cq.staged.len() > MOST_EVENTS {
-        return Err("completions of the admin queue");
+        return Err("the completions of the admin queue");
     }
     check_sq(sq, control)?;
     check_cq(&waits, control)

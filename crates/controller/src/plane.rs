@@ -109,8 +109,8 @@ impl ControllerInner {
                 abort_point(AbortPoint::ChangeRecorded);
             }
             Err(error) => {
-                tracing::error!(%error, "the controller could not be recorded: should this \
-                    process die now, its guest has lost it");
+                tracing::error!(%error, "checkpoint failed: if this process dies, the \
+                    guest loses its controller");
             }
         }
     }
@@ -147,7 +147,8 @@ impl ControllerInner {
     ) -> Result<usize, RestoreError> {
         let cx = &self.context;
         let SavedController { control, admin, parts, .. } = saved.clone();
-        let journal = saved.journal.as_ref().ok_or(RestoreError::Invalid("there is no journal"))?;
+        let journal =
+            saved.journal.as_ref().ok_or(RestoreError::Invalid("the journal is missing"))?;
         let (file, records) = (fds.take(journal.file)?, journal.records);
         let mut journal = RecoveredJournal::read(&file, records, control.generation, death)?;
         let eventfds = take_eventfds(&parts, fds)?;
@@ -315,11 +316,11 @@ impl ControllerInner {
     pub(crate) fn load(&self, migrated: MigratedController) -> Result<Vec<u16>, RestoreError> {
         let cx = &self.context;
         if cx.config.pool.is_some() {
-            return Err(RestoreError::Invalid("the namespaces of its host"));
+            return Err(RestoreError::Invalid("the target has a namespace pool"));
         }
         let (mut saved, registers) = migrated.check(cx)?;
         let written = cx.shared.doorbells().write_from(0, &registers);
-        written.ok_or(RestoreError::Invalid("the page of doorbells"))?;
+        written.ok_or(RestoreError::Invalid("the doorbell page"))?;
         let SavedController { control, admin, parts, .. } = &mut saved;
         let loaded = self.control.lock().load(cx, control, admin.as_ref(), parts);
         self.note_change();
@@ -346,8 +347,7 @@ impl ControllerInner {
         if !cx.pool.control().is_inline() && budget.spend(used, Instant::now()) {
             tracing::warn!(
                 serial = cx.config.serial,
-                "the guest gives more admin commands than a fifth of a processor can serve; they \
-                 wait their turn"
+                "admin commands of the guest take more than a fifth of a CPU; they are delayed"
             );
         }
     }

@@ -52,10 +52,10 @@ impl ReservationFile {
             if self.file.metadata()?.len() == 0 || self.is_new()? {
                 return Ok(AllReservations::new());
             }
-            return Err(wrong("the file has no reservations; give an empty one".into()));
+            return Err(wrong("the file has no valid reservations: use an empty file".into()));
         };
         let content: Content = serde_json::from_slice(&text)
-            .map_err(|error| wrong(format!("these are no reservations: {error}")))?;
+            .map_err(|error| wrong(format!("the file has invalid reservations: {error}")))?;
         Ok(content.namespaces.into_iter().collect())
     }
 

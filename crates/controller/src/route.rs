@@ -19,19 +19,21 @@ use std::sync::Arc;
 #[non_exhaustive]
 pub enum RelocateError {
     /// The controller was moved before and cannot be moved again.
-    #[error("the controller has a worker of its own already, where it stays until it is removed")]
+    #[error(
+        "the controller was already moved to another I/O thread, and stays there until it is removed"
+    )]
     Placed,
     /// The I/O thread number is out of range.
-    #[error("there is no worker {0}: the pool has {1}, counted from 0")]
+    #[error("there is no worker {0}: the pool has {1} workers, counted from 0")]
     NoSuchWorker(usize, usize),
     /// The maximum number of dedicated I/O threads is reached.
-    #[error("no more controllers of this process can have a thread of their own")]
+    #[error("all dedicated I/O threads of this process are in use")]
     TooMany,
     /// The controller is quiesced or quiescing.
-    #[error("the controller is at rest: it is about to be served by another process")]
+    #[error("the controller is quiesced, because another process is about to serve it")]
     Frozen,
     /// The system could not create a thread.
-    #[error("a thread for the controller could not be started: {0}")]
+    #[error("cannot start a thread for the controller: {0}")]
     System(#[from] io::Error),
 }
 

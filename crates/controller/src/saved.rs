@@ -105,10 +105,10 @@ impl SavedShape {
             (self.serial == other.serial, "serial number"),
             (self.model == other.model, "model number"),
             (self.io_queues == other.io_queues, "number of I/O queues"),
-            (self.max_queue_entries == other.max_queue_entries, "size of queues"),
+            (self.max_queue_entries == other.max_queue_entries, "maximum queue size"),
             (self.mdts == other.mdts, "transfer limit"),
-            (self.shadow_doorbells == other.shadow_doorbells, "offer of shadow doorbells"),
-            (self.mapped_doorbells == other.mapped_doorbells, "kind of doorbells"),
+            (self.shadow_doorbells == other.shadow_doorbells, "shadow doorbell support"),
+            (self.mapped_doorbells == other.mapped_doorbells, "doorbell mode"),
             (self.has_namespaces_of(other), "set of namespaces"),
         ]
         .into_iter()

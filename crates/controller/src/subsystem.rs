@@ -313,7 +313,7 @@ impl Shared {
         let mut all = self.state.lock().all.clone();
         change(&mut all);
         file.write(&all).map_err(|error| {
-            tracing::error!(%error, "reservations can not be written down");
+            tracing::error!(%error, "cannot write the reservation file");
             Status::INTERNAL
         })
     }
@@ -369,7 +369,7 @@ impl Member {
             && state.all != before
             && let Err(error) = file.write(&state.all)
         {
-            tracing::error!(%error, "reservations can not be written down");
+            tracing::error!(%error, "cannot write the reservation file");
         }
     }
 
@@ -384,7 +384,7 @@ impl Member {
             match file.read() {
                 Ok(all) => state.all = all,
                 Err(error) => {
-                    tracing::error!(%error, "reservations can not be read again");
+                    tracing::error!(%error, "cannot read the reservation file again");
                 }
             }
         }

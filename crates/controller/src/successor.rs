@@ -12,16 +12,16 @@ use std::io;
 pub enum SaveError {
     /// The controller is not quiesced; call [`Controller::freeze`](crate::Controller::freeze)
     /// first.
-    #[error("the controller is at work")]
+    #[error("the controller is not quiesced")]
     AtWork,
     /// Fault injection is active, and its state cannot be saved.
-    #[error("the controller has faults injected, which can not be passed on")]
+    #[error("the controller has fault injection, whose state cannot be transferred")]
     Overridden,
     /// The controller has a namespace pool, whose storage cannot be migrated.
-    #[error("the controller has a pool of namespaces, which stays on this machine")]
+    #[error("the controller has a namespace pool, which cannot be migrated to another machine")]
     Pool,
     /// The system could not duplicate a descriptor.
-    #[error("a descriptor of the controller could not be duplicated: {0}")]
+    #[error("cannot duplicate a descriptor of the controller: {0}")]
     System(#[from] io::Error),
 }
 
@@ -33,19 +33,19 @@ pub enum RestoreError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The configuration differs from what the host has seen.
-    #[error("the host has seen another {0} than what is configured here")]
+    #[error("the configured {0} differs from what the host has seen")]
     Shape(&'static str),
     /// The state is inconsistent.
-    #[error("the state of the controller can not be: {0}")]
+    #[error("the state of the controller is invalid: {0}")]
     Invalid(&'static str),
     /// A descriptor is missing.
     #[error(transparent)]
     State(#[from] StateError),
     /// The doorbell page could not be mapped.
-    #[error("the page of doorbells: {0}")]
+    #[error("cannot map the doorbell page: {0}")]
     Memory(#[from] MapError),
     /// The system could not use a descriptor.
-    #[error("a descriptor of the controller could not be used: {0}")]
+    #[error("cannot use a descriptor of the controller: {0}")]
     System(#[from] io::Error),
     /// The controller needs a dedicated I/O thread, and the pool has none for it.
     #[error(transparent)]

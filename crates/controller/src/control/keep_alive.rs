@@ -46,7 +46,7 @@ impl Control {
     /// Adds an error log entry, enters a fatal state and stops command execution.
     fn host_is_gone(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.port.no_command_failed(Status::KEEP_ALIVE_TIMER_EXPIRED);
-        let why = "the host gave no Keep Alive command for as long as it had promised";
+        let why = "the Keep Alive Timer expired without a command from the host";
         self.fail(cx, why, deferred);
         // The queues are detached as at a reset, because only a reset can follow. The notice has
         // the generation before this one, so it is ignored.

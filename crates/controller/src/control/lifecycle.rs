@@ -54,7 +54,7 @@ impl Control {
                 self.port.open(Attach { queue, table, generation, shadow: None });
             }
             Err(fault) => {
-                tracing::warn!(%fault, "the admin queue's memory can not be reached");
+                tracing::warn!(%fault, "the memory of the admin queue is not accessible");
                 let why = "the admin queue is not in memory that the host shared";
                 return self.fail(cx, why, deferred);
             }

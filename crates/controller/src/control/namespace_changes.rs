@@ -18,7 +18,7 @@ pub enum NamespaceError {
     #[error("the controller has no room for a namespace: NSIDs are 1 to {MAX_NAMESPACES}")]
     NoRoom,
     /// The namespace is being changed.
-    #[error("namespace {0} is being changed; wait for the end of that")]
+    #[error("namespace {0} is being changed: try again later")]
     Changing(u32),
     /// The disk or the UUID is invalid.
     #[error(transparent)]
@@ -39,10 +39,10 @@ pub enum NamespaceError {
         after: u32,
     },
     /// An I/O thread could not open the disk; the change was undone.
-    #[error("namespace {0}: a worker could not open its disk; the log says why")]
+    #[error("namespace {0}: an I/O thread could not open the disk; see the log")]
     Open(u32),
     /// The controller is quiesced or quiescing.
-    #[error("the controller is at rest: it is about to be served by another process")]
+    #[error("the controller is quiesced, because another process is about to serve it")]
     Frozen,
 }
 

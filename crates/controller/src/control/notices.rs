@@ -43,7 +43,7 @@ impl Control {
                 self.commands.command_failed(cx, failed, deferred);
             }
             Notice::MemoryLost => {
-                let why = "memory that the host shared was taken away (truncated)";
+                let why = "host memory was truncated while it was mapped";
                 self.fail(cx, why, deferred);
             }
             Notice::Condition(condition) => {
@@ -63,7 +63,7 @@ impl Control {
             Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
             Notice::Left => self.queues_left(cx, deferred),
             Notice::Stranded => {
-                self.fail(cx, "a thread of its own could not take over its queues", deferred);
+                self.fail(cx, "the dedicated I/O thread could not take over the queues", deferred);
             }
             Notice::NamespaceChanged { nsid, status } => {
                 self.namespace_changed(cx, nsid, status, deferred);

@@ -24,7 +24,7 @@ impl Control {
             Err(error) => tracing::warn!(
                 serial = cx.config.serial,
                 %error,
-                "the controller holds up others for {took:?} at a time"
+                "the controller delays others for {took:?} at a time, and cannot be moved"
             ),
         }
     }

@@ -43,11 +43,11 @@ impl Control {
     }
 
     pub(super) fn log_recovered(&mut self, cx: &Context) {
-        self.log_own(cx, RECOVERED, "a process goes on for one that was dead");
+        self.log_own(cx, RECOVERED, "recovered by a new process after a crash");
     }
 
     pub(super) fn log_isolated(&mut self, cx: &Context, took: Duration) {
-        let text = format!("a turn took {took:?}: it has a thread of its own");
+        let text = format!("a pass took {took:?}: moved to a dedicated I/O thread");
         self.log_own(cx, ISOLATED, &text);
     }
 

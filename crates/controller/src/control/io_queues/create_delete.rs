@@ -44,7 +44,7 @@ impl IoQueues {
         let write = ENTRY == Cqe::SIZE;
         let entries = size.entries();
         Ring::<ENTRY>::resolve(env.memory.table(), iova, entries, write).map_err(|fault| {
-            tracing::warn!(qid, %fault, "a queue's memory can not be reached");
+            tracing::warn!(qid, %fault, "the memory of the queue is not accessible");
             Status::INVALID_FIELD.with_dnr()
         })?;
         Ok(QueueLayout { qid, iova, size })
