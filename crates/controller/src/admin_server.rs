@@ -1,10 +1,10 @@
-//! Serves an admin queue: fetches commands, gets them executed, gives the host its data, and posts
+//! Admin queue service: fetches commands, has them executed, transfers their data and posts their
 //! completions.
 //!
-//! All that touches the guest's memory for the control plane is in here, and none of it happens
-//! under the control plane's lock: a guest can take its time to provide that memory. So the queue
-//! belongs to the server. What the control plane has decided about it comes as
-//! [`Orders`](crate::control::Orders), which are read before a command is executed.
+//! All accesses of the control plane to guest memory are in this module, and none happens under
+//! the control plane's lock, because an access to guest memory can block for as long as the guest
+//! likes (userfaultfd, FUSE). The server therefore owns the queue. The control plane's decisions
+//! arrive as [`Orders`](crate::control::Orders), which are read before a command is executed.
 
 use crate::context::Context;
 use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing};
@@ -18,33 +18,33 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
-/// A command that was fetched.
+/// Admin command that was fetched from the queue and not executed yet.
 pub(crate) struct Fetched(Sqe);
 
-/// What a look at the queue finds.
+/// Result of polling the admin queue.
 pub(crate) enum Next {
     Command(Fetched),
-    /// Something has changed just now: look again.
+    /// The queue changed during the poll: poll again.
     Look,
-    /// Nothing, and the host rings when there is.
+    /// The queue is empty, and the host's next doorbell write requests a turn.
     Idle,
 }
 
-/// Serves the admin queue of a controller, one turn at a time.
+/// Server of a controller's admin queue. Runs in turns of the control thread.
 #[derive(Default)]
 pub(crate) struct AdminServer {
     attached: Option<Attach>,
-    /// The buffers of Doorbell Buffer Config.
+    /// Shadow doorbell page and EventIdx page of Doorbell Buffer Config.
     shadow: Option<(u64, u64)>,
-    /// A command that can not be begun yet. No other is fetched until then.
+    /// Command that cannot start yet. No further command is fetched until it starts.
     held: Option<Sqe>,
     standing: Standing,
     journal: Option<JournalPart>,
 }
 
 impl AdminServer {
-    /// Does what the control plane has decided. Whether something came of that which it has to
-    /// write down.
+    /// Applies the control plane's orders to the queue. Returns true if commands were completed,
+    /// so that the state has to be checkpointed again.
     pub(crate) fn follow_orders(
         &mut self,
         control: &Mutex<Control>,
@@ -63,7 +63,7 @@ impl AdminServer {
         }
         if let Some(attach) = attach {
             self.shadow = attach.shadow;
-            // Without its positions a queue is not recovered, but served.
+            // Without a journal the queue is served, but it cannot be recovered after a crash.
             self.journal = cx.shared.journal_part(0, attach.generation).unwrap_or_default();
             self.attached = Some(attach);
         }
@@ -101,19 +101,19 @@ impl AdminServer {
         !answers.is_empty()
     }
 
-    /// The queue, while it is to be served.
+    /// The attached queue, if the controller is ready.
     fn queue(&mut self) -> Option<&mut AdminQueue> {
         let attached = self.attached.as_mut().filter(|_| self.standing.ready)?;
         Some(&mut attached.queue)
     }
 
-    /// Whether there is a command, and no completion queue yet.
+    /// True if a command waits while the completion queue's memory is not mapped.
     pub(crate) fn lacks_cq(&mut self) -> bool {
         self.queue().is_some_and(AdminQueue::lacks_cq)
     }
 
-    /// The next command, if there is one and it can be completed. Posts what is complete before it
-    /// says that there is none, and has the host ring for the next.
+    /// Fetches the next command, if the completion queue has a free entry for it. Before
+    /// [`Next::Idle`] is returned, pending completions are posted and doorbell events are enabled.
     pub(crate) fn next(&mut self, control: &Mutex<Control>, cx: &Context) -> Next {
         let held = self.held.take();
         if self.queue().is_none() {
@@ -143,7 +143,7 @@ impl AdminServer {
         Next::Look
     }
 
-    /// Executes a command. Whether the next one can be fetched.
+    /// Executes a command. Returns true if the next command can be fetched.
     pub(crate) fn serve(
         &mut self,
         control: &Mutex<Control>,
@@ -152,7 +152,7 @@ impl AdminServer {
         deferred: &mut Deferred,
     ) -> bool {
         let page_size = self.standing.page_size;
-        // A reset is none of the queue's business any more: nor are its commands.
+        // After a reset the queue is detached: its commands are dropped.
         let Some(Attach { queue, table, generation, .. }) = &mut self.attached else {
             return false;
         };
@@ -197,18 +197,18 @@ impl AdminServer {
         true
     }
 
-    /// Whether no command is under way.
+    /// True if no command is in flight.
     pub(crate) fn is_quiet(&self) -> bool {
         self.held.is_none() && self.attached.as_ref().is_none_or(|a| a.queue.is_quiet())
     }
 
-    /// What has to be kept of the queue while no command is under way. `used`: one was, since the
-    /// controller was enabled.
+    /// Snapshot of the queue while no command is in flight. `used` is true if the queue has
+    /// executed a command since the controller was enabled.
     pub(crate) fn save(&self, used: bool) -> Option<SavedAdminQueue> {
         self.attached.as_ref().map(|attached| attached.queue.save(used))
     }
 
-    /// Posts what is complete.
+    /// Posts pending completions, unless the controller is quiesced.
     pub(crate) fn post(&mut self, control: &Mutex<Control>, cx: &Context) {
         let attached = self.attached.as_mut().filter(|_| !self.standing.rests);
         if let Some(Attach { queue, .. }) = attached {
@@ -217,7 +217,7 @@ impl AdminServer {
     }
 }
 
-/// Posts what is complete of the queue, and says so.
+/// Posts pending completions of the queue and reports the posted ones to the control plane.
 fn post(queue: &mut AdminQueue, control: &Mutex<Control>, cx: &Context) {
     queue.post(&cx.shared, |at, commands| {
         for (cid, status) in &commands {
@@ -243,14 +243,15 @@ fn resolve(
     Ok(data)
 }
 
-/// Gives the host its data, which may be fewer than the command is about. Whether PRP2 is a page or
-/// a list of pages depends on that (Base 2.1, 4.3.1): a short answer must not end up in the list.
+/// Writes an admin command's data to host memory. `data.len` can be shorter than the command's
+/// transfer length, and the PRPs are resolved for the shorter length: it decides whether PRP2 is
+/// a page or a PRP list (Base 2.1, 4.3.1), and data must not be written into the list.
 fn write(table: &Arc<DmaTable>, sqe: &Sqe, page: usize, data: &Data) -> Result<(), Status> {
     let segments = resolve(table, sqe, page, data.len, true)?;
     segments.write_from(0, &data.bytes).ok_or(Status::INTERNAL)
 }
 
-/// Takes `len` bytes from the host.
+/// Reads `len` bytes of an admin command's data from host memory.
 fn read(table: &Arc<DmaTable>, sqe: &Sqe, page: usize, len: usize) -> Result<Vec<u8>, Status> {
     let segments = resolve(table, sqe, page, len, false)?;
     let mut bytes = vec![0; len];

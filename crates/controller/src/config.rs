@@ -1,4 +1,4 @@
-//! What a controller is, before anybody has attached to it.
+//! Configuration of a controller: limits, identity and namespaces.
 
 use crate::exec::Quota;
 use crate::pool::NamespacePool;
@@ -6,58 +6,59 @@ use crate::subsystem::Member;
 use shadowbell_backend::Disk;
 use std::sync::Arc;
 
-/// The PCI vendor and subsystem vendor identifier that the controller reports, in Identify and in
-/// configuration space. Not one that a vendor of hardware has, so that no driver applies the
-/// quirks of a real device to it.
+/// PCI vendor and subsystem vendor identifier, reported in Identify Controller and in
+/// configuration space. No hardware vendor uses this value, so that drivers do not apply the
+/// quirks of a real device.
 pub const PCI_VENDOR_ID: u16 = 0x5342;
 
-/// The most namespaces that a controller may have.
+/// Maximum number of namespaces of a controller.
 pub const MAX_NAMESPACES: usize = 256;
-/// Values that [`Config::mdts`] may have: transfers of at least 1 MiB (so that a host's large
-/// request is one command) and at most 16 MiB (so that one command stays a bounded piece of work;
-/// the longest SGL that is accepted describes as much in pages).
+/// Valid values of [`Config::mdts`]. The lower limit is 1 MiB, so that a large request of the host
+/// is one command. The upper limit is 16 MiB, so that the work per command is bounded; the longest
+/// SGL that is accepted describes as much in pages.
 pub const MDTS_RANGE: std::ops::RangeInclusive<u8> = 8..=12;
 
-/// One namespace of a controller.
+/// Configuration of one namespace.
 #[derive(Clone, Debug)]
 pub struct NamespaceConfig {
-    /// Where it keeps its bytes.
+    /// Disk that stores the namespace's blocks.
     pub disk: Arc<dyn Disk>,
-    /// Its UUID (RFC 9562, big-endian bytes). The NGUID and EUI-64 are derived from it. See
-    /// [`uuid_from`] for one that stays the same from start to start.
+    /// UUID of the namespace (RFC 9562, big-endian bytes). NGUID and EUI-64 are derived from it.
+    /// [`uuid_from`] makes one that is stable across restarts.
     pub uuid: [u8; 16],
 }
 
-/// A controller as its owner wants it.
+/// Configuration of a controller.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Serial number: printable ASCII, at most 20 characters. It is part of the name of the NVM
-    /// subsystem, so two controllers of one guest must not share it.
+    /// Serial number: printable ASCII, at most 20 characters. The NQN of the subsystem contains
+    /// it, so two controllers of one guest must not have the same serial number.
     pub serial: String,
     /// Model number: printable ASCII, at most 40 characters.
     pub model: String,
-    /// Its namespaces, at least one.
+    /// Namespaces of the controller; at least one, unless there is a [pool](Self::pool).
     pub namespaces: Vec<NamespaceConfig>,
-    /// The NSID of each of them, in ascending order, 1 to 256. Without any, they are 1, 2, 3 and so
-    /// on. A host knows a namespace by its NSID, so one that stays when another is removed has to
-    /// keep it.
+    /// NSIDs of `namespaces`, in ascending order, 1 to 256. If empty, the NSIDs are 1, 2, 3 and so
+    /// on. A host identifies a namespace by its NSID, so a namespace must keep its NSID when
+    /// another one is removed.
     pub nsids: Vec<u32>,
-    /// I/O queue pairs that a host may have, 1 to 64.
+    /// Maximum number of I/O queue pairs, 1 to 64.
     pub io_queues: u16,
-    /// Entries of the largest queue, 2 to 4096 (CAP.MQES + 1).
+    /// Maximum number of entries of a queue, 2 to 4096 (CAP.MQES + 1).
     pub max_queue_entries: u32,
     /// MDTS: the largest transfer is 2^mdts pages of 4096 bytes; 8 is 1 MiB.
     pub mdts: u8,
-    /// Whether Doorbell Buffer Config is offered.
+    /// True if Doorbell Buffer Config is supported.
     pub shadow_doorbells: bool,
-    /// Its place in a [`Subsystem`](crate::Subsystem) of several controllers, which have the same
-    /// namespaces under the same NSIDs, and the same serial and model number.
+    /// Membership in a [`Subsystem`](crate::Subsystem) of several controllers, which share
+    /// namespaces, NSIDs, serial number and model number.
     pub member: Option<Arc<Member>>,
-    /// How much it may have under way on each worker. What exceeds that waits in its queue.
+    /// In-flight limit on each I/O thread. Commands beyond the limit wait in their queue.
     pub quota: Quota,
-    /// What its host may make namespaces from. Those that are attached are among `namespaces`,
-    /// unless a sanitize operation keeps them [out of reach](crate::SanitizeStatus::barrier). With
-    /// a pool there need be no namespace.
+    /// Pool from which the host creates namespaces (Namespace Management). Attached namespaces of
+    /// the pool are also in `namespaces`, unless a sanitize operation
+    /// [blocks](crate::SanitizeStatus::barrier) access to them. With a pool, `namespaces` may be
+    /// empty.
     pub pool: Option<Arc<dyn NamespacePool>>,
 }
 
@@ -79,20 +80,20 @@ impl Default for Config {
     }
 }
 
-/// What is wrong with a [`Config`].
+/// Error in a [`Config`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// A text field is empty, too long, or has characters that the field can not hold.
+    /// A text field is empty, too long, or has characters that the field cannot hold.
     #[error(
         "the {field} {value:?} is not 1 to {max} characters of printable ASCII without a space at \
          either end"
     )]
     Text {
-        /// Which field: "serial number" or "model number".
+        /// Name of the field: "serial number" or "model number".
         field: &'static str,
-        /// What it was.
+        /// Rejected value.
         value: String,
-        /// The most characters that fit.
+        /// Maximum number of characters.
         max: usize,
     },
     /// The number of I/O queue pairs is out of range.
@@ -108,65 +109,66 @@ pub enum ConfigError {
         max = MDTS_RANGE.end()
     )]
     Mdts(u8),
-    /// There is no namespace, or there are too many.
+    /// The number of namespaces is out of range.
     #[error("{0} namespaces: a controller has 1 to {MAX_NAMESPACES}")]
     Namespaces(usize),
-    /// The NSIDs are none that the namespaces can have.
+    /// The NSIDs are out of range, not ascending, or not as many as the namespaces.
     #[error(
         "the NSIDs {0:?}: each of the namespaces has one, 1 to {MAX_NAMESPACES}, in ascending order"
     )]
     Nsids(Vec<u32>),
-    /// A disk without a block.
+    /// The disk has no blocks.
     #[error("namespace {nsid}: the disk {disk} is empty")]
     EmptyDisk {
-        /// The namespace.
+        /// NSID of the namespace.
         nsid: u32,
-        /// The disk's name.
+        /// Name of the disk.
         disk: String,
     },
-    /// A disk that is larger than 64 bits can tell in bytes.
+    /// The disk's size in bytes does not fit into 64 bits.
     #[error("namespace {nsid}: the disk {disk} has {blocks} blocks, more than can be addressed")]
     HugeDisk {
-        /// The namespace.
+        /// NSID of the namespace.
         nsid: u32,
-        /// The disk's name.
+        /// Name of the disk.
         disk: String,
-        /// Its size in logical blocks.
+        /// Size in logical blocks.
         blocks: u64,
     },
-    /// A block size that no host expects.
+    /// The block size is neither 512 nor 4096.
     #[error("namespace {nsid}: the disk {disk} has blocks of {block_size} bytes, not 512 or 4096")]
     BlockSize {
-        /// The namespace.
+        /// NSID of the namespace.
         nsid: u32,
-        /// The disk's name.
+        /// Name of the disk.
         disk: String,
-        /// Its block size in bytes.
+        /// Block size in bytes.
         block_size: u32,
     },
-    /// The UUID of all zeroes, which means that there is none.
+    /// The UUID is all zeroes, which means "no UUID".
     #[error("namespace {0}: its UUID is all zeroes")]
     NilUuid(u32),
-    /// Two namespaces with the same UUID: a host would take them for two ways to the same data.
+    /// Two namespaces have the same UUID: a host would take them for two paths to the same data.
     #[error("namespaces {first} and {second} have the same UUID")]
     SameUuid {
-        /// The first of them.
+        /// Lower NSID of the two.
         first: u32,
-        /// The second of them.
+        /// Higher NSID of the two.
         second: u32,
     },
 }
 
 impl Config {
-    /// Whether a controller can be made of this.
+    /// Checks the configuration.
     ///
     /// # Errors
-    /// [`ConfigError`], for the first thing that is wrong.
+    /// [`ConfigError`] for the first invalid value.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.validate_from(usize::from(self.pool.is_none()))
     }
 
-    /// As above, with so many namespaces at least: a controller can have lost its last one.
+    /// Checks the configuration with a minimum number of namespaces. The minimum is 0 for a
+    /// running controller, whose last namespace may have been removed.
     pub(crate) fn validate_from(&self, namespaces: usize) -> Result<(), ConfigError> {
         text("serial number", &self.serial, 20)?;
         text("model number", &self.model, 40)?;
@@ -204,7 +206,7 @@ impl Config {
                 && nsids.is_sorted_by(|a, b| a < b)
     }
 
-    /// The namespaces with their NSIDs.
+    /// Namespaces with their NSIDs.
     pub(crate) fn numbered(&self) -> impl Iterator<Item = (u32, &NamespaceConfig)> {
         let counted = self.nsids.is_empty().then_some(1..).into_iter().flatten();
         self.nsids.iter().copied().chain(counted).zip(&self.namespaces)
@@ -212,7 +214,7 @@ impl Config {
 }
 
 impl NamespaceConfig {
-    /// Whether it can be namespace `nsid`.
+    /// Checks the namespace as namespace `nsid` of a controller.
     pub(crate) fn validate(&self, nsid: u32) -> Result<(), ConfigError> {
         let info = self.disk.info();
         let disk = || self.disk.name();
@@ -242,16 +244,17 @@ fn text(field: &'static str, value: &str, max: usize) -> Result<(), ConfigError>
     Ok(())
 }
 
-/// A UUID that is always the same for the same text, and another for another: say, of the serial
-/// number and the name of a disk, so that a guest finds its disk again after a restart.
+/// Derives a stable UUID from a text, for example from the serial number and the name of a disk:
+/// a guest then finds its disk again after a restart. Different texts give different UUIDs.
 ///
-/// Of version 8 (RFC 9562, 5.8, "custom"): 122 bits of an FNV-1a hash. That is not a cryptographic
-/// hash, and need not be: whoever chooses the names of the disks could as well give the UUIDs.
+/// The UUID has version 8 (RFC 9562, 5.8, "custom") and 122 bits of an FNV-1a hash. A
+/// cryptographic hash is not needed, because the author of the disk names could set the UUIDs
+/// directly.
 #[must_use]
 pub fn uuid_from(text: &str) -> [u8; 16] {
     const OFFSET_BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
-    // The zeroes at the end carry the last characters into every part of the hash.
+    // 16 zero bytes at the end spread the last characters over the whole hash.
     let bytes = text.bytes().chain([0; 16]);
     let hash = bytes.fold(OFFSET_BASIS, |h, b| (h ^ u128::from(b)).wrapping_mul(PRIME));
     let mut uuid = hash.to_be_bytes();
@@ -347,7 +350,7 @@ mod tests {
 
     #[test]
     fn a_uuid_stays_the_same_for_ever() {
-        // A guest's /etc/fstab may have it: this must never change.
+        // The UUID may be in a guest's /etc/fstab: it must never change.
         let uuid = u128::from_be_bytes(uuid_from("SHADOWBELL0/disk.img"));
         assert_eq!(uuid, 0xb090_3256_1d0b_8af2_874a_27a4_6401_4069);
         for uuid in [uuid_from(""), uuid_from("a"), uuid_from(&"long".repeat(1000))] {

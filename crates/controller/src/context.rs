@@ -1,4 +1,4 @@
-//! What the control plane of a controller works with, and does not change but for its namespaces.
+//! Environment of a controller's control plane: configuration, namespaces and I/O threads.
 
 use crate::config::Config;
 use crate::event::Listener;
@@ -18,33 +18,34 @@ use shadowbell_spec::regs::CC_CSS_ALL;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The namespaces as workers serve them, and as the host is told of them: while one is changed, one
-/// of the two is ahead.
+/// Namespaces as the I/O threads serve them and as Identify reports them. The two sets differ
+/// while a namespace is being changed.
 struct Views {
     serving: Arc<Namespaces>,
     identified: Arc<Namespaces>,
 }
 
-/// What the control plane of a controller works with, and does not change but for its namespaces.
+/// Environment of a controller's control plane. Constant apart from the namespaces and the
+/// selected command sets.
 pub(crate) struct Context {
-    /// Without its namespaces.
+    /// Configuration with an empty namespace list.
     pub(crate) config: Config,
     namespaces: Mutex<Views>,
-    /// The host has selected all I/O command sets, not the NVM command set alone.
+    /// True if the host selected all I/O command sets, not only the NVM command set.
     all_command_sets: AtomicBool,
     pub(crate) shared: Arc<ControllerShared>,
     pub(crate) pool: Pool,
-    /// Which worker serves what was placed at another.
+    /// Message routing for queues that moved to another I/O thread.
     pub(crate) route: Route,
-    /// The way back here, for workers.
+    /// Handle by which I/O threads send notices to the control plane.
     pub(crate) control: ControlHandle,
-    /// Get LBA Status commands under way.
+    /// Get LBA Status commands in flight.
     pub(crate) lba_status: Arc<LbaStatusServer>,
     pub(crate) listener: Option<Listener>,
 }
 
 impl Context {
-    /// For a controller of this configuration, which begins with these namespaces.
+    /// Context of a controller that starts with `namespaces`.
     pub(crate) fn new(
         config: Config,
         namespaces: Namespaces,
@@ -66,7 +67,7 @@ impl Context {
         };
         let lba_status = Arc::new(LbaStatusServer::new(control.clone()));
         Self {
-            // A disk that is removed is let go of.
+            // The list is emptied, so that a removed namespace's disk is dropped.
             config: Config { namespaces: Vec::new(), nsids: Vec::new(), ..config },
             namespaces: Mutex::new(Views { serving, identified }),
             all_command_sets: AtomicBool::new(false),
@@ -79,48 +80,50 @@ impl Context {
         }
     }
 
-    /// The namespaces as workers serve them.
+    /// Namespaces as the I/O threads serve them.
     pub(crate) fn serving(&self) -> Arc<Namespaces> {
         Arc::clone(&self.namespaces.lock().serving)
     }
 
-    /// The namespaces as the host is told of them.
+    /// Namespaces as Identify reports them.
     pub(crate) fn identified(&self) -> Arc<Namespaces> {
         Arc::clone(&self.namespaces.lock().identified)
     }
 
-    /// As [`serving`](Self::serving), without those of command sets that the host has not selected.
+    /// [`serving`](Self::serving), without namespaces of command sets that the host has not
+    /// selected.
     pub(crate) fn visible(&self) -> Arc<Namespaces> {
         self.serving().visible(self.all_command_sets.load(Ordering::Relaxed))
     }
 
-    /// As [`identified`](Self::identified), likewise.
+    /// [`identified`](Self::identified), without namespaces of command sets that the host has not
+    /// selected.
     pub(crate) fn identified_and_visible(&self) -> Arc<Namespaces> {
         self.identified().visible(self.all_command_sets.load(Ordering::Relaxed))
     }
 
-    /// Which I/O command sets the host has selected (CC.CSS).
+    /// Stores the host's selection of I/O command sets (CC.CSS).
     pub(crate) fn select_command_sets(&self, css: u8) {
         self.all_command_sets.store(css == CC_CSS_ALL, Ordering::Relaxed);
     }
 
-    /// Whoever serves the controller from here on serves these.
+    /// Sets the namespaces for I/O threads that start serving the controller from now on.
     pub(crate) fn serve(&self, namespaces: Arc<Namespaces>) {
         self.namespaces.lock().serving = namespaces;
     }
 
-    /// The host is told of these.
+    /// Sets the namespaces that Identify reports.
     pub(crate) fn identify(&self, namespaces: Arc<Namespaces>) {
         self.namespaces.lock().identified = namespaces;
     }
 
-    /// A latch that gives `notice` when the last worker has let go of it.
+    /// Latch that sends `notice` when the last I/O thread has dropped its clone.
     pub(crate) fn latch(&self, notice: Notice) -> Latch {
         Latch::new(self.control.clone(), notice)
     }
 
-    /// Sends a message about this controller to each of `workers`. It is made from the controller's
-    /// identifier.
+    /// Sends a message about this controller to each of `workers`. `message` makes it from the
+    /// controller's identifier.
     pub(crate) fn send_all(
         &self,
         workers: impl IntoIterator<Item = usize>,
@@ -131,17 +134,18 @@ impl Context {
         }
     }
 
-    /// Sends a message about this controller to whoever serves what was placed at `worker`.
+    /// Sends a message about this controller to the I/O thread that now serves the queues placed
+    /// at `worker`.
     pub(crate) fn send(&self, worker: usize, message: Message) {
         self.route.send(&self.pool, worker, message);
     }
 
-    /// Whether the controller has a volatile write cache for its host.
+    /// True if the controller reports a volatile write cache to its host.
     pub(crate) fn has_volatile_cache(&self) -> bool {
         self.namespaces.lock().serving.promises.volatile_cache
     }
 
-    /// What the host sees of the configuration.
+    /// Host-visible part of the configuration.
     pub(crate) fn shape(&self) -> SavedShape {
         let Config { serial, model, io_queues, max_queue_entries, mdts, shadow_doorbells, .. } =
             &self.config;
@@ -170,7 +174,7 @@ impl Context {
         }
     }
 
-    /// Records something in the trace.
+    /// Adds an event to the trace.
     pub(crate) fn trace(&self, kind: Kind, qid: u16, value: u32, extra: u32) {
         self.pool.trace_control(kind, self.shared.id, qid, value, extra);
     }
@@ -178,7 +182,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // Nobody else uses a worker that was claimed.
+        // A dedicated I/O thread has no other controller: return it to the pool.
         if let Some(worker) = self.route.target().filter(|worker| *worker >= self.pool.len()) {
             self.pool.give_back(worker);
         }

@@ -1,14 +1,14 @@
-//! The thread that the control planes of all controllers run on, beside the reactor and the
-//! workers: admin commands, and what follows from what workers have said.
+//! Thread that runs the control planes of all controllers, beside the reactor and the I/O threads:
+//! it executes admin commands and handles the notices of I/O threads.
 //!
-//! Controllers that have something to do wait in a queue, each at most once, and get turns. A
-//! turn is short, but for one thing: it may touch memory that a guest can take its time to
-//! provide. So there is a second thread that stands by. It watches only while somebody waits, and
-//! takes over from the first when a turn takes too long. The thread that was held up ends when its
-//! turn does. Each controller can hold up one thread, and nobody but itself.
+//! Controllers with pending work wait in a run queue, each at most once, and get turns. A turn is
+//! short, with one exception: it may access guest memory, and such an access can block for as long
+//! as the guest likes. A second, standby thread therefore watches the turn in progress while
+//! others wait, and takes over the run queue if the turn takes too long. The blocked thread exits
+//! after its turn. A controller can block one thread, and delays only its own work.
 //!
-//! The pool of a program with a loop of its own has no such threads: turns are taken at once, on
-//! the thread that asks for one.
+//! The pool of a program with an event loop of its own has no control threads: turns run
+//! immediately on the thread that requests them.
 
 use crate::notice::{ControlHandle, Notice};
 use crate::visit::Visit;
@@ -23,50 +23,51 @@ use std::sync::{Arc, Weak};
 use std::thread::{Builder, ThreadId};
 use std::time::{Duration, Instant};
 
-/// A turn that takes so long is left alone with its thread, if anybody else waits.
+/// Longest turn while others wait. After it the standby thread takes over the run queue.
 const HELD_UP: Duration = Duration::from_millis(20);
-/// Doorbells that are mapped announce nothing: somebody looks this often.
+/// Poll interval of memory-mapped admin doorbells, whose writes cause no event.
 const MAPPED_POLL: Duration = Duration::from_millis(1);
-/// How long the end of the threads is waited for. One that a guest holds up is not.
+/// Time that [`ControlThread::stop`] waits for the threads. A thread that a guest blocks may
+/// exceed it.
 const END: Duration = Duration::from_secs(1);
-/// Turns taken on the thread that asks for one, where there are no threads.
+/// Maximum number of turns per call of [`ControlThread::run_inline`].
 const INLINE_TURNS: u32 = 16;
 
-/// How a turn has ended.
+/// Result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// There is nothing to do until somebody asks for a turn.
+    /// No work until another turn is requested.
     Idle,
-    /// There is more to do: another turn, when the others had theirs.
+    /// More work: the next turn follows after those of the others in the run queue.
     Again,
-    /// There is more to do, and not before this time.
+    /// More work, but not before this time.
     At(Instant),
 }
 
-/// What gets turns.
+/// Work that runs in turns of the control thread.
 pub(crate) trait TakesTurns: Send + Sync {
     fn run_state(&self) -> &RunState;
 
-    /// Does what there is to do, for a while.
+    /// Works for a bounded time.
     fn turn(&self) -> Turn;
 }
 
 const IDLE: u8 = 0;
 const SCHEDULED: u8 = 1;
 const RUNNING: u8 = 2;
-/// Somebody has asked for a turn while one was under way.
+/// A turn was requested while a turn was running.
 const RUNNING_AGAIN: u8 = 3;
 
-/// Whether somebody waits for a turn, or has it: so it is in the queue at most once, and never on
-/// two threads.
+/// Scheduling state of a [`TakesTurns`]: idle, queued or running. It ensures that an object is in
+/// the run queue at most once and runs on one thread at a time.
 ///
-/// Every step is a read-modify-write, those that change nothing too: a turn that begins after
-/// [`request`](Self::request) sees what its caller did before.
+/// Every transition is a read-modify-write, even if the value stays the same: a turn that begins
+/// after [`request`](Self::request) therefore sees the caller's earlier writes.
 #[derive(Debug, Default)]
 pub(crate) struct RunState(AtomicU8);
 
 impl RunState {
-    /// Asks for a turn; whether it has to be put in the queue.
+    /// Requests a turn. Returns true if the caller has to put the object into the run queue.
     pub(crate) fn request(&self) -> bool {
         let next = |state| match state {
             IDLE => SCHEDULED,
@@ -80,7 +81,7 @@ impl RunState {
         self.update(|_| RUNNING);
     }
 
-    /// The turn is over; whether another one follows.
+    /// Ends a turn. Returns true if another turn follows.
     fn end(&self, again: bool) -> bool {
         let next = |state| if again || state == RUNNING_AGAIN { SCHEDULED } else { IDLE };
         let before = self.update(next);
@@ -93,8 +94,8 @@ impl RunState {
     }
 }
 
-/// The admin doorbells of a controller whose doorbells are mapped: nothing traps, so somebody
-/// looks.
+/// Poller of the admin doorbells of a controller whose doorbells are mapped into the guest: writes
+/// do not trap, so the control thread reads the registers periodically.
 pub(crate) struct AdminDoorbellPoll {
     tail: SharedU32,
     head: SharedU32,
@@ -107,7 +108,7 @@ impl AdminDoorbellPoll {
         Self { tail, head, last: (0, 0), control }
     }
 
-    /// Looks; whether there is something new.
+    /// Reads the doorbells. Returns true if one has changed.
     fn look(&mut self) -> bool {
         let now = (self.tail.load(Acquire), self.head.load(Acquire));
         std::mem::replace(&mut self.last, now) != now
@@ -119,17 +120,17 @@ type Waiting = Weak<dyn TakesTurns>;
 #[derive(Default)]
 struct RunQueue {
     ready: VecDeque<Waiting>,
-    /// Of who wants to know whether turns are taken.
+    /// Liveness checks, which are dropped between two turns.
     visits: Vec<Visit>,
-    /// By when they go on; the address tells those of the same time apart.
+    /// Objects whose next turn is due at a time. The address distinguishes entries of equal time.
     timed: BTreeMap<(Instant, usize), Waiting>,
-    /// When mapped doorbells were last looked at.
+    /// Time of the last poll of mapped doorbells.
     looked: Option<Instant>,
-    /// When the turn under way began.
+    /// Start time of the running turn.
     turn_began: Option<Instant>,
-    /// Which thread takes the turns: the others have been held up.
+    /// Number of the thread that takes turns. Threads with lower numbers were blocked in a turn.
     leader: u32,
-    /// The thread that stands by watches the turn under way.
+    /// True if the standby thread watches the running turn.
     watching: bool,
     stopped: bool,
     threads: Vec<ThreadId>,
@@ -137,23 +138,23 @@ struct RunQueue {
 
 struct Shared {
     queue: Mutex<RunQueue>,
-    /// The thread that takes the turns waits here.
+    /// Signal for the thread that takes turns.
     work: Condvar,
-    /// The one that stands by waits here.
+    /// Signal for the standby thread.
     watch: Condvar,
-    /// A thread has ended.
+    /// Signal that a thread has exited.
     ended: Condvar,
-    /// By controller. Whoever has locked these does not lock the queue.
+    /// Doorbell pollers by controller. Lock order: never lock `queue` while this is locked.
     polls: Mutex<BTreeMap<u32, AdminDoorbellPoll>>,
-    /// There are doorbells to be looked at, or were once; and turns to be taken, or were when that
-    /// was looked at last. A loop that has no threads asks at every turn.
+    /// Hints that `polls` and the run queue may have entries. An inline event loop reads both in
+    /// every iteration, which must not cost a lock.
     has_polls: AtomicBool,
     has_turns: AtomicBool,
-    /// There are no threads. This is called when there is more to do than was done at once.
+    /// Callback of inline mode, called if work is left after a request; `None` with threads.
     inline: Option<Box<dyn Fn() + Send + Sync>>,
 }
 
-/// The thread that the control planes run on.
+/// Handle of the thread that runs the control planes.
 #[derive(Clone)]
 pub(crate) struct ControlThread(Arc<Shared>);
 
@@ -171,10 +172,10 @@ impl ControlThread {
         }))
     }
 
-    /// Starts the thread, and the one that stands by.
+    /// Starts the control thread and its standby thread.
     ///
     /// # Errors
-    /// The system's, if it has no more threads.
+    /// The error of the system if it cannot create a thread.
     pub(crate) fn start() -> io::Result<Self> {
         let control = Self::new(None);
         let shared = &control.0;
@@ -183,18 +184,18 @@ impl ControlThread {
         Ok(control)
     }
 
-    /// No thread: turns are taken at once, on the thread that asks for one. `more` is called when
-    /// there is more to do, by [`run_inline`](Self::run_inline).
+    /// Creates inline mode, without threads: turns run on the thread that requests them. `more` is
+    /// called if work is left for [`run_inline`](Self::run_inline).
     pub(crate) fn inline(more: impl Fn() + Send + Sync + 'static) -> Self {
         Self::new(Some(Box::new(more)))
     }
 
-    /// Whether there is no thread.
+    /// True in inline mode, without threads.
     pub(crate) fn is_inline(&self) -> bool {
         self.0.inline.is_some()
     }
 
-    /// Gives `who` a turn. Its [`RunState`] has said that it is not in the queue.
+    /// Puts `who` into the run queue. [`RunState::request`] has returned true for it before.
     pub(crate) fn schedule(&self, who: Waiting) {
         let mut queue = self.0.queue.lock();
         queue.ready.push_back(who);
@@ -212,7 +213,7 @@ impl ControlThread {
         }
     }
 
-    /// Drops `visit` between two turns.
+    /// Drops `visit` between two turns, which reports that the control thread is alive.
     pub(crate) fn visit(&self, visit: Visit) {
         if self.is_inline() {
             return;
@@ -226,13 +227,14 @@ impl ControlThread {
         }
     }
 
-    /// From now on, the admin doorbells of `controller` are looked at, or no longer.
+    /// Starts or stops polling the admin doorbells of `controller`.
     pub(crate) fn poll_doorbells(&self, controller: u32, poll: Option<AdminDoorbellPoll>) {
         let parting = match poll {
             Some(poll) => {
                 let before = self.0.polls.lock().insert(controller, poll);
                 self.0.has_polls.store(true, Release);
-                // Under the queue's lock, so that it is not about to wait as if there were none.
+                // The thread reads `polls` under the queue's lock before it waits. Taking the lock
+                // here ensures that it either sees the new entry or gets the signal.
                 drop(self.0.queue.lock());
                 self.0.work.notify_one();
                 before
@@ -242,18 +244,19 @@ impl ControlThread {
         drop(parting);
     }
 
-    /// Whether mapped doorbells have to be looked at.
+    /// True if mapped doorbells have to be polled.
     pub(crate) fn has_polls(&self) -> bool {
         !self.0.polls.lock().is_empty()
     }
 
-    /// Whether there are turns to be taken by [`run_inline`](Self::run_inline).
+    /// True if [`run_inline`](Self::run_inline) would run a turn.
     pub(crate) fn has_inline_work(&self) -> bool {
         let queue = self.0.queue.lock();
         queue.turn_began.is_none() && !queue.ready.is_empty()
     }
 
-    /// Takes turns here and now, unless some are being taken. Whether there were any.
+    /// Runs turns on the calling thread, unless a turn is already running. Returns true if at
+    /// least one turn ran.
     #[inline]
     pub(crate) fn run_inline(&self) -> bool {
         self.0.has_turns.load(Acquire) && self.run_turns()
@@ -272,18 +275,18 @@ impl ControlThread {
                 queue.ready.push_back(next);
             }
         }
-        // Under the lock under which they come.
+        // Stored under the lock, because `schedule` sets the flag under it as well.
         self.0.has_turns.store(!queue.ready.is_empty(), Release);
         turns != 0
     }
 
-    /// Looks at the mapped doorbells.
+    /// Polls the mapped doorbells. Returns true if one was written.
     #[inline]
     pub(crate) fn look_at_doorbells(&self) -> bool {
         self.0.has_polls.load(Acquire) && self.0.look_at_doorbells()
     }
 
-    /// Ends the threads, and waits for those that nobody holds up.
+    /// Stops the threads and waits for their exit, for at most [`END`].
     pub(crate) fn stop(&self) {
         let mut queue = self.0.queue.lock();
         queue.stopped = true;
@@ -298,7 +301,7 @@ impl ControlThread {
     }
 }
 
-/// What follows a turn.
+/// Scheduling decision after a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Nothing,
@@ -306,7 +309,7 @@ enum Next {
     At(Instant),
 }
 
-/// Takes a turn, without any lock.
+/// Runs a turn. The caller holds no lock.
 fn take_turn(who: &Waiting) -> Next {
     let Some(who) = who.upgrade() else { return Next::Nothing };
     let _awake = Awake::new();
@@ -324,7 +327,7 @@ fn take_turn(who: &Waiting) -> Next {
 impl Shared {
     fn spawn(self: &Arc<Self>, run: fn(&Arc<Self>)) -> io::Result<()> {
         let shared = Arc::clone(self);
-        // Known before it runs, so that whoever stops the threads waits for it.
+        // The lock is held until the thread is listed, so that `stop` waits for it.
         let mut queue = self.queue.lock();
         let thread = Builder::new().name("sb-control".into()).spawn(move || {
             let _guard = AbortOnPanic::new();
@@ -337,7 +340,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes turns until the end, or until another thread does.
+    /// Takes turns until the end, or until the standby thread takes over.
     fn lead(self: &Arc<Self>) {
         let number = self.queue.lock().leader;
         self.take_turns(number);
@@ -355,7 +358,7 @@ impl Shared {
                 continue;
             }
             let (polling, now) = (!self.polls.lock().is_empty(), Instant::now());
-            // Without the lock: whoever is woken, or dropped, takes it.
+            // Without the lock, because waking or dropping an object locks the queue.
             if polling && queue.looked.is_none_or(|at| now >= at + MAPPED_POLL) {
                 queue.looked = Some(now);
                 drop(queue);
@@ -392,7 +395,7 @@ impl Shared {
         }
     }
 
-    /// Waits until there may be something to do.
+    /// Waits for a signal, the next doorbell poll or the next timed turn.
     fn wait(&self, queue: &mut MutexGuard<'_, RunQueue>, polling: bool) {
         let poll = queue.looked.filter(|_| polling).map(|at| at + MAPPED_POLL);
         let timer = queue.timed.keys().next().map(|(when, _)| *when);
@@ -402,7 +405,7 @@ impl Shared {
         }
     }
 
-    /// Gives those a turn whose time has come.
+    /// Requests turns for objects whose time has come.
     fn wake(&self, due: Vec<Waiting>) {
         let mut ready = Vec::new();
         for waiting in due {
@@ -413,7 +416,7 @@ impl Shared {
         self.queue.lock().ready.extend(ready);
     }
 
-    /// Whether any mapped doorbell was written.
+    /// Polls the mapped doorbells. Returns true if one was written.
     fn look_at_doorbells(&self) -> bool {
         let mut rung = Vec::new();
         self.polls.lock().retain(|_, poll| {
@@ -428,14 +431,14 @@ impl Shared {
         !rung.is_empty()
     }
 
-    /// Somebody waits while a turn is under way: it must not take too long.
+    /// Has the standby thread limit the running turn, because others wait for its end.
     fn start_watching(&self, queue: &mut RunQueue) {
         if !std::mem::replace(&mut queue.watching, true) {
             self.watch.notify_one();
         }
     }
 
-    /// Watches while somebody waits, and takes over if that takes too long.
+    /// Watches the running turn while others wait, and takes over if it exceeds [`HELD_UP`].
     fn stand_by(self: &Arc<Self>) {
         let mut queue = self.queue.lock();
         let number = loop {
@@ -461,12 +464,12 @@ impl Shared {
         };
         drop(queue);
         tracing::debug!(
-            "a control thread is held up, by a guest's memory perhaps; another goes on"
+            "a control thread is blocked, perhaps by guest memory; the standby thread takes over"
         );
         if let Err(error) = self.spawn(Self::stand_by) {
             tracing::error!(
                 %error,
-                "there is no thread to stand by for the control thread: raise the limit of threads"
+                "cannot start a standby control thread: raise the limit of threads"
             );
         }
         self.take_turns(number);
@@ -474,12 +477,12 @@ impl Shared {
 }
 
 impl RunQueue {
-    /// Whether somebody waits for the end of the turn under way.
+    /// True if work waits for the end of the running turn.
     fn is_waited_for(&self) -> bool {
         !(self.ready.is_empty() && self.timed.is_empty() && self.visits.is_empty())
     }
 
-    /// Those whose time has come.
+    /// Removes and returns the objects whose time has come.
     fn take_due(&mut self, now: Instant) -> Vec<Waiting> {
         let mut due = Vec::new();
         while let Some(entry) = self.timed.first_entry()
@@ -499,13 +502,13 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(20);
 
-    /// Says whose turn it is, as often as it has turns left.
+    /// Reports its name in each of its turns.
     struct Counting {
         state: RunState,
         name: usize,
         left: AtomicUsize,
         said: Sender<usize>,
-        /// Waits for a word in its turn.
+        /// Channel whose message ends the turn, if present.
         gate: Option<Mutex<Receiver<()>>>,
         running: AtomicBool,
     }
@@ -552,11 +555,13 @@ mod tests {
 
     #[test]
     fn turns_go_round() {
-        // If this thread is held up while it asks, another one takes the first turns meanwhile.
+        // If this thread is preempted between the requests, the standby thread may run the first
+        // turns early. Such a run is repeated.
         assert!((0..50).any(|_| went_round()));
     }
 
-    /// Whether all had asked before the first turn could begin, and then the turns went round.
+    /// Checks the round-robin order. Returns false if the requests took so long that the first
+    /// turn may have been taken over.
     fn went_round() -> bool {
         let (said, turns) = channel();
         let thread = ControlThread::start().unwrap();
@@ -567,7 +572,7 @@ mod tests {
         assert_eq!(turns.recv_timeout(TIMEOUT), Ok(9));
         let others: Vec<_> = (0..3).map(|name| counting(name, 3, &said, None)).collect();
         others.iter().for_each(|who| ask(&thread, who));
-        // Who has asked is in the queue already.
+        // A second request must not add a second entry to the queue.
         others.iter().for_each(|who| ask(&thread, who));
         let in_time = began.elapsed() < HELD_UP / 2;
         drop(open);
@@ -591,7 +596,8 @@ mod tests {
             ask(&thread, &stuck);
             assert_eq!(turns.recv_timeout(TIMEOUT), Ok(name));
             gates.push((open, stuck));
-            // Nobody asks again: whoever waits when the turn begins to take long has to be seen.
+            // No further request follows: the standby thread has to see by itself that an object
+            // waits when the turn exceeds its time.
             let quick = counting(100 + name, 2, &said, None);
             ask(&thread, &quick);
             assert_eq!(turns.recv_timeout(TIMEOUT), Ok(100 + name));
@@ -610,7 +616,7 @@ mod tests {
         assert_eq!(ends(), 0);
     }
 
-    /// A turn that a guest holds up is not the end of all turns: a visit finds that.
+    /// A turn that a guest blocks does not stop other turns, and a liveness check succeeds.
     #[test]
     fn a_visit_ends_when_turns_are_taken() {
         let (said, turns) = channel();
@@ -629,7 +635,7 @@ mod tests {
         visit();
         drop(open);
         thread.stop();
-        // Then there is nobody to visit.
+        // After `stop` no thread drops the check.
         let (late, visited) = Visit::for_tests();
         thread.visit(late);
         assert!(visited.try_recv().is_err());
@@ -686,7 +692,7 @@ mod tests {
         thread.stop();
     }
 
-    /// What was done before a turn was asked for is seen by it, whenever that is.
+    /// A turn sees all writes that happened before its request.
     #[test]
     fn no_request_is_lost() {
         struct Sum(RunState, AtomicUsize, AtomicUsize);

@@ -1,35 +1,36 @@
-//! Doorbell writes that a sleeping worker takes by itself.
+//! Doorbell writes that a sleeping I/O thread receives without the reactor thread.
 //!
-//! Whoever carries a controller delivers a trapped doorbell write by
-//! [`Controller::write_doorbell`](crate::Controller::write_doorbell), on a thread of its own, and
-//! that wakes the worker: two threads are woken for a command. If what brings the writes is a
-//! descriptor, the worker can wait for it as well, and take those by itself that wake it.
+//! The carrier of a controller delivers a trapped doorbell write with
+//! [`Controller::write_doorbell`](crate::Controller::write_doorbell) on its own thread, which then
+//! wakes the I/O thread: two wakeups per command. If the writes arrive through a descriptor, the
+//! I/O thread can wait for the descriptor as well and take the writes that wake it.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// What came of [`DoorbellSource::poll_doorbells`].
+/// Result of [`DoorbellSource::poll_doorbells`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PolledDoorbells {
-    /// Doorbell writes that were taken.
+    /// Number of doorbell writes that were taken.
     pub writes: u32,
-    /// There was no more. Otherwise whoever registered the source sees to the rest.
+    /// True if no more writes were pending. If false, the registrant of the source delivers the
+    /// rest.
     pub all: bool,
 }
 
-/// Brings the doorbell writes of a host. All of it is called by a worker, and waits for nobody. It
-/// is dropped when the worker no longer asks it.
+/// Source of a host's doorbell writes. An I/O thread calls all methods, so none may block. The
+/// source is dropped when the I/O thread stops polling it.
 pub trait DoorbellSource: Send {
-    /// Reports to `epoll`, as `token`, when there may be writes: edge-triggered, and at best only
-    /// while somebody sleeps in it. Called once, before anything else.
+    /// Registers the source with `epoll` under `token`: edge-triggered, and if possible reporting
+    /// only while a thread sleeps in `epoll`. Called once, before all other methods.
     ///
     /// # Errors
-    /// It can not be, or not now. The source is then given up.
+    /// The source cannot be registered, or not now. It is then dropped.
     fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()>;
 
-    /// After such a report: hands a few doorbell writes to `ring`, as offset in BAR0 and value, in
-    /// the order in which they came. `ring` takes one and returns true, or returns false; what it
-    /// does not take is to be delivered as if nobody had asked, and so is all that follows it.
+    /// Takes a few doorbell writes after an event of `epoll`, and passes each to `ring` as offset
+    /// in BAR0 and value, in the order of arrival. `ring` returns true if it took the write. A
+    /// write that it does not take, and all that follow it, must be delivered the usual way.
     fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> PolledDoorbells;
 }

@@ -1,8 +1,8 @@
-//! What happens to a controller that its owner may want to tell a person.
+//! Controller events for the owner of a controller, for example for a log.
 
 use std::time::Duration;
 
-/// Something that the owner of a controller may want to tell a person.
+/// Event of a controller that its owner may want to log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
@@ -10,22 +10,22 @@ pub enum Event {
     Enabled,
     /// The host configured shadow doorbells.
     ShadowDoorbells,
-    /// The host created its first I/O queue, or another one: how many submission queues exist.
+    /// The host created an I/O queue: number of submission queues that now exist.
     QueueCreated(usize),
-    /// A write found no room on the storage of this namespace: once in a while.
+    /// A write failed because the storage of this namespace (NSID) is full. Rate-limited.
     Full(u32),
-    /// Data that were written to this namespace may be lost: once in a while.
+    /// Data written to this namespace (NSID) may be lost. Rate-limited.
     Lost(u32),
-    /// Its turns took too long for those that it shared a worker with, the last one this long: it
-    /// is served by a thread of its own from now on.
+    /// The controller's passes took too long for other controllers on the same I/O thread, the
+    /// last one this long: the controller moves to a dedicated I/O thread.
     Isolated(Duration),
-    /// The host has shut the controller down.
+    /// The host shut the controller down.
     Shutdown,
-    /// The controller was reset; no command is in flight any more.
+    /// The controller was reset, and no command is in flight.
     Disabled,
-    /// The controller can not go on until it is reset, and why.
+    /// The controller is in a fatal state (CSTS.CFS) until a reset, for this reason.
     Fatal(&'static str),
 }
 
-/// Is called with what happens, on whatever thread it happens.
+/// Callback for events. Called on the thread that causes the event.
 pub(crate) type Listener = Box<dyn Fn(&Event) + Send + Sync>;

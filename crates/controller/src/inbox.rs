@@ -1,8 +1,8 @@
-//! What workers have told a control plane that has not read it yet.
+//! Inbox of a control plane: notices from I/O threads that it has not read yet.
 //!
-//! Whoever gives notice holds the inbox's own lock for a moment, and never the control plane's.
-//! What a guest can bring about without end takes no more room than the control plane would make
-//! of it: of errors the newest, of bad doorbells how many.
+//! A sender holds the inbox's own lock for a short time, and never the control plane's lock.
+//! Notices that a guest can cause without limit are bounded by what the control plane would store
+//! of them: the newest errors, and a count of invalid doorbell writes.
 
 use crate::admin::limits::ERROR_LOG_ENTRIES;
 use crate::notice::Notice;
@@ -12,39 +12,40 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-/// Namespaces remembered for an error that was left out. A controller has fewer, in practice.
+/// Maximum number of namespaces that are remembered for discarded errors. In practice a controller
+/// has fewer namespaces.
 const NAMESPACES: usize = 1024;
 
-/// Errors that were left out because there were too many: what still has to be known of them.
+/// Summary of error notices that were discarded because too many were pending.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MissedErrors {
-    /// How many.
+    /// Number of discarded errors.
     pub(crate) count: u64,
-    /// Namespaces that had no room for something.
+    /// NSIDs of namespaces whose storage was full.
     pub(crate) full: BTreeSet<u32>,
-    /// The last one that could not be written, and how that ended.
+    /// NSID and status of the last discarded write fault.
     pub(crate) write_fault: Option<(u32, Status)>,
 }
 
-/// What has been told.
+/// Pending notices.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Notices {
-    /// Came before all others of the errors.
+    /// Discarded errors, all older than `errors`.
     pub(crate) missed: MissedErrors,
-    /// Errors of commands and doorbells, the oldest first.
+    /// Errors of commands and doorbells, oldest first.
     pub(crate) errors: VecDeque<Notice>,
-    /// The rest, the oldest first: bounded by what is under way.
+    /// All other notices, oldest first. Their number is bounded by the operations in flight.
     pub(crate) others: Vec<Notice>,
 }
 
 impl Notices {
     fn push(&mut self, notice: Notice) {
         match notice {
-            // To be scheduled is all that this asks for.
+            // The notice only requests a turn, which `notify` has scheduled.
             Notice::AdminDoorbell => {}
             Notice::MemoryLost | Notice::Condition(_) | Notice::Shared
                 if self.others.contains(&notice) => {}
-            // As one that is there: it has no more to say but that it happened.
+            // An equal notice is already pending: only the count matters.
             Notice::InvalidDoorbell { .. } if self.errors.contains(&notice) => {
                 self.missed.count += 1;
             }
@@ -81,12 +82,12 @@ impl MissedErrors {
     }
 }
 
-/// What workers have told a control plane that has not read it yet.
+/// Notices from I/O threads that the control plane has not read yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     has_any: AtomicBool,
     notices: Mutex<Notices>,
-    /// The most notices that were there at a time.
+    /// Maximum number of notices that were pending at a time.
     most: AtomicUsize,
 }
 
@@ -99,22 +100,23 @@ impl Inbox {
         self.has_any.store(true, Release);
     }
 
-    /// All that there is, if there is anything.
+    /// Takes all pending notices; `None` if there are none.
     pub(crate) fn take(&self) -> Option<Notices> {
         if !self.has_any.load(Acquire) {
             return None;
         }
-        // First the flag, then the notices: one that comes in between is found again.
+        // The flag is cleared before the notices are taken, otherwise a notice pushed between the
+        // two would be missed.
         self.has_any.store(false, Release);
         Some(std::mem::take(&mut *self.notices.lock())).filter(|notices| !notices.is_empty())
     }
 
-    /// The most notices that have waited at a time since this was last asked.
+    /// Returns and resets the maximum number of pending notices.
     pub(crate) fn take_most(&self) -> usize {
         self.most.swap(0, Relaxed)
     }
 
-    /// How many notices wait.
+    /// Number of pending notices.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.notices.lock().len()

@@ -1,28 +1,28 @@
-//! What somebody other than the host asks of a controller.
+//! Out-of-band Identify and Get Log Page, for management software.
 
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{GetLogPage, Identify};
 use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
 
-/// A structure that a controller shows its host, for
-/// [`Controller::inquire`](crate::Controller::inquire).
+/// Structure that [`Controller::inquire`](crate::Controller::inquire) reads as an out-of-band
+/// admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Inquiry {
-    /// What Identify returns: 4096 bytes.
+    /// Identify data structure of 4096 bytes.
     Identify {
-        /// Which structure; see [`shadowbell_spec::identify::cns`].
+        /// CNS value; see [`shadowbell_spec::identify::cns`].
         cns: u8,
-        /// Of which namespace, if it is of one.
+        /// NSID, for structures of a namespace.
         nsid: u32,
     },
-    /// A log page, at most 4096 bytes; see [`shadowbell_spec::log::lid`]. No event is cleared by
-    /// it, and no list of changes.
+    /// Log page of at most 4096 bytes; see [`shadowbell_spec::log::lid`]. It is read with Retain
+    /// Asynchronous Event, so neither events nor lists of changes are cleared.
     LogPage(u8),
 }
 
 impl Inquiry {
-    /// The command that asks for it.
+    /// Equivalent admin command.
     pub(crate) fn command(self) -> Sqe {
         match self {
             Self::Identify { cns, nsid } => {

@@ -1,15 +1,16 @@
-//! A notice that is given when the last of several has finished.
+//! Completion latch: a notice that is sent when the last participant has finished.
 
 use crate::notice::{ControlHandle, Notice};
 use parking_lot::Mutex;
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
-/// Gives notice to the control plane when its last clone is dropped, on the thread that drops it.
+/// Sends its notice to the control plane when the last clone is dropped, on the thread that drops
+/// it.
 ///
-/// An operation that several workers take part in gives each of them a clone. A worker that has
-/// nothing to wait for just drops it, so no path can forget to answer. Never drop one under the
-/// control plane's lock: the notice takes it.
+/// In an operation of several I/O threads, each thread gets a clone. A thread without work drops
+/// its clone immediately, so no code path can forget to answer. Never drop a clone under the
+/// control plane's lock, because sending the notice may take that lock.
 #[derive(Clone, Debug)]
 pub(crate) struct Latch(Arc<Pending>);
 
@@ -24,7 +25,7 @@ impl Latch {
         Self(Arc::new(Pending { control, notice: Mutex::new(notice) }))
     }
 
-    /// Says how the operation went, if it is one: the last word counts.
+    /// Sets the status of the operation, for notices that have a status. The last call wins.
     pub(crate) fn set_status(&self, new: Status) {
         if let Notice::Ended { status, .. }
         | Notice::NamespaceChanged { status, .. }
@@ -46,7 +47,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::notice::{ControlPlane, Operation};
 
-    /// Keeps the notices that it gets.
+    /// Collects the notices that it receives.
     #[derive(Default)]
     pub(crate) struct Notices(pub(crate) Mutex<Vec<Notice>>);
 

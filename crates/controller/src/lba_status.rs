@@ -1,11 +1,11 @@
-//! Get LBA Status: which logical blocks of a namespace are allocated, or marked as uncorrectable.
+//! Get LBA Status: logical blocks of a namespace that are allocated or marked as uncorrectable.
 //! NVM 1.1, 4.2.1.
 //!
-//! What is allocated only the disk knows, and a disk may wait for its storage. So the command is
-//! not carried out where admin commands are executed, under a lock, nor by a worker. It has turns
-//! of its own on the control thread, where whoever takes long is left alone with a thread
-//! (`control_thread`). A turn looks at some extents, a command at some more, and a controller has
-//! so many commands under way.
+//! Only the disk knows its allocated blocks, and a disk may wait for its storage. The command is
+//! therefore executed neither under the control plane's lock, like other admin commands, nor by an
+//! I/O thread. It has its own turns on the control thread, where a blocked turn delays no other
+//! controller (`control_thread`). Extents per turn, extents per command and commands per controller
+//! are limited.
 
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::latch::Latch;
@@ -23,39 +23,40 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 use zerocopy::IntoBytes;
 
-/// Commands of a controller that may be under way. The next one waits, and what follows it.
+/// Maximum number of Get LBA Status commands in flight per controller. The next one waits, and
+/// with it all later admin commands.
 pub(crate) const MAX_UNDER_WAY: usize = 8;
-/// Descriptors that one command returns, at most: as many as a page has room for.
+/// Maximum number of descriptors per command: as many as fit into a page.
 pub(crate) const MAX_DESCRIPTORS: usize =
     (4096 - size_of::<LbaStatusList>()) / size_of::<LbaStatusDescriptor>();
-/// Extents of the disk that one command looks at, at most: twice as many, and those that a disk
-/// tells in pieces.
+/// Maximum number of disk extents per command: twice the number of descriptors, with a reserve for
+/// disks that report an extent in pieces.
 const COMMAND_EXTENTS: u32 = 1024;
-/// Extents that one turn looks at.
+/// Maximum number of extents per turn.
 const TURN_EXTENTS: u32 = 32;
-/// Blocks of one descriptor: NLB has 32 bits, 0's based.
+/// Maximum number of blocks per descriptor: NLB has 32 bits, 0's based.
 const DESCRIPTOR_BLOCKS: u64 = 1 << 32;
 
-/// What is to be found out.
+/// Parameters of a Get LBA Status command.
 #[derive(Clone, Debug)]
 pub(crate) struct Question {
-    /// The command.
+    /// Submission queue entry.
     pub(crate) sqe: Sqe,
-    /// Resets that there have been.
+    /// Number of resets before the command.
     pub(crate) generation: u64,
     pub(crate) disk: Arc<dyn Disk>,
-    /// The size of a logical block as a power of two.
+    /// Size of a logical block as a power of two.
     pub(crate) block_shift: u32,
     /// First block.
     pub(crate) slba: u64,
-    /// The block after the last.
+    /// Block after the last one.
     pub(crate) end: u64,
-    /// How many descriptors the host has room for.
+    /// Number of descriptors that fit into the host's buffer.
     pub(crate) room: usize,
 }
 
-/// The list of the blocks in `[slba, end)` that are marked as uncorrectable, of which there is room
-/// for so many descriptors.
+/// LBA Status Descriptor List of the blocks in `[slba, end)` that are marked as uncorrectable,
+/// limited to the descriptors that fit.
 pub(crate) fn uncorrectable(marks: &Uncorrectable, nsid: u32, question: &Question) -> Vec<u8> {
     let all: Vec<_> = marks.of(nsid, question.slba, question.end).collect();
     let told = &all[..all.len().min(question.room).min(MAX_DESCRIPTORS)];
@@ -63,7 +64,7 @@ pub(crate) fn uncorrectable(marks: &Uncorrectable, nsid: u32, question: &Questio
     list(told, is_cut, LbaStatusDescriptor::WRITE_UNCORRECTABLE)
 }
 
-/// An LBA Status Descriptor List of these blocks, which have this status.
+/// LBA Status Descriptor List of the block ranges in `found`, all with the given status.
 fn list(found: &[(u64, u64)], is_cut: bool, status: u8) -> Vec<u8> {
     let cmpc = if is_cut { LbaStatusList::INCOMPLETE } else { LbaStatusList::COMPLETE };
     let nlsd = found.len() as u32;
@@ -76,20 +77,20 @@ fn list(found: &[(u64, u64)], is_cut: bool, status: u8) -> Vec<u8> {
     bytes
 }
 
-/// A command under way.
+/// Get LBA Status command in flight.
 #[derive(Debug)]
 struct Search {
     question: Question,
-    /// Allocated blocks, in ascending order: first, and the one after the last.
+    /// Allocated blocks in ascending order, as first block and block after the last.
     found: Vec<(u64, u64)>,
-    /// The next byte to ask about.
+    /// Offset in bytes of the next extent.
     at: u64,
-    /// Extents that were looked at.
+    /// Number of extents so far.
     seen: u32,
-    /// There is something that is not told of.
+    /// True if the list is incomplete.
     is_cut: bool,
     is_over: bool,
-    /// Let go of when the disk is not used any more.
+    /// Latches that are dropped when the disk is no longer used.
     latches: Vec<Latch>,
 }
 
@@ -101,7 +102,7 @@ impl Search {
         Self { question, found, at, seen: 0, is_cut: false, is_over, latches }
     }
 
-    /// Looks at the next extents.
+    /// Reads the next extents of the disk.
     fn step(&mut self) {
         let disk = Arc::clone(&self.question.disk);
         let end = self.question.end << self.question.block_shift;
@@ -115,12 +116,12 @@ impl Search {
             !self.is_over && left != 0
         });
         if left == TURN_EXTENTS {
-            // A disk that tells nothing knows nothing.
+            // A disk without extent information counts as fully allocated.
             self.take(Extent::data(end.saturating_sub(self.at)), end);
         }
     }
 
-    /// Takes what comes next.
+    /// Adds the next extent to the list.
     fn take(&mut self, extent: Extent, end: u64) {
         let until = self.at.saturating_add(extent.len).min(end);
         if extent.allocated && !self.add(self.at, until) {
@@ -134,19 +135,20 @@ impl Search {
         } else if self.seen >= COMMAND_EXTENTS {
             (self.is_cut, self.is_over) = (true, true);
             if self.found.is_empty() {
-                // A host knows how far a list goes by its last descriptor. So that it can go on
-                // behind this, there is one, of a block that may hold data or not.
+                // The host continues behind the last descriptor of an incomplete list. An empty
+                // list would make it start over, so one block, allocated or not, is reported.
                 self.add(self.at, self.at + 1);
             }
         }
     }
 
-    /// Allocated bytes, and so all blocks that have some of them. Whether there is room for them.
+    /// Adds all blocks that overlap the allocated bytes `[from, to)`. Returns false if they do
+    /// not fit into the list.
     fn add(&mut self, from: u64, to: u64) -> bool {
         let shift = self.question.block_shift;
         let (mut first, after) = (from >> shift, to.div_ceil(1 << shift));
         let room = self.question.room.min(MAX_DESCRIPTORS);
-        // Two extents may meet in the middle of a block.
+        // Two extents may meet in the middle of a block: the block is listed once.
         first = first.max(self.found.last().map_or(0, |last| last.1));
         while first < after {
             let count = self.found.len();
@@ -167,31 +169,32 @@ impl Search {
         true
     }
 
-    /// The LBA Status Descriptor List.
+    /// LBA Status Descriptor List of the blocks found.
     fn list(&self) -> Vec<u8> {
         list(&self.found, self.is_cut, 0)
     }
 }
 
-/// The end of a command: what it was, and what its host gets.
+/// Ended command: its submission queue entry and the data for its host.
 pub(crate) type Ended = (Sqe, Vec<u8>);
 
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Search>,
-    /// The one that has its turn is not there: its namespace, and who waits for its end.
+    /// NSID of the command whose turn is running, and the latches that wait for its end. The
+    /// command itself is not in `waiting` during its turn.
     running: Option<(u32, Vec<Latch>)>,
     ended: Vec<Ended>,
-    /// How often all of them were forgotten.
+    /// Number of calls of [`LbaStatusServer::forget`].
     forgotten: u64,
 }
 
-/// The Get LBA Status commands of a controller that are under way.
+/// Get LBA Status commands of a controller that are in flight.
 pub(crate) struct LbaStatusServer {
     control: ControlHandle,
     run_state: RunState,
     state: Mutex<State>,
-    /// Processor time that was taken and not accounted for, in nanoseconds.
+    /// CPU time in nanoseconds that is not yet charged to the controller's budget.
     taken: AtomicU64,
 }
 
@@ -205,44 +208,45 @@ impl LbaStatusServer {
         }
     }
 
-    /// One more command, of which there is [room for](Self::has_room). Whether to ask for a turn.
+    /// Starts a command; the caller has checked [`has_room`](Self::has_room). Returns true if the
+    /// caller has to schedule a turn.
     pub(crate) fn begin(&self, question: Question) -> bool {
         self.state.lock().waiting.push_back(Search::new(question));
         self.run_state.request()
     }
 
-    /// Whether one more may be under way.
+    /// True if another command may be started.
     pub(crate) fn has_room(&self) -> bool {
         let state = self.state.lock();
         let running = usize::from(state.running.is_some());
         state.waiting.len() + running + state.ended.len() < MAX_UNDER_WAY
     }
 
-    /// Whether none is under way.
+    /// True if no command is in flight.
     pub(crate) fn is_quiet(&self) -> bool {
         let state = self.state.lock();
         state.waiting.is_empty() && state.running.is_none() && state.ended.is_empty()
     }
 
-    /// What has come of a command.
+    /// Takes the result of a command.
     pub(crate) fn take(&self, cid: u16) -> Option<Ended> {
         let mut state = self.state.lock();
         let at = state.ended.iter().position(|(sqe, _)| sqe.cid == cid)?;
         Some(state.ended.swap_remove(at))
     }
 
-    /// The processor time that was taken since this was last asked.
+    /// Returns and resets the CPU time that is not yet charged.
     pub(crate) fn take_used(&self) -> Duration {
         Duration::from_nanos(self.taken.swap(0, Relaxed))
     }
 
-    /// Another disk is behind this NSID, or none: the latch is let go of when nothing uses the one
-    /// before.
+    /// Ends commands on namespace `nsid`, whose disk was replaced or removed. `latch` is dropped
+    /// when none of them uses the old disk.
     pub(crate) fn wait_for(&self, nsid: u32, latch: &Latch) {
         let mut state = self.state.lock();
         for search in state.waiting.iter_mut().filter(|search| search.question.sqe.nsid == nsid) {
             search.latches.push(latch.clone());
-            // The answer would be about what is not there any more.
+            // The rest of the answer would describe the old disk.
             (search.is_cut, search.is_over) = (true, true);
         }
         if let Some((_, latches)) = state.running.as_mut().filter(|running| running.0 == nsid) {
@@ -250,7 +254,7 @@ impl LbaStatusServer {
         }
     }
 
-    /// A reset: nobody wants to know any more. What is returned is to be dropped without a lock.
+    /// Drops all commands, for a reset. The caller drops the returned latches without a lock.
     pub(crate) fn forget(&self) -> Vec<Latch> {
         let mut state = self.state.lock();
         state.forgotten += 1;
@@ -294,7 +298,7 @@ impl TakesTurns for LbaStatusServer {
         let turn = if state.waiting.is_empty() { Turn::Idle } else { Turn::Again };
         drop(state);
         let (generation, cid) = (search.question.generation, search.question.sqe.cid);
-        // The disk first, and then who waits for that.
+        // The disk is dropped before the latches, which announce that it is unused.
         let latches = std::mem::take(&mut search.latches);
         drop(search);
         drop(latches);

@@ -2,29 +2,27 @@
 //!
 //! # Architecture
 //!
-//! A [`Controller`] has a control plane and a data plane that never meet on a lock.
+//! A [`Controller`] has a control plane and a data plane, which share no lock.
 //!
-//! * The control plane (`control`, `admin`) is everything that a host does seldom: registers, the
-//!   admin queue, DMA maps, interrupts, reset. Registers are answered on whatever thread brings the
-//!   access, under one lock. Admin commands run on a thread of their own, which all controllers
-//!   share by turns (`control_thread`), and so does what follows from what workers have said. The
-//!   lock is never held while the guest's memory is touched, and no worker ever takes it. What
-//!   takes time is sent to the workers as a message, and goes on when the last of them drops its
-//!   latch.
-//! * The data plane (`worker`) is a [`Pool`] of threads that all controllers of a process share. A
-//!   submission queue, the completion queue that it feeds and its way to the disks belong to one
-//!   worker. Between the fetch of a command and the post of its completion there is no lock, no
+//! * The control plane (`control`, `admin`) handles the rare operations of a host: registers, the
+//!   admin queue, DMA maps, interrupts, reset. A register access is answered on the thread that
+//!   brings it, under one lock. Admin commands and notices from I/O threads are handled by the
+//!   control thread, which all controllers share in turns (`control_thread`). The lock is never
+//!   held during an access to guest memory, and no I/O thread ever takes it. A long operation is
+//!   sent to the I/O threads as a message, and continues when the last of them drops its latch.
+//! * The data plane (`worker`) is a [`Pool`] of I/O threads that all controllers of a process
+//!   share. A submission queue, its completion queue and its queues to the disks belong to one I/O
+//!   thread. Between the fetch of a command and the post of its completion there is no lock, no
 //!   shared counter and no allocation.
 //!
-//! The crate knows nothing of sockets or of PCI: whoever carries a controller to a host calls
+//! The crate contains neither sockets nor PCI: the carrier of a controller calls
 //! [`Controller::read`], [`Controller::write`] and [`Controller::map_dma`], and connects
 //! interrupts to eventfds.
 //!
-//! # What it does not implement
+//! # Unsupported features
 //!
-//! Metadata and protection information, firmware update, zoned and key-value command sets,
-//! controller memory buffers, pin-based interrupts. A command that is not implemented ends in
-//! Invalid Command Opcode.
+//! Firmware update, the key-value command set, controller memory buffers and pin-based interrupts.
+//! An unsupported command ends in Invalid Command Opcode.
 #![forbid(unsafe_code)]
 
 mod admin;

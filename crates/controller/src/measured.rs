@@ -1,23 +1,25 @@
-//! How long commands take and how many there are, by namespace and kind: counted only while
-//! somebody has asked for it ([`Pool::measure`](crate::Pool::measure)).
+//! Latency histograms and command counts by namespace and kind of command. Counting is on only
+//! while it is requested ([`Pool::measure`](crate::Pool::measure)).
 //!
-//! A distribution has eight buckets of the same width for each doubling, from a microsecond to 17
-//! seconds. So a time is known to an eighth of it, however long it is, and finding its bucket takes
-//! a few instructions. One thread counts in a place, and any other may read it.
+//! A histogram has eight buckets of equal width per power of two, from one microsecond to 17
+//! seconds: the relative error is at most an eighth, and finding a bucket takes a few
+//! instructions. Each set of counters has one writing thread and any number of reading threads.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::Counter;
 
-/// Buckets of a doubling, as a power of two.
+/// Buckets per power of two, as a power of two.
 const FINE: u32 = 3;
-/// What is shorter than this power of two nanoseconds is in the first buckets.
+/// Lower end of the histogram as a power of two, in nanoseconds. Shorter times go into the first
+/// bucket.
 const SHORTEST: u32 = 10;
-/// What is as long as this power of two nanoseconds is in the last one.
+/// Upper end of the histogram as a power of two, in nanoseconds. Longer times go into the last
+/// bucket.
 const LONGEST: u32 = 34;
-/// Buckets of a distribution.
+/// Number of buckets of a histogram.
 pub const BUCKETS: usize = ((LONGEST - SHORTEST) << FINE) as usize;
 
-/// What a command does, as far as it is counted apart.
+/// Kind of a command in the statistics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CommandKind {
     /// Read and Compare.
@@ -26,7 +28,7 @@ pub(crate) enum CommandKind {
     Other,
 }
 
-/// Which bucket has this many nanoseconds.
+/// Bucket of a duration in nanoseconds.
 fn bucket_of(ns: u64) -> usize {
     let ns = ns.clamp(1 << SHORTEST, (1 << LONGEST) - 1);
     let doubling = ns.ilog2();
@@ -34,8 +36,7 @@ fn bucket_of(ns: u64) -> usize {
     (((doubling - SHORTEST) as usize) << FINE) + fine
 }
 
-/// What is in `bucket` took less than this, in nanoseconds; in the last one it may have taken
-/// longer.
+/// Exclusive upper end of `bucket` in nanoseconds. The last bucket also holds longer times.
 #[must_use]
 pub fn bucket_end(bucket: usize) -> u64 {
     let bucket = bucket.min(BUCKETS - 1);
@@ -44,7 +45,7 @@ pub fn bucket_end(bucket: usize) -> u64 {
     ((1 << FINE) + fine + 1) << (doubling - FINE)
 }
 
-/// Where one thread counts the commands of one namespace.
+/// Counters of one namespace, written by one thread.
 #[derive(Debug, Default)]
 pub(crate) struct MeasuredCounters {
     reads: KindCounters,
@@ -72,7 +73,7 @@ impl Default for KindCounters {
 }
 
 impl MeasuredCounters {
-    /// Counts a command that has ended after `ns`. By one thread only.
+    /// Counts a command that ended after `ns`. Called by one thread only.
     pub(crate) fn count(&self, kind: CommandKind, blocks: u32, is_error: bool, ns: u64) {
         let kind = match kind {
             CommandKind::Read => &self.reads,
@@ -90,7 +91,7 @@ impl MeasuredCounters {
         }
     }
 
-    /// Adds what was counted to `sum`.
+    /// Adds the counters to `sum`.
     pub(crate) fn add_to(&self, sum: &mut MeasuredNamespace) {
         self.reads.add_to(&mut sum.reads);
         self.writes.add_to(&mut sum.writes);
@@ -110,49 +111,49 @@ impl KindCounters {
     }
 }
 
-/// What was measured of a namespace.
+/// Measured latencies of a namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeasuredNamespace {
-    /// Its number.
+    /// NSID.
     pub nsid: u32,
     /// Read and Compare.
     pub reads: MeasuredKind,
     /// Write.
     pub writes: MeasuredKind,
-    /// All others; they count no blocks.
+    /// All other commands; they count no blocks.
     pub others: MeasuredKind,
 }
 
-/// What was measured of one kind of commands.
+/// Measured latencies of one kind of command.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeasuredKind {
     /// Commands that ended in an error.
     pub errors: u64,
-    /// Logical blocks that the others were about.
+    /// Logical blocks of the commands that succeeded.
     pub blocks: u64,
-    /// How long all of them took, from when the controller found them in the queue to when it had
-    /// posted their completion.
+    /// Latencies of all commands, from the time when the controller found them in the queue until
+    /// their completion was posted.
     pub latency: Distribution,
 }
 
-/// How many commands took how long.
+/// Latency histogram.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Distribution {
-    /// All of them together, in nanoseconds.
+    /// Sum of all latencies in nanoseconds.
     pub total_ns: u64,
-    /// By bucket, [`BUCKETS`] of them, or none if nothing was counted; [`bucket_end`] says what
-    /// each holds.
+    /// Counts by bucket: [`BUCKETS`] of them, or none if nothing was counted. [`bucket_end`] gives
+    /// the range of a bucket.
     pub counts: Vec<u64>,
 }
 
 impl Distribution {
-    /// How many there are.
+    /// Number of commands.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.counts.iter().fold(0, |sum, count| sum.saturating_add(*count))
     }
 
-    /// What has come to it since it was `before`.
+    /// Difference to an earlier histogram of the same counters.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         let before_at = |bucket| before.counts.get(bucket).copied().unwrap_or(0);
@@ -163,7 +164,7 @@ impl Distribution {
         }
     }
 
-    /// Adds another one.
+    /// Adds another histogram.
     pub fn merge(&mut self, other: &Self) {
         self.total_ns = self.total_ns.saturating_add(other.total_ns);
         self.counts.resize(self.counts.len().max(other.counts.len()), 0);
@@ -172,8 +173,8 @@ impl Distribution {
         }
     }
 
-    /// The time that this part of all, from 0 to 1, did not exceed, in nanoseconds, to an eighth of
-    /// it. Nothing if there are none.
+    /// Quantile of the latencies in nanoseconds, rounded up by at most an eighth. `part` is 0 to
+    /// 1. `None` if the histogram is empty.
     #[must_use]
     pub fn quantile(&self, part: f64) -> Option<u64> {
         let count = self.count();
@@ -225,7 +226,7 @@ mod tests {
         let of = |part| reads.latency.quantile(part).unwrap();
         assert!((10_000..11_300).contains(&of(0.0)) && of(0.0) == of(0.99), "{}", of(0.99));
         assert!((1_000_000..1_130_000).contains(&of(0.999)), "{}", of(0.999));
-        // What came since then.
+        // Difference to an earlier histogram.
         let before = sum.clone();
         counters.count(CommandKind::Read, 8, false, 20_000);
         let mut sum = MeasuredNamespace::default();

@@ -1,8 +1,7 @@
-//! The state of a controller on its way to another machine, by the hands of somebody who may send
-//! anything. So all of it is checked before any of it is believed.
+//! Controller state in a VM live migration. The stream comes from another machine and is
+//! untrusted, so the whole state is validated before any of it is used.
 //!
-//! What is the same as for a successor on this machine is [`saved`](crate::saved). Descriptors and
-//! counters do not travel.
+//! The format is that of [`saved`](crate::saved), without descriptors and counters.
 
 use crate::admin::features::Features;
 use crate::config::MAX_NAMESPACES;
@@ -21,20 +20,20 @@ use shadowbell_spec::regs::{Aqa, Cc, Csts};
 use shadowbell_state::Bytes;
 use std::collections::BTreeSet;
 
-/// The most events of a kind that may be named: more than a controller keeps.
+/// Maximum number of events per list; more than a controller stores.
 const MOST_EVENTS: usize = 64;
 
-/// The state of a controller at rest, for a controller like it on another machine.
+/// State of a quiesced controller for VM migration to an equal controller on another machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MigratedController {
     controller: SavedController,
-    /// The page of doorbells.
+    /// Contents of the doorbell page.
     doorbells: Bytes,
 }
 
 impl MigratedController {
     pub(crate) fn new(mut controller: SavedController, doorbells: Vec<u8>) -> Self {
-        // What stays here: descriptors, and what is this process's business.
+        // Descriptors and the state of this process are not migrated.
         controller.parts.iter_mut().for_each(|part| part.doorbell_eventfds.clear());
         controller.journal = None;
         controller.isolated = false;
@@ -49,7 +48,8 @@ impl MigratedController {
         Self { controller, doorbells: Bytes(doorbells) }
     }
 
-    /// The state and the page of doorbells, if a controller like this one can have them.
+    /// Validates the state against the target's configuration. Returns the state and the contents
+    /// of the doorbell page.
     pub(crate) fn check(self, cx: &Context) -> Result<(SavedController, Vec<u8>), RestoreError> {
         let Self { controller: mut saved, doorbells: Bytes(doorbells) } = self;
         let ours = cx.shape();
@@ -57,10 +57,10 @@ impl MigratedController {
             return Err(RestoreError::Shape(what));
         }
         if saved.shape.told.is_some() && saved.shape.told != ours.told {
-            return Err(RestoreError::Shape("cache or limit of zeroes of its disks"));
+            return Err(RestoreError::Shape("volatile write cache or Write Zeroes limit"));
         }
         if doorbells.len() as u64 != DOORBELL_BYTES {
-            return Err(RestoreError::Invalid("the page of doorbells"));
+            return Err(RestoreError::Invalid("the doorbell page"));
         }
         check(&saved, cx).map_err(RestoreError::Invalid)?;
         Features::join_clock(&mut saved.control.features);
@@ -68,7 +68,7 @@ impl MigratedController {
     }
 }
 
-/// Whether a controller at rest can be in this state.
+/// Validates the state of a quiesced controller.
 fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
     let SavedController { control, admin, parts, pending_vectors, .. } = saved;
     check_control(control, cx)?;
@@ -82,7 +82,7 @@ fn check(saved: &SavedController, cx: &Context) -> Result<(), &'static str> {
         _ => return Err("the admin queue"),
     }
     if parts.len() > MAX_QUEUES {
-        return Err("the number of its workers");
+        return Err("the number of I/O threads");
     }
     let (mut sqs, mut cqs) = (BTreeSet::new(), BTreeSet::new());
     for part in parts {
@@ -117,24 +117,24 @@ fn check_control(control: &SavedControl, cx: &Context) -> Result<(), &'static st
     let is_enabled = Cc::from_bits(registers.cc).en();
     if control.resetting.is_some() || control.enabled != is_ready || control.enabled && !is_enabled
     {
-        return Err("its registers");
+        return Err("the registers");
     }
     let queues = cx.config.io_queues;
     if granted.0 > queues || granted.1 > queues {
-        return Err("the number of its queues");
+        return Err("the number of I/O queues");
     }
     if shadow.is_some() && !cx.config.shadow_doorbells {
-        return Err("the buffers of Doorbell Buffer Config");
+        return Err("the shadow doorbell pages");
     }
     if changed.len() > MAX_NAMESPACES || features.error_recovery.len() > MAX_NAMESPACES {
-        return Err("the number of its namespaces");
+        return Err("the number of namespaces");
     }
     if control.uncorrectable.len() as u64 > MOST_BLOCKS {
-        return Err("its uncorrectable blocks");
+        return Err("the uncorrectable blocks");
     }
     let lists = [events.outstanding.len(), events.pending.len(), events.unread.len()];
     if lists.into_iter().any(|len| len > MOST_EVENTS) {
-        return Err("its events");
+        return Err("the asynchronous events");
     }
     let vectors = cx.shared.irqs.len();
     if features.coalescing_disabled.iter().any(|vector| usize::from(*vector) >= vectors) {
@@ -153,16 +153,16 @@ fn check_admin(admin: &SavedAdminQueue, control: &SavedControl) -> Result<(), &'
     if !is_there || !under_way.is_empty() {
         return Err("the admin queue");
     }
-    // What is staged here may wait for room.
+    // Staged completions of the admin queue may exceed the free entries of its completion queue.
     let waits = SavedCq { staged: Vec::new(), ..cq.clone() };
     if cq.staged.len() > MOST_EVENTS {
-        return Err("completions of the admin queue");
+        return Err("the completions of the admin queue");
     }
     check_sq(sq, control)?;
     check_cq(&waits, control)
 }
 
-/// Whether an I/O queue can be there.
+/// True if an I/O queue's identifier, size and address are valid.
 fn check_place(qid: u16, limit: u16, iova: u64, entries: u32, cx: &Context) -> bool {
     let is_long = entries > cx.config.max_queue_entries;
     qid != 0 && qid <= limit && !is_long && iova.is_multiple_of(4096)
@@ -186,7 +186,7 @@ fn check_cq(cq: &SavedCq, control: &SavedControl) -> Result<(), &'static str> {
         let free = size.entries() - 1 - size.distance(head, tail);
         cq.staged.len() as u64 <= u64::from(free)
     });
-    // The phase tag is not in what is staged.
+    // Staged entries must not have a phase tag: the tag is set when they are posted.
     let has_tag = cq.staged.iter().any(|(_, high)| high >> 48 & 1 != 0);
     if is_sound && !has_tag && is_doorbell(&cq.head, size, control) {
         Ok(())

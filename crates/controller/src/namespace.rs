@@ -1,4 +1,4 @@
-//! A namespace of a controller: a disk with an identifier, and names for ever.
+//! Namespace of a controller: a disk, an NSID and the permanent identifiers.
 
 use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
 use crate::pool::PoolState;
@@ -10,72 +10,72 @@ use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The IEEE OUI of the identifiers that are made here, big-endian: with the bit set that says
-/// "locally administered", so it is nobody's.
+/// IEEE OUI of the generated identifiers, big-endian. The "locally administered" bit is set, so it
+/// belongs to no vendor.
 pub(crate) const IEEE_OUI: [u8; 3] = [0x02, 0x53, 0x42];
 
-/// How a command for an inactive NSID ends (Base 2.1, 3.2.1.5). One that is under way when its
-/// namespace goes ends as if it had been given afterwards (Base 2.1, 8.1.15).
+/// Status of a command for an inactive NSID (Base 2.1, 3.2.1.5). A command in flight when its
+/// namespace is removed ends with the same status (Base 2.1, 8.1.15).
 pub(crate) const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
 
-/// What one Copy command copies at most (MCL, MSSRL), in bytes: as much as the shortest transfer
-/// limit that a controller may have, because a worker keeps that much in a buffer.
+/// Maximum size of a Copy command in bytes (MCL, MSSRL). It equals the smallest MDTS that a
+/// controller may have, because an I/O thread buffers the data of a whole command.
 pub(crate) const COPY_BYTES: usize = 1 << 20;
-/// How many source ranges it may have (MSRC): as many as a page holds.
+/// Maximum number of source ranges of a Copy command (MSRC): as many as fit into a page.
 pub(crate) const COPY_RANGES: usize = 128;
 
-/// What Identify Controller says of all namespaces. A host reads that once, and relies on it for
-/// namespaces that are added later, too: so it holds for as long as the controller exists.
+/// Properties of all namespaces in Identify Controller. A host reads them once and relies on them
+/// for namespaces that are added later, so they are constant for the lifetime of the controller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Promises {
-    /// VWC: there is a volatile write cache. Without one, no host flushes anything.
+    /// VWC: a volatile write cache is present. If absent, hosts never send Flush.
     pub(crate) volatile_cache: bool,
-    /// WZSL: the longest Write Zeroes, in bytes.
+    /// WZSL: the largest Write Zeroes in bytes.
     pub(crate) zeroes: u64,
 }
 
-/// Blocks of a Write Zeroes command, at most: a limit of the command itself.
+/// Maximum number of blocks of a Write Zeroes command: NLB has 16 bits, 0's based.
 const ZEROES_BLOCKS: u64 = 1 << 16;
 
 impl Promises {
-    /// For a controller that begins with these namespaces.
+    /// Properties for a controller that starts with the namespaces of `config`.
     fn of(config: &Config) -> Self {
         let infos = || config.namespaces.iter().map(|namespace| namespace.disk.info());
-        // Of the smallest blocks, because a host reckons with one limit for all namespaces.
+        // The limit in bytes is one for all namespaces, so the smallest block size decides.
         let pool = config.pool.as_ref().map(|_| 512);
         let smallest = infos().map(|info| info.block_size).chain(pool).min().unwrap_or(512);
         Self {
-            // What comes from a pool may have one.
+            // A namespace that is created later from a pool may have a volatile write cache.
             volatile_cache: config.pool.is_some() || infos().any(|info| info.volatile_cache),
             zeroes: ZEROES_BLOCKS * u64::from(smallest),
         }
     }
 }
 
-/// The namespaces of a controller as of a moment, by NSID.
+/// Snapshot of a controller's namespaces, by NSID.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Namespaces {
     active: BTreeMap<u32, Namespace>,
-    /// Those that are there for the host, and that nobody serves for now: how commands for them
-    /// end.
+    /// Namespaces that the host sees as active and that are temporarily not served, with the
+    /// status of commands for them.
     barred: BTreeMap<u32, Status>,
-    /// NN: the highest NSID that there has been.
+    /// NN: the highest NSID so far.
     highest: u32,
     pub(crate) promises: Promises,
-    /// The controller is one of several that have them.
+    /// Membership in a subsystem whose controllers share the namespaces.
     member: Option<Arc<Member>>,
 }
 
 impl Namespaces {
-    /// Those of a configuration that was found valid.
+    /// Namespaces of a valid configuration.
     pub(crate) fn new(config: &Config) -> Self {
         Self::going_on(config, Promises::of(config), 0)
     }
 
-    /// As above, for a host that was told more than the configuration says: `promises`, and that
-    /// NSIDs go up to `highest`.
+    /// Namespaces for a host that has already read `promises` and `highest` (NN), which may exceed
+    /// what the configuration says.
     pub(crate) fn going_on(config: &Config, promises: Promises, highest: u32) -> Self {
-        // A host may give any number that there is to what it makes.
+        // With a pool, a namespace that the host creates may get any NSID.
         let highest = if config.pool.is_some() { MAX_NAMESPACES as u32 } else { highest };
         let (active, barred) = (BTreeMap::new(), BTreeMap::new());
         let member = config.member.clone();
@@ -86,8 +86,8 @@ impl Namespaces {
         namespaces
     }
 
-    /// As these, with those of the pool that a sanitize operation keeps out of reach: they are
-    /// there for the host.
+    /// Adds the pool's namespaces that a sanitize operation blocks: in the first set as barred, in
+    /// the second set, for Identify, as placeholders.
     pub(crate) fn with_barred(&self, state: &PoolState) -> (Self, Self) {
         let (mut serving, mut identified) = (self.clone(), self.clone());
         if let Some(status) = state.sanitize.barrier() {
@@ -101,8 +101,8 @@ impl Namespaces {
         (serving, identified)
     }
 
-    /// As these, with one that is not to be served until further notice, and is there for the host
-    /// all the same; or without that.
+    /// Copy in which namespace `nsid` is barred with `status`, or no longer barred if `None`. The
+    /// host continues to see a barred namespace.
     pub(crate) fn barring(&self, nsid: u32, status: Option<Status>) -> Arc<Self> {
         let mut changed = self.clone();
         match status {
@@ -112,17 +112,18 @@ impl Namespaces {
         Arc::new(changed)
     }
 
-    /// Those that are barred.
+    /// NSIDs of barred namespaces.
     pub(crate) fn barred(&self) -> impl Iterator<Item = u32> + '_ {
         self.barred.keys().copied()
     }
 
-    /// How a command for a namespace ends that is not served.
+    /// Status of a command for a namespace that is not served.
     pub(crate) fn absence(&self, nsid: u32) -> Status {
         self.barred.get(&nsid).copied().unwrap_or(INACTIVE)
     }
 
-    /// Those that a host sees that has selected all I/O command sets, or the NVM command set alone.
+    /// Namespaces that the host sees: all if it selected all I/O command sets, otherwise those of
+    /// the NVM command set.
     pub(crate) fn visible(self: &Arc<Self>, to_all: bool) -> Arc<Self> {
         let is_hidden = |namespace: &Namespace| namespace.csi() != csi::NVM;
         if to_all || !self.active.values().any(is_hidden) {
@@ -145,14 +146,14 @@ impl Namespaces {
         self.highest = self.highest.max(nsid);
     }
 
-    /// As these, with another namespace `nsid`, or without it.
+    /// Copy with `namespace` as NSID `nsid`, or without namespace `nsid`.
     pub(crate) fn with(&self, nsid: u32, namespace: Option<Namespace>) -> Arc<Self> {
         let mut changed = self.clone();
         changed.put(nsid, namespace);
         Arc::new(changed)
     }
 
-    /// In ascending order.
+    /// Served namespaces in ascending order of NSID.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Namespace> {
         self.active.values()
     }
@@ -161,14 +162,13 @@ impl Namespaces {
         self.active.get(&nsid)
     }
 
-    /// The highest NSID that is valid (Identify Controller, NN). One at which there is no namespace
-    /// (any more) is inactive.
+    /// Highest valid NSID (Identify Controller, NN). A valid NSID without a namespace is inactive.
     pub(crate) fn highest(&self) -> u32 {
         self.highest
     }
 }
 
-/// A namespace, as the control plane and the workers know it.
+/// Namespace in the view of control plane and I/O threads.
 #[derive(Clone, Debug)]
 pub(crate) struct Namespace {
     nsid: u32,
@@ -180,8 +180,8 @@ pub(crate) struct Namespace {
 }
 
 impl Namespace {
-    /// The namespace `nsid` of a configuration that was found valid. A disk with a volatile cache
-    /// is used without it, if the host was told that there is none.
+    /// Namespace `nsid` of a valid configuration. If the host was told that there is no volatile
+    /// write cache, a disk with a volatile cache is used in write-through mode.
     pub(crate) fn new(nsid: u32, config: &NamespaceConfig, promises: &Promises) -> Self {
         let NamespaceConfig { disk, uuid } = config;
         let mut info = disk.info();
@@ -191,57 +191,57 @@ impl Namespace {
         Self { nsid, disk, info, uuid: *uuid, write_through, member: None }
     }
 
-    /// The same, to be told of, and not served.
+    /// Copy for Identify only, with a placeholder instead of the disk.
     pub(crate) fn unserved(&self) -> Self {
         Self { disk: unserved(self.info.clone()), ..self.clone() }
     }
 
-    /// What it was made from.
+    /// Configuration of the namespace.
     pub(crate) fn config(&self) -> NamespaceConfig {
         NamespaceConfig { disk: Arc::clone(&self.disk), uuid: self.uuid }
     }
 
-    /// What the controller is in the subsystem, if others have the namespace, too.
+    /// Membership of the controller in a subsystem that shares the namespace.
     pub(crate) fn member(&self) -> Option<&Arc<Member>> {
         self.member.as_ref()
     }
 
-    /// Every write has to be on the medium when it ends.
+    /// True if every write has to be on the medium before its completion.
     pub(crate) fn write_through(&self) -> bool {
         self.write_through
     }
 
-    /// Its identifier, from 1.
+    /// NSID, from 1.
     pub(crate) fn nsid(&self) -> u32 {
         self.nsid
     }
 
-    /// Where it keeps its bytes.
+    /// Disk that stores the namespace's blocks.
     pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
         &self.disk
     }
 
-    /// What the disk was when the namespace was made.
+    /// Properties of the disk at the time when the namespace was created.
     pub(crate) fn info(&self) -> &DiskInfo {
         &self.info
     }
 
-    /// Its size in logical blocks.
+    /// Size in logical blocks.
     pub(crate) fn blocks(&self) -> u64 {
         self.info.blocks
     }
 
-    /// Its I/O command set.
+    /// I/O command set identifier (CSI).
     pub(crate) fn csi(&self) -> u8 {
         if self.info.zoned.is_some() { csi::ZONED } else { csi::NVM }
     }
 
-    /// The size of a logical block as a power of two: 9 or 12.
+    /// Size of a logical block as a power of two: 9 or 12.
     pub(crate) fn block_shift(&self) -> u32 {
         self.info.block_size.trailing_zeros()
     }
 
-    /// Whether writes are refused with Namespace is Write Protected.
+    /// True if writes are refused with Namespace is Write Protected.
     pub(crate) fn read_only(&self) -> bool {
         self.info.read_only
     }
@@ -251,17 +251,17 @@ impl Namespace {
         self.uuid
     }
 
-    /// Namespace Globally Unique Identifier, big-endian. Base 2.1, "Namespace Globally Unique
-    /// Identifier": bytes 8 to 10 are the OUI, the rest is for its owner to make unique.
+    /// Namespace Globally Unique Identifier, big-endian. Bytes 8 to 10 are the OUI, the other bytes
+    /// are assigned by its owner (Base 2.1, "Namespace Globally Unique Identifier").
     pub(crate) fn nguid(&self) -> [u8; 16] {
         let mut nguid = self.uuid;
         nguid[8..11].copy_from_slice(&IEEE_OUI);
         nguid
     }
 
-    /// IEEE Extended Unique Identifier, big-endian: three bytes of OUI and five for its owner.
-    /// These are of a hash of the UUID (64-bit FNV-1a, folded), because any five bytes of the
-    /// UUID itself may be the same in all of them.
+    /// IEEE Extended Unique Identifier, big-endian: three bytes of OUI and five vendor-assigned
+    /// bytes. The five bytes are from a hash of the UUID (64-bit FNV-1a, folded), because any five
+    /// bytes of the UUID itself may be equal in all namespaces.
     pub(crate) fn eui64(&self) -> [u8; 8] {
         let hash = self.uuid.iter().fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
             (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn names_differ_and_carry_the_oui() {
-        // UUIDs that differ in one place only, whichever it is; then such as we make.
+        // UUIDs that differ in one byte only, then UUIDs of `uuid_from`.
         let mut uuids: Vec<[u8; 16]> = Vec::new();
         for byte in 0..16 {
             for value in 1..=255 {
@@ -316,7 +316,7 @@ mod tests {
         assert!(namespaces.iter().all(|namespace| namespace.eui64()[..3] == IEEE_OUI));
         let eui64s: HashSet<_> = namespaces.iter().map(Namespace::eui64).collect();
         assert_eq!(eui64s.len(), uuids.len());
-        // Three bytes of the UUID give way to the OUI.
+        // The OUI replaces three bytes of the UUID, so only `uuid_from` gives unique NGUIDs.
         let nguids: HashSet<_> = namespaces[16 * 255..].iter().map(Namespace::nguid).collect();
         assert_eq!(nguids.len(), 20_000);
         assert_eq!(IEEE_OUI[0] & 0b11, 0b10, "locally administered, not a group");

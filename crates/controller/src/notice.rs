@@ -1,109 +1,108 @@
-//! What a worker tells the control plane.
+//! Notices from I/O threads to the control plane.
 //!
-//! A [`Notice`] is plain data: it can be sent, kept, and written down. Nothing that a worker tells
-//! is a closure.
+//! A [`Notice`] is plain data without closures, so it can be sent, queued and compared.
 
 use shadowbell_spec::status::Status;
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// What a worker tells the control plane.
+/// Notice from an I/O thread to the control plane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Notice {
-    /// A doorbell with a value that can not be.
+    /// Invalid doorbell value.
     InvalidDoorbell {
         /// Queue identifier.
         qid: u16,
     },
-    /// A command that ended in an error that goes to the error log.
+    /// Command that ended in an error for the error log.
     CommandError {
         /// Submission queue identifier.
         sqid: u16,
         /// Command identifier.
         cid: u16,
-        /// How it ended.
+        /// Completion status.
         status: Status,
-        /// Its namespace.
+        /// NSID.
         nsid: u32,
-        /// Its first logical block.
+        /// First logical block.
         lba: u64,
     },
-    /// Memory of the host was taken away from under us: the controller is in a fatal state.
+    /// Mapped host memory became inaccessible: the controller enters a fatal state.
     MemoryLost,
-    /// The controller's turns take too long for those that it shares a worker with.
+    /// The controller's passes take too long for other controllers on the same I/O thread.
     SlowTurns {
-        /// How long the last one took.
+        /// Duration of the last pass.
         took: Duration,
     },
-    /// What worker `from` had of the queues has arrived at another.
+    /// The queues of I/O thread `from` have arrived at another I/O thread.
     Relocated {
-        /// Its number in the pool.
+        /// Number of the I/O thread in the pool.
         from: usize,
     },
-    /// All queues of the controller have left their workers for a rest, or stay with them.
+    /// All queues of the controller have left their I/O threads for a quiesce, or stay there.
     Left,
-    /// The queues of a controller could not be taken over by another worker, and are gone.
+    /// Queues of the controller are lost, because another I/O thread could not take them over.
     Stranded,
-    /// Something befell the whole controller while its queues were served.
+    /// Injected condition of the whole controller.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     Condition(Condition),
-    /// A command has to be alone, and waits for that.
+    /// A command waits for exclusive execution.
     WantsToBeAlone,
-    /// The admin queue has to be looked at.
+    /// The admin queue has to be polled.
     AdminDoorbell,
-    /// All workers have another namespace of this NSID, and nothing uses the disk of the one
-    /// before.
+    /// All I/O threads serve the changed namespace, and the old namespace's disk is unused.
     NamespaceChanged {
-        /// The namespace.
+        /// NSID.
         nsid: u32,
-        /// Whether they could open its disk.
+        /// Error if an I/O thread could not open the disk.
         status: Status,
     },
-    /// An order that the pool of namespaces was given has ended.
+    /// The namespace pool has finished an order.
     PoolEnded {
-        /// Resets that there had been when it was given.
+        /// Number of resets before the order.
         generation: u64,
-        /// The admin command.
+        /// Identifier of the admin command.
         cid: u16,
-        /// How it ends.
+        /// Completion status.
         status: Status,
-        /// Dword 0 of its completion.
+        /// Dword 0 of the completion.
         dw0: u32,
     },
-    /// A sanitize operation has ended.
+    /// A sanitize operation has finished.
     Sanitized,
-    /// Nothing uses memory any more that was unmapped; `ticket` says who waits for that.
+    /// Unmapped host memory is no longer used.
     MemoryReleased {
-        /// The number that the control plane gave the unmap.
+        /// Number that the control plane gave to the unmap.
         ticket: u64,
     },
-    /// Something has changed in the controller's subsystem.
+    /// The state of the controller's subsystem has changed.
     Shared,
-    /// Nothing is under way any more that was when the state of an ANA group was changed.
+    /// All commands have ended that were in flight when an ANA group changed its state.
     AnaChanged {
-        /// Who waits for that.
+        /// Number that the control plane gave to the change.
         ticket: u64,
     },
-    /// A reservation command is over.
+    /// A reservation command has finished.
     ReservationEnded {
-        /// What the worker has called it.
+        /// Number that the I/O thread gave to the command.
         ticket: u64,
-        /// How.
+        /// Completion status.
         status: Status,
     },
-    /// All workers that take part in an operation of the control plane are done with it.
+    /// All I/O threads have finished their part of a control plane operation.
     Ended {
-        /// Resets that there had been when it began: what began before a reset concerns nobody.
+        /// Number of resets before the operation. Notices from before a reset are ignored.
         generation: u64,
-        /// Which operation.
+        /// Kind of operation.
         operation: Operation,
-        /// How it went, as a worker has said; success if none has said anything.
+        /// Status set by an I/O thread, otherwise success.
         status: Status,
     },
 }
 
-/// An operation of the control plane that workers take part in. `cid` is the admin command.
+/// Operation of the control plane with participation of I/O threads. `cid` identifies the admin
+/// command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
     /// Create I/O Completion Queue.
@@ -116,48 +115,48 @@ pub(crate) enum Operation {
     DeleteSq { qid: u16, cid: u16 },
     /// Doorbell Buffer Config.
     ShadowDoorbells { cid: u16 },
-    /// Abort. Its status is Command Abort Requested if the command was aborted.
+    /// Abort. Status Command Abort Requested means that the command was aborted.
     Abort { cid: u16 },
     /// Get LBA Status.
     LbaStatus { cid: u16 },
-    /// A feature that the subsystem has.
+    /// Set Features of a feature that belongs to the subsystem.
     Feature { cid: u16 },
-    /// The flush before the volatile write cache is off.
+    /// Flush before the volatile write cache is disabled.
     Flush { cid: u16 },
-    /// What is under way ends, so that a command can be alone.
+    /// End of the commands in flight before exclusive execution of a command.
     Pause,
-    /// A worker carries out what has to be alone.
+    /// Exclusive execution of a command by an I/O thread.
     Alone,
-    /// What that has changed is recorded.
+    /// Checkpoint of changes made by exclusive commands.
     Recorded,
-    /// Nothing of it would be done again by another process.
+    /// Journal entries for the outcome of exclusive commands: a recovery would not repeat any.
     Settled,
-    /// A piece of a self-test.
+    /// Segment of a device self-test.
     SelfTest { run: u32, nsid: u32 },
-    /// The flush of a shutdown.
+    /// Flush of a shutdown.
     Shutdown,
-    /// A Controller Level Reset.
+    /// Controller Level Reset.
     Reset,
 }
 
-/// What may befall a controller as a whole. Only a controller with injected faults meets these.
+/// Condition of a whole controller. Caused only by fault injection.
 #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "made by fault injection only"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Condition {
     /// Controller Fatal Status.
     Fatal,
-    /// An NVM Subsystem Reset.
+    /// NVM Subsystem Reset.
     SubsystemReset,
-    /// The device is not there any more.
+    /// Surprise removal of the device.
     Removed,
 }
 
-/// Takes notices, on any thread, without waiting for anything.
+/// Receiver of notices, callable from any thread without blocking.
 pub(crate) trait ControlPlane: Send + Sync {
     fn notify(&self, notice: Notice);
 }
 
-/// The control plane of a controller, for those that may outlive it.
+/// Weak handle of a controller's control plane.
 #[derive(Clone)]
 pub(crate) struct ControlHandle(Weak<dyn ControlPlane>);
 
@@ -166,12 +165,12 @@ impl ControlHandle {
         Self(plane)
     }
 
-    /// Gives notice, if the controller is there yet: whether it is.
+    /// Sends a notice. Returns false if the controller no longer exists.
     pub(crate) fn notify(&self, notice: Notice) -> bool {
         self.0.upgrade().map(|plane: Arc<dyn ControlPlane>| plane.notify(notice)).is_some()
     }
 
-    /// Whether the controller is there yet.
+    /// True if the controller still exists.
     pub(crate) fn is_alive(&self) -> bool {
         self.0.strong_count() != 0
     }

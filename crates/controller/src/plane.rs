@@ -1,5 +1,5 @@
-//! A controller behind its public face: the control plane under its lock, what workers have told
-//! it, and the turns in which it is served.
+//! Shared interior of a [`Controller`](crate::Controller): the control plane under its lock, its
+//! inbox and its turns on the control thread.
 
 use crate::admin::budget::Budget;
 use crate::admin_server::{AdminServer, Next};
@@ -24,24 +24,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-/// Admin commands served in one turn, at most.
+/// Maximum number of admin commands per turn.
 const TURN_COMMANDS: u32 = 16;
-/// How long a turn goes on, apart from the last command.
+/// Maximum duration of a turn before its last command.
 const TURN_TIME: Duration = Duration::from_micros(100);
 
-/// A controller behind its public face.
+/// Shared interior of a controller.
 pub(crate) struct ControllerInner {
     pub(crate) context: Context,
     me: Weak<ControllerInner>,
     control: Mutex<Control>,
     inbox: Inbox,
     run_state: RunState,
-    /// Belongs to the turn under way. To be locked before `control`, and never by the thread that
-    /// carries the controller, nor by a worker: the guest's memory is touched under it.
+    /// State of the turn in progress. Lock order: before `control`. The thread of the carrier and
+    /// I/O threads never lock it, because guest memory is accessed under it and may block.
     admin: Mutex<Admin>,
     recorder: OnceLock<Arc<dyn Recorder>>,
-    /// Locked while a record is made: they are made one after the other. Whether something has
-    /// changed since.
+    /// Serializes checkpoints. `changed` is true if the state has changed since the last one.
     recording: Mutex<()>,
     changed: AtomicBool,
 }
@@ -66,12 +65,13 @@ impl ControllerInner {
         }
     }
 
-    /// The control plane. What has to be done without the lock goes to [`run`](Self::run) then.
+    /// Locks the control plane. The caller passes the guard and the deferred work to
+    /// [`release`](Self::release).
     pub(crate) fn control(&self) -> MutexGuard<'_, Control> {
         self.control.lock()
     }
 
-    /// Does something under the control plane's lock, and then what has to be done without it.
+    /// Runs `act` under the control plane's lock, and then its deferred work without the lock.
     pub(crate) fn with(&self, act: impl FnOnce(&mut Control, &Context) -> Deferred) {
         let mut control = self.control.lock();
         let deferred = act(&mut control, &self.context);
@@ -79,12 +79,12 @@ impl ControllerInner {
         self.release(control, deferred);
     }
 
-    /// Something has changed that has to be recorded before the host can see it.
+    /// Marks the state as changed: it has to be checkpointed before the host sees the change.
     pub(crate) fn note_change(&self) {
         self.changed.store(true, Ordering::Release);
     }
 
-    /// From now on, what the controller is is recorded. It has no queues yet.
+    /// Starts checkpointing the controller. The controller must not have queues yet.
     pub(crate) fn record_with(&self, recorder: Arc<dyn Recorder>) -> io::Result<()> {
         let Context { shared, config, .. } = &self.context;
         shared.keep_journal(config.quota.requests)?;
@@ -93,8 +93,8 @@ impl ControllerInner {
         Ok(())
     }
 
-    /// Records what the controller is, if it is recorded and has changed. When this returns it is,
-    /// whoever has done it.
+    /// Checkpoints the controller, if it has a recorder and has changed. On return the latest
+    /// change is checkpointed, by this or by another thread.
     pub(crate) fn record(&self) {
         let Some(recorder) = self.recorder.get() else { return };
         let _one_after_the_other = self.recording.lock();
@@ -109,8 +109,8 @@ impl ControllerInner {
                 abort_point(AbortPoint::ChangeRecorded);
             }
             Err(error) => {
-                tracing::error!(%error, "the controller could not be recorded: should this \
-                    process die now, its guest has lost it");
+                tracing::error!(%error, "checkpoint failed: if this process dies, the \
+                    guest loses its controller");
             }
         }
     }
@@ -137,8 +137,8 @@ impl ControllerInner {
         })
     }
 
-    /// Goes on from the record of a controller whose process is dead; at rest, at first. How many
-    /// commands were under way.
+    /// Recovers the controller from the checkpoint of a dead process. The controller is quiesced
+    /// at first. Returns the number of commands to replay.
     pub(crate) fn recover(
         &self,
         saved: &SavedController,
@@ -147,13 +147,14 @@ impl ControllerInner {
     ) -> Result<usize, RestoreError> {
         let cx = &self.context;
         let SavedController { control, admin, parts, .. } = saved.clone();
-        let journal = saved.journal.as_ref().ok_or(RestoreError::Invalid("there is no journal"))?;
+        let journal =
+            saved.journal.as_ref().ok_or(RestoreError::Invalid("the journal is missing"))?;
         let (file, records) = (fds.take(journal.file)?, journal.records);
         let mut journal = RecoveredJournal::read(&file, records, control.generation, death)?;
         let eventfds = take_eventfds(&parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
         cx.shared.count_recovery();
-        // Whoever serves it may have said where, before.
+        // The caller may have chosen the I/O thread before.
         if saved.isolated && !cx.route.is_diverted() {
             self.relocate(|control, cx| control.isolate(cx))?;
         }
@@ -167,26 +168,28 @@ impl ControllerInner {
         Ok(replays)
     }
 
-    /// What a process before has announced is not known: each vector is raised once more.
+    /// Raises every vector once, because the interrupts that the previous process raised are
+    /// unknown.
     pub(crate) fn announce(&self, saved: &SavedController) {
         self.raise(&vectors(saved));
     }
 
-    /// Raises these vectors.
+    /// Raises the given vectors.
     pub(crate) fn raise(&self, vectors: &[u16]) {
         for vector in vectors {
             self.context.shared.irqs.trigger(usize::from(*vector));
         }
     }
 
-    /// Has `job` run on the thread of the worker that serves a submission queue.
+    /// Runs `job` on the I/O thread that serves submission queue `sqid`. Returns the job if that
+    /// is not possible.
     pub(crate) fn lend_thread(&self, sqid: u16, job: ThreadJob) -> Result<(), ThreadJob> {
         let cx = &self.context;
         let Some(placed) = self.control.lock().worker_of(sqid) else { return Err(job) };
         cx.pool.lend(cx.shared.id, cx.route.resolve(placed), job)
     }
 
-    /// Lets go of the lock, and does what has to be done without it.
+    /// Unlocks the control plane, checkpoints it and runs the deferred work.
     pub(crate) fn release(&self, control: MutexGuard<'_, Control>, deferred: Deferred) {
         let has_orders = control.has_admin_orders();
         drop(control);
@@ -197,7 +200,7 @@ impl ControllerInner {
         }
     }
 
-    /// Does what has to be done without the lock.
+    /// Runs deferred work. The caller holds no lock.
     fn run(&self, deferred: Deferred) {
         let Deferred { events, latches, callbacks } = deferred;
         if let Some(listener) = &self.context.listener {
@@ -207,7 +210,7 @@ impl ControllerInner {
         callbacks.into_iter().for_each(|done| done());
     }
 
-    /// Has the controller served by another worker.
+    /// Moves the controller to another I/O thread, as `act` decides.
     pub(crate) fn relocate(
         &self,
         act: impl FnOnce(&mut Control, &Context) -> Result<(), RelocateError>,
@@ -215,19 +218,19 @@ impl ControllerInner {
         act(&mut self.control.lock(), &self.context)
     }
 
-    /// Has the control thread give this controller a turn.
+    /// Requests a turn of the control thread.
     pub(crate) fn schedule(&self) {
         if self.run_state.request() {
             self.context.pool.control().schedule(self.me.clone());
         }
     }
 
-    /// The most that workers have told, and that was not read, at a time since this was last asked.
+    /// Returns and resets the maximum number of pending notices.
     pub(crate) fn most_notices(&self) -> usize {
         self.inbox.take_most()
     }
 
-    /// Reads what workers have told.
+    /// Handles the pending notices.
     fn receive(&self, deferred: &mut Deferred) {
         let Some(Notices { missed, errors, others }) = self.inbox.take() else { return };
         if missed.count != 0 {
@@ -239,7 +242,7 @@ impl ControllerInner {
         self.note_change();
     }
 
-    /// What has to be kept of the controller, which is at rest.
+    /// Snapshot of the quiesced controller.
     pub(crate) fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
         let cx = &self.context;
         let admin = self.admin.lock();
@@ -275,8 +278,8 @@ impl ControllerInner {
         })
     }
 
-    /// Goes on from the state of another controller. The host's memory is mapped, and its
-    /// interrupts are connected.
+    /// Restores the state of another controller. Host memory is already mapped, and interrupts are
+    /// connected.
     pub(crate) fn restore(
         &self,
         saved: &SavedController,
@@ -293,12 +296,12 @@ impl ControllerInner {
         Ok(())
     }
 
-    /// What has to be kept of the controller, which is at rest, on another machine.
+    /// Snapshot of the quiesced controller for migration to another machine.
     pub(crate) fn save_for_migration(&self) -> Result<MigratedController, SaveError> {
         if self.context.config.pool.is_some() {
             return Err(SaveError::Pool);
         }
-        // They stay here.
+        // Descriptors are not migrated and are dropped at the end of this function.
         let mut fds = Descriptors::default();
         let saved = self.save(&mut fds)?;
         let doorbells = self.context.shared.doorbells();
@@ -308,16 +311,16 @@ impl ControllerInner {
         Ok(MigratedController::new(saved, registers))
     }
 
-    /// Goes on from there, at rest. What whoever [runs](crate::Controller::run_migrated) it has to
-    /// announce then.
+    /// Loads a migrated state; the controller stays quiesced. Returns the vectors that have to be
+    /// raised when the controller [runs](crate::Controller::run_migrated).
     pub(crate) fn load(&self, migrated: MigratedController) -> Result<Vec<u16>, RestoreError> {
         let cx = &self.context;
         if cx.config.pool.is_some() {
-            return Err(RestoreError::Invalid("the namespaces of its host"));
+            return Err(RestoreError::Invalid("the target has a namespace pool"));
         }
         let (mut saved, registers) = migrated.check(cx)?;
         let written = cx.shared.doorbells().write_from(0, &registers);
-        written.ok_or(RestoreError::Invalid("the page of doorbells"))?;
+        written.ok_or(RestoreError::Invalid("the doorbell page"))?;
         let SavedController { control, admin, parts, .. } = &mut saved;
         let loaded = self.control.lock().load(cx, control, admin.as_ref(), parts);
         self.note_change();
@@ -327,7 +330,7 @@ impl ControllerInner {
         Ok(vectors(&saved))
     }
 
-    /// Has the server do what the control plane has decided.
+    /// Has the admin queue server apply the control plane's orders.
     fn follow_orders(&self, server: &mut AdminServer, has_fetched: bool) {
         if server.follow_orders(&self.control, &self.context, has_fetched) {
             self.note_change();
@@ -338,14 +341,13 @@ impl ControllerInner {
         self.context.pool.control().is_inline()
     }
 
-    /// So much of a processor went to the guest's commands.
+    /// Charges CPU time of admin commands to the controller's budget.
     fn spend(&self, budget: &mut Budget, used: Duration) {
         let cx = &self.context;
         if !cx.pool.control().is_inline() && budget.spend(used, Instant::now()) {
             tracing::warn!(
                 serial = cx.config.serial,
-                "the guest gives more admin commands than a fifth of a processor can serve; they \
-                 wait their turn"
+                "admin commands of the guest take more than a fifth of a CPU; they are delayed"
             );
         }
     }
@@ -358,7 +360,7 @@ impl ControllerInner {
         self.follow_orders(server, false);
         self.record();
         server.post(control, cx);
-        // What was done for them elsewhere.
+        // CPU time that Get LBA Status commands took in their own turns.
         let elsewhere = cx.lba_status.take_used();
         if !elsewhere.is_zero() {
             self.spend(budget, elsewhere);
@@ -370,15 +372,16 @@ impl ControllerInner {
             control.lock().lacks_admin_cq(cx, deferred);
             return Turn::Idle;
         }
-        // Most turns have no command, and the question is a system call.
+        // Measured only if there is a command, because the CPU clock costs a system call.
         let mut processor = None;
         let mut served = 0;
         let turn = loop {
-            // What a caller's thread does is up to the caller; its turns are all alike.
+            // Inline turns run on a caller's thread, which limits them itself. They are bounded by
+            // the number of commands only.
             if served == TURN_COMMANDS || !is_inline && began.elapsed() >= TURN_TIME {
                 break Turn::Again;
             }
-            // What it posts, if there is nothing more to do, is recorded.
+            // Before `next` posts completions, the state that they reveal is checkpointed.
             self.record();
             match server.next(control, cx) {
                 Next::Idle => break Turn::Idle,
@@ -387,7 +390,7 @@ impl ControllerInner {
                     if !is_inline {
                         processor.get_or_insert_with(processor_time);
                     }
-                    // What was the case before the host submitted the command counts first.
+                    // Notices sent before the host submitted the command take effect first.
                     self.receive(deferred);
                     self.follow_orders(server, true);
                     if !server.serve(control, cx, command, deferred) {
@@ -418,7 +421,7 @@ impl TakesTurns for ControllerInner {
 
     fn turn(&self) -> Turn {
         let mut deferred = Deferred::default();
-        // What a host can have done as often as it likes has its price.
+        // Exclusive commands can be repeated by a host at will, so their CPU time is charged.
         let has_price = self.control.lock().has_one_alone() && !self.is_inline();
         let began = has_price.then(processor_time);
         self.receive(&mut deferred);
@@ -443,8 +446,8 @@ impl TakesTurns for ControllerInner {
         if control.watch_host(&self.context, now, &mut deferred) {
             self.note_change();
         }
-        // Another turn follows in any case, but for an idle one. Where there are no threads, there
-        // is no clock either: a host is looked for when there is something else to do.
+        // Only an idle turn needs a timer: otherwise another turn follows anyway. In inline mode
+        // there are no timers, so the Keep Alive Timer is checked in turns for other work.
         let is_last = turn == Turn::Idle && !self.context.pool.control().is_inline();
         let watch = if is_last { control.next_watch(now) } else { None };
         drop(control);
@@ -461,7 +464,8 @@ impl ControlPlane for ControllerInner {
     }
 }
 
-/// The vectors of the queues of a controller, and what it has raised and nobody was there to hear.
+/// Interrupt vectors of the controller's completion queues, and vectors that were raised without
+/// an eventfd.
 fn vectors(saved: &SavedController) -> Vec<u16> {
     let cqs = saved.parts.iter().flat_map(|part| &part.cqs).filter_map(|cq| cq.vector);
     let of_admin = saved.admin.as_ref().map(|_| 0);
@@ -472,13 +476,14 @@ fn vectors(saved: &SavedController) -> Vec<u16> {
     vectors
 }
 
-/// The processor time that this thread has taken: a turn that waits for somebody takes none.
+/// CPU time of the calling thread. Unlike wall-clock time, it excludes the time that a turn is
+/// blocked.
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::try_from(time).unwrap_or_default()
 }
 
-/// The descriptors that stand for doorbells, by part.
+/// Takes the doorbell eventfds of each part.
 fn take_eventfds(
     parts: &[SavedPart],
     fds: &mut Descriptors,

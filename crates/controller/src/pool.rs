@@ -1,9 +1,9 @@
-//! Namespaces that a host makes: what they are made from, and what is asked of whoever has that.
+//! Namespace pool: interface to the storage from which a host creates namespaces.
 //!
-//! The controller understands the commands, checks them, and tells the host how they ended. What a
-//! namespace keeps its bytes in, and which there are, is known to a [`NamespacePool`], which
-//! outlives the controller. It carries out one [order](PoolOrder) at a time, on a thread of its
-//! own, and has the namespaces that are attached come and go as any owner of the controller does
+//! The controller decodes and checks Namespace Management, Namespace Attachment, Format NVM and
+//! Sanitize, and completes them. A [`NamespacePool`], which outlives the controller, manages the
+//! namespaces and their storage. The pool executes one [order](PoolOrder) at a time on its own
+//! thread, and adds and removes attached namespaces like any owner of the controller
 //! ([`Controller::add_namespace`](crate::Controller::add_namespace)).
 
 use crate::notice::{ControlHandle, Notice};
@@ -12,32 +12,32 @@ use shadowbell_spec::admin::Sanitize;
 use shadowbell_spec::status::Status;
 use std::fmt;
 
-/// A namespace that was created from a pool.
+/// Namespace that was created from a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolNamespace {
-    /// Its number, which stays the same.
+    /// NSID, which never changes.
     pub nsid: u32,
-    /// Its UUID, as for [`NamespaceConfig`](crate::NamespaceConfig).
+    /// UUID, as in [`NamespaceConfig`](crate::NamespaceConfig).
     pub uuid: [u8; 16],
-    /// Its size in logical blocks.
+    /// Size in logical blocks.
     pub blocks: u64,
     /// Bytes of a logical block: 512 or 4096.
     pub block_size: u32,
-    /// What metadata each block has, if it has any.
+    /// Metadata format, if blocks have metadata.
     pub metadata: Option<MetadataFormat>,
-    /// Whether the controller has it.
+    /// True if the namespace is attached to the controller.
     pub attached: bool,
 }
 
 impl PoolNamespace {
-    /// Its size in bytes, with its metadata.
+    /// Size in bytes, including metadata.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         bytes_of(self.blocks, self.block_size, self.metadata.as_ref()).unwrap_or(u64::MAX)
     }
 }
 
-/// How many bytes so many blocks take, with their metadata; `None` if 64 bits do not hold it.
+/// Size of `blocks` blocks in bytes, including metadata; `None` if it exceeds 64 bits.
 pub(crate) fn bytes_of(
     blocks: u64,
     block_size: u32,
@@ -49,36 +49,36 @@ pub(crate) fn bytes_of(
     }
 }
 
-/// How far the most recent sanitize operation is.
+/// Phase of the most recent sanitize operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SanitizePhase {
-    /// There was none.
+    /// No sanitize operation has been started.
     #[default]
     Never,
-    /// It is under way: so many 65536th parts are done.
+    /// The operation is in progress; progress in 65536ths.
     InProgress(u16),
-    /// It was successful.
+    /// The operation was successful.
     Successful,
-    /// It has failed. The namespaces stay out of reach until another one is successful, or the
-    /// host leaves that state.
+    /// The operation failed. The namespaces stay inaccessible until another operation succeeds or
+    /// the host exits the failure mode.
     Failed,
-    /// The host has left that state: the namespaces can be reached.
+    /// The host exited the failure mode: the namespaces are accessible.
     FailureLeft,
 }
 
-/// The most recent sanitize operation.
+/// Status of the most recent sanitize operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SanitizeStatus {
-    /// How far it is.
+    /// Phase of the operation.
     pub phase: SanitizePhase,
-    /// What the host has asked for.
+    /// Parameters of the Sanitize command.
     pub command: Sanitize,
-    /// Passes of an overwrite that are complete.
+    /// Completed overwrite passes.
     pub passes: u8,
 }
 
 impl SanitizeStatus {
-    /// How a command ends that the operation does not let have a namespace, if it does not.
+    /// Status of commands that access a namespace, if the operation blocks them.
     #[must_use]
     pub fn barrier(&self) -> Option<Status> {
         match self.phase {
@@ -89,25 +89,25 @@ impl SanitizeStatus {
     }
 }
 
-/// What a pool is at a moment.
+/// Snapshot of a pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolState {
-    /// How many bytes the namespaces may have together.
+    /// Maximum size of all namespaces together, in bytes.
     pub capacity: u64,
-    /// The namespaces, in the order of their NSIDs.
+    /// Namespaces in ascending order of NSID.
     pub namespaces: Vec<PoolNamespace>,
-    /// The most recent sanitize operation.
+    /// Status of the most recent sanitize operation.
     pub sanitize: SanitizeStatus,
 }
 
 impl PoolState {
-    /// The namespace of this number.
+    /// Namespace with this NSID.
     #[must_use]
     pub fn get(&self, nsid: u32) -> Option<&PoolNamespace> {
         self.namespaces.iter().find(|namespace| namespace.nsid == nsid)
     }
 
-    /// How many bytes no namespace has.
+    /// Unallocated capacity in bytes.
     #[must_use]
     pub fn unallocated(&self) -> u64 {
         let taken = self.namespaces.iter().map(PoolNamespace::bytes);
@@ -115,84 +115,86 @@ impl PoolState {
     }
 }
 
-/// What a host wants done. The controller has checked it against the [state](PoolState).
+/// Action that a host requests from a pool. The controller has checked it against the
+/// [state](PoolState).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PoolAct {
-    /// A namespace is to be there, attached to nobody; the number of it is the outcome.
+    /// Creates a detached namespace. The outcome is its NSID.
     Create {
-        /// Its UUID, which the controller has chosen. If there is a namespace with this UUID the
-        /// order was carried out already.
+        /// UUID chosen by the controller. If a namespace with this UUID exists, the order was
+        /// already executed.
         uuid: [u8; 16],
-        /// Its size in logical blocks.
+        /// Size in logical blocks.
         blocks: u64,
         /// Bytes of a logical block.
         block_size: u32,
-        /// What metadata each has.
+        /// Metadata format, if blocks have metadata.
         metadata: Option<MetadataFormat>,
     },
-    /// These namespaces are to be gone, with what they hold.
+    /// Deletes namespaces and their contents.
     Delete(Vec<u32>),
-    /// The controller is to have this namespace.
+    /// Attaches a namespace to the controller.
     Attach(u32),
-    /// It is to have it no more.
+    /// Detaches a namespace from the controller.
     Detach(u32),
-    /// These namespaces are to have such blocks, and to hold nothing of what they held.
-    /// The size in bytes stays, without what is no whole block.
+    /// Formats namespaces with the given block size and metadata, and erases their contents. The
+    /// size in bytes stays, rounded down to whole blocks.
     Format {
-        /// The namespaces.
+        /// NSIDs of the namespaces.
         nsids: Vec<u32>,
         /// Bytes of a logical block.
         block_size: u32,
-        /// What metadata each has.
+        /// Metadata format, if blocks have metadata.
         metadata: Option<MetadataFormat>,
     },
-    /// A sanitize operation is to begin, of all namespaces; the order is carried out when it has
-    /// begun, and [`PoolPort::sanitized`] tells of its end. With Exit Failure Mode, a failed one is
-    /// to be forgotten.
+    /// Starts a sanitize operation of all namespaces. The order ends when the operation has
+    /// started, and [`PoolPort::sanitized`] reports the end of the operation. With Exit Failure
+    /// Mode, a failed operation is cleared instead.
     Sanitize(Sanitize),
 }
 
-/// What a host wants done, and how often it was ordered.
+/// Order for a pool: an action and whether it may be repeated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolOrder {
-    /// What is to be done.
+    /// Action to execute.
     pub act: PoolAct,
-    /// A process that has died may have done it, and has not told the host: that it is done already
-    /// is no error.
+    /// True after a crash recovery: the dead process may have executed the action without
+    /// completing the command, so an already executed action is not an error.
     pub is_again: bool,
 }
 
-/// How an order has ended: dword 0 of the completion, or why it was not carried out.
+/// Outcome of an order: dword 0 of the completion, or the error status.
 pub type PoolOutcome = Result<u32, Status>;
 
-/// What a host's namespaces are made from.
+/// Storage pool of a host's namespaces.
 ///
-/// No method waits for storage: they are called under the lock of a control plane.
+/// The methods are called under the lock of a control plane, so none may wait for storage.
 pub trait NamespacePool: Send + Sync + fmt::Debug {
-    /// What there is.
+    /// Current state of the pool.
     fn state(&self) -> PoolState;
 
-    /// The controller of which the pool is, from here on.
+    /// Connects the pool to its controller.
     fn connect(&self, port: PoolPort);
 
-    /// Has an order carried out by somebody else. What it changes, and what of that is to outlive a
-    /// loss of power, is on stable storage when `done` is told.
+    /// Starts an order and returns immediately. Before `done` is called, all changes that have to
+    /// survive a power loss must be on stable storage.
     fn order(&self, order: PoolOrder, done: PoolDone);
 }
 
-/// The way from a pool to the controller.
+/// Handle by which a pool notifies its controller.
 #[derive(Clone, Debug)]
 pub struct PoolPort(pub(crate) ControlHandle);
 
 impl PoolPort {
-    /// A sanitize operation has come to its end, as the [state](NamespacePool::state) says. The
-    /// namespaces that can be reached are those of the controller again.
+    /// Reports the end of a sanitize operation. The [state](NamespacePool::state) gives its
+    /// result, and the accessible namespaces have been added to the controller again.
     pub fn sanitized(&self) {
         self.0.notify(Notice::Sanitized);
     }
 }
 
-/// Who waits for the end of an order. Dropped without a word it ends as an internal error.
+/// Completion callback of an order. If it is dropped without a call of [`end`](Self::end), the
+/// order ends with Internal Error.
 #[derive(Debug)]
 pub struct PoolDone {
     pub(crate) control: ControlHandle,
@@ -202,7 +204,7 @@ pub struct PoolDone {
 }
 
 impl PoolDone {
-    /// The order has ended.
+    /// Completes the order.
     pub fn end(mut self, outcome: PoolOutcome) {
         self.tell(outcome);
     }

@@ -1,14 +1,14 @@
-//! Whoever keeps what a controller is, in case that this process dies.
+//! Checkpoint sink for crash recovery.
 
 use crate::saved::SavedController;
 use shadowbell_state::Descriptors;
 
-/// Keeps what a controller is while it works, in case that this process dies: another process goes
-/// on from what was recorded last ([`Controller::recover`](crate::Controller::recover)).
+/// Stores checkpoints of a running controller. If this process dies, the next process recovers the
+/// controller from the last checkpoint ([`Controller::recover`](crate::Controller::recover)).
 pub trait Recorder: Send + Sync {
-    /// The controller is this, as of now; `fds` are the descriptors that `state` names. The host
-    /// sees nothing of what has changed before this returns. It is called for what happens seldom
-    /// (registers, admin commands), on the thread that brings it: it should not take longer than
-    /// some ten microseconds.
+    /// Stores a checkpoint; `fds` are the descriptors to which `state` refers. The host sees no
+    /// change of the state before this method returns. The method is called for rare operations
+    /// (registers, admin commands) on the thread that handles them, and should take at most about
+    /// ten microseconds.
     fn record(&self, state: &SavedController, fds: Descriptors);
 }

@@ -1,7 +1,7 @@
-//! The file in which reservations are kept.
+//! Reservation file: stores the reservations of a subsystem.
 //!
-//! It has [two places](TwoPlaces), which take turns, so there is always one that counts, whenever
-//! the power goes.
+//! Writes alternate between [two places](TwoPlaces), so one valid version survives a power loss at
+//! any time.
 
 use crate::reservations::{AllReservations, Reservations};
 use parking_lot::Mutex;
@@ -12,23 +12,23 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 const MAGIC: [u8; 8] = *b"SBRESV01";
-/// Bytes of a place. All that there can be is less: 128 registrants in each of 256 namespaces.
+/// Bytes of a place. Large enough for the maximum: 128 registrants in each of 256 namespaces.
 const PLACE: u64 = 8 << 20;
 const PLACES: TwoPlaces =
     TwoPlaces { magic: &MAGIC, order: HeadOrder::LengthFirst, place: PLACE, is_padded: false };
 
-/// The file in which reservations are kept.
+/// File that stores reservations.
 #[derive(Debug)]
 pub(crate) struct ReservationFile {
     file: File,
-    /// One change at a time.
+    /// Serializes writes.
     writing: Mutex<()>,
 }
 
-/// What a place has.
+/// Contents of a place.
 #[derive(Default, Serialize, Deserialize)]
 struct Content {
-    /// By UUID.
+    /// Reservations by namespace UUID.
     namespaces: Vec<([u8; 16], Reservations)>,
 }
 
@@ -37,29 +37,29 @@ impl ReservationFile {
         Self { file, writing: Mutex::default() }
     }
 
-    /// What counts.
+    /// Newest valid version.
     fn newest(&self) -> Option<Newest<Vec<u8>>> {
         PLACES.read(&self.file, |text| Some(text.to_vec()))
     }
 
-    /// What was written last; nothing, if the file is empty.
+    /// Reads the newest version; an empty file has no reservations.
     ///
     /// # Errors
-    /// It is another file.
+    /// The file is not a reservation file, or cannot be read.
     pub(crate) fn read(&self) -> io::Result<AllReservations> {
         let wrong = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
         let Some(Newest { value: text, .. }) = self.newest() else {
             if self.file.metadata()?.len() == 0 || self.is_new()? {
                 return Ok(AllReservations::new());
             }
-            return Err(wrong("the file has no reservations; give an empty one".into()));
+            return Err(wrong("the file has no valid reservations: use an empty file".into()));
         };
         let content: Content = serde_json::from_slice(&text)
-            .map_err(|error| wrong(format!("these are no reservations: {error}")))?;
+            .map_err(|error| wrong(format!("the file has invalid reservations: {error}")))?;
         Ok(content.namespaces.into_iter().collect())
     }
 
-    /// The power went while it was written for the first time.
+    /// True if power was lost during the first write: the file has at most a partial first place.
     fn is_new(&self) -> io::Result<bool> {
         let mut magic = [0; 8];
         let len = self.file.read_at(&mut magic, 0)?;
@@ -68,10 +68,10 @@ impl ReservationFile {
         Ok(is_begun && len_of_all <= PLACE)
     }
 
-    /// Has the file have this, or what it had before.
+    /// Writes a new version. On failure the previous version stays valid.
     ///
     /// # Errors
-    /// The system's; or there is too much.
+    /// The error of the system, or the reservations do not fit into a place.
     pub(crate) fn write(&self, all: &AllReservations) -> io::Result<()> {
         let _one_after_the_other = self.writing.lock();
         let namespaces = all.iter().map(|(uuid, its)| (*uuid, its.clone())).collect();
@@ -107,7 +107,7 @@ mod tests {
             if key == 1 {
                 continue;
             }
-            // Each byte of the place that was written last, as it would be if it had not come.
+            // Corrupt each byte of the newest version, as if its write had been lost.
             let Newest { place, value: text, .. } = kept.newest().unwrap();
             for byte in (0..PLACES.head() + text.len()).map(|byte| place * PLACE + byte as u64) {
                 let mut was = [0];

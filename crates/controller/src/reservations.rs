@@ -1,5 +1,5 @@
-//! Reservations of one namespace: who is registered with which key, and who holds what. Base 2.1,
-//! 8.1.22. Nothing here knows of controllers, queues or files.
+//! Reservation state machine of one namespace: registrants, keys and holder (Base 2.1, 8.1.22).
+//! Independent of controllers, queues and files.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_spec::log::AnaState;
@@ -7,21 +7,21 @@ use shadowbell_spec::reservation::{ReservationNotification, ReservationType};
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
 
-/// Registrants of a namespace, at most. A host may give itself another identifier after each reset,
-/// so there has to be an end.
+/// Maximum number of registrants of a namespace. A host may change its Host Identifier after each
+/// reset, so the number needs a limit.
 pub(crate) const MAX_REGISTRANTS: usize = 128;
 
-/// Who a host is: its Host Identifier.
+/// Host Identifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) enum HostId {
-    /// Of 64 bits.
+    /// Host Identifier of 64 bits.
     Short(u64),
-    /// Of 128 bits.
+    /// Extended Host Identifier of 128 bits.
     Extended([u8; 16]),
 }
 
 impl HostId {
-    /// Of what the feature transfers; `None` if it is zero, which is nobody.
+    /// Decodes the data of the Host Identifier feature; `None` if it is zero, which means "none".
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         if bytes.iter().all(|byte| *byte == 0) {
             return None;
@@ -32,12 +32,12 @@ impl HostId {
         bytes.try_into().ok().map(|short| Self::Short(u64::from_le_bytes(short)))
     }
 
-    /// It has 128 bits.
+    /// True if the identifier has 128 bits.
     pub(crate) fn is_extended(self) -> bool {
         matches!(self, Self::Extended(_))
     }
 
-    /// As the feature transfers it.
+    /// Encodes the identifier as data of the Host Identifier feature.
     pub(crate) fn bytes(self) -> Vec<u8> {
         match self {
             Self::Short(id) => id.to_le_bytes().to_vec(),
@@ -46,47 +46,47 @@ impl HostId {
     }
 }
 
-/// What a controller may do with a namespace.
+/// Access rights of a controller to a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Access {
-    /// Commands of the read group.
+    /// True if commands of the read group are allowed.
     pub(crate) read: bool,
-    /// Commands of the write group.
+    /// True if commands of the write group are allowed.
     pub(crate) write: bool,
-    /// What the way to the namespace is good for, whatever is reserved.
+    /// ANA state of the namespace's group, independent of reservations.
     pub(crate) way: AnaState,
 }
 
 impl Access {
-    /// Everything.
+    /// Unrestricted access.
     pub(crate) const ALL: Self = Self { read: true, write: true, way: AnaState::Optimized };
 
-    /// Whether it is less than everything. A way that is not the best takes all commands.
+    /// True if some commands are refused. A non-optimized ANA state refuses none.
     pub(crate) fn restricts(self) -> bool {
         !self.read || !self.write || self.way.refusal().is_some()
     }
 }
 
-/// A command that changes something.
+/// Reservation command that changes the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     /// Reservation Register, register.
     Register { key: u64 },
-    /// Reservation Register, unregister; the present key, unless it is ignored.
+    /// Reservation Register, unregister. `key` is the current key, `None` to ignore it.
     Unregister { key: Option<u64> },
-    /// Reservation Register, replace; the present key, unless it is ignored, and the new one.
+    /// Reservation Register, replace. `key` is the current key, `None` to ignore it.
     Replace { key: Option<u64>, new: u64 },
     /// Reservation Acquire.
     Acquire { key: u64, kind: ReservationType },
-    /// Reservation Acquire, Preempt: with the key of those who lose theirs.
+    /// Reservation Acquire, Preempt. `of` is the key of the registrants to preempt.
     Preempt { key: u64, of: u64, kind: ReservationType },
-    /// Reservation Release. The type may be one that there is not.
+    /// Reservation Release. `kind` may be an undefined type.
     Release { key: u64, kind: u8 },
     /// Reservation Release, Clear.
     Clear { key: u64 },
 }
 
-/// What a host is to be told.
+/// Reservation notification for a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Told {
     RegistrationPreempted,
@@ -95,7 +95,7 @@ pub(crate) enum Told {
 }
 
 impl Told {
-    /// The type in the log page.
+    /// Notification type in the Reservation Notification log page.
     pub(crate) fn code(self) -> u8 {
         match self {
             Self::RegistrationPreempted => ReservationNotification::REGISTRATION_PREEMPTED,
@@ -105,26 +105,26 @@ impl Told {
     }
 }
 
-/// What follows from a change for other hosts.
+/// Effects of a change on hosts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Consequences {
-    /// Notices.
+    /// Notifications to send.
     pub(crate) told: Vec<(HostId, Told)>,
-    /// Hosts that have lost their registration.
+    /// Hosts that lost their registration.
     pub(crate) unregistered: Vec<HostId>,
 }
 
-/// The reservations of one namespace.
+/// Reservation state of one namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Reservations {
-    /// Counts changes of registrations.
+    /// Generation: number of registration changes.
     pub(crate) generation: u32,
     /// Persist Through Power Loss.
     pub(crate) persistent: bool,
-    /// Keys.
+    /// Registrants and their keys.
     registrants: Vec<(HostId, u64)>,
-    /// RTYPE of the reservation, and its holder. If all registrants are holders, the host is the
-    /// one that acquired it, and means nothing.
+    /// RTYPE of the reservation, and its holder. If all registrants are holders, the stored host
+    /// is the one that acquired the reservation, and is not used.
     held: Option<(u8, HostId)>,
 }
 
@@ -132,7 +132,7 @@ const CONFLICT: Status = Status::RESERVATION_CONFLICT.with_dnr();
 const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 
 impl Reservations {
-    /// The type of the reservation, if there is one.
+    /// Type of the reservation, if one is held.
     pub(crate) fn kind(&self) -> Option<ReservationType> {
         self.held.and_then(|(kind, _)| ReservationType::from_bits(kind))
     }
@@ -142,7 +142,7 @@ impl Reservations {
         self.registrants.iter().copied()
     }
 
-    /// Whether a host holds the reservation.
+    /// True if the host holds the reservation.
     pub(crate) fn is_holder(&self, host: HostId) -> bool {
         match (self.kind(), self.held) {
             (Some(kind), _) if kind.is_of_all_registrants() => self.key(host).is_some(),
@@ -151,7 +151,7 @@ impl Reservations {
         }
     }
 
-    /// What a host may do. One that is nobody is no registrant.
+    /// Access rights of a host. A host without an identifier is not a registrant.
     pub(crate) fn access(&self, host: Option<HostId>) -> Access {
         let Some(kind) = self.kind() else { return Access::ALL };
         let is_registrant = host.is_some_and(|host| self.key(host).is_some());
@@ -166,10 +166,10 @@ impl Reservations {
         self.registrants.iter().find(|(other, _)| *other == host).map(|(_, key)| *key)
     }
 
-    /// Carries out a command of `host`. Nothing has changed if it fails.
+    /// Executes a reservation command of `host`. On failure the state is unchanged.
     ///
     /// # Errors
-    /// The status that the command completes with.
+    /// The completion status of the command.
     pub(crate) fn act(&mut self, host: HostId, action: Action) -> Result<Consequences, Status> {
         let mut then = Consequences::default();
         match action {
@@ -184,7 +184,7 @@ impl Reservations {
                 self.unregister(host, &mut then);
                 self.count();
             }
-            // Whoever ignores the present key need not have one.
+            // With Ignore Existing Key, the host need not be registered.
             Action::Replace { key: None, new } if self.key(host).is_none() => {
                 self.add(host, new)?
             }
@@ -237,7 +237,7 @@ impl Reservations {
         Ok(())
     }
 
-    /// The host has to be registered, with this key unless that is ignored.
+    /// Checks that the host is registered, and with `key` unless the key is ignored.
     fn check(&self, host: HostId, key: Option<u64>) -> Result<(), Status> {
         match (self.key(host), key) {
             (None, _) => Err(CONFLICT),
@@ -246,13 +246,13 @@ impl Reservations {
         }
     }
 
-    /// All others that are registered are told this.
+    /// Adds a notification for all registrants except `host`.
     fn tell_others(&self, host: HostId, told: Told, then: &mut Consequences) {
         let others = self.registrants().filter(|(other, _)| *other != host);
         then.told.extend(others.map(|(other, _)| (other, told)));
     }
 
-    /// A host is no registrant any more; nor a holder.
+    /// Unregisters a host, and releases the reservation if the host was its last holder.
     fn unregister(&mut self, host: HostId, then: &mut Consequences) {
         let was_holder = self.is_holder(host);
         self.registrants.retain(|(other, _)| *other != host);
@@ -267,7 +267,7 @@ impl Reservations {
         }
     }
 
-    /// All that these are the hosts of lose their registration.
+    /// Preempts the registrants that `whom` selects.
     fn remove(&mut self, by: HostId, whom: impl Fn(HostId, u64) -> bool, then: &mut Consequences) {
         let chosen: Vec<_> = self.registrants().filter(|(host, key)| whom(*host, *key)).collect();
         for (host, _) in chosen {
@@ -312,7 +312,8 @@ impl Reservations {
                 return Ok(());
             }
         }
-        // The reservation stays as it is, if there is one.
+        // Registrations with the given key are removed; a reservation is released only if its
+        // holder is among them.
         if of == 0 || self.registrants().all(|(_, key)| key != of) {
             return Err(CONFLICT);
         }
@@ -335,18 +336,18 @@ impl Reservations {
         Ok(())
     }
 
-    /// As they are after a loss of power.
+    /// State after a power loss.
     pub(crate) fn after_power_loss(self) -> Self {
         if self.persistent { self } else { Self::default() }
     }
 
-    /// Whether it is as it would be if nobody had ever done anything.
+    /// True if the state equals that of an unused namespace.
     pub(crate) fn is_untouched(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// The reservations of the namespaces of a subsystem, by UUID.
+/// Reservations of a subsystem's namespaces, by UUID.
 pub(crate) type AllReservations = BTreeMap<[u8; 16], Reservations>;
 
 #[cfg(test)]

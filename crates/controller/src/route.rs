@@ -1,10 +1,10 @@
-//! Where the messages of a controller go: to the worker that they are for, or to the one that has
-//! taken the controller over from it.
+//! Message routing of a controller: to the I/O thread at which a queue was placed, or to the one
+//! that has taken the controller over.
 //!
-//! The rest of the control plane knows workers by the numbers at which queues were placed. A
-//! controller that is served elsewhere (see `worker::slow`) keeps these numbers; the route leads
-//! from there. While queues are on their way, what is said to their worker is kept here, in its
-//! order, and sent to the other one when they have arrived there.
+//! The control plane identifies I/O threads by the numbers at which queues were placed. The
+//! numbers stay valid when the controller moves to another I/O thread (see `worker::slow`): the
+//! route translates them. While queues are moving, messages to their I/O thread are kept here in
+//! order, and sent to the new I/O thread after the queues have arrived.
 
 use crate::worker::Pool;
 use crate::worker::message::Message;
@@ -14,51 +14,53 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 
-/// Why a controller can not be served by another worker.
+/// Error in moving a controller to another I/O thread.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RelocateError {
-    /// It was moved before, and stays where it is.
-    #[error("the controller has a worker of its own already, where it stays until it is removed")]
+    /// The controller was moved before and cannot be moved again.
+    #[error(
+        "the controller was already moved to another I/O thread, and stays there until it is removed"
+    )]
     Placed,
-    /// There is no such worker.
-    #[error("there is no worker {0}: the pool has {1}, counted from 0")]
+    /// The I/O thread number is out of range.
+    #[error("there is no worker {0}: the pool has {1} workers, counted from 0")]
     NoSuchWorker(usize, usize),
-    /// As many controllers have a thread of their own as can.
-    #[error("no more controllers of this process can have a thread of their own")]
+    /// The maximum number of dedicated I/O threads is reached.
+    #[error("all dedicated I/O threads of this process are in use")]
     TooMany,
-    /// It is at rest, or comes to rest.
-    #[error("the controller is at rest: it is about to be served by another process")]
+    /// The controller is quiesced or quiescing.
+    #[error("the controller is quiesced, because another process is about to serve it")]
     Frozen,
-    /// The system's.
-    #[error("a thread for the controller could not be started: {0}")]
+    /// The system could not create a thread.
+    #[error("cannot start a thread for the controller: {0}")]
     System(#[from] io::Error),
 }
 
-/// Where the messages of a controller go.
+/// Message routing of a controller.
 #[derive(Default)]
 pub(crate) struct Route(Mutex<Way>);
 
 #[derive(Default)]
 struct Way {
-    /// The worker that serves the controller instead of those that its queues were placed at.
+    /// I/O thread that serves the controller, instead of those at which its queues were placed.
     to: Option<usize>,
-    /// Workers that have queues of it yet, and what is to be said when these have left.
+    /// I/O threads whose queues have not left yet, with the messages to send after the move.
     leaving: BTreeMap<usize, Vec<Message>>,
     rest: Option<Rest>,
 }
 
-/// A controller at rest, or on the way there.
+/// Routing state of a quiesced or quiescing controller.
 struct Rest {
-    /// Where its queues are when they have left their workers.
+    /// Queues of each I/O thread after they have left it.
     stopovers: Vec<Arc<Stopover>>,
-    /// What is to be said, to those of which worker, when they are back.
+    /// Messages to send after the quiesce, with the I/O thread number at placement.
     kept: Vec<(usize, Message)>,
 }
 
 impl Rest {
-    /// Keeps what is said to `worker`. As in its mailbox, of several DMA maps the last one counts:
-    /// a client may share memory for as long as it likes while its controller is at rest.
+    /// Keeps a message to `worker`. Of several DMA tables only the last one is kept, as in a
+    /// mailbox, because a client can map memory without limit while its controller is quiesced.
     fn keep(&mut self, worker: usize, message: Message) {
         let of_worker = self.kept.iter_mut().rev().find(|(other, _)| *other == worker);
         match (message, of_worker) {
@@ -75,22 +77,23 @@ impl Rest {
 }
 
 impl Route {
-    /// The worker that serves what was placed at `worker`, or will when it has arrived.
+    /// I/O thread that serves queues placed at `worker`, or will after a move in progress.
     pub(crate) fn resolve(&self, worker: usize) -> usize {
         self.0.lock().to.unwrap_or(worker)
     }
 
-    /// Whether the controller goes, or has gone, to a worker that it was not placed at.
+    /// True if the controller has moved, or is moving, to another I/O thread.
     pub(crate) fn is_diverted(&self) -> bool {
         self.0.lock().to.is_some()
     }
 
-    /// The worker that it was diverted to.
+    /// I/O thread to which the controller has moved or is moving.
     pub(crate) fn target(&self) -> Option<usize> {
         self.0.lock().to
     }
 
-    /// Sends `message` to whoever serves what was placed at `worker`, now or later.
+    /// Sends `message` to the I/O thread that serves queues placed at `worker`. The message is
+    /// kept while the queues are moving or quiesced.
     pub(crate) fn send(&self, pool: &Pool, worker: usize, message: Message) {
         let mut way = self.0.lock();
         if let Some(rest) = &mut way.rest {
@@ -102,8 +105,8 @@ impl Route {
         }
     }
 
-    /// From now on worker `to` serves the controller. Those of `workers` have queues of it: each is
-    /// sent what `leave` makes. Nothing happens if it was diverted before.
+    /// Moves the controller to I/O thread `to`. Each of `workers`, which have queues of the
+    /// controller, is sent a message made by `leave`. A second call has no effect.
     pub(crate) fn divert(
         &self,
         pool: &Pool,
@@ -122,7 +125,7 @@ impl Route {
         }
     }
 
-    /// What `worker` had has arrived.
+    /// Sends the kept messages after the queues of `worker` have arrived.
     pub(crate) fn arrived(&self, pool: &Pool, worker: usize) {
         let mut way = self.0.lock();
         let to = way.to.unwrap_or(worker);
@@ -131,13 +134,14 @@ impl Route {
         }
     }
 
-    /// A reset waits for those that are leaving: `hurry` makes what they are told.
+    /// Sends a message made by `hurry` to I/O threads whose queues have not left, because a reset
+    /// waits for them.
     pub(crate) fn hurry(&self, pool: &Pool, hurry: impl Fn() -> Message) {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
     }
 
-    /// All workers that may have queues of it, which were placed at `workers`: whatever is on its
-    /// way is at one of these, or nowhere.
+    /// I/O threads that may have queues of the controller: those of `workers`, where queues were
+    /// placed, and the target of a move. Moving queues are at one of them, or already lost.
     pub(crate) fn everywhere(&self, workers: impl IntoIterator<Item = usize>) -> Vec<usize> {
         let way = self.0.lock();
         let mut all: BTreeSet<_> = workers.into_iter().collect();
@@ -145,13 +149,13 @@ impl Route {
         all.into_iter().collect()
     }
 
-    /// Whether queues of the controller are on their way to another worker.
+    /// True if queues are moving to another I/O thread.
     pub(crate) fn is_leaving(&self) -> bool {
         !self.0.lock().leaving.is_empty()
     }
 
-    /// Has the queues leave all workers, for a rest: each that serves what was placed at one of
-    /// `workers` is sent what `leave` makes. What is said from here on is kept.
+    /// Starts a quiesce: sends a message made by `leave` to each I/O thread that serves queues
+    /// placed at `workers`. All later messages are kept.
     pub(crate) fn begin_rest(
         &self,
         pool: &Pool,
@@ -169,24 +173,26 @@ impl Route {
         way.rest = Some(Rest { stopovers, kept: Vec::new() });
     }
 
-    /// The controller is at rest from the beginning: its queues are there.
+    /// Starts quiesced, with restored queues.
     pub(crate) fn begin_rest_with(&self, stopovers: Vec<Arc<Stopover>>) {
         self.0.lock().rest = Some(Rest { stopovers, kept: Vec::new() });
     }
 
-    /// Where the queues of a controller at rest are.
+    /// Queues of a quiesced controller.
     pub(crate) fn stopovers(&self) -> Vec<Arc<Stopover>> {
         self.0.lock().rest.iter().flat_map(|rest| rest.stopovers.iter().cloned()).collect()
     }
 
-    /// The queues that have not left do not leave: their workers are sent what `stay` makes.
+    /// Cancels a quiesce: sends a message made by `stay` to the I/O threads, which keep the queues
+    /// that have not left.
     pub(crate) fn call_off_rest(&self, pool: &Pool, stay: impl Fn() -> Message) {
         let way = self.0.lock();
         let stopovers = way.rest.iter().flat_map(|rest| &rest.stopovers);
         stopovers.for_each(|stopover| pool.send(stopover.worker(), stay()));
     }
 
-    /// The queues never go back, and nobody is told what was kept: to be dropped without a lock.
+    /// Drops the quiesced queues and the kept messages for good. The caller calls the returned
+    /// function without a lock.
     pub(crate) fn give_up_rest(&self) -> impl FnOnce() + Send + 'static {
         let rest = self.0.lock().rest.take();
         move || {
@@ -196,7 +202,8 @@ impl Route {
         }
     }
 
-    /// The queues go back, and then what was kept follows. None of them is on its way any more.
+    /// Ends a quiesce: returns the queues to their I/O threads, then sends the kept messages. No
+    /// queue may still be leaving.
     pub(crate) fn end_rest(&self, pool: &Pool) {
         let mut way = self.0.lock();
         let Some(Rest { stopovers, kept }) = way.rest.take() else { return };

@@ -1,48 +1,48 @@
-//! The state of a controller at rest, as plain data: what its successor in another process needs.
+//! Snapshot format of a controller, as plain data for the next process.
 //!
-//! A later release may add a field with a default; whoever changes what a field means, or takes one
-//! away, counts up [`shadowbell_state::VERSION`].
+//! A later release may add a field with a default. A change of a field's meaning, or the removal
+//! of a field, must increment [`shadowbell_state::VERSION`].
 
 use crate::stats::{CqStats, IoStats, SqStats};
 use serde::{Deserialize, Serialize};
 use shadowbell_spec::feature::InterruptCoalescing;
 use shadowbell_state::{Bytes, FdRef};
 
-/// The state of a controller at rest ([`Controller::freeze`](crate::Controller::freeze)), to be
-/// written down and read again; its descriptors are beside it
-/// ([`Descriptors`](shadowbell_state::Descriptors)).
+/// Serializable snapshot of a controller: quiesced
+/// ([`Controller::freeze`](crate::Controller::freeze)), or running for crash recovery. Descriptors
+/// are passed separately ([`Descriptors`](shadowbell_state::Descriptors)).
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SavedController {
     pub(crate) shape: SavedShape,
-    /// The file of the page of doorbells.
+    /// Memory file of the doorbell page.
     pub(crate) doorbells: FdRef,
     pub(crate) control: SavedControl,
     pub(crate) admin: Option<SavedAdminQueue>,
     pub(crate) parts: Vec<SavedPart>,
-    /// It has a worker of its own.
+    /// True if the controller has a dedicated I/O thread.
     pub(crate) isolated: bool,
-    /// Vectors that were raised while they had no descriptor.
+    /// Vectors that were raised while no eventfd was connected.
     pub(crate) pending_vectors: Vec<u16>,
     pub(crate) counters: SavedCounters,
-    /// It was written down at work: how far its queues are is in there.
+    /// Journal with the queue positions, in a snapshot of a running controller.
     #[serde(default)]
     pub(crate) journal: Option<SavedJournal>,
 }
 
-/// How a process has died for whose controllers another one goes on.
+/// Cause of death of a process whose controllers are recovered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Death {
-    /// From outside, or for want of memory: nothing that it had in hand is the reason.
+    /// Killed from outside or by the OOM killer: its commands in flight are not suspect.
     #[default]
     Killed,
-    /// By itself, by a fault of the program. A command that it had in hand may be the reason.
+    /// Crashed by a program fault: a command in flight may be the cause.
     Fault,
 }
 
 impl SavedController {
-    /// The namespaces that it has, in the order of their NSIDs.
+    /// Namespaces in ascending order of NSID.
     pub fn namespaces(&self) -> impl Iterator<Item = SeenNamespace> {
-        // Without NSIDs they are counted.
+        // Snapshots without NSIDs number the namespaces from 1.
         (1..).zip(&self.shape.namespaces).map(|(at, ns)| SeenNamespace {
             nsid: if ns.nsid == 0 { at } else { ns.nsid },
             uuid: ns.uuid,
@@ -52,29 +52,29 @@ impl SavedController {
     }
 }
 
-/// A namespace as the host of a [`SavedController`] has it.
+/// Namespace of a [`SavedController`] as its host sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SeenNamespace {
-    /// Its NSID.
+    /// NSID.
     pub nsid: u32,
-    /// Its UUID.
+    /// UUID.
     pub uuid: [u8; 16],
-    /// Its size in logical blocks.
+    /// Size in logical blocks.
     pub blocks: u64,
-    /// It takes no writes.
+    /// True if writes are refused.
     pub read_only: bool,
 }
 
-/// The journal of a controller at work.
+/// Journal of a running controller.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedJournal {
     pub(crate) file: FdRef,
-    /// Records of each worker.
+    /// Number of records per I/O thread.
     pub(crate) records: usize,
 }
 
-/// What a host has seen of the configuration, which it takes to be as it was.
+/// Host-visible configuration, which must be equal in the next process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SavedShape {
     pub(crate) serial: String,
@@ -85,12 +85,12 @@ pub(crate) struct SavedShape {
     pub(crate) shadow_doorbells: bool,
     pub(crate) mapped_doorbells: bool,
     pub(crate) namespaces: Vec<SavedNamespace>,
-    /// What the host was told of all namespaces, if the configuration did not say it.
+    /// Properties of all namespaces that the host has read in Identify Controller.
     #[serde(default)]
     pub(crate) told: Option<SavedPromises>,
 }
 
-/// What a host was told of the namespaces, and relies on whatever becomes of them.
+/// Properties in Identify Controller on which the host relies, even if namespaces change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SavedPromises {
     pub(crate) highest_nsid: u32,
@@ -99,16 +99,16 @@ pub(crate) struct SavedPromises {
 }
 
 impl SavedShape {
-    /// What of it is otherwise in `other`, if anything is.
+    /// First difference to `other`, as a noun for an error message.
     pub(crate) fn difference(&self, other: &Self) -> Option<&'static str> {
         [
             (self.serial == other.serial, "serial number"),
             (self.model == other.model, "model number"),
             (self.io_queues == other.io_queues, "number of I/O queues"),
-            (self.max_queue_entries == other.max_queue_entries, "size of queues"),
+            (self.max_queue_entries == other.max_queue_entries, "maximum queue size"),
             (self.mdts == other.mdts, "transfer limit"),
-            (self.shadow_doorbells == other.shadow_doorbells, "offer of shadow doorbells"),
-            (self.mapped_doorbells == other.mapped_doorbells, "kind of doorbells"),
+            (self.shadow_doorbells == other.shadow_doorbells, "shadow doorbell support"),
+            (self.mapped_doorbells == other.mapped_doorbells, "doorbell mode"),
             (self.has_namespaces_of(other), "set of namespaces"),
         ]
         .into_iter()
@@ -118,7 +118,7 @@ impl SavedShape {
 
 impl SavedShape {
     fn has_namespaces_of(&self, other: &Self) -> bool {
-        // Without NSIDs they are counted.
+        // Snapshots without NSIDs number the namespaces from 1.
         let nsid = |at: u32, ns: &SavedNamespace| if ns.nsid == 0 { at } else { ns.nsid };
         let numbered = |namespaces: &[SavedNamespace]| -> Vec<_> {
             (1..).zip(namespaces).map(|(at, ns)| (nsid(at, ns), ns.clone())).collect()
@@ -132,10 +132,10 @@ impl SavedShape {
     }
 }
 
-/// As above, of a namespace.
+/// Host-visible configuration of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SavedNamespace {
-    /// 0 if they are counted.
+    /// NSID, 0 in snapshots that number the namespaces from 1.
     #[serde(default)]
     pub(crate) nsid: u32,
     pub(crate) uuid: [u8; 16],
@@ -144,69 +144,69 @@ pub(crate) struct SavedNamespace {
     pub(crate) read_only: bool,
 }
 
-/// The control plane.
+/// Snapshot of the control plane.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedControl {
     pub(crate) registers: SavedRegisters,
-    /// Commands are served.
+    /// True if the controller is ready (CSTS.RDY).
     pub(crate) enabled: bool,
     pub(crate) generation: u64,
     pub(crate) power_cycles: u64,
     pub(crate) unsafe_shutdowns: u64,
-    /// How long it exists, in milliseconds.
+    /// Age of the controller in milliseconds.
     pub(crate) powered_ms: u64,
-    /// The buffers of Doorbell Buffer Config.
+    /// Shadow doorbell page and EventIdx page of Doorbell Buffer Config.
     pub(crate) shadow: Option<(u64, u64)>,
     pub(crate) features: SavedFeatures,
-    /// Namespaces that have changed.
+    /// Changed Namespace List.
     pub(crate) changed: Vec<u32>,
     pub(crate) events: SavedEvents,
     pub(crate) errors: SavedErrors,
-    /// Submission and completion queues that the host may create.
+    /// Numbers of submission and completion queues that the host may create.
     pub(crate) granted: (u16, u16),
-    /// Logical blocks that are marked as uncorrectable: NSID, the first of a range, the one after
-    /// its last.
+    /// Logical blocks that are marked as uncorrectable: NSID, first block and the block after the
+    /// last.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) uncorrectable: Vec<(u32, u64, u64)>,
-    /// How often these have changed.
+    /// Number of changes of `uncorrectable`.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) uncorrectable_changes: u16,
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) diagnostics: SavedDiagnostics,
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) sharing: SavedSharing,
-    /// How long ago the last reset was, in milliseconds.
+    /// Time since the last reset in milliseconds.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) reset_ms: u64,
-    /// The UUID of the namespace that the host has had created last.
+    /// UUID of the last namespace whose creation the host requested.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) creating: Option<[u8; 16]>,
-    /// A reset is under way; and whether it sets all registers back.
+    /// Reset in progress: true if it resets all registers.
     #[serde(default)]
     pub(crate) resetting: Option<bool>,
 }
 
-/// What the host of one of several controllers has said, and is to be told.
+/// State of a controller in a subsystem: host identity, notifications and ANA.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedSharing {
     /// Host Identifier, as the feature transfers it.
     pub(crate) host: Vec<u8>,
-    /// Reservation Notification Mask by namespace.
+    /// Reservation Notification Mask by NSID.
     pub(crate) masks: Vec<(u32, u32)>,
-    /// Notices: number, type, namespace; and how many there were.
+    /// Pending reservation notifications: number, type, NSID.
     pub(crate) notices: Vec<(u64, u8, u32)>,
     pub(crate) notices_made: u64,
-    /// What it can know of the states of ANA groups.
+    /// ANA state as the host may know it.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) ana: SavedAna,
 }
 
-/// What a host can know of the states of ANA groups.
+/// ANA state as the host may know it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedAna {
     /// Change Count.
     pub(crate) count: u64,
-    /// Groups: identifier, state, and the count of its last change.
+    /// Groups: identifier, state, and the Change Count of the last change.
     pub(crate) groups: Vec<(u32, u8, u64)>,
 }
 
@@ -220,26 +220,27 @@ pub(crate) struct SavedRegisters {
     pub(crate) intms: u32,
 }
 
-/// Features by what the host has set.
+/// Feature values that the host has set.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedFeatures {
     pub(crate) arbitration: u32,
     pub(crate) power: u32,
     pub(crate) over_temperature: u16,
     pub(crate) under_temperature: u16,
-    /// Namespace and TLER.
+    /// NSID and TLER.
     pub(crate) error_recovery: Vec<(u32, u16)>,
     pub(crate) write_cache: bool,
     pub(crate) queues: Option<u32>,
     pub(crate) coalescing: u32,
-    /// The host has set it. A record of an older version has it if it is not 0.
+    /// True if the host has set Interrupt Coalescing. In snapshots of older versions, a nonzero
+    /// value means the same.
     #[serde(default)]
     pub(crate) coalescing_chosen: bool,
     pub(crate) coalescing_disabled: Vec<u16>,
     pub(crate) write_atomicity: u32,
     pub(crate) events: u32,
-    /// Milliseconds that the timestamp was set to, when that was by our clock, and whether the host
-    /// has set it.
+    /// Timestamp in milliseconds, the time of this machine's clock at which it was set, and
+    /// whether the host has set it.
     pub(crate) clock: (u64, u64, bool),
     #[serde(default)]
     pub(crate) knows_interrupted: bool,
@@ -259,7 +260,7 @@ impl SavedFeatures {
     }
 }
 
-/// Type, information, log page.
+/// Asynchronous event: type, information, log page.
 pub(crate) type SavedEvent = (u8, u8, u8);
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -272,44 +273,44 @@ pub(crate) struct SavedEvents {
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedErrors {
-    /// As in the log page, the newest first.
+    /// Entries as in the log page, newest first.
     pub(crate) entries: Vec<Vec<u8>>,
     pub(crate) count: u64,
-    /// How many there were of each status.
+    /// Number of errors by status.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) kinds: Vec<(u16, u64)>,
 }
 
-/// A self-test under way, and results of others.
+/// Device self-test in progress, and earlier results.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedSelfTest {
     pub(crate) run: Option<SavedSelfTestRun>,
-    /// As in the log page, the newest first.
+    /// Results as in the log page, newest first.
     pub(crate) results: Vec<Vec<u8>>,
 }
 
-/// Segment, namespace and block, and status.
+/// Failure: segment, NSID and block, and status.
 pub(crate) type SavedFailure = (u8, Option<(u32, u64)>, u16);
 
-/// A self-test under way.
+/// Device self-test in progress.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedSelfTestRun {
     pub(crate) code: u8,
-    /// Namespaces that are left, and how many there were.
+    /// NSIDs of the remaining namespaces; `count` is the number of all tested namespaces.
     pub(crate) nsids: Vec<u32>,
     pub(crate) count: usize,
-    /// The piece of the first of them that is next.
+    /// Next piece of the first remaining namespace.
     pub(crate) piece: u64,
-    /// The first failure.
+    /// First failure.
     pub(crate) failure: Option<SavedFailure>,
-    /// How long it is under way, in milliseconds.
+    /// Elapsed time in milliseconds.
     pub(crate) for_ms: u64,
 }
 
-/// What was captured: the data, the last blocks of the areas, and why.
+/// Captured telemetry: data, last blocks of the three data areas, and reason.
 pub(crate) type SavedCapture = (Bytes, [u16; 3], String);
 
-/// Telemetry.
+/// Host-initiated and controller-initiated telemetry.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedTelemetry {
     pub(crate) host: SavedCapture,
@@ -319,19 +320,19 @@ pub(crate) struct SavedTelemetry {
     pub(crate) is_new: bool,
 }
 
-/// The Persistent Event log.
+/// Persistent Event log.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedEventLog {
-    /// With their headers, the oldest first.
+    /// Events with their headers, oldest first.
     pub(crate) events: Vec<Bytes>,
-    /// The page that the host reads.
+    /// Log page of the established reporting context.
     pub(crate) context: Option<Bytes>,
     pub(crate) generation: u16,
-    /// How long ago the last snapshot of health was, in milliseconds.
+    /// Time since the last SMART/health snapshot in milliseconds.
     pub(crate) snapshot_ms: Option<u64>,
 }
 
-/// What is kept for supporters.
+/// Diagnostic data for support engineers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedDiagnostics {
     pub(crate) self_test: SavedSelfTest,
@@ -339,7 +340,7 @@ pub(crate) struct SavedDiagnostics {
     pub(crate) events: SavedEventLog,
 }
 
-/// A doorbell, as the controller sees it.
+/// Doorbell state on the controller's side.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedDoorbell {
     pub(crate) last: u16,
@@ -347,7 +348,7 @@ pub(crate) struct SavedDoorbell {
     pub(crate) snapshot: Option<u32>,
 }
 
-/// Where its value is to be found.
+/// Location of a doorbell's current value.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum SavedTruth {
     Register,
@@ -374,7 +375,7 @@ pub(crate) struct SavedCq {
     pub(crate) tail: u16,
     pub(crate) phase: bool,
     pub(crate) head: SavedDoorbell,
-    /// Completions that are not posted yet, without their phase tags.
+    /// Completions that are not posted yet, without phase tags.
     pub(crate) staged: Vec<(u64, u64)>,
 }
 
@@ -382,44 +383,44 @@ pub(crate) struct SavedCq {
 pub(crate) struct SavedAdminQueue {
     pub(crate) sq: SavedSq,
     pub(crate) cq: SavedCq,
-    /// A command was fetched.
+    /// True if a command was fetched since the controller was enabled.
     pub(crate) used: bool,
     pub(crate) lacks_cq: bool,
-    /// Submission queue entries of commands that are under way.
+    /// Submission queue entries of commands in flight.
     #[serde(default)]
     pub(crate) under_way: Vec<Bytes>,
 }
 
-/// The queues that one worker has served.
+/// Queues of one I/O thread.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedPart {
-    /// Its number.
+    /// Number of the I/O thread.
     pub(crate) worker: usize,
     pub(crate) sqs: Vec<SavedSq>,
     pub(crate) cqs: Vec<SavedCq>,
-    /// Descriptors that stand for doorbells.
+    /// Doorbell eventfds.
     pub(crate) doorbell_eventfds: Vec<FdRef>,
 }
 
-/// What was counted.
+/// Counters of deleted queues and ended commands.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedCounters {
     pub(crate) io: IoStats,
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
-    /// Processes that have died with it. A guest that moves leaves that behind, and its stream is
-    /// as that of releases before.
+    /// Number of recoveries. A migration resets it, which keeps the migration stream readable for
+    /// earlier releases.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) recoveries: u64,
 }
 
-/// Whether it may be left out, as releases before have nothing of it.
+/// True if the field can be omitted: releases without the field can then read the snapshot.
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// What is recorded of a control plane at work.
+/// Checkpointed state of a running control plane.
 pub(crate) struct Recorded {
     pub(crate) control: SavedControl,
     pub(crate) admin: Option<SavedAdminQueue>,

@@ -1,4 +1,4 @@
-//! What the control plane and the workers of one controller both touch.
+//! State that the control plane and the I/O threads of one controller share.
 
 use crate::interrupt::{Coalescing, IrqTable};
 use crate::journal::{self, Journal, JournalPart};
@@ -19,73 +19,75 @@ use std::sync::{Arc, OnceLock, Weak};
 
 /// Doorbell stride (CAP.DSTRD): doorbells are 4 bytes apart, as on every PCIe controller.
 pub(crate) const DSTRD: u8 = 0;
-/// Bytes of doorbell registers: one page, which can be mapped.
+/// Size of the doorbell registers: one page, which can be mapped.
 pub(crate) const DOORBELL_BYTES: u64 = 4096;
-/// Queue pairs with the admin queue's, at most.
+/// Maximum number of queue pairs, including the admin queue's.
 pub(crate) const MAX_QUEUES: usize = 65;
 const _: () = assert!(MAX_QUEUES <= journal::QUEUES);
 
-/// What was counted of queues that are gone, and where it is counted of those that are there.
+/// Sums of deleted queues, and the counters of existing queues.
 #[derive(Debug, Default)]
 struct Counted {
     retired_sq: SqStats,
     retired_cq: CqStats,
     retired_io: IoStats,
-    /// Doorbells rung by a descriptor, of those that are gone.
+    /// Eventfd doorbells of deleted queues.
     retired_events: u64,
-    /// Processes that have died with the controller.
+    /// Number of recoveries after a crash.
     recoveries: u64,
-    /// What is counted now, by one worker each.
+    /// Current counters, each written by one I/O thread.
     parts: Vec<Arc<PartCounters>>,
-    /// What is measured, or was, by namespace; each by one thread.
+    /// Latency counters by NSID, each written by one thread.
     measured: Vec<(u32, Arc<MeasuredCounters>)>,
     sqs: Vec<Weak<SqCounters>>,
     cqs: Vec<Weak<CqCounters>>,
 }
 
-/// Takes one out; those that nobody counts in any more with it.
+/// Removes `one` from the list, and entries without an owner.
 fn take_out<T>(all: &mut Vec<Weak<T>>, one: &Arc<T>) {
     all.retain(|other| {
         other.strong_count() != 0 && !std::ptr::eq(other.as_ptr(), Arc::as_ptr(one))
     });
 }
 
-/// What the control plane and the workers of one controller both touch. Nothing in it is touched
-/// once per I/O but the doorbell registers.
+/// State that the control plane and the I/O threads of one controller share. Apart from the
+/// doorbell registers, nothing in it is accessed once per I/O.
 pub(crate) struct ControllerShared {
     pub(crate) id: u32,
     doorbells: SharedBytes,
-    /// Doorbell writes received, by register index.
+    /// Trapped doorbell writes, by register index.
     traps: Vec<AtomicU64>,
-    /// Which worker serves a queue: its index + 1, by register index; 0 for nobody.
+    /// I/O thread that serves a queue: its number + 1, or 0 for none; by register index.
     owners: Vec<AtomicU8>,
-    /// By worker: whether the controller is parked there, for whoever delivers a doorbell write.
+    /// Park state of the controller on each I/O thread, read on delivery of a doorbell write.
     park_states: Vec<Arc<AtomicU32>>,
-    /// Whether a sleeping worker waits for this completion queue's head, by queue identifier.
+    /// True if a sleeping I/O thread waits for the completion queue's head; by queue identifier.
     head_wanted: Vec<AtomicBool>,
-    /// The volatile write cache is switched off (feature 06h): every write is forced to the
+    /// True if the volatile write cache is disabled (feature 06h): every write is forced to the
     /// medium.
     write_through: AtomicBool,
-    /// The descriptor formats of Copy that the host has enabled (feature 16h): bit n for format n.
+    /// Enabled descriptor formats of Copy (feature 16h): bit n for format n.
     copy_formats: Arc<AtomicU16>,
-    /// A command is alone, or is to be: queues that arrive at a worker fetch nothing.
+    /// True if a command runs exclusively or waits for that: queues that arrive at an I/O thread
+    /// must not fetch commands.
     one_alone: AtomicBool,
-    /// Logical blocks that the host has marked. A worker has its own copy, which it renews when
-    /// nothing is under way.
+    /// Logical blocks that the host marked as uncorrectable. Each I/O thread has its own copy,
+    /// which it updates while no command is in flight.
     uncorrectable: Mutex<Arc<Uncorrectable>>,
-    /// Whether the host writes the doorbell page itself: nothing traps, so somebody has to look.
+    /// True if the doorbell page is mapped into the guest: writes do not trap, so the doorbells
+    /// have to be polled.
     pub(crate) mapped: bool,
     pub(crate) irqs: Arc<IrqTable>,
     pub(crate) coalescing: Coalescing,
     counted: Mutex<Counted>,
-    /// It has been said that there was as much under way as may be.
+    /// True if reaching the in-flight limit was already logged.
     excess_reported: AtomicBool,
-    /// What has to survive this process, if anything has.
+    /// Journal for crash recovery, if enabled.
     journal: OnceLock<Journal>,
 }
 
-/// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
-/// be the same as its place in the region.
+/// Maps the doorbell page at its BAR0 offset in the file: a client that maps the page expects the
+/// file offset to equal the region offset.
 fn doorbell_page(file: Option<OwnedFd>) -> Result<SharedBytes, shadowbell_memory::MapError> {
     let len = shadowbell_spec::regs::DOORBELLS + DOORBELL_BYTES;
     let bar = match file {
@@ -102,8 +104,8 @@ fn index(qid: u16, kind: DoorbellKind) -> usize {
 }
 
 impl ControllerShared {
-    /// `doorbells` is the file of the doorbells that another process has served; without one, they
-    /// are new.
+    /// Shared state of a new controller. `doorbells` is the doorbell file of the previous process;
+    /// if `None`, a new file is created.
     pub(crate) fn new(
         id: u32,
         mapped: bool,
@@ -130,18 +132,18 @@ impl ControllerShared {
         })
     }
 
-    /// From now on it is written down what has to survive this process; no queue was created yet.
+    /// Creates the journal for crash recovery. Called before any queue exists.
     pub(crate) fn keep_journal(&self, requests: usize) -> io::Result<()> {
         let _ = self.journal.set(Journal::new(self.park_states.len(), requests)?);
         Ok(())
     }
 
-    /// What survives this process.
+    /// Journal for crash recovery, if enabled.
     pub(crate) fn journal(&self) -> Option<&Journal> {
         self.journal.get()
     }
 
-    /// The part of the journal that `worker` writes, after so many resets.
+    /// Part of the journal that I/O thread `worker` writes in reset generation `generation`.
     pub(crate) fn journal_part(
         &self,
         worker: usize,
@@ -151,18 +153,18 @@ impl ControllerShared {
         part.transpose()
     }
 
-    /// The file of the doorbell registers, for another process.
+    /// Duplicate of the doorbell file for the next process.
     pub(crate) fn doorbell_file(&self) -> io::Result<OwnedFd> {
         let file = self.doorbells.mapping().fd().ok_or(io::ErrorKind::NotFound)?;
         file.try_clone_to_owned()
     }
 
-    /// The page of doorbell registers.
+    /// Doorbell page.
     pub(crate) fn doorbells(&self) -> &SharedBytes {
         &self.doorbells
     }
 
-    /// A queue's doorbell register.
+    /// Doorbell register of a queue.
     pub(crate) fn register(&self, qid: u16, kind: DoorbellKind) -> SharedU32 {
         let offset = match kind {
             DoorbellKind::Sq => sq_doorbell_offset(qid, DSTRD),
@@ -172,30 +174,30 @@ impl ControllerShared {
         self.doorbells.cell(offset).expect("queue identifiers are at most 64")
     }
 
-    /// Counts a trapped write; which worker serves the queue, if any does.
+    /// Counts a trapped write. Returns the I/O thread that serves the queue, if any.
     pub(crate) fn trap(&self, qid: u16, kind: DoorbellKind) -> Option<usize> {
         let index = index(qid, kind);
         self.traps.get(index)?.fetch_add(1, Ordering::Relaxed);
         self.owner(qid, kind)
     }
 
-    /// Which worker serves the queue, if any does.
+    /// I/O thread that serves the queue, if any.
     pub(crate) fn owner(&self, qid: u16, kind: DoorbellKind) -> Option<usize> {
         let owner = self.owners.get(index(qid, kind))?.load(Ordering::Acquire);
         usize::from(owner).checked_sub(1)
     }
 
-    /// How many writes were trapped on this doorbell since [`take_traps`](Self::take_traps).
+    /// Number of trapped writes of this doorbell since [`take_traps`](Self::take_traps).
     pub(crate) fn traps(&self, qid: u16, kind: DoorbellKind) -> u64 {
         self.traps.get(index(qid, kind)).map_or(0, |c| c.load(Ordering::Relaxed))
     }
 
-    /// How many writes were trapped on this doorbell, starting over: the queue is deleted.
+    /// Returns and resets the number of trapped writes of this doorbell, for a deleted queue.
     pub(crate) fn take_traps(&self, qid: u16, kind: DoorbellKind) -> u64 {
         self.traps.get(index(qid, kind)).map_or(0, |c| c.swap(0, Ordering::Relaxed))
     }
 
-    /// The state cell of the controller's part of `worker`.
+    /// Park state of the controller on I/O thread `worker`.
     pub(crate) fn park_state(&self, worker: usize) -> Option<&Arc<AtomicU32>> {
         self.park_states.get(worker)
     }
@@ -206,7 +208,7 @@ impl ControllerShared {
         }
     }
 
-    /// All queues that worker `from` serves are `to`'s from here on.
+    /// Assigns all queues of I/O thread `from` to I/O thread `to`.
     pub(crate) fn change_owner(&self, from: usize, to: usize) {
         let (from, to) = (from as u8 + 1, to as u8 + 1);
         for owner in &self.owners {
@@ -214,22 +216,22 @@ impl ControllerShared {
         }
     }
 
-    /// Says that a worker which is about to sleep waits for the head of `qid`, or no longer. To be
-    /// called before the sleeper's fence.
+    /// Sets whether a sleeping I/O thread waits for the head of completion queue `qid`. Called
+    /// before the sleeper's full fence, otherwise the wakeup could be lost.
     pub(crate) fn want_head(&self, qid: u16, wanted: bool) {
         if let Some(flag) = self.head_wanted.get(usize::from(qid)) {
             flag.store(wanted, Ordering::Release);
         }
     }
 
-    /// Whether a trapped head of `qid` has to wake the worker. To be called after the register was
-    /// stored and a full fence was passed.
+    /// True if a trapped head write of `qid` has to wake the I/O thread. Called after the register
+    /// store and a full fence.
     pub(crate) fn is_head_wanted(&self, qid: u16) -> bool {
         self.head_wanted.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
 
-    /// Whether nothing was said yet of a quota that was met, as if something is now: a guest could
-    /// fill a log with it.
+    /// Returns true for the first call only: reaching the in-flight limit is logged once, otherwise
+    /// a guest could fill the log.
     pub(crate) fn is_first_excess(&self) -> bool {
         !self.excess_reported.swap(true, Ordering::Relaxed)
     }
@@ -242,7 +244,7 @@ impl ControllerShared {
         self.copy_formats.store(formats, Ordering::Relaxed);
     }
 
-    /// The descriptor formats of Copy that the host has enabled.
+    /// Enabled descriptor formats of Copy.
     pub(crate) fn copy_formats(&self) -> &Arc<AtomicU16> {
         &self.copy_formats
     }
@@ -251,12 +253,12 @@ impl ControllerShared {
         self.one_alone.store(is_one, Ordering::Release);
     }
 
-    /// Whether a command is alone, or is to be.
+    /// True if a command runs exclusively or waits for that.
     pub(crate) fn is_one_alone(&self) -> bool {
         self.one_alone.load(Ordering::Acquire)
     }
 
-    /// Logical blocks that the host has marked as uncorrectable.
+    /// Logical blocks that the host marked as uncorrectable.
     pub(crate) fn uncorrectable(&self) -> Arc<Uncorrectable> {
         Arc::clone(&self.uncorrectable.lock())
     }
@@ -270,35 +272,35 @@ impl ControllerShared {
         self.write_through.load(Ordering::Relaxed)
     }
 
-    /// Counters for `worker`'s part of the controller.
+    /// Creates counters for the queues of I/O thread `worker`.
     pub(crate) fn count_part(&self, worker: usize) -> Arc<PartCounters> {
         let counters = Arc::new(PartCounters::new(worker));
         self.counted.lock().parts.push(Arc::clone(&counters));
         counters
     }
 
-    /// That part is gone.
+    /// Adds a part's counters to the sums of deleted queues and removes the part.
     pub(crate) fn retire_part(&self, counters: &Arc<PartCounters>) {
         let mut counted = self.counted.lock();
         counted.retire_part(counters);
     }
 
-    /// That part, `from`, is one with `to` from here on.
+    /// Merges part `from` into part `to`, after a move of its queues.
     pub(crate) fn join_parts(&self, from: &Arc<PartCounters>, to: &PartCounters) {
         let mut counted = self.counted.lock();
         to.absorb(from);
         counted.retire_part(from);
     }
 
-    /// Counters of what is measured of a namespace, for one thread: new ones, or those of a thread
-    /// that has given them up.
+    /// Latency counters of a namespace for one thread: new ones, or those that another thread no
+    /// longer uses.
     pub(crate) fn measured(&self, nsid: u32) -> Arc<MeasuredCounters> {
         let mut counted = self.counted.lock();
         let given_up = |(of, counters): &&(u32, Arc<MeasuredCounters>)| {
             *of == nsid && Arc::strong_count(counters) == 1
         };
         if let Some((_, counters)) = counted.measured.iter().find(given_up) {
-            // What the other one has counted is seen here.
+            // Pairs with the other thread's drop of the `Arc`: its counts are visible.
             std::sync::atomic::fence(Ordering::Acquire);
             return Arc::clone(counters);
         }
@@ -307,21 +309,21 @@ impl ControllerShared {
         counters
     }
 
-    /// Counters for a submission queue.
+    /// Creates counters for a submission queue.
     pub(crate) fn count_sq(&self, qid: u16) -> Arc<SqCounters> {
         let counters = Arc::new(SqCounters::new(qid));
         self.counted.lock().sqs.push(Arc::downgrade(&counters));
         counters
     }
 
-    /// Counters for a completion queue.
+    /// Creates counters for a completion queue.
     pub(crate) fn count_cq(&self, qid: u16) -> Arc<CqCounters> {
         let counters = Arc::new(CqCounters::new(qid));
         self.counted.lock().cqs.push(Arc::downgrade(&counters));
         counters
     }
 
-    /// That queue is gone.
+    /// Adds a deleted submission queue's counters to the sums.
     pub(crate) fn retire_sq(&self, counters: &Arc<SqCounters>) {
         let mut counted = self.counted.lock();
         take_out(&mut counted.sqs, counters);
@@ -329,7 +331,7 @@ impl ControllerShared {
         counted.retired_sq.merge(&counters.read(traps));
     }
 
-    /// That queue is gone.
+    /// Adds a deleted completion queue's counters to the sums.
     pub(crate) fn retire_cq(&self, counters: &Arc<CqCounters>) {
         let mut counted = self.counted.lock();
         take_out(&mut counted.cqs, counters);
@@ -337,7 +339,7 @@ impl ControllerShared {
         counted.retired_cq.merge(&counters.read(traps));
     }
 
-    /// All that is counted, as of now. `sleep` says how a worker sleeps.
+    /// Statistics of the controller. `sleep` returns the sleep statistics of an I/O thread.
     pub(crate) fn stats(&self, sleep: impl Fn(usize) -> Option<SleepStats>) -> Stats {
         let counted = self.counted.lock();
         let traps = |qid, kind| self.traps(qid, kind);
@@ -371,12 +373,12 @@ impl ControllerShared {
         }
     }
 
-    /// What the commands did, up to now.
+    /// I/O statistics.
     pub(crate) fn io(&self) -> IoStats {
         self.counted.lock().io()
     }
 
-    /// What was counted of queues that are gone.
+    /// Sums of deleted queues, for a snapshot. The I/O statistics in it are zero.
     pub(crate) fn counters(&self) -> SavedCounters {
         let counted = self.counted.lock();
         SavedCounters {
@@ -388,7 +390,7 @@ impl ControllerShared {
         }
     }
 
-    /// Goes on counting from there.
+    /// Continues the counters of a snapshot.
     pub(crate) fn restore_counters(&self, saved: &SavedCounters) {
         let mut counted = self.counted.lock();
         counted.retired_io = saved.io;
@@ -397,7 +399,7 @@ impl ControllerShared {
         counted.recoveries = saved.recoveries;
     }
 
-    /// It goes on after the death of another process.
+    /// Counts a recovery after a crash.
     pub(crate) fn count_recovery(&self) {
         self.counted.lock().recoveries += 1;
     }
@@ -410,7 +412,7 @@ impl Counted {
         io
     }
 
-    /// By namespace, in order.
+    /// Latencies in ascending order of NSID.
     fn measured(&self) -> Vec<MeasuredNamespace> {
         let mut all = BTreeMap::new();
         for (nsid, counters) in &self.measured {

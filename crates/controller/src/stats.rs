@@ -1,7 +1,7 @@
-//! What happened, counted where it happened.
+//! Statistics of a controller.
 //!
-//! Whoever serves a queue counts, without locks; whoever wants to know reads the numbers where they
-//! are counted, and asks nobody. What a host can see is counted before it can see it.
+//! The thread that serves a queue increments the counters without locks, and readers load them
+//! directly. A counter is incremented before the host can observe the counted event.
 
 use crate::measured::MeasuredNamespace;
 use parking_lot::Mutex;
@@ -13,24 +13,24 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-/// One end of a queue as the controller saw its doorbell.
+/// Doorbell statistics of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DoorbellCounts {
-    /// MMIO writes received (trapped; a mapped doorbell is not counted by anybody).
+    /// MMIO writes received (trapped; writes to a mapped doorbell are not counted).
     pub mmio_writes: u64,
-    /// Times that the value was looked at while polling.
+    /// Reads of the value while polling.
     pub looks: u64,
-    /// Looks that found a new value.
+    /// Reads that found a new value.
     pub found_new: u64,
-    /// EventIdx moved out of the host's way while polling.
+    /// EventIdx updates while polling that keep the host from ringing.
     pub event_idx_moved: u64,
-    /// EventIdx set so that the host's next update rings.
+    /// EventIdx updates that make the host's next update ring.
     pub event_idx_armed: u64,
-    /// Second looks, after arming and the fence.
+    /// Rechecks of the value after arming and the fence.
     pub rechecks: u64,
-    /// Second looks that found a new value: each would have been a lost wakeup.
+    /// Rechecks that found a new value: each would have been a lost wakeup.
     pub rechecks_found: u64,
-    /// Values refused.
+    /// Invalid values.
     pub invalid: u64,
 }
 
@@ -60,24 +60,24 @@ impl DoorbellCounts {
     }
 }
 
-/// A submission queue with its share of the work.
+/// Statistics of a submission queue.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SqStats {
     /// Queue identifier; 0 is the admin queue.
     pub qid: u16,
     /// Commands fetched.
     pub commands: u64,
-    /// Times that at least one command was fetched.
+    /// Batches of fetched commands.
     pub batches: u64,
-    /// The largest batch.
+    /// Size of the largest batch.
     pub largest_batch: u64,
-    /// Times that fetching stopped for want of completion queue space.
+    /// Fetches that stopped because the completion queue was full.
     pub blocked: u64,
-    /// Its tail doorbell.
+    /// Tail doorbell.
     pub doorbell: DoorbellCounts,
 }
 
-/// A completion queue.
+/// Statistics of a completion queue.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CqStats {
     /// Queue identifier; 0 is the admin queue.
@@ -86,14 +86,14 @@ pub struct CqStats {
     pub completions: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Batches of completions that raised none, because the host had not consumed what the last
-    /// one announced, or because they were coalesced.
+    /// Batches of completions without an interrupt, because the host had not consumed the entries
+    /// of the last interrupt, or because of coalescing.
     pub interrupts_suppressed: u64,
-    /// Its head doorbell.
+    /// Head doorbell.
     pub doorbell: DoorbellCounts,
 }
 
-/// What the commands did to the namespaces.
+/// I/O statistics of a controller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoStats {
     /// Read and Compare commands completed.
@@ -102,21 +102,21 @@ pub struct IoStats {
     pub writes: u64,
     /// Copy commands completed.
     pub copies: u64,
-    /// Other I/O commands completed (Verify among them, with which a host reads nothing).
+    /// Other I/O commands completed, including Verify, which transfers no data.
     pub others: u64,
-    /// Bytes read (Compare and Verify included).
+    /// Bytes read, including Compare and Verify.
     pub bytes_read: u64,
     /// Bytes written.
     pub bytes_written: u64,
-    /// Bytes that Copy commands copied, which are neither of the above.
+    /// Bytes copied by Copy commands; not included in `bytes_read` and `bytes_written`.
     pub bytes_copied: u64,
     /// Commands that ended in an error.
     pub errors: u64,
-    /// Those of them that the medium is to blame for.
+    /// Commands that ended in a media error, also counted in `errors`.
     pub media_errors: u64,
 }
 
-/// Where a submission queue counts.
+/// Counters of a submission queue.
 #[derive(Debug)]
 pub(crate) struct SqCounters {
     qid: u16,
@@ -143,7 +143,7 @@ impl SqCounters {
         self.qid
     }
 
-    /// As of now, with so many MMIO writes.
+    /// Current values. `mmio_writes` is the number of trapped doorbell writes.
     pub(crate) fn read(&self, mmio_writes: u64) -> SqStats {
         SqStats {
             qid: self.qid,
@@ -156,7 +156,7 @@ impl SqCounters {
     }
 }
 
-/// Where a completion queue counts.
+/// Counters of a completion queue.
 #[derive(Debug)]
 pub(crate) struct CqCounters {
     qid: u16,
@@ -181,7 +181,7 @@ impl CqCounters {
         self.qid
     }
 
-    /// As of now, with so many MMIO writes.
+    /// Current values. `mmio_writes` is the number of trapped doorbell writes.
     pub(crate) fn read(&self, mmio_writes: u64) -> CqStats {
         CqStats {
             qid: self.qid,
@@ -193,7 +193,7 @@ impl CqCounters {
     }
 }
 
-/// A queue's counters, as its doorbell counts in them.
+/// Adapter that gives a doorbell access to its queue's counters.
 #[derive(Debug)]
 pub(crate) struct CountedBy<T>(pub(crate) Arc<T>);
 
@@ -211,8 +211,8 @@ impl AsRef<ControllerCounters> for CountedBy<CqCounters> {
     }
 }
 
-/// What a worker counts of every read and write. It has these to itself, and shows them to others
-/// ([`IoCounters::publish`]) before it posts completions.
+/// Read and write counts of an I/O thread in private memory, published
+/// ([`IoCounters::publish`]) before completions are posted.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TransferStats {
     pub(crate) reads: u64,
@@ -221,7 +221,7 @@ pub(crate) struct TransferStats {
     pub(crate) bytes_written: u64,
 }
 
-/// What a worker counts of [`IoStats`], for others to read at any time.
+/// I/O counters of one I/O thread, readable by any thread.
 #[derive(Debug, Default)]
 pub(crate) struct IoCounters {
     reads: Counter,
@@ -236,7 +236,7 @@ pub(crate) struct IoCounters {
 }
 
 impl IoCounters {
-    /// What the one who counts has to himself, as far as `self` goes.
+    /// Private counts that continue from the published values.
     pub(crate) fn transfers(&self) -> TransferStats {
         TransferStats {
             reads: self.reads.get(),
@@ -246,7 +246,7 @@ impl IoCounters {
         }
     }
 
-    /// Shows what was counted.
+    /// Publishes the counts.
     #[inline]
     pub(crate) fn publish(&self, transfers: &TransferStats) {
         self.reads.set(transfers.reads);
@@ -255,7 +255,7 @@ impl IoCounters {
         self.bytes_written.set(transfers.bytes_written);
     }
 
-    /// As of now.
+    /// Current values.
     pub(crate) fn read(&self) -> IoStats {
         IoStats {
             reads: self.reads.get(),
@@ -271,19 +271,19 @@ impl IoCounters {
     }
 }
 
-/// What one worker counts of one controller, for others to read at any time.
+/// Counters of one controller on one I/O thread, readable by any thread.
 #[derive(Debug)]
 pub(crate) struct PartCounters {
     pub(crate) io: IoCounters,
     worker: AtomicUsize,
-    /// The worker leaves the controller out of its passes until that rings.
+    /// True if the controller is parked: the I/O thread skips it until a doorbell rings.
     left_out: AtomicBool,
-    /// Descriptors that stand for doorbells, and count by themselves how often they are signalled.
+    /// Doorbell eventfds, whose kernel counters give the number of signals.
     doorbell_eventfds: Mutex<Vec<Arc<EventFd>>>,
 }
 
 impl PartCounters {
-    /// For `worker`.
+    /// Counters for I/O thread `worker`.
     pub(crate) fn new(worker: usize) -> Self {
         Self {
             io: IoCounters::default(),
@@ -293,7 +293,7 @@ impl PartCounters {
         }
     }
 
-    /// It is `worker`'s from here on.
+    /// Assigns the counters to I/O thread `worker`.
     pub(crate) fn set_worker(&self, worker: usize) {
         self.worker.store(worker, Relaxed);
     }
@@ -314,40 +314,40 @@ impl PartCounters {
         self.doorbell_eventfds.lock().push(event);
     }
 
-    /// How often the host has signalled one of the descriptors. They are not read, because the host
-    /// shares them and could have a read block.
+    /// Number of doorbell eventfd signals. The count is obtained without reading the eventfds: the
+    /// host shares them and could make a read block.
     pub(crate) fn doorbell_events(&self) -> u64 {
         let events = self.doorbell_eventfds.lock();
         events.iter().map(|event| event.count()).fold(0, u64::saturating_add)
     }
 
-    /// Counts for queues that were another part's, with their descriptors.
+    /// Takes over the doorbell eventfds of another part, whose queues have moved here.
     pub(crate) fn absorb(&self, other: &Self) {
         let events = std::mem::take(&mut *other.doorbell_eventfds.lock());
         self.doorbell_eventfds.lock().extend(events);
     }
 }
 
-/// A worker's sleep.
+/// Sleep statistics of an I/O thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct SleepStats {
-    /// Times that it set out to sleep.
+    /// Attempts to sleep.
     pub rounds: u64,
-    /// Rounds that a second look cut short.
+    /// Attempts that a recheck ended.
     pub stayed_awake: u64,
-    /// Times that it slept.
+    /// Sleeps.
     pub sleeps: u64,
-    /// Sleeps after which nothing was found to do.
+    /// Sleeps after which no work was found.
     pub spurious_wakes: u64,
     /// Nanoseconds spent awake.
     pub awake_ns: u64,
-    /// Which worker it is, from 0.
+    /// Number of the I/O thread, from 0.
     pub worker: usize,
-    /// Whether it leaves the controller that was asked for out of its passes until that rings.
+    /// True if the controller is parked on this I/O thread: it is skipped until a doorbell rings.
     pub parked: bool,
 }
 
-/// Where a worker counts its sleeps.
+/// Sleep counters of an I/O thread.
 #[derive(Debug, Default)]
 pub(crate) struct SleepCounters {
     pub(crate) rounds: Counter,
@@ -357,7 +357,7 @@ pub(crate) struct SleepCounters {
 }
 
 impl SleepCounters {
-    /// Those of `worker`, which has been awake for so long, as of now.
+    /// Current values. `awake` is the time that I/O thread `worker` has been awake.
     pub(crate) fn read(&self, worker: usize, awake: Duration) -> SleepStats {
         SleepStats {
             rounds: self.rounds.get(),
@@ -371,29 +371,29 @@ impl SleepCounters {
     }
 }
 
-/// A controller's counters at one moment.
+/// Snapshot of a controller's statistics.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Stats {
-    /// Submission queues that exist, the admin queue first.
+    /// Existing submission queues, the admin queue first.
     pub submission_queues: Vec<SqStats>,
-    /// Completion queues that exist, the admin queue first.
+    /// Existing completion queues, the admin queue first.
     pub completion_queues: Vec<CqStats>,
-    /// Sums over the I/O queues that were deleted, by a reset or by the host.
+    /// Sums over deleted submission queues.
     pub retired_sq: SqStats,
-    /// As above.
+    /// Sums over deleted completion queues.
     pub retired_cq: CqStats,
-    /// Doorbells rung by a descriptor instead of an MMIO write
+    /// Doorbells rung by an eventfd instead of an MMIO write
     /// ([`Controller::doorbell_eventfds`](crate::Controller::doorbell_eventfds)).
     pub doorbell_events: u64,
-    /// What the commands did.
+    /// I/O statistics.
     pub io: IoStats,
-    /// How long they took, by namespace: what has begun and ended while
-    /// [`Pool::measure`](crate::Pool::measure) was on. Nothing if it never was.
+    /// Latencies by namespace, of commands that began and ended while
+    /// [`Pool::measure`](crate::Pool::measure) was on. Empty if it never was on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub measured: Vec<MeasuredNamespace>,
-    /// Times that it went on after the death of the process that had served it.
+    /// Number of recoveries after a crash of the server process.
     pub recoveries: u64,
-    /// The workers that serve this controller (each may serve others too).
+    /// I/O threads that serve this controller; each may serve others too.
     pub workers: Vec<SleepStats>,
 }
 
@@ -431,7 +431,7 @@ impl IoStats {
 }
 
 impl Stats {
-    /// Sums over all I/O queues, present and past: (submission side, completion side).
+    /// Sums over all I/O queues, existing and deleted: (submission queues, completion queues).
     #[must_use]
     pub fn io_queues(&self) -> (SqStats, CqStats) {
         let mut sq = self.retired_sq.clone();

@@ -1,14 +1,14 @@
-//! An NVM subsystem of several controllers, which have the same namespaces.
+//! NVM subsystem of several controllers with shared namespaces.
 //!
-//! The controllers are of one process, and each is a [`Member`] with an identifier. What they share
-//! is who has reserved which namespace. A command that changes that is carried out by a thread of
-//! the subsystem, one at a time, because it is written down before anything follows from it, and
-//! nobody else has to wait for a file. Then each controller that may do more or less than before is
-//! told so, and the command ends when the last worker of these controllers goes by it, and what it
-//! had begun before is over ([`Change`]).
+//! All controllers belong to one process, and each is a [`Member`] with a controller identifier.
+//! The shared state is the reservations. A thread of the subsystem executes reservation commands
+//! one at a time, because a change is written to a file before it takes effect, and no I/O thread
+//! may wait for a file. Afterwards each controller whose access rights change is notified. The
+//! command ends when all I/O threads of these controllers have applied the change and the commands
+//! that they started before it have ended ([`Change`]).
 //!
-//! The state is in a file: of a namespace that is to persist through a loss of power for the next
-//! start, of all others for a process that goes on for this one.
+//! The file stores the state of namespaces with Persist Through Power Loss for the next start, and
+//! of all namespaces for the next process after a restart for upgrade or a crash.
 
 use crate::latch::Latch;
 use crate::notice::{ControlHandle, Notice};
@@ -28,27 +28,28 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use zerocopy::IntoBytes;
 
-/// The most groups of namespaces of a subsystem, each with a state of its own.
+/// Maximum number of ANA groups of a subsystem.
 pub const MAX_ANA_GROUPS: u32 = 16;
 
-/// The most controllers of a subsystem.
+/// Maximum number of controllers of a subsystem.
 pub const MAX_CONTROLLERS: u16 = 64;
 
 type Uuid = [u8; 16];
 
-/// Why a controller can not be one of a subsystem.
+/// Error in joining a subsystem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum JoinError {
-    /// The identifier is none, or there are too many controllers.
+    /// The controller identifier is out of range, or all identifiers are taken.
     #[error("a subsystem has controllers 1 to {MAX_CONTROLLERS}")]
     NoRoom,
-    /// Another controller has it.
+    /// Another controller has the identifier.
     #[error("the subsystem has a controller {0} already")]
     Taken(u16),
 }
 
-/// An NVM subsystem of several controllers with the same namespaces. Cloning gives another handle.
+/// NVM subsystem of several controllers with the same namespaces. A clone is another handle of the
+/// same subsystem.
 #[derive(Clone, Debug)]
 pub struct Subsystem {
     shared: Arc<Shared>,
@@ -56,12 +57,12 @@ pub struct Subsystem {
 }
 
 impl Subsystem {
-    /// Makes one. What its hosts have reserved is kept in the file `state`, which is empty or has
-    /// been one before; without that, nothing persists through a loss of power, or goes on in
-    /// another process.
+    /// Creates a subsystem. The file `state`, which is empty or was used before, stores the
+    /// reservations. Without a file, reservations survive neither a power loss nor a process
+    /// change.
     ///
     /// # Errors
-    /// The file can not be read, or is none of this kind; or there are no more threads.
+    /// The file cannot be read or is not a reservation file, or the system cannot create a thread.
     pub fn new(state: Option<File>) -> io::Result<Self> {
         let state_file = state.map(ReservationFile::new);
         let all = state_file.as_ref().map_or_else(|| Ok(AllReservations::new()), |f| f.read())?;
@@ -74,8 +75,9 @@ impl Subsystem {
         Ok(Self { shared, jobs })
     }
 
-    /// Makes a place for a controller, for its [`Config`](crate::Config): with this identifier, or
-    /// with the lowest that is free. The place is free again when the controller is gone.
+    /// Adds a member for a controller's [`Config`](crate::Config), with this controller
+    /// identifier or with the lowest free one. The identifier is free again after the member is
+    /// dropped.
     ///
     /// # Errors
     /// [`JoinError`].
@@ -98,12 +100,12 @@ impl Subsystem {
     }
 }
 
-/// The place of a controller in a [`Subsystem`].
+/// Membership of a controller in a [`Subsystem`].
 pub struct Member {
     cntlid: u16,
     shared: Arc<Shared>,
     jobs: Sender<Job>,
-    /// The ANA group of each namespace that is not in the first.
+    /// ANA group by NSID, for namespaces that are not in group 1.
     groups: OnceLock<BTreeMap<u32, u32>>,
 }
 
@@ -113,35 +115,35 @@ impl fmt::Debug for Member {
     }
 }
 
-/// What a member is to tell its workers: that they may do something else with a namespace. The
-/// latch is let go of when they know, and when what was under way there before has ended.
+/// Change of a member's access rights to a namespace, for its I/O threads. The latch is dropped
+/// when all of them have applied the change and their commands from before it have ended.
 #[derive(Debug)]
 pub(crate) struct Change {
     pub(crate) uuid: Uuid,
-    /// What is under way is given up.
+    /// True if commands in flight are aborted.
     pub(crate) aborts: bool,
     pub(crate) latch: Latch,
 }
 
-/// A reservation command.
+/// Reservation command.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Command {
     pub(crate) host: HostId,
     pub(crate) action: Action,
-    /// Persist Through Power Loss from here on.
+    /// New value of Persist Through Power Loss, if it changes.
     pub(crate) persistent: Option<bool>,
-    /// What is under way of those who are preempted is given up.
+    /// True if commands in flight of preempted hosts are aborted.
     pub(crate) aborts: bool,
 }
 
-/// What the thread of a subsystem does. The latch gets a status if that fails.
+/// Job of the subsystem's thread. On failure the latch gets a status.
 #[derive(Debug)]
 pub(crate) enum Job {
-    /// A reservation command for a namespace.
+    /// Reservation command for a namespace.
     Act { uuid: Uuid, command: Command, latch: Latch },
-    /// The host of a controller says who it is.
+    /// Change of the Host Identifier of a controller's host.
     SetHost { cntlid: u16, host: Option<HostId>, latch: Latch },
-    /// Whether the state of these is to persist through a loss of power.
+    /// Change of Persist Through Power Loss of namespaces.
     Persist { uuids: Vec<Uuid>, persistent: bool, latch: Latch },
 }
 
@@ -155,9 +157,9 @@ struct Shared {
 struct State {
     all: AllReservations,
     members: BTreeMap<u16, MemberState>,
-    /// A controller is there: what is in the file has been taken over.
+    /// True once a controller exists and the state of the file has been adopted.
     has_begun: bool,
-    /// Something has changed since it was read.
+    /// True if the state has changed since the file was read.
     has_changed: bool,
 }
 
@@ -166,14 +168,14 @@ struct MemberState {
     host: Option<HostId>,
     control: Option<ControlHandle>,
     changes: Vec<Change>,
-    /// What its host is to be told, about which namespace.
+    /// Notifications for the host: namespace UUID and type.
     told: Vec<(Uuid, u8)>,
-    /// The state of each ANA group that is not optimized for it.
+    /// ANA states of the groups for this member; a missing group is optimized.
     ana: BTreeMap<u32, AnaState>,
 }
 
 impl State {
-    /// Has a member tell its workers, if there is a controller.
+    /// Queues a change for a member, if its controller exists.
     fn change(&mut self, cntlid: u16, change: Change) {
         if let Some(member) = self.members.get_mut(&cntlid)
             && member.control.as_ref().is_some_and(ControlHandle::is_alive)
@@ -182,8 +184,8 @@ impl State {
         }
     }
 
-    /// Those who have something to look at here. To be told without the lock: where there are no
-    /// threads, they look at once.
+    /// Control planes of members with changes or notifications. The caller notifies them without
+    /// the lock, because in inline mode they read the state immediately.
     fn concerned(&self) -> Vec<ControlHandle> {
         let has_some =
             |member: &&MemberState| !member.changes.is_empty() || !member.told.is_empty();
@@ -196,7 +198,7 @@ impl State {
 }
 
 impl Shared {
-    /// The thread of the subsystem, until nobody is left.
+    /// Main function of the subsystem's thread. Returns when no sender of jobs is left.
     fn serve(&self, jobs: &Receiver<Job>) {
         while let Ok(job) = jobs.recv() {
             match job {
@@ -261,7 +263,7 @@ impl Shared {
     fn set_host(&self, cntlid: u16, host: Option<HostId>, latch: &Latch) -> Result<(), Status> {
         let mut state = self.state.lock();
         if let Some(host) = host {
-            // Identifiers of both kinds in one subsystem could not be told apart.
+            // Identifiers of 64 and 128 bits in one subsystem would not be comparable.
             let registrants = state.all.values().flat_map(Reservations::registrants);
             let others = state.members.iter().filter(|(other, _)| **other != cntlid);
             let others = others.filter_map(|(_, member)| member.host);
@@ -305,19 +307,19 @@ impl Shared {
         Ok(())
     }
 
-    /// Writes down what all of it will be after a change. Only the subsystem's thread does.
+    /// Writes the changed state to the file. Called by the subsystem's thread only.
     fn write_with(&self, change: impl FnOnce(&mut AllReservations)) -> Result<(), Status> {
         let Some(file) = &self.state_file else { return Ok(()) };
         let mut all = self.state.lock().all.clone();
         change(&mut all);
         file.write(&all).map_err(|error| {
-            tracing::error!(%error, "reservations can not be written down");
+            tracing::error!(%error, "cannot write the reservation file");
             Status::INTERNAL
         })
     }
 }
 
-/// Has them look at what there is.
+/// Notifies control planes of a change in the subsystem.
 fn notify(concerned: &[ControlHandle]) {
     for control in concerned {
         control.notify(Notice::Shared);
@@ -333,18 +335,18 @@ fn put(all: &mut AllReservations, uuid: Uuid, reservations: Reservations) {
 }
 
 impl Member {
-    /// Its controller identifier.
+    /// Controller identifier (CNTLID).
     #[must_use]
     pub fn cntlid(&self) -> u16 {
         self.cntlid
     }
 
-    /// The controllers of the subsystem.
+    /// Controller identifiers of all members.
     pub(crate) fn controllers(&self) -> Vec<u16> {
         self.shared.state.lock().members.keys().copied().collect()
     }
 
-    /// Where its controller is told of changes.
+    /// Sets the control plane that receives notices of changes.
     pub(crate) fn attach(&self, control: ControlHandle) {
         self.with(|member| member.control = Some(control));
     }
@@ -353,7 +355,8 @@ impl Member {
         self.shared.state.lock().members.get_mut(&self.cntlid).map(act).unwrap_or_default()
     }
 
-    /// Its controller is a new one. If it is the first of all, power has been off.
+    /// Starts a new controller. If it is the subsystem's first one, the start counts as a power
+    /// cycle, and reservations without Persist Through Power Loss are dropped.
     pub(crate) fn power_on(&self) {
         let mut state = self.shared.state.lock();
         if std::mem::replace(&mut state.has_begun, true) {
@@ -366,12 +369,12 @@ impl Member {
             && state.all != before
             && let Err(error) = file.write(&state.all)
         {
-            tracing::error!(%error, "reservations can not be written down");
+            tracing::error!(%error, "cannot write the reservation file");
         }
     }
 
-    /// Its controller goes on from where another process has left it, which may have changed what
-    /// is in the file since that was read.
+    /// Continues the controller of another process. That process may have changed the file after
+    /// this one read it, so the file is read again.
     pub(crate) fn go_on(&self) {
         let mut state = self.shared.state.lock();
         state.has_begun = true;
@@ -381,13 +384,13 @@ impl Member {
             match file.read() {
                 Ok(all) => state.all = all,
                 Err(error) => {
-                    tracing::error!(%error, "reservations can not be read again");
+                    tracing::error!(%error, "cannot read the reservation file again");
                 }
             }
         }
     }
 
-    /// What the controller may do with a namespace.
+    /// Access rights of the controller to a namespace.
     pub(crate) fn access(&self, nsid: u32, uuid: &Uuid) -> Access {
         let state = self.shared.state.lock();
         let member = state.members.get(&self.cntlid);
@@ -398,9 +401,9 @@ impl Member {
         Access { way, ..access }
     }
 
-    /// Says how the controller begins: which ANA group each namespace is in that is not in the
-    /// first, and the states of groups that are not optimized. For whoever has just
-    /// [joined](Subsystem::join), before there is a controller. What is no group is left out.
+    /// Sets the initial ANA configuration: pairs of NSID and group for namespaces outside group 1,
+    /// and states of groups that are not optimized. Called after [joining](Subsystem::join), before
+    /// a controller is created. Invalid group identifiers are ignored.
     #[must_use]
     pub fn with_ana(
         self: Arc<Self>,
@@ -416,58 +419,58 @@ impl Member {
         self
     }
 
-    /// The ANA group of a namespace.
+    /// ANA group of a namespace.
     pub(crate) fn ana_group(&self, nsid: u32) -> u32 {
         self.groups.get().and_then(|groups| groups.get(&nsid)).copied().unwrap_or(1)
     }
 
-    /// The state of a group for the controller.
+    /// State of an ANA group for the controller.
     pub(crate) fn ana_state(&self, group: u32) -> AnaState {
         self.with(|member| member.ana.get(&group).copied().unwrap_or_default())
     }
 
-    /// The groups of this state are that from here on. What follows from it is left to the caller.
+    /// Sets the state of an ANA group. The caller handles the consequences.
     pub(crate) fn set_ana_state(&self, group: u32, state: AnaState) {
         self.with(|member| member.ana.insert(group, state));
     }
 
-    /// Who the host is, if it has said so.
+    /// Host Identifier, if the host has set one.
     pub(crate) fn host(&self) -> Option<HostId> {
         self.with(|member| member.host)
     }
 
-    /// Who the host is, of a controller without queues.
+    /// Sets the Host Identifier of a controller without queues.
     pub(crate) fn set_host(&self, host: Option<HostId>) {
         self.with(|member| member.host = host);
     }
 
-    /// Has the subsystem do something.
+    /// Submits a job to the subsystem's thread.
     pub(crate) fn submit(&self, job: Job) {
-        // If there is no thread any more, the latch is let go of here.
+        // If the thread has ended, the job and its latch are dropped here.
         let _ = self.jobs.send(job);
     }
 
-    /// What is to be told to workers.
+    /// Takes the changes for the controller's I/O threads.
     pub(crate) fn take_changes(&self) -> Vec<Change> {
         self.with(|member| std::mem::take(&mut member.changes))
     }
 
-    /// What is to be told to the host: types of notices, and of which namespace.
+    /// Takes the notifications for the host: namespace UUID and type.
     pub(crate) fn take_told(&self) -> Vec<(Uuid, u8)> {
         self.with(|member| std::mem::take(&mut member.told))
     }
 
-    /// Whether anything can persist through a loss of power.
+    /// True if Persist Through Power Loss is supported.
     pub(crate) fn can_persist(&self) -> bool {
         self.shared.state_file.is_some()
     }
 
-    /// Persist Through Power Loss, of a namespace.
+    /// Value of Persist Through Power Loss of a namespace.
     pub(crate) fn is_persistent(&self, uuid: &Uuid) -> bool {
         self.shared.state.lock().all.get(uuid).is_some_and(|its| its.persistent)
     }
 
-    /// The Reservation Status data structure of a namespace.
+    /// Reservation Status data structure of a namespace.
     ///
     /// # Errors
     /// Host Identifier Inconsistent Format.
@@ -532,7 +535,7 @@ impl Member {
 impl Drop for Member {
     fn drop(&mut self) {
         let gone = self.shared.state.lock().members.remove(&self.cntlid);
-        // Whoever waits for its workers waits no more. Not under the lock.
+        // Dropping its changes drops their latches, so it happens without the lock.
         drop(gone);
     }
 }

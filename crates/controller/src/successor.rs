@@ -1,4 +1,4 @@
-//! Why one controller can not go on where another has come to rest.
+//! Errors in saving and restoring the state of a controller.
 
 use crate::config::ConfigError;
 use crate::route::RelocateError;
@@ -6,47 +6,48 @@ use shadowbell_memory::MapError;
 use shadowbell_state::StateError;
 use std::io;
 
-/// Why the state of a controller can not be had.
+/// Error in saving the state of a controller.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
-    /// It is not at rest: [`Controller::freeze`](crate::Controller::freeze) comes first.
-    #[error("the controller is at work")]
+    /// The controller is not quiesced; call [`Controller::freeze`](crate::Controller::freeze)
+    /// first.
+    #[error("the controller is not quiesced")]
     AtWork,
-    /// Faults are injected, of which the successor would know nothing.
-    #[error("the controller has faults injected, which can not be passed on")]
+    /// Fault injection is active, and its state cannot be saved.
+    #[error("the controller has fault injection, whose state cannot be transferred")]
     Overridden,
-    /// Its host makes namespaces, and what from stays here.
-    #[error("the controller has a pool of namespaces, which stays on this machine")]
+    /// The controller has a namespace pool, whose storage cannot be migrated.
+    #[error("the controller has a namespace pool, which cannot be migrated to another machine")]
     Pool,
-    /// The system's.
-    #[error("a descriptor of the controller could not be duplicated: {0}")]
+    /// The system could not duplicate a descriptor.
+    #[error("cannot duplicate a descriptor of the controller: {0}")]
     System(#[from] io::Error),
 }
 
-/// Why a controller can not go on from a state.
+/// Error in restoring the state of a controller.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RestoreError {
-    /// The configuration is not possible.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The configuration differs from what the host has seen.
-    #[error("the host has seen another {0} than what is configured here")]
+    #[error("the configured {0} differs from what the host has seen")]
     Shape(&'static str),
-    /// The state contradicts itself.
-    #[error("the state of the controller can not be: {0}")]
+    /// The state is inconsistent.
+    #[error("the state of the controller is invalid: {0}")]
     Invalid(&'static str),
     /// A descriptor is missing.
     #[error(transparent)]
     State(#[from] StateError),
-    /// The page of doorbells could not be mapped.
-    #[error("the page of doorbells: {0}")]
+    /// The doorbell page could not be mapped.
+    #[error("cannot map the doorbell page: {0}")]
     Memory(#[from] MapError),
-    /// The system's.
-    #[error("a descriptor of the controller could not be used: {0}")]
+    /// The system could not use a descriptor.
+    #[error("cannot use a descriptor of the controller: {0}")]
     System(#[from] io::Error),
-    /// It had a worker of its own, and can not have one here.
+    /// The controller needs a dedicated I/O thread, and the pool has none for it.
     #[error(transparent)]
     Worker(#[from] RelocateError),
 }

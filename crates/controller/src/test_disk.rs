@@ -1,18 +1,18 @@
-//! A disk for tests: what it says of itself is all there is to it.
+//! Disk for tests, with configurable properties and without I/O.
 
 use shadowbell_backend::{Disk, DiskInfo, Queue};
 use std::io;
 use std::sync::Arc;
 
-/// Has a [`DiskInfo`] and no queues.
+/// Disk with a [`DiskInfo`] and no queues.
 #[derive(Debug)]
 pub(crate) struct TestDisk(pub(crate) DiskInfo);
 
 impl TestDisk {
-    /// What it is called.
+    /// Name of the disk.
     pub(crate) const NAME: &'static str = "test";
 
-    /// A writable disk with a write cache and discards.
+    /// Creates a writable disk with a volatile cache and discard support.
     pub(crate) fn new(blocks: u64, block_size: u32) -> Self {
         let mut info = DiskInfo::new(block_size, blocks);
         info.volatile_cache = true;
@@ -20,7 +20,7 @@ impl TestDisk {
         Self(info)
     }
 
-    /// A writable disk as a controller takes it.
+    /// Creates a writable disk as a trait object.
     pub(crate) fn shared(blocks: u64, block_size: u32) -> Arc<dyn Disk> {
         Arc::new(Self::new(blocks, block_size))
     }

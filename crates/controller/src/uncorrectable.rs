@@ -1,41 +1,41 @@
-//! Logical blocks that a host has marked by Write Uncorrectable. NVM 1.1, "Write Uncorrectable
-//! command".
+//! Logical blocks that a host has marked by Write Uncorrectable (NVM 1.1, "Write Uncorrectable
+//! command").
 //!
-//! A host decides how many there are and how they lie, so there is a quota of blocks: in the worst
-//! case each is a range of its own.
+//! The host decides how many blocks it marks and how they are scattered. The number of blocks is
+//! therefore limited: in the worst case each block is a range of its own.
 
 use shadowbell_spec::lba_status::{LbaRange, LbaStatusElement, LbaStatusLog, atype};
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
 use zerocopy::IntoBytes;
 
-/// Marked blocks of a controller, at most.
+/// Maximum number of marked blocks of a controller.
 pub(crate) const MOST_BLOCKS: u64 = 4096;
-/// Bytes of the blocks of one Write Uncorrectable command, at most: WUSL of Identify Controller.
+/// Maximum size of a Write Uncorrectable command in bytes: WUSL of Identify Controller.
 pub(crate) const COMMAND_BYTES: u64 = 512 << 10;
 
-/// Blocks of a namespace.
+/// Range of blocks of a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockRange {
     pub(crate) nsid: u32,
     pub(crate) from: u64,
-    /// The block after the last.
+    /// Block after the last one.
     pub(crate) to: u64,
 }
 
-/// The blocks of one namespace: by the first block of a range, the one after its last.
+/// Block ranges of one namespace: first block to the block after the last.
 type Ranges = BTreeMap<u64, u64>;
 
-/// The marked blocks of a controller.
+/// Marked blocks of a controller.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Uncorrectable {
     by_nsid: BTreeMap<u32, Ranges>,
-    /// How often there were more: LSGC of the log page.
+    /// Number of additions: LSGC of the log page.
     changes: u16,
 }
 
 impl Uncorrectable {
-    /// As they were; those that do not fit are left out.
+    /// Restores saved marks. Marks that exceed the limit are dropped.
     pub(crate) fn restore(ranges: &[(u32, u64, u64)], changes: u16) -> Self {
         let mut marks = Self::default();
         for (nsid, from, to) in ranges.iter().filter(|(_, from, to)| from < to) {
@@ -44,7 +44,8 @@ impl Uncorrectable {
         Self { changes, ..marks }
     }
 
-    /// NSID, first block, and the one after the last, of each range.
+    /// Marks for a snapshot: NSID, first block and block after the last of each range, and the
+    /// number of additions.
     pub(crate) fn save(&self) -> (Vec<(u32, u64, u64)>, u16) {
         let of = |(nsid, ranges): (&u32, &Ranges)| {
             let nsid = *nsid;
@@ -53,17 +54,17 @@ impl Uncorrectable {
         (self.by_nsid.iter().flat_map(of).collect(), self.changes)
     }
 
-    /// Whether a namespace has any.
+    /// True if a namespace has marked blocks.
     pub(crate) fn has_any_of(&self, nsid: u32) -> bool {
         self.by_nsid.contains_key(&nsid)
     }
 
-    /// Whether one of `[from, to)` is marked.
+    /// True if a block of `[from, to)` is marked.
     pub(crate) fn touches(&self, nsid: u32, from: u64, to: u64) -> bool {
         self.of(nsid, from, to).next().is_some()
     }
 
-    /// The marked parts of `[from, to)`, in ascending order.
+    /// Marked parts of `[from, to)` in ascending order.
     pub(crate) fn of(&self, nsid: u32, from: u64, to: u64) -> impl Iterator<Item = (u64, u64)> {
         let ranges = self.by_nsid.get(&nsid);
         let before = ranges.and_then(|ranges| ranges.range(..from).next_back());
@@ -75,13 +76,13 @@ impl Uncorrectable {
             .filter(|(begin, end)| begin < end)
     }
 
-    /// How many there are.
+    /// Number of marked blocks.
     pub(crate) fn blocks(&self) -> u64 {
         let ranges = self.by_nsid.values().flatten();
         ranges.map(|(from, to)| to - from).sum()
     }
 
-    /// The log page LBA Status Information.
+    /// LBA Status Information log page.
     pub(crate) fn page(&self) -> Vec<u8> {
         let of = |(nsid, ranges): (&u32, &Ranges)| {
             let (neid, nlrd, ratype) = (*nsid, ranges.len() as u32, atype::UNRECOVERABLE);
@@ -104,17 +105,18 @@ impl Uncorrectable {
         [head.as_bytes(), &elements].concat()
     }
 
-    /// Marks the blocks of `[from, to)`, which is not empty.
+    /// Marks the blocks of `[from, to)`, which must not be empty.
     ///
     /// # Errors
-    /// Command Size Limit Exceeded: there would be more than [`MOST_BLOCKS`]. Nothing has changed.
+    /// Command Size Limit Exceeded if more than [`MOST_BLOCKS`] would be marked. The marks are
+    /// unchanged in that case.
     pub(crate) fn mark(&mut self, nsid: u32, from: u64, to: u64) -> Result<(), Status> {
         let known: u64 = self.of(nsid, from, to).map(|(begin, end)| end - begin).sum();
         if self.blocks() + (to - from - known) > MOST_BLOCKS {
             return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
         }
         let ranges = self.by_nsid.entry(nsid).or_default();
-        // With those that it meets it is one.
+        // Merged with the ranges that it overlaps or touches.
         let (mut first, mut last) = (from, to);
         let before = ranges.range(..from).next_back().filter(|(_, end)| **end >= from);
         if let Some((begin, end)) = before.map(|(begin, end)| (*begin, *end)) {
@@ -128,7 +130,7 @@ impl Uncorrectable {
         Ok(())
     }
 
-    /// The blocks of `[from, to)` were written.
+    /// Clears the marks of `[from, to)`, which was written.
     pub(crate) fn clear(&mut self, nsid: u32, from: u64, to: u64) {
         if !self.touches(nsid, from, to) {
             return;
@@ -150,7 +152,8 @@ impl Uncorrectable {
         }
     }
 
-    /// Another namespace is behind this NSID, or none, or one with so many blocks.
+    /// Clears the marks from block `blocks` on, after namespace `nsid` was replaced, removed
+    /// (`blocks` is 0) or resized.
     pub(crate) fn forget(&mut self, nsid: u32, blocks: u64) {
         self.clear(nsid, blocks, u64::MAX);
     }
@@ -168,7 +171,7 @@ mod tests {
         marks.mark(1, 10, 10 + MOST_BLOCKS - 1).unwrap();
         assert_eq!(marks.mark(2, 0, 2).unwrap_err().code(), Status::COMMAND_SIZE_LIMIT_EXCEEDED);
         assert!(!marks.has_any_of(2));
-        // What is marked already takes nothing.
+        // Blocks that are already marked do not count again.
         marks.mark(1, 10, 20).unwrap();
         marks.mark(2, u64::MAX - 1, u64::MAX).unwrap();
         assert!(marks.mark(1, 0, 1).is_err());
@@ -201,7 +204,7 @@ mod tests {
                 prop_assert_eq!(marks.blocks(), model.len() as u64);
                 prop_assert_eq!(marks.has_any_of(3), !model.is_empty());
                 prop_assert_eq!(marks.touches(3, from, to), model.range(from..to).next().is_some());
-                // No two of them meet.
+                // Ranges do not overlap.
                 let ranges: Vec<_> = marks.of(3, 0, 100).collect();
                 let apart = ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0);
                 prop_assert!(apart);

@@ -1,4 +1,4 @@
-//! Namespaces that a host is told of, and that nobody serves.
+//! Placeholder disks of namespaces that Identify reports and no I/O thread serves.
 
 use crate::config::NamespaceConfig;
 use crate::pool::PoolNamespace;
@@ -6,7 +6,7 @@ use shadowbell_backend::{Disk, DiskInfo, Queue};
 use std::io;
 use std::sync::Arc;
 
-/// What can be told of a namespace that nobody serves.
+/// Disk with properties and without queues.
 #[derive(Debug)]
 struct Placeholder(DiskInfo);
 
@@ -24,7 +24,7 @@ impl Disk for Placeholder {
     }
 }
 
-/// A namespace that is to be told of, and not served.
+/// Configuration of a namespace for Identify only.
 pub(crate) fn placeholder(namespace: &PoolNamespace) -> NamespaceConfig {
     let mut info = DiskInfo::new(namespace.block_size, namespace.blocks);
     (info.volatile_cache, info.discard) = (true, true);
@@ -32,7 +32,7 @@ pub(crate) fn placeholder(namespace: &PoolNamespace) -> NamespaceConfig {
     NamespaceConfig { disk: unserved(info), uuid: namespace.uuid }
 }
 
-/// The disk of a namespace that is to be told of.
+/// Placeholder disk with the given properties.
 pub(crate) fn unserved(info: DiskInfo) -> Arc<dyn Disk> {
     Arc::new(Placeholder(info))
 }

@@ -1,9 +1,10 @@
-//! Whether threads still come to what they are asked.
+//! Liveness check of I/O threads and the control thread.
 
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// Goes to several threads; each of them drops its clone when it comes to it.
+/// Liveness check, sent to several threads. Each thread drops its clone when it handles the
+/// message.
 #[derive(Clone)]
 pub(crate) struct Visit {
     _pending: Arc<Pending>,
@@ -12,12 +13,12 @@ pub(crate) struct Visit {
 struct Pending(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
 impl Visit {
-    /// `ended` runs on the thread that drops the last clone.
+    /// Creates a check. `ended` runs on the thread that drops the last clone.
     pub(crate) fn new(ended: impl FnOnce() + Send + 'static) -> Self {
         Self { _pending: Arc::new(Pending(Mutex::new(Some(Box::new(ended))))) }
     }
 
-    /// One that says when it is over.
+    /// Creates a check whose end is reported through a channel.
     #[cfg(test)]
     pub(crate) fn for_tests() -> (Self, std::sync::mpsc::Receiver<()>) {
         let (send, receive) = std::sync::mpsc::channel();

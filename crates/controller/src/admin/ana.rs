@@ -1,32 +1,32 @@
-//! What a host is told of the ways to namespaces that several controllers have: the log page
-//! Asymmetric Namespace Access. Base 2.1, 5.1.12.1 and 8.1.1.
+//! Asymmetric Namespace Access log page: ANA states of namespaces that several controllers share.
+//! Base 2.1, 5.1.12.1 and 8.1.1.
 
 use crate::saved::SavedAna;
 use shadowbell_spec::log::{AnaGroup, AnaLog, AnaState};
 use std::collections::BTreeMap;
 
-/// ANATT: the seconds that a group is in the state ANA Change, at most. States are changed by
-/// people and by what they run, so it is they who have to keep to it.
+/// ANATT: maximum time in seconds that a group stays in the ANA Change state. States are set by
+/// management software, which has to observe the limit.
 pub(crate) const TRANSITION_SECONDS: u8 = 60;
 
-/// What has changed since the last Controller Level Reset.
+/// ANA state changes since the last Controller Level Reset.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct AnaChanges {
     /// Change Count.
     count: u64,
-    /// The state of each group as the host could know it, and the count of its last change.
+    /// Last state of each group that the host could know, and the Change Count of its last change.
     groups: BTreeMap<u32, (AnaState, u64)>,
 }
 
 impl AnaChanges {
-    /// Looks at what the states of groups are: whether one has changed. One that is looked at for
-    /// the first time has not.
+    /// Compares the current states with the known ones. Returns true if one has changed. The first
+    /// state of a group does not count as a change.
     pub(crate) fn review(&mut self, states: impl Iterator<Item = (u32, AnaState)>) -> bool {
         let before = self.count;
         for (group, state) in states {
             let (known, changes) = self.groups.entry(group).or_insert((state, 0));
             if *known != state {
-                // A count that has gone round is not that of a log without a change.
+                // After an overflow the count continues with 1, because 0 means "no change".
                 self.count = self.count.checked_add(1).unwrap_or(1);
                 (*known, *changes) = (state, self.count);
             }
@@ -34,7 +34,7 @@ impl AnaChanges {
         self.count != before
     }
 
-    /// The log page, of these groups and their namespaces.
+    /// Log page of the given groups and their namespaces.
     pub(crate) fn page(&self, namespaces: &BTreeMap<u32, Vec<u32>>, groups_only: bool) -> Vec<u8> {
         let group = |(id, nsids): (&u32, &Vec<u32>)| {
             let (state, changes) = self.groups.get(id).copied().unwrap_or_default();
@@ -50,7 +50,7 @@ impl AnaChanges {
         SavedAna { count: self.count, groups: groups.collect() }
     }
 
-    /// The other side of [`save`](Self::save). What is no state is not known.
+    /// Restores a snapshot of [`save`](Self::save). Groups with an undefined state are dropped.
     pub(crate) fn restore(saved: &SavedAna) -> Self {
         let group = |&(group, state, changes): &(u32, u8, u64)| {
             Some((group, (AnaState::from_bits(state)?, changes)))
@@ -79,7 +79,7 @@ mod tests {
         assert_eq!(log.groups[0].nsids, [1, 3]);
         let mut restored = AnaChanges::restore(&changes.save());
         assert_eq!(restored, changes);
-        // What has changed in between is a change.
+        // A change between snapshot and restore counts as well.
         assert!(see(&mut restored, [good, bad]));
     }
 }

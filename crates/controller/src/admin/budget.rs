@@ -1,24 +1,24 @@
-//! How much of a processor the admin commands of one controller may take.
+//! CPU time budget of a controller's admin commands.
 
 use std::time::{Duration, Instant};
 
-/// A fifth, in the long run.
+/// Inverse of the long-term share: a fifth of a CPU.
 const SHARE: u32 = 5;
-/// What may be taken at once, after a while without commands.
+/// Maximum CPU time at once, after a time without commands.
 const BURST: Duration = Duration::from_millis(50);
-/// Whoever has spent it all waits until there is this much again.
+/// CPU time that has to be refilled before a controller with an empty budget resumes.
 const REFILL: Duration = Duration::from_millis(2);
-/// How often the log says so.
+/// Minimum interval of log messages.
 const SAY_AGAIN: Duration = Duration::from_secs(60);
 
-/// The time of a processor that a controller's admin commands may take: what is spent comes back
-/// at the rate of [`SHARE`], up to [`BURST`]. No host that has something to find out meets the end
-/// of it; one that does waits, and nothing fails.
+/// CPU time budget of a controller's admin commands. It refills at the rate of [`SHARE`], up to
+/// [`BURST`]. A host in normal operation does not exhaust it. If the budget is exhausted, commands
+/// are delayed and do not fail.
 #[derive(Debug)]
 pub(crate) struct Budget {
-    /// All of it is there at this time; what is missing before takes `SHARE` times as long.
+    /// Time when the budget is full again. The missing CPU time is the remaining time / `SHARE`.
     full_at: Option<Instant>,
-    /// Nothing goes on before this time.
+    /// Time before which no command is executed.
     resume_at: Option<Instant>,
     said: Option<Instant>,
 }
@@ -28,8 +28,8 @@ impl Budget {
         Self { full_at: None, resume_at: None, said: None }
     }
 
-    /// So much was spent until `now`. Whether that is worth a word in the log: it was too much, for
-    /// the first time in a while.
+    /// Charges CPU time. Returns true if the budget is exhausted and this should be logged, which
+    /// is limited to once per [`SAY_AGAIN`].
     pub(crate) fn spend(&mut self, used: Duration, now: Instant) -> bool {
         let full_at = self.full_at.map_or(now, |at| at.max(now)) + used * SHARE;
         self.full_at = Some(full_at);
@@ -45,7 +45,7 @@ impl Budget {
         is_new
     }
 
-    /// When commands go on, if they have to wait at `now`.
+    /// Time when commands resume, if they have to wait at `now`.
     pub(crate) fn wait_until(&self, now: Instant) -> Option<Instant> {
         self.resume_at.filter(|at| *at > now)
     }
@@ -72,7 +72,7 @@ mod tests {
         assert!(used >= fifth && used <= fifth + BURST + turn, "{used:?}");
         assert_eq!(said, 3, "once a minute");
 
-        // A guest that boots: a thousand commands of 20 us, in half a second.
+        // A booting guest: a thousand commands of 20 us within half a second.
         let mut budget = Budget::new();
         for n in 0..1000 {
             let now = start + Duration::from_micros(n * 500);

@@ -1,9 +1,8 @@
-//! Asynchronous events: what the controller has to say without being asked.
+//! Asynchronous events.
 //!
-//! A host keeps some Asynchronous Event Requests outstanding; an event completes one of them. After
-//! that, events of the same type are held back until the host has read the log page that tells
-//! more (Base 2.1, 5.1.2 "Asynchronous Event Request command"), so a host that does not care is
-//! not flooded, whatever happens.
+//! A host keeps some Asynchronous Event Requests outstanding, and an event completes one of them.
+//! Further events of the same type are masked until the host has read the event's log page (Base
+//! 2.1, 5.1.2 "Asynchronous Event Request command"), which bounds the number of events.
 
 use super::limits::MAX_EVENT_REQUESTS;
 use crate::saved::{SavedEvent, SavedEvents};
@@ -15,50 +14,50 @@ use shadowbell_spec::feature::AsyncEventConfig;
 use shadowbell_spec::log::CriticalWarning;
 use std::collections::VecDeque;
 
-/// How many different events wait for a request, at most. There are fewer that could be raised.
+/// Maximum number of pending events. Larger than the number of different events.
 const MAX_PENDING: usize = 16;
 
-/// The completion of an Asynchronous Event Request.
+/// Completion of an Asynchronous Event Request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Completion {
     /// Command identifier of the request.
     pub(crate) cid: u16,
-    /// Dword 0: what happened.
+    /// Dword 0: the event.
     pub(crate) dw0: u32,
 }
 
-/// The events of a controller, and its host's requests for them.
+/// Asynchronous events of a controller and outstanding requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct AsyncEvents {
-    /// Requests not yet completed, the oldest first.
+    /// Command identifiers of outstanding requests, oldest first.
     outstanding: VecDeque<u16>,
-    /// Events not yet reported, the oldest first; none of them twice.
+    /// Events not yet reported, oldest first, without duplicates.
     pending: VecDeque<AsyncEvent>,
-    /// Events reported whose log page has not been read since: their types are masked.
+    /// Reported events whose log page has not been read: their types are masked.
     unread: Vec<AsyncEvent>,
     config: AsyncEventConfig,
 }
 
 impl AsyncEvents {
-    /// An Asynchronous Event Request was fetched. If something is to be reported, it (not
-    /// necessarily this very request) completes now.
+    /// Adds an Asynchronous Event Request. If an event is pending, the oldest request, which may be
+    /// another one, completes.
     ///
     /// # Errors
     /// Asynchronous Event Request Limit Exceeded.
     pub(crate) fn request(&mut self, cid: u16) -> Result<Option<Completion>, Status> {
         if self.outstanding.len() >= MAX_EVENT_REQUESTS {
-            // Without DNR: later there may be room for it.
+            // Without DNR, because a retry may succeed.
             return Err(Status::AER_LIMIT);
         }
         self.outstanding.push_back(cid);
         Ok(self.report())
     }
 
-    /// Something happened. What the log page says of it must be there already: the host may look
-    /// before this returns.
+    /// Raises an event. The caller has updated the event's log page before, because the host may
+    /// read it before this method returns.
     pub(crate) fn raise(&mut self, event: AsyncEvent) -> Option<Completion> {
-        // An event that was reported and not looked at says all there is to say: the host will find
-        // this one, too, in the log page.
+        // A reported event whose log page is unread need not be reported again: the host will find
+        // both occurrences in the log page.
         let is_known = self.unread.contains(&event) || self.pending.contains(&event);
         if !is_known && self.wants(event) && self.pending.len() < MAX_PENDING {
             self.pending.push_back(event);
@@ -66,8 +65,8 @@ impl AsyncEvents {
         self.report()
     }
 
-    /// The host has read the log page `lid`: unless it wants to retain it (RAE), the event is
-    /// cleared, and the next of its type may be reported.
+    /// Clears the events of log page `lid`, which the host has read without Retain Asynchronous
+    /// Event (RAE). The next event of their type can then be reported.
     pub(crate) fn log_read(&mut self, lid: u8, rae: bool) -> Option<Completion> {
         if !rae {
             self.unread.retain(|event| event.lid != lid);
@@ -75,8 +74,8 @@ impl AsyncEvents {
         self.report()
     }
 
-    /// The Asynchronous Event Configuration feature was set. Events that wait and are not wanted
-    /// any more are dropped.
+    /// Sets the Asynchronous Event Configuration feature. Pending events that are no longer
+    /// enabled are dropped.
     pub(crate) fn configure(&mut self, config: AsyncEventConfig) -> Option<Completion> {
         self.config = config;
         let mut pending = std::mem::take(&mut self.pending);
@@ -85,14 +84,15 @@ impl AsyncEvents {
         self.report()
     }
 
-    /// A request is aborted; whether there was such a one. The caller completes it.
+    /// Removes a request for an Abort command. Returns true if it was outstanding; the caller then
+    /// completes it.
     pub(crate) fn abort(&mut self, cid: u16) -> bool {
         let found = self.outstanding.iter().position(|outstanding| *outstanding == cid);
         found.and_then(|at| self.outstanding.remove(at)).is_some()
     }
 
-    /// A Controller Level Reset: requests vanish without completion, events with them, and the
-    /// configuration is the default again.
+    /// Drops requests and events at a Controller Level Reset, without completions, and restores the
+    /// default configuration.
     pub(crate) fn clear(&mut self) {
         *self = Self::default();
     }
@@ -128,14 +128,14 @@ impl AsyncEvents {
         Some(Completion { cid, dw0: event.dw0() })
     }
 
-    /// Whether the host's configuration lets the event through. Base 2.1, 5.1.25.1, "Asynchronous
-    /// Event Configuration"; errors can not be switched off.
+    /// True if the event is enabled (Base 2.1, 5.1.25.1, "Asynchronous Event Configuration").
+    /// Error events cannot be disabled.
     fn wants(&self, event: AsyncEvent) -> bool {
         let warnings = CriticalWarning::from_bits(self.config.smart());
         match event {
             AsyncEvent::SPARE_BELOW_THRESHOLD => warnings.spare(),
             AsyncEvent::TEMPERATURE_THRESHOLD => warnings.temperature(),
-            // The information says "NVM subsystem reliability has been compromised" for all others.
+            // All other warnings share the event "NVM subsystem reliability has been compromised".
             AsyncEvent::SUBSYSTEM_RELIABILITY => {
                 warnings.with_spare(false).with_temperature(false).into_bits() != 0
             }
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(events.raise(REGISTER), None);
         assert_eq!(events.request(9), Ok(completes(9, REGISTER)));
         assert_eq!(events.request(10), Ok(None), "it was one event");
-        // Type error in bits 2:0, information 0, error log page in 23:16.
+        // Type "error" in bits 2:0, information 0, error log page in bits 23:16.
         assert_eq!(REGISTER.dw0(), 0x0001_0000);
         assert_eq!(VALUE.dw0(), 0x0001_0100);
         assert_eq!(CHANGED.dw0(), 0x0004_0002);
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(events.raise(CHANGED), None);
         assert_eq!(events.log_read(HOT.lid, false), None);
         assert_eq!(events.raise(AsyncEvent::SUBSYSTEM_RELIABILITY), None);
-        // Not wanted any more before there was a request: gone.
+        // A pending event that is disabled before a request arrives is dropped.
         events.configure(AsyncEventConfig::new().with_smart(0b1000));
         let reliability = completes(2, AsyncEvent::SUBSYSTEM_RELIABILITY);
         assert_eq!(events.request(2), Ok(reliability));
@@ -281,8 +281,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a host does: bounded state, a completion only for an outstanding request and
-        /// never for a masked type, and nothing waits that could have been reported.
+        /// For any sequence of host actions: the state is bounded, only outstanding requests
+        /// complete, masked types do not complete, and no reportable event stays pending.
         #[test]
         fn invariants(steps in prop::collection::vec(step(), 0..200)) {
             let mut events = AsyncEvents::default();

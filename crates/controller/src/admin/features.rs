@@ -17,99 +17,100 @@ use shadowbell_spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// The events that a host may switch on: all critical warnings, the notices that OAES of Identify
-/// Controller has, and that telemetry was captured; beside those of ANA, if it has these.
+/// Events that a host may enable: all critical warnings, the notices in OAES of Identify
+/// Controller, and telemetry notices. ANA notices are added if the controller reports ANA.
 const EVENTS: AsyncEventConfig =
     AsyncEventConfig::new().with_smart(0xff).with_nan(true).with_tln(true);
-/// Any number of commands at a time: what the controller starts with.
+/// Default of Arbitration: no burst limit.
 const NO_BURST_LIMIT: Arbitration = Arbitration::new().with_ab(7);
 
-/// The reserved bits of the Arbitration feature.
+/// Reserved bits of the Arbitration feature.
 const RESERVED_BURST: u32 = 0xf8;
 
-/// What the controller is and does at the moment of the command.
+/// Controller state that limits feature values, at the time of the command.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// I/O queue pairs that it has room for, at least 1.
+    /// Number of supported I/O queue pairs, at least 1.
     pub(crate) io_queues: u16,
-    /// Whether an I/O queue exists: Number of Queues can not change any more.
+    /// True if an I/O queue exists: Number of Queues is then fixed.
     pub(crate) queues_exist: bool,
-    /// Interrupt vectors that it has.
+    /// Number of interrupt vectors.
     pub(crate) vectors: u16,
-    /// NN of Identify Controller: the greatest namespace identifier.
+    /// NN of Identify Controller: the highest valid NSID.
     pub(crate) namespaces: u32,
-    /// Whether the command's NSID, if it is one of these, is that of a namespace.
+    /// True if the command's NSID, if valid, is that of an active namespace.
     pub(crate) active: bool,
-    /// Whether a namespace has a volatile write cache (VWC of Identify Controller).
+    /// True if a volatile write cache is present (VWC of Identify Controller).
     pub(crate) volatile_cache: bool,
-    /// Whether the controller is one of several.
+    /// True if the controller belongs to a subsystem of several controllers.
     pub(crate) is_shared: bool,
 }
 
-/// What the control plane has to do after a feature was set.
+/// Action of the control plane after a feature was set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
-    /// Nothing.
+    /// No action.
     None,
     /// Allow this many I/O queues of each kind, at least 1.
     NumberOfQueues {
-        /// Submission queues: identifiers 1 to this.
+        /// Number of submission queues: valid identifiers are 1 to this.
         submission: u16,
-        /// Completion queues: identifiers 1 to this.
+        /// Number of completion queues: valid identifiers are 1 to this.
         completion: u16,
     },
     /// Coalesce interrupts.
     InterruptCoalescing {
-        /// Completions that raise an interrupt at once, 0's based.
+        /// Number of completions that raise an interrupt immediately, 0's based.
         threshold: u8,
-        /// The longest delay in units of 100 microseconds; 0 for none.
+        /// Maximum delay in units of 100 microseconds; 0 for none.
         time: u8,
     },
-    /// Switch coalescing off or on for one vector.
+    /// Disable or enable coalescing for one vector.
     InterruptVector {
         /// Interrupt vector.
         vector: u16,
-        /// Interrupts of this vector are never held back.
+        /// True if interrupts of this vector are never delayed.
         coalescing_disabled: bool,
     },
-    /// With false, each write has to be on stable storage before it completes, as with FUA.
+    /// Enable or disable the volatile write cache. If disabled, each write has to be on stable
+    /// storage before it completes, as with FUA.
     VolatileWriteCache(bool),
-    /// Which events the host wants; for [`AsyncEvents::configure`](super::events::AsyncEvents).
+    /// Enabled events, for [`AsyncEvents::configure`](super::events::AsyncEvents).
     AsyncEventConfig(AsyncEventConfig),
-    /// The host uses these descriptor formats of Copy: bit n for format n.
+    /// Enabled descriptor formats of Copy: bit n for format n.
     CopyFormats(u16),
-    /// The host is there for so many milliseconds without another sign of it; for ever if 0.
+    /// Keep Alive Timeout in milliseconds; 0 disables the timer.
     KeepAlive(u32),
-    /// A threshold moved: look whether the temperature crosses it now.
+    /// Check the temperature against the changed threshold.
     TemperatureThreshold,
 }
 
-/// A feature was set.
+/// Result of Set Features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Set {
     /// Dword 0 of the completion.
     pub(crate) dw0: u32,
-    /// What remains to be done.
+    /// Action of the control plane.
     pub(crate) effect: Effect,
 }
 
-/// A feature's value.
+/// Result of Get Features.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Get {
     /// Dword 0 of the completion.
     pub(crate) dw0: u32,
-    /// What goes to the host's memory, for features that have more than a dword.
+    /// Data for the host's buffer, for features with more than a dword.
     pub(crate) data: Option<Vec<u8>>,
 }
 
-/// Of what a feature is an attribute.
+/// Scope of a feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Scope {
     Controller,
     Namespace,
 }
 
-/// The features that the controller has. All can be changed, none is saved.
+/// Supported features. All are changeable, none is saveable.
 const FEATURES: &[(u8, Scope)] = &[
     (fid::ARBITRATION, Scope::Controller),
     (fid::POWER_MANAGEMENT, Scope::Controller),
@@ -127,20 +128,20 @@ const FEATURES: &[(u8, Scope)] = &[
     (fid::IO_COMMAND_SET_PROFILE, Scope::Controller),
 ];
 
-/// Those of a controller that is one of several, which are elsewhere
-/// (`control/shared_features.rs`).
+/// Additional features of a controller in a subsystem, implemented in
+/// `control/shared_features.rs`.
 const SHARED: &[(u8, Scope)] = &[
     (fid::HOST_IDENTIFIER, Scope::Controller),
     (fid::RESERVATION_NOTIFICATION_MASK, Scope::Namespace),
     (fid::RESERVATION_PERSISTENCE, Scope::Namespace),
 ];
 
-/// The scope of a feature.
+/// Scope of a feature.
 ///
 /// # Errors
-/// Invalid Field in Command, if the controller has no such feature.
+/// Invalid Field in Command if the feature is not supported.
 fn scope_of(fid: u8, volatile_cache: bool) -> Result<Scope, Status> {
-    // Base 2.1, "Volatile Write Cache": without such a cache, the command fails.
+    // Base 2.1, "Volatile Write Cache": without a volatile write cache the command fails.
     if fid == fid::VOLATILE_WRITE_CACHE && !volatile_cache {
         return Err(invalid_field());
     }
@@ -148,7 +149,7 @@ fn scope_of(fid: u8, volatile_cache: bool) -> Result<Scope, Status> {
     found.map(|(_, scope)| *scope).ok_or(invalid_field())
 }
 
-/// The features that the controller has, for the log page 12h that tells of them.
+/// Supported features for log page 12h (Feature Identifiers Supported and Effects).
 pub(crate) fn supported(
     volatile_cache: bool,
     is_shared: bool,
@@ -164,7 +165,7 @@ pub(crate) fn supported(
     })
 }
 
-/// How many bytes a Set Features command for this feature transfers from the host.
+/// Number of bytes that Set Features of a feature transfers from the host.
 pub(crate) fn data_length(fid: u8) -> usize {
     match fid {
         fid::TIMESTAMP => size_of::<Timestamp>(),
@@ -173,46 +174,46 @@ pub(crate) fn data_length(fid: u8) -> usize {
     }
 }
 
-/// The features of a controller, as they are now.
+/// Current feature values of a controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Features {
     arbitration: Arbitration,
     power: PowerManagement,
     over_temperature: u16,
     under_temperature: u16,
-    /// Time Limited Error Recovery by namespace, where it was set.
+    /// Time Limited Error Recovery by NSID, where set.
     error_recovery: BTreeMap<u32, u16>,
     write_cache: bool,
-    /// `None` until it was set: as many as there is room for.
+    /// Number of Queues; `None` until it is set, which means all supported queues.
     queues: Option<NumberOfQueues>,
-    /// `None` until it was set: interrupts are held back as the controller sees fit.
+    /// Interrupt Coalescing; `None` until it is set, which means adaptive moderation.
     coalescing: Option<InterruptCoalescing>,
-    /// The vectors with coalescing disabled.
+    /// Vectors with coalescing disabled.
     coalescing_disabled: BTreeSet<u16>,
     write_atomicity: WriteAtomicity,
     events: AsyncEventConfig,
     clock: Clock,
-    /// Keep Alive Timeout in milliseconds; 0 for none.
+    /// Keep Alive Timeout in milliseconds; 0 if disabled.
     keep_alive: u32,
-    /// Advanced Command Retry: the host knows the status Command Interrupted.
+    /// Advanced Command Retry Enable: the host supports the status Command Interrupted.
     knows_interrupted: bool,
-    /// Copy Descriptor Formats Enable: bit n for format n, which names a source namespace.
+    /// Copy Descriptor Formats Enable: bit n for format n, whose ranges have a source NSID.
     copy_formats: u16,
 }
 
-/// The Timestamp feature: a clock that the host sets.
+/// Timestamp feature: a clock that the host sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Clock {
-    /// What it showed...
+    /// Timestamp in milliseconds at the time `at`.
     millis: u64,
-    /// ...when [`now_ms`] was this.
+    /// Value of [`now_ms`] when the timestamp was `millis`.
     at: u64,
-    /// The host has set it.
+    /// True if the host has set the timestamp.
     set: bool,
 }
 
 impl Features {
-    /// As they are at power on.
+    /// Default values at power on.
     pub(crate) fn new() -> Self {
         Self::at_reset(now_ms())
     }
@@ -246,17 +247,17 @@ fn invalid_namespace() -> Status {
     Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()
 }
 
-/// Whether a command for a feature may have this namespace identifier.
+/// Checks the NSID of a command for a feature of the given scope.
 ///
-/// A strict controller refuses to set a feature of the controller for a namespace (Feature Not
-/// Namespace Specific). This one takes it for the whole controller: QEMU's `nvme://` block driver
-/// switches the volatile write cache with NSID 1 and gives up on the device when that fails, and
-/// nvme-cli sends the namespace of the node that it was given.
+/// A strict controller refuses to set a controller-scope feature for a namespace (Feature Not
+/// Namespace Specific). This controller sets it for the whole controller, because hosts depend on
+/// that: QEMU's `nvme://` block driver sets the volatile write cache with NSID 1 and fails to open
+/// the device on an error, and nvme-cli sends the NSID of the namespace's device node.
 fn check_namespace(scope: Scope, nsid: u32, all: bool, limits: &Limits) -> Result<(), Status> {
     let ok = match nsid {
         0 => scope == Scope::Controller,
         NSID_ALL => scope == Scope::Controller || all,
-        // An inactive NSID is a valid one (Base 2.1, 3.2.1.5).
+        // An inactive NSID is valid (Base 2.1, 3.2.1.5).
         _ if nsid <= limits.namespaces && !limits.active => return Err(invalid_field()),
         _ => nsid <= limits.namespaces,
     };
@@ -264,7 +265,7 @@ fn check_namespace(scope: Scope, nsid: u32, all: bool, limits: &Limits) -> Resul
 }
 
 impl Features {
-    /// What the host has set.
+    /// Snapshot of the feature values.
     pub(crate) fn save(&self) -> SavedFeatures {
         SavedFeatures {
             arbitration: self.arbitration.into_bits(),
@@ -286,19 +287,20 @@ impl Features {
         }
     }
 
-    /// As [saved](Self::save), for a machine with another clock: what the timestamp is now.
+    /// Converts a [snapshot](Self::save) for a machine with another clock: stores the current
+    /// timestamp.
     pub(crate) fn leave_clock(saved: &mut SavedFeatures) {
         let (millis, at, _) = &mut saved.clock;
         *millis = millis.wrapping_add(now_ms().saturating_sub(*at)) & MILLIS;
         *at = 0;
     }
 
-    /// The other side of [`leave_clock`](Self::leave_clock).
+    /// Converts a snapshot of [`leave_clock`](Self::leave_clock) to this machine's clock.
     pub(crate) fn join_clock(saved: &mut SavedFeatures) {
         saved.clock.1 = now_ms();
     }
 
-    /// As a host has set them, at another time.
+    /// Restores a snapshot.
     pub(crate) fn restore(saved: &SavedFeatures) -> Self {
         let (millis, at, set) = saved.clock;
         Self {
@@ -320,26 +322,26 @@ impl Features {
         }
     }
 
-    /// The feature Timestamp, as it is now.
+    /// Current value of the Timestamp feature.
     pub(crate) fn timestamp(&self) -> u64 {
         self.clock.read(now_ms()).into_bits()
     }
 
-    /// Another namespace is behind this NSID, or none.
+    /// Drops the values of namespace `nsid`, which was replaced or removed.
     pub(crate) fn forget_namespace(&mut self, nsid: u32) {
         self.error_recovery.remove(&nsid);
     }
 
-    /// A Controller Level Reset: nothing is saved, so everything is as it was at power on, and the
-    /// timestamp counts from 0.
+    /// Restores the defaults at a Controller Level Reset, because no value is saveable. The
+    /// timestamp restarts at 0.
     pub(crate) fn reset(&mut self) {
         *self = Self::new();
     }
 
-    /// Set Features. `data` has what the command transfers: [`data_length`] bytes.
+    /// Executes Set Features. `data` is the data from the host, [`data_length`] bytes.
     ///
     /// # Errors
-    /// The status that the command completes with.
+    /// The completion status of the command.
     pub(crate) fn set(
         &mut self,
         cmd: &SetFeatures,
@@ -412,8 +414,8 @@ impl Features {
             }
             fid::WRITE_ATOMICITY => self.write_atomicity = WriteAtomicity::from_bits(value & 1),
             fid::ASYNC_EVENT_CONFIGURATION => {
-                // Bits that the controller has no events for are dropped, not refused: a host that
-                // switches on all that it knows gets all that there is.
+                // Bits of unsupported events are ignored instead of refused, so that a host can
+                // enable all events that it knows.
                 let has = EVENTS.with_anacn(limits.is_shared);
                 self.events = AsyncEventConfig::from_bits(value & has.into_bits());
                 effect = Effect::AsyncEventConfig(self.events);
@@ -425,7 +427,7 @@ impl Features {
                 self.clock = Clock { millis: timestamp.millis(), at: now_ms, set: true };
             }
             fid::KEEP_ALIVE_TIMER => {
-                // Base 2.1, "Keep Alive Timer": in units that KAS says, rounded up.
+                // Base 2.1, "Keep Alive Timer": rounded up to the granularity in KAS.
                 let rounded = value.checked_next_multiple_of(keep_alive::GRANULARITY_MS);
                 self.keep_alive = rounded.ok_or(Status::KEEP_ALIVE_TIMEOUT_INVALID.with_dnr())?;
                 effect = Effect::KeepAlive(self.keep_alive);
@@ -437,7 +439,7 @@ impl Features {
                 (self.knows_interrupted, self.copy_formats) = host_behavior(&wanted)?;
                 effect = Effect::CopyFormats(self.copy_formats);
             }
-            // There is one combination of I/O command sets: that of index 0, NVM alone.
+            // Identify lists one combination of I/O command sets, at index 0.
             fid::IO_COMMAND_SET_PROFILE if IoCommandSetProfile::from_bits(value).iocsci() != 0 => {
                 return Err(Status::IO_COMMAND_SET_COMBINATION_REJECTED.with_dnr());
             }
@@ -447,10 +449,10 @@ impl Features {
         Ok(Set { dw0, effect })
     }
 
-    /// Get Features.
+    /// Executes Get Features.
     ///
     /// # Errors
-    /// The status that the command completes with.
+    /// The completion status of the command.
     pub(crate) fn get(&self, cmd: &GetFeatures, nsid: u32, limits: &Limits) -> Result<Get, Status> {
         self.get_at(cmd, nsid, limits, now_ms())
     }
@@ -463,16 +465,16 @@ impl Features {
         now_ms: u64,
     ) -> Result<Get, Status> {
         let scope = scope_of(cmd.fid, limits.volatile_cache)?;
-        // Strictly, 0 is no namespace to ask about (Base 2.1, 3.2.1.2). SPDK's target answers with
-        // what is the default everywhere, and its compliance suite, like programs that list all
-        // features of a controller, counts on that.
+        // Strictly, NSID 0 is invalid for a namespace-scope feature (Base 2.1, 3.2.1.2). SPDK's
+        // target returns the default, and its compliance suite and programs that list all features
+        // of a controller depend on that.
         if !(scope == Scope::Namespace && nsid == 0) {
             check_namespace(scope, nsid, false, limits)?;
         }
         let defaults;
         let values = match Select::from_bits(cmd.sel).ok_or(invalid_field())? {
             Select::Current => self,
-            // No value is saveable, and then what is saved is the default. Base 2.1, 5.1.11.
+            // Without saveable values, the saved value is the default (Base 2.1, 5.1.11).
             Select::Default | Select::Saved => {
                 defaults = Self::at_reset(now_ms);
                 &defaults
@@ -528,8 +530,8 @@ impl Features {
         Ok(Get { dw0, data: None })
     }
 
-    /// The temperature warning of the SMART / Health log page: whether `kelvins` is at or beyond a
-    /// threshold. Base 2.1, 5.1.25.1, "Temperature Threshold".
+    /// True if `kelvins` is at or beyond a threshold: the temperature warning of the SMART / Health
+    /// log page (Base 2.1, 5.1.25.1, "Temperature Threshold").
     pub(crate) fn temperature_warning(&self, kelvins: u16) -> bool {
         kelvins >= self.over_temperature || kelvins <= self.under_temperature
     }
@@ -540,7 +542,7 @@ impl Features {
         nsid: u32,
         limits: &Limits,
     ) -> Result<(), Status> {
-        // No namespace has the error that this would enable (NSFEAT.DAE).
+        // No namespace supports the error that DULBE would enable (NSFEAT.DAE).
         if wanted.dulbe() {
             return Err(invalid_field());
         }
@@ -550,19 +552,20 @@ impl Features {
     }
 }
 
-/// There is one power state.
+/// Decodes Power Management: only power state 0 is supported.
 fn power(value: u32) -> Result<PowerManagement, Status> {
     let wanted = PowerManagement::from_bits(value & 0xff);
     if wanted.ps() == 0 { Ok(wanted) } else { Err(invalid_field()) }
 }
 
-/// Which of the composite temperature's two thresholds a command is about.
+/// Threshold of the composite temperature.
 enum Threshold {
     Over,
     Under,
 }
 
-/// There are no sensors, only the composite temperature; `all` allows to address it as "all".
+/// Threshold that a command selects. Only the composite temperature is supported, no sensors.
+/// `all` is true if the selector "all" is allowed.
 fn threshold(wanted: TemperatureThreshold, all: bool) -> Result<Threshold, Status> {
     match (wanted.tmpsel(), wanted.thsel()) {
         (0, 0) => Ok(Threshold::Over),
@@ -578,7 +581,7 @@ fn all_queues(limits: &Limits) -> NumberOfQueues {
     NumberOfQueues::new().with_nsq(count0).with_ncq(count0)
 }
 
-/// As many as the host wants, if there is room for them. Base 2.1, "Number of Queues".
+/// Grants the requested number of queues up to the supported number (Base 2.1, "Number of Queues").
 fn grant(wanted: NumberOfQueues, limits: &Limits) -> Result<NumberOfQueues, Status> {
     if wanted.nsq() == u16::MAX || wanted.ncq() == u16::MAX {
         return Err(invalid_field());
@@ -596,8 +599,8 @@ fn check_vector(vector: u16, limits: &Limits) -> Result<(), Status> {
     if vector < limits.vectors { Ok(()) } else { Err(invalid_field()) }
 }
 
-/// Milliseconds of a clock that never goes back, and that all processes of the machine share: the
-/// timestamp must go on when another process takes over.
+/// Milliseconds of a monotonic clock that all processes of the machine share, so that the timestamp
+/// continues in the next process after an upgrade or a crash.
 fn now_ms() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let (seconds, nanos) = (now.tv_sec as u64, now.tv_nsec as u64);
@@ -611,7 +614,7 @@ impl Clock {
     }
 }
 
-/// A timestamp has 48 bits.
+/// Mask of a timestamp's 48 bits.
 const MILLIS: u64 = (1 << 48) - 1;
 
 #[cfg(test)]

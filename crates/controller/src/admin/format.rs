@@ -1,5 +1,4 @@
-//! Format NVM: other blocks, and nothing that was there before. Base 2.1, 5.1.10; NVM 1.1,
-//! 4.1.2.
+//! Format NVM: changes the block format and erases the contents. Base 2.1, 5.1.10; NVM 1.1, 4.1.2.
 
 use super::namespace_management::find;
 use super::pool_formats::{BlockFormat, block_format};
@@ -9,16 +8,16 @@ use shadowbell_spec::admin::FormatNvm;
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 
-/// Secure Erase Settings: what is there is erased in any case.
+/// Secure Erase Settings. Without secure erase, contents are erased as well.
 const NO_ERASE: u8 = 0;
 const USER_DATA_ERASE: u8 = 1;
 
-/// Format NVM. `is_given` as for
-/// [`management`](super::namespace_management::management); `given` says whether the controller
-/// has any such namespace.
+/// Decodes and checks a Format NVM command. `is_given` is as for
+/// [`management`](super::namespace_management::management); `given` is true if the controller has
+/// any namespace outside the pool.
 ///
 /// # Errors
-/// The status that the command completes with.
+/// The completion status of the command.
 pub(crate) fn format(
     sqe: &Sqe,
     state: &PoolState,
@@ -33,7 +32,7 @@ pub(crate) fn format(
         return Err(Status::INVALID_FIELD.with_dnr());
     }
     let nsids = if sqe.nsid == NSID_ALL {
-        // All that are attached: none of them may be one that is not formatted.
+        // All attached namespaces are formatted, but namespaces outside the pool cannot be.
         if given {
             return Err(Status::OPERATION_DENIED.with_dnr());
         }

@@ -1,4 +1,4 @@
-//! Identify: what the controller and its namespaces are. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
+//! Identify. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
 
 use super::ana::TRANSITION_SECONDS;
 use super::identify_zoned as zoned;
@@ -28,26 +28,24 @@ use shadowbell_spec::status::Status;
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
-/// The version of the specification that the controller complies with: VS and VER.
+/// Specification version of the controller: VS and VER.
 pub(crate) const VERSION: Vs = Vs::V2_0;
-/// The controller's identifier in its NVM subsystem, if it is the only one there.
+/// Controller identifier of a controller that is alone in its NVM subsystem.
 pub(crate) const CNTLID: u16 = 1;
-/// The time that a normal shutdown, which ends in a flush of all disks, may take: 5 seconds. Linux
-/// waits as long when there is no value, and reports it in its log as something unusual when there
-/// is any other value.
+/// RTD3 Entry Latency: maximum duration of a normal shutdown, which ends with a flush of all disks.
+/// 5 seconds is the default of Linux, which logs any other value as unusual.
 const SHUTDOWN_MICROSECONDS: u32 = 5_000_000;
-/// Namespace Attributes: write protected now.
+/// Namespace Attributes: currently write protected.
 const NSATTR_WRITE_PROTECTED: u8 = 1;
-/// Common Namespace Features: the namespace has no volatile write cache, whatever VWC says of the
-/// controller as a whole. Base 2.1, "I/O Command Set Independent Identify Namespace data
-/// structure".
+/// Common Namespace Features: the namespace has no volatile write cache, independent of VWC of the
+/// controller. Base 2.1, "I/O Command Set Independent Identify Namespace data structure".
 const VOLATILE_CACHE_NOT_PRESENT: u8 = 1 << 5;
-/// CNTID of Identify: whichever controller takes the command.
+/// CNTID of Identify: the controller that processes the command.
 const THIS_CONTROLLER: u16 = 0xffff;
 
 pub(super) type Page = Box<[u8; IDENTIFY_SIZE]>;
 
-/// What Identify tells of a controller as long as it lives.
+/// Constant identity of a controller.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     controller: Box<IdentifyController>,
@@ -55,31 +53,31 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// Of a configuration that was found valid.
+    /// Identity for a valid configuration.
     pub(crate) fn new(config: &Config) -> Self {
         Self { controller: Box::new(controller(config)), member: config.member.clone() }
     }
 
-    /// The controller's identifier in its subsystem.
+    /// Controller identifier in the subsystem.
     pub(crate) fn cntlid(&self) -> u16 {
         self.controller.cntlid
     }
 
-    /// Serial number, model, and the name of the subsystem.
+    /// Serial number, model number and NQN of the subsystem.
     pub(crate) fn names(&self) -> ([u8; 20], [u8; 40], [u8; 256]) {
         let IdentifyController { sn, mn, subnqn, .. } = &*self.controller;
         (*sn, *mn, *subnqn)
     }
 
-    /// The controllers of the subsystem, which all have the namespaces of this one.
+    /// Controllers of the subsystem, which share all namespaces.
     fn controllers(&self) -> Vec<u16> {
         self.member.as_ref().map_or_else(|| vec![CNTLID], |member| member.controllers())
     }
 
-    /// Identify.
+    /// Executes Identify.
     ///
     /// # Errors
-    /// The status that the command completes with.
+    /// The completion status of the command.
     pub(crate) fn identify(
         &self,
         cmd: &Identify,
@@ -97,14 +95,14 @@ impl Identity {
                 let bytes = namespaces.iter().map(|ns| u128::from(ns.info().bytes())).sum::<u128>();
                 controller.tnvmcap = bytes.into();
                 controller.nn = namespaces.highest();
-                // Base 2.1, "Maximum Number of Allowed Namespaces": of ANA reporting, not 0.
+                // Base 2.1, "Maximum Number of Allowed Namespaces": nonzero with ANA reporting.
                 controller.mnan = if controller.cmic.anars() { controller.nn } else { 0 };
                 controller.vwc.set_vwcp(namespaces.promises.volatile_cache);
                 Ok(page(&*controller))
             }
             cns::ACTIVE_NAMESPACES => list(nsid, nsids()),
             cns::NAMESPACE_IDS => {
-                // Unlike the structures, the list is not there for an inactive namespace.
+                // Unlike the structures, the list fails for an inactive namespace.
                 let namespace = find(nsid, namespaces)?.ok_or(invalid_namespace())?;
                 Ok(page(&ids(namespace)))
             }
@@ -150,7 +148,7 @@ impl Identity {
 
 pub(super) fn page(structure: &(impl IntoBytes + zerocopy::Immutable)) -> Page {
     let mut page = Box::new([0; IDENTIFY_SIZE]);
-    // Every structure has the size of the page; the zip could not panic if one had not.
+    // Every structure has the size of the page; `zip` avoids a panic if one had not.
     page.iter_mut().zip(structure.as_bytes()).for_each(|(to, from)| *to = *from);
     page
 }
@@ -159,10 +157,10 @@ pub(super) fn invalid_namespace() -> Status {
     Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()
 }
 
-/// The namespace `nsid`; `None` if it is a valid identifier of an inactive namespace.
+/// Namespace `nsid`; `None` if the NSID is valid and inactive.
 ///
-/// NSID FFFFFFFFh would ask for what all namespaces have in common, which only a controller with
-/// Namespace Management tells.
+/// NSID FFFFFFFFh is refused. It requests the common properties of all namespaces, which only a
+/// controller with Namespace Management reports.
 fn find(nsid: u32, namespaces: &Namespaces) -> Result<Option<&Namespace>, Status> {
     if nsid == 0 || nsid > namespaces.highest() {
         return Err(invalid_namespace());
@@ -170,17 +168,17 @@ fn find(nsid: u32, namespaces: &Namespaces) -> Result<Option<&Namespace>, Status
     Ok(namespaces.get(nsid))
 }
 
-/// The active namespaces above `above`.
+/// List of the NSIDs greater than `above`.
 pub(super) fn list(above: u32, nsids: impl Iterator<Item = u32>) -> Result<Page, Status> {
-    // There is none above these, and the specification has them refused.
+    // The specification requires these values to be refused.
     if above >= NSID_ALL - 1 {
         return Err(invalid_namespace());
     }
     Ok(page(&NamespaceList::above(above, nsids)))
 }
 
-/// The NVM subsystem's name. A host takes controllers of the same name for ways to the same
-/// namespaces, so it has the serial number, which is the controller's own.
+/// NQN of the NVM subsystem. A host takes controllers with equal NQNs for paths to the same
+/// namespaces, so the NQN contains the serial number.
 fn qualified_name(serial: &str) -> String {
     format!("nqn.2026-11.io.shadowbell:{serial}")
 }
@@ -213,7 +211,7 @@ fn controller(config: &Config) -> IdentifyController {
             .with_self_test(true),
         acl: (ABORT_LIMIT - 1) as u8,
         aerl: (MAX_EVENT_REQUESTS - 1) as u8,
-        // One slot, which can not be written.
+        // One firmware slot, read-only.
         frmw: Frmw::new().with_ffsro(true).with_nofs(1),
         lpa: Lpa::new()
             .with_cses(true)
@@ -225,7 +223,7 @@ fn controller(config: &Config) -> IdentifyController {
         wctemp: WARNING_TEMPERATURE,
         cctemp: CRITICAL_TEMPERATURE,
         edstt: EXTENDED_MINUTES,
-        // One operation at a time.
+        // One self-test operation at a time.
         dsto: 1,
         pels: PELS,
         kas: (keep_alive::GRANULARITY_MS / 100) as u16,
@@ -242,11 +240,11 @@ fn controller(config: &Config) -> IdentifyController {
             .with_verify(true)
             .with_copy(true)
             .with_reservations(member.is_some()),
-        // Compare and Write, of one block (ACWU).
+        // Fused Compare and Write, atomic for one block (ACWU).
         fuses: 1,
-        // Source range entries of formats 0h to 3h; a host has to enable 2h and 3h.
+        // Copy descriptor formats 0h to 3h; a host has to enable 2h and 3h.
         ocfs: 0b1111,
-        // A Flush of all namespaces (FFFFFFFFh) is supported, with a cache or without.
+        // Flush of all namespaces (NSID FFFFFFFFh) is supported, with or without a cache.
         vwc: Vwc::new().with_fb(0b11),
         sgls: Sgls::new().with_support(0b01).with_bit_bucket(true).with_longer_than_data(true),
         ..IdentifyController::default()
@@ -263,8 +261,8 @@ fn controller(config: &Config) -> IdentifyController {
 }
 
 fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
-    // Without a limit of its own, hosts take MDTS for the limit of Write Zeroes. The only limit
-    // there is is that of the command's 65536 blocks.
+    // Without WZSL, hosts limit Write Zeroes to MDTS. The only actual limit is 65536 blocks per
+    // command.
     let pages = (promises.zeroes / 4096).max(1);
     IdentifyNvmController {
         wzsl: pages.ilog2() as u8,
@@ -278,9 +276,9 @@ pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     let info = namespace.info();
     let blocks = namespace.blocks();
     let mut identify = IdentifyNamespace {
-        // Of blocks one by one: NAWUN, NAWUPF and NACWU are 0's based, and there are no boundaries
-        // (NABSN, NABO, NABSPF). What a disk's storage writes as a whole beyond that depends on
-        // where the host's memory lies, and on what else is under way.
+        // Single blocks are atomic: NAWUN, NAWUPF and NACWU are 0's based, and no boundaries exist
+        // (NABSN, NABO, NABSPF). Larger atomic writes are not reported, because they would depend
+        // on the layout of host memory and on other commands in flight.
         nsfeat: Nsfeat::new().with_nsabp(true),
         nsze: blocks,
         ncap: blocks,
@@ -299,8 +297,8 @@ pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
         anagrpid: ana_group(namespace),
         ..IdentifyNamespace::default()
     };
-    // Base 2.1, "Namespace Utilization": cleared in the two states that are without a way in. NSZE
-    // and NCAP stay: a host takes a namespace without them for one that has gone.
+    // Base 2.1, "Namespace Utilization": cleared in the inaccessible and persistent loss states.
+    // NSZE and NCAP stay, because a host takes a namespace with size 0 for removed.
     let state = namespace.member().map(|member| member.ana_state(identify.anagrpid));
     if matches!(state, Some(AnaState::Inaccessible | AnaState::PersistentLoss)) {
         identify.nuse = 0;
@@ -324,7 +322,7 @@ pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     identify
 }
 
-/// What is said of the metadata that the blocks of a namespace have, and of no others.
+/// Adds the metadata properties of a namespace, with only its own format as capability.
 fn add_metadata(identify: &mut IdentifyNamespace, metadata: &MetadataFormat) {
     let MetadataFormat { extended, protection, first, .. } = *metadata;
     identify.flbas.set_extended(extended);
@@ -336,7 +334,7 @@ fn add_metadata(identify: &mut IdentifyNamespace, metadata: &MetadataFormat) {
     }
 }
 
-/// Extended LBA formats: what kind of guard there is. Storage tags have no bits.
+/// NVM command set structure: extended LBA format with the guard type, and no storage tag bits.
 pub(super) fn nvm_namespace(namespace: &Namespace) -> IdentifyNvmNamespace {
     let mut identify = IdentifyNvmNamespace::default();
     if let (Some(format), Some(metadata)) = (identify.elbaf.first_mut(), &namespace.info().metadata)
@@ -350,12 +348,12 @@ fn nmic(namespace: &Namespace) -> Nmic {
     Nmic::new().with_shrns(namespace.member().is_some())
 }
 
-/// ANA Group Identifier; 0 of a namespace that is one controller's.
+/// ANA Group Identifier; 0 for a namespace that is not shared.
 fn ana_group(namespace: &Namespace) -> u32 {
     namespace.member().map_or(0, |member| member.ana_group(namespace.nsid()))
 }
 
-/// Reservation Capabilities.
+/// Reservation Capabilities (RESCAP).
 fn rescap(namespace: &Namespace) -> u8 {
     match namespace.member() {
         None => 0,

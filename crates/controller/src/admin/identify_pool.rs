@@ -1,5 +1,5 @@
-//! What Identify tells of a pool: allocated namespaces, capacity, and what can be done with them.
-//! Base 2.1, 5.1.13.
+//! Identify with a namespace pool: allocated namespaces, capacity and optional commands. Base 2.1,
+//! 5.1.13.
 
 use super::identify::{
     CNTLID, Page, identify_namespace, invalid_namespace, list, nvm_namespace, page,
@@ -18,11 +18,11 @@ use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use zerocopy::FromBytes;
 
-/// The structures that there are with a pool alone, and those that say something else then. `None`
-/// leaves it to [`Identity`](super::identify::Identity).
+/// Identify structures that exist only with a pool, or differ with one. `None` if
+/// [`Identity`](super::identify::Identity) has to build the structure.
 ///
 /// # Errors
-/// The status that the command completes with.
+/// The completion status of the command.
 pub(crate) fn identify(
     cmd: &Identify,
     nsid: u32,
@@ -30,7 +30,7 @@ pub(crate) fn identify(
 ) -> Option<Result<Page, Status>> {
     let is_nvm = cmd.csi == csi::NVM;
     Some(match cmd.cns {
-        // What all namespaces have in common.
+        // NSID FFFFFFFFh: properties that are common to all namespaces.
         cns::NAMESPACE if nsid == NSID_ALL => Ok(page(&common())),
         cns::CSI_NAMESPACE if nsid == NSID_ALL && is_nvm => Ok(page(&extended_formats())),
         cns::CSI_NAMESPACE if state.get(nsid).is_some() && is_nvm => is_valid(nsid, namespaces)
@@ -68,7 +68,7 @@ fn is_valid(nsid: u32, namespaces: &Namespaces) -> Result<(), Status> {
     is_valid.then_some(()).ok_or(invalid_namespace())
 }
 
-/// The namespaces of the pool, and those that the controller has apart from it.
+/// NSIDs of the pool's namespaces and of the controller's other namespaces.
 fn allocated(namespaces: &Namespaces, state: &PoolState) -> Vec<u32> {
     let own = state.namespaces.iter().map(|namespace| namespace.nsid);
     let mut all: Vec<_> = own.chain(namespaces.iter().map(Namespace::nsid)).collect();
@@ -90,7 +90,7 @@ fn find(nsid: u32, namespaces: &Namespaces, state: &PoolState) -> IdentifyNamesp
     found
 }
 
-/// As the namespace will be, once it is attached.
+/// Namespace structure of a detached namespace, as it will be when attached.
 fn detached(own: &PoolNamespace, promises: &Promises) -> Namespace {
     Namespace::new(own.nsid, &placeholder(own), promises)
 }
@@ -105,7 +105,7 @@ fn common() -> IdentifyNamespace {
     common
 }
 
-/// Adds what a pool changes of a structure.
+/// Adds a pool's properties to a structure of [`Identity`](super::identify::Identity).
 pub(crate) fn amend(
     structure: &mut [u8],
     cmd: &Identify,

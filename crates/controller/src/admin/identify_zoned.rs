@@ -1,16 +1,16 @@
-//! What Identify tells of the Zoned Namespace command set.
+//! Identify structures of the Zoned Namespace command set.
 
 use crate::namespace::{Namespace, Namespaces};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::zns::{IdentifyZonedController, IdentifyZonedNamespace, ZonedLbaFormat};
 
-/// The structure of a namespace that has zones; all zeroes for an inactive one.
+/// Structure of a zoned namespace; all zeroes for an inactive one.
 pub(super) fn namespace(namespace: Option<&Namespace>) -> Result<IdentifyZonedNamespace, Status> {
     let Some(namespace) = namespace else {
         return Ok(IdentifyZonedNamespace::default());
     };
     let format = namespace.info().zoned.as_ref().ok_or(Status::INVALID_FIELD.with_dnr())?;
-    // 0's based, and all ones without a limit.
+    // 0's based; all ones mean "no limit".
     let limit = |most: u32| most.wrapping_sub(1);
     let mut identify = IdentifyZonedNamespace {
         ozcs: if format.read_across { IdentifyZonedNamespace::READ_ACROSS } else { 0 },
@@ -25,8 +25,7 @@ pub(super) fn namespace(namespace: Option<&Namespace>) -> Result<IdentifyZonedNa
     Ok(identify)
 }
 
-/// The structure of the controller: the shortest limit of its namespaces, which a host takes for
-/// that of all.
+/// Controller structure. ZASL is the smallest limit of all namespaces, because it applies to all.
 pub(super) fn controller(namespaces: &Namespaces) -> IdentifyZonedController {
     let limits = namespaces.iter().filter_map(|namespace| namespace.info().zoned.as_ref());
     let shortest = limits.map(|format| format.append_limit).filter(|limit| *limit != 0).min();

@@ -1,43 +1,43 @@
-//! Keep Alive: whether the host is still there. Base 2.1, 3.9 "Keep Alive".
+//! Keep Alive Timer: detects a dead host. Base 2.1, 3.9 "Keep Alive".
 //!
-//! A PCIe controller need not have it, and no host that we know switches it on by itself. One that
-//! does gives a Keep Alive command now and then; a controller that has heard none for as long as
-//! the host has said takes it for dead: it writes that down, has a fatal status, and stops.
+//! The timer is optional for PCIe controllers, and no known host enables it by default. A host that
+//! enables it sends Keep Alive commands periodically. If none arrives within the timeout, the
+//! controller adds an error log entry, enters a fatal state (CSTS.CFS) and stops.
 
 use std::time::{Duration, Instant};
 
-/// KAS of Identify Controller in milliseconds: what a host asks for is rounded up to its multiples.
+/// KAS of Identify Controller in milliseconds: timeouts are rounded up to multiples of it.
 pub(crate) const GRANULARITY_MS: u32 = 1000;
 
-/// When the host is taken for dead.
+/// Keep Alive Timer.
 #[derive(Debug, Default)]
 pub(crate) struct KeepAlive {
-    /// How long it may be silent, and until when.
+    /// Timeout and expiry time.
     until: Option<(Duration, Instant)>,
-    /// When somebody is going to look.
+    /// Time of the next scheduled check.
     look: Option<Instant>,
 }
 
 impl KeepAlive {
-    /// The host has said for how long it may be silent; 0 for ever.
+    /// Sets the timeout; 0 disables the timer.
     pub(crate) fn set(&mut self, milliseconds: u32, now: Instant) {
         let timeout = Duration::from_millis(milliseconds.into());
         self.until = (milliseconds != 0).then(|| (timeout, now + timeout));
     }
 
-    /// The host is there, or was not listened to.
+    /// Restarts the timer: the host has sent a command, or the controller could not process any.
     pub(crate) fn restart(&mut self, now: Instant) {
         if let Some((timeout, until)) = &mut self.until {
             *until = now + *timeout;
         }
     }
 
-    /// Whether the host has been silent for too long. It is taken for dead once.
+    /// Returns true once if the timer has expired.
     pub(crate) fn expires(&mut self, now: Instant) -> bool {
         self.until.take_if(|(_, until)| *until <= now).is_some()
     }
 
-    /// When to look next, if nobody is going to before.
+    /// Time for which the caller has to schedule a check; `None` if an earlier check suffices.
     pub(crate) fn next_look(&mut self, now: Instant) -> Option<Instant> {
         let (_, until) = self.until?;
         if self.look.is_some_and(|look| now < look && look <= until) {

@@ -1,26 +1,26 @@
-//! What the controller has of everything, in Identify Controller and in force.
+//! Limits and constants of the controller, as reported in Identify Controller.
 
-/// Aborts that may be under way at once: ACL of Identify Controller, not zero-based here.
+/// Maximum number of concurrent Abort commands: ACL of Identify Controller, not 0's based here.
 pub(crate) const ABORT_LIMIT: u32 = 4;
-/// Asynchronous Event Requests that may wait at once: AERL of Identify Controller, not zero-based
-/// here.
+/// Maximum number of outstanding Asynchronous Event Requests: AERL of Identify Controller, not 0's
+/// based here.
 pub(crate) const MAX_EVENT_REQUESTS: usize = 4;
-/// Entries of the Error Information log page: ELPE + 1 of Identify Controller.
+/// Number of entries of the Error Information log page: ELPE + 1 of Identify Controller.
 pub(crate) const ERROR_LOG_ENTRIES: usize = 64;
-/// How long an extended self-test may take, in minutes: EDSTT of Identify Controller.
+/// Maximum duration of an extended self-test in minutes: EDSTT of Identify Controller.
 pub(crate) const EXTENDED_MINUTES: u16 = 30;
-/// The longest Persistent Event log page, in units of 64 KiB: PELS of Identify Controller.
+/// Maximum size of the Persistent Event log page in units of 64 KiB: PELS of Identify Controller.
 pub(crate) const PELS: u32 = 1;
-/// What the emulated controller's temperature is, in kelvins.
+/// Composite temperature of the emulated controller in kelvins.
 pub(crate) const TEMPERATURE: u16 = 300;
-/// The composite temperature that is worth a warning, in kelvins: WCTEMP of Identify Controller.
+/// Warning threshold of the composite temperature in kelvins: WCTEMP of Identify Controller.
 pub(crate) const WARNING_TEMPERATURE: u16 = 343;
-/// The composite temperature that is critical, in kelvins: CCTEMP of Identify Controller.
+/// Critical threshold of the composite temperature in kelvins: CCTEMP of Identify Controller.
 pub(crate) const CRITICAL_TEMPERATURE: u16 = 358;
-/// The firmware revision: the version of this program, as far as it fits.
+/// Firmware revision: the version of this program, truncated to the field.
 pub(crate) const FIRMWARE_REVISION: [u8; 8] = firmware_revision();
 
-/// Padded with spaces, and cut off, as ASCII fields are.
+/// Pads or truncates the version to an ASCII field.
 const fn firmware_revision() -> [u8; 8] {
     let version = env!("CARGO_PKG_VERSION").as_bytes();
     let mut field = [b' '; 8];

@@ -1,4 +1,4 @@
-//! Get Log Page: what happened to the controller, and what it supports. Base 2.1, 5.1.12.
+//! Get Log Page: errors, health, changes and supported commands. Base 2.1, 5.1.12.
 
 use super::features;
 use super::limits::{ERROR_LOG_ENTRIES, FIRMWARE_REVISION, TEMPERATURE};
@@ -20,36 +20,37 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-/// An error that happened.
+/// Error for the error log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ErrorRecord {
-    /// Submission queue identifier; FFFFh if no command is to blame.
+    /// Submission queue identifier; FFFFh if no command caused the error.
     pub(crate) sqid: u16,
-    /// Command identifier; FFFFh if no command is to blame.
+    /// Command identifier; FFFFh if no command caused the error.
     pub(crate) cid: u16,
-    /// The status that the command completed with.
+    /// Completion status.
     pub(crate) status: Status,
-    /// The namespace, if it has to do with one.
+    /// NSID, if the error belongs to a namespace.
     pub(crate) nsid: u32,
-    /// The first logical block with the error, if it has to do with one.
+    /// First logical block with the error, if known.
     pub(crate) lba: u64,
 }
 
-/// Statuses that are counted, at most: a disk behind a device may have others than ours.
+/// Maximum number of different statuses that are counted. A passthrough disk may return statuses
+/// that this controller does not use.
 const MOST_KINDS: usize = 64;
 
-/// The newest errors, and how many there ever were.
+/// Error Information log: newest errors and counters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ErrorLog {
-    /// The newest first.
+    /// Entries, newest first.
     entries: VecDeque<ErrorLogEntry>,
     count: u64,
-    /// How many there were of each status.
+    /// Number of errors by status.
     kinds: BTreeMap<u16, u64>,
 }
 
 impl ErrorLog {
-    /// Adds an error, which may push the oldest one out.
+    /// Adds an error. If the log is full, the oldest entry is dropped.
     pub(crate) fn push(&mut self, record: ErrorRecord) {
         self.count = self.count.saturating_add(1);
         let status = record.status.code().bits();
@@ -61,7 +62,7 @@ impl ErrorLog {
             error_count: self.count,
             sqid: record.sqid,
             cid: record.cid,
-            // As in a completion queue entry, with the phase tag as zero.
+            // Status as in a completion queue entry, with phase tag 0.
             status: record.status.bits() << 1,
             parameter: ParameterLocation::NONE,
             lba: record.lba,
@@ -70,22 +71,22 @@ impl ErrorLog {
         });
     }
 
-    /// So many errors happened of which nothing else is known.
+    /// Counts errors whose details were discarded.
     pub(crate) fn skip(&mut self, count: u64) {
         self.count = self.count.saturating_add(count);
     }
 
-    /// How many errors there were since power on.
+    /// Number of errors since power on.
     pub(crate) fn count(&self) -> u64 {
         self.count
     }
 
-    /// How many there were of each status, without those of which nothing else is known.
+    /// Number of errors by status, without those whose details were discarded.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = (Status, u64)> {
         self.kinds.iter().map(|(status, count)| (Status::from_bits(*status), *count))
     }
 
-    /// The entries, the newest first.
+    /// Entries, newest first.
     pub(crate) fn entries(&self) -> impl Iterator<Item = &ErrorLogEntry> {
         self.entries.iter()
     }
@@ -96,7 +97,7 @@ impl ErrorLog {
         SavedErrors { entries, count: self.count, kinds }
     }
 
-    /// The log as it was; nothing if an entry is none.
+    /// Restores a snapshot; `None` if an entry is invalid.
     pub(crate) fn restore(saved: &SavedErrors) -> Option<Self> {
         let entry = |bytes: &Vec<u8>| ErrorLogEntry::read_from_bytes(bytes).ok();
         let entries: Option<VecDeque<_>> = saved.entries.iter().map(entry).collect();
@@ -114,31 +115,31 @@ impl ErrorLog {
     }
 }
 
-/// What the SMART / Health Information log page tells, in the units in which it is counted.
+/// Source of the SMART / Health Information log page, in the units of the counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Health {
-    /// Bytes that Read, Compare and Verify commands read. What a Copy command reads is no Data
-    /// Unit Read (NVM Command Set 1.2, 1.4.2.7).
+    /// Bytes read by Read, Compare and Verify commands. Bytes read by Copy do not count as Data
+    /// Units Read (NVM Command Set 1.2, 1.4.2.7).
     pub(crate) bytes_read: u64,
-    /// Bytes that Write and Copy commands wrote (NVM Command Set 1.2, 1.4.2.10).
+    /// Bytes written by Write and Copy commands (NVM Command Set 1.2, 1.4.2.10).
     pub(crate) bytes_written: u64,
     /// Read, Compare and Copy commands completed (NVM Command Set 1.2, 1.4.2.8).
     pub(crate) host_reads: u64,
     /// Write and Copy commands completed.
     pub(crate) host_writes: u64,
-    /// How long commands were being worked on.
+    /// Time with commands in flight.
     pub(crate) busy: Duration,
-    /// How long the controller exists.
+    /// Age of the controller.
     pub(crate) powered: Duration,
-    /// How often it was powered up.
+    /// Number of power cycles.
     pub(crate) power_cycles: u64,
-    /// How often power (or the host) went away without a shutdown notification.
+    /// Number of losses of power or host without a shutdown notification.
     pub(crate) unsafe_shutdowns: u64,
-    /// Commands that ended in an error of the medium.
+    /// Number of commands that ended in a media error.
     pub(crate) media_errors: u64,
-    /// [`ErrorLog::count`].
+    /// Number of error log entries: [`ErrorLog::count`].
     pub(crate) error_log_entries: u64,
-    /// What is wrong.
+    /// Critical warnings.
     pub(crate) warning: CriticalWarning,
     /// Composite temperature in kelvins.
     pub(crate) temperature: u16,
@@ -165,15 +166,14 @@ impl Default for Health {
 
 impl Health {
     pub(crate) fn page(&self) -> SmartHealth {
-        /// Thousands of 512-byte units, rounded up.
+        /// Converts bytes to thousands of 512-byte units, rounded up.
         fn data_units(bytes: u64) -> u128 {
             u128::from(bytes.div_ceil(512 * 1000))
         }
         SmartHealth {
             critical_warning: self.warning,
             temperature: self.temperature.into(),
-            // Flash that wears out and spare blocks are the business of the storage below, unless
-            // it has no block left.
+            // Wear and spare blocks belong to the storage below and are not emulated.
             available_spare: 100,
             available_spare_threshold: 10,
             percentage_used: 0,
@@ -192,12 +192,12 @@ impl Health {
     }
 }
 
-/// The namespaces that changed since the host last read the Changed Attached Namespace List.
+/// Namespaces that changed since the host last read the Changed Attached Namespace List.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ChangedList(BTreeSet<u32>);
 
 impl ChangedList {
-    /// A namespace changed: to be called before the event is raised.
+    /// Adds a changed namespace. Called before the event is raised.
     pub(crate) fn insert(&mut self, nsid: u32) {
         self.0.insert(nsid);
     }
@@ -210,18 +210,18 @@ impl ChangedList {
         Self(saved.iter().copied().collect())
     }
 
-    /// A controller was reset: its host will identify everything anew.
+    /// Clears the list at a controller reset, after which the host identifies all namespaces.
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
 }
 
-/// What the log pages are made of.
+/// Sources of the log pages.
 #[derive(Debug)]
 pub(crate) struct LogContext<'a> {
     /// Error Information.
     pub(crate) errors: &'a ErrorLog,
-    /// Blocks that are marked as uncorrectable.
+    /// Blocks marked as uncorrectable.
     pub(crate) uncorrectable: &'a Uncorrectable,
     /// SMART / Health Information.
     pub(crate) health: &'a Health,
@@ -229,17 +229,17 @@ pub(crate) struct LogContext<'a> {
     pub(crate) self_test: &'a SelfTestLog,
     /// Changed Attached Namespace List.
     pub(crate) changed: &'a mut ChangedList,
-    /// What namespaces are made from, if a host can make some.
+    /// Namespace pool, if the host can create namespaces.
     pub(crate) pool: Option<&'a PoolState>,
-    /// Whether Doorbell Buffer Config is offered.
+    /// True if Doorbell Buffer Config is supported.
     pub(crate) shadow_doorbells: bool,
-    /// Whether a namespace has a volatile write cache.
+    /// True if a namespace has a volatile write cache.
     pub(crate) volatile_cache: bool,
-    /// Whether the controller is one of several.
+    /// True if the controller belongs to a subsystem of several controllers.
     pub(crate) is_shared: bool,
 }
 
-/// The log pages that the controller has.
+/// Supported log pages.
 const PAGES: &[u8] = &[
     lid::SUPPORTED_LOG_PAGES,
     lid::ERROR_INFORMATION,
@@ -257,15 +257,15 @@ const PAGES: &[u8] = &[
     lid::SANITIZE_STATUS,
 ];
 
-/// What the host gets for a Get Log Page command: the part of the page that it asks for. If it asks
-/// for more than there is, that is less than it asks for, and what follows in its buffer is
-/// undefined (Base 2.1, 5.1.12): it stays as it was.
+/// Executes Get Log Page: returns the requested part of the page. If the host requests more than
+/// the page has, the data is shorter, and the rest of the host's buffer stays unchanged; its
+/// contents are undefined by the specification (Base 2.1, 5.1.12).
 ///
-/// Reading the Changed Attached Namespace List without RAE clears it. Telling
-/// [`AsyncEvents::log_read`](super::events::AsyncEvents::log_read) is left to the caller.
+/// Reading the Changed Attached Namespace List without RAE clears it. The caller calls
+/// [`AsyncEvents::log_read`](super::events::AsyncEvents::log_read).
 ///
 /// # Errors
-/// The status that the command completes with.
+/// The completion status of the command.
 pub(crate) fn read(
     cmd: &GetLogPage,
     nsid: u32,
@@ -275,11 +275,11 @@ pub(crate) fn read(
     if !PAGES.contains(&cmd.lid) {
         return Err(Status::INVALID_LOG_PAGE.with_dnr());
     }
-    // All pages are of the controller or of the NVM subsystem (SMART / Health too: LPA bit 0).
+    // All pages have controller or subsystem scope (SMART / Health too: LPA bit 0 is clear).
     if nsid != 0 && nsid != NSID_ALL {
         return Err(invalid_field);
     }
-    // No page has an index for its offset, and offsets are of dwords.
+    // No page supports index offsets, and byte offsets are multiples of a dword.
     if cmd.ot || !cmd.lpo.is_multiple_of(4) {
         return Err(invalid_field);
     }
@@ -291,7 +291,7 @@ pub(crate) fn read(
     Ok(part)
 }
 
-/// Checks what a command for a page that is [assembled elsewhere](is_elsewhere) has to keep to.
+/// Checks a command for a page that is [built elsewhere](is_elsewhere).
 ///
 /// # Errors
 /// Invalid Field in Command.
@@ -307,12 +307,12 @@ pub(crate) fn check(cmd: &GetLogPage, nsid: u32) -> Result<(), Status> {
     Ok(())
 }
 
-/// Whether a page is of those that commands change.
+/// True for pages that Get Log Page itself can change, which are built elsewhere.
 pub(crate) fn is_elsewhere(lid: u8) -> bool {
     matches!(lid, lid::TELEMETRY_HOST | lid::TELEMETRY_CONTROLLER | lid::PERSISTENT_EVENTS)
 }
 
-/// The part of a page that a command asks for.
+/// Requested part of a page.
 ///
 /// # Errors
 /// Invalid Field in Command.
@@ -324,7 +324,7 @@ pub(crate) fn part(cmd: &GetLogPage, page: &[u8]) -> Result<Vec<u8>, Status> {
     Ok(page.get(start..end).unwrap_or_default().to_vec())
 }
 
-/// The whole page.
+/// Builds a whole page.
 fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
     Ok(match cmd.lid {
         lid::SUPPORTED_LOG_PAGES => {
@@ -337,7 +337,7 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             ChangedNamespaces::new(context.changed.0.iter().copied()).as_bytes().to_vec()
         }
         lid::COMMANDS_SUPPORTED_EFFECTS => {
-            // Base 2.1, 5.1.12.1.6: the page of the I/O command set that CSI names.
+            // Base 2.1, 5.1.12.1.6: CSI selects the I/O command set.
             let offers = (context.pool.is_some(), context.is_shared);
             let mut page = commands(context.shadow_doorbells, offers);
             match cmd.csi {
@@ -360,14 +360,14 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             }
             page.as_bytes().to_vec()
         }
-        // There is no management interface, so no command of it is supported. The page must be
-        // there because LPA bit 5 promises it together with the two above.
+        // No management interface exists, so no command is supported. The page is required because
+        // LPA bit 5 announces it together with the two pages above.
         lid::MI_COMMANDS_SUPPORTED_EFFECTS => vec![0; MI_PAGE_BYTES],
         _ => return Err(Status::INVALID_LOG_PAGE.with_dnr()),
     })
 }
 
-/// The size of the NVMe-MI Commands Supported and Effects log page.
+/// Size of the NVMe-MI Commands Supported and Effects log page.
 const MI_PAGE_BYTES: usize = 4096;
 
 fn supported_pages(has_pool: bool, is_shared: bool) -> SupportedLogPages {
@@ -375,21 +375,21 @@ fn supported_pages(has_pool: bool, is_shared: bool) -> SupportedLogPages {
     let own = PAGES.iter().filter(|lid| has_pool || **lid != lid::SANITIZE_STATUS);
     let shared = [lid::ANA, lid::RESERVATION_NOTIFICATION];
     for lid in own.chain(shared.iter().filter(|_| is_shared)) {
-        // Of Persistent Event: Establish Context and Read 512 Bytes of Header is there.
+        // Persistent Event supports Establish Context and Read 512 Bytes of Header.
         let lidsp = u16::from(*lid == lid::PERSISTENT_EVENTS);
         page.lids[usize::from(*lid)] = LogPageSupport::new().with_lsupp(true).with_lidsp(lidsp);
     }
     page
 }
 
-/// One slot, which holds what runs.
+/// Firmware Slot Information with one slot.
 fn firmware_slot() -> FirmwareSlot {
     let mut page = FirmwareSlot { afi: Afi::new().with_active(1), ..FirmwareSlot::default() };
     page.frs[0] = FIRMWARE_REVISION;
     page
 }
 
-/// The admin commands that the controller has.
+/// Supported admin commands.
 const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::DeleteIoSq,
     AdminOpcode::CreateIoSq,
@@ -406,8 +406,9 @@ const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::DeviceSelfTest,
 ];
 
-/// Those that there are with a pool of namespaces, and what else they change. What is outstanding
-/// of a namespace that is formatted, and of all that are sanitized, comes to nothing.
+/// Additional admin commands with a namespace pool, and their effects. Format NVM (CSE 1) and
+/// Sanitize (CSE 2) must not run with other commands outstanding on the namespace or on any
+/// namespace.
 const POOL_COMMANDS: &[(AdminOpcode, CommandEffects)] = &[
     (AdminOpcode::NamespaceManagement, CommandEffects::new().with_nic(true)),
     (AdminOpcode::NamespaceAttachment, CommandEffects::new().with_nic(true)),
@@ -415,7 +416,7 @@ const POOL_COMMANDS: &[(AdminOpcode, CommandEffects)] = &[
     (AdminOpcode::Sanitize, CommandEffects::new().with_lbcc(true).with_cse(2)),
 ];
 
-/// The I/O commands that the controller has, and whether they change what logical blocks contain.
+/// Supported I/O commands, and whether they change the contents of logical blocks.
 const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::Flush, false),
     (NvmOpcode::Write, true),
@@ -428,7 +429,7 @@ const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::Copy, true),
 ];
 
-/// The I/O commands of a controller that is one of several.
+/// Additional I/O commands of a controller in a subsystem.
 const RESERVATIONS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::ReservationRegister, false),
     (NvmOpcode::ReservationReport, false),
@@ -436,7 +437,7 @@ const RESERVATIONS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::ReservationRelease, false),
 ];
 
-/// The commands for zoned namespaces, instead of those for others.
+/// Changes the page to the commands of the Zoned Namespace command set.
 fn zoned_commands(page: &mut CommandsSupportedEffects) {
     let supported = CommandEffects::new().with_csupp(true);
     for (opcode, effects) in [
@@ -454,8 +455,8 @@ fn commands(
     (has_pool, is_shared): (bool, bool),
 ) -> CommandsSupportedEffects {
     let mut page = CommandsSupportedEffects::new_zeroed();
-    // The Command Scope stays "not reported": Linux takes an I/O command with any effect that it
-    // does not know for a command to be serialised, and warns of "unusual effects".
+    // Command Scope stays "not reported": Linux serializes an I/O command with any effect that it
+    // does not know, and warns of "unusual effects".
     let supported = CommandEffects::new().with_csupp(true);
     let optional = shadow_doorbells.then_some(&AdminOpcode::DoorbellBufferConfig);
     for opcode in ADMIN_COMMANDS.iter().chain(optional) {

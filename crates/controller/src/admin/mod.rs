@@ -1,4 +1,4 @@
-//! What administrative commands ask for: data and answers, without the controller around them.
+//! Admin commands: decoding, checks and data structures, independent of the control plane.
 
 pub(crate) mod ana;
 pub(crate) mod budget;

@@ -1,5 +1,5 @@
-//! Namespace Management and Namespace Attachment: what a host wants of a pool. Base 2.1, 5.1.20 and
-//! 5.1.21; NVM 1.1, 4.1.6.
+//! Namespace Management and Namespace Attachment of a pool. Base 2.1, 5.1.20 and 5.1.21; NVM 1.1,
+//! 4.1.6.
 
 use super::pool_formats::{BlockFormat, block_format};
 use crate::pool::{PoolAct, PoolState, bytes_of};
@@ -10,35 +10,36 @@ use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use zerocopy::FromBytes;
 
-/// What both commands take from the host.
+/// Bytes of data that both commands transfer from the host.
 pub(crate) const DATA: usize = 4096;
 
 const INVALID_FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 
-/// A namespace that the command is about: one of the pool's.
+/// Checks that namespace `nsid` belongs to the pool.
 ///
 /// # Errors
-/// There is none; or it is not the pool's (`is_given`), but of whoever runs the controller.
+/// Invalid Namespace or Format if it does not exist; Operation Denied if it belongs to the
+/// controller's own configuration (`is_given`).
 pub(crate) fn find(nsid: u32, state: &PoolState, is_given: bool) -> Result<(), Status> {
     if is_given {
-        // Nothing of the specification's fits better: the host may use it, and not do away with it.
+        // The closest status in the specification: the host may use the namespace, not delete it.
         return Err(Status::OPERATION_DENIED.with_dnr());
     }
     state.get(nsid).map(drop).ok_or(INVALID_NAMESPACE)
 }
 
-/// How many bytes a Namespace Management command takes.
+/// Number of bytes that a Namespace Management command transfers from the host.
 pub(crate) fn data_length(sqe: &Sqe) -> usize {
     let is_creation = NamespaceManagement::decode(sqe).sel == NamespaceManagement::CREATE;
     if is_creation { DATA } else { 0 }
 }
 
-/// Namespace Management. `uuid` is the one that a namespace gets; `is_given` says whether there is
-/// a namespace of the command's NSID that is not of the pool.
+/// Decodes and checks Namespace Management. A created namespace gets `uuid`; `is_given` is true if
+/// the command's NSID belongs to a namespace outside the pool.
 ///
 /// # Errors
-/// The status that the command completes with.
+/// The completion status of the command.
 pub(crate) fn management(
     sqe: &Sqe,
     data: Option<&[u8]>,
@@ -71,14 +72,14 @@ pub(crate) fn management(
     }
 }
 
-/// How many blocks it has, and of which kind.
+/// Decodes number of blocks and block format of a namespace to create.
 fn create(wanted: &NamespaceToCreate) -> Result<(u64, BlockFormat), Status> {
     let NamespaceToCreate { nsze, ncap, flbas, dps, nmic, anagrpid, nvmsetid, endgid, .. } =
         *wanted;
     let protection = (dps.pit(), dps.pip());
     let format = block_format(flbas.index(), flbas.extended(), protection)?;
-    // It is provisioned as a whole, or not at all: a namespace with less capacity than blocks is
-    // refused (Base 2.1, 3.2.1.6, NSFEAT.THINP). Those that are not there are not chosen from.
+    // Thin provisioning is not supported: a capacity below the size is refused (Base 2.1, 3.2.1.6,
+    // NSFEAT.THINP). Groups and sets do not exist, so their identifiers must be 0.
     if nsze != ncap {
         return Err(Status::THIN_PROVISIONING_NOT_SUPPORTED.with_dnr());
     }
@@ -90,11 +91,11 @@ fn create(wanted: &NamespaceToCreate) -> Result<(u64, BlockFormat), Status> {
     Ok((nsze, format))
 }
 
-/// Namespace Attachment, to or from the controller `cntlid`, which takes the command and is the
-/// only one.
+/// Decodes and checks Namespace Attachment. `cntlid` is the controller that processes the command,
+/// and the only one.
 ///
 /// # Errors
-/// The status that the command completes with.
+/// The completion status of the command.
 pub(crate) fn attachment(
     sqe: &Sqe,
     data: Option<&[u8]>,
@@ -111,7 +112,7 @@ pub(crate) fn attachment(
         NamespaceAttachment::DETACH => PoolAct::Detach(sqe.nsid),
         _ => return Err(INVALID_FIELD),
     };
-    // In ascending order, each once: so there is one place for the only controller.
+    // The list is ascending without duplicates, so the only controller is its only entry.
     if list.count != 1 || list.cntlids.first() != Some(&cntlid) {
         return Err(Status::CONTROLLER_LIST_INVALID.with_dnr());
     }

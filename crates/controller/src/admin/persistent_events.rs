@@ -1,8 +1,9 @@
-//! The Persistent Event log page: what has happened to the controller, over resets, upgrades and
-//! the death of processes. Base 2.1, 5.1.12.1.14.
+//! Persistent Event log page: history of the controller across resets, upgrades and crashes. Base
+//! 2.1, 5.1.12.1.14.
 //!
-//! A host reads it in a context: what there was when that was established, so that the pieces that
-//! it reads fit together. There is room for so many bytes of events; the oldest go first.
+//! A host reads the page in a reporting context, which is a snapshot of the log, so that pieces
+//! read one after the other are consistent. The total size of events is limited, and the oldest
+//! events are dropped first.
 
 use super::limits::{FIRMWARE_REVISION, PELS};
 use crate::config::PCI_VENDOR_ID;
@@ -19,15 +20,15 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Bytes of all events, at most. They are in all that is recorded of a controller.
+/// Maximum number of bytes of all events. They are part of every checkpoint of the controller.
 const MOST_BYTES: usize = 8 << 10;
-/// How often there is a snapshot of health: at least once in 24 hours.
+/// Interval of SMART / Health snapshots. At least one per 24 hours is required.
 const SNAPSHOT_EVERY: Duration = Duration::from_secs(23 * 3600);
-/// What [`Action::EstablishAndHeader`](action::ESTABLISH_AND_HEADER) returns.
+/// Number of bytes that [`Action::EstablishAndHeader`](action::ESTABLISH_AND_HEADER) returns.
 const HEADER: usize = size_of::<PersistentEventLog>();
 const _: () = assert!(HEADER + MOST_BYTES <= (PELS as usize) << 16);
 
-/// The types of events that there may be.
+/// Supported event types.
 const TYPES: [u8; 7] = [
     event_type::SMART,
     event_type::TIMESTAMP_CHANGE,
@@ -38,42 +39,41 @@ const TYPES: [u8; 7] = [
     event_type::VENDOR,
 ];
 
-/// What is specific to us: the code and name of an event.
+/// Code and name of a vendor-specific event.
 pub(crate) type Own = (u16, &'static str);
-/// Another process has taken the place of one that was dead.
+/// Recovery by the next process after a crash.
 pub(crate) const RECOVERED: Own = (1, "recovered");
-/// The controller can not go on until it is reset.
+/// Fatal state until a reset.
 pub(crate) const FATAL: Own = (2, "fatal");
-/// It was given a thread of its own.
+/// Move to a dedicated I/O thread.
 pub(crate) const ISOLATED: Own = (3, "isolated");
 
-/// What the log says of the moment: whose it is, as the feature Timestamp has it, and how long the
-/// controller exists.
+/// Controller identifier, timestamp, age and power cycles at the time of an event.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
-    /// The controller that the event is of: one of several in a subsystem.
+    /// Identifier of the controller to which the event belongs.
     pub(crate) cntlid: u16,
     pub(crate) timestamp: u64,
     pub(crate) powered: Duration,
     pub(crate) power_cycles: u64,
 }
 
-/// Who the log is of.
+/// Serial number, model number and subsystem NQN in the log header.
 pub(crate) struct Names {
     pub(crate) sn: [u8; 20],
     pub(crate) mn: [u8; 40],
     pub(crate) subnqn: [u8; 256],
 }
 
-/// The log.
+/// Persistent event log.
 #[derive(Debug, Default)]
 pub(crate) struct EventLog {
-    /// Events with their headers, the oldest first.
+    /// Events with their headers, oldest first.
     events: VecDeque<Vec<u8>>,
     bytes: usize,
-    /// The page as of when the context was established.
+    /// Log page at the time when the reporting context was established.
     context: Option<Vec<u8>>,
-    /// How often one was.
+    /// Number of established contexts.
     generation: u16,
     snapshot_at: Option<Instant>,
 }
@@ -101,7 +101,7 @@ impl EventLog {
         }
     }
 
-    /// The controller was enabled: for the first time, or after a reset.
+    /// Adds a Power-on or Reset event.
     pub(crate) fn enabled(&mut self, at: &Moment) {
         let information = ResetInformation {
             cntlid: at.cntlid.into(),
@@ -114,7 +114,7 @@ impl EventLog {
         self.push(event_type::POWER_ON_OR_RESET, at, &parts);
     }
 
-    /// The host has set the clock, which had been at `previous`.
+    /// Adds a Timestamp Change event. `previous` is the timestamp before the change.
     pub(crate) fn timestamp_changed(&mut self, at: &Moment, previous: u64, since_reset: Duration) {
         let change = TimestampChange {
             previous: previous.into(),
@@ -123,19 +123,19 @@ impl EventLog {
         self.push(event_type::TIMESTAMP_CHANGE, at, &[change.as_bytes()]);
     }
 
-    /// Telemetry was captured, of which this is the header.
+    /// Adds a Telemetry Log Create event with the header of the telemetry log page.
     pub(crate) fn telemetry_created(&mut self, at: &Moment, header: &[u8]) {
         self.push(event_type::TELEMETRY_CREATED, at, &[header]);
     }
 
-    /// A sanitize operation has begun, by a command of these dwords.
+    /// Adds a Sanitize Start event. `dwords` are dwords 10 and 11 of the command.
     pub(crate) fn sanitize_started(&mut self, at: &Moment, sanicap: u32, dwords: (u32, u32)) {
         let (cdw10, cdw11) = (dwords.0.into(), dwords.1.into());
         let start = SanitizeStart { sanicap: sanicap.into(), cdw10, cdw11 };
         self.push(event_type::SANITIZE_START, at, &[start.as_bytes()]);
     }
 
-    /// It has ended like this.
+    /// Adds a Sanitize Completion event.
     pub(crate) fn sanitize_ended(&mut self, at: &Moment, log: &SanitizeLog) {
         let completion = SanitizeCompletion {
             sprog: log.sprog.into(),
@@ -145,7 +145,7 @@ impl EventLog {
         self.push(event_type::SANITIZE_COMPLETION, at, &[completion.as_bytes()]);
     }
 
-    /// Something of our own, with a sentence.
+    /// Adds a vendor-specific event with a description.
     pub(crate) fn own(&mut self, at: &Moment, (code, name): Own, text: &str) {
         let text = &text.as_bytes()[..text.len().min(200)];
         let head = |data_type, len: usize| VendorEvent {
@@ -160,31 +160,31 @@ impl EventLog {
         self.push(event_type::VENDOR, at, &parts);
     }
 
-    /// Whether a snapshot of health is due.
+    /// True if a SMART / Health snapshot is due.
     pub(crate) fn wants_snapshot(&self, now: Instant) -> bool {
         self.snapshot_at.is_none_or(|at| now.saturating_duration_since(at) >= SNAPSHOT_EVERY)
     }
 
-    /// When a snapshot of health is due.
+    /// Due time of the next SMART / Health snapshot, if there was one before.
     pub(crate) fn snapshot_due(&self) -> Option<Instant> {
         self.snapshot_at.map(|at| at + SNAPSHOT_EVERY)
     }
 
-    /// A snapshot of health.
+    /// Adds a SMART / Health Log Snapshot event.
     pub(crate) fn snapshot(&mut self, at: &Moment, health: &SmartHealth, now: Instant) {
         self.snapshot_at = Some(now);
         self.push(event_type::SMART, at, &[health.as_bytes()]);
     }
 
-    /// How many events there are.
+    /// Number of events.
     pub(crate) fn len(&self) -> usize {
         self.events.len()
     }
 
-    /// What a Get Log Page command gets.
+    /// Executes Get Log Page. Returns the whole page or its header, depending on the action.
     ///
     /// # Errors
-    /// The status that the command completes with.
+    /// The completion status of the command.
     pub(crate) fn read(
         &mut self,
         command: &GetLogPage,
@@ -206,7 +206,7 @@ impl EventLog {
             }
             _ => {
                 let mut page = match &self.context {
-                    // Whoever has it can see that it was there.
+                    // The header of an existing context says that it existed before.
                     Some(context) => context.clone(),
                     None => self.establish(names, at),
                 };
@@ -239,9 +239,9 @@ impl EventLog {
             head.supported[usize::from(event / 8)] |= 1 << (event % 8);
         }
         let mut established = head.as_bytes().to_vec();
-        // The newest first.
+        // Newest event first.
         established.extend(self.events.iter().rev().flatten());
-        // Whoever reads on finds that there is one.
+        // Pages read from the context report that a context exists.
         head.rci = ReportingContext::new().with_exists(true).into_bits().to_le_bytes();
         let mut context = established.clone();
         context[..HEADER].copy_from_slice(head.as_bytes());
@@ -261,7 +261,7 @@ impl EventLog {
         }
     }
 
-    /// As it was; what can not be is left out.
+    /// Restores a snapshot. Invalid events are dropped.
     pub(crate) fn restore(saved: &SavedEventLog) -> Self {
         let mut log = Self { generation: saved.generation, ..Self::default() };
         for Bytes(event) in &saved.events {
@@ -294,7 +294,7 @@ mod tests {
         log.read(&command, &NAMES, &AT)
     }
 
-    /// Type, revision and data of each event of a page.
+    /// Decodes type, revision and data of each event of a page.
     fn events(page: &[u8]) -> Vec<(u8, u8, Vec<u8>)> {
         let (head, mut rest) = PersistentEventLog::read_from_prefix(page).unwrap();
         assert_eq!((head.tll.get(), head.lhl.get()), (page.len() as u64, 492));
@@ -331,7 +331,7 @@ mod tests {
         assert_eq!(revision, FIRMWARE_REVISION);
         let information = ResetInformation::read_from_bytes(information).unwrap();
         assert_eq!((information.cntlid.get(), information.power_on_ms.get()), (5, 7_200_000));
-        // What happens meanwhile is in the next one.
+        // An event after the context was established is only in the next context.
         log.own(&AT, RECOVERED, "by another process");
         assert_eq!(ask(&mut log, action::ESTABLISH).unwrap_err().code(), error);
         let read = ask(&mut log, action::READ).unwrap();
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(ask(&mut log, action::ESTABLISH_AND_HEADER).unwrap(), read[..512]);
         let mut log = EventLog::restore(&log.save());
         assert_eq!(ask(&mut log, action::READ).unwrap(), read);
-        // To release what is not there is no mistake.
+        // Releasing a context that does not exist is no error.
         (0..2).for_each(|_| assert_eq!(ask(&mut log, action::RELEASE), Ok(vec![])));
         assert_eq!(ask(&mut log, action::READ).unwrap_err().code(), error);
         let head = ask(&mut log, action::ESTABLISH_AND_HEADER).unwrap();

@@ -1,4 +1,4 @@
-//! The LBA formats of a pool's namespaces.
+//! LBA formats of a namespace pool.
 
 use shadowbell_backend::MetadataFormat;
 use shadowbell_spec::identify::{
@@ -6,7 +6,7 @@ use shadowbell_spec::identify::{
 };
 use shadowbell_spec::status::Status;
 
-/// By their index: bytes of data, bytes of metadata, and whether a guard has 64 bits.
+/// LBA formats by index: bytes of data, bytes of metadata, and true for a 64-bit guard.
 const FORMATS: [(u32, u16, bool); 12] = [
     (512, 0, false),
     (4096, 0, false),
@@ -22,15 +22,16 @@ const FORMATS: [(u32, u16, bool); 12] = [
     (4096, 64, true),
 ];
 
-/// What a block is.
+/// Block size and metadata format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockFormat {
     pub(crate) block_size: u32,
     pub(crate) metadata: Option<MetadataFormat>,
 }
 
-/// The block of an LBA format, whose metadata are at its end or not, with this type of protection
-/// information, in the first bytes of the metadata or not.
+/// Block format of LBA format index `lbaf`. `extended` is true if metadata is transferred at the
+/// end of the data. `protection` is the type of protection information, and `first` is true if it
+/// is in the first bytes of the metadata.
 ///
 /// # Errors
 /// Invalid Format.
@@ -45,7 +46,7 @@ pub(crate) fn block_format(
         let is_plain = !extended && protection == 0 && !first;
         return is_plain.then_some(BlockFormat { block_size, metadata: None }).ok_or(invalid);
     };
-    // Where it would be does not matter, if there is none.
+    // Without protection information its position has no meaning.
     let first = first && protection != 0;
     (metadata.extended, metadata.protection) = (extended, protection);
     (metadata.wide_guard, metadata.first) = (wide_guard, first);
@@ -59,7 +60,7 @@ fn index_of(format: &BlockFormat) -> u8 {
     FORMATS.iter().position(|format| *format == wanted).unwrap_or_default() as u8
 }
 
-/// Adds the formats, and that it is the one that the namespace has.
+/// Adds the list of LBA formats, and marks `format` as the namespace's format.
 pub(super) fn add_formats(namespace: &mut IdentifyNamespace, format: &BlockFormat) {
     let metadata = format.metadata;
     namespace.nlbaf = (FORMATS.len() - 1) as u8;
@@ -80,7 +81,7 @@ pub(super) fn add_formats(namespace: &mut IdentifyNamespace, format: &BlockForma
     }
 }
 
-/// What is said of all of them beyond that.
+/// Extended LBA formats, which are common to all namespaces of a pool.
 pub(super) fn extended_formats() -> IdentifyNvmNamespace {
     let mut identify = IdentifyNvmNamespace::default();
     for (to, (_, size, wide_guard)) in identify.elbaf.iter_mut().zip(FORMATS) {

@@ -1,17 +1,17 @@
-//! How often the same event of a namespace goes to its owner.
+//! Rate limit of a namespace's events.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// A host may fail a million writes a second: the next event comes after this time.
+/// Minimum interval of events. Without a limit, a host could cause one per failed write.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// When the last event was, by namespace.
+/// Time of the last event by NSID.
 #[derive(Debug, Default)]
 pub(crate) struct RateLimit(BTreeMap<u32, Instant>);
 
 impl RateLimit {
-    /// Something happened to `nsid` at `now`: whether there is to be an event.
+    /// Returns true if an event of `nsid` at `now` may be reported.
     pub(crate) fn allows(&mut self, nsid: u32, now: Instant) -> bool {
         let is_old = |at: &Instant| now.saturating_duration_since(*at) < AGAIN;
         if self.0.get(&nsid).is_some_and(is_old) {
@@ -33,7 +33,7 @@ mod tests {
         let allowed: Vec<u64> = (0..200).filter(|second| at(1, *second)).collect();
         assert_eq!(allowed, [0, 60, 120, 180]);
         assert!(at(2, 199) && !at(2, 200));
-        // A clock that another thread has read earlier is no reason for another event.
+        // An earlier time, read by another thread, does not allow another event.
         assert!(!at(1, 0));
     }
 }

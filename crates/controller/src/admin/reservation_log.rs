@@ -1,4 +1,4 @@
-//! The log page Reservation Notification, and which notices a host wants. Base 2.1, 5.1.12.1,
+//! Reservation Notification log page and Reservation Notification Mask. Base 2.1, 5.1.12.1,
 //! "Reservation Notification", and 5.1.25, "Reservation Notification Mask".
 
 use crate::saved::{SavedAna, SavedSharing};
@@ -6,24 +6,25 @@ use shadowbell_spec::reservation::ReservationNotification;
 use std::collections::{BTreeMap, VecDeque};
 use zerocopy::IntoBytes;
 
-/// Notices that wait to be read, at most. Of more the oldest are lost, which their count shows.
+/// Maximum number of unread notifications. If exceeded, the oldest are dropped; the host sees a gap
+/// in their count.
 const MAX_NOTICES: usize = 64;
-/// The bits of the mask that there are: one for each type.
+/// Defined bits of the mask: one per notification type.
 const MASK: u32 = 0b1110;
 
-/// Notices for the host of a controller.
+/// Reservation notifications for the host of a controller.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ReservationLog {
-    /// Types that are not wanted, by namespace: bit n for type n.
+    /// Masked types by NSID: bit n for type n.
     masks: BTreeMap<u32, u32>,
-    /// Number, type and namespace; the oldest first.
+    /// Notifications (number, type and NSID), oldest first.
     notices: VecDeque<(u64, u8, u32)>,
-    /// How many there were.
+    /// Number of the last notification.
     made: u64,
 }
 
 impl ReservationLog {
-    /// Something has happened: whether the host wants to know, and so there is an event to raise.
+    /// Adds a notification, unless its type is masked. Returns true if an event has to be raised.
     pub(crate) fn tell(&mut self, nsid: u32, kind: u8) -> bool {
         if self.mask(nsid) & 1 << kind != 0 {
             return false;
@@ -31,13 +32,13 @@ impl ReservationLog {
         if self.notices.len() >= MAX_NOTICES {
             self.notices.pop_front();
         }
-        // 0 is the count of a log without a notice.
+        // After an overflow the number continues with 1, because 0 means "no notification".
         self.made = self.made.checked_add(1).unwrap_or(1);
         self.notices.push_back((self.made, kind, nsid));
         true
     }
 
-    /// The page: the oldest notice.
+    /// Log page with the oldest notification.
     pub(crate) fn page(&self) -> Vec<u8> {
         let mut page = ReservationNotification::default();
         if let Some((count, kind, nsid)) = self.notices.front() {
@@ -50,35 +51,35 @@ impl ReservationLog {
         page.as_bytes().to_vec()
     }
 
-    /// The host has read the page.
+    /// Removes the oldest notification, after the host has read it.
     pub(crate) fn was_read(&mut self) {
         self.notices.pop_front();
     }
 
-    /// The feature Reservation Notification Mask.
+    /// Value of the Reservation Notification Mask feature.
     pub(crate) fn mask(&self, nsid: u32) -> u32 {
         self.masks.get(&nsid).copied().unwrap_or(0)
     }
 
-    /// Sets that.
+    /// Sets the Reservation Notification Mask feature.
     pub(crate) fn set_mask(&mut self, nsid: u32, mask: u32) {
         self.masks.insert(nsid, mask & MASK);
     }
 
-    /// Another namespace is behind this NSID, or none.
+    /// Drops mask and notifications of namespace `nsid`, which was replaced or removed.
     pub(crate) fn forget_namespace(&mut self, nsid: u32) {
         self.masks.remove(&nsid);
         self.notices.retain(|(_, _, of)| *of != nsid);
     }
 
-    /// As plain data, beside the host's identifier and what it can know of ANA groups.
+    /// Snapshot, together with the Host Identifier and the ANA states.
     pub(crate) fn save(&self, host: Vec<u8>, ana: SavedAna) -> SavedSharing {
         let masks = self.masks.iter().map(|(nsid, mask)| (*nsid, *mask)).collect();
         let notices = self.notices.iter().copied().collect();
         SavedSharing { host, masks, notices, notices_made: self.made, ana }
     }
 
-    /// The other side of [`save`](Self::save).
+    /// Restores a snapshot of [`save`](Self::save).
     pub(crate) fn restore(saved: &SavedSharing) -> Self {
         let SavedSharing { masks, notices, notices_made, .. } = saved;
         let notices = notices.iter().copied().take(MAX_NOTICES).collect();

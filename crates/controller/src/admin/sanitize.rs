@@ -1,5 +1,5 @@
-//! Sanitize: nothing is left of what any namespace of the pool has held. Base 2.1, 5.1.22,
-//! 5.1.12.1.33 and 8.1.24.
+//! Sanitize: erases all data of all namespaces of the pool. Base 2.1, 5.1.22, 5.1.12.1.33 and
+//! 8.1.24.
 
 use crate::pool::{PoolAct, PoolState, SanitizePhase, SanitizeStatus};
 use shadowbell_spec::Sqe;
@@ -9,17 +9,18 @@ use shadowbell_spec::log::{SanitizeLog, SanitizeState, sos};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::status::Status;
 
-/// What is supported. Blocks are deallocated in any case, and a command that does not want that is
-/// refused: without the Sanitize Config feature, No-Deallocate Response Mode is 0.
+/// Sanitize capabilities (SANICAP). Blocks are always deallocated, and a command with
+/// No-Deallocate After Sanitize is refused: without the Sanitize Config feature, No-Deallocate
+/// Response Mode is 0.
 pub(crate) fn capabilities() -> Sanicap {
     Sanicap::new().with_bes(true).with_ows(true).with_ndi(true).with_nodmmas(1)
 }
 
-/// Sanitize. `given`: the controller has namespaces that are not of the pool, which would have to
-/// be sanitized as well, and are not the host's to erase.
+/// Decodes and checks a Sanitize command. `given` is true if the controller has namespaces outside
+/// the pool: a sanitize operation would have to erase them too, and the host has no right to that.
 ///
 /// # Errors
-/// The status that the command completes with.
+/// The completion status of the command.
 pub(crate) fn sanitize(sqe: &Sqe, state: &PoolState, given: bool) -> Result<PoolAct, Status> {
     let command = Sanitize::decode(sqe);
     if given {
@@ -31,7 +32,7 @@ pub(crate) fn sanitize(sqe: &Sqe, state: &PoolState, given: bool) -> Result<Pool
     let has_failed = state.sanitize.phase == SanitizePhase::Failed;
     let is_restricted = has_failed && !state.sanitize.command.ause;
     match command.sanact {
-        // Out of a restricted failure only another restricted operation leads.
+        // A restricted failure can only be left by another restricted operation.
         Sanitize::EXIT_FAILURE if is_restricted => Err(Status::SANITIZE_FAILED.with_dnr()),
         Sanitize::EXIT_FAILURE => Ok(PoolAct::Sanitize(command)),
         Sanitize::BLOCK_ERASE | Sanitize::OVERWRITE => {
@@ -47,9 +48,8 @@ pub(crate) fn sanitize(sqe: &Sqe, state: &PoolState, given: bool) -> Result<Pool
     }
 }
 
-/// Whether a command is carried out while an operation is under way or has failed (Base 2.1,
-/// 8.1.24, "Sanitize Operations - Admin Commands Allowed"). What the command itself allows is
-/// another matter.
+/// True if the command is allowed while a sanitize operation is in progress or has failed (Base
+/// 2.1, 8.1.24, "Sanitize Operations - Admin Commands Allowed"). The command's own checks follow.
 pub(crate) fn allows(opcode: AdminOpcode) -> bool {
     !matches!(
         opcode,
@@ -61,8 +61,7 @@ pub(crate) fn allows(opcode: AdminOpcode) -> bool {
     )
 }
 
-/// The log page Sanitize Status. Whether something was written since is not known: so it never says
-/// that all is erased.
+/// Sanitize Status log page. Later writes are not tracked, so Global Data Erased is never set.
 pub(crate) fn page(status: &SanitizeStatus) -> SanitizeLog {
     let (sos, progress) = match status.phase {
         SanitizePhase::Never => (sos::NEVER, SanitizeLog::NO_PROGRESS),

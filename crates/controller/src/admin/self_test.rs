@@ -1,10 +1,10 @@
-//! Device Self-test: what of the controller and its namespaces is tried, how far that is, and how
-//! it has ended. Base 2.1, 5.1.5, 5.1.12.1.7 and 8.1.7.
+//! Device Self-test: tests of controller and namespaces, progress and results. Base 2.1, 5.1.5,
+//! 5.1.12.1.7 and 8.1.7.
 //!
-//! An operation has three segments: memory, health, and the media. The last one has the namespaces
-//! verify pieces of themselves, spread evenly over each: a few short ones, or, in an extended
-//! operation, many long ones. It is the control plane that has workers do it, a piece at a time,
-//! with pauses in between.
+//! An operation has three segments: memory, health and media. The media segment verifies pieces of
+//! each namespace that are spread evenly over it: few short pieces in a short operation, many long
+//! pieces in an extended one. The control plane has I/O threads verify one piece at a time, with
+//! pauses in between.
 
 use super::limits::EXTENDED_MINUTES;
 use crate::saved::{SavedSelfTest, SavedSelfTestRun};
@@ -17,25 +17,25 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// An extended operation ends in time for that, with what it has come to.
+/// Time limit of an extended operation: below EDSTT, so that it ends with a result in time.
 const EXTENDED_TIME: Duration = Duration::from_secs(60 * (EXTENDED_MINUTES as u64 - 2));
-/// A short one should take less than two minutes.
+/// Time limit of a short operation, which should take less than two minutes.
 const SHORT_TIME: Duration = Duration::from_secs(90);
 
-/// Pieces of a namespace that are verified, and how long each is in bytes.
+/// Number of verified pieces per namespace, and bytes per piece.
 const SHORT_PIECES: (u64, u64) = (32, 64 << 10);
 const EXTENDED_PIECES: (u64, u64) = (8192, 1 << 20);
-/// After a piece, the controller rests for as many times as long as that took.
+/// Pause after a piece, as a multiple of the time that the piece took.
 const REST: u32 = 3;
 
-/// The segments, by their numbers.
+/// Segment numbers.
 mod segment {
     pub(super) const MEMORY: u8 = 1;
     pub(super) const HEALTH: u8 = 2;
     pub(super) const MEDIA: u8 = 3;
 }
 
-/// A namespace, as far as it matters here.
+/// Namespace to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Medium {
     pub(crate) nsid: u32,
@@ -43,52 +43,52 @@ pub(crate) struct Medium {
     pub(crate) block_shift: u32,
 }
 
-/// What is to be verified next.
+/// Range to verify.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) nsid: u32,
-    /// In bytes.
+    /// Offset in bytes.
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }
 
-/// What has failed: the segment, the namespace and the block if it has to do with one, and how.
+/// Failure: segment, NSID and block (if known), and status.
 type Failure = (u8, Option<(u32, u64)>, Status);
 
-/// An operation under way.
+/// Self-test operation in progress.
 #[derive(Clone, Debug)]
 struct Run {
     code: u8,
-    /// The namespaces that are left, with the one that is being verified.
+    /// NSIDs of the remaining namespaces; the first one is being verified.
     nsids: VecDeque<u32>,
-    /// How many there were.
+    /// Number of all namespaces.
     count: usize,
-    /// The piece of the first of them that is next.
+    /// Index of the first namespace's next piece.
     piece: u64,
-    /// The first failure.
+    /// First failure.
     failure: Option<Failure>,
     began: Instant,
-    /// The piece that a worker verifies, since when.
+    /// Piece that an I/O thread is verifying, and start time.
     under_way: Option<(Piece, Instant)>,
     next_at: Instant,
 }
 
-/// The operation under way, and the results of those before.
+/// Self-test operation in progress, and earlier results.
 #[derive(Debug, Default)]
 pub(crate) struct SelfTest {
     run: Option<Run>,
-    /// Counts operations: what is told of one before concerns nobody.
+    /// Number of operations. Results of an earlier operation's pieces are ignored.
     runs: u32,
-    /// The newest first.
+    /// Results, newest first.
     results: VecDeque<SelfTestResult>,
 }
 
 impl SelfTest {
-    /// A Device Self-test command. `media` are the namespaces that there are, `warns` says that
-    /// health has a critical warning, and `hours` how long the controller exists.
+    /// Executes a Device Self-test command. `media` are the existing namespaces, `warns` is true if
+    /// a critical warning is set, and `hours` is the power-on time.
     ///
     /// # Errors
-    /// The status that the command completes with.
+    /// The completion status of the command.
     pub(crate) fn command(
         &mut self,
         code: u8,
@@ -134,22 +134,22 @@ impl SelfTest {
         Ok(())
     }
 
-    /// Which operation is under way.
+    /// Number of the current operation.
     pub(crate) fn run(&self) -> u32 {
         self.runs
     }
 
-    /// Whether a worker verifies something.
+    /// True if no I/O thread is verifying a piece.
     pub(crate) fn is_quiet(&self) -> bool {
         self.run.as_ref().is_none_or(|run| run.under_way.is_none())
     }
 
-    /// When something is to be verified next, if anything is.
+    /// Time of the next piece; `None` while a piece is being verified or without an operation.
     pub(crate) fn next_at(&self) -> Option<Instant> {
         self.run.as_ref().filter(|run| run.under_way.is_none()).map(|run| run.next_at)
     }
 
-    /// What is to be verified now, if anything is; the operation ends if there is no more.
+    /// Starts the next piece, if it is due. Ends the operation if no piece is left.
     pub(crate) fn next(&mut self, media: &[Medium], now: Instant, hours: u64) -> Option<Piece> {
         loop {
             let run = self.run.as_mut()?;
@@ -178,7 +178,7 @@ impl SelfTest {
         }
     }
 
-    /// A piece was verified, of operation `run`.
+    /// Stores the result of the piece in flight, if it belongs to operation `run`.
     pub(crate) fn verified(&mut self, run: u32, status: Status, shift: u32, now: Instant) {
         if run != self.runs {
             return;
@@ -187,7 +187,7 @@ impl SelfTest {
         let Some((piece, since)) = run.under_way.take() else { return };
         run.piece += 1;
         run.next_at = now + now.saturating_duration_since(since) * REST;
-        // One that is gone is no failure.
+        // Invalid Field means that the namespace was removed, which is no failure.
         let is_failure = !status.is_success() && status.code() != Status::INVALID_FIELD;
         if is_failure && run.failure.is_none() {
             let at = Some((piece.nsid, piece.offset >> shift));
@@ -195,8 +195,8 @@ impl SelfTest {
         }
     }
 
-    /// A Controller Level Reset: a short operation is aborted, and an extended one goes on behind
-    /// it.
+    /// Handles a Controller Level Reset: a short operation is aborted, an extended one continues
+    /// after the reset.
     pub(crate) fn reset(&mut self, hours: u64) {
         if self.run.as_ref().is_some_and(|run| run.code == stc::SHORT) {
             self.finish(result::ABORTED_BY_RESET, hours);
@@ -205,7 +205,7 @@ impl SelfTest {
         }
     }
 
-    /// A namespace is gone: an operation of that alone is aborted.
+    /// Aborts an operation of namespace `nsid` alone, because the namespace was removed.
     pub(crate) fn namespace_removed(&mut self, nsid: u32, hours: u64) {
         let is_of_it = |run: &Run| run.count == 1 && run.nsids.front() == Some(&nsid);
         if self.run.as_ref().is_some_and(is_of_it) {
@@ -213,10 +213,10 @@ impl SelfTest {
         }
     }
 
-    /// The operation ends, if one is under way.
+    /// Ends the operation in progress, if any.
     fn finish(&mut self, outcome: u8, hours: u64) {
         let Some(run) = self.run.take() else { return };
-        // A piece that is under way concerns nobody.
+        // The result of a piece in flight will be ignored.
         self.runs = self.runs.wrapping_add(1);
         let mut ended = SelfTestResult {
             dsts: run.code << 4 | outcome,
@@ -241,7 +241,7 @@ impl SelfTest {
         self.results.push_front(ended);
     }
 
-    /// The log page.
+    /// Device Self-test log page.
     pub(crate) fn page(&self, media: &[Medium]) -> SelfTestLog {
         let mut page = SelfTestLog {
             operation: stc::NONE,
@@ -294,21 +294,21 @@ impl SelfTest {
 }
 
 impl Run {
-    /// How much is done: 99 at most, for it is not over.
+    /// Progress in percent, at most 99 while the operation runs.
     fn percent(&self, media: &[Medium]) -> u8 {
         let pieces = |nsid: &u32| {
             let medium = media.iter().find(|medium| medium.nsid == *nsid);
             medium.map_or(0, |medium| pieces(self.code, medium))
         };
         let left: u64 = self.nsids.iter().map(pieces).sum::<u64>().saturating_sub(self.piece);
-        // Of those that are done it is not known how long they were: as those that are left.
+        // The sizes of finished namespaces are not stored: they count like the current one.
         let each = self.nsids.front().map_or(0, pieces);
         let done = (self.count - self.nsids.len()) as u64 * each + self.piece;
         (done * 100 / (done + left).max(1)).min(99) as u8
     }
 }
 
-/// How many pieces of a namespace are verified, and how long each is.
+/// Number of pieces of a namespace, and bytes per piece.
 fn plan(code: u8, medium: &Medium) -> (u64, u64) {
     let (most, len) = if code == stc::SHORT { SHORT_PIECES } else { EXTENDED_PIECES };
     let bytes = medium.blocks << medium.block_shift;
@@ -319,20 +319,20 @@ fn pieces(code: u8, medium: &Medium) -> u64 {
     plan(code, medium).0
 }
 
-/// The nth piece of a namespace, if there is one.
+/// Piece number `nth` of a namespace, if it exists.
 fn piece(code: u8, medium: &Medium, nth: u64) -> Option<Piece> {
     let (count, len) = plan(code, medium);
     if nth >= count {
         return None;
     }
     let last = (medium.blocks << medium.block_shift) - len;
-    // From the first block to the last.
+    // The first piece starts at the first block, and the last one ends at the last block.
     let offset = (u128::from(last) * u128::from(nth) / u128::from((count - 1).max(1))) as u64;
     let offset = offset >> medium.block_shift << medium.block_shift;
     Some(Piece { nsid: medium.nsid, offset, len })
 }
 
-/// Writes patterns to memory and looks whether they are there.
+/// Writes patterns to memory and verifies them.
 fn memory_works() -> bool {
     [0x00, 0xff, 0x55, 0xaa].into_iter().all(|pattern: u8| {
         let memory = std::hint::black_box(vec![pattern; 64 << 10]);
@@ -349,7 +349,7 @@ mod tests {
         Medium { nsid: 4, blocks: 3, block_shift: 12 },
     ];
 
-    /// Verifies piece by piece; each ends as `outcome` says.
+    /// Verifies all remaining pieces; each ends with the status of `outcome`.
     fn go_on(test: &mut SelfTest, outcome: impl Fn(Piece) -> Status) -> Vec<Piece> {
         let mut all = Vec::new();
         while let Some(at) = test.next_at() {
@@ -375,7 +375,7 @@ mod tests {
         let small = piece(stc::SHORT, &MEDIA[1], 0).unwrap();
         assert_eq!((small.offset, small.len), (0, 3 << 12));
         assert_eq!(piece(stc::SHORT, &MEDIA[1], 1), None);
-        // Longer than what is left of 64 bits.
+        // The product of offset and index exceeds 64 bits.
         let huge = Medium { nsid: 1, blocks: u64::MAX >> 9, block_shift: 9 };
         assert!(piece(stc::EXTENDED, &huge, 8191).is_some());
     }
@@ -392,7 +392,7 @@ mod tests {
         let page = test.page(&MEDIA);
         assert_eq!((page.operation, page.completion), (stc::NONE, 0));
         assert_eq!((page.results[0].dsts, page.results[0].poh.get()), (0x10, 7));
-        // A failure is told of, and the rest is verified all the same.
+        // A failure is reported, and the remaining pieces are verified as well.
         test.command(stc::EXTENDED, 1, &MEDIA, (false, 0)).unwrap();
         let fails = |piece: Piece| match piece.offset {
             0 => Status::SUCCESS,
@@ -403,7 +403,7 @@ mod tests {
         assert_eq!((ended.dsts, ended.segment, ended.nsid.get()), (0x27, 3, 1));
         assert_eq!((ended.flba.get(), ended.sct, ended.sc), (2048, 2, 0x81));
         assert_eq!(ended.valid.into_bits(), 0xf);
-        // Of the controller alone, which is not well.
+        // Operation of the controller alone, with a critical warning.
         test.command(stc::SHORT, 0, &MEDIA, (true, 0)).unwrap();
         assert!(go_on(&mut test, |_| Status::SUCCESS).is_empty());
         let ended = test.page(&MEDIA).results[0];
@@ -436,14 +436,14 @@ mod tests {
         let piece = test.next(&MEDIA, at, 0);
         test.reset(1);
         assert_eq!((test.page(&MEDIA).operation, test.page(&MEDIA).completion), (2, 19));
-        // The piece that was under way is begun again, by another process as well.
+        // The piece in flight is restarted, also by the next process after a recovery.
         let mut test = SelfTest::restore(&test.save());
         assert_eq!(test.next(&MEDIA, test.next_at().unwrap(), 0), piece);
         test.command(stc::ABORT, 0, &MEDIA, (false, 5)).unwrap();
         let page = test.page(&MEDIA);
         assert_eq!((page.results[0].dsts, page.results[1].dsts), (0x21, 0x12));
         assert!(test.is_quiet() && test.next_at().is_none());
-        // With nothing under way there is nothing to abort.
+        // Abort without an operation in progress has no effect.
         test.command(stc::ABORT, 0, &MEDIA, (false, 5)).unwrap();
         assert_eq!(test.page(&MEDIA), page);
         test.command(stc::EXTENDED, 4, &MEDIA, (false, 0)).unwrap();

@@ -1,42 +1,42 @@
-//! Telemetry: what a supporter wants to know of the controller, as text. Base 2.1, 5.1.12.1.8 and
-//! 5.1.12.1.9.
+//! Telemetry log pages: data about the controller for support engineers, as text. Base 2.1,
+//! 5.1.12.1.8 and 5.1.12.1.9.
 //!
-//! A host has it captured, or the controller does when something went wrong. What it is made of is
-//! in docs/nvme.md.
+//! Data is captured on request of the host, or by the controller after a failure. docs/nvme.md
+//! describes the contents.
 
 use crate::saved::SavedTelemetry;
 use shadowbell_spec::log::{TELEMETRY_BLOCK, TelemetryHeader, lid};
 use shadowbell_state::Bytes;
 use zerocopy::IntoBytes;
 
-/// Bytes of the three areas together, at most.
+/// Maximum size of the three data areas together, in bytes.
 const MOST_BYTES: usize = 16 << 10;
-/// Bytes of the first of them, at most: all that there is of a capture by the controller itself,
-/// which is in all that is recorded of a controller.
+/// Maximum size of the first data area in bytes. A controller-initiated capture has only this area,
+/// because it is part of every checkpoint of the controller.
 const MOST_OF_FIRST: usize = 4 << 10;
 
-/// What was captured.
+/// Captured telemetry data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Capture {
-    /// Whole blocks.
+    /// Data in whole blocks.
     data: Vec<u8>,
-    /// The last blocks of the three areas.
+    /// Last blocks of the three data areas.
     last_blocks: [u16; 3],
-    /// The Reason Identifier.
+    /// Reason Identifier.
     reason: String,
 }
 
-/// What a capture is made of: the text of each area, of which the first is the most important.
+/// Text of the three data areas, the most important data first.
 pub(crate) type Areas = [String; 3];
 
-/// What was captured for the host and by the controller.
+/// Host-initiated and controller-initiated telemetry.
 #[derive(Debug, Default)]
 pub(crate) struct Telemetry {
     host: Capture,
     host_generation: u8,
     own: Capture,
     own_generation: u8,
-    /// The host has not read what the controller has captured.
+    /// True if the host has not read the controller-initiated data yet.
     is_new: bool,
 }
 
@@ -48,7 +48,7 @@ impl Capture {
             let room = most.saturating_sub(capture.data.len());
             let mut text = text.as_bytes();
             if text.len() > room {
-                // What is cut off ends with a line.
+                // Text is cut at the end of a line.
                 text = &text[..room];
                 let end = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
                 text = &text[..end];
@@ -79,13 +79,13 @@ impl Capture {
 }
 
 impl Telemetry {
-    /// Captures for the host.
+    /// Captures host-initiated data.
     pub(crate) fn capture(&mut self, areas: &Areas) {
         self.host = Capture::new("asked for by the host", areas);
         self.host_generation = self.host_generation.wrapping_add(1);
     }
 
-    /// The controller captures, because something has happened to it.
+    /// Captures controller-initiated data.
     pub(crate) fn capture_own(&mut self, reason: &str, summary: &str) {
         let reason: String = reason.chars().take(120).collect();
         self.own = Capture::new(&reason, &[summary.to_owned()]);
@@ -93,12 +93,12 @@ impl Telemetry {
         self.is_new = true;
     }
 
-    /// The host has read what the controller has captured, and wants to know of what comes.
+    /// Marks controller-initiated data as read, so that the next capture is available as new data.
     pub(crate) fn was_read(&mut self) {
         self.is_new = false;
     }
 
-    /// A page.
+    /// Log page with identifier `of`.
     pub(crate) fn page(&self, of: u8, ieee: [u8; 3]) -> Vec<u8> {
         let by_host = of == lid::TELEMETRY_HOST;
         let capture = if by_host { &self.host } else { &self.own };
@@ -131,7 +131,7 @@ impl Telemetry {
         }
     }
 
-    /// As it was; what can not be is left out.
+    /// Restores a snapshot. Invalid data is dropped.
     pub(crate) fn restore(saved: &SavedTelemetry) -> Self {
         Self {
             host: Capture::restore(&saved.host),
@@ -187,7 +187,7 @@ mod tests {
         telemetry.capture_own(&"why ".repeat(100), &text(3));
         let (own, data) = header(&telemetry, lid::TELEMETRY_CONTROLLER);
         assert_eq!((own.controller_available, own.controller_generation), (1, 1));
-        // The scope is where the other page has its generation.
+        // The scope field has the offset of the other page's generation field.
         assert_eq!((own.host_scope, own.host_generation, own.blocks()), (0, 1, 1));
         assert!(data.starts_with(text(3).as_bytes()));
         let (host, _) = header(&telemetry, lid::TELEMETRY_HOST);

@@ -1,5 +1,5 @@
-//! What is answered through the admin queue: completions, events, the error log. The queue itself
-//! belongs to whoever serves it (`admin_server`), who gets its orders from here.
+//! Control plane's side of the admin queue: completions, events and the error log. The admin queue
+//! server (`admin_server`) owns the queue and gets its orders from this module.
 
 use super::admin_progress::AdminProgress;
 use crate::admin::events::{AsyncEvents, Completion};
@@ -12,68 +12,67 @@ use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
-/// SQID and CID of an error that no command is to blame for.
+/// SQID and CID of an error that no command caused.
 const NO_COMMAND: u16 = 0xffff;
 
-/// What became of an admin command.
+/// Outcome of an admin command.
 #[derive(Debug)]
 pub(crate) enum Outcome {
-    /// It is complete, with this in dword 0.
+    /// Complete, with this dword 0.
     Done(u32),
-    /// It is complete as soon as the host has these data.
+    /// Complete when these data are in host memory.
     Data(Data),
-    /// It completes later, by [`AdminPort::complete`].
+    /// Completes later, by [`AdminPort::complete`].
     Later,
-    /// It completes when there is something to tell, or never, and its place in the completion
-    /// queue is not kept for it until then.
+    /// Completes with an event, or never. No completion queue entry is reserved for it.
     Unplaced,
-    /// It can not be begun before another one has ended.
+    /// Cannot start before another command has ended.
     NotYet,
 }
 
-/// What a command gives its host.
+/// Data of a command for its host.
 #[derive(Debug)]
 pub(crate) struct Data {
     pub(crate) bytes: Vec<u8>,
-    /// How many the command is about, which may be more.
+    /// Transfer length of the command, which may be larger.
     pub(crate) len: usize,
     /// Dword 0 of the completion.
     pub(crate) dw0: u32,
-    /// The log page that the host has read then, and whether it wants to keep its event.
+    /// Log page that the host has then read, and true if it retains the event (RAE).
     pub(crate) log: Option<(u8, bool)>,
 }
 
-/// How an admin command was executed.
+/// Result of executing an admin command.
 pub(crate) type Executed = Result<Outcome, Status>;
 
-/// An admin queue, to be served.
+/// Admin queue for the admin queue server.
 pub(crate) struct Attach {
     pub(crate) queue: AdminQueue,
     pub(crate) table: Arc<DmaTable>,
-    /// Resets that there have been.
+    /// Number of resets so far.
     pub(crate) generation: u64,
-    /// The buffers of Doorbell Buffer Config, if the queue has been in use with them.
+    /// Pages of Doorbell Buffer Config, if the queue was already used with them.
     pub(crate) shadow: Option<(u64, u64)>,
 }
 
-/// What whoever serves the admin queue has to do, in the order of the fields.
+/// Orders for the admin queue server, executed in the order of the fields.
 #[derive(Default)]
 pub(crate) struct Orders {
-    /// A reset has begun: forget the queue, and then let go of this.
+    /// Detach the queue for a reset, and then drop the latch.
     pub(crate) detach: Option<Latch>,
-    /// The controller is enabled.
+    /// Attach the queue of the enabled controller.
     pub(crate) attach: Option<Attach>,
-    /// There is another DMA map.
+    /// Use another DMA table.
     pub(crate) table: Option<Arc<DmaTable>>,
-    /// To be let go when no other map is in use.
+    /// Latches to drop when the old DMA table is no longer used.
     pub(crate) latches: Vec<Latch>,
-    /// There are other Shadow Doorbell and EventIdx buffers, or none any more.
+    /// Use other Shadow Doorbell and EventIdx pages, or none.
     pub(crate) shadow: Option<Option<(u64, u64)>>,
-    /// The completion queue is elsewhere.
+    /// Move the completion queue to another address.
     pub(crate) acq: Option<u64>,
-    /// These commands are complete.
+    /// Complete these commands.
     pub(crate) completions: Vec<AdminCompletion>,
-    /// And these as soon as the host has the data.
+    /// Write these data to host memory, and complete their commands.
     pub(crate) answers: Vec<(Sqe, Data)>,
 }
 
@@ -91,12 +90,12 @@ impl Orders {
     }
 }
 
-/// What is answered through the admin queue.
+/// Control plane's side of the admin queue.
 #[derive(Default)]
 pub(super) struct AdminPort {
-    /// There is an admin queue: the controller is enabled, and no reset has begun.
+    /// True if an admin queue exists: the controller is enabled, and no reset has begun.
     open: bool,
-    /// A command was fetched.
+    /// True if a command was fetched.
     used: bool,
     orders: Orders,
     pub(super) progress: AdminProgress,
@@ -105,50 +104,49 @@ pub(super) struct AdminPort {
 }
 
 impl AdminPort {
-    /// The controller is enabled.
+    /// Opens the admin queue of a controller that was enabled.
     pub(super) fn open(&mut self, attach: Attach) {
         (self.open, self.used) = (true, false);
         self.progress = AdminProgress::default();
         self.orders.attach = Some(attach);
     }
 
-    /// A reset begins. `latch` is let go when the queue is not touched any more. What was to be
-    /// answered concerns nobody.
+    /// Closes the queue for a reset, and drops pending completions. `latch` is dropped when the
+    /// queue is no longer accessed.
     pub(super) fn close(&mut self, latch: Latch) {
         self.open = false;
         let latches = std::mem::take(&mut self.orders.latches);
         self.orders = Orders { detach: Some(latch), latches, ..Orders::default() };
     }
 
-    /// A queue that nobody has begun to serve.
+    /// Queue that the admin queue server has not attached yet.
     pub(super) fn unserved(&self) -> Option<&AdminQueue> {
         self.orders.attach.as_ref().map(|attach| &attach.queue)
     }
 
-    /// The controller goes on from a state in which its queue was served. `used`: a command was
-    /// fetched.
+    /// Opens the queue of a restored controller. `used` is true if a command was fetched before.
     pub(super) fn reopen(&mut self, attach: Attach, used: bool) {
         (self.open, self.used) = (true, used);
         self.orders.attach = Some(attach);
     }
 
-    /// Whether a command was fetched since the controller was enabled.
+    /// True if a command was fetched since the controller was enabled.
     pub(super) fn is_used(&self) -> bool {
         self.used
     }
 
-    /// Whether there is something to do for whoever serves the queue.
+    /// True if the admin queue server has orders.
     pub(super) fn has_orders(&self) -> bool {
         !self.orders.is_empty()
     }
 
-    /// What there is to do for whoever serves the queue, who `has_fetched` a command.
+    /// Takes the orders for the admin queue server. `has_fetched` is true if it fetched a command.
     pub(super) fn take_orders(&mut self, has_fetched: bool) -> Orders {
         self.used |= has_fetched;
         std::mem::take(&mut self.orders)
     }
 
-    /// There is another DMA map; `latch` is let go when the one before is not used any more.
+    /// Sets another DMA table. `latch` is dropped when the old table is no longer used.
     pub(super) fn change_table(&mut self, table: &Arc<DmaTable>, latch: Option<&Latch>) {
         if self.open {
             self.orders.table = Some(Arc::clone(table));
@@ -156,20 +154,22 @@ impl AdminPort {
         self.orders.latches.extend(latch.cloned());
     }
 
-    /// Doorbell Buffer Config, or the end of it.
+    /// Sets or removes the pages of Doorbell Buffer Config.
     pub(super) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
         self.orders.shadow = Some(pages);
     }
 
-    /// `latch` is let go when all orders up to here were followed.
+    /// Has `latch` dropped when all orders so far are executed.
     pub(super) fn when_followed(&mut self, latch: &Latch) {
         self.orders.latches.push(latch.clone());
     }
 
-    /// Puts the completion queue elsewhere, as long as no command was fetched. Whether it is.
+    /// Moves the completion queue to another address, unless a command was already fetched. Returns
+    /// true if it is moved.
     ///
-    /// ACQ has to be written before CC.EN; QEMU's `nvme://` driver, whose compiler knows nothing of
-    /// that, writes it after, and lives with controllers that do not look before the first command.
+    /// ACQ has to be written before CC.EN. QEMU's `nvme://` driver writes it afterwards, because
+    /// the compiler reorders its register writes, and works with controllers that do not use the
+    /// completion queue before the first command.
     pub(super) fn place_cq(&mut self, acq: u64) -> bool {
         let is_possible = self.open && !self.used;
         if is_possible {
@@ -178,12 +178,12 @@ impl AdminPort {
         is_possible
     }
 
-    /// Completes an admin command whose place was kept.
+    /// Completes an admin command with a reserved completion queue entry.
     pub(super) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
         self.push(AdminCompletion { cid, status, dw0, placed: true });
     }
 
-    /// Gives the host the data of a command whose place was kept, and completes it.
+    /// Writes data to host memory and completes a command with a reserved completion queue entry.
     pub(super) fn answer(&mut self, sqe: Sqe, data: Data) {
         if self.open {
             self.orders.answers.push((sqe, data));
@@ -202,13 +202,13 @@ impl AdminPort {
         }
     }
 
-    /// Completes an admin command in an error, which goes to the error log.
+    /// Completes an admin command with an error, and adds the error to the error log.
     pub(super) fn fail(&mut self, cid: u16, status: Status, nsid: u32) {
         self.log_error(0, cid, status, nsid, 0);
         self.complete(cid, status, 0);
     }
 
-    /// Completes an Asynchronous Event Request, if there is one to complete.
+    /// Completes an Asynchronous Event Request, if `event` has one.
     pub(super) fn complete_event(&mut self, event: Option<Completion>) {
         if let Some(Completion { cid, dw0 }) = event {
             self.complete_unplaced(cid, Status::SUCCESS, dw0);
@@ -221,9 +221,9 @@ impl AdminPort {
         self.complete_event(completion);
     }
 
-    /// A doorbell was written that no queue has, or with a value that can not be. The event is
-    /// about the error log, so the log has an entry: of no command, with the status that fits
-    /// best (Base 2.1, 5.1.2, "Error Status", and 5.1.12.1.2, "Error Information").
+    /// Reports a write to a doorbell register without a queue, or an invalid value. The event
+    /// refers to the error log, so an entry is added: without a command, and with the closest
+    /// status (Base 2.1, 5.1.2, "Error Status", and 5.1.12.1.2, "Error Information").
     pub(super) fn doorbell_error(&mut self, event: AsyncEvent) {
         let status = if event == AsyncEvent::INVALID_DOORBELL_REGISTER {
             Status::INVALID_QID
@@ -234,7 +234,7 @@ impl AdminPort {
         self.raise(event);
     }
 
-    /// An error that no command is to blame for.
+    /// Adds an error that no command caused to the error log.
     pub(super) fn no_command_failed(&mut self, status: Status) {
         self.log_error(NO_COMMAND, NO_COMMAND, status, 0, 0);
     }

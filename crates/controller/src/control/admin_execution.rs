@@ -1,4 +1,4 @@
-//! Admin commands, for whoever serves the admin queue.
+//! Execution of admin commands for the admin queue server.
 
 use super::admin::{Executed, Orders, Outcome};
 use super::commands::AdminCommands;
@@ -11,17 +11,17 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::status::Status;
 
 impl Control {
-    /// How many bytes an admin command takes from the host, to be read before it is executed.
+    /// Number of bytes that an admin command transfers from the host, read before its execution.
     pub(crate) fn data_length(sqe: &Sqe) -> usize {
         AdminCommands::data_length(sqe)
     }
 
-    /// Whether there is something to do for whoever serves the admin queue.
+    /// True if the admin queue server has orders.
     pub(crate) fn has_admin_orders(&self) -> bool {
         self.port.has_orders()
     }
 
-    /// What there is to do for whoever serves the admin queue, who `has_fetched` a command or not.
+    /// Takes the orders for the admin queue server. `has_fetched` is true if it fetched a command.
     pub(crate) fn admin_orders(&mut self, has_fetched: bool) -> (Orders, Standing) {
         let orders = self.port.take_orders(has_fetched);
         let (ready, begins) = (self.is_ready(), self.rest.step == Step::Working);
@@ -29,9 +29,9 @@ impl Control {
         (orders, Standing { ready, begins, rests, page_size: self.registers.page_size() })
     }
 
-    /// Executes an admin command that was fetched after so many resets; `data` is what it takes
-    /// from the host, or why that can not be had. `None` if a reset has begun since, or nothing
-    /// goes on until one does: the command concerns nobody.
+    /// Executes an admin command that was fetched in reset generation `generation`. `data` is the
+    /// data from the host, or the error in reading it. `None` if a reset has begun since or the
+    /// controller is in a fatal state: the command is dropped.
     pub(crate) fn execute(
         &mut self,
         cx: &Context,
@@ -56,19 +56,19 @@ impl Control {
         Some(executed)
     }
 
-    /// Whoever serves the admin queue has completed a command.
+    /// Marks a command as completed by the admin queue server.
     pub(crate) fn admin_ended(&mut self, generation: u64, completion: AdminCompletion) {
         if generation == self.lifecycle.generation {
             self.port.progress.end(completion);
         }
     }
 
-    /// The completions of these admin commands are posted, and the completion queue is there.
+    /// Marks completions as posted, with the completion queue's tail and phase after them.
     pub(crate) fn admin_posted(&mut self, at: (u16, bool), cids: &[u16]) {
         self.port.progress.posted(at, cids);
     }
 
-    /// The data of an admin command could not be given to the host.
+    /// Logs that the data of an admin command could not be written to host memory.
     pub(crate) fn admin_data_failed(&mut self, generation: u64, sqe: &Sqe, status: Status) {
         if generation == self.lifecycle.generation {
             self.admin_failed(sqe, status);
@@ -80,7 +80,7 @@ impl Control {
         self.port.log_error(0, sqe.cid, status, sqe.nsid, 0);
     }
 
-    /// The host has a log page, and wants to keep the event that belongs to it, or not.
+    /// Clears the event of a log page that the host has read, unless the event is retained.
     pub(crate) fn log_was_read(&mut self, generation: u64, (lid, keeps_event): (u8, bool)) {
         if generation == self.lifecycle.generation {
             let completion = self.port.events.log_read(lid, keeps_event);
@@ -88,7 +88,7 @@ impl Control {
         }
     }
 
-    /// A command has come that can not be completed.
+    /// Enters a fatal state, because a command cannot be completed without a completion queue.
     pub(crate) fn lacks_admin_cq(&mut self, cx: &Context, deferred: &mut Deferred) {
         let why = "the admin completion queue is not in memory that the host shared";
         self.fail(cx, why, deferred);

@@ -1,5 +1,6 @@
-//! How far the admin queue is, as what the control plane has done says: what is recorded of the two
-//! belongs together. The queue itself is with whoever serves it, who may be further.
+//! Admin queue positions for checkpoints, as of the control plane's last action. Positions and
+//! control plane state of a checkpoint thus belong together. The queue itself is owned by the admin
+//! queue server, which may be further ahead.
 
 use crate::queue::admin::AdminCompletion;
 use crate::saved::{SavedAdminQueue, SavedCq, SavedDoorbell, SavedSq, SavedTruth};
@@ -8,19 +9,20 @@ use shadowbell_spec::{Cqe, Sqe};
 use shadowbell_state::Bytes;
 use zerocopy::{IntoBytes, transmute};
 
-/// How far the admin queue is.
+/// Admin queue positions and commands for checkpoints.
 #[derive(Debug)]
 pub(super) struct AdminProgress {
-    /// Where the command after the last that was begun is.
+    /// Submission queue position after the last started command.
     head: u16,
-    /// Begun, and not complete; and not kept elsewhere, as Asynchronous Event Requests are.
+    /// Commands in flight, without Asynchronous Event Requests, which are stored elsewhere.
     under_way: Vec<Sqe>,
-    /// Complete, and not known to be posted.
+    /// Completed commands that are not known to be posted.
     ended: Vec<AdminCompletion>,
-    /// Where the completion queue was when something was posted last.
+    /// Completion queue position after the last post.
     tail: u16,
     phase: bool,
-    /// Commands of a process before that are begun again: they are in the queue no more.
+    /// Number of commands from the previous process that have to be replayed. They are no longer
+    /// in the submission queue.
     replays: usize,
 }
 
@@ -32,11 +34,11 @@ impl Default for AdminProgress {
 }
 
 impl AdminProgress {
-    /// A command was begun, of a queue of `entries`. `stays`: it is under way until it
-    /// [ends](Self::end).
+    /// Adds a started command of a queue with `entries` entries. If `stays` is true, the command
+    /// is in flight until it [ends](Self::end).
     pub(super) fn begin(&mut self, sqe: &Sqe, entries: u32, stays: bool) {
         if self.replays != 0 {
-            // It is among those under way already.
+            // A replayed command is already in the list.
             self.replays -= 1;
             if !stays {
                 self.under_way.retain(|other| other.cid != sqe.cid);
@@ -49,7 +51,7 @@ impl AdminProgress {
         }
     }
 
-    /// Whether the command that is about to be begun was begun by a process before.
+    /// True if the next command to start is a replay of a command of the previous process.
     pub(super) fn is_replayed(&self) -> bool {
         self.replays != 0
     }
@@ -61,7 +63,7 @@ impl AdminProgress {
         self.ended.push(completion);
     }
 
-    /// The completions of these commands are posted, and the queue is there.
+    /// Removes posted completions and stores the completion queue position after them.
     pub(super) fn posted(&mut self, (tail, phase): (u16, bool), cids: &[u16]) {
         (self.tail, self.phase) = (tail, phase);
         for cid in cids {
@@ -72,7 +74,7 @@ impl AdminProgress {
     }
 
     pub(super) fn save(&self, (aqa, asq, acq): (Aqa, u64, u64), used: bool) -> SavedAdminQueue {
-        // What is known of the doorbells is in the journal.
+        // Doorbell values are in the journal.
         let doorbell = SavedDoorbell { last: 0, truth: SavedTruth::Register, snapshot: None };
         let entries = |zero_based: u16| u32::from(zero_based) + 1;
         let staged = |completion: &AdminCompletion| {
@@ -105,8 +107,8 @@ impl AdminProgress {
         }
     }
 
-    /// As it was in another process. That may have posted more than it had written down: what is
-    /// `to_post` still, and where, is what the queue says.
+    /// Recovers the state of another process. That process may have posted completions after its
+    /// last checkpoint, so position and remaining completions (`to_post`) come from the queue.
     pub(super) fn recover(
         saved: &SavedAdminQueue,
         ((tail, phase), to_post): ((u16, bool), impl Iterator<Item = u16>),
@@ -121,7 +123,7 @@ impl AdminProgress {
             let cqe: Cqe = transmute!([low, high]);
             AdminCompletion { cid: cqe.cid, status: cqe.status(), dw0: cqe.dw0, placed: false }
         };
-        // Posted in their order: these are the last.
+        // Completions are posted in order, so the remaining ones are the last.
         let posted = saved.cq.staged.len().saturating_sub(to_post.count());
         Self {
             head: saved.sq.head,

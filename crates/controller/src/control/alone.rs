@@ -1,11 +1,11 @@
-//! One command at a time, for those that have to be [alone](crate::exec): who may carry out what
-//! it has parked, and when all others go on.
+//! Coordination of [exclusive commands](crate::exec): no other command of the controller runs.
 //!
-//! Workers fetch nothing more and let what is under way end; then each has its turn; then what has
-//! changed is recorded; then all go on. None of that waits for a relocation or for a rest: what is
-//! said goes to wherever queues are, and queues that arrive somewhere see what holds
-//! (`ControllerShared::is_one_alone`). A host that wants it again and again has its admin budget to
-//! pay with (`plane`).
+//! The I/O threads stop fetching and let commands in flight end. Each of them then executes its
+//! waiting exclusive commands, one I/O thread after the other. Changes are checkpointed, and all
+//! I/O threads resume. The messages are sent even while the controller moves or quiesces, to all
+//! I/O threads that may have its queues, and arriving queues check
+//! `ControllerShared::is_one_alone`. A host that repeats exclusive commands is limited by its admin
+//! budget (`plane`).
 
 use super::Control;
 use super::deferred::Deferred;
@@ -18,12 +18,12 @@ use crate::worker::message::Message;
 use std::sync::Arc;
 
 impl Control {
-    /// Whether there are commands that have to be alone.
+    /// True if exclusive commands are waiting or running.
     pub(crate) fn has_one_alone(&self) -> bool {
         !self.alone.is_quiet()
     }
 
-    /// Begins with what is wanted, if nothing of before is under way.
+    /// Starts a round of exclusive commands, if one is requested and none is running.
     pub(crate) fn advance_alone(&mut self, cx: &Context, deferred: &mut Deferred) {
         let rests = self.rest.step == Step::Resting;
         if self.alone.stage != Stage::Nothing || !self.alone.is_wanted || !self.is_ready() || rests
@@ -47,7 +47,7 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Nothing is under way, or a worker has had its turn.
+    /// Continues after the pause or an I/O thread's turn: starts the next turn or the checkpoint.
     pub(super) fn next_alone(&mut self, cx: &Context, deferred: &mut Deferred) {
         let next = self.alone.left.pop();
         let (stage, operation) = match next {
@@ -60,11 +60,12 @@ impl Control {
             let (controller, latch) = (cx.shared.id, latch.clone());
             cx.pool.send(worker, Message::Alone { controller, latch });
         }
-        // Latches are let go of when the record is made.
+        // Deferred latches are dropped after the checkpoint, so the notice follows it.
         deferred.latches.push(latch);
     }
 
-    /// What has changed is recorded.
+    /// Continues after the checkpoint. If the marked blocks have changed, the I/O threads first
+    /// write the outcome of their commands to the journal, so that a recovery does not repeat them.
     pub(super) fn alone_recorded(&mut self, cx: &Context, deferred: &mut Deferred) {
         if Arc::ptr_eq(&self.alone.marks, &cx.shared.uncorrectable()) {
             return self.alone_settled(cx);
@@ -77,19 +78,19 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// All go on.
+    /// Ends the round: all I/O threads resume.
     pub(super) fn alone_settled(&mut self, cx: &Context) {
         self.alone.marks = Arc::default();
         self.alone.stage = Stage::Nothing;
         cx.shared.set_one_alone(false);
-        // Queues that have arrived somewhere meanwhile are closed as well.
+        // Queues that arrived at another I/O thread during the round are paused as well.
         self.alone.workers.clear();
         for worker in cx.route.everywhere(self.queues.workers()) {
             cx.pool.send(worker, Message::GoOn { controller: cx.shared.id });
         }
     }
 
-    /// A reset: nobody waits any more.
+    /// Drops the round and all requests, for a reset.
     pub(super) fn forget_alone(&mut self, cx: &Context) {
         self.alone = OneAlone::default();
         cx.shared.set_one_alone(false);

@@ -1,10 +1,10 @@
-//! Asymmetric Namespace Access in the control plane: a state that somebody has changed, and what of
-//! the admin commands has to do with it. Base 2.1, 8.1.1.
+//! Asymmetric Namespace Access in the control plane: changes of ANA states, and the log page. Base
+//! 2.1, 8.1.1.
 //!
-//! A change has an order. First the log page has it, so that a host which is refused a command and
-//! looks why finds the reason there. Then the event is raised, and then the workers are told. What
-//! they have begun comes to the end that it would have had: the medium is the same behind all
-//! controllers. What they fetch from then on is refused, if the state is one that refuses.
+//! A change is applied in this order. The log page is updated first, so that a host whose command
+//! is refused finds the reason there. Then the event is raised, and then the I/O threads are
+//! notified. Commands in flight end normally, because all controllers share the medium. Commands
+//! fetched afterwards are refused if the new state refuses them.
 
 use super::Control;
 use super::admin::{Data, Executed, Outcome};
@@ -24,8 +24,8 @@ use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::log::{AnaGroup, AnaState, RETURN_GROUPS_ONLY, lid};
 
 impl Control {
-    /// Has a group be in this state for this controller. `done` is called when nothing is under way
-    /// any more that was begun before.
+    /// Sets the ANA state of a group for this controller. `done` is called when all commands that
+    /// were in flight before the change have ended.
     pub(crate) fn set_ana_state(
         &mut self,
         cx: &Context,
@@ -58,7 +58,7 @@ impl Control {
         deferred
     }
 
-    /// The groups as they are now.
+    /// Current states and namespaces of the ANA groups.
     pub(crate) fn ana_groups(&self, cx: &Context) -> Vec<AnaGroup> {
         let Some(member) = &cx.config.member else { return Vec::new() };
         let group = |(id, nsids): (u32, Vec<u32>)| {
@@ -68,14 +68,14 @@ impl Control {
         groups(cx, member).into_iter().map(group).collect()
     }
 
-    /// Raises the event, if a state is not what the host can know.
+    /// Raises the ANA change event if a state differs from the last one that the host could know.
     pub(super) fn tell_ana(&mut self, cx: &Context) {
         if self.commands.ana.review(cx) && self.is_ready() {
             self.port.raise(AsyncEvent::ANA_CHANGE);
         }
     }
 
-    /// Nothing is under way any more of what was when a state was changed.
+    /// Calls the callback of a change whose earlier commands have all ended.
     pub(super) fn ana_changed(&mut self, ticket: u64, deferred: &mut Deferred) {
         let waiting = &mut self.commands.ana.waiting;
         if let Some(at) = waiting.iter().position(|(its, _)| *its == ticket) {
@@ -83,8 +83,8 @@ impl Control {
         }
     }
 
-    /// Goes on from what another process has written down. [`tell_ana`](Self::tell_ana) has to
-    /// follow when there is an admin queue: a state may have changed since.
+    /// Restores the ANA state of another process. The caller calls [`tell_ana`](Self::tell_ana)
+    /// when the admin queue exists, because a state may have changed in the meantime.
     pub(super) fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
         self.commands.ana.changes = AnaChanges::restore(saved);
         if saved == &SavedAna::default() {
@@ -94,7 +94,7 @@ impl Control {
 }
 
 impl AdminCommands {
-    /// Get Log Page, Asymmetric Namespace Access.
+    /// Executes Get Log Page, Asymmetric Namespace Access.
     pub(super) fn get_ana_page(
         &mut self,
         cx: &Context,

@@ -1,6 +1,4 @@
-//! A seam: what may make the registers and the admin commands of a controller answer otherwise.
-//!
-//! Fault injection is what fills it.
+//! Hook that changes the behavior of registers and admin commands. Used by fault injection.
 
 use super::admin::Executed;
 use super::registers::RegisterImage;
@@ -10,38 +8,38 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::regs::Cc;
 use std::any::Any;
 
-/// What a condition of the whole controller asks for.
+/// Reaction to a condition of the whole controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
 pub(crate) enum Response {
     Nothing,
-    /// Controller Fatal Status, and why.
+    /// Enter a fatal state (CSTS.CFS), for this reason.
     Fail(&'static str),
-    /// A reset, after which the registers have their power-on values.
+    /// Reset, and restore the registers' power-on values.
     Reset,
 }
 
-/// Answers for a controller instead.
+/// Override of a controller's behavior.
 pub(crate) trait ControlOverride: Any + Send {
-    /// Changes what a host reads.
+    /// Changes the register values that a host reads.
     fn read(&self, image: &mut RegisterImage);
 
-    /// A host writes `value` to the register at `offset`, where CC has been `cc`. Whether the write
-    /// is ignored.
+    /// Handles a host's write of `value` to the register at `offset`; `cc` is CC before the write.
+    /// Returns true if the write is ignored.
     fn write(&mut self, offset: u64, value: u32, cc: Cc) -> bool;
 
-    /// What becomes of an admin command, if it is not what should.
+    /// Returns the result of an admin command, or `None` to execute it normally.
     fn admin(&mut self, sqe: &Sqe) -> Option<Executed>;
 
-    /// What serves the queues of this controller on a worker.
+    /// Override of the controller's queues on an I/O thread.
     fn queues(&self) -> Box<dyn QueueOverride>;
 
-    /// A worker met a condition of the whole controller, which is `ready` or not.
+    /// Handles a condition that an I/O thread detected. `ready` is true if the controller is ready.
     fn condition(&mut self, condition: Condition, ready: bool) -> Response;
 
-    /// The function was reset from outside.
+    /// Handles a function level reset.
     fn function_reset(&mut self);
 
-    /// A reset is over.
+    /// Handles the end of a reset.
     fn reset_ended(&mut self);
 }

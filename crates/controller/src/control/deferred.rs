@@ -1,17 +1,17 @@
-//! What has to be done after the control plane's lock was let go.
+//! Work that is deferred until the control plane's lock is released.
 
 use crate::event::Event;
 use crate::latch::Latch;
 
-/// Somebody outside who waits for something: it runs on any thread, without the lock.
+/// Callback of an external caller, run on any thread without the lock.
 pub(crate) type Callback = Box<dyn FnOnce() + Send>;
 
-/// What has to be done after the control plane's lock was let go.
+/// Work that is deferred until the control plane's lock is released.
 #[derive(Default)]
 #[must_use = "pass it to ControllerInner::run"]
 pub(crate) struct Deferred {
     pub(crate) events: Vec<Event>,
-    /// A latch gives notice, which may take the lock.
+    /// Latches to drop. The last drop sends a notice, which may take the lock.
     pub(crate) latches: Vec<Latch>,
     pub(crate) callbacks: Vec<Callback>,
 }

@@ -1,4 +1,4 @@
-//! What a supporter asks for: self-tests, telemetry, the log of events.
+//! Diagnostic data for support engineers: self-tests, telemetry and persistent events.
 
 use super::reset::Lifecycle;
 use crate::admin::logs::ErrorLog;
@@ -13,7 +13,7 @@ use shadowbell_spec::log::ErrorLogEntry;
 use shadowbell_spec::status::Status;
 use std::fmt::Write;
 
-/// What is kept of it.
+/// Diagnostic data of a controller.
 #[derive(Debug, Default)]
 pub(super) struct Diagnostics {
     pub(super) self_test: SelfTest,
@@ -39,19 +39,19 @@ impl Diagnostics {
     }
 }
 
-/// How long a controller exists, in hours.
+/// Power-on time in hours.
 pub(super) fn hours(lifecycle: &Lifecycle) -> u64 {
     lifecycle.since.elapsed().as_secs() / 3600
 }
 
-/// The namespaces that there are, for a self-test.
+/// Namespaces for a self-test.
 pub(super) fn media(cx: &Context) -> Vec<Medium> {
     let serving = cx.serving();
     let medium = |nsid, blocks, block_shift| Medium { nsid, blocks, block_shift };
     serving.iter().map(|ns| medium(ns.nsid(), ns.blocks(), ns.block_shift())).collect()
 }
 
-/// All that telemetry tells.
+/// The three telemetry data areas.
 pub(super) fn areas(cx: &Context, lifecycle: &Lifecycle, log: &ErrorLog, events: usize) -> Areas {
     let stats = cx.shared.stats(|_| None);
     let areas = [summary(&cx.config, lifecycle, log, &stats, events), queues(&stats), errors(log)];
@@ -60,7 +60,7 @@ pub(super) fn areas(cx: &Context, lifecycle: &Lifecycle, log: &ErrorLog, events:
 
 pub(super) type Text = Result<String, std::fmt::Error>;
 
-/// The first area.
+/// Telemetry data area 1: summary.
 pub(super) fn summary(
     config: &Config,
     lifecycle: &Lifecycle,
@@ -102,7 +102,7 @@ pub(super) fn summary(
     Ok(text)
 }
 
-/// The second area: what each queue has counted.
+/// Telemetry data area 2: counters of each queue.
 fn queues(stats: &Stats) -> Text {
     let mut text = String::new();
     let sq = |out: &mut String, name: &str, sq: &SqStats| {
@@ -132,7 +132,7 @@ fn queues(stats: &Stats) -> Text {
     Ok(text)
 }
 
-/// The third area: the error log, the newest first.
+/// Telemetry data area 3: error log, newest entry first.
 fn errors(errors: &ErrorLog) -> Text {
     let mut text = String::new();
     for entry in errors.entries() {

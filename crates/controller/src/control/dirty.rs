@@ -1,4 +1,4 @@
-//! Which pages of the host's memory the controller has written.
+//! Dirty page logging of the controller's writes to host memory, for migration.
 
 use super::Control;
 use super::deferred::{Callback, Deferred};
@@ -10,8 +10,8 @@ use std::sync::Arc;
 const ENTRY: u64 = 16;
 
 impl Control {
-    /// Has the pages noted that the controller writes, or not; `done` is called when nothing is in
-    /// flight of which that is not so. `None` if it is so already.
+    /// Enables or disables dirty page logging. `done` is called when all writes in flight use the
+    /// new state. `None` if the state is unchanged.
     pub(crate) fn set_logged(
         &mut self,
         cx: &Context,
@@ -21,8 +21,8 @@ impl Control {
         self.memory.set_logged(logged).then(|| self.renew_views(cx, done))
     }
 
-    /// Has everybody begin with another view of the host's memory; `done` is called when nothing
-    /// uses those of before. So what was written until now is in the log.
+    /// Replaces all views of host memory. `done` is called when no old view is used, so that all
+    /// earlier writes are in the log.
     pub(crate) fn renew_views(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.log_queues();
         let mut deferred = Deferred::default();
@@ -30,13 +30,13 @@ impl Control {
         deferred
     }
 
-    /// The log, if there is one.
+    /// Dirty page log, if enabled.
     pub(crate) fn dirty_log(&self) -> Option<Arc<DirtyLog>> {
         self.memory.log().cloned()
     }
 
-    /// Counts as written what the queues write without a view: all completion queues, and the
-    /// EventIdx buffer. To be called before any of these goes.
+    /// Marks the memory that queues write without a view as dirty: all completion queues and the
+    /// EventIdx page. Called before any of them is removed.
     pub(super) fn log_queues(&self) {
         let Some(log) = self.memory.log() else { return };
         for (iova, entries) in self.queues.completion_queues() {

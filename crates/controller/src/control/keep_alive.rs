@@ -1,4 +1,4 @@
-//! A host that is not heard of any more.
+//! Expiry of the Keep Alive Timer.
 
 use super::Control;
 use super::deferred::Deferred;
@@ -12,15 +12,15 @@ use shadowbell_spec::status::Status;
 use std::time::Instant;
 
 impl Control {
-    /// Looks whether the host has been silent for longer than it said it would. Whether it has.
+    /// Checks the Keep Alive Timer. Returns true if it has expired.
     pub(crate) fn watch_host(
         &mut self,
         cx: &Context,
         now: Instant,
         deferred: &mut Deferred,
     ) -> bool {
-        // Base 2.1, 3.9: it counts while the controller is ready, and is not being shut down. At
-        // rest nobody listens.
+        // Base 2.1, 3.9: the timer runs while the controller is ready and not shutting down. A
+        // quiesced controller does not process Keep Alive commands, so the timer stops as well.
         let listens = self.is_ready()
             && self.registers.csts.shst() == SHST_NORMAL
             && self.rest.step == Step::Working;
@@ -36,20 +36,20 @@ impl Control {
         is_gone
     }
 
-    /// When to look for that again, or for anything else that is due, if somebody has to and nobody
-    /// will.
+    /// Time of the next timer turn for Keep Alive or background work; `None` if none is needed or
+    /// one is already scheduled.
     pub(crate) fn next_watch(&mut self, now: Instant) -> Option<Instant> {
         let due = self.next_due();
         self.commands.keep_alive().next_look(now).into_iter().chain(due).min()
     }
 
-    /// An entry in the error log, a fatal status, and no command is carried out any more.
+    /// Adds an error log entry, enters a fatal state and stops command execution.
     fn host_is_gone(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.port.no_command_failed(Status::KEEP_ALIVE_TIMER_EXPIRED);
-        let why = "the host gave no Keep Alive command for as long as it had promised";
+        let why = "the Keep Alive Timer expired without a command from the host";
         self.fail(cx, why, deferred);
-        // The queues let go of everything, as at a reset, which alone can follow. Nobody waits for
-        // them: what ends is of a time before.
+        // The queues are detached as at a reset, because only a reset can follow. The notice has
+        // the generation before this one, so it is ignored.
         let before = self.lifecycle.generation.wrapping_sub(1);
         let latch = cx.latch(ended(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {

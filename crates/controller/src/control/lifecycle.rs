@@ -1,4 +1,4 @@
-//! Enabling the controller, shutting it down and resetting it.
+//! Controller enable, shutdown and reset.
 
 use super::Control;
 use super::admin::Attach;
@@ -20,11 +20,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 impl Control {
-    /// CC was written.
+    /// Handles a write of CC.
     pub(super) fn configure(&mut self, cx: &Context, old: Cc, deferred: &mut Deferred) {
         let new = self.registers.cc;
         match (old.en(), new.en()) {
-            // Early, before RDY went to 0: it counts when the reset under way is over.
+            // If EN is set before RDY is 0, the controller is enabled at the end of the reset.
             (false, true) if self.lifecycle.phase == Phase::Disabled => self.enable(cx, deferred),
             (true, false) => self.begin_reset(cx, false, deferred),
             _ => {}
@@ -34,7 +34,8 @@ impl Control {
         }
     }
 
-    /// CC.EN went from 0 to 1 (Base 2.1, "Memory-based Controller Initialization").
+    /// Enables the controller: CC.EN changed from 0 to 1 (Base 2.1, "Memory-based Controller
+    /// Initialization").
     pub(super) fn enable(&mut self, cx: &Context, deferred: &mut Deferred) {
         if let Err(why) = self.registers.check_enable() {
             return self.fail(cx, why, deferred);
@@ -44,8 +45,8 @@ impl Control {
         let (table, generation) = (Arc::clone(self.memory.table()), self.lifecycle.generation);
         match AdminQueue::new(&cx.shared, &table, aqa, asq, acq) {
             Ok(queue) => {
-                // Before it is recorded that there is one: what is written down is that of the
-                // queue before the reset, whose doorbells may have been elsewhere.
+                // Written before the queue is checkpointed, because the journal still has the
+                // positions of the queue before the reset, whose doorbells may differ.
                 let journal = cx.shared.journal_part(0, generation).unwrap_or_default();
                 if let Some(journal) = &journal {
                     queue.write_down(journal);
@@ -53,7 +54,7 @@ impl Control {
                 self.port.open(Attach { queue, table, generation, shadow: None });
             }
             Err(fault) => {
-                tracing::warn!(%fault, "the admin queue's memory can not be reached");
+                tracing::warn!(%fault, "the memory of the admin queue is not accessible");
                 let why = "the admin queue is not in memory that the host shared";
                 return self.fail(cx, why, deferred);
             }
@@ -65,7 +66,7 @@ impl Control {
         self.poll_admin_doorbells(cx);
     }
 
-    /// Where nothing traps, somebody has to look.
+    /// Starts polling the admin doorbells if they are mapped, because writes do not trap.
     pub(super) fn poll_admin_doorbells(&self, cx: &Context) {
         if cx.shared.mapped {
             let tail = cx.shared.register(0, DoorbellKind::Sq);
@@ -75,8 +76,8 @@ impl Control {
         }
     }
 
-    /// CC.SHN: flushes what the disks hold back. The queues go on working meanwhile, if there are
-    /// any; what was written before a reset counts as well.
+    /// Starts a shutdown (CC.SHN): flushes the caches of all disks. Queues continue meanwhile. A
+    /// disabled controller flushes as well, for writes from before a reset.
     pub(super) fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.registers.csts.set_shst(regs::SHST_OCCURRING);
         if self.lifecycle.flush != ShutdownFlush::None {
@@ -95,10 +96,10 @@ impl Control {
         self.queues.flush(cx, &env, Operation::Shutdown, overriding);
     }
 
-    /// The last step of a shutdown but one: nobody reads or writes the shadow pages any more. The
-    /// host goes on after a Controller Level Reset only (Base 2.1, "Memory-based Controller
-    /// Shutdown"), and until then the pages may be anybody's memory: Linux frees them, and switches
-    /// bus mastering on again before it resets.
+    /// Detaches the shadow doorbell pages, as the last step but one of a shutdown. The host resumes
+    /// only after a Controller Level Reset (Base 2.1, "Memory-based Controller Shutdown") and may
+    /// reuse the pages earlier: Linux frees them, and enables bus mastering again before it
+    /// resets.
     pub(super) fn end_shadow_doorbells(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.lifecycle.flush = ShutdownFlush::UnderWay;
         self.log_queues();
@@ -114,12 +115,12 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// A worker has flushed for a controller that is disabled: nobody needs its queues.
+    /// Detaches a disabled controller from the I/O thread that has flushed for its shutdown.
     pub(super) fn let_workers_go(&mut self, cx: &Context, deferred: &mut Deferred) {
         if self.lifecycle.phase != Phase::Disabled {
             return;
         }
-        // Nobody waits for that: what ends is of a time before.
+        // The notice has the generation before this one, so it is ignored.
         let before = self.lifecycle.generation.wrapping_sub(1);
         let latch = cx.latch(ended(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {
@@ -130,12 +131,12 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// A Controller Level Reset begins: the shadow pages are dropped before anything else, the
-    /// workers give up what is in flight, and so does whoever serves the admin queue. The rest
-    /// follows when they have.
+    /// Starts a Controller Level Reset. The shadow doorbell pages are dropped first; then I/O
+    /// threads and the admin queue server abort what is in flight. [`end_reset`](Self::end_reset)
+    /// follows when all have finished.
     pub(super) fn begin_reset(&mut self, cx: &Context, full: bool, deferred: &mut Deferred) {
         if self.rest.step == Step::Resting {
-            // Its queues are at no worker, and nothing is in flight.
+            // A quiesced controller's queues are at no I/O thread, and no command is in flight.
             self.rest.step = Step::Working;
             deferred.callbacks.push(Box::new(cx.route.give_up_rest()));
         }
@@ -164,7 +165,7 @@ impl Control {
             cx.pool.control().poll_doorbells(cx.shared.id, None);
         }
         if !was_ready {
-            // Enabling it had failed: nobody has anything to give up.
+            // The controller could not be enabled, so no queue exists.
             return self.end_reset(cx, deferred);
         }
         let latch = cx.latch(ended(self.lifecycle.generation, Operation::Reset));
@@ -176,7 +177,7 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Nothing is in flight any more.
+    /// Ends a reset, when no command is in flight.
     pub(super) fn end_reset(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.queues.reset(cx);
         let doorbells = cx.shared.doorbells();
@@ -212,7 +213,7 @@ impl Control {
         }
     }
 
-    /// Does what somebody wanted done after a reset.
+    /// Runs a waiter's action after a reset.
     pub(super) fn reset_is_over(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
         match waiter {
             Waiter::Reset(done) => deferred.callbacks.push(done),
@@ -223,12 +224,12 @@ impl Control {
         }
     }
 
-    /// A reset from outside.
+    /// Resets the controller on request of its carrier.
     pub(crate) fn reset(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.reset_for(cx, Waiter::Reset(done))
     }
 
-    /// The host is gone: a reset, after which its memory and its interrupts are forgotten.
+    /// Handles a disconnected host: resets the controller, then drops maps and interrupts.
     pub(crate) fn disconnect(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.reset_for(cx, Waiter::Disconnect(done))
     }

@@ -1,25 +1,25 @@
-//! The host's memory, as the control plane has it mapped.
+//! Host memory: DMA maps of the control plane.
 
 use super::deferred::Callback;
 use shadowbell_memory::{DirtyLog, DmaError, DmaSpace, DmaTable, SharedBytes};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The host's memory, and who waits for the end of what was unmapped.
+/// Host memory, and callbacks that wait for unmapped memory to be unused.
 pub(super) struct HostMemory {
     space: DmaSpace,
-    /// The controller may use it.
+    /// True if the controller may access the memory.
     enabled: bool,
     nothing: Arc<DmaTable>,
-    /// The buffers of Doorbell Buffer Config: Shadow Doorbell and EventIdx.
+    /// Shadow Doorbell and EventIdx pages of Doorbell Buffer Config.
     pub(super) shadow: Option<(u64, u64)>,
-    /// By ticket.
+    /// Callbacks by ticket.
     releases: BTreeMap<u64, Callback>,
     next_ticket: u64,
 }
 
 impl HostMemory {
-    /// Nothing is mapped. `peer` names the controller, for memory that is lost.
+    /// Without maps. `peer` identifies the controller for reports of lost memory.
     pub(super) fn new(peer: u32) -> Self {
         Self {
             space: DmaSpace::of_peer(peer),
@@ -31,12 +31,12 @@ impl HostMemory {
         }
     }
 
-    /// What the controller may use now.
+    /// DMA table that the controller may use now; empty while access is disabled.
     pub(super) fn table(&self) -> &Arc<DmaTable> {
         if self.enabled { self.space.table() } else { &self.nothing }
     }
 
-    /// What it may use if it may use memory at all.
+    /// DMA table of all maps, even while access is disabled.
     pub(super) fn all(&self) -> &Arc<DmaTable> {
         self.space.table()
     }
@@ -62,17 +62,18 @@ impl HostMemory {
         self.space.clear();
     }
 
-    /// Has the pages noted that are written, from the next table on, or not. False if that is so.
+    /// Enables or disables dirty page logging from the next table on. Returns false if the state
+    /// is unchanged.
     pub(super) fn set_logged(&mut self, logged: bool) -> bool {
         if logged { self.space.start_log() } else { self.space.stop_log() }
     }
 
-    /// Where they are noted, if they are.
+    /// Dirty page log, if enabled.
     pub(super) fn log(&self) -> Option<&Arc<DirtyLog>> {
         self.space.log()
     }
 
-    /// Keeps `done` until [`released`](Self::released) is called with the ticket that this returns.
+    /// Stores `done` and returns its ticket for [`released`](Self::released).
     pub(super) fn wait(&mut self, done: Callback) -> u64 {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
@@ -80,17 +81,17 @@ impl HostMemory {
         ticket
     }
 
-    /// Who has waited with this ticket.
+    /// Takes the callback with this ticket.
     pub(super) fn released(&mut self, ticket: u64) -> Option<Callback> {
         self.releases.remove(&ticket)
     }
 
-    /// Whether anybody waits for the end of what was unmapped.
+    /// True if a callback waits for unmapped memory.
     pub(super) fn is_awaited(&self) -> bool {
         !self.releases.is_empty()
     }
 
-    /// Whether `page` bytes at `at` can serve as a buffer of Doorbell Buffer Config.
+    /// True if the `page` bytes at `at` are valid as a page of Doorbell Buffer Config.
     pub(super) fn is_shadow_page(&self, at: u64, page: u64) -> bool {
         at.is_multiple_of(page)
             && self.table().bytes(at, page).is_some_and(|bytes| bytes.is_writable())

@@ -1,4 +1,4 @@
-//! The host's memory, as it comes and goes.
+//! Changes of the host's memory map.
 
 use super::Control;
 use super::deferred::{Callback, Deferred};
@@ -12,7 +12,7 @@ use shadowbell_memory::{DmaError, DmaTable, SharedBytes};
 use std::sync::Arc;
 
 impl Control {
-    /// Maps memory; [`publish_table`](Self::publish_table) has to follow.
+    /// Maps memory. The caller calls [`publish_table`](Self::publish_table) afterwards.
     pub(crate) fn map(
         &mut self,
         iova: u64,
@@ -22,7 +22,7 @@ impl Control {
         self.memory.map(iova, len, memory)
     }
 
-    /// Takes a range away; `done` is called when nothing uses it any more.
+    /// Unmaps a range. `done` is called when the range is no longer used.
     pub(crate) fn unmap(
         &mut self,
         cx: &Context,
@@ -36,19 +36,20 @@ impl Control {
         Ok(deferred)
     }
 
-    /// Takes every range away; `done` is called when nothing uses them any more.
+    /// Unmaps all ranges. `done` is called when they are no longer used.
     pub(crate) fn unmap_all(&mut self, cx: &Context, done: Callback, deferred: &mut Deferred) {
         self.memory.unmap_all();
         self.release_memory(cx, done, deferred);
     }
 
-    /// Lets the controller use the host's memory; [`publish_table`](Self::publish_table) has to
-    /// follow.
+    /// Enables access to host memory. The caller calls [`publish_table`](Self::publish_table)
+    /// afterwards.
     pub(crate) fn enable_memory(&mut self) {
         self.memory.enable(true);
     }
 
-    /// Lets it use none, whatever is mapped; `done` is called when it does not any more.
+    /// Disables access to host memory, independent of the maps. `done` is called when no memory is
+    /// used any more.
     pub(crate) fn disable_memory(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.memory.enable(false);
         let mut deferred = Deferred::default();
@@ -56,7 +57,7 @@ impl Control {
         deferred
     }
 
-    /// Everything that is mapped.
+    /// DMA table of all maps, even while access is disabled.
     pub(crate) fn mapped(&self) -> &Arc<DmaTable> {
         self.memory.all()
     }
@@ -68,14 +69,15 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Gives everybody the DMA map as it is now. `latch`, if somebody waits, is let go by each when
-    /// nothing of it uses the old one any more.
+    /// Sends the current DMA table to the admin queue server and all I/O threads. Each drops its
+    /// clone of `latch` when it no longer uses the old table.
     pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) {
         let table = Arc::clone(self.memory.table());
-        // With the controller disabled, nobody has any. While a reset is under way, somebody may.
+        // A disabled controller has no admin queue. During a reset the queue may still exist.
         let latch_of_admin = latch.filter(|_| self.lifecycle.phase != Phase::Disabled);
         self.port.change_table(&table, latch_of_admin);
-        // At rest no queue uses any, and what is said now is heard when the rest has ended.
+        // A quiesced controller's queues use no memory, and messages are kept until the quiesce
+        // ends, so the latch must not wait for them.
         let latch = latch.filter(|_| self.rest.step != Step::Resting);
         cx.send_all(self.queues.workers(), |controller| Message::Table {
             controller,

@@ -1,10 +1,9 @@
-//! The control plane of a controller: its registers, its admin commands, and what follows from
-//! them.
+//! Control plane of a controller: registers, admin commands and their effects.
 //!
-//! Everything here runs under one lock, which no worker ever takes, and under which nobody ever
-//! waits. What takes time is sent to the workers as a message, and goes on when the last of them
-//! drops its latch and so gives notice. The guest's memory is not touched under it either: that is
-//! left to whoever serves the admin queue (`admin_server`), who gets [`Orders`].
+//! The whole module runs under one lock, which no I/O thread ever takes, and under which no code
+//! waits. Long operations are sent to the I/O threads as messages, and continue when the last of
+//! them drops its latch and thereby sends a notice. Guest memory is not accessed under the lock:
+//! the admin queue server (`admin_server`) accesses it, and gets [`Orders`].
 
 mod admin;
 mod admin_execution;
@@ -68,20 +67,21 @@ use shadowbell_spec::status::Status;
 use std::any::Any;
 use std::io;
 
-/// What whoever serves the admin queue has to know of the controller.
+/// Controller state for the admin queue server.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Standing {
-    /// Commands are served.
+    /// True if commands are served.
     pub(crate) ready: bool,
-    /// Commands are begun: the controller does not come to rest.
+    /// True if new commands may start: no quiesce is requested.
     pub(crate) begins: bool,
-    /// It is at rest: the host's memory stays as it is.
+    /// True if the controller is quiesced: host memory must not be written.
     pub(crate) rests: bool,
     /// CC.MPS in bytes.
     pub(crate) page_size: usize,
 }
 
-/// The control plane. What has to outlive a process is in here; the rest is rebuilt from it.
+/// Control plane. State that has to survive the process is saved as `SavedControl`; the rest is
+/// rebuilt from it.
 pub(crate) struct Control {
     registers: Registers,
     lifecycle: Lifecycle,
@@ -113,7 +113,7 @@ impl Control {
         }
     }
 
-    /// From now on, something else answers for the controller.
+    /// Sets an override of registers, admin commands and queues.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     pub(crate) fn set_override(&mut self, cx: &Context, overriding: Box<dyn ControlOverride>) {
         cx.send_all(self.queues.workers(), |controller| Message::Override {
@@ -123,7 +123,7 @@ impl Control {
         self.overriding = Some(overriding);
     }
 
-    /// What answers for the controller instead, if it is a `T`.
+    /// The current override, if it is a `T`.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     pub(crate) fn overriding<T: Any>(&mut self) -> Option<&mut T> {
         let overriding: &mut dyn Any = self.overriding.as_deref_mut()?;
@@ -177,7 +177,7 @@ impl Control {
         }
     }
 
-    /// Nothing goes on until the next reset (CSTS.CFS).
+    /// Enters a fatal state (CSTS.CFS), which only a reset ends.
     fn fail(&mut self, cx: &Context, why: &'static str, deferred: &mut Deferred) {
         if !self.registers.csts.cfs() {
             self.registers.csts.set_cfs(true);
@@ -187,10 +187,10 @@ impl Control {
         }
     }
 
-    /// Descriptors that stand for writes to doorbells: none without Doorbell Buffer Config.
+    /// Doorbell eventfds; empty without Doorbell Buffer Config.
     ///
     /// # Errors
-    /// The system's, when it has no more descriptors.
+    /// The error of the system if it has no more descriptors.
     pub(crate) fn doorbell_eventfds(&mut self, cx: &Context) -> io::Result<DoorbellEventfds> {
         if self.memory.shadow.is_none() || cx.shared.mapped {
             return Ok(DoorbellEventfds::default());
@@ -198,7 +198,7 @@ impl Control {
         self.queues.doorbell_eventfds(cx)
     }
 
-    /// The worker that a submission queue was placed at, if there is one.
+    /// I/O thread at which a submission queue was placed, if the queue exists.
     pub(crate) fn worker_of(&self, sqid: u16) -> Option<usize> {
         self.queues.worker_of(sqid)
     }
@@ -207,21 +207,21 @@ impl Control {
         self.lifecycle.phase == Phase::Ready && !self.registers.csts.cfs()
     }
 
-    /// A doorbell register was written that no queue has.
+    /// Reports a write to a doorbell register without a queue.
     pub(crate) fn invalid_doorbell_register(&mut self) {
         if self.is_ready() {
             self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_REGISTER);
         }
     }
 
-    /// An admin doorbell has a value that can not be.
+    /// Reports an invalid value of an admin doorbell.
     pub(crate) fn bad_admin_doorbell(&mut self) {
         if self.is_ready() {
             self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
         }
     }
 
-    /// The commands, and what they may touch.
+    /// Splits the admin commands from their environment.
     fn split<'a>(
         &'a mut self,
         cx: &'a Context,
@@ -240,7 +240,7 @@ impl Control {
         (&mut self.commands, env)
     }
 
-    /// What somebody other than the host asks for.
+    /// Executes an out-of-band admin command.
     pub(crate) fn inquire(&mut self, cx: &Context, inquiry: Inquiry) -> Result<Vec<u8>, Status> {
         let mut deferred = Deferred::default();
         let (commands, mut env) = self.split(cx, &mut deferred);

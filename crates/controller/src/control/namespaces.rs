@@ -1,9 +1,10 @@
-//! Namespaces that come, go and change while the host uses the controller.
+//! Adding, removing and changing namespaces while the host uses the controller.
 //!
-//! A change is a message to every worker that serves the controller, and is over when the last of
-//! them has let go of the disk that was there before. What Identify says changes first if a
-//! namespace goes or gets smaller, so that no host begins what must fail; and last if one comes or
-//! grows, so that whoever has seen it can use it. With that comes the asynchronous event.
+//! A change is a message to every I/O thread that serves the controller, and ends when the last of
+//! them has dropped the old disk. If a namespace is removed or shrinks, Identify changes first, so
+//! that the host does not start commands that must fail. If a namespace is added or grows,
+//! Identify changes last, so that the host can use what it sees. The asynchronous event is raised
+//! together with the change of Identify.
 
 use super::Control;
 use super::deferred::{Callback, Deferred};
@@ -21,13 +22,13 @@ use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
-/// The size of what is not there is none.
+/// Size in blocks; 0 without a namespace.
 fn blocks(namespace: Option<&Namespace>) -> u64 {
     namespace.map_or(0, Namespace::blocks)
 }
 
 impl Control {
-    /// Adds a namespace, at this NSID or at the lowest that is free. Its NSID.
+    /// Adds a namespace with this NSID, or with the lowest free one. Returns its NSID.
     pub(crate) fn add_namespace(
         &mut self,
         cx: &Context,
@@ -68,7 +69,7 @@ impl Control {
         Ok(self.change(cx, nsid, None, done))
     }
 
-    /// Has a namespace on this disk from here on, which has the same bytes.
+    /// Replaces the disk of a namespace by another disk with the same contents.
     pub(crate) fn change_disk(
         &mut self,
         cx: &Context,
@@ -123,7 +124,7 @@ impl Control {
         deferred
     }
 
-    /// Has all workers use another namespace, or none.
+    /// Has all I/O threads serve `namespace` as NSID `nsid`, or none.
     pub(super) fn switch_namespace(
         &self,
         cx: &Context,
@@ -147,14 +148,14 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Has Identify tell of a namespace, or that it is gone, and the host know of that.
+    /// Changes a namespace in Identify, or removes it, and notifies the host.
     pub(super) fn publish_namespace(
         &mut self,
         cx: &Context,
         nsid: u32,
         namespace: Option<Namespace>,
     ) {
-        // For the host it is there, and comes back. Its disk is let go of.
+        // A barred namespace stays active for the host; only its disk is dropped.
         if namespace.is_none() && cx.serving().barred().any(|barred| barred == nsid) {
             let identified = cx.identified();
             if let Some(there) = identified.get(nsid) {
@@ -169,16 +170,17 @@ impl Control {
         self.announce_namespace(nsid);
     }
 
-    /// Has the host know that a namespace has changed.
+    /// Notifies the host of a changed namespace.
     pub(crate) fn announce_namespace(&mut self, nsid: u32) {
-        // A host that has not begun will look at everything.
+        // A host that enables the controller later identifies all namespaces anyway.
         if self.lifecycle.phase == Phase::Ready {
             self.commands.namespace_changed(nsid);
             self.port.raise(AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED);
         }
     }
 
-    /// All workers have another namespace, or one of them could not.
+    /// Ends a change after all I/O threads have answered. If one of them could not open the disk,
+    /// the change is undone first.
     pub(super) fn namespace_changed(
         &mut self,
         cx: &Context,
@@ -201,7 +203,7 @@ impl Control {
             self.publish_namespace(cx, nsid, after.clone());
         }
         let outcome = if undone { Err(NamespaceError::Open(nsid)) } else { Ok(()) };
-        // The disks go first: whoever is told may want to open them.
+        // The disks are dropped before the callback, which may open them again.
         let told: Callback = Box::new(move || {
             drop((before, after));
             done(outcome);

@@ -1,4 +1,4 @@
-//! What workers give notice of.
+//! Handling of notices from I/O threads.
 
 use super::Control;
 use super::control_override::Response;
@@ -14,7 +14,7 @@ use shadowbell_spec::regs::{self};
 use shadowbell_spec::status::Status;
 
 impl Control {
-    /// There were errors of which no notice is left.
+    /// Handles errors whose notices were discarded.
     pub(crate) fn receive_missed(
         &mut self,
         cx: &Context,
@@ -28,7 +28,7 @@ impl Control {
         }
     }
 
-    /// A worker has given notice.
+    /// Handles a notice from an I/O thread.
     pub(crate) fn receive(&mut self, cx: &Context, notice: Notice, deferred: &mut Deferred) {
         match notice {
             Notice::InvalidDoorbell { qid } => {
@@ -43,7 +43,7 @@ impl Control {
                 self.commands.command_failed(cx, failed, deferred);
             }
             Notice::MemoryLost => {
-                let why = "memory that the host shared was taken away (truncated)";
+                let why = "host memory was truncated while it was mapped";
                 self.fail(cx, why, deferred);
             }
             Notice::Condition(condition) => {
@@ -55,7 +55,7 @@ impl Control {
                     Response::Reset => self.begin_reset(cx, true, deferred),
                 }
             }
-            // Before a reset is over nobody waits for anything.
+            // A reset drops the commands that wait.
             Notice::WantsToBeAlone if self.is_ready() => self.alone.want(),
             Notice::WantsToBeAlone => {}
             Notice::AdminDoorbell => {}
@@ -63,7 +63,7 @@ impl Control {
             Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
             Notice::Left => self.queues_left(cx, deferred),
             Notice::Stranded => {
-                self.fail(cx, "a thread of its own could not take over its queues", deferred);
+                self.fail(cx, "the dedicated I/O thread could not take over the queues", deferred);
             }
             Notice::NamespaceChanged { nsid, status } => {
                 self.namespace_changed(cx, nsid, status, deferred);
@@ -80,7 +80,7 @@ impl Control {
             Notice::MemoryReleased { ticket } => {
                 deferred.callbacks.extend(self.memory.released(ticket));
             }
-            // What began before a reset concerns nobody.
+            // Operations from before a reset are ignored.
             Notice::Ended { generation, .. } if generation != self.lifecycle.generation => {}
             Notice::Ended { operation, status, .. } => {
                 self.operation_ended(cx, operation, status, deferred);
@@ -88,7 +88,7 @@ impl Control {
         }
     }
 
-    /// All workers that took part in `operation` are done with it.
+    /// Continues `operation` after all I/O threads have finished their part.
     pub(super) fn operation_ended(
         &mut self,
         cx: &Context,
@@ -111,7 +111,7 @@ impl Control {
             }
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
             Operation::LbaStatus { cid } => self.commands.lba_status_ended(cx, port, cid),
-            // Without the cache, writes that come now are on the medium in any case.
+            // The cache is already off, so only writes from before had to be flushed.
             Operation::Flush { cid } | Operation::Feature { cid } if status.is_success() => {
                 port.complete(cid, status, 0);
             }

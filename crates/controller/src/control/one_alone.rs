@@ -1,40 +1,40 @@
-//! Who wants to be alone, and who is: see `alone`.
+//! State of exclusive command execution; see `alone`.
 
 use crate::uncorrectable::Uncorrectable;
 use std::sync::Arc;
 
-/// What is under way of it.
+/// Stage of a round of exclusive commands.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum Stage {
     #[default]
     Nothing,
-    /// Workers let what is under way end.
+    /// I/O threads are finishing commands in flight.
     Pausing,
-    /// One has its turn; those in `left` come after it.
+    /// An I/O thread is executing its exclusive commands; those in `left` follow.
     Turns,
-    /// What has changed is being recorded, and then written down that it is.
+    /// Changes are being checkpointed, and then outcomes written to the journal.
     Recording,
 }
 
-/// Who wants to be alone, and who is.
+/// State of exclusive command execution.
 #[derive(Debug, Default)]
 pub(super) struct OneAlone {
     pub(super) is_wanted: bool,
     pub(super) stage: Stage,
-    /// Workers that may have queues of the controller.
+    /// I/O threads that may have queues of the controller.
     pub(super) workers: Vec<usize>,
     pub(super) left: Vec<usize>,
-    /// Which blocks were marked before.
+    /// Blocks marked as uncorrectable before the round.
     pub(super) marks: Arc<Uncorrectable>,
 }
 
 impl OneAlone {
-    /// Whether nobody wants it.
+    /// True if no exclusive command is waiting or running.
     pub(super) fn is_quiet(&self) -> bool {
         !self.is_wanted && self.stage == Stage::Nothing
     }
 
-    /// A worker has a command that has to be alone.
+    /// Requests a round, because an I/O thread has an exclusive command.
     pub(super) fn want(&mut self) {
         self.is_wanted = true;
     }

@@ -1,5 +1,5 @@
-//! Namespaces that a host makes, and what it erases of them: the commands, and what follows from
-//! how they end. They are carried out by the [pool](crate::NamespacePool), one at a time.
+//! Commands of a namespace pool: Namespace Management, Namespace Attachment, Format NVM and
+//! Sanitize. The [pool](crate::NamespacePool) executes them one at a time.
 
 use super::admin::{AdminPort, Data, Executed, Outcome};
 use super::deferred::Deferred;
@@ -15,20 +15,20 @@ use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::sync::Arc;
 
-/// What the commands keep between them.
+/// State of the pool's commands.
 #[derive(Debug, Default)]
 pub(super) struct PoolCommands {
-    /// The pool carries something out.
+    /// True if the pool is executing an order.
     under_way: bool,
-    /// The UUID of the namespace that a creation has begun with last. A process that goes on for
-    /// this one orders the same again, and gets no second namespace.
+    /// UUID of the last namespace whose creation was started. After a crash, the next process
+    /// repeats the order with the same UUID, so that no second namespace is created.
     creating: Option<[u8; 16]>,
-    /// What the pool has in hand is the beginning of this operation.
+    /// Sanitize command that the pool is starting.
     sanitizing: Option<decode::Sanitize>,
 }
 
 impl PoolCommands {
-    /// Whether the pool has nothing in hand.
+    /// True if the pool is not executing an order.
     pub(super) fn is_quiet(&self) -> bool {
         !self.under_way
     }
@@ -41,15 +41,15 @@ impl PoolCommands {
         Self { creating, ..Self::default() }
     }
 
-    /// The UUID for a namespace that is to be created.
+    /// UUID for a namespace to create: the last one if the command is repeated.
     fn uuid(&mut self, is_again: bool) -> [u8; 16] {
         let known = self.creating.filter(|_| is_again);
         *self.creating.insert(known.unwrap_or_else(random_uuid))
     }
 }
 
-/// A UUID of version 4 (RFC 9562, 5.4): nobody has to be unable to guess it, so the keys that the
-/// standard library has from the system are good enough.
+/// Random UUID of version 4 (RFC 9562, 5.4). It need not be unguessable, so the hash keys that the
+/// standard library gets from the system suffice.
 fn random_uuid() -> [u8; 16] {
     let random = || RandomState::new().hash_one(0_u8).to_be_bytes();
     let mut uuid = [0; 16];
@@ -60,7 +60,7 @@ fn random_uuid() -> [u8; 16] {
     uuid
 }
 
-/// How many bytes such a command takes from the host.
+/// Number of bytes that a pool command transfers from the host.
 pub(super) fn data_length(sqe: &Sqe) -> usize {
     match AdminOpcode::try_from(sqe.opcode) {
         Ok(AdminOpcode::NamespaceManagement) => namespace_management::data_length(sqe),
@@ -69,7 +69,7 @@ pub(super) fn data_length(sqe: &Sqe) -> usize {
     }
 }
 
-/// Whether a sanitize operation keeps the command from being carried out.
+/// Refuses the command if a sanitize operation blocks it.
 pub(super) fn barrier(cx: &Context, opcode: AdminOpcode) -> Result<(), Status> {
     let Some(pool) = cx.config.pool.as_ref().filter(|_| !sanitize::allows(opcode)) else {
         return Ok(());
@@ -77,7 +77,7 @@ pub(super) fn barrier(cx: &Context, opcode: AdminOpcode) -> Result<(), Status> {
     pool.state().sanitize.barrier().map_or(Ok(()), |status| Err(status.with_dnr()))
 }
 
-/// Identify, with what a pool has to say.
+/// Executes Identify, with the structures that a pool adds or changes.
 pub(super) fn identify(
     cx: &Context,
     command: &decode::Identify,
@@ -97,7 +97,7 @@ pub(super) fn identify(
     Ok(executed)
 }
 
-/// What an order needs to know of the controller, and where it goes.
+/// Environment of an order.
 pub(super) struct OrderContext<'a> {
     pub(super) cx: &'a Context,
     pub(super) port: &'a AdminPort,
@@ -106,14 +106,14 @@ pub(super) struct OrderContext<'a> {
 }
 
 impl PoolCommands {
-    /// The pool has carried an order out, or has not.
-    /// Which sanitize operation it was to begin, if it was that.
+    /// Ends the order in progress. Returns the Sanitize command if the order was to start a
+    /// sanitize operation.
     pub(super) fn ended(&mut self) -> Option<decode::Sanitize> {
         self.under_way = false;
         self.sanitizing.take()
     }
 
-    /// Namespace Management, Namespace Attachment, Format NVM, Sanitize.
+    /// Executes Namespace Management, Namespace Attachment, Format NVM or Sanitize.
     pub(super) fn order(
         &mut self,
         env: OrderContext<'_>,
@@ -140,7 +140,7 @@ impl PoolCommands {
                 let of = (uuid, is_given(sqe.nsid));
                 let act = namespace_management::management(sqe, data.as_deref(), &state, of);
                 match act {
-                    // It is gone already.
+                    // The dead process has already deleted the namespace.
                     Err(status) if is_again && status.code() == GONE => {
                         return Ok(Outcome::Done(0));
                     }
@@ -152,7 +152,7 @@ impl PoolCommands {
                 namespace_management::attachment(sqe, data.as_deref(), &state, of)?
             }
             AdminOpcode::FormatNvm => format::format(sqe, &state, (is_given(sqe.nsid), given))?,
-            // It has begun already.
+            // The dead process has already started the operation.
             _ if is_again && state.sanitize.command == decode::Sanitize::decode(sqe) => {
                 return Ok(Outcome::Done(0));
             }
@@ -178,16 +178,16 @@ impl PoolCommands {
             is_told: false,
         };
         let (pool, order) = (Arc::clone(pool), PoolOrder { act, is_again });
-        // Behind the lock, and when it is recorded that the command was begun.
+        // Sent without the lock, and after the command in flight is checkpointed.
         env.deferred.callbacks.push(Box::new(move || pool.order(order, done)));
         Ok(Outcome::Later)
     }
 }
 
-/// How a creation or a deletion of what is not there ends.
+/// Status of a command for a namespace that does not exist.
 const GONE: Status = Status::INVALID_NAMESPACE_OR_FORMAT;
 
-/// The namespaces that are not served until further notice, and how commands for them end.
+/// Namespaces that are not served during the order, with the status of commands for them.
 fn barred(act: &PoolAct, state: &PoolState) -> Vec<(u32, Status)> {
     let attached = state.namespaces.iter().filter(|namespace| namespace.attached);
     let attached = attached.map(|namespace| namespace.nsid);

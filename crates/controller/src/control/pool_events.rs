@@ -1,4 +1,4 @@
-//! What a pool of namespaces tells, and what becomes of namespaces that were not served meanwhile.
+//! Results of pool orders and sanitize operations, and namespaces that were barred meanwhile.
 
 use super::Control;
 use super::deferred::Deferred;
@@ -8,7 +8,7 @@ use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 
 impl Control {
-    /// The pool has carried an order out, or has not.
+    /// Completes the command whose order the pool has finished.
     pub(super) fn pool_ended(
         &mut self,
         cx: &Context,
@@ -33,7 +33,7 @@ impl Control {
         }
     }
 
-    /// A sanitize operation has ended.
+    /// Handles the end of a sanitize operation.
     pub(super) fn sanitized(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.review_barred(cx, deferred);
         if let Some(pool) = &cx.config.pool {
@@ -44,7 +44,8 @@ impl Control {
         self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
     }
 
-    /// Lets namespaces be served again, or has the host know that they are gone.
+    /// Removes the bar of namespaces. A namespace that the pool has not added again is reported to
+    /// the host as removed.
     fn review_barred(&mut self, cx: &Context, deferred: &mut Deferred) {
         let Some(pool) = &cx.config.pool else { return };
         let barrier = pool.state().sanitize.barrier();
@@ -52,7 +53,7 @@ impl Control {
         for nsid in barred {
             cx.serve(cx.serving().barring(nsid, barrier));
             if barrier.is_none() {
-                // What is served is not barred: this one has not come back.
+                // An added namespace is no longer barred, so this one was not added again.
                 self.publish_namespace(cx, nsid, None);
             }
             self.switch_namespace(cx, nsid, None, deferred);

@@ -1,4 +1,4 @@
-//! A controller that goes on where another process has died.
+//! Crash recovery of a control plane.
 
 use super::Control;
 use super::deferred::Deferred;
@@ -16,8 +16,8 @@ use shadowbell_state::Descriptors;
 use std::io;
 
 impl Control {
-    /// What another process needs to go on should this one die. A queue that is being created is
-    /// not there, and one that is being deleted is: their commands are under way.
+    /// State for a checkpoint. A queue that is being created is not included, and one that is
+    /// being deleted is: their commands are in flight and will be replayed.
     pub(crate) fn record(&self, cx: &Context, fds: &mut Descriptors) -> io::Result<Recorded> {
         let is_enabled = self.lifecycle.phase == Phase::Ready;
         let registers = &self.registers;
@@ -27,12 +27,12 @@ impl Control {
         Ok(Recorded { control: self.describe(cx), admin, parts })
     }
 
-    /// Goes on from the record of another control plane, of whose queues `journal` knows more. The
-    /// host's memory is mapped already. Nothing is served before the end of a rest. How many
-    /// commands were under way.
+    /// Recovers the control plane from a checkpoint; `journal` has the newer queue positions. Host
+    /// memory is already mapped. The controller is quiesced, and serves no queue until the quiesce
+    /// ends. Returns the number of I/O commands to replay.
     ///
     /// # Errors
-    /// [`RestoreError`]; the controller is of no use then.
+    /// [`RestoreError`]; the controller is then unusable.
     pub(crate) fn recover(
         &mut self,
         cx: &Context,
@@ -45,7 +45,7 @@ impl Control {
         self.adopt(cx, control)?;
         self.rest.step = Step::Resting;
         if let Some(full) = control.resetting {
-            // What was in flight has come to its end, or nobody has it any more.
+            // Commands in flight of the interrupted reset have ended with the dead process.
             (self.lifecycle.phase, self.lifecycle.full_reset) = (Phase::Resetting, full);
             self.memory.shadow = None;
             self.end_reset(cx, deferred);
@@ -83,7 +83,7 @@ impl Control {
         let (table, shadow) = (self.memory.table(), self.memory.shadow);
         let queue = AdminQueue::recover(saved, &cx.shared, table, shadow, journal)
             .ok_or(RestoreError::Invalid("the admin queue"))?;
-        // The record of this process is made before anybody serves the queue.
+        // Written to this process's journal before the queue is served.
         let journal = cx.shared.journal_part(0, self.lifecycle.generation).unwrap_or_default();
         if let Some(journal) = &journal {
             queue.write_down(journal);

@@ -1,32 +1,32 @@
-//! The registers below the doorbells: what they hold, and what a write to one means.
+//! Controller registers below the doorbells, and the effects of writes.
 
 use crate::saved::SavedRegisters;
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
 
-/// CAP.TO and CRTO: how long a host may have to wait for CSTS.RDY, in units of 500 ms. Commands in
-/// flight on a slow disk have to end before a reset is complete.
+/// CAP.TO and CRTO: maximum time until CSTS.RDY changes, in units of 500 ms. It is long because a
+/// reset has to wait for commands in flight on slow disks.
 const READY_TIMEOUT: u8 = 60;
 /// CAP.MPSMAX: 2^(12 + 4), 64 KiB.
 const MPS_MAX: u8 = 4;
-/// Bytes that are read as registers; above them is nothing below the doorbells.
+/// Size of the register image in bytes. The space from its end to the doorbells reads as zero.
 const IMAGE_BYTES: usize = 0x70;
 
-/// The registers as bytes, from offset 0 on.
+/// Registers as bytes, from offset 0.
 pub(crate) type RegisterImage = [u8; IMAGE_BYTES];
 
-/// What a write of a register asks for, beyond the register's new value.
+/// Effect of a register write beyond the register's new value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
-    /// Nothing.
+    /// No effect.
     None,
-    /// CC was written; this was its value before.
+    /// CC was written; its value before the write.
     Configuration(Cc),
-    /// ACQ was written while the controller is enabled: it becomes this, if the queue has not been
-    /// used.
+    /// ACQ was written while the controller is enabled: the new value, to be used if no admin
+    /// command was fetched yet.
     AdminCompletionQueue(u64),
 }
 
-/// The registers that a host writes, and CSTS.
+/// Registers that a host writes, and CSTS.
 #[derive(Debug)]
 pub(super) struct Registers {
     pub(super) cap: Cap,
@@ -39,7 +39,7 @@ pub(super) struct Registers {
 }
 
 impl Registers {
-    /// At power on, for queues of at most so many entries.
+    /// Power-on values, for queues of at most `max_queue_entries` entries.
     pub(super) fn new(max_queue_entries: u32) -> Self {
         let cap = Cap::new()
             .with_mqes((max_queue_entries - 1) as u16)
@@ -59,14 +59,14 @@ impl Registers {
         }
     }
 
-    /// A Controller Level Reset is over: CC stays as the host wrote it, and so does where the admin
-    /// queue is (Base 2.1, 3.7.2).
+    /// Ends a Controller Level Reset. CC keeps the value that the host wrote, and AQA, ASQ and ACQ
+    /// are kept as well (Base 2.1, 3.7.2).
     pub(super) fn reset(&mut self) {
         self.csts = Csts::new();
         self.intms = 0;
     }
 
-    /// Back to the values at power on.
+    /// Restores the power-on values.
     pub(super) fn power_on(&mut self) {
         *self = Self::new(u32::from(self.cap.mqes()) + 1);
     }
@@ -87,7 +87,7 @@ impl Registers {
         }
     }
 
-    /// As they were, but for CAP, which is the configuration's.
+    /// Restores a snapshot. CAP stays, because it depends on the configuration.
     pub(super) fn restore(&mut self, saved: &SavedRegisters) {
         self.cc = Cc::from_bits(saved.cc);
         self.csts = Csts::from_bits(saved.csts);
@@ -95,7 +95,7 @@ impl Registers {
         (self.asq, self.acq, self.intms) = (saved.asq, saved.acq, saved.intms);
     }
 
-    /// What a host reads.
+    /// Register values that a host reads.
     pub(super) fn image(&self) -> RegisterImage {
         let mut image = [0u8; IMAGE_BYTES];
         let mut put = |at: u64, bytes: &[u8]| {
@@ -125,8 +125,8 @@ impl Registers {
             regs::CC => {
                 let (before, mut after) = (self.cc, Cc::from_bits(value));
                 if before.en() && after.en() {
-                    // Only to be changed while EN is 0 (Base 2.1, 3.1.4.5): what the controller
-                    // was enabled with counts.
+                    // Fields that may change only while EN is 0 (Base 2.1, 3.1.4.5) keep the
+                    // values with which the controller was enabled.
                     after = after.with_mps(before.mps());
                     after = after.with_css(before.css()).with_ams(before.ams());
                 }
@@ -137,7 +137,7 @@ impl Registers {
                 return Effect::AdminCompletionQueue(low(self.acq) & !0xfff);
             }
             0x34 if self.cc.en() => return Effect::AdminCompletionQueue(high(self.acq)),
-            // The admin queue's place can not change under it.
+            // The admin queue cannot move while the controller is enabled.
             regs::AQA | regs::ASQ..=0x37 if self.cc.en() => {
                 tracing::debug!(offset, "ignored a write while the controller is enabled");
             }
@@ -151,17 +151,17 @@ impl Registers {
         Effect::None
     }
 
-    /// Whether the controller can be enabled so (Base 2.1, "Memory-based Controller
-    /// Initialization").
+    /// Checks that the controller can be enabled with the current registers (Base 2.1,
+    /// "Memory-based Controller Initialization").
     ///
     /// # Errors
-    /// What is wrong.
+    /// Description of the invalid value.
     pub(super) fn check_enable(&self) -> Result<(), &'static str> {
         let cc = self.cc;
         if cc.mps() > MPS_MAX {
             Err("CC.MPS is above CAP.MPSMAX")
         } else if !matches!(cc.css(), regs::CC_CSS_NVM | regs::CC_CSS_ALL) {
-            // 111b, the admin command set only, is for controllers with CAP.CSS bit 7.
+            // CSS 111b, the admin command set only, would require CAP.CSS bit 7.
             Err("CC.CSS selects a command set that is not supported")
         } else if cc.ams() != 0 {
             Err("CC.AMS selects an arbitration that is not supported")

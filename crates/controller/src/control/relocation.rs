@@ -1,4 +1,4 @@
-//! A controller whose queues go to another worker.
+//! Moving a controller to another I/O thread.
 
 use super::Control;
 use super::deferred::Deferred;
@@ -12,31 +12,31 @@ use crate::worker::relocation::Departure;
 use std::time::Duration;
 
 impl Control {
-    /// The controller's turns take too long for its neighbours.
+    /// Moves a controller whose passes take too long to a dedicated I/O thread.
     pub(super) fn too_slow(&mut self, cx: &Context, took: Duration, deferred: &mut Deferred) {
         match self.isolate(cx) {
             Ok(()) => {
                 self.log_isolated(cx, took);
                 deferred.event(Event::Isolated(took));
             }
-            // It was isolated meanwhile, or is about to be served by another process.
+            // The controller already has one, or is about to move to another process.
             Err(RelocateError::Placed | RelocateError::Frozen) => {}
             Err(error) => tracing::warn!(
                 serial = cx.config.serial,
                 %error,
-                "the controller holds up others for {took:?} at a time"
+                "the controller delays others for {took:?} at a time, and cannot be moved"
             ),
         }
     }
 
-    /// Has the controller served by a thread of its own.
+    /// Moves the controller to a dedicated I/O thread.
     pub(crate) fn isolate(&mut self, cx: &Context) -> Result<(), RelocateError> {
         self.check_relocation(cx)?;
         let worker = cx.pool.claim()?.ok_or(RelocateError::TooMany)?;
         self.relocate(cx, worker)
     }
 
-    /// Has the controller served by this worker.
+    /// Moves the controller to I/O thread `worker`.
     pub(crate) fn pin_to(&mut self, cx: &Context, worker: usize) -> Result<(), RelocateError> {
         if worker >= cx.pool.len() {
             return Err(RelocateError::NoSuchWorker(worker, cx.pool.len()));

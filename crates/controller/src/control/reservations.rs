@@ -1,8 +1,9 @@
-//! What the control plane has to do with reservations: it passes on what the
-//! [subsystem](crate::subsystem) says, to workers and to the host.
+//! Reservations in the control plane: forwards changes of the [subsystem](crate::subsystem) to I/O
+//! threads and to the host.
 //!
-//! None of that waits for a relocation or for a rest: it goes to wherever queues are, and those
-//! that arrive somewhere open their namespaces as they are then.
+//! Changes are forwarded even while the controller moves or quiesces: they are sent to all I/O
+//! threads that may have its queues. Queues that arrive at an I/O thread read the current access
+//! rights when they open their namespaces.
 
 use super::Control;
 use super::admin::{Data, Executed, Outcome};
@@ -21,7 +22,7 @@ use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 
 impl Control {
-    /// Something has changed in the subsystem.
+    /// Forwards the subsystem's pending changes and notifications.
     pub(super) fn pass_on_changes(&mut self, cx: &Context, deferred: &mut Deferred) {
         let Some(member) = &cx.config.member else { return };
         for Change { uuid, aborts, latch } in member.take_changes() {
@@ -44,7 +45,7 @@ impl Control {
         }
     }
 
-    /// A reservation command of some worker is over.
+    /// Reports the end of a reservation command to the I/O threads, one of which has issued it.
     pub(super) fn end_reservation(&self, cx: &Context, ticket: u64, status: Status) {
         for worker in cx.route.everywhere(self.queues.workers()) {
             let controller = cx.shared.id;
@@ -68,8 +69,8 @@ impl Control {
 }
 
 impl AdminCommands {
-    /// Get Log Page, Reservation Notification. A notice that was read is gone, unless the host
-    /// retains the event.
+    /// Executes Get Log Page, Reservation Notification. The notification that was read is removed,
+    /// unless the host retains the event.
     pub(super) fn get_reservation_page(&mut self, sqe: &Sqe, command: &GetLogPage) -> Executed {
         logs::check(command, sqe.nsid)?;
         let bytes = logs::part(command, &self.reservations.page())?;

@@ -1,4 +1,4 @@
-//! Where a controller is between enabled and disabled, and who waits for that.
+//! Lifecycle state of a controller: enabled, disabled or resetting.
 
 use super::deferred::Callback;
 use std::time::Instant;
@@ -9,46 +9,46 @@ pub(super) enum Phase {
     Disabled,
     /// CSTS.RDY is 1.
     Ready,
-    /// CC.EN was cleared and commands in flight are coming to their end.
+    /// CC.EN was cleared, and commands in flight are ending.
     Resetting,
 }
 
-/// The flush of a shutdown.
+/// State of a shutdown's flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ShutdownFlush {
     None,
     UnderWay,
-    /// One is under way, and the host has asked for another since.
+    /// A flush is running, and the host has requested another shutdown since.
     Again,
 }
 
-/// Who waits for the end of a reset.
+/// Waiter for the end of a reset.
 pub(super) enum Waiter {
-    /// Somebody outside.
+    /// Callback of a reset request.
     Reset(Callback),
-    /// The host is gone: its memory and its interrupts are forgotten too, and then this is called.
+    /// Callback of a disconnect, called after memory maps and interrupts are dropped as well.
     Disconnect(Callback),
 }
 
-/// Where a controller is between enabled and disabled.
+/// Lifecycle state of a controller.
 pub(super) struct Lifecycle {
     pub(super) phase: Phase,
-    /// Counts resets: what began before one concerns nobody.
+    /// Number of resets. Operations from before a reset are ignored.
     pub(super) generation: u64,
-    /// Who waits for the reset under way.
+    /// Waiters for the end of the reset in progress.
     pub(super) waiting: Vec<Waiter>,
-    /// Registers have to go to their power-on values when the reset under way is over.
+    /// True if the registers get their power-on values at the end of the reset in progress.
     pub(super) full_reset: bool,
     pub(super) flush: ShutdownFlush,
     pub(super) power_cycles: u64,
     pub(super) unsafe_shutdowns: u64,
     pub(super) since: Instant,
-    /// When the last reset was.
+    /// Time of the last reset.
     pub(super) reset_at: Instant,
 }
 
 impl Lifecycle {
-    /// At power on.
+    /// State at power on.
     pub(super) fn new() -> Self {
         Self {
             phase: Phase::Disabled,
@@ -63,7 +63,7 @@ impl Lifecycle {
         }
     }
 
-    /// Whether nobody waits for anything.
+    /// True if no reset or shutdown is in progress.
     pub(super) fn is_quiet(&self) -> bool {
         self.phase != Phase::Resetting
             && self.flush == ShutdownFlush::None

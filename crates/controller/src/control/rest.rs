@@ -1,31 +1,31 @@
-//! A controller at rest, so that another process can go on with it.
+//! State of quiesce, which precedes the transfer of a controller to another process.
 //!
-//! On the way there it first comes to a point at which none of its admin commands is under way and
-//! nobody waits for it. I/O goes on until then. Then its queues leave their workers: nothing more
-//! is fetched, and what the disks have in hand ends. Whoever wants to be told is told, and what the
-//! controller is can be written down. It can also go on here, from any of these steps.
+//! The controller first waits until no admin command is in flight and no other operation is
+//! pending; I/O continues meanwhile. Then its queues leave their I/O threads: no further command
+//! is fetched, and requests in flight at the disks end. When quiesced, the callbacks are called,
+//! and the controller can be saved. A quiesce can be cancelled in every step.
 
 use super::deferred::Callback;
 
-/// How far it is.
+/// Step of quiesce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// At work.
+    /// Running.
     Working,
-    /// No admin command is begun any more; those under way end.
+    /// Quiesce requested: no admin command is started, and those in flight end.
     Asked,
-    /// The queues leave their workers.
+    /// Queues are leaving their I/O threads.
     Leaving,
-    /// At rest.
+    /// Quiesced.
     Resting,
-    /// It was called off while the queues left: those that have come back, first.
+    /// Cancelled while queues were leaving: those that have left return.
     Returning,
 }
 
-/// Whether the controller is at rest, and who waits for that.
+/// Quiesce state and waiting callbacks.
 pub(super) struct Rest {
     pub(super) step: Step,
-    /// Are called when it is at rest, or dropped when that is called off.
+    /// Callbacks, called when the controller is quiesced, or dropped when the quiesce is cancelled.
     pub(super) waiting: Vec<Callback>,
 }
 

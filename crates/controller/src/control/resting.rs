@@ -1,4 +1,4 @@
-//! A controller that comes to rest, so that another process can go on with it.
+//! Transitions of quiesce: start, progress, completion and end.
 
 use super::Control;
 use super::deferred::{Callback, Deferred};
@@ -9,8 +9,8 @@ use crate::worker::message::Message;
 use crate::worker::relocation::Departure;
 
 impl Control {
-    /// Has the controller come to rest; `done` is called when it does, or dropped if that is called
-    /// off.
+    /// Starts to quiesce the controller. `done` is called when it is quiesced, or dropped if the
+    /// quiesce is cancelled.
     pub(crate) fn begin_rest(&mut self, done: Callback) -> Deferred {
         let mut deferred = Deferred::default();
         if self.rest.step == Step::Resting {
@@ -24,8 +24,7 @@ impl Control {
         deferred
     }
 
-    /// Goes on towards a rest, if one was asked for. `admin_is_quiet`: no admin command is under
-    /// way.
+    /// Continues a requested quiesce. `admin_is_quiet` is true if no admin command is in flight.
     pub(crate) fn advance_rest(
         &mut self,
         cx: &Context,
@@ -44,7 +43,7 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Whether nobody waits for anything.
+    /// True if no operation is pending that a quiesce has to wait for.
     pub(super) fn is_quiet(&self, cx: &Context) -> bool {
         self.lifecycle.is_quiet()
             && !self.memory.is_awaited()
@@ -57,7 +56,8 @@ impl Control {
             && !cx.route.is_leaving()
     }
 
-    /// The queues have left their workers.
+    /// Completes the quiesce after the queues have left their I/O threads, or returns the queues
+    /// if the quiesce was cancelled.
     pub(super) fn queues_left(&mut self, cx: &Context, deferred: &mut Deferred) {
         match self.rest.step {
             Step::Leaving => {
@@ -73,7 +73,7 @@ impl Control {
         }
     }
 
-    /// Has the controller go on here. Who has waited for its rest is returned, to be dropped
+    /// Ends or cancels the quiesce. Returns the callbacks that waited for it; the caller drops them
     /// without the lock.
     pub(crate) fn end_rest(&mut self, cx: &Context) -> Vec<Callback> {
         let controller = cx.shared.id;

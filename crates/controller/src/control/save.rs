@@ -1,4 +1,4 @@
-//! The control plane written down, and read again.
+//! Saving and restoring the control plane.
 
 use super::Control;
 use super::admin::Attach;
@@ -22,11 +22,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 impl Control {
-    /// What has to be kept of the control plane of a controller at rest, and whether an admin
-    /// command was fetched since it was enabled.
+    /// Snapshot of a quiesced controller's control plane, and true if an admin command was fetched
+    /// since the controller was enabled.
     ///
     /// # Errors
-    /// It is not at rest, or can not be passed on.
+    /// [`SaveError`] if the controller is not quiesced or cannot be transferred.
     pub(crate) fn save(&self, cx: &Context) -> Result<(SavedControl, bool), SaveError> {
         if self.rest.step != Step::Resting {
             return Err(SaveError::AtWork);
@@ -37,12 +37,13 @@ impl Control {
         Ok((self.describe(cx), self.port.is_used()))
     }
 
-    /// The admin queue, if nobody has begun to serve it; as with [`save`](Self::save).
+    /// Snapshot of an admin queue that the admin queue server has not attached yet. `used` is as
+    /// returned by [`save`](Self::save).
     pub(crate) fn save_unserved(&self, used: bool) -> Option<SavedAdminQueue> {
         self.port.unserved().map(|queue| queue.save(used))
     }
 
-    /// The control plane as it is.
+    /// Snapshot of the control plane, quiesced or running.
     pub(super) fn describe(&self, cx: &Context) -> SavedControl {
         let Lifecycle { phase, generation, power_cycles, unsafe_shutdowns, .. } = self.lifecycle;
         let Lifecycle { since, reset_at, .. } = self.lifecycle;
@@ -71,11 +72,11 @@ impl Control {
         }
     }
 
-    /// Goes on from the state of another control plane. The host's memory is mapped already.
-    /// `eventfds` are those of each part's doorbells.
+    /// Restores a snapshot of a quiesced controller. Host memory is already mapped. `eventfds` are
+    /// the doorbell eventfds of each part.
     ///
     /// # Errors
-    /// [`RestoreError`]; the controller is of no use then.
+    /// [`RestoreError`]; the controller is then unusable.
     pub(crate) fn restore(
         &mut self,
         cx: &Context,
@@ -96,11 +97,11 @@ impl Control {
         self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
     }
 
-    /// Goes on from the state of a controller of another machine, at rest; this one is disabled.
-    /// The state was [checked](crate::migrated::check).
+    /// Loads the state of a controller from another machine; the controller must be disabled, and
+    /// is quiesced afterwards. The state was [checked](crate::migrated::check).
     ///
     /// # Errors
-    /// [`RestoreError`]; the controller has to be reset then.
+    /// [`RestoreError`]; the controller must then be reset.
     pub(crate) fn load(
         &mut self,
         cx: &Context,
@@ -111,7 +112,7 @@ impl Control {
         if self.lifecycle.phase != Phase::Disabled || self.rest.step != Step::Working {
             return Err(RestoreError::Invalid("the controller is in use"));
         }
-        // Here there were other resets.
+        // This controller counts its own resets, so the saved generation is replaced.
         let generation = self.lifecycle.generation.wrapping_add(1);
         self.take_over(cx, &SavedControl { generation, ..control.clone() })?;
         self.rest.step = Step::Resting;
@@ -127,7 +128,7 @@ impl Control {
         self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
     }
 
-    /// Takes over all that is no queue.
+    /// Restores everything except the queues. The controller must be new.
     pub(super) fn adopt(
         &mut self,
         cx: &Context,
@@ -139,7 +140,7 @@ impl Control {
         self.take_over(cx, control)
     }
 
-    /// As [`adopt`](Self::adopt), whatever the controller was before.
+    /// Restores everything except the queues, whatever state the controller had.
     fn take_over(&mut self, cx: &Context, control: &SavedControl) -> Result<(), RestoreError> {
         self.restore_sharing(cx, &control.sharing);
         let errors = ErrorLog::restore(&control.errors);
@@ -182,7 +183,7 @@ impl Control {
         Ok(())
     }
 
-    /// Goes on with an admin queue that was served elsewhere.
+    /// Hands an admin queue of another process to the admin queue server.
     pub(super) fn reopen_admin(
         &mut self,
         cx: &Context,
@@ -198,7 +199,7 @@ impl Control {
     }
 }
 
-/// What queues need that were served elsewhere.
+/// Environment for restoring or recovering queues.
 pub(super) fn restoring<'a>(
     cx: &'a Context,
     registers: &Registers,

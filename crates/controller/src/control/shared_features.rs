@@ -1,5 +1,5 @@
-//! Features of a controller that is one of several: Host Identifier, Reservation Notification Mask
-//! and Reservation Persistence. Base 2.1, 5.1.25.
+//! Features of a controller in a subsystem: Host Identifier, Reservation Notification Mask and
+//! Reservation Persistence. Base 2.1, 5.1.25.
 
 use super::admin::{Data, Executed, Outcome};
 use super::commands::{AdminCommands, CommandEnvironment};
@@ -21,7 +21,7 @@ const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 /// Reservation Persistence, dword 11: Persist Through Power Loss.
 const PTPL: u32 = 1;
 
-/// The features that are here, and whether they are of a namespace.
+/// Features of this module, and true for namespace scope.
 const SHARED_FEATURES: [(u8, bool); 3] = [
     (fid::HOST_IDENTIFIER, false),
     (fid::RESERVATION_NOTIFICATION_MASK, true),
@@ -32,7 +32,7 @@ fn is_of_namespace(fid: u8) -> Option<bool> {
     SHARED_FEATURES.iter().find(|(its, _)| *its == fid).map(|(_, is_of)| *is_of)
 }
 
-/// The namespaces that a command is about: their NSIDs and UUIDs.
+/// NSIDs and UUIDs of the namespaces that a command addresses.
 fn namespaces(
     env: &CommandEnvironment<'_>,
     nsid: u32,
@@ -52,7 +52,7 @@ fn namespaces(
 }
 
 impl AdminCommands {
-    /// Set Features, if it is for one of these.
+    /// Executes Set Features; `None` if the feature is not one of this module.
     pub(super) fn set_shared_feature(
         &mut self,
         env: &mut CommandEnvironment<'_>,
@@ -97,7 +97,7 @@ impl AdminCommands {
         Ok(Outcome::Later)
     }
 
-    /// Get Features, if it is for one of these.
+    /// Executes Get Features; `None` if the feature is not one of this module.
     pub(super) fn get_shared_feature(
         &mut self,
         env: &mut CommandEnvironment<'_>,
@@ -147,7 +147,8 @@ impl AdminCommands {
     }
 }
 
-/// The host says who it is. That ends when all workers go by what follows from it.
+/// Sets the Host Identifier. The command completes when all I/O threads have applied the resulting
+/// access rights.
 fn set_host(
     env: &mut CommandEnvironment<'_>,
     sqe: &Sqe,

@@ -1,5 +1,5 @@
-//! What is done for supporters: pieces of self-tests, snapshots of health, and what is written into
-//! the log of events.
+//! Background work for diagnostics: self-test pieces, SMART / Health snapshots and persistent
+//! events.
 
 use super::Control;
 use super::deferred::Deferred;
@@ -18,14 +18,14 @@ impl Control {
         self.commands.moment(&self.lifecycle)
     }
 
-    /// The controller was enabled.
+    /// Logs that the controller was enabled.
     pub(super) fn log_enabled(&mut self) {
         let moment = self.moment();
         self.commands.diagnostics.events.enabled(&moment);
     }
 
-    /// Something has happened that whoever looks after the controller may want to know of: it is in
-    /// the log of events, and telemetry is captured.
+    /// Adds a vendor-specific persistent event, captures controller-initiated telemetry and raises
+    /// the telemetry event.
     fn log_own(&mut self, cx: &Context, own: Own, text: &str) {
         let moment = self.moment();
         let stats = cx.shared.stats(|_| None);
@@ -43,15 +43,15 @@ impl Control {
     }
 
     pub(super) fn log_recovered(&mut self, cx: &Context) {
-        self.log_own(cx, RECOVERED, "a process goes on for one that was dead");
+        self.log_own(cx, RECOVERED, "recovered by a new process after a crash");
     }
 
     pub(super) fn log_isolated(&mut self, cx: &Context, took: Duration) {
-        let text = format!("a turn took {took:?}: it has a thread of its own");
+        let text = format!("a pass took {took:?}: moved to a dedicated I/O thread");
         self.log_own(cx, ISOLATED, &text);
     }
 
-    /// Does what is due: a piece of a self-test, a snapshot of health. Whether it was anything.
+    /// Does the due work: a self-test piece or a health snapshot. Returns true if any was due.
     pub(crate) fn tend(&mut self, cx: &Context, now: Instant, deferred: &mut Deferred) -> bool {
         if !self.is_ready() || self.rest.step != Step::Working {
             return false;
@@ -79,7 +79,7 @@ impl Control {
         true
     }
 
-    /// When something is due.
+    /// Time of the next due work.
     pub(super) fn next_due(&self) -> Option<Instant> {
         let works = self.is_ready() && self.rest.step == Step::Working;
         let diagnostics = &self.commands.diagnostics;
@@ -87,7 +87,7 @@ impl Control {
         due.into_iter().flatten().min().filter(|_| works)
     }
 
-    /// A piece of a self-test was verified.
+    /// Stores the result of a verified self-test piece.
     pub(super) fn verified(&mut self, cx: &Context, (run, nsid): (u32, u32), status: Status) {
         let shift = cx.serving().get(nsid).map_or(0, |namespace| namespace.block_shift());
         let self_test = &mut self.commands.diagnostics.self_test;

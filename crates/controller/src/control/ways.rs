@@ -1,4 +1,4 @@
-//! What the commands have to know of the states of ANA groups. Base 2.1, 8.1.1.
+//! ANA states in admin commands. Base 2.1, 8.1.1.
 
 use super::deferred::Callback;
 use crate::admin::ana::AnaChanges;
@@ -9,7 +9,7 @@ use shadowbell_spec::log::AnaState;
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
 
-/// What the host can know, and who waits for the end of a change.
+/// ANA states that the host may know, and callbacks of changes in progress.
 #[derive(Default)]
 pub(super) struct Ana {
     pub(super) changes: AnaChanges,
@@ -18,12 +18,12 @@ pub(super) struct Ana {
 }
 
 impl Ana {
-    /// Looks at the states as they are: whether one has changed.
+    /// Compares the states with the known ones. Returns true if one has changed.
     pub(super) fn review(&mut self, cx: &Context) -> bool {
         cx.config.member.as_ref().is_some_and(|member| self.changes.review(states(cx, member)))
     }
 
-    /// A controller comes to be, or a reset is over: what is now is what the host begins with.
+    /// Sets the current states as the initial ones, for a new controller or after a reset.
     pub(super) fn begin(&mut self, cx: &Context) {
         self.changes = AnaChanges::default();
         self.review(cx);
@@ -34,7 +34,7 @@ impl Ana {
     }
 }
 
-/// The namespaces of each group that has some.
+/// NSIDs by ANA group, for groups that have namespaces.
 pub(super) fn groups(cx: &Context, member: &Member) -> BTreeMap<u32, Vec<u32>> {
     let mut groups = BTreeMap::<u32, Vec<u32>>::new();
     for namespace in cx.identified().iter() {
@@ -48,10 +48,10 @@ fn states(cx: &Context, member: &Member) -> impl Iterator<Item = (u32, AnaState)
     groups.into_iter().map(|group| (group, member.ana_state(group)))
 }
 
-/// Whether a command that is about this namespace is carried out.
+/// Checks that the ANA state allows a command for namespace `nsid`.
 ///
 /// # Errors
-/// The state of its group refuses it.
+/// The status with which the state of the namespace's group refuses the command.
 pub(super) fn check(cx: &Context, nsid: u32) -> Result<(), Status> {
     let state = cx.config.member.as_ref().map(|member| member.ana_state(member.ana_group(nsid)));
     state.and_then(AnaState::refusal).map_or(Ok(()), Err)

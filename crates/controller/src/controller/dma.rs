@@ -1,4 +1,4 @@
-//! The host's memory: what of it the controller can reach, and which pages it has written.
+//! DMA maps of host memory, and dirty page logging.
 
 use super::Controller;
 use crate::control::Deferred;
@@ -6,10 +6,10 @@ use shadowbell_memory::{DirtyLog, DmaError, DmaTable, SharedBytes};
 use std::sync::Arc;
 
 impl Controller {
-    /// Makes `len` bytes of `memory` reachable for the controller at `iova`.
+    /// Maps `len` bytes of `memory` at `iova` for the controller.
     ///
     /// # Errors
-    /// [`DmaError`], if the range is bad or in use.
+    /// [`DmaError`] if the range is invalid or in use.
     pub fn map_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
         let mut control = self.0.control();
         control.map(iova, len, memory)?;
@@ -18,12 +18,12 @@ impl Controller {
         Ok(())
     }
 
-    /// As [`map_dma`](Self::map_dma), for one of several ranges: they are reachable after
-    /// [`settle_dma`](Self::settle_dma), at the latest. So the workers take over one other map, and
-    /// not as many as there are ranges.
+    /// Maps one of several ranges, like [`map_dma`](Self::map_dma). The range is accessible at the
+    /// latest after [`settle_dma`](Self::settle_dma), so that I/O threads switch to a new DMA table
+    /// once and not once per range.
     ///
     /// # Errors
-    /// [`DmaError`], if the range is bad or in use.
+    /// [`DmaError`] if the range is invalid or in use.
     pub fn add_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
         let mut control = self.0.control();
         let outcome = control.map(iova, len, memory);
@@ -31,15 +31,15 @@ impl Controller {
         outcome
     }
 
-    /// Makes reachable what was [added](Self::add_dma).
+    /// Makes ranges of [`add_dma`](Self::add_dma) accessible.
     pub fn settle_dma(&self) {
         let mut control = self.0.control();
         control.publish_table(&self.0.context, None);
         self.0.release(control, Deferred::default());
     }
 
-    /// Lets the controller use the memory that is mapped, as it may from the beginning. However
-    /// much that is, it takes no time.
+    /// Enables access to the mapped memory, which is the initial state. The cost does not depend on
+    /// the size of the memory.
     pub fn enable_dma(&self) {
         let mut control = self.0.control();
         control.enable_memory();
@@ -47,23 +47,23 @@ impl Controller {
         self.0.release(control, Deferred::default());
     }
 
-    /// Lets the controller use no memory until [`enable_dma`](Self::enable_dma), whatever is or
-    /// will be mapped. `done` as for [`unmap_dma`](Self::unmap_dma).
+    /// Disables access to memory until [`enable_dma`](Self::enable_dma), for current and later
+    /// maps. `done` is as for [`unmap_dma`](Self::unmap_dma).
     pub fn disable_dma(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.disable_memory(cx, Box::new(done)));
     }
 
-    /// Everything that is mapped. Whoever drops that last lets go of all the memory in it.
+    /// DMA table of all maps. Dropping its last reference unmaps the memory.
     #[must_use]
     pub fn dma_table(&self) -> Arc<DmaTable> {
         Arc::clone(self.0.control().mapped())
     }
 
-    /// From now on, the pages of the host's memory that the controller writes are noted; or not any
-    /// more. `done` as for [`renew_views`](Self::renew_views): whatever is written after that is
-    /// noted. False, and `done` is dropped, if it was so already.
+    /// Enables or disables dirty page logging of the controller's writes. `done` is as for
+    /// [`renew_views`](Self::renew_views): all later writes are logged. Returns false, and drops
+    /// `done`, if the state is unchanged.
     ///
-    /// Completion queues and EventIdx count as written whenever the log is looked at.
+    /// Completion queues and EventIdx count as dirty whenever the log is read.
     pub fn log_writes(&self, log: bool, done: impl FnOnce() + Send + 'static) -> bool {
         let mut control = self.0.control();
         let Some(deferred) = control.set_logged(&self.0.context, log, Box::new(done)) else {
@@ -73,25 +73,26 @@ impl Controller {
         true
     }
 
-    /// Has everything that was written until now in the [log](Self::dirty_log): `done` runs, on any
-    /// thread, when no command is in flight any more that is in flight now. As for
+    /// Completes the [dirty page log](Self::dirty_log) for all writes up to now: `done` runs, on
+    /// any thread, when all commands that are now in flight have ended. As for
     /// [`unmap_dma`](Self::unmap_dma), it may be dropped instead.
     pub fn renew_views(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.renew_views(cx, Box::new(done)));
     }
 
-    /// The pages that were [noted](Self::log_writes), if any are.
+    /// Dirty page log, if [enabled](Self::log_writes).
     #[must_use]
     pub fn dirty_log(&self) -> Option<Arc<DirtyLog>> {
         self.0.control().dirty_log()
     }
 
-    /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
-    /// more; that may be before this returns. It is dropped instead if the last handle of the
-    /// controller is dropped before.
+    /// Unmaps a range. `done` runs, on any thread, when no command in flight can access the range,
+    /// possibly before this method returns. It is dropped instead if the last handle of the
+    /// controller is dropped earlier.
     ///
     /// # Errors
-    /// [`DmaError`], if nothing is mapped there or a map would be split; `done` does not run then.
+    /// [`DmaError`] if the range is not mapped, or a map would be split; `done` does not run in
+    /// that case.
     pub fn unmap_dma(
         &self,
         iova: u64,
@@ -104,7 +105,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Takes every range away; `done` as for [`unmap_dma`](Self::unmap_dma).
+    /// Unmaps all ranges. `done` is as for [`unmap_dma`](Self::unmap_dma).
     pub fn unmap_all(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| {
             let mut deferred = Deferred::default();

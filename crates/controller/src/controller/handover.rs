@@ -1,4 +1,4 @@
-//! Coming to rest, and going on: in another process, on another machine, after a death.
+//! Quiesce, restore, migration and crash recovery of a controller.
 
 use super::{Announcement, Controller};
 use crate::migrated::MigratedController;
@@ -10,46 +10,46 @@ use std::io;
 use std::sync::Arc;
 
 impl Controller {
-    /// Has the controller come to rest, so that another process can go on with it: admin commands
-    /// that are under way end, no new one is begun; then no I/O command is fetched any more, and
-    /// those in flight end. What the host submits meanwhile waits in its queues. `done` runs, on
-    /// any thread, when that is so; it is dropped instead if [`resume`](Self::resume) is called
-    /// before, or the last handle of the controller dropped.
+    /// Quiesces the controller, so that another process can continue it: admin commands in flight
+    /// end and no new one starts, then no I/O command is fetched and those in flight end. Commands
+    /// that the host submits meanwhile wait in its queues. `done` runs, on any thread, when the
+    /// controller is quiesced. It is dropped instead if [`resume`](Self::resume) is called earlier,
+    /// or the last handle of the controller is dropped.
     ///
-    /// Whoever carries the controller must not have anything under way that it waits for (a reset,
-    /// an unmap), or `done` waits for that as well; and should not bring anything new: it would be
-    /// carried out after `resume`, or never.
+    /// The quiesce waits for pending operations of the carrier, such as a reset or an unmap. The
+    /// carrier should not start new operations: they would run after `resume`, or never.
     pub fn freeze(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, _| control.begin_rest(Box::new(done)));
         self.0.schedule();
     }
 
-    /// Goes on after [`freeze`](Self::freeze), as if nothing had been; also before that has come to
-    /// its end.
+    /// Ends the quiesce of [`freeze`](Self::freeze), or cancels it if it is not complete. The
+    /// controller continues as before.
     pub fn resume(&self) {
         let dropped = self.0.control().end_rest(&self.0.context);
         drop(dropped);
         self.0.schedule();
     }
 
-    /// What another process needs to go on with this controller, which is at rest. Nothing of it
-    /// is changed. The host's memory and its interrupts are not part of it: they are whoever's who
-    /// carries the controller.
+    /// Snapshot of the quiesced controller for another process. The controller is not changed. Host
+    /// memory and interrupts are not included: the carrier has to transfer them.
     ///
     /// # Errors
+    /// [`SaveError`].
     /// [`SaveError`].
     pub fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
         self.0.save(fds)
     }
 
-    /// Goes on from there: as the last step, for it fetches commands at once. This controller was
-    /// made by [`successor`](Self::successor), and the other one is never
-    /// [resumed](Self::resume).
+    /// Restores a snapshot and runs the controller. It must be the last step, because commands are
+    /// fetched immediately. This controller was created by [`successor`](Self::successor), and the
+    /// saved one must not be [resumed](Self::resume).
     ///
-    /// Each interrupt vector in use is raised once, because the other one may have held one back.
+    /// Each interrupt vector in use is raised once, because the saved controller may have delayed
+    /// an interrupt.
     ///
     /// # Errors
-    /// [`RestoreError`]; the controller is of no use then, and has touched nothing.
+    /// [`RestoreError`]; the controller is then unusable, and has not accessed host memory.
     pub fn restore(
         &self,
         saved: &SavedController,
@@ -60,11 +60,11 @@ impl Controller {
         Ok(())
     }
 
-    /// As [`restore`](Self::restore), but at rest: nothing is fetched before
-    /// [`resume`](Self::resume).
+    /// Restores a snapshot like [`restore`](Self::restore), but leaves the controller quiesced:
+    /// no command is fetched before [`resume`](Self::resume).
     ///
     /// # Errors
-    /// As of `restore`.
+    /// As for `restore`.
     pub fn restore_at_rest(
         &self,
         saved: &SavedController,
@@ -73,9 +73,9 @@ impl Controller {
         self.0.restore(saved, fds)
     }
 
-    /// What a controller like this one needs on another machine to go on with this one, which is
-    /// [at rest](Self::freeze): its namespaces have to be the same disks there. As with
-    /// [`save`](Self::save), memory and interrupts are not part of it, and nothing is changed.
+    /// Snapshot of the [quiesced](Self::freeze) controller for an equal controller on another
+    /// machine, whose namespaces must be on the same disks. As for [`save`](Self::save), memory and
+    /// interrupts are not included, and the controller is not changed.
     ///
     /// # Errors
     /// [`SaveError`].
@@ -83,12 +83,12 @@ impl Controller {
         self.0.save_for_migration()
     }
 
-    /// Goes on from there, at rest: this controller is disabled, after a [`reset`](Self::reset) at
-    /// the latest. Whoever has sent the state may be anybody. [`run_migrated`](Self::run_migrated)
-    /// has to follow, with what this returns.
+    /// Loads a migrated state into this controller, which must be disabled, for example by a
+    /// [`reset`](Self::reset), and leaves it quiesced. The state is validated, because its sender
+    /// is not trusted. [`run_migrated`](Self::run_migrated) must follow, with the returned value.
     ///
     /// # Errors
-    /// [`RestoreError`]; the controller has to be reset then, and has touched nothing.
+    /// [`RestoreError`]; the controller must then be reset, and has not accessed host memory.
     pub fn load_migrated(
         &self,
         migrated: MigratedController,
@@ -96,39 +96,40 @@ impl Controller {
         self.0.load(migrated).map(Announcement)
     }
 
-    /// Has a controller that was [loaded](Self::load_migrated) run: all of the host's memory is
-    /// there as the other one has left it. Each interrupt vector in use is raised once, because the
-    /// other one may have held one back.
+    /// Runs a controller after [`load_migrated`](Self::load_migrated), when all host memory has its
+    /// final contents. Each interrupt vector in use is raised once, because the source may have
+    /// delayed an interrupt.
     pub fn run_migrated(&self, announcement: Announcement) {
-        // What the queues have in the host's memory is written anew.
+        // A new DMA table makes the queues rewrite their fields in host memory.
         self.settle_dma();
         self.resume();
         self.0.raise(&announcement.0);
     }
 
-    /// Has `recorder` keep what the controller is, from now on, in case that this process dies. To
-    /// be called before the controller is enabled, [restored](Self::restore) or
-    /// [recovered](Self::recover). What changes with every command is not recorded but lies in a
-    /// memory file, which is one of the descriptors of the record.
+    /// Starts checkpointing the controller to `recorder`, for crash recovery. Called before the
+    /// controller is enabled, [restored](Self::restore) or [recovered](Self::recover). State that
+    /// changes with every command is not checkpointed: it is in a memory file (the journal), which
+    /// is one of the checkpoint's descriptors.
     ///
     /// # Errors
-    /// There is no memory for that file.
+    /// The memory file could not be created.
     pub fn record_with(&self, recorder: Arc<dyn Recorder>) -> io::Result<()> {
         self.0.record_with(recorder)
     }
 
-    /// Goes on from the [record](Self::record_with) of a controller whose process has died, with
-    /// all of its threads, and of whose requests none can reach the disk or the host's memory any
-    /// more. This controller was made by [`successor`](Self::successor) and is recorded itself.
-    /// It is at rest until [`resume`](Self::resume): the new record is complete, and the old one
-    /// not needed any more. Then its host is to be [interrupted](Self::announce_recovery).
+    /// Recovers the controller of a dead process from its [checkpoint](Self::record_with). All
+    /// threads of the process must have ended, and none of its requests may still reach a disk or
+    /// host memory. This controller was created by [`successor`](Self::successor) and is
+    /// checkpointed itself. It is quiesced until [`resume`](Self::resume); the new checkpoint is
+    /// then complete, and the old one no longer needed. Afterwards the host has to be
+    /// [interrupted](Self::announce_recovery).
     ///
-    /// Commands that were under way are carried out again. How many that are. One with which three
-    /// processes have died by a fault, one after the other, is completed with an Internal Error
-    /// instead, and the log says so: `death` is how the last one has died.
+    /// Commands in flight at the time of death are executed again; their number is returned. A
+    /// command with which three processes in a row have crashed is completed with Internal Error
+    /// instead, and logged: `death` is the cause of the last death.
     ///
     /// # Errors
-    /// [`RestoreError`]; the controller is of no use then, and has touched nothing.
+    /// [`RestoreError`]; the controller is then unusable, and has not accessed host memory.
     pub fn recover(
         &self,
         saved: &SavedController,
@@ -138,9 +139,9 @@ impl Controller {
         self.0.recover(saved, fds, death)
     }
 
-    /// Raises each interrupt vector once of a controller that [goes on](Self::recover): what the
-    /// process before has announced is not known. To be called after [`resume`](Self::resume),
-    /// when everything is served: it takes some microseconds for each vector.
+    /// Raises each interrupt vector of a [recovered](Self::recover) controller once, because the
+    /// interrupts that the dead process raised are unknown. Called after [`resume`](Self::resume),
+    /// when all controllers are served, because it takes some microseconds per vector.
     pub fn announce_recovery(&self, saved: &SavedController) {
         self.0.announce(saved);
     }

@@ -1,5 +1,5 @@
-//! The controller as whoever carries it to a host sees it: how one is made, who serves it, and what
-//! it tells. Each of the files below has the calls of one subject.
+//! Public interface of a controller: creation, placement, reset and statistics. Each submodule has
+//! the methods of one subject.
 
 mod dma;
 mod handover;
@@ -28,27 +28,27 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
-/// Bytes of BAR0: a page of registers, a page of doorbells.
+/// Size of BAR0: a page of registers and a page of doorbells.
 pub const BAR0_BYTES: u64 = DOORBELLS + DOORBELL_BYTES;
 
-/// Why a controller could not be made.
+/// Error in creating a controller.
 #[derive(Debug, thiserror::Error)]
 pub enum NewError {
-    /// The configuration is not possible.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// There was no memory for the doorbells.
+    /// The doorbell page could not be allocated.
     #[error(transparent)]
     Memory(#[from] shadowbell_memory::MapError),
 }
 
-/// How a controller is carried to its host.
+/// Properties of the carrier, which connects a controller to its host.
 #[derive(Default)]
 pub struct Carrier {
-    /// The host maps the page of doorbells and writes it itself: nothing traps, so the workers
-    /// look at least every millisecond.
+    /// True if the host maps the doorbell page and writes it directly. Writes then do not trap, and
+    /// I/O threads poll the doorbells at least every millisecond.
     pub mapped_doorbells: bool,
-    /// Is called with what happens, on whatever thread it happens.
+    /// Callback for events. Called on the thread that causes the event.
     pub listener: Option<Listener>,
 }
 
@@ -58,25 +58,25 @@ impl fmt::Debug for Carrier {
     }
 }
 
-/// An NVMe controller, not attached to any transport: a VFIO-user server, or a driver in the same
-/// process, reads and writes its registers and maps its memory.
+/// NVMe controller without a transport. The carrier, which is a vfio-user server or a driver in the
+/// same process, reads and writes its registers and maps host memory.
 ///
-/// Cloning gives another handle on the same controller. All methods may be called from any thread;
-/// none of them waits for I/O.
+/// A clone is another handle of the same controller. All methods may be called from any thread, and
+/// none waits for I/O.
 #[derive(Clone)]
 pub struct Controller(Arc<ControllerInner>);
 
-/// The interrupts that a controller raises when it [runs](Controller::run_migrated) elsewhere.
+/// Interrupt vectors to raise when a migrated controller [runs](Controller::run_migrated).
 #[derive(Debug, Default)]
 pub struct Announcement(Vec<u16>);
 
 static NEXT_ID: AtomicU32 = AtomicU32::new(1);
 
 impl Controller {
-    /// Makes a controller, disabled, served by `pool`.
+    /// Creates a disabled controller that `pool` serves.
     ///
     /// # Errors
-    /// [`NewError`], if the configuration is not possible.
+    /// [`NewError`] if the configuration is invalid or memory is exhausted.
     pub fn new(config: Config, pool: Pool, carrier: Carrier) -> Result<Self, NewError> {
         config.validate()?;
         let namespaces = Namespaces::new(&config);
@@ -86,12 +86,12 @@ impl Controller {
         Ok(Self::with_doorbells(config, namespaces, pool, carrier, None)?)
     }
 
-    /// Makes a controller that goes on where another one, in this process or in one that is about
-    /// to end, has come to [rest](Self::freeze). `config` and `carrier` have to be for the host
-    /// what they were there.
+    /// Creates a controller that continues a [quiesced](Self::freeze) one of this process or of a
+    /// process that is about to end. `config` and `carrier` must be the same from the host's view.
     ///
-    /// It has the doorbells of the other one, and is disabled until [`restore`](Self::restore).
-    /// Before that the host's memory is mapped and its interrupts are connected, as they were.
+    /// The new controller uses the doorbell page of the old one, and is disabled until
+    /// [`restore`](Self::restore). Before that, host memory has to be mapped and interrupts
+    /// connected as for the old one.
     ///
     /// # Errors
     /// [`RestoreError`].
@@ -140,20 +140,20 @@ impl Controller {
         })))
     }
 
-    /// Has the controller served by a thread that it shares with nobody, from now on and for as
-    /// long as it exists. Commands that are under way end first; others wait in their queues for
-    /// that moment, and the host need not know. The controller's owner may want that for a guest
-    /// that it trusts less than others, or that has paid for it; a guest that holds up its
-    /// neighbours is dealt with so in any case ([`Event::Isolated`](crate::Event::Isolated)).
+    /// Moves the controller to a dedicated I/O thread, for the rest of its lifetime. Commands in
+    /// flight end first; others wait in their queues, and the host does not notice the move. It is
+    /// useful for a guest that is less trusted than others, or that has paid for it. A guest that
+    /// delays other guests is moved automatically ([`Event::Isolated`](crate::Event::Isolated)).
     ///
     /// # Errors
+    /// [`RelocateError`].
     /// [`RelocateError`].
     pub fn isolate(&self) -> Result<(), RelocateError> {
         self.0.relocate(|control, cx| control.isolate(cx))
     }
 
-    /// Has the controller served by this worker of its pool, from now on and for as long as it
-    /// exists, as [`isolate`](Self::isolate) does.
+    /// Moves the controller to I/O thread `worker` of its pool, for the rest of its lifetime, like
+    /// [`isolate`](Self::isolate).
     ///
     /// # Errors
     /// [`RelocateError`].
@@ -161,40 +161,41 @@ impl Controller {
         self.0.relocate(|control, cx| control.pin_to(cx, worker))
     }
 
-    /// Has `job` run on the thread of the worker that serves I/O submission queue `sqid`, as a
+    /// Runs `job` on the I/O thread that serves submission queue `sqid`, as a
     /// [`WorkerThread`](crate::WorkerThread).
     ///
     /// # Errors
-    /// There is no such queue, or its worker has another job, or no thread of its own: the job.
+    /// The job, if the queue does not exist, or its I/O thread has another job or is not a thread
+    /// of the pool.
     pub fn lend_thread(&self, sqid: u16, job: ThreadJob) -> Result<(), ThreadJob> {
         self.0.lend_thread(sqid, job)
     }
 
-    /// The controller's insides, for what builds on it in this crate.
+    /// Shared interior of the controller, for fault injection.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     pub(crate) fn inner(&self) -> &Arc<ControllerInner> {
         &self.0
     }
 
-    /// What the controller was made from, without its namespaces: see
+    /// Configuration of the controller, without namespaces; see
     /// [`namespaces`](Self::namespaces).
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.0.context.config
     }
 
-    /// A reset from outside: function level, or the transport's own. Registers go back to their
-    /// power-on values; DMA maps and interrupt vectors stay. `done` runs, on any thread, when
-    /// nothing of the controller is in flight any more; it is dropped instead if the last handle of
-    /// the controller is dropped before.
+    /// Resets the controller, for a function level reset or a reset of the transport. Registers get
+    /// their power-on values; DMA maps and interrupt vectors stay. `done` runs, on any thread, when
+    /// no command is in flight. It is dropped instead if the last handle of the controller is
+    /// dropped earlier.
     pub fn reset(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.reset(cx, Box::new(done)));
     }
 
-    /// The host is gone: a reset, after which its memory and its interrupts are forgotten too.
-    /// `done` runs, on any thread, when nothing touches that memory any more.
+    /// Handles a disconnected host: resets the controller, then drops DMA maps and interrupts.
+    /// `done` runs, on any thread, when the host's memory is no longer accessed.
     pub fn disconnect(&self, done: impl FnOnce() + Send + 'static) {
-        // The controller stays until then, whoever else lets go of it.
+        // The callback keeps the controller alive until then, even if all handles are dropped.
         let inner = Arc::clone(&self.0);
         let done: Callback = Box::new(move || {
             done();
@@ -203,26 +204,26 @@ impl Controller {
         self.0.with(|control, cx| control.disconnect(cx, done));
     }
 
-    /// What Identify or Get Log Page shows the host, for somebody else, who needs no queue and may
-    /// ask at any time. Nothing changes by it.
+    /// Executes an out-of-band Identify or Get Log Page. No queue is needed, and the controller's
+    /// state is not changed, so the method can be called at any time.
     ///
     /// # Errors
-    /// The status that the command would complete with.
+    /// The completion status of the command.
     pub fn inquire(&self, inquiry: Inquiry) -> Result<Vec<u8>, Status> {
         self.0.control().inquire(&self.0.context, inquiry)
     }
 
-    /// The most notices of workers that have waited for the control plane at a time, since this was
-    /// last asked. For the fuzz targets of this workspace, which bound it.
+    /// Returns and resets the maximum number of pending notices. Used by the fuzz targets of this
+    /// workspace, which check that it is bounded.
     #[doc(hidden)]
     #[must_use]
     pub fn most_notices(&self) -> usize {
         self.0.most_notices()
     }
 
-    /// The counters, as of now. They are read where they are counted: nobody is asked or woken, and
-    /// nothing that holds up a worker holds up this. What a host can see was counted before it
-    /// could; the numbers of a controller that is busy are not all of the same moment.
+    /// Statistics of the controller. The counters are read directly, without a message to an I/O
+    /// thread, so a blocked I/O thread does not block the call. An event is counted before the host
+    /// can observe it. Values of a busy controller are not from one instant.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let Context { shared, pool, .. } = &self.0.context;

@@ -1,4 +1,4 @@
-//! Namespaces that come, go and change while a host uses the controller.
+//! Adding, removing and changing namespaces while the host uses the controller.
 
 use super::Controller;
 use crate::config::NamespaceConfig;
@@ -8,23 +8,24 @@ use shadowbell_spec::log::{AnaGroup, AnaState};
 use std::sync::Arc;
 
 impl Controller {
-    /// The namespaces as they are now, in the order of their NSIDs.
+    /// Current namespaces in ascending order of NSID.
     #[must_use]
     pub fn namespaces(&self) -> Vec<(u32, NamespaceConfig)> {
         self.0.context.serving().iter().map(|ns| (ns.nsid(), ns.config())).collect()
     }
 
-    /// Adds a namespace while the host uses the controller: at this NSID, or at the lowest that is
-    /// free. Its NSID. The host finds it in Identify, and is told by the event Namespace Attribute
-    /// Changed, when every worker serves it; then `done` runs, on any thread, perhaps before this
-    /// returns. If a worker can not open the disk, none of that happens, and `done` is told. It is
-    /// dropped instead if the last handle of the controller is dropped before.
+    /// Adds a namespace while the host uses the controller, with this NSID or with the lowest free
+    /// one. Returns its NSID. When every I/O thread serves the namespace, it appears in Identify,
+    /// the host gets the event Namespace Attribute Changed, and `done` runs, on any thread and
+    /// possibly before this method returns. If an I/O thread cannot open the disk, the namespace is
+    /// not added, and `done` gets the error. `done` is dropped instead if the last handle of the
+    /// controller is dropped earlier.
     ///
-    /// A host that has been told that there is no volatile write cache does not flush: every write
-    /// to a namespace that has one is forced to the medium then.
+    /// A host that was told that no volatile write cache is present does not flush. Every write to
+    /// a namespace with a cache is then forced to the medium.
     ///
     /// # Errors
-    /// [`NamespaceError`]; `done` does not run then.
+    /// [`NamespaceError`]; `done` does not run in that case.
     pub fn add_namespace(
         &self,
         nsid: Option<u32>,
@@ -39,30 +40,30 @@ impl Controller {
         Ok(nsid)
     }
 
-    /// Has an ANA group, from 1, be in this state for this controller, which is one of a
-    /// [`Subsystem`](crate::Subsystem). The host is told by the event Asymmetric Namespace Access
-    /// Change, if it wants to know. Commands that come for the group's namespaces from here on are
-    /// carried out or refused as the state has it; those that are under way end as they would have.
-    /// `done` runs when none of them is left; it is dropped if the controller goes before.
+    /// Sets the state of an ANA group, from 1, for this controller, which must belong to a
+    /// [`Subsystem`](crate::Subsystem). The host gets the event Asymmetric Namespace Access Change
+    /// if it is enabled. Later commands for the group's namespaces are executed or refused
+    /// according to the state; commands in flight end normally. `done` runs when these have ended,
+    /// and is dropped if the controller is dropped earlier.
     pub fn set_ana_state(&self, group: u32, state: AnaState, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.set_ana_state(cx, (group, state), Box::new(done)));
     }
 
-    /// The ANA groups of its namespaces, each with its state and its NSIDs; nothing if the
-    /// controller is not one of a [`Subsystem`](crate::Subsystem).
+    /// ANA groups of the controller's namespaces with states and NSIDs; empty if the controller
+    /// does not belong to a [`Subsystem`](crate::Subsystem).
     #[must_use]
     pub fn ana_groups(&self) -> Vec<AnaGroup> {
         self.0.control().ana_groups(&self.0.context)
     }
 
-    /// Removes a namespace while the host uses the controller. It is told by the event Namespace
-    /// Attribute Changed at once. Commands that are under way for the namespace, and those that
-    /// come for it, end with Invalid Field in Command, as for any NSID that is not active. `done`
-    /// as for [`add_namespace`](Self::add_namespace), when nothing uses the disk any more, and
-    /// nobody here has it.
+    /// Removes a namespace while the host uses the controller. The host gets the event Namespace
+    /// Attribute Changed immediately. Commands for the namespace, including those in flight, end
+    /// with Invalid Field in Command, as for any inactive NSID. `done` runs, as for
+    /// [`add_namespace`](Self::add_namespace), when the disk is unused and the controller has
+    /// dropped it.
     ///
     /// # Errors
-    /// As there.
+    /// [`NamespaceError`]; `done` does not run in that case.
     pub fn remove_namespace(
         &self,
         nsid: u32,
@@ -75,14 +76,14 @@ impl Controller {
         Ok(())
     }
 
-    /// Has a namespace on `disk` from here on: the same bytes in another size, most likely
-    /// ([`Disk::resized`]), or read-only. Commands that are under way end on the disk that they
-    /// were begun on. The host is told by the event Namespace Attribute Changed: of a smaller disk
-    /// at once, of a larger one when every worker serves it. `done` as for
-    /// [`add_namespace`](Self::add_namespace), when nothing uses the disk of before any more.
+    /// Replaces the disk of a namespace by `disk` with the same contents, usually in another size
+    /// ([`Disk::resized`]) or read-only. Commands in flight end on the old disk. The host gets the
+    /// event Namespace Attribute Changed: immediately for a smaller disk, and when every I/O thread
+    /// serves the new disk for a larger one. `done` runs, as for
+    /// [`add_namespace`](Self::add_namespace), when the old disk is unused.
     ///
     /// # Errors
-    /// As there.
+    /// [`NamespaceError`]; `done` does not run in that case.
     pub fn change_disk(
         &self,
         nsid: u32,
@@ -96,8 +97,8 @@ impl Controller {
         Ok(())
     }
 
-    /// Tells the host once more that a namespace has changed: a process before this one may have
-    /// died between the change and the event.
+    /// Raises the event Namespace Attribute Changed again after a recovery, because the dead
+    /// process may have crashed between a change and its event.
     pub fn announce_namespace(&self, nsid: u32) {
         self.0.with(|control, _| {
             control.announce_namespace(nsid);

@@ -1,4 +1,4 @@
-//! Registers, doorbells and interrupts: what a host sees of a controller without its memory.
+//! Register accesses, doorbells and interrupts of a controller.
 
 use super::Controller;
 use crate::context::Context;
@@ -14,18 +14,18 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 impl Controller {
-    /// Reads BAR0. Registers are little-endian; any length and alignment inside
-    /// [`BAR0_BYTES`](crate::BAR0_BYTES) is answered, and bytes beyond are zero.
+    /// Reads BAR0. Registers are little-endian. Any length and alignment inside
+    /// [`BAR0_BYTES`](crate::BAR0_BYTES) is valid, and bytes beyond are zero.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
-        // Doorbells read as zero: what they return is vendor specific (PCIe 1.1, 3.1.2.1).
+        // Doorbells read as zero: their read value is vendor specific (PCIe 1.1, 3.1.2.1).
         if offset < DOORBELLS {
             self.0.control().read(offset, data);
         }
     }
 
-    /// Writes BAR0. Registers take aligned accesses of 4 bytes, or of 8 where a register has 8;
-    /// others are ignored, as the specification leaves them undefined.
+    /// Writes BAR0. Registers accept aligned accesses of 4 bytes, or of 8 bytes for 8-byte
+    /// registers. Other accesses are undefined by the specification and are ignored.
     pub fn write(&self, offset: u64, data: &[u8]) {
         if offset >= DOORBELLS {
             if let Ok(value) = data.try_into().map(u32::from_le_bytes) {
@@ -36,8 +36,8 @@ impl Controller {
         self.0.with(|control, cx| control.write(cx, offset, data));
     }
 
-    /// A trapped write of a doorbell: `offset` is the one in BAR0. Which worker this has woken, if
-    /// it has woken one.
+    /// Delivers a trapped doorbell write at `offset` in BAR0. Returns the I/O thread that was
+    /// woken, if any.
     pub fn write_doorbell(&self, offset: u64, value: u32) -> Option<usize> {
         let Context { shared, pool, .. } = &self.0.context;
         let doorbell = decode_doorbell(offset, DSTRD);
@@ -62,31 +62,31 @@ impl Controller {
             DoorbellKind::Sq => pool.write_doorbell(worker, shared, &register, value),
             DoorbellKind::Cq => {
                 shadowbell_doorbell::Cell::store_release(&register, value);
-                // Pairs with the sleeper's fence, which follows its `want_head`: either it sees
-                // the head in its last look, or we see here that it has to be woken.
+                // Pairs with the sleeper's fence, which follows its `want_head`: either the
+                // sleeper sees the head in its recheck, or this thread sees that it has to wake it.
                 fence(Ordering::SeqCst);
                 shared.is_head_wanted(doorbell.qid)
                     && pool.write_doorbell(worker, shared, &register, value)
             }
         };
         let woken = ring(worker);
-        // The queue may have gone to another worker meanwhile, which has looked at the register
-        // before it was written.
+        // The queue may have moved to another I/O thread, which read the register before the
+        // write. The doorbell is then delivered there as well.
         match shared.owner(doorbell.qid, doorbell.kind) {
             Some(now) if now != worker => ring(now).then_some(now),
             _ => woken.then_some(worker),
         }
     }
 
-    /// The page of doorbell registers (BAR0 from 1000h on), backed by a memfd. Only to be mapped
-    /// by a host if the controller was made with
+    /// Doorbell page (BAR0 from 1000h on), backed by a memfd. A host may map it only if the
+    /// controller was created with
     /// [`Carrier::mapped_doorbells`](crate::Carrier::mapped_doorbells).
     #[must_use]
     pub fn doorbells(&self) -> &SharedBytes {
         self.0.context.shared.doorbells()
     }
 
-    /// Whether the controller expects its doorbells to be mapped.
+    /// True if the controller expects its doorbells to be mapped.
     #[must_use]
     pub fn has_mapped_doorbells(&self) -> bool {
         self.0.context.shared.mapped
@@ -99,15 +99,14 @@ impl Controller {
         });
     }
 
-    /// Descriptors that stand for writes to doorbells, as of now: those of the I/O queues that
-    /// exist, if Doorbell Buffer Config is in force, and none otherwise. A host may signal one
-    /// instead of writing any of its doorbells, after it has put the value in its shadow
-    /// doorbell buffer.
+    /// Eventfds that replace doorbell writes of the existing I/O queues; empty unless Doorbell
+    /// Buffer Config is in use. A host may signal the eventfd instead of writing the doorbell,
+    /// after it has stored the value in its shadow doorbell page.
     ///
-    /// They stand for nothing any more when the queue is deleted or the controller reset.
+    /// An eventfd has no effect after its queue is deleted or the controller is reset.
     ///
     /// # Errors
-    /// The system's, when it has no more descriptors.
+    /// The error of the system if it has no more descriptors.
     pub fn doorbell_eventfds(&self) -> io::Result<DoorbellEventfds> {
         let events = self.0.control().doorbell_eventfds(&self.0.context);
         self.0.note_change();
@@ -115,34 +114,35 @@ impl Controller {
         events
     }
 
-    /// Has `worker`, which is one that [`write_doorbell`](Self::write_doorbell) named, take the
-    /// host's doorbell writes by itself: those of the I/O queues that it serves, while it
-    /// sleeps. It drops the source when the controller is reset, when another is added, or when
-    /// it has been woken in vain several times in a row.
+    /// Has I/O thread `worker`, as returned by [`write_doorbell`](Self::write_doorbell), receive
+    /// doorbell writes of its I/O queues from `source` while it sleeps. The I/O thread drops the
+    /// source when the controller is reset, when another source is added, or after several wakeups
+    /// in a row without a doorbell write.
     pub fn add_doorbell_source(&self, worker: usize, source: Box<dyn DoorbellSource>) {
         let Context { shared, pool, .. } = &self.0.context;
         pool.send(worker, Message::DoorbellSource { controller: shared.id, source });
     }
 
-    /// How many interrupt vectors the controller has.
+    /// Number of interrupt vectors.
     #[must_use]
     pub fn vectors(&self) -> usize {
         self.0.context.shared.irqs.len()
     }
 
     /// Connects an interrupt vector to an eventfd, or disconnects it. An interrupt that was raised
-    /// while there was none is delivered now. False if there is no such vector.
+    /// while no eventfd was connected is delivered immediately. Returns false if the vector does
+    /// not exist.
     pub fn set_interrupt(&self, vector: usize, event: Option<EventFd>) -> bool {
         self.0.context.shared.irqs.set(vector, event)
     }
 
-    /// The eventfd that a vector is connected to, if it is.
+    /// Eventfd of an interrupt vector, if connected.
     #[must_use]
     pub fn interrupt(&self, vector: usize) -> Option<Arc<EventFd>> {
         self.0.context.shared.irqs.event(vector)
     }
 
-    /// Raises a vector, as if a queue had. False if there is no such vector.
+    /// Raises an interrupt vector. Returns false if the vector does not exist.
     pub fn trigger_interrupt(&self, vector: usize) -> bool {
         self.0.context.shared.irqs.trigger(vector)
     }

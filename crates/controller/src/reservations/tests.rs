@@ -1,5 +1,6 @@
-//! Every command of every host in every state that three hosts with two keys can come to, next to a
-//! model that is written otherwise: what the specification's tables say, over plain arrays.
+//! Exhaustive test: every command of every host in every reachable state of three hosts with two
+//! keys, compared with an independent model over plain arrays that follows the specification's
+//! tables.
 
 use super::*;
 use std::collections::{BTreeSet, VecDeque};
@@ -15,10 +16,10 @@ fn index(of: HostId) -> usize {
     (0..HOSTS).find(|index| host(*index) == of).unwrap()
 }
 
-/// The state after a command, by how much registrations are counted up, and who is told what.
+/// State after a command, increment of the generation, and notifications by host.
 type After = (Model, u32, BTreeSet<(usize, u8)>);
 
-/// Keys by host, 0 for none; and who the holders are of which type, 0 for none.
+/// Keys by host, 0 for none; reservation type, 0 for none; and its holders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Model {
     keys: [u64; HOSTS],
@@ -26,8 +27,8 @@ struct Model {
     holders: [bool; HOSTS],
 }
 
-/// Whether reads and writes are allowed: of a holder, of another registrant, of anybody else. Base
-/// 2.1, "Command Behavior in the Presence of a Reservation".
+/// Read and write access by reservation type, for a holder, another registrant, and any other host.
+/// Base 2.1, "Command Behavior in the Presence of a Reservation".
 const TABLE: [[(bool, bool); 3]; 7] = {
     const RW: (bool, bool) = (true, true);
     const RO: (bool, bool) = (true, false);
@@ -61,7 +62,7 @@ impl Model {
         let shared = |kind: u8| kind >= 3;
         let must = |key: u64| if self.keys[me] == key && key != 0 { Ok(()) } else { Err(CONFLICT) };
         let others = || (0..HOSTS).filter(move |at| *at != me);
-        // With the last holder the reservation goes.
+        // The reservation is released with its last holder.
         let drop_host = |next: &mut Self, at: usize| {
             next.keys[at] = 0;
             next.holders[at] = false;
@@ -250,8 +251,8 @@ fn every_command_in_every_state_does_what_the_model_does() {
             }
         }
     }
-    // Keys of three hosts; with none registered there is no reservation; else one of four types by
-    // one of them, or one of two by all, or none.
+    // Keys of three hosts. Without registrants no reservation is held; otherwise one of four types
+    // by one registrant, one of two types by all registrants, or none.
     let expected: usize = (0..27)
         .map(|n: usize| {
             let registered = [n % 3, n / 3 % 3, n / 9].into_iter().filter(|key| *key != 0).count();

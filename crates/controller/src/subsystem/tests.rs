@@ -9,7 +9,7 @@ fn open(path: &std::path::Path) -> File {
     options.read(true).write(true).create(true).truncate(false).open(path).unwrap()
 }
 
-/// Has a command carried out, and waits for its end.
+/// Executes a command and waits for its end.
 fn act(member: &Member, host: HostId, action: Action, persistent: Option<bool>) -> Status {
     let notices = Arc::new(Notices::default());
     let ended = Notice::ReservationEnded { ticket: 1, status: Status::SUCCESS };
@@ -58,10 +58,10 @@ fn what_is_to_persist_is_there_after_a_start_and_all_of_it_for_a_successor() {
     let restarted = make();
     restarted.power_on();
     assert!(!is_registered(&restarted));
-    // And that it is gone is written down.
+    // The removal is in the file as well.
     successor.go_on();
     assert!(!is_registered(&successor));
-    // One that was made before the last change is no worse for it.
+    // A member that was created before the last change reads the file again.
     let early = make();
     assert_eq!(act(&restarted, HOST, register, Some(true)), Status::SUCCESS);
     early.go_on();

@@ -29,7 +29,7 @@ fn get(features: &Features, fid: u8) -> u32 {
 const INVALID_FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 
-/// A value that the feature takes, and what is read back.
+/// Feature identifier, value to set, and value to read back.
 const VALUES: &[(u8, u32, u32)] = &[
     (fid::ARBITRATION, 0x1122_33fc, 0x1122_3304),
     (fid::POWER_MANAGEMENT, 0x0000_0120, 0x20),
@@ -208,7 +208,7 @@ fn a_host_says_what_it_knows() {
     assert_eq!(set(&mut features, knows), Ok(Effect::CopyFormats(0)));
     assert_eq!(acre(&features), 1);
     assert_eq!(acre(&Features::restore(&features.save())), 1);
-    // What the controller has none of, and what is no value.
+    // Unsupported and invalid values.
     for odd in [
         HostBehaviorSupport { acre: 2, ..plain },
         HostBehaviorSupport { lbafee: 2, ..plain },
@@ -221,7 +221,7 @@ fn a_host_says_what_it_knows() {
     let copies = HostBehaviorSupport { cdfe: 0b1100, ..knows };
     assert_eq!(set(&mut features, copies), Ok(Effect::CopyFormats(0b1100)));
     assert_eq!(Features::restore(&features.save()), features);
-    // Formats whose guards have more than 16 bits are beside those of Copy.
+    // LBAFEE (guards of more than 16 bits) is stored beside the formats of Copy.
     let extended = HostBehaviorSupport { lbafee: 1, ..copies };
     assert_eq!(set(&mut features, extended), Ok(Effect::CopyFormats(0b1100 | 1 << 15)));
     assert_eq!(set(&mut features, copies), Ok(Effect::CopyFormats(0b1100)));
@@ -329,7 +329,7 @@ fn the_timestamp_runs() {
     assert_eq!(read(&features, 1000), Timestamp::new().with_millis(600));
     assert_eq!(data_length(fid::TIMESTAMP), 8);
     assert_eq!(data_length(fid::ARBITRATION), 0);
-    // The bits that are not of the time are not the host's to set.
+    // Bits outside the timestamp are ignored.
     let data = (0xffff_0000_0000_0000_u64 | 1_700_000_000_000).to_le_bytes();
     let done = features.set_at(&cmd, 0, Some(&data), &LIMITS, 1000).unwrap();
     assert_eq!(done, Set { dw0: 0, effect: Effect::None });
@@ -337,7 +337,7 @@ fn the_timestamp_runs() {
     assert_eq!(read(&features, 1500), expected);
     assert_eq!(read(&features, 0).millis(), 1_700_000_000_000, "a clock that went back");
     assert_eq!(read_as(&features, 1500, 1), Timestamp::new(), "the default");
-    // It wraps in its 48 bits.
+    // The timestamp wraps at 48 bits.
     features.set_at(&cmd, 0, Some(&[0xff; 8]), &LIMITS, 1000).unwrap();
     assert_eq!(read(&features, 1002), Timestamp::new().with_millis(1).with_origin(1));
     assert_eq!(features.set(&cmd, 0, None, &LIMITS), Err(INVALID_FIELD));

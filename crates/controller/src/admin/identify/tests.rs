@@ -42,7 +42,7 @@ fn read<T: FromBytes>(config: &Config, cns: u8, nsid: u32) -> T {
 const INVALID_FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 
-/// CNS 12h and 13h: there is one controller, and every namespace is attached to it.
+/// CNS 12h and 13h: one controller exists, and every namespace is attached to it.
 #[test]
 fn controller_lists() {
     let config = three();
@@ -119,7 +119,7 @@ fn namespace_structure() {
     assert_eq!((first.nlbaf, first.flbas.into_bits(), first.nsfeat.into_bits()), (0, 0, 1 << 1));
     assert_eq!(first.dlfeat.into_bits(), 0b1001);
     assert_eq!(second.nsfeat.into_bits(), 1 << 4 | 1 << 1);
-    // One block at a time is whole, wherever it is.
+    // A single block is always atomic, without atomic boundaries.
     let atoms = [first.nawun, first.nawupf, first.nacwu, first.nabsn, first.nabo, first.nabspf];
     assert_eq!(atoms, [0; 6]);
     let optimal = [second.npwg, second.npwa, second.npdg, second.npda, second.nows];
@@ -230,7 +230,7 @@ fn command_sets() {
     assert_eq!((sets[0], &sets[1..]), (0b101, &[0; 4095][..]));
     assert_eq!(ask(cns::IO_COMMAND_SETS, 0, 1), Ok(sets));
     assert_eq!(ask(cns::IO_COMMAND_SETS, 0, 2), Err(INVALID_FIELD), "another controller");
-    // There are none of zones.
+    // No zoned namespace exists.
     assert_eq!(ask(cns::CSI_NAMESPACE, csi::ZONED, 0), Err(INVALID_FIELD));
     assert_eq!(ask(cns::CSI_ACTIVE_NAMESPACES, csi::ZONED, 0), Ok(Box::new([0; 4096])));
     assert_eq!(ask(cns::CSI_CONTROLLER, csi::ZONED, 0), Ok(Box::new([0; 4096])));
@@ -251,7 +251,7 @@ fn write_zeroes_fits_its_command() {
         let nvm: IdentifyNvmController = read(&config(disks), cns::CSI_CONTROLLER, 0);
         let bytes = 4096_u64 << nvm.wzsl;
         assert_eq!(bytes, expected);
-        // The blocks of a command, 0's based, have 16 bits, whichever namespace it is for.
+        // NLB has 16 bits, 0's based, in every namespace.
         assert!(block_sizes.iter().all(|size| bytes / u64::from(*size) <= 1 << 16));
         assert_eq!((nvm.vsl, nvm.dmrl, nvm.dmrsl, nvm.dmsl), (0, 0, 0, 0));
     }
@@ -261,7 +261,7 @@ fn write_zeroes_fits_its_command() {
 fn other_structures_are_refused() {
     let known = [0, 1, 2, 3, 5, 6, 7, 8, 0x12, 0x13];
     for cns in (0..=255).filter(|cns| !known.contains(cns)) {
-        // CNTID 0 is no controller of ours, so this includes 1Ch.
+        // CNTID 0 is not a controller of this subsystem, so CNS 1Ch fails as well.
         assert_eq!(ask(&three(), cns, 1), Err(INVALID_FIELD), "CNS {cns:#x}");
     }
 }

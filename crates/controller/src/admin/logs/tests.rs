@@ -3,7 +3,7 @@ use crate::admin::self_test::SelfTest;
 use proptest::prelude::*;
 use zerocopy::FromBytes;
 
-/// Everything that log pages are made of, owned.
+/// Owner of the data from which log pages are built.
 #[derive(Default)]
 struct Source {
     errors: ErrorLog,
@@ -53,7 +53,7 @@ fn errors_are_listed_newest_first() {
     let page: [ErrorLogEntry; 64] = source.whole(lid::ERROR_INFORMATION);
     assert_eq!([0, 1, 2, 3].map(|n| page[n].error_count), [3, 2, 1, 0]);
     assert_eq!([0, 1, 2].map(|n| page[n].cid), [2, 1, 0]);
-    // As in a completion: DNR is bit 15, SC 80h in bits 8:1.
+    // Status as in a completion: DNR is bit 15, SC 80h is in bits 8:1.
     assert_eq!((page[0].status, page[0].sqid, page[0].nsid), (0x8100, 3, 1));
     assert_eq!(page[0].lba, 0x1234_5678_9abc);
     assert_eq!(page[0].parameter, ParameterLocation::NONE);
@@ -155,7 +155,7 @@ fn commands() {
     let none = CommandEffects::new();
     assert!(page.io.iter().chain(&page.admin).all(|e| e.csupp() || *e == none));
     assert!(page.io.iter().chain(&plain).all(|e| e.cse() == 0));
-    // Linux warns of I/O commands with more than these two bits.
+    // Linux warns of I/O commands with effects other than these two bits.
     let usual = CommandEffects::new().with_csupp(true).with_lbcc(true).into_bits();
     assert!(page.io.iter().all(|e| e.into_bits() & !usual == 0));
     assert!(!super::commands(false, (false, false)).admin[0x7c].csupp());
@@ -169,8 +169,8 @@ fn features_and_log_pages() {
     let mut source = Source::default();
     let page: FeaturesSupportedEffects = source.whole(lid::FEATURES_SUPPORTED_EFFECTS);
     let supported: Vec<_> = (0..256).filter(|fid| page.fids[*fid].fsupp()).collect();
-    // 01h to 0Bh but LBA Range Type, Timestamp, Keep Alive Timer, Host Behavior Support, and I/O
-    // Command Set Profile.
+    // 01h to 0Bh without LBA Range Type, Timestamp, Keep Alive Timer, Host Behavior Support, and
+    // I/O Command Set Profile.
     assert_eq!(supported, [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 14, 15, 0x16, 0x19]);
     assert_eq!(page.fids[5].fsp(), CommandEffects::SCOPE_NAMESPACE);
     assert_eq!(page.fids[6].fsp(), CommandEffects::SCOPE_CONTROLLER);
@@ -216,7 +216,7 @@ fn parts_of_a_page() {
     assert_eq!(ask(0, 0), Ok(page[..4].to_vec()));
     assert_eq!(ask(64, 31), Ok(page[64..192].to_vec()));
     assert_eq!(ask(4092, 0), Ok(page[4092..].to_vec()));
-    // More than there is: what there is.
+    // Reads beyond the end are shortened.
     assert_eq!(ask(4032, 1023), Ok(page[4032..].to_vec()));
     assert_eq!(ask(0, u32::MAX), Ok(page.to_vec()));
     assert_eq!(ask(4096, 15), Ok(vec![]));

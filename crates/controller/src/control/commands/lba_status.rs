@@ -1,4 +1,4 @@
-//! Get LBA Status: what is checked before the disk is asked, and its end.
+//! Checks and completion of Get LBA Status.
 
 use super::{AdminCommands, CommandEnvironment};
 use crate::context::Context;
@@ -13,7 +13,7 @@ use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
 impl AdminCommands {
-    /// A Get LBA Status has come to its end.
+    /// Completes a Get LBA Status command.
     pub(in crate::control) fn lba_status_ended(
         &mut self,
         cx: &Context,
@@ -28,13 +28,13 @@ impl AdminCommands {
         port.answer(sqe, Data { bytes, len, dw0: 0, log: None });
     }
 
-    /// Get LBA Status. The disk is asked elsewhere (`lba_status`).
+    /// Checks and starts Get LBA Status. The disk is queried by `lba_status`, on its own turns.
     pub(super) fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::GetLbaStatus::decode(sqe);
         let serving = env.cx.visible();
         let namespace = match serving.get(sqe.nsid) {
             Some(namespace) => namespace,
-            // One that may be, and is not there.
+            // Valid and inactive NSID.
             None if (1..=serving.highest()).contains(&sqe.nsid) => {
                 return Err(Status::INVALID_FIELD.with_dnr());
             }
@@ -64,7 +64,7 @@ impl AdminCommands {
         };
         match command.atype {
             atype::ALLOCATED => {}
-            // Those that the host has marked. Of no other one it is known, whatever is looked at.
+            // Blocks that the host marked. Other unreadable blocks are unknown, even after a scan.
             atype::SCAN_UNRECOVERABLE | atype::UNRECOVERABLE => {
                 let marks = env.cx.shared.uncorrectable();
                 let bytes = lba_status::uncorrectable(&marks, sqe.nsid, &question);

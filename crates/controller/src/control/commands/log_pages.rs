@@ -1,4 +1,4 @@
-//! Get Log Page: which page is where, and what of the controller goes into it.
+//! Get Log Page: selection of the page and its sources.
 
 use super::{AdminCommands, CommandEnvironment};
 use crate::admin::limits::TEMPERATURE;
@@ -52,7 +52,7 @@ impl AdminCommands {
         Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
     }
 
-    /// Get Log Page, of those that such a command may change.
+    /// Executes Get Log Page for pages that the command itself can change.
     fn get_diagnostic_page(
         &mut self,
         env: &mut CommandEnvironment<'_>,
@@ -89,7 +89,7 @@ impl AdminCommands {
             }
         };
         let bytes = match command.lsp & 0b11 {
-            // Nothing is transferred.
+            // Releasing a context transfers no data.
             action::RELEASE if command.lid == lid::PERSISTENT_EVENTS => Vec::new(),
             _ => logs::part(command, &page)?,
         };
@@ -100,7 +100,7 @@ impl AdminCommands {
         Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
     }
 
-    /// Now, for the log of events.
+    /// Current time and identity for persistent events.
     pub(in crate::control) fn moment(&self, lifecycle: &Lifecycle) -> Moment {
         Moment {
             cntlid: self.identity.cntlid(),
@@ -110,14 +110,14 @@ impl AdminCommands {
         }
     }
 
-    /// The log page SMART / Health Information.
+    /// SMART / Health Information log page.
     pub(in crate::control) fn health_page(&self, env: &CommandEnvironment<'_>) -> SmartHealth {
         self.health(env).page()
     }
 
     pub(super) fn health(&self, env: &CommandEnvironment<'_>) -> Health {
         let CommandEnvironment { cx, lifecycle, port, queues, .. } = env;
-        // Workers count where everybody can look: nobody asks them.
+        // Counters are read directly, without a message to the I/O threads.
         let io = cx.shared.io();
         let busy = queues.workers().map(|worker| cx.pool.busy(cx.route.resolve(worker))).max();
         Health {

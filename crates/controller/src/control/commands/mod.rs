@@ -1,4 +1,4 @@
-//! The admin command set: which command does what.
+//! Admin command execution.
 
 mod lba_status;
 mod log_pages;
@@ -37,7 +37,7 @@ use shadowbell_spec::sqe::{Fuse, NSID_ALL, Psdt};
 use shadowbell_spec::status::Status;
 use std::time::Instant;
 
-/// What of the controller a command may touch.
+/// Controller state that admin commands may access.
 pub(super) struct CommandEnvironment<'a> {
     pub(super) cx: &'a Context,
     pub(super) registers: &'a Registers,
@@ -49,20 +49,21 @@ pub(super) struct CommandEnvironment<'a> {
     pub(super) deferred: &'a mut Deferred,
 }
 
-/// What the admin commands keep between them.
+/// State of the admin commands.
 pub(super) struct AdminCommands {
     identity: Identity,
     features: Features,
     /// Changed Attached Namespace List (log page 04h).
     changed: ChangedList,
-    /// Abort commands under way.
+    /// Number of Abort commands in flight.
     aborts: u32,
-    /// A Doorbell Buffer Config is under way: each worker has one message of it, and no more.
+    /// True while Doorbell Buffer Config is in flight. One at a time, so that each I/O thread has
+    /// at most one message of it.
     configures_shadow: bool,
     keep_alive: KeepAlive,
-    /// How often there is an event of full storage.
+    /// Rate limit of events for full storage.
     full: RateLimit,
-    /// How often there is an event of lost data.
+    /// Rate limit of events for lost data.
     losses: RateLimit,
     pub(super) diagnostics: Diagnostics,
     pub(super) pool: PoolCommands,
@@ -88,42 +89,42 @@ impl AdminCommands {
         }
     }
 
-    /// Whether no command waits for a worker.
+    /// True if no command waits for an I/O thread or the pool.
     pub(super) fn is_quiet(&self) -> bool {
         let is_quiet = self.diagnostics.self_test.is_quiet() && self.pool.is_quiet();
         self.aborts == 0 && !self.configures_shadow && is_quiet
     }
 
-    /// What the host has set, and what it has not read of what has changed.
+    /// Snapshot of feature values and Changed Attached Namespace List.
     pub(super) fn save(&self) -> (SavedFeatures, Vec<u32>) {
         (self.features.save(), self.changed.save())
     }
 
     pub(super) fn restore(&mut self, features: &SavedFeatures, changed: &[u32]) {
         self.features = Features::restore(features);
-        // Nobody has listened for a while.
+        // The timeout restarts, because Keep Alive commands were not processed for a while.
         self.keep_alive.set(features.keep_alive, Instant::now());
         self.changed = ChangedList::restore(changed);
     }
 
-    /// Another namespace is behind this NSID, or none.
+    /// Drops the state of namespace `nsid`, which was replaced or removed.
     pub(super) fn forget_namespace(&mut self, nsid: u32, hours: u64) {
         self.features.forget_namespace(nsid);
         self.reservations.forget_namespace(nsid);
         self.diagnostics.self_test.namespace_removed(nsid, hours);
     }
 
-    /// A namespace has changed, of which the host is told by an event.
+    /// Adds a namespace to the Changed Attached Namespace List.
     pub(super) fn namespace_changed(&mut self, nsid: u32) {
         self.changed.insert(nsid);
     }
 
-    /// When the host is taken for dead, if it says nothing.
+    /// Keep Alive Timer.
     pub(super) fn keep_alive(&mut self) -> &mut KeepAlive {
         &mut self.keep_alive
     }
 
-    /// A reset is over.
+    /// Restores the state at the end of a reset.
     pub(super) fn reset(&mut self) {
         self.features.reset();
         self.keep_alive.set(0, Instant::now());
@@ -133,7 +134,7 @@ impl AdminCommands {
         self.aborts = 0;
     }
 
-    /// How many bytes a command takes from the host, to be read before it is executed.
+    /// Number of bytes that a command transfers from the host, read before its execution.
     pub(super) fn data_length(sqe: &Sqe) -> usize {
         if sqe.fuse() != Fuse::Normal || sqe.psdt() != Psdt::Prp {
             return 0;
@@ -148,7 +149,7 @@ impl AdminCommands {
         }
     }
 
-    /// Executes a command. `data` is what it takes from the host, or why that can not be had.
+    /// Executes a command. `data` is the data from the host, or the error in reading it.
     pub(super) fn execute(
         &mut self,
         env: &mut CommandEnvironment<'_>,
@@ -211,7 +212,7 @@ impl AdminCommands {
         }
     }
 
-    /// What a command would give the host, for somebody else: nothing changes by it.
+    /// Executes an out-of-band command, without side effects, and returns its data.
     pub(super) fn inquire(
         &mut self,
         env: &mut CommandEnvironment<'_>,
@@ -267,7 +268,7 @@ impl AdminCommands {
             Effect::VolatileWriteCache(on) => {
                 let was_on = !shared.is_write_through();
                 shared.set_write_through(!on);
-                // What the cache holds when it goes off is to be on the medium then
+                // When the cache is disabled, its contents must be written to the medium
                 // (Base 2.1, "Volatile Write Cache").
                 if was_on && !on {
                     let (cx, generation) = (env.cx, env.lifecycle.generation);
@@ -282,7 +283,7 @@ impl AdminCommands {
             Effect::AsyncEventConfig(config) => {
                 let completion = env.port.events.configure(config);
                 env.port.complete_event(completion);
-                // What is the case already when the host asks for the event is new to the host.
+                // A condition that already exists when its event is enabled is reported as well.
                 self.check_temperature(env.port);
             }
             Effect::NumberOfQueues { submission, completion } => {
@@ -313,7 +314,7 @@ impl AdminCommands {
         })
     }
 
-    /// Device Self-test.
+    /// Executes Device Self-test.
     fn device_self_test(&mut self, env: &CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let nsid = sqe.nsid;
         if nsid != 0 && nsid != NSID_ALL && nsid > env.cx.serving().highest() {
@@ -325,7 +326,7 @@ impl AdminCommands {
         Ok(Outcome::Done(0))
     }
 
-    /// Doorbell Buffer Config (Base 2.1, "Doorbell Buffer Config command").
+    /// Executes Doorbell Buffer Config (Base 2.1, "Doorbell Buffer Config command").
     fn doorbell_buffer_config(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let pages = (sqe.prp1(), sqe.prp2());
         let page = env.registers.page_size() as u64;
@@ -349,7 +350,7 @@ impl AdminCommands {
         Ok(Outcome::Later)
     }
 
-    /// A Doorbell Buffer Config has come to its end.
+    /// Completes Doorbell Buffer Config.
     pub(super) fn shadow_configured(&mut self, port: &mut AdminPort, cid: u16) {
         self.configures_shadow = false;
         port.complete(cid, Status::SUCCESS, 0);
@@ -358,7 +359,7 @@ impl AdminCommands {
     fn abort(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let decode::Abort { sqid, cid } = decode::Abort::decode(sqe);
         if sqid == 0 {
-            // Of the admin commands that stay, nothing but asynchronous event requests is aborted.
+            // Of the admin commands, only Asynchronous Event Requests can be aborted.
             let aborted = env.port.events.abort(cid);
             if aborted {
                 env.port.complete_unplaced(cid, Status::ABORT_REQUESTED, 0);
@@ -379,7 +380,7 @@ impl AdminCommands {
         Ok(Outcome::Later)
     }
 
-    /// An Abort has come to its end; `status` says whether the command was aborted.
+    /// Completes Abort; `status` is Command Abort Requested if the command was aborted.
     pub(super) fn abort_ended(&mut self, port: &mut AdminPort, cid: u16, status: Status) {
         self.aborts = self.aborts.saturating_sub(1);
         let aborted = status.code() == Status::ABORT_REQUESTED;
@@ -387,14 +388,14 @@ impl AdminCommands {
         port.complete(cid, Status::SUCCESS, dw0);
     }
 
-    /// A command for `nsid` has failed: what follows from that for the namespace.
+    /// Raises the owner's events for a failed command of namespace `nsid`.
     ///
-    /// A write that needs room where there is none ends with Capacity Exceeded, and with Do Not
-    /// Retry, because nothing that the host does by itself at once makes room. That is all that
-    /// the specification has for a namespace with less behind it than it promises (NVM 1.1,
-    /// "Capacity Exceeded"). Available Spare is about cells that wear out: whoever watches a guest
-    /// would take the disk for one that fails. Whoever owns the storage gets an event; so does that
-    /// of one whose data could not be written back.
+    /// A write without free space in the storage ends with Capacity Exceeded and Do Not Retry,
+    /// because a retry of the host cannot free space. The specification has nothing else for a
+    /// thinly provisioned namespace (NVM 1.1, "Capacity Exceeded"). Available Spare is not used:
+    /// it describes wear, and monitoring in the guest would report a failing disk. Instead, the
+    /// owner of the storage gets [`Event::Full`], and [`Event::Lost`] for namespaces whose cached
+    /// data could not be written back.
     pub(super) fn command_failed(
         &mut self,
         cx: &Context,

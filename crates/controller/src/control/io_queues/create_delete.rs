@@ -1,5 +1,5 @@
-//! Create and Delete I/O Submission and Completion Queue: what is checked, and what follows when
-//! the worker has done it.
+//! Create and Delete I/O Submission and Completion Queue: checks, and completion after the I/O
+//! thread has finished.
 
 use super::{CqRecord, IoQueues, QueueEnvironment, QueueState, SqRecord, ended};
 use crate::context::Context;
@@ -20,7 +20,7 @@ use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
 
 impl IoQueues {
-    /// Checks what both kinds of queue have in common.
+    /// Checks queue identifier, size and address of a queue to create.
     fn check_layout<const ENTRY: usize>(
         &self,
         env: &QueueEnvironment<'_>,
@@ -44,7 +44,7 @@ impl IoQueues {
         let write = ENTRY == Cqe::SIZE;
         let entries = size.entries();
         Ring::<ENTRY>::resolve(env.memory.table(), iova, entries, write).map_err(|fault| {
-            tracing::warn!(qid, %fault, "a queue's memory can not be reached");
+            tracing::warn!(qid, %fault, "the memory of the queue is not accessible");
             Status::INVALID_FIELD.with_dnr()
         })?;
         Ok(QueueLayout { qid, iova, size })
@@ -61,7 +61,7 @@ impl IoQueues {
         if self.cqs.contains_key(&command.qid) {
             return Err(Status::INVALID_QID.with_dnr());
         }
-        // CC.IOCQES says how large an entry is, as a power of two.
+        // CC.IOCQES is the entry size as a power of two.
         if 1usize << env.registers.cc.iocqes() != Cqe::SIZE {
             return Err(Status::INVALID_QUEUE_SIZE.with_dnr());
         }
@@ -82,7 +82,7 @@ impl IoQueues {
         Ok(Outcome::Later)
     }
 
-    /// The worker has created a completion queue, or failed to.
+    /// Completes Create I/O Completion Queue after the I/O thread has created the queue or failed.
     pub(in crate::control) fn cq_created(
         &mut self,
         cx: &Context,
@@ -133,7 +133,7 @@ impl IoQueues {
         Ok(Outcome::Later)
     }
 
-    /// The worker has created a submission queue, or failed to.
+    /// Completes Create I/O Submission Queue after the I/O thread has created the queue or failed.
     pub(in crate::control) fn sq_created(
         &mut self,
         cx: &Context,
@@ -172,7 +172,7 @@ impl IoQueues {
         Ok(delete(cx, record.worker, notice, message, deferred))
     }
 
-    /// Nothing of a submission queue is in flight any more.
+    /// Completes Delete I/O Submission Queue when none of its commands is in flight.
     pub(in crate::control) fn sq_deleted(
         &mut self,
         cx: &Context,
@@ -206,7 +206,7 @@ impl IoQueues {
         Ok(delete(cx, record.worker, notice, message, deferred))
     }
 
-    /// A completion queue is gone.
+    /// Completes Delete I/O Completion Queue.
     pub(in crate::control) fn cq_deleted(
         &mut self,
         cx: &Context,
@@ -222,7 +222,7 @@ impl IoQueues {
     }
 }
 
-/// Has a worker delete a queue, by `message`; `notice` is given when nothing of it is in flight.
+/// Sends `message` to delete a queue; `notice` is sent when none of its commands is in flight.
 fn delete(
     cx: &Context,
     worker: usize,
@@ -236,7 +236,7 @@ fn delete(
     Outcome::Later
 }
 
-/// The next queue of this identifier starts at 0.
+/// Clears a doorbell register, so that the next queue with this identifier starts at 0.
 fn clear_register(cx: &Context, qid: u16, kind: DoorbellKind) {
     shadowbell_doorbell::Cell::store_release(&cx.shared.register(qid, kind), 0);
 }

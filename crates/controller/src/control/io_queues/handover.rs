@@ -1,5 +1,4 @@
-//! I/O queues that go from one process to another: what is recorded of them, and going on with
-//! them.
+//! Transfer of I/O queues between processes: checkpoint, restore and recovery.
 
 use super::{CqRecord, IoQueues, QueueState, SqRecord};
 use crate::context::Context;
@@ -17,11 +16,11 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 impl IoQueues {
-    /// What there is, for the record of a controller at work. How far the queues are is in the
-    /// journal.
+    /// Layout of the queues for the checkpoint of a running controller. Queue positions are in the
+    /// journal instead.
     ///
     /// # Errors
-    /// The system's, when it has no more descriptors.
+    /// The error of the system if it has no more descriptors.
     pub(in crate::control) fn record(&self, fds: &mut Descriptors) -> io::Result<Vec<SavedPart>> {
         let head = SavedDoorbell { last: 0, truth: SavedTruth::Register, snapshot: None };
         let place = |layout: &QueueLayout| (layout.qid, layout.iova, layout.size.entries());
@@ -54,10 +53,10 @@ impl IoQueues {
         Ok(parts)
     }
 
-    /// Goes on with queues that were served elsewhere.
+    /// Restores queues of a quiesced controller.
     ///
     /// # Errors
-    /// A queue that can not be.
+    /// [`RestoreError`] if a queue is invalid.
     pub(in crate::control) fn restore(
         &mut self,
         cx: &Context,
@@ -80,11 +79,11 @@ impl IoQueues {
         Ok(())
     }
 
-    /// Goes on with queues of a process that is dead, when the controller's rest ends. How many
-    /// commands were under way.
+    /// Recovers queues of a dead process; they run when the quiesce ends. Returns the number of
+    /// commands to replay.
     ///
     /// # Errors
-    /// A queue that can not be.
+    /// [`RestoreError`] if a queue is invalid.
     pub(in crate::control) fn recover(
         &mut self,
         cx: &Context,
@@ -113,7 +112,7 @@ impl IoQueues {
         Ok(replays)
     }
 
-    /// Takes note of queues that were served elsewhere: the worker that they are placed at.
+    /// Adds records of queues from another process. Returns the I/O thread for them.
     fn adopt(
         &mut self,
         cx: &Context,
@@ -149,7 +148,7 @@ impl IoQueues {
         Ok(worker)
     }
 
-    /// Doorbells of all queues go to their workers.
+    /// Routes the doorbells of all queues to their I/O threads.
     fn own(&self, cx: &Context) {
         for (qid, cq) in &self.cqs {
             cx.pool.place_at(cq.worker);
@@ -161,7 +160,7 @@ impl IoQueues {
     }
 }
 
-/// Where queues stay that `worker` is to serve, until the controller's rest ends.
+/// Holds queues for I/O thread `worker` until the quiesce ends.
 fn stopover(cx: &Context, worker: usize, queues: Relocated) -> Result<Arc<Stopover>, RestoreError> {
     let home = cx.pool.destination(worker).ok_or(RestoreError::Invalid("a worker"))?;
     Ok(Stopover::with_queues(home, queues))

@@ -1,4 +1,4 @@
-//! The I/O queues that exist, and who serves them.
+//! Records of the existing I/O queues and the I/O threads that serve them.
 
 mod create_delete;
 mod handover;
@@ -19,19 +19,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 
-/// Which descriptors stand for which doorbells.
+/// Eventfds that replace doorbell writes.
 ///
-/// A host whose doorbell values are in its shadow doorbell buffer rings only to wake a sleeper: the
-/// value that it writes is of no use to anybody. So an eventfd does as well, and goes to the worker
-/// without a message to whoever carries the controller, and without that one's thread.
+/// With shadow doorbells, a host rings only to wake a sleeping I/O thread, and the value that it
+/// writes is not used. An eventfd can therefore replace the write: the signal reaches the I/O
+/// thread directly, without a message to the carrier and a wakeup of the carrier's thread.
 ///
-/// Each controller has its own for each worker, because who holds an eventfd can also read it, and
-/// so take the wakeups of others who would share it.
+/// Each controller has its own eventfd per I/O thread. A holder of an eventfd can also read it, and
+/// would otherwise steal the wakeups of other controllers.
 #[derive(Debug, Default)]
 pub struct DoorbellEventfds {
-    /// The descriptors; signal one to have doorbells looked at.
+    /// Eventfds; a signal has the I/O thread read the doorbells.
     pub events: Vec<EventFd>,
-    /// Doorbells by their offset in BAR0, and the index of the descriptor that stands for each.
+    /// Doorbells by offset in BAR0, with the index of the eventfd.
     pub doorbells: Vec<(u64, usize)>,
 }
 
@@ -42,7 +42,7 @@ enum QueueState {
     Deleting,
 }
 
-/// A submission queue that exists.
+/// Record of a submission queue.
 #[derive(Clone, Copy, Debug)]
 struct SqRecord {
     layout: QueueLayout,
@@ -51,7 +51,7 @@ struct SqRecord {
     state: QueueState,
 }
 
-/// A completion queue that exists.
+/// Record of a completion queue.
 #[derive(Clone, Copy, Debug)]
 struct CqRecord {
     layout: QueueLayout,
@@ -61,29 +61,29 @@ struct CqRecord {
 }
 
 impl SqRecord {
-    /// Whether the host has been told that it exists, and not that it does not any more.
+    /// True if the queue exists for the host: created, and not reported as deleted.
     fn exists(&self) -> bool {
         self.state != QueueState::Creating
     }
 }
 
 impl CqRecord {
-    /// As [`SqRecord::exists`].
+    /// True if the queue exists for the host: created, and not reported as deleted.
     fn exists(&self) -> bool {
         self.state != QueueState::Creating
     }
 }
 
-/// What creating a queue depends on beside the command.
+/// Controller state on which the creation of a queue depends.
 pub(super) struct QueueEnvironment<'a> {
     pub(super) registers: &'a Registers,
     pub(super) memory: &'a HostMemory,
-    /// Resets that there have been.
+    /// Number of resets so far.
     pub(super) generation: u64,
 }
 
 impl QueueEnvironment<'_> {
-    /// What a worker needs to know of the controller.
+    /// Controller state for an I/O thread.
     fn context(
         &self,
         cx: &Context,
@@ -104,20 +104,20 @@ impl QueueEnvironment<'_> {
     }
 }
 
-/// The I/O queues that exist.
+/// Records of the existing I/O queues.
 pub(super) struct IoQueues {
     sqs: BTreeMap<u16, SqRecord>,
     cqs: BTreeMap<u16, CqRecord>,
-    /// Submission and completion queues that the host may create (feature 07h).
+    /// Numbers of submission and completion queues that the host may create (feature 07h).
     granted: (u16, u16),
-    /// Workers that have had queues of this controller since the last reset.
+    /// I/O threads that have had queues of this controller since the last reset.
     workers: BTreeSet<usize>,
-    /// By worker, the descriptor that has it look at the doorbells.
+    /// Doorbell eventfds by I/O thread.
     doorbell_eventfds: BTreeMap<usize, EventFd>,
 }
 
 impl IoQueues {
-    /// None yet, and at most so many of each kind.
+    /// Without queues, and with limits of `io_queues` of each kind.
     pub(super) fn new(io_queues: u16) -> Self {
         Self {
             sqs: BTreeMap::new(),
@@ -128,12 +128,12 @@ impl IoQueues {
         }
     }
 
-    /// The workers that serve these queues.
+    /// I/O threads that have had queues of this controller since the last reset.
     pub(super) fn workers(&self) -> impl Iterator<Item = usize> {
         self.workers.iter().copied()
     }
 
-    /// None of them has anything of the controller any more.
+    /// Clears the I/O threads, after all have detached the controller.
     pub(super) fn forget_workers(&mut self) {
         self.workers.clear();
     }
@@ -142,40 +142,40 @@ impl IoQueues {
         self.sqs.is_empty() && self.cqs.is_empty()
     }
 
-    /// Whether there is any submission queue.
+    /// True if a submission queue exists.
     pub(super) fn has_sqs(&self) -> bool {
         !self.sqs.is_empty()
     }
 
-    /// Whether none is being created or deleted.
+    /// True if no queue is being created or deleted.
     pub(super) fn is_quiet(&self) -> bool {
         self.sqs.values().all(|sq| sq.state == QueueState::Live)
             && self.cqs.values().all(|cq| cq.state == QueueState::Live)
     }
 
-    /// Submission and completion queues that the host may create.
+    /// Numbers of submission and completion queues that the host may create.
     pub(super) fn granted(&self) -> (u16, u16) {
         self.granted
     }
 
-    /// Where the completion queues are, and how many entries each has.
+    /// Addresses and numbers of entries of the completion queues.
     pub(super) fn completion_queues(&self) -> impl Iterator<Item = (u64, u32)> {
         self.cqs.values().map(|cq| (cq.layout.iova, cq.layout.size.entries()))
     }
 
-    /// Feature 07h, Number of Queues, was set.
+    /// Sets feature 07h, Number of Queues.
     pub(super) fn grant(&mut self, submission: u16, completion: u16) {
         self.granted = (submission, completion);
     }
 
-    /// The worker that serves submission queue `sqid`.
+    /// I/O thread at which submission queue `sqid` was placed.
     pub(super) fn worker_of(&self, sqid: u16) -> Option<usize> {
         self.sqs.get(&sqid).map(|sq| sq.worker)
     }
 
-    /// Has every namespace flushed, by a worker, whether there are queues or not: what was written
-    /// through queues that are gone counts as well. The controller has to be enabled. The end of
-    /// `operation` is its end.
+    /// Has an I/O thread flush all namespaces. Queues need not exist, because writes through
+    /// deleted queues are flushed as well. The controller has to be enabled. `operation` ends with
+    /// the flush.
     pub(super) fn flush(
         &mut self,
         cx: &Context,
@@ -190,7 +190,7 @@ impl IoQueues {
         cx.send(worker, Message::Flush { context, latch });
     }
 
-    /// Has a piece of a namespace verified, by a worker, as with [`flush`](Self::flush).
+    /// Has an I/O thread verify a piece of a namespace. Conditions as for [`flush`](Self::flush).
     pub(super) fn verify(
         &mut self,
         cx: &Context,
@@ -206,12 +206,12 @@ impl IoQueues {
         cx.send(worker, Message::Verify { context, piece, latch });
     }
 
-    /// A reset begins: the doorbells stand for nothing any more.
+    /// Drops the doorbell eventfds at the start of a reset.
     pub(super) fn drop_eventfds(&mut self) {
         self.doorbell_eventfds.clear();
     }
 
-    /// A reset is over: all queues are gone.
+    /// Removes all queues at the end of a reset.
     pub(super) fn reset(&mut self, cx: &Context) {
         for qid in std::mem::take(&mut self.sqs).into_keys() {
             cx.shared.set_owner(qid, DoorbellKind::Sq, None);
@@ -224,10 +224,10 @@ impl IoQueues {
         self.granted = (cx.config.io_queues, cx.config.io_queues);
     }
 
-    /// Descriptors that stand for the doorbells of the live queues.
+    /// Doorbell eventfds of the live queues.
     ///
     /// # Errors
-    /// The system's, when it has no more descriptors.
+    /// The error of the system if it has no more descriptors.
     pub(super) fn doorbell_eventfds(&mut self, cx: &Context) -> io::Result<DoorbellEventfds> {
         let sqs =
             self.sqs.values().map(|q| (q.state, q.worker, sq_doorbell_offset(q.layout.qid, DSTRD)));
@@ -251,7 +251,7 @@ impl IoQueues {
         Ok(found)
     }
 
-    /// The descriptor that has `worker` look at this controller's doorbells.
+    /// Doorbell eventfd of this controller on I/O thread `worker`, created if necessary.
     fn doorbell_eventfd(&mut self, cx: &Context, worker: usize) -> io::Result<EventFd> {
         if let Some(event) = self.doorbell_eventfds.get(&worker) {
             return event.try_clone();
@@ -265,7 +265,7 @@ impl IoQueues {
     }
 }
 
-/// The notice of an operation's end, as it is until a worker says otherwise.
+/// Notice of an operation's end. I/O threads may change its status, which is success initially.
 pub(super) fn ended(generation: u64, operation: Operation) -> Notice {
     Notice::Ended { generation, operation, status: Status::SUCCESS }
 }
