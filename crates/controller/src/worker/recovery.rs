@@ -8,7 +8,6 @@
 //!
 //! Only crashes by a fault count ([`Death`](crate::Death)). If an administrator kills processes
 //! repeatedly, commands are in flight at each kill, often the same ones, and none is the cause.
-//! row kills them while they have commands in hand, and often the same one.
 
 use super::backlog::Unread;
 use super::observer::Observer;

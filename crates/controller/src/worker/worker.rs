@@ -5,7 +5,6 @@
 //! of every doorbell, executes a full fence, checks everything once more, and sleeps in a single
 //! wait for trapped doorbells, messages and disk completions. Controllers that have been idle for a
 //! while are excluded from passes and arming until their doorbell is written (see `poll_group`).
-//! out of all that until they ring (see `poll_group`).
 
 use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
