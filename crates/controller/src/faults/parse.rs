@@ -1,20 +1,20 @@
-//! Faults as text.
+//! Parser of fault rules as text.
 
 use super::model::{Fault, Faults, Rule, When};
 use shadowbell_spec::status::Status;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// What can not be understood of a text that describes faults.
+/// Syntax error in a text that describes fault rules.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadFaults {
-    /// No such fault.
+    /// Unknown fault.
     #[error("`{0}` is no fault; write for example drop-after:every=100,hang:rate=1/50")]
     Fault(String),
-    /// A fault without what it needs, or with what it does not.
+    /// Fault with a missing, invalid or superfluous argument.
     #[error("`{0}`: {1}")]
     Argument(String, &'static str),
-    /// A condition that is none.
+    /// Unknown or invalid condition.
     #[error("`{0}` is no condition; there are every=N, rate=1/N, at=N, queue=QID and limit=N")]
     Condition(String),
 }
@@ -27,7 +27,7 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// The longest time that can be asked for: beyond it nobody waits, and clocks end some day.
+/// Maximum time of a fault: far beyond any host's timeout, and without overflow of the clock.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 fn time(text: &str) -> Option<Duration> {
