@@ -1,4 +1,4 @@
-//! The host's end, one step after the other. The predicates have tests of their own.
+//! Single-threaded tests of the host end. The predicates have tests of their own.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -61,7 +61,7 @@ fn a_controller_that_writes_the_shadow_entry_confuses_only_itself() {
     let mut host: Host<'_> = HostDoorbell::new(0);
     host.mirror(&shadow, &event_idx);
     host.trust();
-    // The old value is our own, not what the page says.
+    // The old value is the host's own copy, not that of the page.
     shadow.store(1, Ordering::Relaxed);
     assert!(host.publish(1));
     for hostile in [u32::MAX, 0x1_0000, 0x8000_0000] {
@@ -87,7 +87,7 @@ fn what_was_posted_is_asked_for_later_and_once() {
     assert!(host.needs_notification(), "stepped over 3");
     assert!(!host.has_deferred() && !host.needs_notification(), "once");
 
-    // Asked by the next update, which is another question.
+    // The next update makes the check of the earlier one, separately from its own.
     assert!(!host.publish_deferred(5));
     event_idx.store(4, Ordering::Relaxed);
     assert!(host.publish_deferred(6), "the one before stepped over 4");
@@ -113,7 +113,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
         (128, u32::MAX, 0),
         (128, 128, 0),
         (128, 0x7f, 3),
-        // Bits 31:16 of the entry are reserved.
+        // Bits 31:16 of an entry are reserved.
         (128, 0xffff_007f, 3),
         (2, 2, 0),
         (3, 1, 3),
@@ -125,7 +125,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
         cell.store(event_idx, Ordering::Relaxed);
         host.mirror(&shadow, &cell);
         host.trust();
-        // Theirs stays if it asks for nothing; otherwise the first update is not missed.
+        // An EventIdx outside of the ring is kept; any other one is set to the current value.
         assert_eq!(load(&cell), if writes == 0 { event_idx } else { 0 });
         cell.store(event_idx, Ordering::Relaxed);
         let mut at = 0;
@@ -134,7 +134,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
             let written = if turn % 2 == 0 {
                 host.publish(at)
             } else {
-                // The answer for this one comes with the next.
+                // The result for this update is returned by the next one.
                 assert!(!host.publish_deferred(at));
                 host.needs_notification()
             };
@@ -142,7 +142,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
         }
         assert_eq!(host.stats().mmio_needed, writes, "{entries} entries, EventIdx {event_idx:#x}");
     }
-    // Of the largest ring, every value is a position.
+    // In the largest ring, every value is a position.
     let (shadow, cell) = (AtomicU32::new(0), AtomicU32::new(0));
     let mut host: Host<'_> = HostDoorbell::new(0xffff);
     host.set_ring(RingSize::new(RingSize::MAX).unwrap());

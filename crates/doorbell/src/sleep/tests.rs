@@ -1,4 +1,4 @@
-//! Rounds of sleep, one step after the other.
+//! Single-threaded tests of sleep rounds.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
