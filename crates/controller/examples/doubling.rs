@@ -55,7 +55,7 @@ fn main() {
         "unmap" => unmap,
         "preempt" => preempt,
         "register" => register,
-        _ => panic!("there is no operation {what}"),
+        _ => panic!("unknown operation {what}"),
     };
     let subsystem = Subsystem::new(None).expect("a subsystem");
     let shares = ["preempt", "register"].contains(&what.as_str());

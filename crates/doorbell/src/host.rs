@@ -132,14 +132,14 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     ///
     /// Earlier writes (the submission queue entries) are visible to the controller with the value.
     #[inline]
-    #[must_use = "the controller may be asleep: write the register if this says so"]
+    #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn publish(&mut self, new: u16) -> bool {
         self.publish_with(Predicate::Linux, new)
     }
 
     /// [`publish`](Self::publish) with the predicate of another host.
     #[inline]
-    #[must_use = "the controller may be asleep: write the register if this says so"]
+    #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn publish_with(&mut self, predicate: Predicate, new: u16) -> bool {
         let mmio = match &self.shadow {
             Some(shadow) if shadow.trusted => {
@@ -174,7 +174,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     /// the entries. Deferred to the next update, it has nothing left to wait for. A sleeping
     /// controller is woken later by the same time, so this is useful for queues that keep it busy.
     #[inline]
-    #[must_use = "the controller may be asleep: write the register if this says so"]
+    #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn publish_deferred(&mut self, new: u16) -> bool {
         if !self.shadow.as_ref().is_some_and(|shadow| shadow.trusted) {
             return self.publish(new);
@@ -189,7 +189,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     /// True if the register has to be written for a [published](Self::publish_deferred) value.
     /// False if there is none, or if it was checked before.
     #[inline]
-    #[must_use = "the controller may be asleep: write the register if this says so"]
+    #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn needs_notification(&mut self) -> bool {
         let mmio = self.notification_needed(Predicate::Linux);
         if mmio {

@@ -76,7 +76,7 @@ impl<C: Cell, F> Drop for Declared<'_, C, F> {
 
 /// First phase of a round: arm everything that has to wake the sleeper.
 #[derive(Debug)]
-#[must_use = "arm every doorbell, then pass the fence"]
+#[must_use = "arm every doorbell, then execute the fence"]
 pub struct Arming<'a, C: Cell, F = FullFence> {
     declared: Declared<'a, C, F>,
     armed: u32,
@@ -191,7 +191,7 @@ impl<C: Cell, F: Fence> Waker<C, F> {
     /// The value is not validated on the trapping thread, but by the queue's owner when it reads
     /// it.
     #[inline]
-    #[must_use = "signal the sleeper if this says so"]
+    #[must_use = "signal the sleeper if this is true"]
     pub fn ring<R: Cell>(&self, register: &R, value: u32) -> bool {
         register.store_release(value);
         self.kick()
@@ -200,7 +200,7 @@ impl<C: Cell, F: Fence> Waker<C, F> {
     /// Wakes the sleeper after the caller has stored something that the sleeper checks. True if the
     /// caller must signal it.
     #[inline]
-    #[must_use = "signal the sleeper if this says so"]
+    #[must_use = "signal the sleeper if this is true"]
     pub fn kick(&self) -> bool {
         // Pairs with `Arming::fence`: either the sleeper's recheck sees the caller's store, or this
         // load sees that it sleeps.

@@ -80,7 +80,7 @@ impl Engine {
         entry.waiting = waiting;
         let entry = entry.at(parked.sqe.nsid, parked.sqe.cdw10_11());
         let tag = self.in_flight.next_tag();
-        debug_assert_eq!(tag, parked.tag, "the entry that was free last is taken first");
+        debug_assert_eq!(tag, parked.tag, "the entry freed last is reused first");
         self.in_flight.insert(tag, entry.of_requests());
         if asked == Asked::Now {
             self.alone.decided.push((tag, Decision::Try));
@@ -165,7 +165,7 @@ impl Engine {
             Op::Compare => Kind::Read(request.len),
             _ => Kind::Write(request.len),
         };
-        debug_assert_eq!(self.in_flight.next_tag(), tag, "the entry that was free last is first");
+        debug_assert_eq!(self.in_flight.next_tag(), tag, "the entry freed last is reused first");
         let tag = self.in_flight.next_tag();
         match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
             Submitted::Done(outcome) => {

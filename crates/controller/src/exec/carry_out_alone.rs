@@ -231,7 +231,7 @@ impl Engine {
             // The FUSE bits of parked commands are cleared.
             Started::Fused(permit) => (permit, Status::INTERNAL),
             Started::Pending => {
-                debug_assert_eq!(self.last_tag, tag, "the entry that was free last is taken first");
+                debug_assert_eq!(self.last_tag, tag, "the entry freed last is reused first");
                 return self.in_flight.set_alone(self.last_tag);
             }
         };
@@ -287,7 +287,7 @@ impl Engine {
     /// Holds the completion of a command that was in entry `tag`; returns the entry.
     pub(super) fn hold(&mut self, tag: u32, entry: InFlight, dw0: u32) -> u32 {
         let at = self.in_flight.next_tag();
-        debug_assert_eq!(at, tag, "the entry that was free last is taken first");
+        debug_assert_eq!(at, tag, "the entry freed last is reused first");
         self.in_flight.insert(at, entry.of_requests());
         self.alone.held.push(Held { tag: at, dw0 });
         at

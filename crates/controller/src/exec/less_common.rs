@@ -271,7 +271,7 @@ impl Engine {
                     Started::Failed(permit, status)
                 }
             }
-            _ => unreachable!("the entry is the one that was put in"),
+            _ => unreachable!("the entry was inserted by this function"),
         }
     }
 }

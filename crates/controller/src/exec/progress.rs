@@ -163,7 +163,7 @@ impl Engine {
             }
             Owner::Internal => {
                 if !status.is_success() {
-                    tracing::warn!(%status, "what the controller wanted for itself has failed");
+                    tracing::warn!(%status, "an internal request of the controller has failed");
                     if let Some(latch) = &waiting {
                         latch.set_status(status);
                     }

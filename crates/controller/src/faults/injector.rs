@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(count(When::At(17), None), [17]);
         let lot = count(When::OneIn(10), None);
         assert!((60..140).contains(&lot.len()), "{}", lot.len());
-        assert_eq!(lot, count(When::OneIn(10), None), "the same context, the same lot");
+        assert_eq!(lot, count(When::OneIn(10), None), "the same seed, the same choices");
     }
 
     #[test]

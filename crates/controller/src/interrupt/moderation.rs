@@ -261,7 +261,7 @@ mod tests {
         assert!(sizes.iter().all(|size| *size == 1));
         // Eight probes until the interval between two of them is a thousand interrupts.
         assert!(waits <= 8 + 100_000 / 1024, "{waits}");
-        assert!(bursts(&mut moderation, 1, 1000).1 <= 1, "and that is how it stays");
+        assert!(bursts(&mut moderation, 1, 1000).1 <= 1, "the interval stays long");
     }
 
     #[test]
@@ -393,7 +393,7 @@ mod tests {
             let one = guest(&mut patient(), 1, least, stolen);
             assert_eq!(
                 one.interrupts, one.completions,
-                "one that waits for each gets one for each"
+                "one interrupt per command at a queue depth of 1"
             );
         }
     }

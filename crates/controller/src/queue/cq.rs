@@ -25,7 +25,7 @@ const PER_LINE: u32 = 4;
 /// returned with its completion ([`Cq::complete`]) or without one ([`Cq::release`]). So there is
 /// always room for a completion.
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "the entry stays promised until `Cq::complete` or `Cq::release`"]
+#[must_use = "the entry stays reserved until `Cq::complete` or `Cq::release`"]
 pub(crate) struct Permit(());
 
 #[cfg(test)]
@@ -38,14 +38,14 @@ impl Permit {
 
 /// Permits for a batch of commands.
 #[derive(Debug)]
-#[must_use = "every permit has to be taken, or given back"]
+#[must_use = "every permit has to be taken or given back"]
 pub(crate) struct Permits(u32);
 
 impl Permits {
     /// Takes one permit.
     #[inline(always)]
     pub(crate) fn take(&mut self) -> Permit {
-        debug_assert!(self.0 != 0, "as many were reserved as there are commands");
+        debug_assert!(self.0 != 0, "one permit was reserved per command");
         self.0 = self.0.wrapping_sub(1);
         Permit(())
     }
@@ -187,7 +187,7 @@ impl Cq {
     /// Reserves `count` entries, of those that are [free](Self::free).
     #[inline(always)]
     pub(crate) fn reserve(&mut self, count: u32) -> Permits {
-        debug_assert!(count <= self.free(), "no more is promised than there is");
+        debug_assert!(count <= self.free(), "only free entries are reserved");
         self.promised += count;
         Permits(count)
     }
@@ -195,7 +195,7 @@ impl Cq {
     /// Returns the unused permits, of which there are `left`.
     #[inline(always)]
     pub(crate) fn give_back(&mut self, permits: Permits, left: u32) {
-        debug_assert_eq!(permits.0, left, "as many as were not taken");
+        debug_assert_eq!(permits.0, left, "the number of unused permits");
         self.promised -= left;
     }
 

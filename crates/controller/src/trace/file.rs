@@ -121,7 +121,7 @@ impl TraceFile {
     ) -> io::Result<Layout> {
         let too_large = || {
             let text = format!(
-                "a trace of {records_per_worker} records for each of {workers} workers is too large"
+                "a trace of {records_per_worker} records for each of {workers} I/O threads is too large"
             );
             io::Error::new(io::ErrorKind::InvalidInput, text)
         };
@@ -261,7 +261,7 @@ fn is_there(path: &Path) -> io::Result<bool> {
         other => other?,
     };
     let not_a_trace = || {
-        let text = format!("{} exists and is not a trace; it is left alone", path.display());
+        let text = format!("{} exists and is not a trace; it was not changed", path.display());
         io::Error::new(io::ErrorKind::AlreadyExists, text)
     };
     if !metadata.is_file() {
@@ -278,7 +278,7 @@ fn is_there(path: &Path) -> io::Result<bool> {
 }
 
 fn outside() -> io::Error {
-    io::Error::other("the trace file is smaller than it was made")
+    io::Error::other("the trace file is smaller than its layout")
 }
 
 /// Ring of a trace, for its single writer thread. Code that may be traced holds an `Option` of it:

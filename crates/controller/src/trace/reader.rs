@@ -12,19 +12,19 @@ use zerocopy::{FromBytes, IntoBytes};
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// OS error.
-    #[error("the trace can not be read: {0}")]
+    #[error("the trace cannot be read: {0}")]
     Io(#[from] io::Error),
     /// The file is not a trace.
     #[error("this is not a trace")]
     NotATrace,
     /// The trace has another format version.
-    #[error("this is a trace of version {0}, and only version {VERSION} can be read")]
+    #[error("unsupported trace version {0}; this program reads version {VERSION}")]
     Version(u32),
     /// The header has an invalid field.
     #[error("the trace is damaged: {0}")]
     Damaged(&'static str),
     /// The file is shorter than its header says.
-    #[error("the trace is cut off: it has {actual} bytes of {expected}")]
+    #[error("the trace is truncated: {actual} of {expected} bytes")]
     CutOff {
         /// Length of the file in bytes.
         actual: u64,
@@ -69,10 +69,10 @@ fn layout(file: &File) -> Result<Layout, TraceError> {
         return Err(TraceError::Version(header.version));
     }
     if header.record_bytes as usize != RECORD_BYTES {
-        return Err(TraceError::Damaged("the size of a record"));
+        return Err(TraceError::Damaged("invalid record size"));
     }
     let layout = Layout::new(header.rings, header.capacity)
-        .ok_or(TraceError::Damaged("the number or the size of its rings"))?;
+        .ok_or(TraceError::Damaged("invalid number or size of rings"))?;
     let expected = layout.bytes();
     if actual < expected {
         return Err(TraceError::CutOff { actual, expected });

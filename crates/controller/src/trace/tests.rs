@@ -105,7 +105,7 @@ fn a_ring_has_one_owner() {
     let trace = TraceFile::create(&scratch.path(), 2, 1).unwrap();
     assert!(trace.worker(1).is_some());
     assert!(trace.worker(1).is_none());
-    assert!(trace.worker(2).is_none(), "that is the control plane's");
+    assert!(trace.worker(2).is_none(), "the last ring is the control plane's");
     assert!(trace.worker(u16::MAX).is_none());
     assert_eq!(trace.workers().len(), 1);
     assert!(trace.control().is_some());
@@ -298,7 +298,7 @@ fn a_trace_that_is_too_large_is_refused() {
 fn other_files_are_refused_with_the_reason() {
     let scratch = Scratch::new();
     let path = scratch.path();
-    assert!(matches!(error(&path), TraceError::Io(_)), "there is none");
+    assert!(matches!(error(&path), TraceError::Io(_)), "no such file");
     assert!(matches!(error(scratch.0.path()), TraceError::NotATrace));
     assert!(matches!(error(Path::new("/dev/zero")), TraceError::NotATrace));
     for bytes in [&b""[..], b"SBTRACE\x01", &[0; 64], &[0xff; 100_000]] {

@@ -140,7 +140,7 @@ impl ControllerQueues {
                 self.deleting.extend(place.map(disk));
             }
             Err(error) => {
-                tracing::error!(nsid, %error, "a worker can not open a namespace's disk");
+                tracing::error!(nsid, %error, "cannot open the disk of a namespace");
                 latch.set_status(Status::INTERNAL);
             }
         }
@@ -430,8 +430,8 @@ impl ControllerQueues {
             let controller = self.set.shared.id;
             tracing::warn!(
                 controller,
-                "the controller has as many {exceeded} under way as one may have; more commands \
-                 wait in their queues until some have ended (this is said once)"
+                "in-flight limit of the controller reached: {exceeded}; further commands wait in \
+                 their queues until some have ended (logged once)"
             );
         }
         0

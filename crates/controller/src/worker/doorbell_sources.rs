@@ -36,7 +36,9 @@ impl DoorbellSources {
                 let registered = Registered { source, shared: Arc::clone(shared), in_vain: 0 };
                 self.0.insert(shared.id, registered);
             }
-            Err(error) => tracing::debug!(%error, "a worker can not wait for a host by itself"),
+            Err(error) => {
+                tracing::debug!(%error, "cannot receive doorbell writes on the I/O thread")
+            }
         }
     }
 

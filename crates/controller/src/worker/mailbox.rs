@@ -199,7 +199,7 @@ mod tests {
         let before = done();
         let messages = mailbox.take();
         assert_eq!(messages.len(), 2);
-        assert_eq!(done(), before, "no notice is given before the worker has the map");
+        assert_eq!(done(), before, "no latch is released before the thread has the map");
         drop(messages);
         assert_eq!(done(), before + 1000);
     }

@@ -412,8 +412,8 @@ mod tests {
     fn a_disk_that_takes_its_time_is_not_polled() {
         let mut worker = Worker::new();
         let (awake, sleeps) = worker.serves(1000, 15, 300);
-        assert!((0.04..0.05).contains(&awake), "the host's part of the time: {awake}");
-        assert_eq!(sleeps, 1.0, "while the disk works");
+        assert!((0.04..0.05).contains(&awake), "share of the host's time: {awake}");
+        assert_eq!(sleeps, 1.0, "one sleep per disk request");
     }
 
     #[test]

@@ -89,7 +89,7 @@ impl Handle {
                 }
             }
         })?;
-        outcome.recv().map_err(|_| io::Error::other("a worker did not start"))??;
+        outcome.recv().map_err(|_| io::Error::other("an I/O thread did not start"))??;
         Ok(Self {
             mailbox,
             load: 0.into(),
@@ -471,7 +471,9 @@ impl std::fmt::Debug for Turns {
 fn pin_to(cpu: usize) -> io::Result<()> {
     let mut set = rustix::thread::CpuSet::new();
     if cpu >= rustix::thread::CpuSet::MAX_CPU {
-        return Err(io::Error::other(format!("there is no processor {cpu} to pin to")));
+        return Err(io::Error::other(format!(
+            "cannot pin an I/O thread to CPU {cpu}: no such CPU"
+        )));
     }
     set.set(cpu);
     rustix::thread::sched_setaffinity(None, &set)?;

@@ -561,9 +561,9 @@ fn give_up(shared: &ControllerShared, qid: u16, command: &RecoveredCommand) {
         opcode,
         nsid,
         lba,
-        "{deaths} processes have died one after the other with this command in hand: it is \
-         completed with an Internal Error and not carried out again; please report that, with what \
-         the processes have said at their ends"
+        "{deaths} server processes in a row crashed with this command in flight: it is completed \
+         with Internal Error and not executed again; please report this, with the last log lines \
+         of these processes"
     );
 }
 

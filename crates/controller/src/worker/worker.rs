@@ -353,7 +353,7 @@ impl Worker {
                     return;
                 }
                 if let Err(error) = self.watch_eventfd(controller, &event) {
-                    tracing::warn!(%error, "a worker can not wait for a controller's doorbells");
+                    tracing::warn!(%error, "cannot watch the doorbell eventfd of a controller");
                 } else if let Some(queues) = self.queues(controller) {
                     queues.keep_eventfd(event);
                 }
@@ -464,7 +464,7 @@ impl Worker {
             Ok(latch)
         });
         if let Err(error) = arrived {
-            tracing::error!(%error, "a worker can not take over a controller from another");
+            tracing::error!(%error, "cannot take over a controller's queues from another I/O thread");
             control.notify(Notice::Stranded);
         }
     }
@@ -489,7 +489,7 @@ impl Worker {
                     self.poll_group.add(queues, state.unwrap_or_default());
                 }
                 Err(error) => {
-                    tracing::error!(%error, "a worker can not open a namespace's disk");
+                    tracing::error!(%error, "cannot open the disk of a namespace");
                     return None;
                 }
             }

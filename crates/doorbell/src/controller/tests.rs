@@ -62,7 +62,7 @@ fn the_register_stays_the_truth_until_the_entry_departs() {
     assert_eq!(tail.look(), Ok(5));
     tail.enable(&cells.shadow, &cells.event_idx);
     assert_eq!(cells.event_idx(), 5);
-    assert_eq!(tail.look(), Ok(5), "the snapshot is no value");
+    assert_eq!(tail.look(), Ok(5), "the snapshot does not count as a value");
     cells.ring(6);
     assert_eq!(tail.look(), Ok(6));
     assert_eq!(cells.event_idx(), 6, "in step until the entry departs");
@@ -224,9 +224,9 @@ fn without_its_page_a_queue_stands_still_and_goes_on_when_it_is_back() {
     tail.disable();
     cells.shadow(5);
     cells.ring(7);
-    assert_eq!(tail.look(), Ok(3), "neither the page that is gone nor the register");
+    assert_eq!(tail.look(), Ok(3), "neither the unmapped page nor the register");
     tail.arm(&mut Sleeper::<_>::new(AtomicU32::new(0)).prepare());
-    assert_eq!(cells.event_idx(), 2, "nor is the old page written");
+    assert_eq!(cells.event_idx(), 2, "the unmapped page is not written");
     tail.reattach(&cells.shadow, &cells.event_idx);
     assert_eq!(cells.event_idx(), 3);
     assert_eq!(tail.look(), Ok(5));
@@ -280,7 +280,7 @@ fn an_entry_out_of_reach_at_first_is_enabled_when_it_comes() {
     cells.shadow(6);
     assert_eq!(tail.look(), Ok(2));
     tail.reattach(&cells.shadow, &cells.event_idx);
-    assert_eq!(tail.look(), Ok(2), "what was in the entry is its snapshot");
+    assert_eq!(tail.look(), Ok(2), "the first content of the entry is its snapshot");
     cells.shadow(3);
     assert_eq!(tail.look(), Ok(3));
 }

@@ -17,7 +17,7 @@ fn a_plain_doorbell_is_always_written() {
     assert!(host.publish(1));
     assert!(host.publish(2));
     host.trust();
-    assert!(host.publish(3), "there is nothing to trust");
+    assert!(host.publish(3), "no shadow entry is attached");
     assert_eq!(host.current(), 3);
     assert_eq!(host.stats().mmio_needed, 3);
 }
@@ -27,8 +27,12 @@ fn mirrored_then_trusted_then_forgotten() {
     let (shadow, event_idx) = (AtomicU32::new(99), AtomicU32::new(99));
     let mut host: Host<'_> = HostDoorbell::new(5);
     host.mirror(&shadow, &event_idx);
-    assert_eq!((load(&shadow), load(&event_idx)), (5, 5), "whatever the page held before");
-    assert!(host.publish(6), "not trusted yet: both");
+    assert_eq!(
+        (load(&shadow), load(&event_idx)),
+        (5, 5),
+        "initialized independently of the page's content"
+    );
+    assert!(host.publish(6), "not trusted yet: entry and register");
     assert_eq!(load(&shadow), 6);
 
     host.trust();
@@ -40,7 +44,7 @@ fn mirrored_then_trusted_then_forgotten() {
 
     host.forget();
     assert!(host.publish(2));
-    assert_eq!(load(&shadow), 1, "the page may be somebody else's by now");
+    assert_eq!(load(&shadow), 1, "the page may be reused by now");
     let stats = host.stats();
     assert_eq!((stats.published, stats.mmio_needed, stats.mmio_saved), (5, 3, 2));
 }
@@ -77,12 +81,12 @@ fn what_was_posted_is_asked_for_later_and_once() {
     let mut host: Host<'_> = HostDoorbell::new(0);
     assert!(host.publish_deferred(1), "a plain doorbell is written");
     host.mirror(&shadow, &event_idx);
-    assert!(host.publish_deferred(2), "and so is one that is not relied upon yet");
+    assert!(host.publish_deferred(2), "a shadow entry is not trusted yet");
     assert!(!host.has_deferred() && !host.needs_notification());
     host.trust();
 
     assert!(!host.publish_deferred(4));
-    assert_eq!((load(&shadow), host.has_deferred()), (4, true), "it is there at once");
+    assert_eq!((load(&shadow), host.has_deferred()), (4, true), "the value is stored at once");
     event_idx.store(3, Ordering::Relaxed);
     assert!(host.needs_notification(), "stepped over 3");
     assert!(!host.has_deferred() && !host.needs_notification(), "once");
@@ -90,19 +94,19 @@ fn what_was_posted_is_asked_for_later_and_once() {
     // The next update makes the check of the earlier one, separately from its own.
     assert!(!host.publish_deferred(5));
     event_idx.store(4, Ordering::Relaxed);
-    assert!(host.publish_deferred(6), "the one before stepped over 4");
+    assert!(host.publish_deferred(6), "the update before passed 4");
     assert!(!host.needs_notification());
     assert!(!host.publish_deferred(7));
     event_idx.store(6, Ordering::Relaxed);
-    assert!(host.publish(8), "the one before stepped over 6");
+    assert!(host.publish(8), "the update before passed 6");
     assert!(!host.has_deferred());
     assert!(!host.publish_deferred(9));
     event_idx.store(9, Ordering::Relaxed);
-    assert!(host.publish(10), "this one stepped over 9");
+    assert!(host.publish(10), "this update passed 9");
 
     assert!(!host.publish_deferred(11));
     host.forget();
-    assert!(!host.needs_notification(), "there is nothing to ask any more");
+    assert!(!host.needs_notification(), "no shadow entry is attached any more");
     let stats = host.stats();
     assert_eq!((stats.published, stats.mmio_needed + stats.mmio_saved), (10, 10));
 }
