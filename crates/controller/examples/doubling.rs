@@ -1,12 +1,12 @@
-//! What a host can have done by the worker and the control plane, as often as it says: for counting
-//! the instructions as that number doubles (`cargo xtask test` does).
+//! Scaling of host operations: executes an OPERATION on COUNT commands or pages, for counting the
+//! instructions of the I/O thread and the control plane while COUNT doubles (`cargo xtask test`).
 //!
 //!     cargo build --release -p shadowbell-controller --example doubling
 //!     valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*measured*' \
 //!         target/release/examples/doubling reset 500
 //!
-//! All that is counted takes place on one thread, so runs execute the same instructions, but for
-//! a turn more or less where a subsystem is waited for.
+//! Everything counted runs on one thread, so repeated runs execute the same instructions, except
+//! for a turn more or less where the subsystem's thread is waited for.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -27,13 +27,13 @@ use shadowbell_spec::{Sqe, Status, regs};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Entries of the I/O queue: more than any number here.
+/// Entries of the I/O queue: more than any COUNT used.
 const ENTRIES: u32 = 2048;
 
 struct Field {
     host: Host,
     queue: Queue,
-    /// Another host of the same namespace.
+    /// Second host of the same namespace.
     other: Option<(Host, Queue)>,
     turns: Turns,
     held: Held,
@@ -55,24 +55,24 @@ fn main() {
         "unmap" => unmap,
         "preempt" => preempt,
         "register" => register,
-        _ => panic!("there is no operation {what}"),
+        _ => panic!("unknown operation {what}"),
     };
     let subsystem = Subsystem::new(None).expect("a subsystem");
     let shares = ["preempt", "register"].contains(&what.as_str());
     let mut field = Field::new(shares.then_some(&subsystem));
     operation(&mut field, count);
-    // What is left is not waited for.
+    // Commands that are still in flight are not waited for.
     std::process::exit(0);
 }
 
-/// Everything that is counted.
+/// Executes `what`, which is counted: callgrind matches the name of this function.
 #[inline(never)]
 fn measured<T>(what: impl FnOnce() -> T) -> T {
     std::hint::black_box(what())
 }
 
 impl Field {
-    /// A host, and a second one if they share the namespace.
+    /// Creates a host, and a second one if a subsystem shares the namespace.
     fn new(subsystem: Option<&Subsystem>) -> Self {
         let held = Held::new(1 << 16);
         let (pool, mut turns) = Pool::driven(Polling::Never).expect("a pool");
@@ -107,7 +107,7 @@ impl Field {
         Self { host: first, queue, other, turns, held }
     }
 
-    /// So many reads that do not end.
+    /// Submits `count` reads that do not end.
     fn hold(&mut self, count: u16) {
         self.held.order(|orders| orders.hold = true);
         let Self { host, queue, turns, .. } = self;
@@ -152,7 +152,7 @@ fn delete(field: &mut Field, count: u16) {
     assert_eq!(field.held.cancelled(), usize::from(count));
 }
 
-/// An Abort of one of so many: each looks for its command among all of them.
+/// Aborts one of `count` commands, which the controller has to find among all of them.
 fn abort(field: &mut Field, count: u16) {
     field.hold(count);
     field.held.order(|orders| orders.hold = true);
@@ -167,7 +167,7 @@ fn abort(field: &mut Field, count: u16) {
     assert_eq!(field.held.cancelled(), 1);
 }
 
-/// Commands of 256 ranges each, to their end.
+/// Executes `count` Dataset Management commands of 256 ranges each.
 fn ranges(field: &mut Field, count: u16) {
     let Field { host, queue, turns, .. } = field;
     let page = host.alloc(4096);
@@ -189,7 +189,7 @@ fn ranges(field: &mut Field, count: u16) {
     });
 }
 
-/// Pages beside the host's memory, each a map of its own, with room between them.
+/// Addresses of pages outside of the host's memory, each a map of its own, with gaps in between.
 fn pages(count: u16) -> impl Iterator<Item = u64> {
     (0..u64::from(count)).map(|n| BASE + MEMORY + (1 << 40) + n * 8192)
 }
@@ -220,7 +220,7 @@ fn unmap(field: &mut Field, count: u16) {
     });
 }
 
-/// A subsystem has a thread of its own. Waiting for it is not to be counted.
+/// Makes turns until `done`. The sleep for the subsystem's own thread costs no instructions.
 fn turns_until<T>(turns: &mut Turns, mut done: impl FnMut() -> Option<T>) -> T {
     loop {
         while turns.turn() {}
@@ -231,9 +231,9 @@ fn turns_until<T>(turns: &mut Turns, mut done: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Takes a namespace from another host, which has so many commands under way.
+/// Preempts the reservation of a host with `count` commands in flight.
 fn preempt(field: &mut Field, count: u16) {
-    // Exclusive access: for host 1, and then for host 2.
+    // Exclusive Access for host 1, then for host 2.
     let Field { host, queue, turns, .. } = field;
     let acquire = |host: &mut Host, queue: &mut Queue, action: u32, keys: [u64; 2]| {
         let at = host.alloc(4096);
@@ -254,7 +254,7 @@ fn preempt(field: &mut Field, count: u16) {
     });
 }
 
-/// Registers so many times.
+/// Executes `count` reservation registrations.
 fn register(field: &mut Field, count: u16) {
     let Field { host, queue, turns, .. } = field;
     let at = host.alloc(4096);

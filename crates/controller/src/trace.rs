@@ -1,19 +1,20 @@
-//! Doorbell trace: a record of every doorbell decision and of the commands between them.
+//! Doorbell trace: every doorbell decision, and the commands in between.
 //!
-//! A trace file has one ring per I/O thread and one for the control plane. Each owner writes its
-//! ring through a shared mapping: a record costs a clock read, a copy of 32 bytes and a store, but
-//! no system call, and survives a crash of the process. A full ring overwrites its oldest records.
-//! [`read_trace`] merges the rings by time, also while they are being written.
+//! A trace is a file of rings, one per I/O thread and one for the control plane. Each ring has a
+//! single writer, which writes through a shared mapping: a record costs reading the clock, a copy
+//! of 32 bytes and a store, but no system call, and survives a crash of the process. A full ring
+//! overwrites its oldest records. [`read_trace`] merges the rings by time, also while they are
+//! being written.
 //!
 //! # File format
 //!
 //! All numbers are little-endian.
 //!
-//! | offset | contents |
+//! | offset | content |
 //! |---|---|
-//! | 0 | `Header`: layout of the file |
-//! | 64 + 64 r | records ever written to ring r; one cache line each, against false sharing |
-//! | next multiple of 4096 | the rings, one after the other, of 32-byte records |
+//! | 0 | `Header`: describes the rest of the file |
+//! | 64 + 64 r | number of records ever written to ring r; each count has its own cache line |
+//! | the next multiple of 4096 | the rings, one after the other, of 32-byte records |
 
 mod file;
 mod layout;

@@ -1,28 +1,28 @@
-//! The two things that the protocol needs from the machine: a shared 32-bit cell and a full fence.
+//! Machine primitives of the protocol: a shared 32-bit cell and a full memory fence.
 //!
-//! Everything else in this crate is generic over them, so that the code which ships is, line for
-//! line, the code which the loom models explore.
+//! All other code of this crate is generic over these two, so the shipped code is, line for line,
+//! the code that the loom models explore.
 
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicU32, Ordering};
 
-/// A 32-bit cell that the other end may read or write at any moment: a doorbell register, an entry
-/// of the Shadow Doorbell buffer or of the EventIdx buffer, or the state of a sleeper.
+/// Shared 32-bit cell that the peer may read or write at any moment: a doorbell register, an entry
+/// of the Shadow Doorbell or the EventIdx buffer, or the state of a sleeper.
 ///
-/// Values are in the processor's byte order. An implementation for memory that is shared with a
-/// peer converts from and to little-endian, which is what NVMe and PCI use.
+/// Values are in the CPU's byte order. An implementation for memory that is shared with a peer
+/// converts from and to little-endian, the byte order of NVMe and PCI.
 pub trait Cell {
-    /// Reads the cell, with no order against anything else.
+    /// Reads the cell without any ordering.
     fn load_relaxed(&self) -> u32;
 
-    /// Reads the cell; what the writer of this value wrote before it is visible after.
+    /// Reads the cell; earlier writes of the thread that stored the value are visible afterwards.
     fn load_acquire(&self) -> u32;
 
-    /// Writes the cell; what was written before becomes visible with it.
+    /// Writes the cell; earlier writes become visible no later than the value.
     fn store_release(&self, value: u32);
 }
 
-/// A plain atomic is a cell in shared memory, and is therefore little-endian.
+/// A plain atomic is a cell in shared memory, so its value is stored as little-endian.
 impl Cell for AtomicU32 {
     #[inline]
     fn load_relaxed(&self) -> u32 {
@@ -51,7 +51,7 @@ impl Cell for loom::sync::atomic::AtomicU32 {
     }
 
     fn store_release(&self, value: u32) {
-        // A model that found its deadlock is unwinding; loom has no thread left to store with.
+        // After a detected deadlock, loom unwinds and has no thread left for the store.
         if !std::thread::panicking() {
             self.store(value, Ordering::Release);
         }
@@ -81,17 +81,17 @@ macro_rules! cell_by_pointer {
 
 cell_by_pointer!(&T, Arc<T>);
 
-/// A full memory fence: above all, it keeps an earlier store before a later load (StoreLoad), the
-/// one order that x86 does not give for nothing and that no acquire or release can express.
+/// Full memory fence. It orders an earlier store before a later load (StoreLoad), the one order
+/// that x86 does not guarantee and that acquire and release cannot express.
 ///
-/// A type parameter and not a function, so that a model can put a broken one in its place and show
-/// that the checker notices.
+/// The fence is a type parameter and not a function, so that a model can replace it with a broken
+/// one and show that the model checker detects that.
 pub trait Fence: 'static {
-    /// Passes the fence.
+    /// Executes the fence.
     fn full();
 }
 
-/// The fence that ships: sequentially consistent.
+/// Sequentially consistent fence: the one that ships.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FullFence;
 

@@ -1,7 +1,7 @@
-//! The controller's end of one doorbell.
+//! Controller end of a doorbell.
 //!
-//! Verbs: [`look`] while polling, [`arm`] and [`recheck`] on the way to sleep, [`disarm`] after it.
-//! What is looked at, and why it can be believed, is in the documentation of the crate.
+//! Operations: [`look`] while polling, [`arm`] and [`recheck`] before a sleep, [`disarm`] after it.
+//! The rules behind them are in the documentation of the crate.
 //!
 //! [`look`]: SqTail::look
 //! [`arm`]: SqTail::arm
@@ -12,14 +12,14 @@ use core::fmt;
 
 use crate::{Arming, Cell, ControllerCounters, ControllerStats, Fence, Fenced, RingSize, Sleeper};
 
-/// A host put a value in a doorbell that cannot be: outside the ring, or a completion queue head
-/// that consumes more than was posted.
+/// Invalid doorbell value: outside of the ring, or a completion queue head that consumes more
+/// entries than were posted.
 ///
-/// The controller answers with the asynchronous event Invalid Doorbell Write Value (type Error
-/// Status, 01h; NVMe Base 2.0, 5.2) and otherwise ignores the value.
+/// The controller reports the asynchronous event Invalid Doorbell Write Value (type Error Status,
+/// 01h; NVMe Base 2.0, 5.2) and otherwise ignores the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidDoorbell {
-    /// The value, as found.
+    /// The invalid value.
     pub value: u32,
 }
 
@@ -31,36 +31,38 @@ impl fmt::Display for InvalidDoorbell {
 
 impl core::error::Error for InvalidDoorbell {}
 
-/// Where a doorbell's value is to be found.
+/// Source of a doorbell's current value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Truth {
-    /// In the doorbell register: there is no shadow entry, or it has not departed from its
+    /// The doorbell register: there is no shadow entry, or the entry has not departed from its
     /// snapshot.
     Register,
-    /// Nowhere new: the queue has lived by a shadow entry, which Doorbell Buffer Config replaced by
-    /// one that has not departed yet. The register is out of date by now; the last value stands.
+    /// The last value seen: the queue used a shadow entry, which a second Doorbell Buffer Config
+    /// replaced by an entry that has not departed yet. The register is out of date, so neither is
+    /// read as the value.
     Last,
-    /// In the shadow entry, for as long as the queue lives.
+    /// The shadow entry, for the rest of the queue's lifetime.
     Shadow,
 }
 
-/// What has to be kept of a doorbell to go on with it elsewhere: plain data, no cells.
+/// Serializable state of a doorbell, for continuing it elsewhere: plain data without cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DoorbellState {
-    /// The last valid value seen.
+    /// Last valid value.
     pub last: u16,
-    /// Where the next one will be found.
+    /// Source of the next value.
     pub truth: Truth,
-    /// What the shadow entry held when it was put in force, if it was.
+    /// Value of the shadow entry when it was enabled, if it was.
     pub snapshot: Option<u32>,
 }
 
-/// The shadow entry and its EventIdx, while they are mapped.
+/// Shadow entry and EventIdx while they are mapped.
 #[derive(Debug)]
 struct Shadow<S> {
     value: S,
     event_idx: S,
-    /// What we last stored in `event_idx`. The cell itself is never read: the host can write it.
+    /// Last value stored in `event_idx`. The cell itself is never read, because the host can write
+    /// it.
     published: u16,
 }
 
@@ -72,14 +74,14 @@ impl<S: Cell> Shadow<S> {
     }
 }
 
-/// What a tail and a head have in common.
+/// Common part of a submission queue tail and a completion queue head.
 #[derive(Debug)]
 struct Doorbell<R, S, C> {
     size: RingSize,
     state: DoorbellState,
     register: R,
     shadow: Option<Shadow<S>>,
-    /// The last value refused, so that it is reported once and not at every look.
+    /// Last invalid value, which is reported once and not at every look.
     refused: Option<u32>,
     counters: C,
 }
@@ -107,7 +109,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         self.shadow = Some(shadow);
     }
 
-    /// The present value, from where the truth is.
+    /// Reads the current value from its source.
     #[inline]
     fn read(&mut self) -> u32 {
         let last = u32::from(self.state.last);
@@ -121,8 +123,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         if self.state.truth == Truth::Shadow {
             return shadow.value.load_acquire();
         }
-        // The register first. A host stores a value in its shadow entry before it rings; whoever
-        // has read what it rang with must then find the entry departed.
+        // The register is read first. A host stores a value in its shadow entry before it writes
+        // the register, so a controller that has read the register then finds the entry departed.
         let register = self.register.load_acquire();
         let value = shadow.value.load_acquire();
         if self.state.snapshot != Some(value) {
@@ -135,7 +137,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         }
     }
 
-    /// Takes the present value if it lies at most `limit` entries ahead; says whether it moved.
+    /// Accepts the current value if it is at most `limit` entries ahead. True if it has changed.
     #[inline]
     fn take(&mut self, limit: u32) -> Result<bool, InvalidDoorbell> {
         let value = self.read();
@@ -163,14 +165,15 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         Err(InvalidDoorbell { value })
     }
 
-    /// Keeps EventIdx out of the way of a host whose value has just been seen to have `moved`.
+    /// Moves EventIdx out of the way of a host whose value has just moved by `moved` entries.
     ///
-    /// "Never ring" has no value: there is a position for EventIdx only behind the host, and the
-    /// host comes round. So EventIdx follows, a step whenever the host is a quarter of the ring
-    /// ahead. It goes to one before the value that the host moved from, not the one that it moved
-    /// to: the host may be in the middle of this very update, its value stored and EventIdx not yet
-    /// read, and would find it in the interval that it steps over. An update of more than an eighth
-    /// of the ring is not spared that; the room is needed in front.
+    /// No EventIdx value means "never ring": every position of the ring is passed by the host once
+    /// per turn. So EventIdx follows behind the host, with a step whenever the host is a quarter of
+    /// the ring ahead. The new position is one before the value that the host moved from, not
+    /// before the value that it moved to: the host may be in the middle of this update, with its
+    /// value stored and EventIdx not read yet, and must not find EventIdx in the interval of the
+    /// update. An update of more than an eighth of the ring is not protected, because the distance
+    /// in front of the host is needed, too.
     #[inline]
     fn run_ahead(&mut self, moved: u32) {
         let Some(shadow) = &mut self.shadow else { return };
@@ -183,8 +186,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
             }
             self.size.back(last, 1 + moved.min(entries / 8))
         } else {
-            // Until the entry departs, keep in step: if the host's first update under the new rule
-            // leaves the entry as it was, a ring is the only trace of it.
+            // Until the entry departs, EventIdx follows exactly: if the host's first shadow update
+            // leaves the entry's value unchanged, the register write is the only sign of it.
             last
         };
         shadow.publish(event_idx);
@@ -228,7 +231,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         }
     }
 
-    /// How far a completion queue's head may go: the controller posts at `tail`.
+    /// Distance that a completion queue's head may move: up to `tail`, the next entry to be posted.
     #[inline]
     fn posted(&self, tail: u16) -> u32 {
         self.size.distance(self.state.last, tail)
@@ -239,11 +242,11 @@ macro_rules! doorbell {
     ($(#[$outer:meta])* $name:ident) => {
         $(#[$outer])*
         ///
-        /// `R` is the cell of the doorbell register: the trap stores in it, or the host itself if
-        /// the page of doorbells is mapped. `S` is a cell in the Shadow Doorbell and EventIdx
-        /// buffers.
+        /// `R` is the cell of the doorbell register, which is written by the trap handler, or by
+        /// the host itself if the doorbell page is mapped. `S` is a cell in the Shadow Doorbell and
+        /// EventIdx buffers.
         ///
-        /// `C` is where it counts: here, or what others hold as well
+        /// `C` holds the counters: owned, or shared with other threads
         /// ([`counted_by`](Self::counted_by)).
         #[derive(Debug)]
         pub struct $name<R, S = R, C = ControllerCounters> {
@@ -251,17 +254,17 @@ macro_rules! doorbell {
         }
 
         impl<R: Cell, S: Cell> $name<R, S> {
-            /// The doorbell of a queue that was just created: empty, at position 0, and with no
-            /// shadow entry until [`enable`](Self::enable). `register` must hold 0.
+            /// Creates the doorbell of a new, empty queue, at position 0 and without a shadow
+            /// entry until [`enable`](Self::enable). `register` must hold 0.
             #[inline]
             pub fn new(size: RingSize, register: R) -> Self {
                 let state = DoorbellState { last: 0, truth: Truth::Register, snapshot: None };
                 Self { doorbell: Doorbell::new(size, register, state) }
             }
 
-            /// The doorbell of a queue that lived elsewhere, from its [`state`](Self::state);
-            /// nothing if that is not a state of a queue of this `size`. `register` must hold what
-            /// it held there. The shadow entry, if there was one, follows with
+            /// Continues the doorbell of a queue from elsewhere, from its [`state`](Self::state);
+            /// `None` if the state is invalid for a queue of this `size`. `register` must hold the
+            /// same value as there. The shadow entry, if there was one, is attached with
             /// [`reattach`](Self::reattach).
             #[inline]
             pub fn resume(size: RingSize, register: R, state: DoorbellState) -> Option<Self> {
@@ -271,8 +274,8 @@ macro_rules! doorbell {
         }
 
         impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> $name<R, S, C> {
-            /// Counts in `counters` from here on, which others may read meanwhile: an `Arc` of
-            /// [`ControllerCounters`].
+            /// Replaces the counters, for example by an `Arc` of [`ControllerCounters`] that other
+            /// threads read.
             #[inline]
             pub fn counted_by<D>(self, counters: D) -> $name<R, S, D>
             where
@@ -283,69 +286,70 @@ macro_rules! doorbell {
                 $name { doorbell }
             }
 
-            /// Doorbell Buffer Config is being executed, or the queue created while it is in force:
-            /// `value` is the entry of the Shadow Doorbell buffer, `event_idx` that of the EventIdx
-            /// buffer. To be called before the command completes.
+            /// Enables the shadow entry `value` and the EventIdx entry `event_idx`, when Doorbell
+            /// Buffer Config is executed, or when a queue is created while it is enabled. Call this
+            /// before the command completes.
             ///
-            /// Takes the entry's value as the snapshot that it has to depart from, and arms
+            /// Takes the entry's value as the snapshot from which it has to depart, and arms
             /// EventIdx. `value` is never written.
             #[inline]
             pub fn enable(&mut self, value: S, event_idx: S) {
                 self.doorbell.enable(value, event_idx);
             }
 
-            /// Drops the cells of the shadow entry and of its EventIdx: a Controller Level Reset,
-            /// which does this before anything else, or the host unmapped their page. What is known
-            /// about the entry stays known; a queue that lives by it stands still.
+            /// Drops the cells of the shadow entry and of EventIdx: first step of a Controller
+            /// Level Reset, or after the host has unmapped their page. The state of the entry is
+            /// kept; a queue whose value is in the entry stops.
             #[inline]
             pub fn disable(&mut self) {
                 self.doorbell.shadow = None;
             }
 
-            /// The same shadow entry again, mapped anew: after [`disable`](Self::disable) or
-            /// [`resume`](Self::resume). Not [`enable`](Self::enable), which would wait for the
-            /// entry to depart once more. An entry that was never in reach is enabled by this.
+            /// Attaches the same shadow entry after [`disable`](Self::disable) or
+            /// [`resume`](Self::resume), mapped anew. [`enable`](Self::enable) would instead wait
+            /// for the entry to depart once more. An entry that was never attached is enabled.
             #[inline]
             pub fn reattach(&mut self, value: S, event_idx: S) {
                 self.doorbell.reattach(value, event_idx);
             }
 
-            /// The size of the queue.
+            /// Size of the queue.
             #[inline]
             pub const fn size(&self) -> RingSize {
                 self.doorbell.size
             }
 
-            /// The last valid value seen.
+            /// Last valid value.
             #[inline]
             pub const fn last(&self) -> u16 {
                 self.doorbell.state.last
             }
 
-            /// What to keep, to go on elsewhere.
+            /// State for continuing the doorbell elsewhere.
             #[inline]
             pub const fn state(&self) -> DoorbellState {
                 self.doorbell.state
             }
 
-            /// What this doorbell did so far.
+            /// Counters of this doorbell.
             #[inline]
             pub fn stats(&self) -> ControllerStats {
                 self.doorbell.counters.as_ref().read()
             }
 
-            /// The first half of going to sleep: asks the host to ring at its next update.
+            /// First phase before a sleep: makes the host ring at its next update.
             #[inline]
             pub fn arm<T: Cell, F: Fence>(&mut self, arming: &mut Arming<'_, T, F>) {
                 self.doorbell.arm();
                 arming.armed();
             }
 
-            /// After sleep, or a round that did not end in it: if the host has not moved, takes the
-            /// request to ring back, so that its next update costs nothing while we poll.
+            /// After a sleep, or after a round without sleep: withdraws the request to ring if the
+            /// host has not moved, so that its next update costs no MMIO while the controller
+            /// polls.
             ///
-            /// The sleeper is the witness that no round is under way: within one, this would lose
-            /// the wakeup, and does not compile.
+            /// The `&Sleeper` proves that no round is in progress: within a round, this would lose
+            /// a wakeup, and does not compile.
             #[inline]
             pub fn disarm<T: Cell, F: Fence>(&mut self, _: &Sleeper<T, F>) {
                 self.doorbell.disarm();
@@ -355,31 +359,32 @@ macro_rules! doorbell {
 }
 
 doorbell! {
-    /// A submission queue's tail, as the controller reads it.
+    /// Submission queue tail, as read by the controller.
     SqTail
 }
 
 doorbell! {
-    /// A completion queue's head, as the controller reads it.
+    /// Completion queue head, as read by the controller.
     ///
-    /// Look at it once per batch that is posted, and arm it only while a submission queue waits for
-    /// room: the host moves it after every batch of completions, and nobody cares.
+    /// Read it once per batch of posted completions, and arm it only while a submission queue waits
+    /// for room: otherwise the host rings after every batch of completions for no purpose.
     CqHead
 }
 
 impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
-    /// The tail: entries up to it may be fetched, with what the host wrote into them.
+    /// Reads the tail. Entries before it may be fetched; the host's writes to them are visible.
     ///
     /// # Errors
     ///
-    /// A value outside the ring; once, until there is a valid one.
+    /// A value outside of the ring; reported once, until there is a valid one.
     #[inline]
     pub fn look(&mut self) -> Result<u16, InvalidDoorbell> {
         self.doorbell.look(RingSize::MAX)
     }
 
-    /// What [`look`](Self::look) would find now, without finding it: nothing may be fetched for it
-    /// yet, but it can be prepared for. What `look` found last if there is nothing better.
+    /// Value that [`look`](Self::look) would return now, without accepting it: a hint for
+    /// prefetches only. Returns the last value if the current one is invalid or its source is not
+    /// decided.
     #[inline]
     pub fn peek(&self) -> u16 {
         let doorbell = &self.doorbell;
@@ -394,12 +399,12 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
         }
     }
 
-    /// The second half of going to sleep: looks once more, now that EventIdx is known to be
+    /// Second phase before a sleep: reads the tail again, after the fence has made EventIdx
     /// visible.
     ///
     /// # Errors
     ///
-    /// As [`look`](Self::look); the round then does not end in sleep.
+    /// Those of [`look`](Self::look); the round then does not end in a sleep.
     #[inline]
     pub fn recheck<T: Cell, F: Fence>(
         &mut self,
@@ -412,22 +417,22 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
 }
 
 impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
-    /// The head: entries up to it are free again. `tail` is where the controller posts next.
+    /// Reads the head. Entries before it are free again. `tail` is the next entry to be posted.
     ///
     /// # Errors
     ///
-    /// A value outside the ring or past `tail`; once, until there is a valid one.
+    /// A value outside of the ring or past `tail`; reported once, until there is a valid one.
     #[inline]
     pub fn look(&mut self, tail: u16) -> Result<u16, InvalidDoorbell> {
         self.doorbell.look(self.doorbell.posted(tail))
     }
 
-    /// The second half of going to sleep: looks once more, now that EventIdx is known to be
+    /// Second phase before a sleep: reads the head again, after the fence has made EventIdx
     /// visible.
     ///
     /// # Errors
     ///
-    /// As [`look`](Self::look); the round then does not end in sleep.
+    /// Those of [`look`](Self::look); the round then does not end in a sleep.
     #[inline]
     pub fn recheck<T: Cell, F: Fence>(
         &mut self,

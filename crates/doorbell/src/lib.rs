@@ -1,9 +1,9 @@
 //! The NVMe shadow doorbell protocol (Doorbell Buffer Config), both ends, model-checked.
 //!
-//! A host notifies an NVMe controller that it has submitted commands, or consumed completions, by
-//! writing a position to a *doorbell register*. If the controller is emulated, that write traps:
-//! it costs the host a trip out of its virtual machine, per command, and it is most of the price of
-//! an emulated disk. With the Doorbell Buffer Config command (NVMe Base 2.0, 5.8 and B.5) the host
+//! A host notifies an NVMe controller of submitted commands, or of consumed completions, by writing
+//! a position to a *doorbell register*. If the controller is emulated, that write traps: per
+//! command, it costs the host an exit from its virtual machine, which is most of the cost of an
+//! emulated disk. With the Doorbell Buffer Config command (NVMe Base 2.0, 5.8 and B.5) the host
 //! gives the controller two pages of its memory, with an entry per doorbell in each:
 //!
 //! ```text
@@ -14,27 +14,26 @@
 //!              rings ────────────► doorbell register (trap) ──────────►  wakes
 //! ```
 //!
-//! The host stores its value in the shadow entry, where it costs nothing. It writes the register
-//! only if the update steps over EventIdx, which is how a controller that is about to sleep asks to
-//! be woken. A controller that polls keeps EventIdx out of the host's way, and nothing traps at
-//! all.
+//! The host stores its value in the shadow entry, which costs next to nothing. It writes the
+//! register only if the update passes EventIdx: a controller that is about to sleep sets EventIdx
+//! to be woken. A polling controller keeps EventIdx out of the host's way, so nothing traps.
 //!
-//! So much fits on half a page of the specification. What else is in this crate is what that page
-//! does not say, and what shipping products had to find out.
+//! The specification describes this on half a page. This crate contains what that page leaves out
+//! and what shipping products had to find out.
 //!
 //! | | |
 //! |---|---|
-//! | [`SqTail`], [`CqHead`] | the controller's end of one doorbell |
-//! | [`HostDoorbell`] | the host's end of one doorbell, and the [`Predicate`]s that are in the wild |
-//! | [`Sleeper`], [`Waker`] | going to sleep without missing a doorbell |
-//! | [`RingSize`] | positions in a queue, and where they wrap |
-//! | [`Cell`], [`Fence`] | all that is needed of the machine; loom puts its own underneath |
+//! | [`SqTail`], [`CqHead`] | controller end of a doorbell |
+//! | [`HostDoorbell`] | host end of a doorbell, and the [`Predicate`]s of existing hosts |
+//! | [`Sleeper`], [`Waker`] | sleep without a missed doorbell |
+//! | [`RingSize`] | positions in a queue, and their wrap |
+//! | [`Cell`], [`Fence`] | machine primitives; loom replaces them |
 //!
-//! No commands, no threads, no allocation, no state that is shared but for the cells and, if one
-//! likes, the counters. Every value that the peer can write is read once, and checked before it is
-//! a position.
+//! The crate has no commands, no threads, no allocation, and no shared state except the cells and,
+//! optionally, the counters. Every value that the peer can write is read once, and checked before
+//! it is used as a position.
 //!
-//! # A doorbell's life
+//! # Life of a doorbell
 //!
 //! ```no_run
 //! use core::sync::atomic::AtomicU32;
@@ -73,88 +72,90 @@
 //! }
 //! ```
 //!
-//! # The rules, and what each of them costs who breaks it
+//! # Rules, and the consequences of breaking them
 //!
-//! **Publish, fence, look again.** The controller stores EventIdx and then looks at the shadow
-//! entry a last time; the host stores the shadow entry and then looks at EventIdx. Each is a store
-//! followed by a load of something else, the one order that no processor keeps by itself and that
-//! neither release nor acquire expresses. With a full fence between the two on *both* sides, at
-//! least one sees what the other did. With one missing, a command is lost now and then, under load,
-//! on somebody else's machine: the hosts in Linux and in SPDK both had to add theirs later, and
-//! Propolis (#1025) found its own too weak. Here the order is in the types: [`Arming`] becomes
-//! [`Fenced`] by the fence and by nothing else, and one fence serves all the queues of a thread.
+//! **Publish, fence, recheck.** The controller stores EventIdx and then reads the shadow entry
+//! again; the host stores the shadow entry and then reads EventIdx. Each is a store followed by a
+//! load of another location, the one order that no processor keeps by itself and that release and
+//! acquire cannot express. With a full fence between the two on *both* sides, at least one side
+//! sees the other's store. Without one of the fences, a command is lost occasionally, under load:
+//! the hosts in Linux and in SPDK both had to add their fence later, and Propolis (#1025) found its
+//! own too weak. In this crate, the types enforce the order: [`Arming`] becomes [`Fenced`] only by
+//! the fence, and one fence serves all the queues of a thread.
 //!
-//! **One truth per doorbell.** Linux and SPDK do not shadow the admin queue, against the letter of
-//! the specification; other hosts do, and commands may be in flight when the buffers come. So the
-//! register stays the truth until the shadow entry has been seen to *depart* from what it held when
-//! the buffers came; from then on the entry is the truth for as long as the queue lives, and a
-//! write of the register only wakes. A host cannot come round to the old value unseen: it would
-//! have to submit a whole turn of the ring, and before that the controller must have fetched, thus
-//! looked. (For that, a look reads the register first and the entry second.)
+//! **One source per doorbell.** Linux and SPDK do not shadow the admin queue, contrary to the
+//! specification; other hosts do, and commands may be in flight when the buffers are enabled. So
+//! the register is the source of the value until the shadow entry has been seen to *depart* from
+//! its initial value. From then on the entry is the source for the lifetime of the queue, and a
+//! write of the register is only a wakeup. A host cannot return to the initial value unnoticed: it
+//! would have to submit a whole turn of the ring, and before that the controller must have fetched
+//! entries, and so have read the doorbell. (For that, a look reads the register first and the entry
+//! second.)
 //!
-//! **Never write the shadow entry.** It is tempting to copy every trapped value there, so that
-//! there is one place to look. But doorbell writes can be posted, and the entry may be two updates
-//! further when they arrive: the tail goes back, and what was in between is never seen.
+//! **Never write the shadow entry.** A controller could copy every trapped value to the entry, to
+//! have a single source. But doorbell writes can be posted writes, and the entry may be two updates
+//! ahead when they arrive: the tail would move backwards, and the updates in between would be lost.
 //!
-//! **EventIdx does not stand still.** "Never ring" has no value. Any position is stepped over once
-//! per turn, and one outside the ring at every wrap, as the hosts compute with 16 bits. While
-//! polling, EventIdx has to run along behind the host; see [the price](#the-price).
+//! **EventIdx has to move.** No EventIdx value means "never ring". Any position is passed once per
+//! turn, and a value outside of the ring at every wrap, because hosts compute with 16 bits. While
+//! the controller polls, EventIdx has to follow behind the host; see [the cost](#the-cost).
 //!
-//! **Two predicates.** Linux rings if EventIdx lies in \[old, new), as the specification has it,
-//! and SPDK if it lies in \[old, new\]. [`arm`](SqTail::arm) is right for both, and running ahead
-//! is quiet for both.
+//! **Two predicates.** Linux rings if EventIdx lies in \[old, new), according to the specification,
+//! and SPDK if it lies in \[old, new\]. [`arm`](SqTail::arm) and the running ahead of EventIdx are
+//! correct for both.
 //!
-//! **A full completion queue arms its head.** A controller that has completions and no room waits
-//! for the host's *head* to move. Propolis left that EventIdx at the tail, which the host steps
-//! over only after it has consumed everything and more was posted: commands hung, shadow doorbells
-//! were not advertised for a while (#1008, #1023), and have notified more than they need to since
-//! (#1026, #1043). Arm it while a submission queue waits for room, and only then.
+//! **A full completion queue arms its head.** A controller with completions and no room waits for
+//! the host's *head* to move. Propolis left that EventIdx at the tail, which the host passes only
+//! after it has consumed everything and more was posted: commands hung, shadow doorbells were not
+//! advertised for a while (#1008, #1023), and there are more notifications than necessary since
+//! (#1026, #1043). The head has to be armed while a submission queue waits for room, and only then.
 //!
-//! **The buffers die with the reset.** OpenVMM went on writing to them after a Controller Level
-//! Reset, when they were the memory of the next kernel (#4011, #4080). Drop the cells
-//! ([`disable`](SqTail::disable)) before anything else of the reset is done.
+//! **A reset disables the buffers.** OpenVMM continued to write to them after a Controller Level
+//! Reset, when they were memory of the next kernel (#4011, #4080). Dropping the cells
+//! ([`disable`](SqTail::disable)) is the first step of a reset.
 //!
 //! **The host keeps its own old value.** Linux and SPDK read it back from the shadow entry, where
-//! others can write. [`HostDoorbell`] remembers it. It also mirrors every update into the entry
-//! *and* the register while Doorbell Buffer Config is under way, so there is no moment at which the
-//! controller could look in the wrong one of the two.
+//! the controller can write. [`HostDoorbell`] remembers it. It also stores every update in the
+//! entry *and* in the register while Doorbell Buffer Config is in flight, so that at no time the
+//! controller reads a stale source.
 //!
-//! # The price
+//! # The cost
 //!
-//! Let a ring have *n* entries (and let *n*/4 be at least 1). While the controller polls, looking
-//! at least once per batch that it completes, a host with at most *n* - *n*/4 commands outstanding
-//! never rings, if it is Linux, and with one fewer if it is SPDK: in no schedule, and not even if
-//! the controller's look falls between its shadow store and its EventIdx load, for updates of up to
-//! *n*/8 entries. Beyond that depth, with the ring full, the worst schedule makes it ring 3 times
-//! (SPDK: 5) per turn of the ring. Those are exact, not estimates: `controller/run_ahead_model.rs`
-//! visits every state of small rings, and one command more does ring. The controller pays with one
-//! store to EventIdx, whose cache line the host reads, per *n*/8 or more entries.
+//! For a ring of *n* entries (with *n*/4 of at least 1): while the controller polls, and reads the
+//! doorbell at least once per batch that it completes, a host with at most *n* - *n*/4 commands
+//! outstanding never rings, if it is Linux, and with one fewer if it is SPDK. That holds in every
+//! schedule, even if the controller's look falls between the host's shadow store and its EventIdx
+//! load, for updates of up to *n*/8 entries. Beyond that depth, with the ring full, the worst
+//! schedule makes the host ring 3 times (SPDK: 5) per turn of the ring. These bounds are exact:
+//! `controller/run_ahead_model.rs` visits every state of small rings, and with one command more the
+//! host does ring. The controller pays with one store to EventIdx, whose cache line the host reads,
+//! per *n*/8 or more entries.
 //!
-//! A sleep costs a store per queue, the fence, and the second looks; the wakeup one trap. Where
-//! nothing has moved, [`disarm`](SqTail::disarm) takes the request back, so that a controller woken
-//! by one queue does not make all the others ring.
+//! A sleep costs a store per queue, the fence, and the rechecks; the wakeup costs one trap. Where
+//! no value has changed, [`disarm`](SqTail::disarm) withdraws the request, so that a controller
+//! woken by one queue does not make all the others ring.
 //!
-//! # What cannot be made right
+//! # Limits of the protocol
 //!
-//! - A host that puts the buffers in force with entries that are not at their doorbells' present
-//!   values (left at zero, say, with commands in flight), and that then comes round to exactly that
-//!   old value: the entry looks untouched. If it does so in one update, EventIdx, which stays in
-//!   step with the last value until the entry departs, makes it ring, and the ring is the truth. If
-//!   it takes several, faster than the controller looks, or if the host has its old value from the
-//!   entry and so believes that nothing moved, the update is seen together with the next one. Hosts
-//!   that set the entries first, as [`HostDoorbell::mirror`] does, or that have the buffers before
-//!   the queues, as Linux and SPDK do, cannot get there.
-//! - A submission queue's tail that overtakes its head, or that is set to zero while the queue is
-//!   alive, looks like a full queue of commands. Nothing in the protocol distinguishes the two. A
-//!   completion queue's head past what was posted is recognized, and refused.
+//! - A host may enable the buffers with entries that differ from the current doorbell values (left
+//!   at zero, for example, with commands in flight), and later reach exactly that old value: the
+//!   entry looks unchanged. If it does so in one update, EventIdx, which equals the last value
+//!   until the entry departs, makes it ring, and the register has the value. If it takes several
+//!   updates, faster than the controller polls, or if the host reads its old value from the entry
+//!   and so detects no change, the update is seen together with the next one. Hosts that set the
+//!   entries first, as [`HostDoorbell::mirror`] does, or that enable the buffers before they create
+//!   queues, as Linux and SPDK do, cannot get into that state.
+//! - A submission queue's tail that overtakes its head, or that is set to zero while the queue
+//!   exists, looks like a full queue of commands. Nothing in the protocol distinguishes the two. A
+//!   completion queue's head past the posted entries is detected and refused.
 //!
-//! # How it is checked
+//! # Verification
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p shadowbell-doorbell --release --test loom` explores every
-//! interleaving, and every reordering that loom knows of, of hosts of both kinds against a
-//! controller that sleeps, at the wrap of the ring, with the completion queue full, and while the
-//! buffers come. What loom explores is the code that ships. The same run takes one fence or one
-//! rule away at a time and asserts that it then finds the lost wakeup.
+//! interleaving, and every reordering that loom models, of both kinds of hosts with a controller
+//! that sleeps, at the wrap of the ring, with the completion queue full, and while the buffers are
+//! enabled. Loom explores the shipped code. The same run removes one fence or one rule at a time
+//! and asserts that it then finds the lost wakeup.
 #![forbid(unsafe_code)]
 #![cfg_attr(not(any(test, loom)), no_std)]
 

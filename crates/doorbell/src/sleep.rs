@@ -1,17 +1,17 @@
-//! Going to sleep without missing a doorbell.
+//! Sleep without a missed doorbell.
 
 use core::marker::PhantomData;
 
 use crate::{Cell, Fence, FullFence, SleeperStats};
 
-/// Running, and looking at everything by itself.
+/// State: the thread runs and polls everything.
 const AWAKE: u32 = 0;
-/// Blocked, or about to be once it has looked at everything a last time.
+/// State: the thread is blocked, or will be after its rechecks.
 const SLEEPING: u32 = 1;
-/// Somebody found it sleeping and is about to signal it; nobody else needs to.
+/// State: a waker found the thread sleeping and is about to signal it; others need not.
 const WAKING: u32 = 2;
 
-/// The thread that sleeps.
+/// Thread that sleeps.
 ///
 /// ```text
 /// let mut arming = sleeper.prepare();         // "I am going to sleep"
@@ -24,9 +24,9 @@ const WAKING: u32 = 2;
 /// }
 /// ```
 ///
-/// The order is in the types: arming takes the token that the fence consumes, a recheck takes the
-/// token that only the fence gives, and the permit to block is given only if every doorbell that
-/// was armed has been rechecked and none had a new value.
+/// The types enforce the order: arming needs the token that the fence consumes, a recheck needs the
+/// token that only the fence returns, and the permit to block is returned only if every armed
+/// doorbell was rechecked and none had a new value.
 #[derive(Debug)]
 pub struct Sleeper<C: Cell, F = FullFence> {
     state: C,
@@ -35,20 +35,20 @@ pub struct Sleeper<C: Cell, F = FullFence> {
 }
 
 impl<C: Cell, F: Fence> Sleeper<C, F> {
-    /// A sleeper, awake, whose state its wakers read from `state`.
+    /// Creates a sleeper in the state awake. Its wakers read `state`.
     #[inline]
     pub fn new(state: C) -> Self {
         state.store_release(AWAKE);
         Self { state, stats: SleeperStats::default(), fence: PhantomData }
     }
 
-    /// What this sleeper did so far.
+    /// Counters of this sleeper.
     #[inline]
     pub const fn stats(&self) -> SleeperStats {
         self.stats
     }
 
-    /// Declares the intention to sleep. From here on wakers signal.
+    /// Announces the sleep. From now on wakers signal.
     #[inline]
     pub fn prepare(&mut self) -> Arming<'_, C, F> {
         self.stats.rounds += 1;
@@ -56,14 +56,14 @@ impl<C: Cell, F: Fence> Sleeper<C, F> {
         Arming { declared: Declared(self), armed: 0 }
     }
 
-    /// Awake again after [`Asleep::stay`].
+    /// Returns to the state awake after [`Asleep::stay`].
     #[inline]
     pub fn rise(&mut self) {
         self.state.store_release(AWAKE);
     }
 }
 
-/// Declared asleep; awake again when dropped, on whichever path.
+/// Guard of the announced sleep: returns to the state awake when dropped, on every path.
 #[derive(Debug)]
 struct Declared<'a, C: Cell, F>(&'a mut Sleeper<C, F>);
 
@@ -74,9 +74,9 @@ impl<C: Cell, F> Drop for Declared<'_, C, F> {
     }
 }
 
-/// The first half of a round: publish what should wake the sleeper.
+/// First phase of a round: arm everything that has to wake the sleeper.
 #[derive(Debug)]
-#[must_use = "arm every doorbell, then pass the fence"]
+#[must_use = "arm every doorbell, then execute the fence"]
 pub struct Arming<'a, C: Cell, F = FullFence> {
     declared: Declared<'a, C, F>,
     armed: u32,
@@ -89,8 +89,7 @@ impl<'a, C: Cell, F: Fence> Arming<'a, C, F> {
         self.armed += 1;
     }
 
-    /// Passes the one full fence that makes everything armed so far visible before anything is
-    /// looked at again.
+    /// Executes the one full fence that makes all armed doorbells visible before any recheck.
     #[inline]
     pub fn fence(self) -> Fenced<'a, C, F> {
         F::full();
@@ -98,7 +97,7 @@ impl<'a, C: Cell, F: Fence> Arming<'a, C, F> {
     }
 }
 
-/// The second half of a round: look at everything once more.
+/// Second phase of a round: recheck everything.
 #[derive(Debug)]
 #[must_use = "recheck every doorbell, then try to sleep"]
 pub struct Fenced<'a, C: Cell, F = FullFence> {
@@ -115,17 +114,17 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
         self.found_work |= found;
     }
 
-    /// Notes the result of looking at something that is not a doorbell of this crate: a mailbox,
-    /// the backend, a deadline. With `true` this round will not end in sleep.
+    /// Adds the recheck of something that is not a doorbell of this crate: a mailbox, the backend,
+    /// a deadline. With `true`, this round does not end in a sleep.
     #[inline]
     pub fn note(&mut self, found: bool) {
         self.found_work |= found;
     }
 
-    /// The permit to block, or nothing if there is work to do first.
+    /// Returns the permit to block; `None` if there is work to do first.
     ///
     /// A doorbell that was armed and not rechecked counts as work: a forgotten recheck keeps the
-    /// thread awake, where everyone can see it, instead of losing a wakeup once a month.
+    /// thread awake, which is noticed at once, instead of losing a rare wakeup.
     #[inline]
     #[must_use = "without the permit there is work to do"]
     pub fn try_sleep(self) -> Option<Asleep<'a, C, F>> {
@@ -140,12 +139,12 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
     }
 }
 
-/// The permit to block. Dropping it is waking up.
+/// Permit to block. Dropping it is waking up.
 ///
-/// The caller blocks on what its [`Waker`]s signal, with a timeout or other sources if it likes,
-/// and after the drop looks at everything as if all of it had changed. A signal must stick until
-/// somebody waits for it, as an eventfd's does, and must be consumed outside of the rounds only: a
-/// waker that relies on the signal of another would otherwise wait for one that is gone.
+/// The caller blocks until its [`Waker`]s signal, with a timeout or other sources if desired. After
+/// the drop, it polls everything as if all of it had changed. A signal must stay pending until a
+/// wait consumes it, as an eventfd's does, and must be consumed only outside of rounds: otherwise a
+/// waker could rely on the signal of another waker that was consumed already.
 #[derive(Debug)]
 #[must_use = "this is the permit to block; dropping it declares the thread awake"]
 pub struct Asleep<'a, C: Cell, F = FullFence> {
@@ -153,20 +152,20 @@ pub struct Asleep<'a, C: Cell, F = FullFence> {
 }
 
 impl<C: Cell, F> Asleep<'_, C, F> {
-    /// Sleeps on beyond this call, until [`Sleeper::rise`]: for a sleeper that is not a thread but
-    /// a part of what a thread looks after, which can be left alone until a doorbell of its is
-    /// written.
+    /// Stays asleep beyond this call, until [`Sleeper::rise`]. For a sleeper that is not a thread,
+    /// but one object among those that a thread serves, which the thread ignores until one of the
+    /// object's doorbells is written.
     ///
-    /// Its wakers' signal is whatever says to the thread which part it was, and may come from a
-    /// kick before the last `rise`; so it makes the thread look, whatever it believes of that part.
+    /// The wakers' signal identifies the object to the thread. It may originate from a kick before
+    /// the last `rise`, so the thread has to check the object even if it is not asleep.
     #[inline]
     pub fn stay(self) {
         core::mem::forget(self.declared);
     }
 }
 
-/// A thread that may have to wake a [`Sleeper`]: the one that traps doorbell writes, or one that
-/// sends it control messages. Any number of them may share the sleeper's state.
+/// Thread that may wake a [`Sleeper`]: it traps doorbell writes or sends control messages. Any
+/// number of wakers may share the sleeper's state.
 #[derive(Debug)]
 pub struct Waker<C, F = FullFence> {
     state: C,
@@ -180,36 +179,37 @@ impl<C: Clone, F> Clone for Waker<C, F> {
 }
 
 impl<C: Cell, F: Fence> Waker<C, F> {
-    /// A waker for the sleeper that has the same `state` cell.
+    /// Creates a waker for the sleeper with the same `state` cell.
     #[inline]
     pub const fn new(state: C) -> Self {
         Self { state, fence: PhantomData }
     }
 
-    /// A trapped doorbell write: puts `value` in the `register` cell; says whether the caller must
-    /// signal the sleeper.
+    /// Handles a trapped doorbell write: stores `value` in the `register` cell. True if the caller
+    /// must signal the sleeper.
     ///
-    /// Nothing is validated here, on the trapping thread: the owner of the queue does that when it
-    /// looks.
+    /// The value is not validated on the trapping thread, but by the queue's owner when it reads
+    /// it.
     #[inline]
-    #[must_use = "signal the sleeper if this says so"]
+    #[must_use = "signal the sleeper if this is true"]
     pub fn ring<R: Cell>(&self, register: &R, value: u32) -> bool {
         register.store_release(value);
         self.kick()
     }
 
-    /// After the caller has stored, wherever the sleeper looks, something that it should see: says
-    /// whether the caller must signal it.
+    /// Wakes the sleeper after the caller has stored something that the sleeper checks. True if the
+    /// caller must signal it.
     #[inline]
-    #[must_use = "signal the sleeper if this says so"]
+    #[must_use = "signal the sleeper if this is true"]
     pub fn kick(&self) -> bool {
-        // Pairs with `Arming::fence`: either the sleeper sees what we stored in its last look, or
-        // we see here that it sleeps.
+        // Pairs with `Arming::fence`: either the sleeper's recheck sees the caller's store, or this
+        // load sees that it sleeps.
         F::full();
         let asleep = self.state.load_acquire() == SLEEPING;
         if asleep {
-            // Our signal follows, so others may leave it to us. If the sleeper was woken and sleeps
-            // again meanwhile, our signal still follows, and it will look at theirs as well.
+            // This caller's signal follows, so other wakers may rely on it. If the sleeper was
+            // woken and sleeps again before the signal, the signal still ends that sleep, and the
+            // sleeper checks the stores of all wakers.
             self.state.store_release(WAKING);
         }
         asleep

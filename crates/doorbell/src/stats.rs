@@ -1,31 +1,30 @@
-//! What the protocol did: counted by the thread that did it, without locks, and for the
-//! controller's end of a doorbell so that any other thread can read it.
+//! Counters of the protocol, written without locks by a single thread; those of the controller end
+//! can be read by any other thread.
 
 use core::ops::AddAssign;
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
 
-/// A number that one thread counts, and any may read at any time.
+/// Counter that a single thread writes and any thread may read.
 ///
-/// To count is a plain addition in memory: it takes no lock and waits for nobody. Two threads that
-/// count would lose some.
+/// Counting is a plain addition in memory, without a lock. With two writers, counts would be lost.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Counts on. By one thread only.
+    /// Adds `count`. Called by the writing thread only.
     #[inline]
     pub fn add(&self, count: u64) {
         self.0.store(self.0.load(Relaxed).wrapping_add(count), Relaxed);
     }
 
-    /// The number, as of now.
+    /// Current value.
     #[inline]
     pub fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
 
-    /// Puts another number in its place. By the thread that counts.
+    /// Replaces the value. Called by the writing thread only.
     #[inline]
     pub fn set(&self, value: u64) {
         self.0.store(value, Relaxed);
@@ -41,7 +40,7 @@ macro_rules! counters {
         }
 
         impl AddAssign for $name {
-            /// Sums up several doorbells, for a queue pair, a worker or a controller.
+            /// Adds the counters of another doorbell, for a queue pair, a thread or a controller.
             fn add_assign(&mut self, other: Self) {
                 $(self.$field = self.$field.wrapping_add(other.$field);)*
             }
@@ -57,7 +56,7 @@ macro_rules! shared_counters {
     ) => {
         counters! { $(#[$outer])* $name { $($(#[$doc])* $field,)* } }
 
-        /// Where the thread that serves a doorbell counts them.
+        /// Shared counters, written by the thread that serves the doorbell.
         #[derive(Debug, Default)]
         pub struct $shared {
             $(pub(crate) $field: Counter,)*
@@ -70,7 +69,7 @@ macro_rules! shared_counters {
         }
 
         impl $shared {
-            /// The numbers, each as of now.
+            /// Reads the current values.
             #[must_use]
             pub fn read(&self) -> $name {
                 $name { $($field: self.$field.get(),)* }
@@ -80,45 +79,46 @@ macro_rules! shared_counters {
 }
 
 shared_counters! {
-    /// One doorbell, as the controller saw it.
+    /// Counters of a doorbell's controller end.
     ControllerStats counted by ControllerCounters {
-        /// Times that the doorbell was looked at while polling.
+        /// Number of looks while polling.
         looks,
-        /// Looks that found a new value.
+        /// Number of looks that found a new value.
         found_new,
-        /// EventIdx moved out of the host's way while polling.
+        /// Number of times that EventIdx was moved out of the host's way while polling.
         event_idx_moved,
-        /// EventIdx set to the last value seen, so that the host's next update rings.
+        /// Number of times that EventIdx was set to the last value, so that the host's next update
+        /// rings.
         event_idx_armed,
-        /// Second looks, after arming and the fence.
+        /// Number of rechecks, after arming and the fence.
         rechecks,
-        /// Second looks that found a new value: each would have been a lost wakeup.
+        /// Number of rechecks that found a new value: each would have been a lost wakeup.
         rechecks_found,
-        /// Values refused: outside the ring, or a completion queue head past the tail.
+        /// Number of values refused: outside of the ring, or a completion queue head past the tail.
         invalid,
     }
 }
 
 counters! {
-    /// One doorbell, as the host rang it.
+    /// Counters of a doorbell's host end.
     HostStats {
-        /// Values published.
+        /// Number of published values.
         published,
-        /// Published values that had to be written to the doorbell register.
+        /// Number of published values that were written to the doorbell register.
         mmio_needed,
-        /// Published values for which the shadow entry was enough.
+        /// Number of published values for which the shadow entry was sufficient.
         mmio_saved,
     }
 }
 
 counters! {
-    /// One sleeper.
+    /// Counters of a sleeper.
     SleeperStats {
-        /// Times that it set out to sleep.
+        /// Number of sleep rounds begun.
         rounds,
-        /// Rounds that a second look cut short.
+        /// Number of rounds that a recheck ended.
         stayed_awake,
-        /// Rounds that ended in a permit to block.
+        /// Number of rounds that ended in a permit to block.
         slept,
     }
 }

@@ -1,22 +1,23 @@
-//! Commands that are carried out alone: while nothing else of the controller is under way, on no
-//! worker.
+//! Exclusive commands: executed while no other command of the controller is in flight on any I/O
+//! thread.
 //!
-//! Three kinds need that. A fused Compare and Write is one step for everybody else (NVM 1.1,
-//! "Compare and Write"). Write Uncorrectable changes what all workers know of a namespace, and so
-//! does a command that writes blocks which were marked so. None of them is common, so those that
-//! are pay for nothing: one that has to be alone is parked here, and the control plane has all
-//! workers fetch nothing more, waits until nothing is under way, and has each of those that have
-//! asked carry out what they have parked, one command at a time (`control::alone`). What has ended
-//! is held until the control plane has recorded what has changed.
+//! Three kinds need exclusive execution. A fused Compare and Write is atomic with respect to all
+//! other commands (NVM 1.1, "Compare and Write"). Write Uncorrectable changes the list of
+//! uncorrectable blocks, which all I/O threads have a copy of; so does a write to such blocks.
+//! All three are rare, so the cost is theirs alone: an I/O thread parks such a command and notifies
+//! the control plane. The control plane stops fetching on all I/O threads, waits until nothing is
+//! in flight, and lets one thread after the other execute its parked commands, one command at a
+//! time (`control::alone`). Completions are held until the control plane has recorded the changes.
 //!
-//! # Deaths
+//! # Crash recovery
 //!
-//! A command that is parked has a record in the journal, as all that are under way. What becomes of
-//! it is written there as a [`Decision`] before anything follows from that: that a Compare was
-//! equal, before its Write begins; how a command has ended, before others go on. So who goes on for
-//! a dead process does the Write without a look at what it has written itself, and does not write
-//! once more over what others have written since. A command that changes which blocks are marked is
-//! the exception: how it has ended is written down when that is recorded, and before others go on.
+//! A parked command has an entry in the journal, as any command in flight. Each outcome is written
+//! to that entry as a [`Decision`] before it has an effect: that a Compare was equal, before its
+//! Write begins; how a command has ended, before other commands continue. So the process that
+//! recovers the controller executes such a Write without a second Compare, which would find the
+//! Write's own data, and does not repeat a write over newer data of other commands. A command that
+//! changes the uncorrectable blocks is an exception: its end is written to the journal after the
+//! change is recorded, and before other commands continue.
 
 use super::in_flight::InFlightTable;
 use super::namespace::NamespaceQueue;
@@ -32,28 +33,28 @@ use shadowbell_spec::{Sqe, sqe::Fuse};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The half of a fused operation that has to be FUSE.
+/// FUSE bits of the command flags.
 pub(super) const FUSE: u8 = 0b11;
 
-/// Whether a fused operation was asked of its disk as one step (`exec/both.rs`).
+/// Progress of a fused operation on a disk with atomic compare-and-write (`exec/both.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
     No,
-    /// By this process, or it is about to: that is written down.
+    /// Submitted by this process, or about to be: the journal has [`Decision::Try`].
     Now,
-    /// By a process that is dead, perhaps.
+    /// Submitted by a dead process, possibly.
     Before,
-    /// As above, and the blocks are not equal any more.
+    /// Submitted by a dead process, possibly, and the blocks differ from the Compare data now.
     Differs,
 }
 
-/// A command, by its entry.
+/// Parked command, or fused pair, by its in-flight entry.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Parked {
     pub(super) tag: u32,
     pub(super) sq: usize,
     pub(super) sqe: Sqe,
-    /// The Write that follows if this one, a Compare, finds what it expects.
+    /// Entry and SQE of the Write that follows if the first command, a Compare, succeeds.
     pub(super) second: Option<(u32, Sqe)>,
     pub(super) asked: Asked,
     pub(super) cancelled: bool,
@@ -65,86 +66,86 @@ impl Parked {
     }
 }
 
-/// What is done of a command that is alone.
+/// Kind of request that an exclusive command submits next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// The command itself.
     Plain,
-    /// The two commands of a fused operation at once.
+    /// Compare and Write of a fused operation as one disk request.
     Both,
-    /// A look whether a dead process has done that.
+    /// Compare with the data of the Write, to find out if a dead process has written them.
     Look,
 }
 
-/// The command that is carried out.
+/// Exclusive command in execution.
 #[derive(Debug)]
 pub(super) struct Running {
     pub(super) parked: Parked,
     pub(super) waiting: Option<Latch>,
     pub(super) step: Step,
-    /// It is the first of a fused operation, and the disk can do both as one step.
+    /// True for the Compare of a fused operation on a disk that has atomic compare-and-write.
     pub(super) can_both: bool,
 }
 
-/// A command that has ended, and of which the host is not told yet.
+/// Ended command whose completion is held back.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Held {
     pub(super) tag: u32,
     pub(super) dw0: u32,
 }
 
-/// What is decided of the command of this entry, to be written down.
+/// Decision about the command of an entry, to be written to the journal.
 pub(super) type Decided = (u32, Decision);
 
-/// Commands that have to be alone.
+/// Exclusive commands of one engine.
 #[derive(Default)]
 pub(super) struct Alone {
-    /// The way to the control plane, and what all workers share.
+    /// Handle of the control plane, and the state shared by all I/O threads of the controller.
     pub(super) with: Option<(ControlHandle, Arc<ControllerShared>)>,
-    /// It was asked for.
+    /// True if the control plane was asked for exclusive execution.
     pub(super) is_asked_for: bool,
     pub(super) parked: VecDeque<Parked>,
-    /// Nothing else is under way, until this is let go of.
+    /// Grant of exclusive execution: nothing else is in flight until this latch is released.
     pub(super) granted: Option<Latch>,
     pub(super) running: Option<Running>,
     pub(super) held: Vec<Held>,
-    /// What is held may go.
+    /// True if held completions may be posted.
     pub(super) is_released: bool,
-    /// Nobody wants any of it any more: what is held goes at once.
+    /// True during a controller reset: held completions are posted at once.
     pub(super) is_given_up: bool,
-    /// Commands that were given up before they began.
+    /// Commands that were aborted before they began.
     pub(super) ended: Vec<u32>,
     pub(super) decided: Vec<Decided>,
-    /// What is to be written down when it is recorded which blocks are marked.
+    /// Decisions to be written after the uncorrectable blocks are recorded.
     pub(super) late: Vec<Decided>,
-    /// Somebody waits for that.
+    /// Latch that is released when the decisions of `late` are written.
     pub(super) settling: Option<Latch>,
-    /// The blocks that the command which is carried out writes, of those that are marked.
+    /// Uncorrectable blocks that the command in execution overwrites.
     pub(super) written: Option<BlockRange>,
-    /// Dword 0 of its completion.
+    /// Completion dword 0 of the command in execution.
     pub(super) dw0: u32,
-    /// Marked blocks, as this worker knows them.
+    /// This I/O thread's copy of the uncorrectable blocks.
     pub(super) marks: Arc<Uncorrectable>,
 }
 
 impl Alone {
-    /// Entries of commands that are here and not carried out.
+    /// Number of in-flight entries of parked, held and aborted commands.
     pub(super) fn entries(&self) -> usize {
         let halves = self.parked.iter().filter(|parked| parked.second.is_some()).count();
         self.parked.len() + halves + self.held.len() + self.ended.len()
     }
 
-    /// Commands that wait.
+    /// Number of commands that are parked, held, aborted or in execution.
     pub(super) fn len(&self) -> usize {
         self.parked.len() + self.held.len() + self.ended.len() + usize::from(self.running.is_some())
     }
 
-    /// Whether a command is being carried out alone.
+    /// True if an exclusive command is in execution.
     pub(super) fn is_at_work(&self) -> bool {
         self.running.is_some()
     }
 
-    /// Whether something can be done without waiting for anybody.
+    /// True if a step is possible without waiting for a disk or another thread.
     pub(super) fn can_advance(&self) -> bool {
         !self.ended.is_empty()
             || !self.decided.is_empty()
@@ -153,14 +154,14 @@ impl Alone {
             || self.granted.is_some() && self.running.is_none()
     }
 
-    /// One more command waits.
+    /// Appends a parked command.
     pub(super) fn park(&mut self, parked: Parked) {
         self.parked.push_back(parked);
         self.ask();
     }
 
-    /// One more command waits, which a process that is dead had begun: before all others, for it
-    /// had none under way beside it.
+    /// Inserts a command that a dead process had begun before all others: the dead process executed
+    /// it exclusively, so it has to end first.
     pub(super) fn park_begun(&mut self, parked: Parked) {
         self.parked.push_front(parked);
         self.ask();
@@ -174,7 +175,8 @@ impl Alone {
         }
     }
 
-    /// What is parked of these is given up. What is carried out is a request of a disk like others.
+    /// Aborts the parked ones of these commands. A command in execution is aborted by its disk
+    /// request.
     pub(super) fn cancel(
         &mut self,
         which: impl Fn(u32, usize) -> bool,
@@ -187,7 +189,8 @@ impl Alone {
                 continue;
             }
             parked.cancelled = true;
-            // Of a fused pair, one is given up, and the other with it.
+            // A fused pair is aborted as a whole, even if only one of the two commands is to be
+            // aborted.
             let (first, other) = match (which(parked.tag, parked.sq), is_second) {
                 (true, false) => (Status::ABORT_REQUESTED, Status::FUSED_FAILED),
                 (false, true) => (Status::FUSED_FAILED, Status::ABORT_REQUESTED),
@@ -204,17 +207,17 @@ impl Alone {
     }
 }
 
-/// What marked blocks have to do with a command.
+/// Consequence of uncorrectable blocks for a command.
 pub(super) enum Marked {
-    /// Nothing, or it is alone.
+    /// None: no such blocks are affected, or the command is in exclusive execution.
     No,
-    /// It has to be alone.
+    /// The command requires exclusive execution.
     Park,
-    /// It reads some.
+    /// The command fails because it reads uncorrectable blocks.
     Fails,
 }
 
-/// Whether two commands are a fused operation that there is.
+/// Checks that two commands are a supported fused operation, Compare and Write of one block.
 pub(super) fn check_fused(first: &Sqe, second: &Sqe) -> Result<(), (Status, Status)> {
     let invalid = Status::INVALID_FIELD.with_dnr();
     let (compare, write) = (RwFields::decode(first), RwFields::decode(second));
@@ -226,14 +229,14 @@ pub(super) fn check_fused(first: &Sqe, second: &Sqe) -> Result<(), (Status, Stat
     if !is_compare_and_write || !is_of_the_same {
         return Err((invalid, invalid));
     }
-    // ACWU: one block.
+    // ACWU is one block.
     if compare.nlb0 != 0 {
         return Err((Status::ATOMIC_WRITE_UNIT_EXCEEDED.with_dnr(), Status::FUSED_FAILED));
     }
     Ok(())
 }
 
-/// The blocks of a command, if they are some of a namespace.
+/// Namespace index and block range of a command, if the range lies within the namespace.
 pub(super) fn blocks_of(namespaces: &[NamespaceQueue], sqe: &Sqe) -> Option<(usize, (u64, u64))> {
     let index = (sqe.nsid as usize).checked_sub(1)?;
     let rw = RwFields::decode(sqe);

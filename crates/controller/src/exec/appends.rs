@@ -1,17 +1,17 @@
-//! Zone Append commands under way: where their data go is in their completion.
+//! Zone Append commands in flight: the written LBA is part of their completion.
 
 use std::collections::HashMap;
 
-/// A command.
+/// Zone Append command in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Appending {
-    /// Where its data go, in bytes of the disk, if that has been said yet.
+    /// Byte offset on the disk where the data are appended, if the disk has returned it already.
     pub(super) place: Option<u64>,
-    /// The request of the disk, and the index of the namespace at which that began.
+    /// Namespace index and tag of the disk request.
     pub(super) tag: (usize, u32),
 }
 
-/// Those of one engine, by their entry.
+/// Zone Append commands of one engine, by entry.
 #[derive(Debug, Default)]
 pub(super) struct Appends {
     list: HashMap<u32, Appending>,
@@ -27,19 +27,19 @@ impl Appends {
         self.list.insert(parent, appending);
     }
 
-    /// The request of a command has ended, if it is one of these.
+    /// Records the end of a disk request, if its command is a Zone Append.
     pub(super) fn ended(&mut self, parent: u32) {
         if !self.list.is_empty() && self.list.contains_key(&parent) {
             self.over.push(parent);
         }
     }
 
-    /// Whether one is over that has not been [taken](Self::take).
+    /// True if a command has ended and was not [taken](Self::take) yet.
     pub(super) fn has_ended(&self) -> bool {
         !self.over.is_empty()
     }
 
-    /// Those that are over, with their entries.
+    /// Takes the ended commands, with their entries.
     pub(super) fn take(&mut self) -> Vec<(u32, Appending)> {
         let over = std::mem::take(&mut self.over);
         over.into_iter().filter_map(|tag| Some((tag, self.list.remove(&tag)?))).collect()

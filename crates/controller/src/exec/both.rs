@@ -1,33 +1,34 @@
-//! A fused Compare and Write that its disk carries out as one step.
+//! Fused Compare and Write as one atomic disk request.
 //!
-//! For what this server does the two commands are one step anyway: they are carried out
-//! [alone](super::alone). Where the storage has other users, as an image that several machines
-//! have, one of them may write in between. So a disk that can compare and write for everybody
-//! ([`Queue::compares_and_writes`]) is asked for that instead of the Write, when the Compare has
-//! found what it expected. What it does not know of goes the other way: blocks with metadata, and
-//! blocks of a namespace with some that are marked as uncorrectable.
+//! With respect to commands of this server, a fused operation is atomic because it is executed
+//! [exclusively](super::alone). If the storage has other users, such as an image that several
+//! machines share, another machine may write between the Compare and the Write. So on a disk with
+//! atomic compare-and-write ([`Queue::compares_and_writes`]), the Write is replaced by that
+//! request once the Compare was equal. Namespaces with metadata, zones or uncorrectable blocks are
+//! excluded, because the request does not support these: there a plain Write follows the Compare.
 //!
-//! If the blocks are not equal any more, another user has come in between: the Compare ends with
-//! Compare Failure, and the Write with Command Aborted due to Failed Fused Command. If writing has
-//! failed, it is the other way round: nobody knows whether the blocks were equal.
+//! If the atomic request finds different blocks, another user has written in between: the Compare
+//! ends with Compare Failure and the Write with Command Aborted due to Failed Fused Command. If it
+//! fails in another way, the Write gets the error and the Compare ends with Command Aborted due to
+//! Failed Fused Command, because it is unknown whether the blocks were equal.
 //!
-//! # Deaths
+//! # Crash recovery
 //!
-//! That the disk is asked is written down before ([`Decision::Try`]). A process that goes on for
-//! one that has died asks again, before any other command of the controller's is carried out. The
-//! dead process can do nothing to the disk any more by then. Just before the blocks were equal, and
-//! nothing else of this server was under way. So what the answer says:
+//! [`Decision::Try`] is written to the journal before the request is submitted. The process that
+//! recovers the controller submits the request again, before any other command of the controller.
+//! At that time, I/O of the dead process is fenced. The blocks were equal just before the crash and
+//! no other command of this server was in flight. So the result means:
 //!
-//! * They are equal: they are written now, once more perhaps, as any write is that was under way.
-//! * They hold what the Write writes. The dead process has done that: the operation has succeeded.
-//!   Another user of the storage that has written the very same in these moments is not told from
-//!   that. Whoever has to know writes what nobody else does, its name beside the number.
-//! * They hold something else: another user has written, before the operation or after it has
-//!   succeeded. *Compare Failure* could be untrue, and the host would do a second time what it has
-//!   done. So the Compare ends with Internal Error and *Do Not Retry*. Where the storage has no
-//!   other user, this does not come.
+//! * Equal: the data are written now, possibly a second time, as with any write in flight.
+//! * Equal to the data of the Write: the dead process has written them, and the operation has
+//!   succeeded. A write of identical data by another user at the same moment looks the same; hosts
+//!   that have to tell the two apart write unique data, such as a name beside a counter.
+//! * Different from both: another user has written, either before the operation or after it has
+//!   succeeded. Compare Failure could be wrong, and the host would then repeat an operation that
+//!   has succeeded. So the Compare ends with Internal Error and Do Not Retry. This does not happen
+//!   if the storage has no other user.
 //!
-//! Whatever the dead process had not asked for is carried out as if it came now.
+//! If the dead process had not submitted the request, the operation is executed from its start.
 //!
 //! [`Queue::compares_and_writes`]: shadowbell_backend::Queue::compares_and_writes
 //! [`Decision::Try`]: crate::journal::Decision::Try
@@ -46,21 +47,21 @@ use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::status::Status;
 use shadowbell_state::{AbortPoint, abort_point};
 
-/// How the two commands end.
+/// Statuses of the first and the second command.
 pub(super) type Ends = (Status, Status);
 
-/// How they end if the Compare is to blame.
+/// Statuses if the Compare has failed.
 fn by_compare(status: Status) -> Ends {
     (status, Status::FUSED_FAILED)
 }
 
-/// How they end if the Write is to blame.
+/// Statuses if the Write has failed.
 fn by_write(status: Status) -> Ends {
     (Status::FUSED_FAILED, status)
 }
 
 impl Engine {
-    /// Whether the disk of a fused operation carries it out as one step.
+    /// True if the disk of a fused operation can execute it as one request.
     pub(super) fn can_both(&self, sqe: &Sqe) -> bool {
         let at = (sqe.nsid as usize).checked_sub(1);
         let Some(namespace) = at.and_then(|at| self.namespaces.get(at)) else { return false };
@@ -70,8 +71,8 @@ impl Engine {
             && !namespace.is_marked()
     }
 
-    /// A step of the fused operation that is alone has ended, and there is another one, which comes
-    /// next: the disk is asked for both, when it is written down that it is, or is looked at.
+    /// Parks the fused operation in execution again, as the next command, for one more step: the
+    /// atomic disk request (after the journal has its [`Decision::Try`]) or the look.
     pub(super) fn park_again(&mut self, asked: Asked, (sq, cid): (usize, u16), permit: Permit) {
         let Some(Running { parked, waiting, .. }) = self.alone.running.take() else { return };
         abort_point(AbortPoint::AloneEnded);
@@ -79,7 +80,7 @@ impl Engine {
         entry.waiting = waiting;
         let entry = entry.at(parked.sqe.nsid, parked.sqe.cdw10_11());
         let tag = self.in_flight.next_tag();
-        debug_assert_eq!(tag, parked.tag, "the entry that was free last is taken first");
+        debug_assert_eq!(tag, parked.tag, "the entry freed last is reused first");
         self.in_flight.insert(tag, entry.of_requests());
         if asked == Asked::Now {
             self.alone.decided.push((tag, Decision::Try));
@@ -87,8 +88,8 @@ impl Engine {
         self.alone.parked.push_front(Parked { asked, ..parked });
     }
 
-    /// Has the disk carry out a fused operation as one step: the command, if it is none or the disk
-    /// is not to be asked.
+    /// Starts the atomic request or the look of a fused operation. Returns the parked command if it
+    /// is not fused or if neither of these steps applies.
     pub(super) fn begin_both(&mut self, parked: Parked) -> Option<Parked> {
         let step = match parked.asked {
             Asked::Differs => Step::Look,
@@ -115,7 +116,7 @@ impl Engine {
         None
     }
 
-    /// The request of a fused operation; resolves the data of both into `scratch`.
+    /// Builds the compare-and-write request; resolves the data of both commands into `scratch`.
     fn prepare_both(&mut self, compare: &Sqe, write: &Sqe) -> Result<Request, Ends> {
         self.touch(2 * MAX_PLACES);
         if let Some(status) = self.refusal(NvmOpcode::Compare, compare) {
@@ -142,7 +143,7 @@ impl Engine {
         Ok(Request { op: Op::CompareAndWrite { fua }, offset, len })
     }
 
-    /// Asks the disk whether the blocks hold what the Write of a fused operation was to write.
+    /// Builds the Compare request with the data of the Write, to find out if they were written.
     fn prepare_look(&mut self, write: &Sqe) -> Result<Request, Ends> {
         let Self { namespaces, view, limits, scratch, .. } = self;
         let at = (write.nsid as usize).checked_sub(1);
@@ -154,7 +155,7 @@ impl Engine {
         Ok(Request { op: Op::Compare, offset, len })
     }
 
-    /// Has the disk carry out a step of the operation that is alone, with the data in `scratch`.
+    /// Submits a step of the operation in execution, with the data in `scratch`.
     fn submit_step(&mut self, request: &Request, (sq, cid): (usize, u16), permit: Permit) {
         let Some(Running { parked: Parked { tag, sqe, .. }, .. }) = self.alone.running else {
             return;
@@ -164,7 +165,7 @@ impl Engine {
             Op::Compare => Kind::Read(request.len),
             _ => Kind::Write(request.len),
         };
-        debug_assert_eq!(self.in_flight.next_tag(), tag, "the entry that was free last is first");
+        debug_assert_eq!(self.in_flight.next_tag(), tag, "the entry freed last is reused first");
         let tag = self.in_flight.next_tag();
         match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
             Submitted::Done(outcome) => {
@@ -192,13 +193,13 @@ impl Engine {
         }
     }
 
-    /// A step of the operation that is alone has ended.
+    /// Handles the end of a step of the operation in execution.
     pub(super) fn step_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
         let Some(Running { parked, step, .. }) = &self.alone.running else { return };
         let is_different = status.code() == Status::COMPARE_FAILURE;
         let ends = match (step, parked.asked) {
             _ if status.is_success() => (status, status),
-            // Nobody knows whether the dead process has succeeded.
+            // It is unknown whether the dead process's request has succeeded.
             (Step::Look, _) if is_different => by_compare(Status::INTERNAL.with_dnr()),
             (_, Asked::Before) if is_different => {
                 return self.park_again(Asked::Differs, (sq, cid), permit);
@@ -211,7 +212,7 @@ impl Engine {
         self.both_ended((sq, cid), permit, ends);
     }
 
-    /// The two commands of an operation that was one step have ended like this.
+    /// Ends the two commands of an operation that was one disk request, with these statuses.
     fn both_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, (first, other): Ends) {
         let Some(Running { parked, waiting, .. }) = self.alone.running.take() else { return };
         abort_point(AbortPoint::AloneEnded);
@@ -225,7 +226,8 @@ impl Engine {
             }
             self.in_flight.fail(second, other);
             self.alone.held.push(Held { tag: second, dw0: 0 });
-            // By this the end of the first is known, too, should the process die in between.
+            // This decision also contains the status of the first command, in case that the process
+            // dies between the two journal writes.
             let dw0 = u32::from(first.bits());
             self.alone.decided.push((second, Decision::End { status: other, dw0 }));
         }

@@ -1,4 +1,4 @@
-//! How an engine carries out what has to be [alone](super::alone).
+//! Execution of [exclusive](super::alone) commands by an engine.
 
 use super::alone::{Asked, FUSE, Held, Marked, Parked, Running, Step, check_fused};
 use super::engine::{Closed, Engine, Started};
@@ -17,12 +17,11 @@ use shadowbell_spec::status::Status;
 use shadowbell_state::{AbortPoint, abort_point};
 use std::sync::Arc;
 
-/// How the two commands of a fused operation have ended that was not begun: their permits, and
-/// their statuses.
+/// Permits and statuses of the two commands of a fused operation that failed before it began.
 pub(crate) type FusedFailed = ((Permit, Permit), (Status, Status));
 
 impl Engine {
-    /// Where commands that have to be alone ask for it.
+    /// Sets the control plane to which requests for exclusive execution are sent.
     pub(crate) fn let_ask(&mut self, control: &ControlHandle, shared: &Arc<ControllerShared>) {
         self.alone.with = Some((control.clone(), Arc::clone(shared)));
         self.review_marks();
@@ -31,7 +30,7 @@ impl Engine {
         }
     }
 
-    /// Looks at which blocks are marked.
+    /// Refreshes the copy of the uncorrectable blocks.
     pub(super) fn review_marks(&mut self) {
         if let Some((_, shared)) = &self.alone.with {
             self.alone.marks = shared.uncorrectable();
@@ -39,7 +38,7 @@ impl Engine {
         }
     }
 
-    /// Has all commands of a namespace with marked blocks take the long way.
+    /// Routes all commands of a namespace with uncorrectable blocks through the slow path.
     fn flag_namespaces(&mut self) {
         let Self { namespaces, alone, .. } = self;
         for (nsid, namespace) in (1..).zip(namespaces) {
@@ -47,17 +46,17 @@ impl Engine {
         }
     }
 
-    /// Nothing more is fetched, for another command is to be alone.
+    /// Stops fetching, because a command requires exclusive execution.
     pub(crate) fn pause(&mut self) {
         self.close(Closed::Alone);
     }
 
-    /// Whether nothing is under way but what waits to be alone.
+    /// True if nothing is in flight except commands that are parked for exclusive execution.
     pub(crate) fn is_drained(&self) -> bool {
         self.in_flight.len() == self.alone.entries()
     }
 
-    /// Nothing else is under way, until the latch is let go of.
+    /// Grants exclusive execution until the latch is released.
     pub(crate) fn be_alone(&mut self, latch: Latch) {
         self.alone.is_asked_for = false;
         if self.alone.parked.is_empty() {
@@ -66,8 +65,8 @@ impl Engine {
         self.alone.granted = Some(latch);
     }
 
-    /// It is recorded which blocks are marked. The latch is let go of when nothing that has to do
-    /// with that would be done again.
+    /// Writes the postponed decisions, because the uncorrectable blocks are recorded now. The latch
+    /// is released when the journal has them, so that a recovery does not repeat the changes.
     pub(crate) fn settle(&mut self, latch: Latch) {
         self.alone.decided.append(&mut self.alone.late);
         if !self.alone.decided.is_empty() {
@@ -75,24 +74,24 @@ impl Engine {
         }
     }
 
-    /// Commands are fetched again, and the host is told of what has ended.
+    /// Ends exclusive execution: fetching continues and held completions are posted.
     pub(crate) fn go_on(&mut self) {
         self.alone.is_released = !self.alone.held.is_empty();
         self.review_marks();
         self.open(Closed::Alone);
     }
 
-    /// What was decided, to be written down before anything follows from it.
+    /// Takes the decisions, which the caller writes to the journal before they have an effect.
     pub(crate) fn take_decided(&mut self) -> Vec<(u32, Decision)> {
         std::mem::take(&mut self.alone.decided)
     }
 
-    /// Whether nothing is begun because a command is to be alone.
+    /// True if fetching is stopped for an exclusive command.
     pub(crate) fn waits_for_one(&self) -> bool {
         self.is_closed(Closed::Alone)
     }
 
-    /// What marked blocks have to do with a command for these blocks of the namespace at `index`.
+    /// Consequence of uncorrectable blocks for a command on blocks `from..to` of namespace `index`.
     pub(super) fn look_at_marks(
         &mut self,
         op: NvmOpcode,
@@ -113,7 +112,7 @@ impl Engine {
         }
     }
 
-    /// Parks a command until it is alone.
+    /// Parks a command for exclusive execution.
     #[cold]
     #[inline(never)]
     pub(super) fn park(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
@@ -132,11 +131,11 @@ impl Engine {
         tag
     }
 
-    /// Takes on the two commands of a fused operation: their entries. A process that is dead may
-    /// have asked a disk for it as one step (`was_asked`).
+    /// Parks the two commands of a fused operation and returns their entries. `was_asked` is true
+    /// if a dead process may have submitted the atomic disk request.
     ///
     /// # Errors
-    /// They have ended like this.
+    /// The statuses of the commands, if they are not a supported fused operation.
     #[cold]
     #[inline(never)]
     pub(crate) fn park_fused(
@@ -162,7 +161,7 @@ impl Engine {
         Ok(tags)
     }
 
-    /// Takes on the Write of a fused operation whose Compare has found what it expected.
+    /// Parks the Write of a fused operation whose Compare was equal before a crash.
     pub(crate) fn park_second(&mut self, second: &Sqe, sq: usize, permit: Permit) -> Started {
         let sqe = Sqe { flags: second.flags & !FUSE, ..*second };
         let tag = self.park_entry(&sqe, sq, permit);
@@ -171,14 +170,14 @@ impl Engine {
         Started::Pending
     }
 
-    /// Goes on with commands that are alone, or were.
+    /// Advances exclusive commands: posts ended ones, starts the next parked one.
     pub(super) fn advance_alone(&mut self, ended: &mut impl FnMut(CompletedCommand)) {
         for tag in std::mem::take(&mut self.alone.ended) {
             if let Some(end) = self.end(tag) {
                 ended(end);
             }
         }
-        // What is decided is written down before the next step.
+        // The journal must have the decisions before the next step.
         if !self.alone.decided.is_empty() {
             return;
         }
@@ -211,7 +210,7 @@ impl Engine {
         }
     }
 
-    /// Carries out a command that is alone now.
+    /// Starts a parked command exclusively.
     fn run(&mut self, parked: Parked) {
         let Some(parked) = self.begin_both(parked) else { return };
         let Parked { tag, sq, sqe, .. } = parked;
@@ -229,17 +228,17 @@ impl Engine {
                 self.count_error(status);
                 (permit, status)
             }
-            // Neither of the two is fused any more.
+            // The FUSE bits of parked commands are cleared.
             Started::Fused(permit) => (permit, Status::INTERNAL),
             Started::Pending => {
-                debug_assert_eq!(self.last_tag, tag, "the entry that was free last is taken first");
+                debug_assert_eq!(self.last_tag, tag, "the entry freed last is reused first");
                 return self.in_flight.set_alone(self.last_tag);
             }
         };
         self.alone_ended((sq, cid), permit, status);
     }
 
-    /// The command that is alone has ended.
+    /// Handles the end of the command in execution: holds its completion, continues a fused pair.
     pub(super) fn alone_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
         let Some(Running { parked, step, can_both, .. }) = &self.alone.running else { return };
         if *step != Step::Plain || parked.asked != Asked::No && !status.is_success() {
@@ -277,24 +276,24 @@ impl Engine {
         }
         let end = (at, Decision::End { status, dw0 });
         if changes_marks {
-            // Until that is recorded, it has to be done again by whoever goes on.
+            // Until the change is recorded, a recovery has to repeat the command.
             self.alone.late.push(end);
         } else {
-            // The first of a pair is the last that is decided: by it is known whether the other is.
+            // The first command of a pair is decided last: its decision implies the second's.
             self.alone.decided.push(end);
         }
     }
 
-    /// Holds a command that was in entry `tag` and has ended: its entry.
+    /// Holds the completion of a command that was in entry `tag`; returns the entry.
     pub(super) fn hold(&mut self, tag: u32, entry: InFlight, dw0: u32) -> u32 {
         let at = self.in_flight.next_tag();
-        debug_assert_eq!(at, tag, "the entry that was free last is taken first");
+        debug_assert_eq!(at, tag, "the entry freed last is reused first");
         self.in_flight.insert(at, entry.of_requests());
         self.alone.held.push(Held { tag: at, dw0 });
         at
     }
 
-    /// Write Uncorrectable.
+    /// Executes Write Uncorrectable, or parks it for exclusive execution.
     #[cold]
     pub(super) fn write_uncorrectable(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         match self.check_uncorrectable(sqe) {

@@ -1,4 +1,4 @@
-//! Namespaces that come, go and change while commands are under way.
+//! Attach, detach and change of namespaces while commands are in flight.
 
 use super::engine::{Engine, take_turns, want_hints};
 use super::in_flight::Owner;
@@ -7,13 +7,12 @@ use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 
 impl Engine {
-    /// From here on `new` is the namespace at `index`, or nothing is. Where the queue is that was
-    /// there, if there was one, until [`take_retired`](Self::take_retired).
+    /// Replaces the namespace at `index` by `new`, or removes it. Returns the place of the old
+    /// queue, if there was one, for [`take_retired`](Self::take_retired).
     ///
-    /// What is under way goes on with the disk that it was begun on, and what a command has not
-    /// begun yet with the new one. If there is no new one, all commands that are about the
-    /// namespace alone end, as soon as the disk has let go of them.
-    /// `absence` is how they end then.
+    /// Requests in flight continue on the old disk; requests that a command has not submitted yet
+    /// go to the new disk. On removal, all commands of this namespace end with the status `absence`
+    /// as soon as the disk has released their requests.
     pub(crate) fn change_namespace(
         &mut self,
         index: usize,
@@ -44,10 +43,10 @@ impl Engine {
         Some(place)
     }
 
-    /// The namespace at `index` is gone, and its queue at `place`.
+    /// Aborts the commands of the removed namespace `index`, whose old queue is at `place`.
     fn give_up(&mut self, index: usize, place: usize) {
         let Self { in_flight, copies, long, retired, .. } = self;
-        // A Flush of all namespaces is one of those that are left.
+        // A Flush of all namespaces continues with the remaining ones.
         let is_of_all = |nsid: Option<u32>| nsid == Some(NSID_ALL);
         let mut over = long.remove_namespace(index, |parent| is_of_all(in_flight.nsid(parent)));
         copies.cancel(|copy| {
@@ -81,12 +80,12 @@ impl Engine {
         }
     }
 
-    /// Lets go of all disks, which have nothing in hand.
+    /// Drops all disk queues. The caller ensures that no request is in flight.
     pub(crate) fn forget_namespaces(&mut self) {
         self.namespaces.clear();
     }
 
-    /// The queue that is retired at `place`, if its disk has nothing in hand any more.
+    /// Takes the retired queue at `place`, if its disk has no request in flight.
     pub(crate) fn take_retired(&mut self, place: usize) -> Option<NamespaceQueue> {
         self.retired.take_idle(place)
     }

@@ -1,14 +1,15 @@
-//! Copy: blocks of a namespace to another place in it, or from others. NVM 1.1, "Copy command".
+//! Copy command: copies blocks within a namespace or from other namespaces. NVM 1.1, "Copy
+//! command".
 //!
-//! A copy is carried out in two strides: all of its sources are read into a buffer, then all of the
-//! destination is written. So the destination gets what the sources held before, however they
-//! overlap, and nothing is written if a source can not be read. What MCL says bounds the buffer, of
-//! which a worker has a few; a copy that finds none waits for one, in order.
+//! A copy has two phases ([`Stride`]): all source ranges are read into a buffer, then the whole
+//! destination is written. So the destination gets the previous contents of the sources even if
+//! ranges overlap, and nothing is written if a source cannot be read. MCL bounds the size of the
+//! buffer. An I/O thread has a few buffers per controller; further copies wait for one, in order.
 //!
-//! A copy is never carried out where its entry is fetched: it goes on between two passes over the
-//! queues, range by range, as far as the controller's share of the turn goes. On a disk that
-//! answers at once, others' commands get their turn meanwhile; on one that does not, some requests
-//! of a stride are under way at the same time.
+//! A copy is never executed where its entry is fetched: it advances between two passes over the
+//! queues, range by range, within the controller's share of the turn. On a disk that completes
+//! requests inline, other commands get their turn in between. On an asynchronous disk, several
+//! requests of a phase are in flight at a time.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::long::UNDER_WAY;
@@ -26,30 +27,31 @@ use shadowbell_spec::sqe::Sqe;
 use shadowbell_spec::status::Status;
 use zerocopy::FromBytes;
 
-/// Buffers that a worker has for one controller, at most: copies that are under way at once.
+/// Maximum number of buffers per controller and I/O thread, which is the number of active copies.
 const BUFFERS: usize = 4;
 
-/// Bytes of each: a block of 512 bytes has up to 64 bytes of metadata.
+/// Bytes per buffer: the data, and metadata of up to 64 bytes per block of 512 bytes.
 const BUFFER: usize = COPY_BYTES + COPY_BYTES / 8;
 
-/// The descriptor formats that need not be enabled: bit n for format n. They name no namespace.
+/// Descriptor formats that the host need not enable (0h and 1h, without source NSID): bit n for
+/// format n.
 pub(super) const ALWAYS_ENABLED: u16 = 1 << 0 | 1 << 1;
 
-/// A source range, in bytes of the disk.
+/// Source range, in bytes of the disk.
 #[derive(Clone, Copy, Debug)]
 struct Source {
     /// Index of the namespace.
     namespace: usize,
     offset: u64,
     len: u64,
-    /// Bytes of its metadata, and what reading it has to do with them.
+    /// Bytes of the range's metadata, and the protection checks for reading it.
     metadata_len: u64,
     metadata: Option<Metadata>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stride {
-    /// Nothing is done yet.
+    /// Before the first phase: the copy waits for a buffer.
     Waiting,
     /// The sources are being read.
     Reading,
@@ -57,37 +59,37 @@ enum Stride {
     Writing,
 }
 
-/// A Copy command.
+/// Copy command in flight.
 #[derive(Debug)]
 pub(super) struct Copy {
-    /// The command's entry.
+    /// In-flight entry of the command.
     pub(super) parent: u32,
-    /// Its submission queue.
+    /// Index of the submission queue.
     pub(super) sq: usize,
     pub(super) namespace: usize,
     sources: Box<[Source]>,
-    /// Where the destination begins, in bytes of the disk.
+    /// Byte offset of the destination on the disk.
     to: u64,
     fua: bool,
-    /// What writing the first block has to do with metadata.
+    /// Metadata parameters for writing the first block.
     metadata: Option<Metadata>,
     buffer: Option<SharedBytes>,
     stride: Stride,
-    /// The source range that this stride comes to next, and where its data are in the buffer.
+    /// Next source range of this phase, and the offset of its data in the buffer.
     next: usize,
     at: u64,
-    /// The metadata before that: they follow the data of each range.
+    /// Bytes of metadata before `at`: in the buffer, the metadata follow the data of each range.
     metadata_at: u64,
-    /// Requests of this stride that the disk has in hand.
+    /// In-flight requests of this phase.
     left: u32,
-    /// The lowest source range that failed in this stride, and how.
+    /// Lowest source range that failed in this phase, and its status.
     failed: Option<(u32, Status)>,
-    /// It is not wanted any more.
+    /// True if the command is aborted or its namespace was removed.
     cancelled: bool,
 }
 
 impl Copy {
-    /// Whether it reads from the namespace with this index, or writes to it.
+    /// True if the copy reads from or writes to the namespace with this index.
     pub(super) fn uses(&self, index: usize) -> bool {
         self.namespace == index || self.sources.iter().any(|source| source.namespace == index)
     }
@@ -98,7 +100,7 @@ impl Copy {
         }
     }
 
-    /// Whether requests of this stride are to be submitted yet.
+    /// True if this phase has requests to submit.
     fn has_more(&self) -> bool {
         !self.has_ended_early() && self.stride != Stride::Waiting && self.next < self.sources.len()
     }
@@ -107,13 +109,13 @@ impl Copy {
         self.failed.is_some() || self.cancelled
     }
 
-    /// Whether there is nothing more to be done, if nothing is under way.
+    /// True if the copy ends once no request is in flight.
     fn is_over(&self) -> bool {
         self.has_ended_early() || self.stride == Stride::Writing && !self.has_more()
     }
 
-    /// The status, and dword 0 of the completion: the lowest source range that was not copied, or 0
-    /// if nothing was written.
+    /// Status and completion dword 0: the lowest source range that was not copied, or 0 if nothing
+    /// was written.
     fn outcome(&self) -> (Status, u32) {
         match (self.stride, self.failed) {
             (Stride::Writing, None) => (Status::SUCCESS, 0),
@@ -124,7 +126,7 @@ impl Copy {
     }
 }
 
-/// What a Copy command asks for, checked.
+/// Checked parameters of a Copy command.
 pub(super) struct ParsedCopy {
     /// Index of the namespace.
     pub(super) namespace: usize,
@@ -135,31 +137,31 @@ pub(super) struct ParsedCopy {
 }
 
 impl ParsedCopy {
-    /// Its sources: index of the namespace, first byte and the one after the last.
+    /// Source ranges: index of the namespace, first byte, byte after the last.
     pub(super) fn sources(&self) -> impl Iterator<Item = (usize, u64, u64)> {
         let range = |from: &Source| (from.namespace, from.offset, from.offset + from.len);
         self.sources.iter().map(range)
     }
 
-    /// Its destination, as above.
+    /// Destination range: index of the namespace, first byte, byte after the last.
     pub(super) fn destination(&self) -> (usize, u64, u64) {
         let len: u64 = self.sources.iter().map(|source| source.len).sum();
         (self.namespace, self.to, self.to + len)
     }
 }
 
-/// A copy that is over.
+/// Ended copy.
 pub(super) struct CopyEnd {
-    /// The command's entry.
+    /// In-flight entry of the command.
     pub(super) parent: u32,
     pub(super) status: Status,
     pub(super) dw0: u32,
 }
 
-/// The copies of one engine.
+/// Copy commands of one engine.
 #[derive(Debug, Default)]
 pub(super) struct Copies {
-    /// In the order in which they came.
+    /// Copies in order of arrival.
     list: Vec<Copy>,
     buffers: Vec<SharedBytes>,
     buffers_made: usize,
@@ -175,7 +177,7 @@ impl Copies {
         self.list.len()
     }
 
-    /// A request of a copy has ended.
+    /// Records the end of a copy's request.
     pub(super) fn range_ended(&mut self, parent: u32, range: u32, status: Status) {
         let Some(copy) = self.list.iter_mut().find(|copy| copy.parent == parent) else { return };
         copy.left = copy.left.saturating_sub(1);
@@ -184,7 +186,7 @@ impl Copies {
         }
     }
 
-    /// Nothing more of these is to be begun. What the disk has in hand of them is the disk's.
+    /// Cancels copies: no further requests are submitted. Requests in flight are not affected.
     pub(super) fn cancel(&mut self, mut which: impl FnMut(&Copy) -> bool) {
         let unwanted = self.list.iter_mut().filter(|copy| which(copy));
         unwanted.for_each(|copy| copy.cancelled = true);
@@ -203,23 +205,23 @@ impl Copies {
         Some(buffer)
     }
 
-    /// Whether the command in entry `parent` is a copy that uses the namespace with this index.
+    /// True if the command in entry `parent` is a copy that uses the namespace with this index.
     pub(super) fn uses(&self, parent: u32, index: usize) -> bool {
         self.list.iter().any(|copy| copy.parent == parent && copy.uses(index))
     }
 
-    /// Whether something can be done for this copy without waiting for anybody.
+    /// True if this copy has a step that is possible without waiting.
     fn is_ready(&self, copy: &Copy) -> bool {
         let next_stride = copy.is_over() || copy.buffer.is_some() || self.has_buffer();
         copy.has_more() || copy.left == 0 && next_stride
     }
 }
 
-/// Decodes and checks a Copy command, of which there are these `formats`; reads its list of source
-/// ranges.
+/// Decodes and checks a Copy command, and reads its source ranges from the host. `formats` are
+/// the enabled descriptor formats.
 ///
 /// # Errors
-/// It has ended, with this status, and nothing was copied.
+/// The status with which the command ends; nothing was copied.
 pub(super) fn parse_copy(
     sqe: &Sqe,
     namespaces: &[NamespaceQueue],
@@ -251,8 +253,9 @@ pub(super) fn parse_copy(
     let (mut total, mut outside) = (0, false);
     let mut sources = Vec::with_capacity(count);
     for entry in raw.chunks_exact(entry) {
-        // Both kinds begin alike, and what follows is about protection information. Data never
-        // leave the controller: each copy is a fast one, if the host wants no other (SOPT).
+        // Both entry types begin with the same fields; the rest is protection information. SOPT
+        // (fast copies only) needs no check, because data never leave the controller: each copy is
+        // fast.
         let (range, _) = CopyRange::read_from_prefix(entry).map_err(|_| Status::INTERNAL)?;
         let from = match fields.desfmt {
             0 | 1 => index,
@@ -264,7 +267,7 @@ pub(super) fn parse_copy(
         }
         let blocks = u64::from(range.nlb0) + 1;
         total += blocks;
-        // MSSRL and MCL are the same, so this is about both.
+        // MSSRL equals MCL, so this check covers both limits.
         if total > most {
             return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
         }
@@ -283,7 +286,7 @@ pub(super) fn parse_copy(
         return Err(Status::LBA_OUT_OF_RANGE.with_dnr());
     }
     let (to, total) = (fields.sdlba << shift, total << shift);
-    // Formats 0h and 1h are free to do so.
+    // Formats 0h and 1h permit overlapping ranges.
     let overlaps = |source: &Source| {
         source.namespace == index
             && source.offset.max(to) < (source.offset + source.len).min(to + total)
@@ -301,7 +304,7 @@ pub(super) fn parse_copy(
 }
 
 impl Copies {
-    /// Takes a copy on, for the command in entry `parent`, of submission queue `sq`.
+    /// Appends a copy for the command in entry `parent` of submission queue `sq`.
     pub(super) fn push(&mut self, copy: ParsedCopy, parent: u32, sq: usize, write_through: bool) {
         let ParsedCopy { namespace, sources, to, fua, metadata } = copy;
         self.list.push(Copy {
@@ -323,19 +326,19 @@ impl Copies {
         });
     }
 
-    /// How many more requests the disks may have in hand.
+    /// Number of further requests that may be in flight.
     fn room(&self) -> u32 {
         UNDER_WAY.saturating_sub(self.list.iter().map(|copy| copy.left).sum())
     }
 
-    /// Whether a stride can be taken without waiting for anybody.
+    /// True if a step of a copy is possible without waiting.
     pub(super) fn can_advance(&self) -> bool {
         let has_room = self.room() != 0;
         let ends = |copy: &Copy| copy.left == 0 && copy.is_over();
         self.list.iter().any(|copy| ends(copy) || has_room && self.is_ready(copy))
     }
 
-    /// Goes on, as far as the budget goes. The copies that are over.
+    /// Advances copies within the budget. Returns the ended copies.
     pub(super) fn advance(
         &mut self,
         namespaces: &mut [NamespaceQueue],
@@ -366,7 +369,7 @@ impl Copies {
 }
 
 impl Copy {
-    /// Submits requests of this stride, or, if it has come to its end, of the next one.
+    /// Submits requests of this phase, or of the next phase if this phase has ended.
     fn advance(
         &mut self,
         namespaces: &mut [NamespaceQueue],
@@ -396,7 +399,7 @@ impl Copy {
                 let request = Request { op, offset: self.to + self.at, len };
                 (self.namespace, request, Kind::Write(len))
             };
-            // The sum of all ranges was checked against the size of the buffer.
+            // `parse_copy` has checked the sum of all ranges against the size of the buffer.
             let place = (self.at + self.metadata_at) as usize;
             let place = buffer.slice(place, (len + metadata_len) as usize);
             let metadata = if reading { source.metadata } else { self.part(&namespaces[index]) };
@@ -426,7 +429,7 @@ impl Copy {
         }
     }
 
-    /// What the next range of the destination has to do with metadata.
+    /// Metadata parameters for writing the next range of the destination.
     fn part(&self, namespace: &NamespaceQueue) -> Option<Metadata> {
         let format = namespace.metadata()?;
         Some(self.metadata?.after(self.at >> namespace.block_shift, format))

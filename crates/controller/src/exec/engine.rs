@@ -1,4 +1,4 @@
-//! Everything that executing I/O commands for one controller takes, on one worker.
+//! I/O command execution of one controller on one I/O thread.
 
 use super::alone::Alone;
 use super::appends::Appends;
@@ -21,88 +21,89 @@ use shadowbell_spec::status::Status;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU16;
 
-/// Why nothing more is started.
+/// Reason for which the engine starts no new commands: a bit of [`Engine`]'s `closed` mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Closed {
-    /// The queues are about to leave for another worker.
+    /// The queues are about to move to another I/O thread.
     Leaves = 1,
-    /// Page tables are thrown away.
+    /// Page tables of the host's memory are being reclaimed.
     PageTables = 2,
-    /// A command is to be alone.
+    /// A command requires exclusive execution.
     Alone = 4,
 }
 
-/// Places of the host's memory that a short command may touch: its entry's list, and three pages.
+/// Upper bound of memory locations that a short command touches: its PRP list and three data pages.
 const PLACES: u64 = 4;
-/// Places that the list of a command may have, one that is refused for it included.
+/// Upper bound of memory locations that a command's PRP or SGL list occupies, also if it is
+/// refused.
 pub(super) const MAX_PLACES: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
-/// Pieces of memory whose page tables were not there before, that the disks may have in hand: they
-/// can be made after others were thrown away.
+/// Limit of in-flight memory pieces whose page table did not exist before. In-flight requests can
+/// create their page tables even after a reclaim, so their number has to be bounded.
 const FRESH_IN_FLIGHT: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
 const WRITE: u8 = NvmOpcode::Write as u8;
 
-/// What became of a command that was started.
+/// Outcome of starting a command.
 #[derive(Debug)]
 pub(crate) enum Started {
-    /// It has succeeded.
+    /// Success, of a short command: the caller charges its cost ([`Engine::charge`]).
     Done(Permit),
-    /// It has succeeded, and was long: the budget is to be looked at.
+    /// Success, of a long command, whose cost is charged already: the caller rechecks the budget.
     DoneLong(Permit),
-    /// [`Engine::reap`] says when and how it ends.
+    /// In flight: [`Engine::reap`] reports the end and the status.
     Pending,
-    /// It has ended, with this status.
+    /// Failure with this status.
     Failed(Permit, Status),
-    /// It is part of a fused operation, or says so: nothing was done.
+    /// Not started, because FUSE marks the command as half of a fused operation.
     Fused(Permit),
 }
 
-/// Everything that executing I/O commands for one controller takes, on one worker.
+/// Executes the I/O commands of one controller on one I/O thread.
 pub(crate) struct Engine {
     pub(super) view: View,
     pub(super) limits: Limits,
     pub(super) quota: Quota,
-    /// As how many a piece counts whose page table is not there yet.
+    /// Quota weight of a memory piece whose page table does not exist yet.
     pub(super) fresh_weight: usize,
-    /// What may still be spent in this pass, by the measure of [`cost`]; below 0 if the last
-    /// command took more than there was.
+    /// Remaining budget of this pass, in units of [`cost`]; negative if the last command cost more
+    /// than the remainder.
     pub(super) budget: i64,
-    /// Nothing more is started, for each reason that has its bit here.
+    /// Bit mask of [`Closed`] reasons. If it is not 0, no new command is started.
     pub(super) closed: u8,
-    /// Places of the host's memory that were touched, at most, and how many may be in this pass.
+    /// Memory locations of the host touched since the last check (upper bound), and their limit.
     pub(super) touched: u64,
     pub(super) may_touch: u64,
-    /// What was touched of it, if that is counted.
+    /// Memory spans touched recently, if touches are counted.
     pub(super) spans: TouchedSpans,
     pub(super) write_through: bool,
-    /// Whether a disk wants hints of requests before they come.
+    /// True if a disk wants prefetch hints.
     pub(super) wants_hints: bool,
-    /// Whether a disk wants to know whose requests come.
+    /// True if a disk wants to know the submission queue of each request.
     pub(super) takes_turns: bool,
-    /// By NSID - 1.
+    /// Namespaces by NSID - 1.
     pub(super) namespaces: Vec<NamespaceQueue>,
     pub(super) retired: Retired,
     pub(super) in_flight: InFlightTable,
-    /// Tag of the command that was last found to be [pending](Started::Pending).
+    /// Tag of the last command that was [pending](Started::Pending).
     pub(super) last_tag: u32,
     pub(super) scratch: Segments,
-    /// Emptied buffers, kept for their room.
+    /// Emptied segment lists, pooled for their allocation.
     pub(super) spare: Vec<Segments>,
     pub(super) copies: Copies,
-    /// The descriptor formats of Copy that the host has enabled: bit n for format n.
+    /// Copy descriptor formats that the host has enabled: bit n for format n.
     pub(super) copy_formats: Arc<AtomicU16>,
     pub(super) long: LongCommands,
     pub(super) forced: ForcedReads,
     pub(super) alone: Alone,
     pub(super) reservations: ReservationCommands,
     pub(super) appends: Appends,
-    /// What was done, for others to read.
+    /// I/O counters, read by other threads.
     pub(crate) counters: Arc<PartCounters>,
     pub(super) transfers: TransferStats,
 }
 
-/// What a command's data has to keep to.
+/// Data transfer limits of a command.
 #[derive(Clone, Copy)]
 pub(super) struct Limits {
     /// CC.MPS in bytes.
@@ -155,19 +156,19 @@ impl Engine {
         engine
     }
 
-    /// Where the descriptor formats of Copy are that the host has enabled.
+    /// Sets the shared mask of Copy descriptor formats that the host has enabled.
     pub(crate) fn set_copy_formats(&mut self, formats: &Arc<AtomicU16>) {
         self.copy_formats = Arc::clone(formats);
     }
 
-    /// What is known of the host's memory has changed: whether touches of it are counted.
+    /// Updates the memory touch counting after a change of the host's memory map.
     fn measure_memory(&mut self) {
         let bytes = self.view.table().sparse_bytes();
         self.may_touch = if bytes != 0 { page_tables::SPEND } else { u64::MAX };
         self.spans.resize(bytes);
     }
 
-    /// Whether touches of the host's memory are counted, because there is so much of it.
+    /// True if touches of the host's memory are counted, because the host shares a lot of it.
     #[inline]
     pub(crate) fn is_sparse(&self) -> bool {
         self.may_touch != u64::MAX
@@ -181,77 +182,79 @@ impl Engine {
         &self.namespaces
     }
 
-    /// All queues, with those that are on their way out.
+    /// All disk queues, including retired ones.
     pub(crate) fn queues(&self) -> impl Iterator<Item = &NamespaceQueue> {
         self.namespaces.iter().chain(self.retired.iter())
     }
 
-    /// Shows others what was counted so far. To be called before completions are posted, so that a
-    /// host finds in the counters what it knows to be done.
+    /// Publishes the transfer counters. Called before completions are posted, so that the counters
+    /// include every command whose completion the host has seen.
     #[inline]
     pub(crate) fn publish(&self) {
         self.counters.io.publish(&self.transfers);
     }
 
-    /// What may be spent from here on, in nanoseconds by estimate.
+    /// Sets the budget in nanoseconds (estimated).
     #[inline]
     pub(crate) fn set_budget(&mut self, budget: i64) {
         self.budget = budget;
     }
 
-    /// So many short commands were started: what they took.
+    /// Charges the cost of `commands` short commands.
     #[inline]
     pub(crate) fn charge(&mut self, commands: u32) {
         self.budget -= i64::from(commands) * cost::SHORT;
         self.touched += u64::from(commands) * PLACES;
     }
 
-    /// Whether another command may be started: there is budget left.
+    /// True if there is budget left for another command.
     #[inline(always)]
     pub(crate) fn has_budget(&self) -> bool {
         self.budget > 0
     }
 
-    /// Whether as much is under way as may be: nothing is to be fetched until something has ended.
+    /// True if the engine is closed or a quota is reached: no command is fetched until a command
+    /// ends.
     #[inline]
     pub(crate) fn is_full(&self) -> bool {
         self.closed != 0 || self.exceeded().is_some()
     }
 
-    /// As [`is_full`](Self::is_full), for commands that a dead process had fetched: they are
-    /// carried out before the queues leave.
+    /// [`is_full`](Self::is_full) for commands that a dead process had fetched. They are executed
+    /// even if the queues are about to move to another thread or if a command waits for exclusive
+    /// execution.
     pub(crate) fn is_full_for_replays(&self) -> bool {
         let passed = Closed::Leaves as u8 | Closed::Alone as u8;
         self.closed & !passed != 0 || self.exceeded().is_some()
     }
 
-    /// Has nothing more fetched from here on, for this reason.
+    /// Stops fetching for this reason.
     pub(crate) fn close(&mut self, why: Closed) {
         self.closed |= why as u8;
     }
 
-    /// Has commands fetched again, as far as this reason goes.
+    /// Removes this reason; fetching continues if no other reason is set.
     pub(crate) fn open(&mut self, why: Closed) {
         self.closed &= !(why as u8);
     }
 
-    /// Whether nothing is fetched for this reason.
+    /// True if fetching is stopped for this reason.
     pub(super) fn is_closed(&self, why: Closed) -> bool {
         self.closed & why as u8 != 0
     }
 
-    /// Whether so many places of the host's memory were touched that it is to be asked whether that
-    /// was too much.
+    /// True if the touched memory locations reach the limit. The caller then asks
+    /// [`page_tables`] whether page tables have to be reclaimed.
     pub(crate) fn has_spent(&self) -> bool {
         self.touched >= self.may_touch
     }
 
-    /// It was asked, and was not too much.
+    /// Resets the count of touched locations after the check of the page tables.
     pub(crate) fn may_touch_more(&mut self) {
         self.touched = 0;
     }
 
-    /// Of what there is as much under way as may be.
+    /// The quota that is reached, if any.
     #[inline]
     pub(crate) fn exceeded(&self) -> Option<Exceeded> {
         let Self { quota, in_flight, copies, long, forced, alone, .. } = self;
@@ -272,27 +275,27 @@ impl Engine {
         }
     }
 
-    /// Nothing more is started in this pass if that was too much.
+    /// Ends the budget of this pass if the engine is full.
     pub(super) fn review_quota(&mut self) {
         if self.is_full() {
             self.budget = self.budget.min(0);
         }
     }
 
-    /// The tag of the command that was last found to be [pending](Started::Pending), by which its
-    /// [end](CompletedCommand) names it.
+    /// Tag of the last command that was [pending](Started::Pending). Its [end](CompletedCommand)
+    /// carries the same tag.
     #[inline]
     pub(crate) fn last_tag(&self) -> u32 {
         self.last_tag
     }
 
-    /// How many requests the disks have in hand.
+    /// Number of in-flight requests and commands.
     #[inline]
     pub(crate) fn pending(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// As [`start`](Self::start), a command that a process that is dead may have begun.
+    /// [`start`](Self::start) for a command that a dead process may have executed in part.
     #[cold]
     pub(crate) fn start_again(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(true));
@@ -301,13 +304,13 @@ impl Engine {
         started
     }
 
-    /// How many requests and commands that were under way have ended.
+    /// Number of requests and commands that have ended so far.
     pub(crate) fn ended(&self) -> u64 {
         self.in_flight.ended()
     }
 
-    /// Commands that are started from now on go through `view`. The view until now is given back;
-    /// commands in flight have it still.
+    /// Replaces the memory view for commands that are started from now on. Returns the old view;
+    /// in-flight commands still use it.
     pub(crate) fn change_view(&mut self, view: View) -> View {
         self.scratch.clear();
         let queues = self.namespaces.iter_mut().chain(self.retired.iter_mut());
@@ -317,25 +320,25 @@ impl Engine {
         old
     }
 
-    /// With `write_through`, every write that is started from now on is forced to the medium.
+    /// Sets write-through mode: every write that is started from now on has Force Unit Access.
     #[inline]
     pub(crate) fn set_write_through(&mut self, write_through: bool) {
         self.write_through = write_through;
     }
 
-    /// Whether [`begin_turn`](Self::begin_turn) is of use.
+    /// True if a disk uses [`begin_turn`](Self::begin_turn).
     #[inline]
     pub(crate) fn takes_turns(&self) -> bool {
         self.takes_turns
     }
 
-    /// The commands that come from here on are of submission queue `sq`.
+    /// Tells the disks that the following requests belong to submission queue `sq`.
     #[cold]
     pub(crate) fn begin_turn(&mut self, sq: usize) {
         self.namespaces.iter_mut().for_each(|ns| ns.queue.begin_turn(sq as u32));
     }
 
-    /// Whether [`Prefetch`](super::prefetch::Prefetch) is of use.
+    /// True if a disk uses the hints of [`Prefetch`](super::prefetch::Prefetch).
     #[inline]
     pub(crate) fn wants_prefetch_hints(&self) -> bool {
         self.wants_hints
@@ -355,7 +358,7 @@ impl Engine {
     pub(crate) fn count_error(&mut self, status: Status) {
         self.budget -= cost::FAILURE;
         self.touch(MAX_PLACES);
-        // Who knows how far it came.
+        // The command may have touched any part of its data before it failed.
         self.spans.forget();
         self.counters.io.errors.add(1);
         self.counters.io.media_errors.add(u64::from(is_media_error(status)));
@@ -384,7 +387,7 @@ impl Engine {
         }
     }
 
-    /// So many places of the host's memory were touched, at most.
+    /// Counts touched memory locations (upper bound); ends the budget of this pass at the limit.
     pub(super) fn touch(&mut self, places: usize) {
         self.touched += places as u64;
         if self.has_spent() {
@@ -393,12 +396,12 @@ impl Engine {
     }
 }
 
-/// Whether one of the disks wants to know whose requests come.
+/// True if a disk wants to know the submission queue of each request.
 pub(super) fn take_turns(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.takes_turns())
 }
 
-/// Whether one of the disks wants hints of requests before they come.
+/// True if a disk wants prefetch hints.
 pub(super) fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.wants_prefetch_hints())
 }

@@ -1,8 +1,8 @@
-//! Reads of what is on the medium: Read, Compare and Verify with Force Unit Access.
+//! Reads with Force Unit Access: Read, Compare and Verify of data on the medium.
 //!
-//! On a disk with a volatile cache they have it commit what it holds first, and read then (NVM 1.1,
-//! "Read command"; Compare and Verify say the same). That is two requests, one after the other: a
-//! flush, which is of the whole disk, and the command's own.
+//! On a disk with a volatile write cache, such a command first commits the cached data and then
+//! reads (NVM 1.1, "Read command"; likewise Compare and Verify). So it consists of two requests in
+//! sequence: a flush of the whole disk, and the request of the command.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::long::FLUSH;
@@ -14,30 +14,30 @@ use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
 
-/// How far a command is.
+/// Progress of a forced read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The disk has the flush in hand.
+    /// The flush is in flight.
     Flushing,
-    /// The flush is done.
+    /// The flush has ended.
     Flushed,
-    /// The disk has the command's own request in hand.
+    /// The request of the command is in flight.
     Reading,
     Over,
 }
 
-/// A command.
+/// Read, Compare or Verify with Force Unit Access.
 #[derive(Debug)]
 pub(super) struct ForcedRead {
-    /// Its entry.
+    /// In-flight entry of the command.
     pub(super) parent: u32,
-    /// Its submission queue.
+    /// Index of the submission queue.
     pub(super) sq: usize,
     /// Index of the namespace.
     pub(super) namespace: usize,
-    /// What it asks for, once what the cache holds is committed.
+    /// Request that is submitted after the flush.
     pub(super) request: Request,
-    /// And what that has to do with metadata.
+    /// Metadata parameters of that request.
     metadata: Option<Metadata>,
     pub(super) data: Segments,
     stage: Stage,
@@ -55,7 +55,7 @@ impl ForcedRead {
         Self { parent, sq, namespace, request, metadata, data, stage, cancelled: false }
     }
 
-    /// Gives the disk the next request, if it is its turn.
+    /// Submits the command's request if the flush has ended.
     fn advance(
         &mut self,
         namespaces: &mut [NamespaceQueue],
@@ -68,7 +68,7 @@ impl ForcedRead {
         if self.cancelled {
             in_flight.fail(self.parent, Status::ABORT_REQUESTED);
         }
-        // One that has failed, by its flush or because its namespace is gone, reads nothing.
+        // Nothing is read if the flush has failed or the namespace was removed.
         if in_flight.has_failed(self.parent) {
             self.stage = Stage::Over;
             return;
@@ -81,7 +81,7 @@ impl ForcedRead {
     }
 }
 
-/// Gives a disk a request of the command in entry `parent`: whether it has it in hand.
+/// Submits a request of the command in entry `parent`. `Some` if the request is in flight.
 fn submit(
     namespaces: &mut [NamespaceQueue],
     in_flight: &mut InFlightTable,
@@ -97,7 +97,7 @@ fn submit(
     let reading = request.op != Op::Flush;
     match submit_any(&mut *namespaces[namespace].queue, tag, request, metadata, data) {
         Submitted::Pending => {
-            // For the sake of its errors: its bytes are the command's.
+            // `Kind::Verify` selects read errors; the bytes are counted by the command's entry.
             let kind = if reading { Kind::Verify(0) } else { Kind::Other };
             in_flight.insert(tag, InFlight::new(Owner::Part { parent }, namespace, kind));
             Some(())
@@ -111,7 +111,7 @@ fn submit(
     }
 }
 
-/// The commands of one engine.
+/// Forced reads of one engine.
 #[derive(Debug, Default)]
 pub(super) struct ForcedReads(Vec<ForcedRead>);
 
@@ -120,7 +120,7 @@ impl ForcedReads {
         self.0.len()
     }
 
-    /// Begins a command. It goes on with [`advance`](Self::advance).
+    /// Submits the flush of a command, which then continues in [`advance`](Self::advance).
     pub(super) fn begin(
         &mut self,
         mut command: ForcedRead,
@@ -134,7 +134,7 @@ impl ForcedReads {
         self.0.push(command);
     }
 
-    /// A request of the command in entry `parent` has ended.
+    /// Records the end of a request of the command in entry `parent`.
     pub(super) fn part_ended(&mut self, parent: u32) {
         if let Some(command) = self.0.iter_mut().find(|command| command.parent == parent) {
             command.stage = match command.stage {
@@ -144,12 +144,12 @@ impl ForcedReads {
         }
     }
 
-    /// Whether something can be done without waiting for anybody.
+    /// True if a step is possible without waiting.
     pub(super) fn can_advance(&self) -> bool {
         self.0.iter().any(|command| matches!(command.stage, Stage::Flushed | Stage::Over))
     }
 
-    /// Goes on, as far as the budget goes. The entries of those commands that are over.
+    /// Advances commands within the budget. Returns the entries of the ended commands.
     pub(super) fn advance(
         &mut self,
         namespaces: &mut [NamespaceQueue],
@@ -168,7 +168,7 @@ impl ForcedReads {
         over
     }
 
-    /// These commands are not wanted any more: what is left of them is not begun.
+    /// Cancels these commands: requests that are not submitted yet are dropped.
     pub(super) fn cancel(&mut self, which: impl Fn(&ForcedRead) -> bool) {
         self.0
             .iter_mut()

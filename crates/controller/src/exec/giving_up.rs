@@ -1,4 +1,4 @@
-//! Commands that are to end soon: Abort, queues that are deleted, resets.
+//! Command abort: Abort, deletion of queues, controller reset.
 
 use super::engine::Engine;
 use super::in_flight::InFlight;
@@ -7,8 +7,8 @@ use super::retired::Retired;
 use crate::latch::Latch;
 
 impl Engine {
-    /// Asks the disks to give up the command (`sq`, `cid`) soon. `latch` is dropped when it has
-    /// ended, and has the status Command Abort Requested if that is how.
+    /// Asks the disks to cancel the command (`sq`, `cid`). `latch` is released when the command has
+    /// ended; its status is Command Abort Requested if the command was aborted.
     pub(crate) fn abort(&mut self, sq: usize, cid: u16, latch: Latch) {
         let Some(found) = self.in_flight.find(sq, cid) else { return };
         self.give_up_command(found);
@@ -17,7 +17,7 @@ impl Engine {
         }
     }
 
-    /// Asks the disks to give up a command soon.
+    /// Asks the disks to cancel the command in entry `found` and its requests.
     pub(super) fn give_up_command(&mut self, found: u32) {
         let Self { in_flight, namespaces, retired, .. } = self;
         let itself = in_flight.get(found).map(|entry| (found, entry));
@@ -30,7 +30,7 @@ impl Engine {
         self.alone.cancel(|tag, _| tag == found, &mut self.in_flight);
     }
 
-    /// Asks the disks to give up every command of submission queue `sq`, or of all queues.
+    /// Asks the disks to cancel all commands of submission queue `sq`, or of all queues.
     pub(crate) fn cancel_all(&mut self, of: Option<usize>) {
         let Self { in_flight, namespaces, retired, .. } = self;
         match of {
@@ -44,14 +44,14 @@ impl Engine {
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
         self.forced.cancel(|command| of.is_none_or(|queue| command.sq == queue));
         self.long.cancel_all(of);
-        // All of them: the controller is reset, and nobody says when others go on.
+        // A reset: the control plane will not send the end of exclusive execution any more.
         self.alone.is_given_up |= of.is_none();
         let which = |_, sq| of.is_none_or(|queue| sq == queue);
         self.alone.cancel(which, &mut self.in_flight);
     }
 }
 
-/// Has the disk that has a request give it up, if the entry is one.
+/// Asks the disk of a request to cancel it, if the entry is a request.
 fn cancel_request(
     namespaces: &mut [NamespaceQueue],
     retired: &mut Retired,

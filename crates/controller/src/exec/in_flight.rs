@@ -1,4 +1,4 @@
-//! What the disks have in hand: commands, and the requests that a command is made of.
+//! In-flight table: commands, and the disk requests that a command consists of.
 
 use crate::latch::Latch;
 use crate::queue::Permit;
@@ -7,37 +7,37 @@ use shadowbell_spec::status::Status;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 
-/// A command that ended: which one, and how.
+/// Command that has ended, with its completion data.
 #[derive(Debug)]
 pub(crate) struct CompletedCommand {
-    /// Index of the submission queue in its owner's list.
+    /// Index of the submission queue in the queue set.
     pub(crate) sq: usize,
     pub(crate) cid: u16,
-    /// What it was under way as.
+    /// Tag of the command while it was in flight.
     pub(crate) tag: u32,
-    /// Its place in the completion queue.
+    /// Reservation of an entry in the completion queue.
     pub(crate) permit: Permit,
     pub(crate) status: Status,
     pub(crate) nsid: u32,
     pub(crate) lba: u64,
-    /// Command specific result, dwords 0 and 1.
+    /// Command specific result: completion dwords 0 and 1.
     pub(crate) dw0: u32,
     pub(crate) dw1: u32,
 }
 
-/// What kind of command it is, for the statistics.
+/// Command class and bytes, for the statistics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Read(u64),
     Write(u64),
     Copy(u64),
-    /// Reads for the disk alone: no command that a host reads with.
+    /// Bytes that the disk reads without a transfer to the host.
     Verify(u64),
     Other,
 }
 
 impl Kind {
-    /// The length of its data in bytes.
+    /// Bytes transferred to or from the host.
     fn bytes(self) -> u64 {
         match self {
             Self::Read(bytes) | Self::Write(bytes) => bytes,
@@ -45,49 +45,51 @@ impl Kind {
         }
     }
 
-    /// Whether an error of the medium is one of reading.
+    /// True if a media error is a read error (Unrecovered Read Error).
     pub(super) fn is_reading(self) -> bool {
         matches!(self, Self::Read(_) | Self::Verify(_))
     }
 }
 
-/// Whom the end of an entry concerns.
+/// Owner of an entry: the receiver of its end.
 #[derive(Debug)]
 pub(super) enum Owner {
     /// The entry is a command of submission queue `sq`.
     Command { sq: usize, cid: u16, permit: Permit },
-    /// As above, and it is carried out [alone](super::alone).
+    /// The entry is a command of submission queue `sq` in [exclusive](super::alone) execution.
     Alone { sq: usize, cid: u16, permit: Permit },
-    /// The entry is one of several requests of the command in another entry.
+    /// The entry is one of the requests of the command in entry `parent`.
     Part { parent: u32 },
-    /// As above, and how it ends does not matter any more: its namespace is gone.
+    /// The entry is a request of the command in entry `parent`. Its status is ignored, because its
+    /// namespace was removed.
     Dropped { parent: u32 },
-    /// The entry reads or writes source range `range` of the Copy command in another entry.
+    /// The entry reads or writes source range `range` of the Copy command in entry `copy`.
     Range { copy: u32, range: u32 },
-    /// The entry is a flush that the controller wants for itself.
+    /// The entry is a request of the controller itself (flush, verify), not of the host.
     Internal,
 }
 
-/// A command or a part of one that is under way.
+/// In-flight command or disk request.
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) owner: Owner,
-    /// Index of the namespace, or of one that is retired (see `exec/retired.rs`).
+    /// Index of the namespace, or of a retired queue (see `exec/retired.rs`).
     pub(super) namespace: usize,
     pub(super) status: Status,
     pub(super) kind: Kind,
-    /// Pieces of host memory that the data lie in.
+    /// Quota weight: pieces of host memory that the data lie in.
     pieces: usize,
-    /// A disk has it in hand: it is not a command of which other entries are the requests.
+    /// True if a disk executes the entry; false for a command whose requests are entries of their
+    /// own.
     pub(super) is_request: bool,
     pub(super) nsid: u32,
     pub(super) lba: u64,
-    /// Who waits for its end: an Abort command, or a flush for a shutdown.
+    /// Latch that is released at the end: of an Abort command, or of a flush at shutdown.
     pub(super) waiting: Option<Latch>,
 }
 
 impl InFlight {
-    /// A request without data.
+    /// Creates the entry of a request without data.
     pub(super) fn new(owner: Owner, namespace: usize, kind: Kind) -> Self {
         Self {
             owner,
@@ -102,24 +104,24 @@ impl InFlight {
         }
     }
 
-    /// Which part of the namespace an error is about.
+    /// Sets the namespace and the LBA that an error is reported for.
     pub(super) fn at(self, nsid: u32, lba: u64) -> Self {
         Self { nsid, lba, ..self }
     }
 
-    /// A command of which other entries are the requests.
+    /// Marks a command whose requests are entries of their own.
     pub(super) fn of_requests(self) -> Self {
         Self { is_request: false, ..self }
     }
 
-    /// With data in so many pieces of host memory.
+    /// Sets the number of host memory pieces that the data lie in.
     pub(super) fn in_pieces(self, pieces: usize) -> Self {
         Self { pieces, ..self }
     }
 }
 
-/// What a hash is made with: another number in each table. A host does not know it, and can not have
-/// all of its commands in one list.
+/// Random multiplier of the identifier hash, one per table. A host does not know it, so it cannot
+/// choose command identifiers that all hash to one list.
 #[derive(Debug)]
 struct Seed(u64);
 
@@ -135,71 +137,71 @@ impl Seed {
     }
 }
 
-/// All that is under way. An entry's number is the tag of its request.
+/// Table of all in-flight entries. The index of an entry is the tag of its request.
 ///
-/// A host chooses how much is under way, and which of it is given up. So an entry is in lists, by
-/// which a command is found by its identifier, its requests by the command, and all of a submission
-/// queue by that: nothing is searched.
+/// The host determines how many entries are in flight and which of them are aborted. So every
+/// operation takes constant time per entry found: linked lists lead from an identifier to its
+/// command, from a command to its requests and from a submission queue to all of its entries.
 #[derive(Debug, Default)]
 pub(super) struct InFlightTable {
     entries: Vec<Option<InFlight>>,
-    /// The entry that is taken next: a free one, or the one after the last. Known before it is
-    /// wanted, because most requests end at once and only need a number.
+    /// Index of the next entry: a free one, or the length of the table. It is determined in
+    /// advance, because most requests end inside of `submit` and need only a tag.
     next: u32,
-    /// Other free ones.
+    /// Further free entries.
     free: Vec<u32>,
-    /// Entries that were under way and have ended.
+    /// Number of entries that have ended.
     ended: u64,
-    /// Commands by a hash of their submission queue and identifier.
+    /// Commands by the hash of submission queue and command identifier.
     by_identifier: Lists,
-    /// As many lists as that has, less one.
+    /// Number of hash lists - 1.
     mask: u32,
     seed: Seed,
-    /// The requests of a command, by its entry.
+    /// Requests by the entry of their command.
     by_command: Lists,
-    /// Commands and their requests, by submission queue.
+    /// Commands and requests by submission queue.
     by_queue: Lists,
-    /// Bytes of data of those that are under way, and the pieces of host memory that these lie in.
+    /// Bytes of data in flight, and the pieces of host memory that the data lie in.
     bytes: u64,
     pieces: usize,
-    /// Who waits for the end of an entry, beside those that the entries have.
+    /// Latches that are released at the end of an entry, in addition to the entry's own.
     waiting: HashMap<u32, Vec<Latch>>,
 }
 
 impl InFlightTable {
-    /// How many entries are under way.
+    /// Number of entries in flight.
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.entries.len() - self.free.len() - usize::from(self.is_there(self.next))
     }
 
-    /// Whether there is an entry of that number, in use or free.
+    /// True if the table has an entry of this index, in use or free.
     fn is_there(&self, tag: u32) -> bool {
         (tag as usize) < self.entries.len()
     }
 
-    /// Bytes of data that are under way.
+    /// Bytes of data in flight.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Pieces of host memory that these lie in.
+    /// Pieces of host memory that in-flight data lie in.
     pub(super) fn pieces(&self) -> usize {
         self.pieces
     }
 
-    /// How many have ended, ever.
+    /// Number of entries that have ended so far.
     pub(super) fn ended(&self) -> u64 {
         self.ended
     }
 
-    /// The tag of the next request: of an entry that is free.
+    /// Tag of the next request: the index of a free entry.
     #[inline]
     pub(super) fn next_tag(&self) -> u32 {
         self.next
     }
 
-    /// Puts an entry where `tag`, the [`next_tag`](Self::next_tag), says.
+    /// Inserts an entry at `tag`, which must be the [`next_tag`](Self::next_tag).
     pub(super) fn insert(&mut self, tag: u32, entry: InFlight) {
         debug_assert_eq!(self.next, tag);
         self.bytes += entry.kind.bytes();
@@ -232,12 +234,12 @@ impl InFlightTable {
         }
     }
 
-    /// The list of a command among those by identifier.
+    /// Hash list of a command identifier.
     fn bucket(&self, sq: usize, cid: u16) -> u32 {
         self.seed.hash((sq as u32) << 16 | u32::from(cid)) & self.mask
     }
 
-    /// Makes so many lists that each is short: twice as many as there are entries.
+    /// Resizes the hash to at least four lists per entry.
     #[cold]
     fn rehash(&mut self) {
         self.mask = (4 * self.entries.len()).next_power_of_two() as u32 - 1;
@@ -249,7 +251,7 @@ impl InFlightTable {
         }
     }
 
-    /// Submission queue and identifier, if the entry is a command.
+    /// Submission queue and command identifier, if the entry is a command.
     fn identifier(&self, tag: u32) -> Option<(usize, u16)> {
         match self.entries.get(tag as usize)?.as_ref()?.owner {
             Owner::Command { sq, cid, .. } | Owner::Alone { sq, cid, .. } => Some((sq, cid)),
@@ -257,7 +259,7 @@ impl InFlightTable {
         }
     }
 
-    /// The command in this entry is carried out alone.
+    /// Marks the command in this entry as in exclusive execution.
     pub(super) fn set_alone(&mut self, tag: u32) {
         let Some(place) = self.entries.get_mut(tag as usize) else { return };
         *place = place.take().map(|entry| match entry.owner {
@@ -290,7 +292,7 @@ impl InFlightTable {
         Some(entry)
     }
 
-    /// The latch is let go of when this entry has ended.
+    /// Registers a latch that is released when this entry has ended.
     pub(super) fn wait_for(&mut self, tag: u32, latch: &Latch) {
         self.waiting.entry(tag).or_default().push(latch.clone());
     }
@@ -300,7 +302,7 @@ impl InFlightTable {
         drop(self.waiting.remove(&tag));
     }
 
-    /// The first error of an entry's requests is the command's.
+    /// Sets the status of an entry. The first error of a command's requests becomes its status.
     pub(super) fn fail(&mut self, tag: u32, status: Status) {
         if let Some(entry) = self.get_mut(tag)
             && entry.status.is_success()
@@ -309,24 +311,24 @@ impl InFlightTable {
         }
     }
 
-    /// Whether an entry is there no more, or has failed.
+    /// True if an entry does not exist or has failed.
     pub(super) fn has_failed(&mut self, tag: u32) -> bool {
         self.get_mut(tag).is_none_or(|entry| !entry.status.is_success())
     }
 
-    /// The tag of a command: of the one that came last, if the host has given several the same
-    /// identifier.
+    /// Finds a command by identifier. If the host has reused an identifier that is in flight, the
+    /// newest command is found.
     pub(super) fn find(&self, sq: usize, cid: u16) -> Option<u32> {
         let mut list = self.by_identifier.iter(self.bucket(sq, cid));
         list.find(|tag| self.identifier(*tag) == Some((sq, cid)))
     }
 
-    /// The requests that the command in entry `tag` is made of.
+    /// Requests of the command in entry `tag`.
     pub(super) fn requests_of(&self, tag: u32) -> impl Iterator<Item = (u32, &InFlight)> {
         self.with_entries(self.by_command.iter(tag))
     }
 
-    /// All commands of submission queue `sq`, and the requests that they are made of.
+    /// Commands of submission queue `sq`, and their requests.
     pub(super) fn of_queue(&self, sq: usize) -> impl Iterator<Item = (u32, &InFlight)> {
         self.with_entries(self.by_queue.iter(sq as u32))
     }
@@ -338,12 +340,12 @@ impl InFlightTable {
         tags.filter_map(|tag| Some((tag, self.get(tag)?)))
     }
 
-    /// An entry.
+    /// The entry of this tag.
     pub(super) fn get(&self, tag: u32) -> Option<&InFlight> {
         self.entries.get(tag as usize)?.as_ref()
     }
 
-    /// Calls `with` for every entry, with its tag.
+    /// Calls `with` for every entry and its tag.
     pub(super) fn for_each_mut(&mut self, mut with: impl FnMut(u32, &mut InFlight)) {
         for (tag, entry) in (0..).zip(&mut self.entries) {
             if let Some(entry) = entry {
@@ -352,12 +354,12 @@ impl InFlightTable {
         }
     }
 
-    /// The NSID of an entry.
+    /// NSID of an entry.
     pub(super) fn nsid(&self, tag: u32) -> Option<u32> {
         self.entries.get(tag as usize)?.as_ref().map(|entry| entry.nsid)
     }
 
-    /// As [`for_each_mut`](Self::for_each_mut).
+    /// Calls `with` for every entry and its tag, without write access.
     pub(super) fn for_each(&self, mut with: impl FnMut(u32, &InFlight)) {
         for (tag, entry) in (0..).zip(&self.entries) {
             if let Some(entry) = entry {
@@ -403,7 +405,7 @@ mod tests {
         table.remove(part).unwrap();
         table.remove(own).unwrap();
         assert_eq!((tags(table.requests_of(first)), table.len()), (vec![range], 3));
-        // The newer one of two with the same identifier, and then the older one.
+        // Of two commands with one identifier, the newer one is found, then the older one.
         let again = command(&mut table, 2, 7);
         assert_eq!(table.find(2, 7), Some(again));
         table.remove(again).unwrap();
@@ -412,11 +414,12 @@ mod tests {
         assert_eq!((table.find(2, 7), tags(table.of_queue(2))), (None, vec![]));
     }
 
-    /// A step for each, and not one for each pair: with these many it would take minutes.
+    /// Lookup cost is linear in the number of commands: a quadratic one would take minutes.
     #[test]
     fn a_hundred_thousand_commands_are_found_at_once() {
         let mut table = InFlightTable::default();
-        // Every identifier of three queues; those of a fourth are all the same.
+        // Every identifier of three queues, and a fourth queue with one identifier for all
+        // commands.
         let all = || (0..3).flat_map(|sq| (0..=u16::MAX).map(move |cid| (sq, cid)));
         let tags: Vec<u32> = all().map(|(sq, cid)| command(&mut table, sq, cid)).collect();
         let same: Vec<u32> = (0..=u16::MAX).map(|_| command(&mut table, 3, 5)).collect();
@@ -428,7 +431,7 @@ mod tests {
             table.remove(*tag).unwrap();
             assert_eq!((table.find(sq, cid), table.find(3, 5)), (None, same.last().copied()));
         }
-        // The oldest first, which is the worst order for a search from the front.
+        // Oldest first: the worst order for a search from the front.
         same.iter().for_each(|tag| assert!(table.remove(*tag).is_some()));
         assert_eq!((table.len(), table.find(3, 5)), (0, None));
     }

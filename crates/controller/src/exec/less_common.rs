@@ -1,4 +1,4 @@
-//! Commands that are neither Read nor Write.
+//! All commands except Read and Write.
 
 use super::alone::Marked;
 use super::copy::{ALWAYS_ENABLED, ParsedCopy, parse_copy};
@@ -19,10 +19,10 @@ use shadowbell_spec::sqe::{Fuse, NSID_ALL};
 use shadowbell_spec::status::Status;
 use std::sync::atomic::Ordering;
 
-/// What a less common command asks of the disks, by the index of the namespace.
+/// Disk requests of a command, with the index of the namespace.
 enum Requests {
     One(usize, Request, Kind),
-    /// Each without data; the command ends with the last.
+    /// Requests without data; the command ends with the last of them.
     Several(Vec<Part>),
 }
 
@@ -58,7 +58,7 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         let requests = match op {
-            // Zones are written from their start on.
+            // Zones require sequential writes, so marking blocks inside of a zone is not supported.
             NvmOpcode::WriteUncorrectable if self.zones_of(sqe.nsid).is_some() => {
                 Err(Status::INVALID_OPCODE.with_dnr())
             }
@@ -102,7 +102,7 @@ impl Engine {
         }
     }
 
-    /// Write Zeroes and Verify: one request without data.
+    /// Request of Write Zeroes or Verify, which have no data.
     fn without_data(&self, op: NvmOpcode, sqe: &Sqe) -> Result<Requests, Status> {
         let index = index_of(&self.namespaces, sqe.nsid)?;
         let namespace = &self.namespaces[index];
@@ -122,7 +122,7 @@ impl Engine {
         Ok(Requests::One(index, Request { op, offset, len }, Kind::Other))
     }
 
-    /// A Flush of one namespace, or of all of them (Identify Controller, VWC: broadcast NSID).
+    /// Requests of a Flush of one namespace, or of all (Identify Controller, VWC: broadcast NSID).
     fn flush(&self, sqe: &Sqe) -> Result<Requests, Status> {
         if sqe.nsid != NSID_ALL {
             let index = index_of(&self.namespaces, sqe.nsid)?;
@@ -156,7 +156,7 @@ impl Engine {
                 parts.push((index, Request { op: Op::Discard, offset, len }));
             }
         }
-        // The other attributes are hints about access patterns, which we have no use for.
+        // The other attributes are access pattern hints, which are ignored.
         if !dsm.ad {
             parts.clear();
         } else if namespace.is_read_only() {
@@ -165,7 +165,7 @@ impl Engine {
         Ok(Requests::Several(parts))
     }
 
-    /// Takes a Copy command on: it is carried out between two passes over the queues.
+    /// Starts a Copy command, which is executed between passes over the queues.
     fn copy(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         let Self { view, limits, scratch, namespaces, copy_formats, .. } = self;
         let formats = ALWAYS_ENABLED | copy_formats.load(Ordering::Relaxed);
@@ -196,7 +196,7 @@ impl Engine {
         Started::Pending
     }
 
-    /// What blocks that are marked as uncorrectable have to do with a copy.
+    /// Consequence of uncorrectable blocks for a copy.
     fn marks_of_copy(&mut self, copy: &ParsedCopy) -> Marked {
         let mut look = |op, (index, from, to): (usize, u64, u64)| {
             let shift = self.namespaces[index].block_shift;
@@ -210,7 +210,7 @@ impl Engine {
         look(NvmOpcode::Copy, copy.destination())
     }
 
-    /// Hands one request without data to a disk.
+    /// Submits one request without data.
     fn submit(
         &mut self,
         index: usize,
@@ -240,8 +240,8 @@ impl Engine {
         }
     }
 
-    /// A command of several requests: it ends with the last of them, in the first error, which is
-    /// about block `lba`.
+    /// Starts a command of several requests. It ends with the last request; its status is the first
+    /// error, reported for block `lba`.
     fn begin(
         &mut self,
         (parts, metadata): (Vec<Part>, Option<Metadata>),
@@ -271,7 +271,7 @@ impl Engine {
                     Started::Failed(permit, status)
                 }
             }
-            _ => unreachable!("the entry is the one that was put in"),
+            _ => unreachable!("the entry was inserted by this function"),
         }
     }
 }

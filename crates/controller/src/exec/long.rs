@@ -1,9 +1,9 @@
-//! Commands that are many requests without data: Dataset Management of many ranges, a Flush of all
-//! namespaces, a long Write Zeroes on a disk that does it inline.
+//! Commands of many requests without data: Dataset Management with many ranges, a Flush of all
+//! namespaces, a long Write Zeroes on a disk that executes it inline.
 //!
-//! A guest decides how many ranges there are and how long they are, so neither is done all at once.
-//! A few requests of such a command are under way at a time; the next ones follow between two
-//! passes over the queues, as far as the controller's share of the turn goes.
+//! The host determines the number and length of ranges, so the requests are not submitted all at
+//! once. A few requests of such a command are in flight at a time; further ones follow between two
+//! passes over the queues, within the controller's share of the turn.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::namespace::NamespaceQueue;
@@ -15,43 +15,43 @@ use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 
-/// A request to flush a disk.
+/// Disk flush request.
 pub(super) const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
 
-/// Requests of all long commands of a controller that its disks have in hand, at most; and as many
-/// of its copies.
+/// Maximum number of in-flight requests of all long commands of a controller; the copies of a
+/// controller have the same limit for themselves.
 pub(super) const UNDER_WAY: u32 = 32;
 
-/// One request of a long command, by the index of its namespace.
+/// Request of a long command, with the index of its namespace.
 pub(super) type Part = (usize, Request);
 
-/// A command of many requests.
+/// Command of many requests.
 #[derive(Debug)]
 pub(super) struct LongCommand {
-    /// The command's entry.
+    /// In-flight entry of the command.
     parent: u32,
-    /// Its submission queue; `None` for what the controller wants for itself.
+    /// Index of the submission queue; `None` for a command of the controller itself.
     sq: Option<usize>,
     parts: Box<[Part]>,
-    /// What its only part has to do with metadata.
+    /// Metadata parameters, if the command has a single part.
     metadata: Option<Metadata>,
-    /// The part to be submitted next, and how many bytes of it have been.
+    /// Next part, and the number of its bytes that are submitted already.
     next: usize,
     within: u64,
-    /// Requests that the disks have in hand.
+    /// In-flight requests.
     left: u32,
-    /// Nothing more of it is wanted.
+    /// True if no further requests are to be submitted.
     cancelled: bool,
 }
 
 impl LongCommand {
-    /// The command in entry `parent`.
+    /// Creates a long command for the entry `parent`.
     pub(super) fn new(parent: u32, sq: Option<usize>, parts: Vec<Part>) -> Self {
         let parts = parts.into();
         Self { parent, sq, parts, metadata: None, next: 0, within: 0, left: 0, cancelled: false }
     }
 
-    /// It has one part, which has to do with metadata, if there are any.
+    /// Sets the metadata parameters of the command's only part.
     pub(super) fn with(self, metadata: Option<Metadata>) -> Self {
         Self { metadata, ..self }
     }
@@ -60,12 +60,12 @@ impl LongCommand {
         !self.cancelled && self.next < self.parts.len()
     }
 
-    /// Whether nothing is left to be done or to be waited for.
+    /// True if no request is in flight or left to be submitted.
     fn is_over(&self) -> bool {
         self.left == 0 && !self.has_more()
     }
 
-    /// Submits the next requests, as long as there is budget and `room` for requests under way.
+    /// Submits the next requests while there is budget and `room` for requests in flight.
     fn advance(
         &mut self,
         namespaces: &mut [NamespaceQueue],
@@ -104,7 +104,8 @@ impl LongCommand {
                     *room -= 1;
                     self.left += 1;
                     let owner = Owner::Part { parent: self.parent };
-                    // For the sake of its errors: its bytes are the command's.
+                    // `Kind::Verify` selects read errors; the bytes are counted by the command's
+                    // entry.
                     let kind = if reading { Kind::Verify(0) } else { Kind::Other };
                     in_flight.insert(tag, InFlight::new(owner, index, kind));
                 }
@@ -113,7 +114,7 @@ impl LongCommand {
     }
 }
 
-/// How much of a request is submitted at once: all of it, if the disk has no limit to that.
+/// Bytes of a request to submit at once: all of it, if the disk has no limit (`longest`).
 pub(super) fn piece(request: &Request, longest: u64) -> u64 {
     match request.op {
         Op::WriteZeroes { .. } | Op::Discard | Op::Verify => request.len.min(longest.max(1)),
@@ -121,12 +122,12 @@ pub(super) fn piece(request: &Request, longest: u64) -> u64 {
     }
 }
 
-/// The long commands of one engine.
+/// Long commands of one engine.
 #[derive(Debug, Default)]
 pub(super) struct LongCommands {
-    /// In the order in which they came.
+    /// Commands in order of arrival.
     list: VecDeque<LongCommand>,
-    /// Requests that the disks have in hand.
+    /// In-flight requests.
     under_way: u32,
 }
 
@@ -135,7 +136,7 @@ impl LongCommands {
         self.list.len()
     }
 
-    /// Begins a command. Whether it is over already: its entry is the caller's to end.
+    /// Begins a command. True if it has ended already; then the caller ends its entry.
     pub(super) fn begin(
         &mut self,
         mut command: LongCommand,
@@ -143,7 +144,7 @@ impl LongCommands {
         in_flight: &mut InFlightTable,
         budget: &mut i64,
     ) -> bool {
-        // One that was begun before is first.
+        // An earlier command has precedence.
         if self.list.is_empty() {
             let mut room = UNDER_WAY.saturating_sub(self.under_way);
             command.advance(namespaces, in_flight, budget, &mut room);
@@ -156,7 +157,7 @@ impl LongCommands {
         false
     }
 
-    /// A request of the command in entry `parent` has ended.
+    /// Records the end of a request of the command in entry `parent`.
     pub(super) fn part_ended(&mut self, parent: u32) {
         if let Some(command) = self.list.iter_mut().find(|command| command.parent == parent) {
             command.left -= 1;
@@ -164,13 +165,13 @@ impl LongCommands {
         }
     }
 
-    /// Whether something can be done without waiting for anybody.
+    /// True if a step is possible without waiting.
     pub(super) fn can_advance(&self) -> bool {
         let has_room = self.under_way < UNDER_WAY;
         self.list.iter().any(|command| command.is_over() || has_room && command.has_more())
     }
 
-    /// Goes on, as far as the budget goes. The entries of those commands that are over.
+    /// Advances commands within the budget. Returns the entries of the ended commands.
     pub(super) fn advance(
         &mut self,
         namespaces: &mut [NamespaceQueue],
@@ -193,7 +194,7 @@ impl LongCommands {
         over
     }
 
-    /// Nothing more of the command in entry `parent` is to be begun.
+    /// Cancels the command in entry `parent`: no further requests are submitted.
     pub(super) fn cancel(&mut self, parent: u32) {
         self.list
             .iter_mut()
@@ -201,9 +202,9 @@ impl LongCommands {
             .for_each(|command| command.cancelled = true);
     }
 
-    /// The namespace at `index` is gone. What is left to be done there is not done; the commands in
-    /// `except`, which are about all namespaces, go on with the others. The entries of those that
-    /// have lost something to do and are no such commands.
+    /// Drops the unsubmitted parts of the removed namespace `index`. Returns the entries of the
+    /// commands that lost parts, without those in `except`: commands of all namespaces, which
+    /// continue with the remaining ones.
     pub(super) fn remove_namespace(
         &mut self,
         index: usize,
@@ -225,7 +226,7 @@ impl LongCommands {
         ended
     }
 
-    /// As above, of all commands, or of those of one submission queue.
+    /// Cancels all commands, or those of one submission queue.
     pub(super) fn cancel_all(&mut self, of: Option<usize>) {
         self.list
             .iter_mut()

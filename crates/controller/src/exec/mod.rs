@@ -1,4 +1,4 @@
-//! I/O commands: from a fetched entry to requests of a disk, and back to a status.
+//! I/O command execution: from a fetched submission queue entry to disk requests and a status.
 
 mod alone;
 mod appends;

@@ -17,48 +17,48 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Bits of a namespace's flags: it takes no writes; its disk has a volatile cache; some of its
-/// blocks are marked as uncorrectable, so all commands are long.
+/// Namespace flags: write-protected; disk with a volatile write cache; with uncorrectable blocks,
+/// so that all commands take the slow path.
 const READ_ONLY: u8 = 1;
 const VOLATILE_CACHE: u8 = 2;
 const MARKED: u8 = 4;
 
-/// A namespace with this worker's queue to its disk. One without blocks is none: its NSID is
-/// inactive.
+/// Namespace and this I/O thread's queue to its disk. A namespace without blocks is an inactive
+/// NSID.
 pub(crate) struct NamespaceQueue {
     pub(super) blocks: u64,
     pub(super) block_shift: u8,
     flags: u8,
-    /// The number of blocks of the shortest long command, less one.
+    /// Number of blocks of the shortest long command - 1 (as NLB).
     long_from: u32,
-    /// How a command ends if there is no namespace.
+    /// Status of commands if there is no namespace.
     pub(super) absence: Status,
-    /// What most namespaces do not have.
+    /// Attributes that most namespaces do not have.
     extra: Option<Box<Extra>>,
     pub(super) queue: Box<dyn Queue>,
 }
 
-// The place of one in a list is a multiple that the processor has in its addresses (5 times 8):
-// with 48 bytes an I/O takes 7 instructions more, most of them for registers that are not enough.
+// An element address in a list is base + 5 * 8 * index, which x86 addressing computes without a
+// multiplication: with 48 bytes, an I/O takes 7 more instructions, most of them register spills.
 const _: () = assert!(size_of::<NamespaceQueue>() == 40);
 
-/// What most namespaces do not have. With metadata, all commands are long.
+/// Attributes that most namespaces do not have. With metadata or zones, all commands are long.
 #[derive(Clone, Debug)]
 struct Extra {
-    /// Other controllers have it, too.
+    /// Subsystem attributes, if other controllers share the namespace.
     shared: Option<SharedNamespace>,
     metadata: Option<MetadataFormat>,
-    /// It is made of zones: all commands are long, too.
+    /// True for a zoned namespace.
     is_zoned: bool,
 }
 
-/// What a namespace is in a subsystem.
+/// Subsystem attributes of a shared namespace.
 #[derive(Clone, Debug)]
 pub(super) struct SharedNamespace {
     pub(super) member: Arc<Member>,
     pub(super) uuid: [u8; 16],
     nsid: u32,
-    /// What a reservation leaves the controller. If that is not everything, all commands are long.
+    /// Access under reservations and ANA. If it is restricted, all commands are long.
     access: Access,
 }
 
@@ -95,7 +95,7 @@ impl NamespaceQueue {
         Ok(opened)
     }
 
-    /// As above, if there is one of this NSID.
+    /// Opens the namespace of this NSID, or creates an [absent](Self::absent) one.
     pub(crate) fn open_any(namespaces: &Namespaces, nsid: u32) -> io::Result<Self> {
         match namespaces.get(nsid) {
             Some(namespace) => Self::open(namespace),
@@ -103,12 +103,12 @@ impl NamespaceQueue {
         }
     }
 
-    /// For an NSID at which there is none, and how commands for it end.
+    /// Creates the queue of an inactive NSID, whose commands end with `absence`.
     pub(super) fn absent(absence: Status) -> Self {
         Self { absence, ..Self::none() }
     }
 
-    /// For an NSID at which there is no namespace.
+    /// Creates the queue of an inactive NSID.
     pub(super) fn none() -> Self {
         Self {
             blocks: 0,
@@ -121,7 +121,7 @@ impl NamespaceQueue {
         }
     }
 
-    /// Some of its blocks are marked as uncorrectable, or none is.
+    /// Sets whether the namespace has uncorrectable blocks.
     pub(super) fn set_marked(&mut self, is_marked: bool) {
         self.flags = self.flags & !MARKED | if is_marked { MARKED } else { 0 };
         self.review_long();
@@ -133,7 +133,7 @@ impl NamespaceQueue {
         self.long_from = if all_are { 0 } else { long_from(self.block_shift) };
     }
 
-    /// Looks what a reservation leaves the controller.
+    /// Refreshes the access of the controller under reservations and ANA.
     pub(super) fn review_access(&mut self) {
         if let Some(shared) = self.extra.as_mut().and_then(|extra| extra.shared.as_mut()) {
             shared.access = shared.member.access(shared.nsid, &shared.uuid);
@@ -141,38 +141,38 @@ impl NamespaceQueue {
         self.review_long();
     }
 
-    /// What a reservation leaves the controller.
+    /// Access of the controller under reservations and ANA.
     pub(super) fn access(&self) -> Access {
         self.shared().map_or(Access::ALL, |shared| shared.access)
     }
 
-    /// What it is in a subsystem, if it is shared.
+    /// Subsystem attributes, if the namespace is shared.
     pub(super) fn shared(&self) -> Option<&SharedNamespace> {
         self.extra.as_ref()?.shared.as_ref()
     }
 
-    /// What metadata its blocks have, if they have some.
+    /// Metadata format, if the blocks have metadata.
     pub(super) fn metadata(&self) -> Option<&MetadataFormat> {
         self.extra.as_ref()?.metadata.as_ref()
     }
 
-    /// Whether it is made of zones.
+    /// True if the namespace is zoned.
     pub(super) fn is_zoned(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| extra.is_zoned)
     }
 
-    /// Whether some of its blocks are marked as uncorrectable.
+    /// True if the namespace has uncorrectable blocks.
     pub(super) fn is_marked(&self) -> bool {
         self.flags & MARKED != 0
     }
 
-    /// Whether it takes no writes.
+    /// True if the namespace is write-protected.
     #[inline]
     pub(super) fn is_read_only(&self) -> bool {
         self.flags & READ_ONLY != 0
     }
 
-    /// Whether its disk has a volatile cache.
+    /// True if the disk has a volatile write cache.
     #[inline]
     pub(super) fn has_volatile_cache(&self) -> bool {
         self.flags & VOLATILE_CACHE != 0
@@ -182,7 +182,7 @@ impl NamespaceQueue {
         self.blocks == 0
     }
 
-    /// The byte range of the disk that `rw` names.
+    /// Byte range of `rw` on the disk.
     #[inline]
     pub(super) fn range(&self, rw: &RwFields) -> Result<(u64, u64), Status> {
         match rw.end() {
@@ -192,17 +192,16 @@ impl NamespaceQueue {
         Ok((rw.slba << self.block_shift, u64::from(rw.blocks()) << self.block_shift))
     }
 
-    /// Why no command can have these blocks. Whether there is a namespace at all is looked at here,
-    /// and so costs a command of one that is there nothing.
+    /// Status of a command whose blocks do not exist. The check for an inactive NSID is in this
+    /// cold path, so it costs commands of an active namespace nothing.
     #[cold]
     #[inline(never)]
     fn out_of_range(&self) -> Status {
         if self.is_none() { self.absence } else { Status::LBA_OUT_OF_RANGE.with_dnr() }
     }
 
-    /// Whether a read or write takes long: it has more bytes than are short, or is forced to the
-    /// medium, or there is more to look at. One look at the blocks and at FUA, which is a bit above
-    /// them.
+    /// True if a read or write is long: more than [`cost::SHORT_BYTES`], or Force Unit Access, or
+    /// further checks are needed. FUA is a bit above NLB in CDW12, so one comparison covers both.
     #[inline]
     pub(super) fn is_long(&self, sqe: &Sqe) -> bool {
         const FUA: u32 = 1 << 30;
@@ -210,7 +209,7 @@ impl NamespaceQueue {
         sqe.cdw12 & (FUA | NLB) >= self.long_from
     }
 
-    /// Wakes whoever waits for `epoll` when the disk has done something.
+    /// Registers the disk's file descriptors with `epoll`, to wake the I/O thread on completions.
     pub(crate) fn watch(&self, epoll: &OwnedFd) -> io::Result<()> {
         if let Some(timer) = self.queue.timer_fd() {
             epoll::add(epoll, timer, EventData::new_u64(DISK_TOKEN), EventFlags::IN)?;
@@ -220,7 +219,7 @@ impl NamespaceQueue {
         Ok(epoll::add(epoll, fd, EventData::new_u64(DISK_TOKEN), EventFlags::IN | edges)?)
     }
 
-    /// Undoes [`watch`](Self::watch).
+    /// Removes the file descriptors that [`watch`](Self::watch) registered.
     pub(crate) fn unwatch(&self, epoll: &OwnedFd) {
         for fd in self.wake_fds() {
             let _ = epoll::delete(epoll, fd);
@@ -232,10 +231,10 @@ impl NamespaceQueue {
     }
 }
 
-/// What a worker's epoll instance says of a disk.
+/// Epoll data of disk events.
 const DISK_TOKEN: u64 = 1;
 
-/// The namespace `nsid` in `list`, which has a place for every valid NSID.
+/// Index of namespace `nsid` in `list`, which has an element for every valid NSID.
 #[inline]
 pub(super) fn index_of(list: &[NamespaceQueue], nsid: u32) -> Result<usize, Status> {
     let index = (nsid as usize).wrapping_sub(1);
@@ -246,8 +245,8 @@ pub(super) fn index_of(list: &[NamespaceQueue], nsid: u32) -> Result<usize, Stat
     }
 }
 
-/// Gives a disk a hint of the command in entry `index`, which is to be started after `ahead - 1`
-/// others (and read again then), if there is one: nothing about it is known to be right yet.
+/// Gives the disk a hint of the command in ring entry `index`, which will be fetched and started
+/// after `ahead - 1` others. The entry is not validated, because it is read again when fetched.
 #[inline]
 pub(super) fn prefetch_hint(
     list: &[NamespaceQueue],
@@ -273,7 +272,7 @@ pub(super) fn prefetch_hint(
     }
 }
 
-/// The queue where there is no disk: no request comes to it.
+/// Queue of an inactive NSID, which receives no requests.
 struct Nothing;
 
 impl Queue for Nothing {
@@ -282,10 +281,10 @@ impl Queue for Nothing {
     }
 }
 
-/// The queue to a disk whose volatile cache the host does not know of.
+/// Queue to a disk whose volatile cache is hidden from the host: every write is forced.
 struct WriteThrough(Box<dyn Queue>);
 
-/// The same, onto the medium.
+/// Adds Force Unit Access to an operation.
 fn forced(op: Op) -> Op {
     match op {
         Op::Write { .. } => Op::Write { fua: true },

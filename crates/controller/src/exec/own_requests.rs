@@ -1,4 +1,4 @@
-//! Requests that the controller makes for itself, not for a command of the host.
+//! Requests of the controller itself, not of a host command: flush at shutdown, self-test.
 
 use super::engine::Engine;
 use super::in_flight::{InFlight, Kind, Owner};
@@ -11,15 +11,15 @@ use shadowbell_backend::{Op, Request};
 use shadowbell_spec::sqe::NSID_ALL;
 
 impl Engine {
-    /// Flushes every namespace, for the controller itself; `latch` is dropped when that is done.
+    /// Flushes every writable namespace; `latch` is released when the flushes have ended.
     pub(crate) fn flush_all(&mut self, latch: Latch) {
         let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].is_read_only());
         let parts = writable.map(|index| (index, FLUSH)).collect();
         self.begin_own(parts, latch);
     }
 
-    /// Verifies a piece of a namespace, for the controller itself; `latch` is dropped when that is
-    /// done, and has the status of an error.
+    /// Verifies a piece of a namespace for the controller; `latch` is released at the end, with the
+    /// status of an error.
     pub(crate) fn verify(&mut self, piece: Piece, latch: Latch) {
         let Piece { nsid, offset, len } = piece;
         let index = index_of(&self.namespaces, nsid);

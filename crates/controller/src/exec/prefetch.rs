@@ -1,41 +1,41 @@
-//! Hints to a disk of what it will have to do.
+//! Prefetch hints: announces requests to a disk before they are submitted.
 //!
-//! A disk that is memory spends most of a command waiting for the first lines of the block that it
-//! copies. It can ask for them before their turn, if it gets a hint: of each command twice, two
-//! commands ahead and again one ahead, because a processor takes only so many requests for lines at
-//! a time.
+//! A disk in memory spends most of a command waiting for the first cache lines of the block that it
+//! copies. With a hint it prefetches these lines. Each command is announced twice, two commands
+//! ahead and one command ahead, because a processor accepts only a limited number of outstanding
+//! prefetches at a time.
 
 use super::namespace::{NamespaceQueue, prefetch_hint};
 use crate::queue::PrefetchCursor;
 use shadowbell_memory::Ring;
 use shadowbell_spec::Sqe;
 
-/// How many commands ahead a disk gets its first hint. The copy of a block of 4 KiB takes about as
-/// long as memory takes to answer; with two there is time left.
+/// Distance of the first hint, in commands. The copy of a 4 KiB block takes about as long as a
+/// memory access; a distance of two leaves time to spare.
 const FIRST: u32 = 2;
 
-/// Completions that are posted together while more commands wait: fewer than of a disk without
-/// hints, since commands take longer here, and the host's next ones are wanted before the last of
-/// these has begun.
+/// Completions per batch while more commands wait. The batch is smaller than for a disk without
+/// hints, since commands take longer there, and the host has to submit the next commands before
+/// the last command of the batch begins.
 pub(crate) const POST_AFTER: u32 = 8;
 
-/// What of a queue is known while a burst of its commands is executed.
+/// Prefetch state of a queue during a burst of its commands.
 pub(crate) struct Prefetch {
     cursor: PrefetchCursor,
-    /// Commands, from the first of the burst: all of it, and towards its end those that the host
-    /// has submitted since. Otherwise each burst would begin with a command without a hint.
+    /// Commands known, counted from the first of the burst: the whole burst and, towards its end,
+    /// newer submissions of the host. Without these, the first command of each burst has no hint.
     known: u32,
 }
 
 impl Prefetch {
-    /// At the start of a burst, with what the last one has given hints of already.
+    /// Starts a burst; `cursor` counts the hints that the previous burst has given already.
     pub(crate) fn of(burst: u32, cursor: PrefetchCursor) -> Self {
         Self { cursor, known: burst }
     }
 
     /// Gives hints of the commands behind the one at `head`, which is number `done` of its burst.
-    /// `waiting` counts those that wait by now, from `head` on; it is asked if the burst is nearly
-    /// over.
+    /// `waiting` returns the number of commands that wait now, from `head` on; it is called only
+    /// near the end of the burst.
     #[inline]
     pub(crate) fn hint(
         &mut self,
@@ -46,7 +46,8 @@ impl Prefetch {
         waiting: impl Fn() -> u32,
     ) {
         if done + FIRST >= self.known {
-            // A host that takes its tail back is found out when the tail is looked at in earnest.
+            // A tail that moves backwards is not detected for hints, only when commands are
+            // fetched.
             self.known = self.known.max(done + waiting());
         }
         let PrefetchCursor { once, twice } = &mut self.cursor;
@@ -58,7 +59,7 @@ impl Prefetch {
         }
     }
 
-    /// What there is to know for the burst that follows on this one of so many commands.
+    /// Ends a burst of `burst` commands; returns the cursor for the next one.
     pub(crate) fn end(self, burst: u32) -> PrefetchCursor {
         let PrefetchCursor { once, twice } = self.cursor;
         PrefetchCursor { once: once.saturating_sub(burst), twice: twice.saturating_sub(burst) }

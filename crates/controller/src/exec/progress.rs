@@ -1,4 +1,4 @@
-//! How commands that are under way go on and end.
+//! Progress and end of commands in flight.
 
 use super::appends::Appending;
 use super::copy::CopyEnd;
@@ -10,13 +10,14 @@ use shadowbell_backend::DiskError;
 use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
 
-/// The most room for pieces that an emptied buffer is kept with, and how many are kept: what the
-/// commands of common hosts need. A guest that had more pieces once gives the memory back.
+/// Maximum capacity, in pieces, of an emptied buffer that is kept for reuse, and the maximum
+/// number of kept buffers: enough for the commands of common hosts. Larger buffers are freed, so a
+/// guest that once used many pieces does not occupy memory for ever.
 const SPARE_ROOM: usize = 512;
 const SPARE: usize = 256;
 
 impl Engine {
-    /// Hands all that was submitted to the system.
+    /// Submits everything queued in the disks to the operating system.
     #[inline]
     pub(crate) fn commit(&mut self) {
         if self.pending() != 0 {
@@ -25,8 +26,8 @@ impl Engine {
         }
     }
 
-    /// Calls `ended` for every command that has ended. Whether there is more to do at once, which
-    /// no disk announces.
+    /// Calls `ended` for every command that has ended. True if further work is possible at once,
+    /// which no disk will signal.
     pub(crate) fn reap(&mut self, mut ended: impl FnMut(CompletedCommand)) -> bool {
         let mut namespaces = std::mem::take(&mut self.namespaces);
         self.reap_queues(namespaces.iter_mut(), &mut ended);
@@ -63,7 +64,7 @@ impl Engine {
         }
     }
 
-    /// Keeps the room of a buffer that is not needed any more, if it is not too much.
+    /// Keeps an emptied buffer for reuse, within the limits.
     fn recycle(&mut self, mut data: Segments) {
         if data.room() <= SPARE_ROOM && self.spare.len() < SPARE {
             data.clear();
@@ -71,11 +72,11 @@ impl Engine {
         }
     }
 
-    /// Goes on with the commands that are many requests. Whether there is more to do at once.
+    /// Advances commands of many requests. True if further work is possible at once.
     #[cold]
     fn advance(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
         let Self { copies, long, forced, namespaces, in_flight, .. } = self;
-        // Half of what there is: the queues are to have the rest.
+        // Half of the budget; the other half is for the queues.
         let half = (self.budget + 1) / 2;
         let mut left = half;
         let copied = copies.advance(namespaces, in_flight, &mut left);
@@ -112,7 +113,7 @@ impl Engine {
         self.can_advance()
     }
 
-    /// Whether there is more to do at once, which no disk announces.
+    /// True if further work is possible at once, which no disk will signal.
     pub(crate) fn can_advance(&self) -> bool {
         self.copies.can_advance()
             || self.long.can_advance()
@@ -122,7 +123,7 @@ impl Engine {
             || self.appends.has_ended()
     }
 
-    /// A request has ended: the command that has ended with it, if there is one.
+    /// Handles the end of a request. Returns the command if it has ended, too.
     fn request_ended(
         &mut self,
         tag: u32,
@@ -135,7 +136,7 @@ impl Engine {
         self.end(tag)
     }
 
-    /// An entry has come to its end: the command that has ended with it, if there is one.
+    /// Ends an entry. Returns the command if it has ended and its completion can be posted.
     pub(super) fn end(&mut self, tag: u32) -> Option<CompletedCommand> {
         let InFlight { owner, status, kind, nsid, lba, waiting, .. } =
             self.in_flight.remove(tag)?;
@@ -162,7 +163,7 @@ impl Engine {
             }
             Owner::Internal => {
                 if !status.is_success() {
-                    tracing::warn!(%status, "what the controller wanted for itself has failed");
+                    tracing::warn!(%status, "an internal request of the controller has failed");
                     if let Some(latch) = &waiting {
                         latch.set_status(status);
                     }

@@ -1,7 +1,8 @@
-//! Commands for blocks with metadata: what is transferred, and what of it is made or checked.
+//! Commands on blocks with metadata: transfer of metadata, and protection information that is
+//! inserted, stripped or checked.
 //!
-//! All of them go the slow way. The disk does the work (`Queue::submit_with_metadata`); here is
-//! what a command says of it.
+//! All of these commands take the slow path. The disk does the work
+//! (`Queue::submit_with_metadata`); this module decodes the command.
 
 use super::engine::{Engine, Started};
 use super::in_flight::{InFlight, Kind, Owner};
@@ -21,13 +22,13 @@ use shadowbell_spec::status::Status;
 use std::sync::atomic::Ordering;
 
 impl Engine {
-    /// What metadata the blocks of a namespace have, if it is there and they have some.
+    /// Index and metadata format of a command's namespace, if it exists and has metadata.
     pub(super) fn format_of(&self, sqe: &Sqe) -> Option<(usize, MetadataFormat)> {
         let index = (sqe.nsid as usize).checked_sub(1)?;
         Some((index, *self.namespaces.get(index)?.metadata()?))
     }
 
-    /// Whether the host may use blocks of this format (Base 2.1, "Host Behavior Support", LBAFEE).
+    /// Checks that the host has enabled this format (Base 2.1, "Host Behavior Support", LBAFEE).
     pub(super) fn check_format(&self, format: &MetadataFormat) -> Result<(), Status> {
         let knows = self.copy_formats.load(Ordering::Relaxed) & EXTENDED_FORMATS != 0;
         if uses_extended(format) && !knows {
@@ -36,7 +37,7 @@ impl Engine {
         Ok(())
     }
 
-    /// What a Write Zeroes or a Verify has to do with metadata, if its blocks have some.
+    /// Metadata parameters of a Write Zeroes or Verify, if its blocks have metadata.
     pub(super) fn metadata_without_data(
         &self,
         op: NvmOpcode,
@@ -47,7 +48,7 @@ impl Engine {
         let rw = RwFields::decode(sqe);
         self.namespaces[index].range(&rw)?;
         let prinfo = match op {
-            // Nothing is checked.
+            // Write Zeroes checks no protection information.
             NvmOpcode::WriteZeroes => rw.prinfo & PRINFO_PRACT,
             _ => rw.prinfo,
         };
@@ -58,7 +59,7 @@ impl Engine {
         Ok(Some(Metadata { fields, buffer: MetadataBuffer::None }))
     }
 
-    /// The request of a Read, Write or Compare; resolves its data and metadata into `scratch`.
+    /// Builds the request of a Read, Write or Compare; resolves data and metadata into `scratch`.
     fn prepare_with_metadata(
         &mut self,
         op: NvmOpcode,
@@ -74,8 +75,8 @@ impl Engine {
         if op == NvmOpcode::Compare && makes {
             return Err(Status::INVALID_PROTECTION_INFORMATION.with_dnr());
         }
-        // Protection information that the controller inserts or strips is not transferred, if
-        // the metadata are nothing else.
+        // With PRACT, the controller inserts or strips the protection information. If the metadata
+        // consist of nothing else, no metadata are transferred.
         let buffer = match makes && format.protection_size() == usize::from(format.size) {
             true => MetadataBuffer::None,
             false if format.extended => MetadataBuffer::Extended,
@@ -101,13 +102,13 @@ impl Engine {
             let is_wrong = match sqe.psdt() {
                 Psdt::Prp => sqe.mptr & 3 != 0,
                 Psdt::SglContiguousMetadata => false,
-                // SGLS does not say that MPTR may be a list.
+                // SGLS does not announce an SGL segment at MPTR.
                 Psdt::SglSegmentMetadata | Psdt::Reserved => true,
             };
             if is_wrong {
                 return Err(Status::INVALID_FIELD.with_dnr());
             }
-            // What an SGL has beyond the data is nobody's.
+            // An SGL may be longer than the data; the excess is not used.
             self.scratch.truncate(len as usize);
             let extended = self.scratch.extend(&self.view, sqe.mptr, metadata_len as usize);
             extended.map_err(|fault| DataPointerError::from(fault).status())?;
@@ -116,7 +117,7 @@ impl Engine {
         Ok((request, kind, Metadata { fields, buffer }))
     }
 
-    /// Read, Write and Compare of blocks with metadata.
+    /// Executes Read, Write or Compare on blocks with metadata.
     #[cold]
     #[inline(never)]
     pub(super) fn transfer_with_metadata(

@@ -1,23 +1,24 @@
-//! How much one controller may have under way on one worker.
+//! In-flight limits of one controller on one I/O thread.
 //!
-//! What a guest has under way costs this process memory, and the end of it costs a worker time. So
-//! there is a bound to it, and not one that the guest chooses. A controller that has reached one
-//! has nothing more fetched until something ends: its commands wait in their queues, where they
-//! cost nothing. That is no error, and the guest need not know.
+//! In-flight commands cost memory of the server process, and their completion costs I/O thread
+//! time. So the server limits them, independently of the guest's queue sizes. At a limit, nothing
+//! more is fetched from the controller's queues until a command ends: further commands wait in
+//! guest memory, where they cost nothing. This is no error, and the guest sees only latency.
 
-/// How much a controller may have under way on each worker. The defaults are more than an honest
-/// guest has: more than keeps any storage busy.
+/// In-flight limits of a controller on each I/O thread. The defaults exceed the needs of ordinary
+/// guests: they keep any storage busy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Quota {
-    /// Requests that its disks have in hand. A command is one or more of them.
+    /// Disk requests in flight. A command is one or more requests.
     pub requests: usize,
-    /// Bytes of data of these.
+    /// Bytes of data of in-flight requests.
     pub bytes: u64,
-    /// Pieces of host memory that these data lie in.
+    /// Pieces of host memory that the data of in-flight requests lie in.
     pub pieces: usize,
-    /// Commands that are carried out in several steps (Copy; Dataset Management and others of many
-    /// ranges; reads with Force Unit Access of a disk with a cache), of each kind.
+    /// In-flight commands of several steps, for each type: Copy; commands of many requests, such as
+    /// Dataset Management; reads with Force Unit Access on a disk with a volatile cache; commands
+    /// that require exclusive execution.
     pub long_commands: usize,
 }
 
@@ -27,7 +28,7 @@ impl Default for Quota {
     }
 }
 
-/// What a controller may not exceed, by name, for a message.
+/// Quota that is reached, with its name for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exceeded {
     Requests,
@@ -47,42 +48,42 @@ impl std::fmt::Display for Exceeded {
     }
 }
 
-/// What work costs: an estimate, in nanoseconds of a worker. It decides how much of a
-/// controller's work is done before others get their turn; what is really spent is measured
-/// afterwards, where there are others.
+/// Cost estimates of work, in nanoseconds of I/O thread time. They decide how much work of a
+/// controller is done before other controllers get their turn. With several controllers, the real
+/// cost is measured afterwards.
 pub(super) mod cost {
-    /// A command that a disk carries out at once, without its data.
+    /// Command that a disk completes inline, without its data.
     const COMMAND: i64 = 64;
-    /// A request that a disk takes in hand, with its end.
+    /// Request that a disk executes asynchronously, including its completion.
     const REQUEST: i64 = 1500;
-    /// Bytes that are moved in a nanosecond, as a power of two.
+    /// Bytes copied per nanosecond, as a power of two.
     const BYTES_SHIFT: u32 = 4;
 
-    /// A descriptor of an SGL, with a piece of memory.
+    /// SGL descriptor and its piece of memory.
     const PIECE: i64 = 24;
 
-    /// A command that ends in an error: what it took to find that out is not known, and it is
-    /// written down.
+    /// Command that ends in an error. The work before the error is unknown, and the error is
+    /// written to the Error Information log.
     pub(crate) const FAILURE: i64 = 5000;
 
-    /// To find so many pieces of memory.
+    /// Cost to resolve `pieces` pieces of memory.
     pub(crate) fn of_pieces(pieces: usize) -> i64 {
         pieces as i64 * PIECE
     }
 
-    /// A read or write of [`SHORT_BYTES`] at most that a disk carries out at once: less than that,
-    /// and counted without a look at each.
+    /// Read or write of up to [`SHORT_BYTES`] that a disk completes inline. This is an upper bound,
+    /// charged per command without a look at its size.
     pub(crate) const SHORT: i64 = 300;
-    /// The longest of these, in bytes.
+    /// Maximum size of a short read or write, in bytes.
     pub(crate) const SHORT_BYTES: u64 = 8192;
 
-    /// What was done at once, with so many bytes.
+    /// Cost of a command of `bytes` bytes that a disk completed inline.
     #[inline(always)]
     pub(crate) fn of_command(bytes: u64) -> i64 {
         (bytes >> BYTES_SHIFT) as i64 + COMMAND
     }
 
-    /// What a disk has in hand now: handing it over may move its bytes.
+    /// Cost of a request of `bytes` bytes that is in flight; its submission may copy the data.
     pub(crate) fn of_request(bytes: u64) -> i64 {
         (bytes >> BYTES_SHIFT) as i64 + REQUEST
     }

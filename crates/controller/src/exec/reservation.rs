@@ -1,9 +1,9 @@
-//! Reservations where commands are executed: whether a command may be, and the commands that change
-//! them.
+//! Reservations in command execution: conflict checks and the reservation commands.
 //!
-//! As long as a controller may do everything with a namespace, nothing is looked at: only what
-//! restricts it has all of its commands go the long way, as marked blocks have. A command that
-//! changes reservations is handed to the [subsystem](crate::subsystem), which says when it is over.
+//! While a controller has full access to all of its namespaces, reads and writes are not checked. A
+//! namespace with restricted access routes all of its commands through the slow path, as
+//! uncorrectable blocks do. Commands that change reservations are sent to the
+//! [subsystem](crate::subsystem), which reports their end.
 
 use super::copy::ParsedCopy;
 use super::engine::{Engine, Started};
@@ -28,10 +28,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 
-/// Names a command in the process, for as long as it is under way.
+/// Next ticket, which identifies an in-flight reservation command in the process.
 static NEXT_TICKET: AtomicU64 = AtomicU64::new(1);
 
-/// Whether a command of this kind needs a right that is not there.
+/// True if a command needs an access right that the controller does not have.
 fn lacks(op: NvmOpcode, access: Access) -> bool {
     match op {
         NvmOpcode::Read
@@ -45,20 +45,21 @@ fn lacks(op: NvmOpcode, access: Access) -> bool {
         | NvmOpcode::DatasetManagement
         | NvmOpcode::ZoneManagementSend
         | NvmOpcode::ZoneAppend => !access.write,
-        // Copy is about several namespaces; the others look for themselves.
+        // Copy involves several namespaces (see `copy_refusal`); reservation commands check rights
+        // themselves.
         _ => false,
     }
 }
 
-/// How a command ends that may not be. Who has no way to a namespace does not know what is
-/// reserved.
+/// Status of a refused command. An ANA state that refuses it has precedence, so that a controller
+/// without access to the namespace learns nothing about reservations.
 fn refused(op: NvmOpcode, access: Access) -> Option<Status> {
     let conflict = || lacks(op, access).then_some(Status::RESERVATION_CONFLICT.with_dnr());
     access.way.refusal().or_else(conflict)
 }
 
 impl Engine {
-    /// How a command ends that a reservation keeps away, or the state of the way to its namespace.
+    /// Status of a command that is refused because of a reservation or the ANA state.
     #[inline]
     pub(super) fn refusal(&self, op: NvmOpcode, sqe: &Sqe) -> Option<Status> {
         if self.reservations.is_restricted { self.look_for_refusal(op, sqe) } else { None }
@@ -66,7 +67,7 @@ impl Engine {
 
     #[cold]
     fn look_for_refusal(&self, op: NvmOpcode, sqe: &Sqe) -> Option<Status> {
-        // A Flush of all namespaces is one of those that it may not flush, too.
+        // A Flush of all namespaces is refused if it may not flush one of them.
         if op == NvmOpcode::Flush && sqe.nsid == NSID_ALL {
             return self.namespaces.iter().find_map(|namespace| refused(op, namespace.access()));
         }
@@ -74,7 +75,7 @@ impl Engine {
         namespace.and_then(|namespace| refused(op, namespace.access()))
     }
 
-    /// As [`refusal`](Self::refusal), of a copy.
+    /// Status of a Copy that is refused because of a reservation or the ANA state.
     pub(super) fn copy_refusal(&self, copy: &ParsedCopy) -> Option<Status> {
         if !self.reservations.is_restricted {
             return None;
@@ -84,14 +85,14 @@ impl Engine {
             .or_else(|| copy.sources().find_map(|(at, ..)| refused(NvmOpcode::Read, at)))
     }
 
-    /// Looks whether a namespace is restricted.
+    /// Recomputes whether access to any namespace is restricted.
     pub(super) fn review_restrictions(&mut self) {
         let mut all = self.namespaces.iter().map(|namespace| namespace.access());
         self.reservations.is_restricted = all.any(Access::restricts);
     }
 
-    /// The controller may do something else with a namespace from here on. The latch is let go of
-    /// when what is under way there has ended, which is given up if it `aborts`.
+    /// Applies a change of the controller's access to a namespace. The latch is released when the
+    /// commands in flight on that namespace have ended; they are aborted if `aborts` is true.
     pub(crate) fn review_access(&mut self, uuid: &[u8; 16], aborts: bool, latch: &Latch) {
         let of = |shared: &SharedNamespace| shared.uuid == *uuid;
         let found = self.namespaces.iter().position(|ns| ns.shared().is_some_and(of));
@@ -104,7 +105,7 @@ impl Engine {
         self.in_flight.for_each(|tag, entry| {
             let is_command = matches!(entry.owner, Owner::Command { .. } | Owner::Alone { .. });
             let is_there = entry.nsid == nsid || entry.nsid == NSID_ALL || copies.uses(tag, index);
-            // Two that waited for each other would wait for ever.
+            // Reservation commands are excluded: two that wait for each other would deadlock.
             if is_command && is_there && !reservations.is_one(tag) {
                 concerned.push(tag);
             }
@@ -117,7 +118,7 @@ impl Engine {
         }
     }
 
-    /// Reservation Register, Acquire, Release and Report.
+    /// Executes Reservation Register, Acquire, Release or Report.
     #[cold]
     pub(super) fn reservation(
         &mut self,
@@ -166,7 +167,7 @@ impl Engine {
         Started::Pending
     }
 
-    /// What a command asks for, with the keys that its data are.
+    /// Decodes a command and reads its keys from the host.
     fn reservation_command(
         &mut self,
         op: NvmOpcode,
@@ -199,7 +200,7 @@ impl Engine {
             }
         } else {
             let command = ReservationAction::decode(sqe);
-            // Base 2.1, "Ignore Existing Key", of these two commands.
+            // Base 2.1: IEKEY is not supported for Acquire and Release.
             if command.iekey {
                 return Err(INVALID);
             }
@@ -224,7 +225,7 @@ impl Engine {
         Ok(Command { host, action, persistent, aborts })
     }
 
-    /// Reservation Report. What the host has room for beyond the structure stays as it was.
+    /// Executes Reservation Report. The host buffer beyond the report is left unchanged.
     fn report(&mut self, sqe: &Sqe, shared: &SharedNamespace) -> Result<(), Status> {
         let command = ReservationReport::decode(sqe);
         let len = usize::try_from(command.length()).unwrap_or(usize::MAX);
@@ -237,7 +238,7 @@ impl Engine {
         data.write_from(0, &report[..report.len().min(len)]).ok_or(Status::INTERNAL)
     }
 
-    /// The subsystem is done with the command of this ticket, if it is one of ours.
+    /// Ends the command of this ticket, which the subsystem has executed.
     pub(crate) fn reservation_ended(&mut self, ticket: u64, status: Status) {
         if let Some(tag) = self.reservations.end(ticket)
             && !status.is_success()

@@ -1,50 +1,50 @@
-//! The reservation commands of an engine that are under way.
+//! In-flight reservation commands of an engine.
 
 use std::collections::{HashMap, HashSet};
 
-/// The reservation commands of one engine. A host decides how many there are: none is searched for.
+/// Reservation commands of one engine. Hash tables, because the host determines their number.
 #[derive(Debug, Default)]
 pub(super) struct ReservationCommands {
-    /// A namespace is restricted.
+    /// True if access to a namespace is restricted.
     pub(super) is_restricted: bool,
-    /// Under way: the entry of each ticket.
+    /// In-flight entry of each ticket that waits for the subsystem.
     waiting: HashMap<u64, u32>,
-    /// The entries of these, and of those that are over.
+    /// In-flight entries of waiting and of ended commands.
     entries: HashSet<u32>,
-    /// Entries of those that are over.
+    /// In-flight entries of commands that the subsystem has executed.
     ended: Vec<u32>,
 }
 
 impl ReservationCommands {
-    /// Commands that are under way.
+    /// Number of commands, waiting or ended.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether an entry is one of them.
+    /// True if an entry is a reservation command.
     pub(super) fn is_one(&self, tag: u32) -> bool {
         self.entries.contains(&tag)
     }
 
-    /// The command in this entry has gone to the subsystem with this ticket.
+    /// Registers a command that was sent to the subsystem.
     pub(super) fn begin(&mut self, ticket: u64, tag: u32) {
         self.waiting.insert(ticket, tag);
         self.entries.insert(tag);
     }
 
-    /// The subsystem is done with the command of this ticket: its entry, if it is one of these.
+    /// Marks the command of this ticket as ended and returns its entry, if it exists.
     pub(super) fn end(&mut self, ticket: u64) -> Option<u32> {
         let tag = self.waiting.remove(&ticket)?;
         self.ended.push(tag);
         Some(tag)
     }
 
-    /// Whether a command is over that has not been [taken](Self::take_ended).
+    /// True if a command has ended and was not [taken](Self::take_ended) yet.
     pub(super) fn has_ended(&self) -> bool {
         !self.ended.is_empty()
     }
 
-    /// The entries of those that are over, which are none of these any more.
+    /// Takes the entries of the ended commands.
     pub(super) fn take_ended(&mut self) -> Vec<u32> {
         let ended = std::mem::take(&mut self.ended);
         ended.iter().for_each(|tag| {

@@ -1,11 +1,11 @@
-//! The data pointer of a command that is not simply a list of PRPs.
+//! Data pointers in general form: SGLs, and PRPs of commands with flags.
 
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::sqe::{Fuse, Psdt};
 use shadowbell_spec::status::Status;
 
-/// Resolves the data pointer of a command, `len` bytes, whatever its flags say that it is.
+/// Resolves the data pointer of a command, `len` bytes, as PRPs or as an SGL according to PSDT.
 #[inline(never)]
 pub(super) fn resolve_flagged(
     view: &View,
@@ -28,7 +28,7 @@ pub(super) fn resolve_flagged(
     .map_err(|e| e.status())
 }
 
-/// Copies the list that a command's data pointer is about, once, into `list`.
+/// Copies a command's data into `list`, with a single read of the host's memory.
 pub(super) fn read_list(
     view: &View,
     sqe: &Sqe,

@@ -1,12 +1,12 @@
-//! Queues to disks that are not a namespace any more, or not in this form: as long as the disk has
-//! requests in hand.
+//! Retired disk queues: queues of a removed or changed namespace that still have requests in
+//! flight.
 
 use super::namespace::NamespaceQueue;
 
-/// Above the index of any namespace: where an entry in flight has its request, if it is retired.
+/// First place number: above the index of any namespace, so that an in-flight entry can hold both.
 const FIRST: usize = 1 << 31;
 
-/// Queues that no new request comes to.
+/// Disk queues without new requests.
 #[derive(Default)]
 pub(super) struct Retired(Vec<Option<NamespaceQueue>>);
 
@@ -15,7 +15,7 @@ impl Retired {
         self.0.is_empty()
     }
 
-    /// Keeps a queue. Its place.
+    /// Adds a queue and returns its place.
     pub(super) fn push(&mut self, queue: NamespaceQueue) -> usize {
         self.0.push(Some(queue));
         FIRST + self.0.len() - 1
@@ -33,11 +33,11 @@ impl Retired {
         self.0.iter_mut().flatten()
     }
 
-    /// The queue at this place, if its disk has nothing in hand. Then it is not here any more.
+    /// Removes and returns the queue at this place, if its disk has no request in flight.
     pub(super) fn take_idle(&mut self, place: usize) -> Option<NamespaceQueue> {
         let kept = self.0.get_mut(place.checked_sub(FIRST)?)?;
         let queue = kept.take_if(|queue| queue.queue.pending() == 0);
-        // The places of the others are in use.
+        // Places of the other queues are referenced by in-flight entries, so they never shift.
         if self.0.iter().all(Option::is_none) {
             self.0.clear();
         }

@@ -1,31 +1,31 @@
-//! Which parts of a host's memory were touched lately: what tells memory that is in use from memory
-//! that is touched here and there.
+//! Recently touched memory spans of a host: distinguishes a large working set from sparse touches.
 //!
-//! A page table is of 2 MiB, and to touch these a second time makes no other. An honest host with a
-//! lot of memory comes back to the same parts all the time; one that has page tables made goes
-//! elsewhere. So only what is touched for the first time since page tables have gone is counted.
+//! A page table covers 2 MiB, and a second touch in the same 2 MiB creates no further page table.
+//! An ordinary host with much memory returns to the same spans; a host that makes the kernel
+//! allocate page tables touches new ones. So only the first touch of a span since the last reclaim
+//! of page tables is counted.
 
 use shadowbell_memory::page_tables;
 
-/// Parts that are known at a time, at most: 128 GiB.
+/// Maximum number of spans that are remembered at a time: 128 GiB.
 const MOST: u64 = 1 << 16;
-/// Bytes of a part, as a power of two.
+/// Bytes per span, as a power of two.
 const SHIFT: u32 = page_tables::SPAN.trailing_zeros();
 
-/// Parts of a host's memory that were touched since page tables have gone.
+/// Spans of a host's memory touched since the last reclaim of page tables.
 #[derive(Debug, Default)]
 pub(super) struct TouchedSpans {
-    /// [`page_tables::epoch`] when it was last looked at.
+    /// [`page_tables::epoch`] at the last call.
     epoch: u64,
-    /// Times that all was forgotten.
+    /// Number of times that all spans were forgotten.
     generation: u32,
-    /// By number of the part, modulo the length: the part that was touched last, and in which
-    /// generation. Two that share a place are both counted again.
+    /// Span that was touched last and the generation of that touch, by span number modulo the
+    /// length. Two spans of one slot evict each other and are counted again.
     seen: Vec<(u32, u32)>,
 }
 
 impl TouchedSpans {
-    /// The memory is that of a host with so much; 0 forgets all.
+    /// Sets the amount of host memory; 0 forgets all spans.
     pub(super) fn resize(&mut self, bytes: u64) {
         let len = match bytes {
             0 => 0,
@@ -37,7 +37,7 @@ impl TouchedSpans {
         }
     }
 
-    /// Nothing is known of what was touched.
+    /// Forgets all touched spans.
     pub(super) fn forget(&mut self) {
         self.generation = self.generation.wrapping_add(1);
         if self.generation == 0 {
@@ -45,8 +45,8 @@ impl TouchedSpans {
         }
     }
 
-    /// How many parts these pieces of memory, each an address with a length, lie in that were not
-    /// touched before. They are from here on.
+    /// Number of spans in these pieces (address, length) that were not touched before; marks them
+    /// as touched.
     pub(super) fn touch(&mut self, pieces: impl Iterator<Item = (usize, usize)>) -> usize {
         let epoch = page_tables::epoch();
         if epoch != self.epoch {
@@ -57,7 +57,7 @@ impl TouchedSpans {
         let mut fresh = 0;
         for (address, len) in pieces {
             for span in address >> SHIFT..=(address + len.saturating_sub(1)) >> SHIFT {
-                // No address of a process is so high, or so low.
+                // A span number of 0 or above 32 bits is no valid address of a process.
                 let now = (u32::try_from(span).unwrap_or(0), self.generation);
                 let Some(seen) = self.seen.get_mut(span & mask) else { return fresh };
                 fresh += usize::from(std::mem::replace(seen, now) != now || now.0 == 0);
@@ -76,7 +76,7 @@ mod tests {
     fn a_part_counts_once_until_page_tables_go() {
         let span = 1usize << SHIFT;
         let mapping = Mapping::shared("spans", 16 * span as u64).unwrap();
-        // Wherever it lies, the middle of its parts is not a border.
+        // An offset at which a piece of 512 bytes is far from a span's borders, at any address.
         let middle = (span - mapping.address() % span + span / 2) % span;
         let at = |n: usize, len| Segments::from_bytes(&mapping.bytes().slice(n, len).unwrap());
         let mut spans = TouchedSpans::default();
@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(touch(&at(middle, 3 * span)), 3);
         assert_eq!(touch(&at(middle, 3 * span)), 0);
         assert_eq!(touch(&at(middle + 9 * span, 512)), 1);
-        // A mapping that goes may leave its place to another one.
+        // After an unmapping, another mapping may have the same address, so the epoch changes.
         drop(Mapping::shared("another", 8 << 20).unwrap());
         assert_eq!(touch(&at(middle, 3 * span)), 4);
     }

@@ -1,9 +1,9 @@
-//! Errors of a disk in the specification's terms.
+//! Conversion of disk errors to NVMe status codes.
 
 use shadowbell_backend::DiskError;
 use shadowbell_spec::status::Status;
 
-/// Medium errors and full storage, as the specification names them.
+/// NVMe status of a disk error; `reading` selects the status of I/O errors.
 pub(super) fn status_of(error: DiskError, reading: bool) -> Status {
     match error {
         DiskError::OutOfRange => Status::LBA_OUT_OF_RANGE.with_dnr(),
@@ -32,7 +32,7 @@ pub(super) fn status_of(error: DiskError, reading: bool) -> Status {
     }
 }
 
-/// Whether the medium is to blame.
+/// True if the status is a media error.
 pub(super) fn is_media_error(status: Status) -> bool {
     let code = status.code();
     code == Status::UNRECOVERED_READ || code == Status::WRITE_FAULT

@@ -1,4 +1,4 @@
-//! Read, Write and Compare: one request with data.
+//! Read, Write and Compare: commands of one request with data.
 
 use super::alone::{Marked, blocks_of};
 use super::engine::{Engine, Limits, Started};
@@ -18,7 +18,7 @@ use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::sqe::Fuse;
 use shadowbell_spec::status::Status;
 
-/// The request of a Read, Write or Compare; resolves its data into `data`.
+/// Builds the request of a Read, Write or Compare; resolves its data into `data`.
 #[inline(always)]
 fn prepare<const SLOW: bool>(
     op: NvmOpcode,
@@ -29,7 +29,7 @@ fn prepare<const SLOW: bool>(
 ) -> Result<(Request, Kind), Status> {
     let rw = RwFields::decode(sqe);
     let (offset, len) = namespace.range(&rw)?;
-    // No controller has a limit that a short transfer exceeds.
+    // A short transfer (not `SLOW`) is below any MDTS.
     if SLOW && len > limits.max_transfer as u64 {
         return Err(Status::INVALID_FIELD.with_dnr());
     }
@@ -42,7 +42,7 @@ fn prepare<const SLOW: bool>(
         _ => (Op::Compare, Kind::Read(len)),
     };
     let (bytes, write) = (len as usize, matches!(op, Op::Read));
-    // No flags: PRPs, and not fused.
+    // A command without flags has PRPs and is not fused.
     if !SLOW {
         view.resolve_prps(sqe.prp1(), sqe.prp2(), bytes, limits.page_size, write, data)
             .map_err(|e| e.status())?;
@@ -53,8 +53,8 @@ fn prepare<const SLOW: bool>(
 }
 
 impl Engine {
-    /// Read, Write and Compare: one request with data. The way that nearly all commands go, so what
-    /// it needs is looked up once and errors are made elsewhere.
+    /// Executes Read, Write or Compare. Nearly all commands take this path, so its lookups happen
+    /// once, and errors are built out of line.
     #[inline(always)]
     pub(super) fn transfer<const SLOW: bool>(
         &mut self,
@@ -63,7 +63,7 @@ impl Engine {
         sq: usize,
         permit: Permit,
     ) -> Started {
-        // An SGL, or a mistake.
+        // Flags: an SGL, a fused command or an invalid value.
         if !SLOW && sqe.flags != 0 {
             return self.slow_transfer(op, sqe, sq, permit);
         }
@@ -79,7 +79,7 @@ impl Engine {
             Ok(prepared) => prepared,
             Err(status) => return Started::Failed(permit, status),
         };
-        // An SGL can be made of many short pieces; PRPs are of whole pages.
+        // PRPs are whole pages, but an SGL may consist of many short pieces.
         let (mut pieces, mut places) = (0, 0);
         if SLOW {
             let Self { scratch, spans, budget, .. } = self;
@@ -97,8 +97,8 @@ impl Engine {
         }
         match submitted {
             Submitted::Done(Ok(())) => {
-                // Neither the data nor the view are let go of: the next command has its data in
-                // the same place of the list, and comes through the same view, most likely.
+                // The segments keep their data and view: the next command most likely reuses the
+                // same list entry and the same view, which saves reference counting.
                 self.count(kind);
                 if SLOW { self.long_done(request.len, permit) } else { Started::Done(permit) }
             }
@@ -121,8 +121,7 @@ impl Engine {
         }
     }
 
-    /// The data of a short command lie where its PRPs say: how many parts of the host's memory are
-    /// touched for them that were not before, at most.
+    /// Number of memory spans (upper bound) that a short command's PRPs touch for the first time.
     #[cold]
     #[inline(never)]
     fn touch_short(&mut self, sqe: &Sqe, len: u64) -> usize {
@@ -131,14 +130,14 @@ impl Engine {
         let (second, listed) = match len.saturating_sub(first) {
             0 => (None, 0),
             left if left <= page => (Some(sqe.prp2()), 0),
-            // They are in a list, which is not read once more.
+            // The pages are in a PRP list, which is not read a second time: each counts.
             left => (Some(sqe.prp2()), left.div_ceil(page) as usize),
         };
         let places = std::iter::once(sqe.prp1()).chain(second);
         self.spans.touch(places.filter_map(|iova| Some((view.address(iova)?, 1)))) + listed
     }
 
-    /// As [`transfer`](Self::transfer), for what takes long anyway.
+    /// [`transfer`](Self::transfer) for commands that need further checks or take long.
     #[inline(never)]
     fn slow_transfer(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         if sqe.fuse() != Fuse::Normal {
@@ -159,7 +158,7 @@ impl Engine {
         }
     }
 
-    /// What blocks that are marked as uncorrectable have to do with a command.
+    /// Consequence of uncorrectable blocks for a command.
     pub(super) fn marks_of(&mut self, op: NvmOpcode, sqe: &Sqe) -> Marked {
         match blocks_of(&self.namespaces, sqe) {
             Some((index, blocks)) if self.namespaces[index].is_marked() => {
@@ -169,8 +168,7 @@ impl Engine {
         }
     }
 
-    /// Whether a request reads, and has to find what it reads on the medium, where it may not be
-    /// yet.
+    /// True if a request reads with Force Unit Access and the disk may have uncommitted data.
     pub(super) fn is_forced(
         namespace: &NamespaceQueue,
         request: &Request,
@@ -183,8 +181,8 @@ impl Engine {
             && RwFields::decode(sqe).fua
     }
 
-    /// Takes on a command whose request follows a flush. Its data are in `scratch`, in so many
-    /// pieces.
+    /// Starts a forced read, whose request follows a flush. Its data, in `pieces` pieces, are in
+    /// `scratch`.
     pub(super) fn force(
         &mut self,
         index: usize,
@@ -208,14 +206,14 @@ impl Engine {
         Started::Pending
     }
 
-    /// A long command has succeeded: what that took is counted at once.
+    /// Ends a successful long command and charges its cost.
     #[inline(never)]
     pub(super) fn long_done(&mut self, bytes: u64, permit: Permit) -> Started {
         self.budget -= cost::of_command(bytes);
         Started::DoneLong(permit)
     }
 
-    /// Takes note of a request that a disk has in hand now, with `bytes` of data.
+    /// Registers a request of `bytes` bytes that is in flight on a disk now.
     pub(super) fn keep(&mut self, tag: u32, bytes: u64, entry: InFlight) {
         self.scratch = self.spare.pop().unwrap_or_default();
         self.last_tag = tag;

@@ -1,4 +1,4 @@
-//! What the commands of an engine share that may have to do with metadata.
+//! Helpers for commands with or without metadata.
 
 use super::quota::cost;
 use super::spans::TouchedSpans;
@@ -9,7 +9,7 @@ use shadowbell_spec::nvm::RwFields;
 use shadowbell_spec::protection::ProtectionFields;
 use shadowbell_spec::status::Status;
 
-/// Hands a request to a disk, with what it has to do with metadata, if it has any.
+/// Submits a request to a disk, with metadata parameters if there are any.
 pub(super) fn submit_any(
     queue: &mut dyn Queue,
     tag: u32,
@@ -23,20 +23,20 @@ pub(super) fn submit_any(
     }
 }
 
-/// Whether blocks of this format are only for hosts that know of such.
+/// True if a format is an extended one: only for hosts that have enabled LBAFEE.
 pub(super) fn uses_extended(format: &MetadataFormat) -> bool {
     format.wide_guard && format.protection != 0
 }
 
-/// The reference tag that a command says.
+/// Reference tag of a command.
 fn reference_tag(sqe: &Sqe, format: &MetadataFormat) -> u64 {
-    // The upper part of the tags: CDW3 has the part below CDW2's.
+    // CDW3 has the upper bits of tags that are wider than 32 bits.
     let tag = u64::from(sqe.cdw3) << 32 | u64::from(sqe.cdw14);
     tag & format.guard().ref_mask()
 }
 
-/// What a command says of protection information, as far as there is any, with these bits of PRINFO
-/// and this first block.
+/// Protection parameters of a command with these PRINFO bits and this first block; zero for a
+/// format without protection information.
 ///
 /// # Errors
 /// Invalid Protection Information.
@@ -59,9 +59,8 @@ pub(super) fn fields(
     Ok(fields)
 }
 
-/// How much the pieces of a command's data count among those that are in use, and how many places
-/// of the host's memory are touched for them. A fresh one counts as many as `weight` says, if that
-/// is counted.
+/// Quota weight of a command's data pieces, and the number of memory locations touched for them.
+/// If touches are counted, a piece in a new span has the weight `weight`.
 pub(super) fn weigh_pieces(
     data: &Segments,
     spans: &mut TouchedSpans,

@@ -1,8 +1,8 @@
-//! The commands of the Zoned Namespace command set. ZNS 1.1.
+//! Commands of the Zoned Namespace Command Set. ZNS 1.1.
 //!
-//! The disk has the zones (`shadowbell_backend::Zones`), and so what Read, Write and others may not
-//! do there is found when they are submitted. Here is what these three commands say, and what is
-//! looked at before a command is made of several requests.
+//! The disk owns the zones (`shadowbell_backend::Zones`), so zone errors of Read, Write and others
+//! are found at submission. This module decodes the three zone commands, and checks commands that
+//! consist of several requests before they begin.
 
 use super::appends::Appending;
 use super::copy::ParsedCopy;
@@ -23,14 +23,14 @@ use shadowbell_spec::zns::{ZoneAction, ZoneManagementReceive, ZoneManagementSend
 const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 
 impl Engine {
-    /// The zones of a namespace, if it is there and has some.
+    /// Zones of a namespace, if it exists and is zoned.
     pub(super) fn zones_of(&self, nsid: u32) -> Option<&Zones> {
         let index = (nsid as usize).checked_sub(1)?;
         let namespace = self.namespaces.get(index).filter(|namespace| namespace.is_zoned())?;
         namespace.queue.zones()
     }
 
-    /// What zones have against a Write Zeroes or a Verify, which may be several requests.
+    /// Checks a Write Zeroes or Verify, which may be several requests, against the zones.
     pub(super) fn check_zones(&self, op: NvmOpcode, sqe: &Sqe) -> Result<(), Status> {
         let Some(zones) = self.zones_of(sqe.nsid) else { return Ok(()) };
         let index = index_of(&self.namespaces, sqe.nsid)?;
@@ -43,7 +43,7 @@ impl Engine {
         .map_err(|error| status_of(error, op == NvmOpcode::Verify))
     }
 
-    /// What zones have against a copy.
+    /// Checks the sources and the destination of a copy against the zones.
     pub(super) fn check_copied_zones(&self, copy: &ParsedCopy) -> Result<(), Status> {
         let zones = |index: usize| {
             let namespace = self.namespaces.get(index).filter(|namespace| namespace.is_zoned())?;
@@ -62,7 +62,7 @@ impl Engine {
         .map_err(|error| status_of(error, false))
     }
 
-    /// Zone Management Send and Receive, and Zone Append.
+    /// Executes Zone Management Send, Zone Management Receive or Zone Append.
     #[cold]
     pub(super) fn zoned(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         let index = match index_of(&self.namespaces, sqe.nsid) {
@@ -90,7 +90,7 @@ impl Engine {
         }
     }
 
-    /// Zone Management Receive. Bytes that were transferred.
+    /// Executes Zone Management Receive. Returns the bytes transferred, as the cost.
     fn zone_report(&mut self, index: usize, sqe: &Sqe) -> Result<u64, Status> {
         let command = ZoneManagementReceive::decode(sqe);
         let namespace = &self.namespaces[index];
@@ -116,16 +116,16 @@ impl Engine {
         resolve_flagged(&self.view, sqe, len, page, true, scratch)?;
         scratch.write_from(0, &bytes).ok_or(Status::INTERNAL)?;
         scratch.rewind();
-        // The report was made of all zones from there on.
+        // The report was built from all following zones, so each adds to the cost.
         Ok(len as u64 + zones.count())
     }
 
-    /// What a Zone Management Send asks of the disk; its data are in `scratch`, if it has some.
+    /// Builds the request of a Zone Management Send; its data, if any, are in `scratch`.
     fn zone_management_send(&mut self, index: usize, sqe: &Sqe) -> Result<Request, Status> {
         let command = ZoneManagementSend::decode(sqe);
         let namespace = &self.namespaces[index];
         let action = ZoneAction::from_bits(command.zsa).ok_or(INVALID)?;
-        // Of Open Zone: with a random write area, which there is not.
+        // ZSASO of Open Zone selects a Zone Random Write Area, which is not supported.
         if action == ZoneAction::Open && command.zsaso {
             return Err(INVALID);
         }
@@ -147,7 +147,7 @@ impl Engine {
         Ok(Request { op: Op::Zone { action, all: command.all }, offset, len: 0 })
     }
 
-    /// What a Zone Append asks of the disk; its data are in `scratch`.
+    /// Builds the request of a Zone Append; its data are in `scratch`.
     fn zone_append(&mut self, index: usize, sqe: &Sqe) -> Result<Request, Status> {
         let rw = RwFields::decode(sqe);
         let namespace = &self.namespaces[index];
@@ -168,7 +168,7 @@ impl Engine {
         Ok(Request { op: Op::Append { fua: rw.fua || self.write_through }, offset, len })
     }
 
-    /// Hands a request that changes zones to their disk.
+    /// Submits a request that changes zones.
     fn change_zones(
         &mut self,
         index: usize,
@@ -196,7 +196,7 @@ impl Engine {
         }
     }
 
-    /// Hands an append to the disk. It always ends later, because then it is known where it went.
+    /// Submits an append. The command always ends later, because its result includes the LBA.
     fn append(
         &mut self,
         index: usize,

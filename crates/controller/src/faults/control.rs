@@ -1,4 +1,4 @@
-//! Registers that say what is not so, and admin commands that go wrong.
+//! Register and admin command faults: wrong register values, failing admin commands.
 
 use super::injector::{FaultState, Injector};
 use super::model::Fault;
@@ -12,13 +12,13 @@ use shadowbell_spec::regs::{self, Cc, Csts};
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
-/// What of the registers is not as it should be.
+/// Control plane override that injects register and admin command faults.
 #[derive(Debug)]
 pub(super) struct FaultyControl {
     state: Arc<FaultState>,
     removed: bool,
     nssro: bool,
-    /// CSTS.RDY reads so, whatever it is.
+    /// Forced value of CSTS.RDY.
     ready: Option<bool>,
 }
 
@@ -28,12 +28,12 @@ impl FaultyControl {
         Self { state, removed: false, nssro: false, ready: None }
     }
 
-    /// Other things go wrong from now on.
+    /// Replaces the fault rules.
     pub(super) fn arm(&self, injector: Arc<Injector>) {
         self.state.arm(injector);
     }
 
-    /// The host writes CC.
+    /// Handles a write of CC by the host.
     fn write_cc(&mut self, old: Cc, new: Cc) {
         let fault = match (old.en(), new.en()) {
             (false, true) => Fault::NeverReady,
@@ -106,7 +106,7 @@ impl ControlOverride for FaultyControl {
     }
 
     fn reset_ended(&mut self) {
-        // Nothing is fatal any more.
+        // A reset ends the fatal state.
         self.state.set_dead(self.removed);
     }
 }

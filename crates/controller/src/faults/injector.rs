@@ -1,15 +1,15 @@
-//! Who decides what goes wrong when.
+//! Fault injector: decides when each fault happens, and counts the faults.
 
 use super::model::{Fault, Faults, Rule, When};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What the queues and the registers of one controller share of its faults.
+/// Fault state shared by the queues and the registers of one controller.
 #[derive(Debug)]
 pub(super) struct FaultState {
     injector: Mutex<Arc<Injector>>,
-    /// No command is fetched any more: the controller is fatal, or gone.
+    /// True if no command is fetched any more, because the controller is fatal or removed.
     dead: AtomicBool,
 }
 
@@ -22,7 +22,7 @@ impl FaultState {
         *self.injector.lock() = injector;
     }
 
-    /// The injector. What asks for it asks once for each batch.
+    /// The current injector. Called once per batch.
     pub(super) fn injector(&self) -> Arc<Injector> {
         Arc::clone(&self.injector.lock())
     }
@@ -36,8 +36,7 @@ impl FaultState {
     }
 }
 
-/// What went wrong so far: a handle on the counters of
-/// [`Controller::inject`](crate::Controller::inject).
+/// Counters of the faults injected by [`Controller::inject`](crate::Controller::inject).
 #[derive(Clone, Debug)]
 pub struct Injected(Arc<Injector>);
 
@@ -46,19 +45,19 @@ impl Injected {
         Self(injector)
     }
 
-    /// How often each rule applied.
+    /// Number of faults injected by each rule.
     #[must_use]
     pub fn by_rule(&self) -> Vec<(Rule, u64)> {
         self.0.counts()
     }
 
-    /// How often a fault happened.
+    /// Number of injected faults of this type.
     #[must_use]
     pub fn of(&self, fault: Fault) -> u64 {
         self.0.counts().iter().filter(|(rule, _)| rule.fault == fault).map(|(_, n)| n).sum()
     }
 
-    /// All faults.
+    /// Total number of injected faults.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.0.counts().iter().map(|(_, n)| n).sum()
@@ -73,14 +72,14 @@ struct RuleState {
     lot: AtomicU64,
 }
 
-/// Decides, and counts.
+/// Fault rules with their counters.
 #[derive(Debug)]
 pub(super) struct Injector {
     rules: Vec<RuleState>,
     noise: AtomicU64,
 }
 
-/// The next of a sequence of numbers that look random (splitmix64).
+/// Next number of a pseudo-random sequence (splitmix64).
 fn draw(state: &AtomicU64) -> u64 {
     let step = 0x9e37_79b9_7f4a_7c15;
     let mut z = state.fetch_add(step, Ordering::Relaxed).wrapping_add(step);
@@ -105,8 +104,8 @@ impl Injector {
         self.rules.iter().map(|w| (w.rule, w.injected.load(Ordering::Relaxed))).collect()
     }
 
-    /// The first fault of those that `could` be whose time has come. Every rule that could counts
-    /// its occasion.
+    /// Returns the fault of the first due rule among those that `could` apply. Each of these rules
+    /// counts the occasion.
     fn decide(&self, could: impl Fn(&Rule) -> bool) -> Option<Fault> {
         let mut chosen = None;
         for state in self.rules.iter().filter(|state| could(&state.rule)) {
@@ -125,7 +124,7 @@ impl Injector {
         chosen
     }
 
-    /// What goes wrong with a command of I/O queue `qid`.
+    /// Fault of the next command of I/O queue `qid`.
     pub(super) fn command(&self, qid: u16) -> Option<Fault> {
         use Fault::{Ignore, NeverDisabled, NeverReady, Refuse};
         self.decide(|rule| {
@@ -134,17 +133,17 @@ impl Injector {
         })
     }
 
-    /// What goes wrong with an administrative command.
+    /// Fault of the next admin command with this opcode.
     pub(super) fn admin(&self, opcode: u8) -> Option<Fault> {
         self.decide(|rule| [Fault::Refuse(opcode), Fault::Ignore(opcode)].contains(&rule.fault))
     }
 
-    /// Whether `fault`, one of CSTS.RDY, happens.
+    /// True if `fault`, which concerns CSTS.RDY, happens now.
     pub(super) fn ready(&self, fault: Fault) -> bool {
         self.decide(|rule| rule.fault == fault).is_some()
     }
 
-    /// Some bits.
+    /// Pseudo-random bits.
     pub(super) fn noise(&self) -> u64 {
         draw(&self.noise)
     }
@@ -169,7 +168,7 @@ mod tests {
         assert_eq!(count(When::At(17), None), [17]);
         let lot = count(When::OneIn(10), None);
         assert!((60..140).contains(&lot.len()), "{}", lot.len());
-        assert_eq!(lot, count(When::OneIn(10), None), "the same context, the same lot");
+        assert_eq!(lot, count(When::OneIn(10), None), "the same seed, the same choices");
     }
 
     #[test]

@@ -1,40 +1,39 @@
-//! Faults on purpose: a controller that does what no controller should, so that hosts can be
-//! tested.
+//! Fault injection: a controller that misbehaves on request, for tests of hosts.
 //!
-//! Only with the cargo feature `faults`. A controller does nothing wrong before it is asked to,
-//! with [`Controller::inject`](crate::Controller::inject); from then on its queues are served by a
-//! path of their own, command by command.
+//! Available with the cargo feature `faults`. Faults are injected from the first call of
+//! [`Controller::inject`](crate::Controller::inject) on; from then on, a separate implementation
+//! serves the queues, one command at a time.
 //!
-//! # As text
+//! # Text format
 //!
-//! Rules are separated by commas: `FAULT[=ARGUMENT]` and then, in any order, `:every=N`,
-//! `:rate=1/N` or `:at=N` (the Nth time only; [`When::Every`] 1 if nothing is said), `:queue=QID`
-//! and `:limit=N`. `seed=N` seeds what is drawn by lot.
+//! Rules are separated by commas: `FAULT[=ARGUMENT]`, followed in any order by `:every=N`,
+//! `:rate=1/N` or `:at=N` (the Nth time only; the default is `every=1`), `:queue=QID` and
+//! `:limit=N`. `seed=N` is the seed of the random choices of `rate`.
 //!
-//! | fault | what happens |
+//! | fault | effect |
 //! |---|---|
-//! | `drop-before` | a command is not carried out, and not completed |
-//! | `drop-after` | it is carried out, and not completed |
-//! | `hang` | neither, until it is aborted or its queue deleted |
-//! | `hang=TIME` | the same, but after that time it ends with Internal Error |
-//! | `stall=TIME` | it is carried out that much later, unless it is aborted or its queue deleted |
-//! | `delay=TIME` | it is completed that much later: `delay=2ms`, `delay=500us` |
-//! | `duplicate` | it is completed twice |
-//! | `corrupt` | some bits of its completion are flipped: results, status, queue head and identifier |
-//! | `wrong-cid` | its completion has an identifier that no command has |
-//! | `wrong-phase` | its completion has the wrong phase tag, and nothing behind it is found |
-//! | `wrong-head` | its completion has a submission queue head that can not be |
-//! | `wrong-sq-id` | its completion has another submission queue's identifier |
-//! | `status=STATUS` | it is not carried out, and ends with this status (SCT and SC, `0x006`) |
-//! | `refuse=OPCODE` | an administrative command ends with Internal Error |
-//! | `ignore=OPCODE` | an administrative command does nothing and is not completed |
+//! | `drop-before` | a command is neither executed nor completed |
+//! | `drop-after` | a command is executed, but not completed |
+//! | `hang` | a command is neither executed nor completed, until aborted or its queue deleted |
+//! | `hang=TIME` | as `hang`, but after that time the command ends with Internal Error |
+//! | `stall=TIME` | a command is executed later by that time, unless aborted or its queue deleted |
+//! | `delay=TIME` | a command is completed later by that time: `delay=2ms`, `delay=500us` |
+//! | `duplicate` | a command is completed twice |
+//! | `corrupt` | bits of a completion are flipped: result, status, SQ head or SQ identifier |
+//! | `wrong-cid` | a completion has a command identifier that no command has |
+//! | `wrong-phase` | a completion has the wrong phase tag, which hides it and all later ones |
+//! | `wrong-head` | a completion has an impossible submission queue head |
+//! | `wrong-sq-id` | a completion has the identifier of another submission queue |
+//! | `status=STATUS` | a command is not executed, and ends with this status (SCT and SC, `0x006`) |
+//! | `refuse=OPCODE` | an admin command ends with Internal Error |
+//! | `ignore=OPCODE` | an admin command is neither executed nor completed |
 //! | `never-ready` | CSTS.RDY stays 0 when the controller is enabled |
 //! | `never-disabled` | CSTS.RDY stays 1 when the controller is disabled |
-//! | `fatal` | CSTS.CFS comes up, and no command is fetched any more |
-//! | `subsystem-reset` | the controller is reset, and CSTS.NSSRO comes up |
-//! | `removal` | every register reads as all ones, for ever |
+//! | `fatal` | CSTS.CFS is set, and no command is fetched any more |
+//! | `subsystem-reset` | the controller is reset, and CSTS.NSSRO is set |
+//! | `removal` | all registers read as all ones from then on |
 //!
-//! The last three happen when a command is fetched from an I/O queue, and are counted in these.
+//! The last three happen, and are counted, when a command is fetched from an I/O queue.
 //!
 //! ```
 //! use shadowbell_controller::faults::{Fault, Faults, When};
@@ -62,8 +61,8 @@ use injector::Injector;
 use std::sync::Arc;
 
 impl Controller {
-    /// From now on, things go wrong, as `faults` says and no more as an earlier call said. With
-    /// [`Faults::default`] nothing goes wrong any more, except what goes wrong already.
+    /// Injects `faults` from now on, in place of those of an earlier call. [`Faults::default`] ends
+    /// the injection; faults that have already happened keep their effect.
     pub fn inject(&self, faults: Faults) -> Injected {
         let injector = Arc::new(Injector::new(faults));
         self.inner().with(|control, cx| {

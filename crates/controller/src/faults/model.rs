@@ -1,94 +1,94 @@
-//! What can go wrong, and when.
+//! Fault types and fault rules.
 
 use shadowbell_spec::status::Status;
 use std::time::Duration;
 
-/// What goes wrong. See the [module](super) for what each of these does.
+/// Type of a fault. The [module](super) documents the effect of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fault {
-    /// A command vanishes before it is carried out.
+    /// Command lost before its execution.
     DropBefore,
-    /// A command's completion vanishes.
+    /// Completion lost after the execution.
     DropAfter,
-    /// A command stays until it is aborted, or for so long: then it ends with an error.
+    /// Command that hangs until it is aborted, or until this time, when it ends with an error.
     Hang(Option<Duration>),
-    /// A command is carried out late, with the memory as it is then.
+    /// Execution delayed by this time; the data are those in memory at that moment.
     Stall(Duration),
-    /// A completion comes late.
+    /// Completion delayed by this time.
     Delay(Duration),
-    /// A completion comes twice.
+    /// Completion posted twice.
     Duplicate,
-    /// A completion has flipped bits; never those that say which command it is of.
+    /// Completion with flipped bits, except in the command identifier.
     Corrupt,
-    /// A completion of no command.
+    /// Completion with a command identifier that no command has.
     WrongCid,
-    /// A completion that can not be seen.
+    /// Completion with the wrong phase tag, so the host does not see it.
     WrongPhase,
-    /// A submission queue head outside of the queue.
+    /// Completion with a submission queue head outside of the queue.
     WrongHead,
-    /// Another submission queue's identifier.
+    /// Completion with the identifier of another submission queue.
     WrongSqId,
-    /// A command ends so and is not carried out.
+    /// Command that ends with this status and is not executed.
     Status(Status),
-    /// Administrative commands of this opcode end with Internal Error.
+    /// Admin commands of this opcode end with Internal Error.
     Refuse(u8),
-    /// Administrative commands of this opcode are not carried out and not completed.
+    /// Admin commands of this opcode are neither executed nor completed.
     Ignore(u8),
-    /// CSTS.RDY stays 0.
+    /// CSTS.RDY stays 0 when the controller is enabled.
     NeverReady,
-    /// CSTS.RDY stays 1.
+    /// CSTS.RDY stays 1 when the controller is disabled.
     NeverDisabled,
-    /// CSTS.CFS.
+    /// Controller Fatal Status: CSTS.CFS is set.
     Fatal,
-    /// CSTS.NSSRO.
+    /// NVM Subsystem Reset Occurred: the controller is reset and CSTS.NSSRO is set.
     SubsystemReset,
-    /// All ones.
+    /// Surprise removal: all registers read as all ones.
     Removal,
 }
 
-/// When it goes wrong, of the times that it could.
+/// Frequency of a fault, among its possible occasions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
-    /// Every so many times.
+    /// Every nth occasion.
     Every(u64),
-    /// By lot, one in so many.
+    /// Random occasions, one in n on average.
     OneIn(u64),
-    /// Once, this time (from 1).
+    /// The nth occasion only, counted from 1.
     At(u64),
 }
 
-/// One fault and its occasion.
+/// Fault with its frequency and restrictions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// What goes wrong.
+    /// Type of the fault.
     pub fault: Fault,
-    /// When.
+    /// Frequency of the fault.
     pub when: When,
-    /// In this I/O queue only.
+    /// I/O queue to which the fault is restricted.
     pub queue: Option<u16>,
-    /// So often at most.
+    /// Maximum number of injections.
     pub limit: Option<u64>,
 }
 
 impl Rule {
-    /// The fault, in any queue and without limit.
+    /// Creates a rule for all queues and without a limit.
     #[must_use]
     pub const fn new(fault: Fault, when: When) -> Self {
         Self { fault, when, queue: None, limit: None }
     }
 }
 
-/// What is to go wrong. A command meets one fault at most: that of the first rule that applies.
+/// Fault rules. A command gets at most one fault: that of the first rule that applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
-    /// For what is drawn by lot.
+    /// Seed of the random choices.
     pub seed: u64,
     /// The rules.
     pub rules: Vec<Rule>,
 }
 
 impl Faults {
-    /// These rules.
+    /// Creates fault rules with this seed.
     #[must_use]
     pub fn new(seed: u64, rules: impl IntoIterator<Item = Rule>) -> Self {
         Self { seed, rules: rules.into_iter().collect() }

@@ -1,21 +1,21 @@
-//! Faults as text.
+//! Parser of fault rules as text.
 
 use super::model::{Fault, Faults, Rule, When};
 use shadowbell_spec::status::Status;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// What can not be understood of a text that describes faults.
+/// Syntax error in a text that describes fault rules.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadFaults {
-    /// No such fault.
-    #[error("`{0}` is no fault; write for example drop-after:every=100,hang:rate=1/50")]
+    /// Unknown fault.
+    #[error("unknown fault `{0}`; for example: drop-after:every=100,hang:rate=1/50")]
     Fault(String),
-    /// A fault without what it needs, or with what it does not.
+    /// Fault with a missing, invalid or superfluous argument.
     #[error("`{0}`: {1}")]
     Argument(String, &'static str),
-    /// A condition that is none.
-    #[error("`{0}` is no condition; there are every=N, rate=1/N, at=N, queue=QID and limit=N")]
+    /// Unknown or invalid condition.
+    #[error("invalid condition `{0}`; known: every=N, rate=1/N, at=N, queue=QID, limit=N")]
     Condition(String),
 }
 
@@ -27,7 +27,7 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// The longest time that can be asked for: beyond it nobody waits, and clocks end some day.
+/// Maximum time of a fault: far beyond any host's timeout, and without overflow of the clock.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 fn time(text: &str) -> Option<Duration> {
@@ -51,7 +51,7 @@ fn fault(text: &str) -> Result<Fault, BadFaults> {
     let bad = |why| BadFaults::Argument(text.into(), why);
     let opcode = || {
         let opcode = argument.and_then(number).and_then(|n| u8::try_from(n).ok());
-        opcode.ok_or_else(|| bad("give an opcode, as refuse=0x05"))
+        opcode.ok_or_else(|| bad("give an opcode, for example refuse=0x05"))
     };
     let plain = match name {
         "drop-before" => Fault::DropBefore,
@@ -72,24 +72,29 @@ fn fault(text: &str) -> Result<Fault, BadFaults> {
         "hang" => {
             let Some(argument) = argument else { return Ok(Fault::Hang(None)) };
             let time = time(argument).map(|time| Fault::Hang(Some(time)));
-            return time.ok_or_else(|| bad("give no time, or one, as hang=5s"));
+            return time.ok_or_else(|| bad("give a time, for example hang=5s, or no argument"));
         }
         "delay" => {
             let time = argument.and_then(time);
-            return time.map(Fault::Delay).ok_or_else(|| bad("give a time, as delay=500us"));
+            return time
+                .map(Fault::Delay)
+                .ok_or_else(|| bad("give a time, for example delay=500us"));
         }
         "stall" => {
             let time = argument.and_then(time);
-            return time.map(Fault::Stall).ok_or_else(|| bad("give a time, as stall=20ms"));
+            return time
+                .map(Fault::Stall)
+                .ok_or_else(|| bad("give a time, for example stall=20ms"));
         }
         "status" => {
             let bits = argument.and_then(number).filter(|bits| (1..0x800).contains(bits));
             let status = bits.map(|bits| Fault::Status(Status::from_bits(bits as u16)));
-            return status.ok_or_else(|| bad("give a status (SCT and SC), as status=0x006"));
+            return status
+                .ok_or_else(|| bad("give a status (SCT and SC), for example status=0x006"));
         }
         _ => return Err(BadFaults::Fault(text.into())),
     };
-    if argument.is_some() { Err(bad("it takes no argument")) } else { Ok(plain) }
+    if argument.is_some() { Err(bad("this fault takes no argument")) } else { Ok(plain) }
 }
 
 fn rule(text: &str) -> Result<Rule, BadFaults> {
@@ -122,7 +127,8 @@ impl FromStr for Faults {
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
             match part.strip_prefix("seed=") {
                 Some(seed) => {
-                    let bad = || BadFaults::Argument(part.into(), "give a number, as seed=7");
+                    let bad =
+                        || BadFaults::Argument(part.into(), "give a number, for example seed=7");
                     faults.seed = number(seed).ok_or_else(bad)?;
                 }
                 None => faults.rules.push(rule(part)?),
@@ -161,8 +167,8 @@ mod tests {
     #[test]
     fn what_can_not_be_understood_is_named() {
         for (text, word) in [
-            ("drop", "no fault"),
-            ("hang,:every=1", "no fault"),
+            ("drop", "unknown fault"),
+            ("hang,:every=1", "unknown fault"),
             ("hang=3", "hang=5s"),
             ("duplicate=3", "no argument"),
             ("delay", "delay=500us"),
@@ -174,10 +180,10 @@ mod tests {
             ("ignore", "opcode"),
             ("status=0", "status=0x006"),
             ("status=0x800", "status=0x006"),
-            ("hang:often", "no condition"),
-            ("hang:every=0", "no condition"),
-            ("hang:rate=50", "no condition"),
-            ("hang:queue=70000", "no condition"),
+            ("hang:often", "invalid condition"),
+            ("hang:every=0", "invalid condition"),
+            ("hang:rate=50", "invalid condition"),
+            ("hang:queue=70000", "invalid condition"),
             ("seed=x", "seed=7"),
         ] {
             let error = text.parse::<Faults>().unwrap_err().to_string();

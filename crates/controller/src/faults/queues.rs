@@ -1,4 +1,4 @@
-//! Queues that are served wrong: a path of its own, command by command.
+//! Queue faults: serves the queues one command at a time and injects faults.
 
 use super::injector::{FaultState, Injector};
 use super::model::Fault;
@@ -17,16 +17,16 @@ use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A completion that comes late.
+/// Delayed completion.
 struct Delayed {
     due: Instant,
-    /// Index of its submission queue.
+    /// Index of the submission queue.
     sq: usize,
     permit: Permit,
     cqe: Cqe,
 }
 
-/// A command that waits to be aborted, and until when, if not for ever.
+/// Hanging command, with the time of its end if it does not hang for ever.
 struct Hung {
     until: Option<Instant>,
     sq: usize,
@@ -34,7 +34,7 @@ struct Hung {
     cid: u16,
 }
 
-/// A command that waits to be carried out.
+/// Command whose execution is delayed.
 struct Stalled {
     due: Instant,
     sq: usize,
@@ -42,17 +42,17 @@ struct Stalled {
     sqe: Sqe,
 }
 
-/// Serves the queues of one controller on one worker, wrong.
+/// Queue override that injects faults into the queues of one controller on one I/O thread.
 pub(super) struct FaultyQueues {
     state: Arc<FaultState>,
     delayed: Vec<Delayed>,
     hung: Vec<Hung>,
     stalled: Vec<Stalled>,
-    /// Commands that a disk has in hand, and what will go wrong at their end.
+    /// Commands in flight whose completion will have a fault: queue index, identifier, fault.
     marked: Vec<(usize, u16, Fault)>,
 }
 
-/// A queue pair, as a command of it ends.
+/// Submission queue and its completion queue.
 struct Pair<'a> {
     index: usize,
     sq: &'a mut Sq,
@@ -70,12 +70,12 @@ fn pair<'a>(
     Some(Pair { index, sq, cq })
 }
 
-/// Takes those out of `list` for which `which` says so.
+/// Removes and returns the matching items of `list`.
 fn take<T>(list: &mut Vec<T>, which: impl Fn(&T) -> bool) -> Vec<T> {
     list.extract_if(.., |item| which(item)).collect()
 }
 
-/// Completes a command that was in flight, with an interrupt.
+/// Completes a command that was in flight, and raises the interrupt.
 fn complete_now(pair: Pair<'_>, permit: Permit, cqe: Cqe, coalescing: &Coalescing) {
     let Pair { sq, cq, .. } = pair;
     sq.in_flight -= 1;
@@ -101,7 +101,7 @@ impl FaultyQueues {
         Some(self.marked.swap_remove(at).2)
     }
 
-    /// The end of a command, with what goes wrong.
+    /// Completes a command, with its fault.
     fn finish(
         &mut self,
         injector: &Injector,
@@ -133,7 +133,7 @@ impl FaultyQueues {
                     _ => cqe.status ^= ((noise >> 32) as u16 & 0x0fff | 1) << 1,
                 }
             }
-            // No host that counts its slots from 0 has so many.
+            // A host that numbers its commands from 0 never has so many.
             Some(Fault::WrongCid) => cqe.cid ^= 0x8000,
             Some(Fault::WrongHead) => cqe.sq_head = u16::MAX,
             Some(Fault::WrongSqId) => cqe.sq_id ^= 0x40,
@@ -155,7 +155,7 @@ impl FaultyQueues {
         cq.complete(permit, cqe);
     }
 
-    /// Completes what comes late and is due.
+    /// Posts delayed completions that are due.
     fn end_delayed(&mut self, set: &mut QueueSet, now: Instant) {
         let QueueSet { sqs, cqs, shared, .. } = set;
         let is_stopped =
@@ -169,7 +169,7 @@ impl FaultyQueues {
         }
     }
 
-    /// Ends what has hung for as long as it was to, without having carried it out.
+    /// Ends hanging commands whose time is over, without executing them.
     fn end_hung(&mut self, set: &mut QueueSet, now: Instant) {
         let QueueSet { sqs, cqs, shared, .. } = set;
         let is_over = |hung: &Hung| hung.until.is_some_and(|until| now >= until);
@@ -181,7 +181,7 @@ impl FaultyQueues {
         }
     }
 
-    /// Carries out what is due, as if it had just been fetched.
+    /// Executes delayed commands that are due, as if they were fetched now.
     fn start_stalled(&mut self, set: &mut QueueSet, now: Instant) {
         let QueueSet { sqs, cqs, engine, shared, .. } = set;
         for Stalled { sq, permit, sqe, .. } in take(&mut self.stalled, |stalled| now >= stalled.due)
@@ -199,7 +199,7 @@ impl FaultyQueues {
         }
     }
 
-    /// Fetches one command and starts it. False if nothing more is to be fetched.
+    /// Fetches one command and starts it. False if no more commands can be fetched.
     fn fetch_one(
         &mut self,
         injector: &Injector,
@@ -238,7 +238,7 @@ impl FaultyQueues {
                 return true;
             }
             Some(fault @ (Fault::Fatal | Fault::SubsystemReset | Fault::Removal)) => {
-                // The command is not carried out: this came before it.
+                // The command is not executed: the fault happened before it.
                 cq.release(permit);
                 control.notify(Notice::Condition(match fault {
                     Fault::Fatal => Condition::Fatal,
@@ -262,7 +262,7 @@ impl FaultyQueues {
                 report_error(control, qid, &sqe, status);
                 cq.complete(permit, success.with_status(status));
             }
-            // Whatever goes wrong, goes wrong with one command.
+            // Faults are injected into single commands, so fused operations are not supported here.
             Started::Fused(permit) => {
                 let status = Status::INVALID_FIELD.with_dnr();
                 engine.count_error(status);
@@ -289,7 +289,7 @@ impl QueueOverride for FaultyQueues {
             return 0;
         }
         if cq.look().is_err() || cq.free() == 0 {
-            // The host hears of a bad head when there are no faults.
+            // An invalid head is not reported while faults are injected.
             sq.blocked = true;
             return 0;
         }

@@ -1,36 +1,36 @@
-//! Interrupt Coalescing, where the host asks for it.
+//! Interrupt Coalescing as set by the host.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Interrupt Coalescing (feature 08h) and Interrupt Vector Configuration (09h), as workers read
-/// them. Base 2.1, "Interrupt Coalescing".
+/// Settings of Interrupt Coalescing (feature 08h) and Interrupt Vector Configuration (09h), read by
+/// I/O threads. Base 2.1, "Interrupt Coalescing".
 #[derive(Debug, Default)]
 pub(crate) struct Coalescing {
     /// Aggregation Threshold in bits 7:0 (0's based), Aggregation Time in 15:8 (units of 100 µs),
     /// and bit 16 if the host has set them.
     setting: AtomicU32,
-    /// A bit a vector: coalescing disabled.
+    /// Bit per vector: coalescing disabled.
     disabled: [AtomicU64; 2],
 }
 
-/// How long a vector's interrupts may be held back.
+/// Coalescing setting of a vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wish {
-    /// The host has said nothing: that is the controller's own choice.
+    /// The host has set nothing: the controller moderates interrupts by itself.
     None,
-    /// Not at all.
+    /// Interrupts are raised at once.
     AtOnce,
-    /// As far as this goes.
+    /// Interrupts are aggregated within these limits.
     Aggregate(Aggregation),
 }
 
-/// What coalescing asks of a vector.
+/// Aggregation limits of a vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Aggregation {
-    /// Completions that raise the interrupt at once.
+    /// Number of completions at which the interrupt is raised.
     pub(crate) threshold: u32,
-    /// The longest that a completion waits for others.
+    /// Maximum time for which a completion waits for others.
     pub(crate) time: Duration,
 }
 
@@ -55,9 +55,9 @@ impl Coalescing {
         self.disabled.iter().for_each(|word| word.store(0, Ordering::Relaxed));
     }
 
-    /// What the host wishes of `vector`. A threshold or a time of 0 switches coalescing off, and so
-    /// does feature 09h for one vector; vector 0, the admin queue's, is never held back (the clause
-    /// speaks of I/O queues only).
+    /// Setting of `vector`. A threshold or a time of 0 disables coalescing, as does feature 09h
+    /// for a single vector. Vector 0, of the admin queue, is never aggregated, because the clause
+    /// applies to I/O queues only.
     pub(crate) fn of(&self, vector: u16) -> Wish {
         let setting = self.setting.load(Ordering::Relaxed);
         let disabled = &self.disabled.get(usize::from(vector / 64));
@@ -79,7 +79,7 @@ impl Coalescing {
     }
 }
 
-/// The host has set Interrupt Coalescing.
+/// Flag: the host has set Interrupt Coalescing.
 const CHOSEN: u32 = 1 << 16;
 
 #[cfg(test)]

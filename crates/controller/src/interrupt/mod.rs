@@ -1,4 +1,4 @@
-//! Interrupts: the vectors of a controller, and when a completion queue raises its own.
+//! Interrupts: vector table, coalescing and moderation.
 
 mod coalescing;
 mod moderation;

@@ -1,90 +1,90 @@
-//! How many completions an interrupt is worth.
+//! Interrupt moderation: adapts the number of completions per interrupt.
 //!
-//! A host that keeps many commands in flight takes many completions with one interrupt, if they are
-//! there; a host that waits for one command wants its interrupt at once. Which of both it is shows
-//! in how many completions come close together, and that is learnt for each completion queue: an
-//! interrupt is raised as soon as there are as many completions as there lately were, and held back
-//! for a short *grace* while there are fewer and more keep coming. Now and then twice as many are
-//! waited for, to find out whether there would be more; as long as that is in vain, it is tried
-//! ever more rarely, so that a host that waits for each command is made to wait a little longer
-//! once in a thousand times.
+//! A host with many commands in flight can handle many completions per interrupt; a host that
+//! waits for a single command needs its interrupt at once. The number of completions that arrive
+//! close together distinguishes the two, and is learnt for each completion queue: an interrupt is
+//! raised as soon as the learnt number of completions is posted, and held for a short *grace* while
+//! there are fewer and more keep arriving. From time to time, the queue waits for twice that number
+//! (a *probe*), to find out if there would be more. While probes fail, they become rarer, so that a
+//! host with one command in flight is delayed only once in a thousand times.
 //!
-//! Two things keep a host that submits many commands, one by one, from being taken for one of few:
-//! * The pace of its submissions is learnt as well, and while they keep coming at that pace, the
-//!   host is busy with them and not waiting: an interrupt would only stop it in its work.
-//! * What is left at the end of such a run is fewer than an interrupt is worth, and says nothing:
-//!   it counts together with what was announced before it.
+//! Two rules prevent a host that submits many commands one by one from being mistaken for a host
+//! with few commands in flight:
+//! * The pace of its submissions is learnt, too. While submissions continue at that pace, the host
+//!   is busy and not waiting, and an interrupt would only disturb it.
+//! * The completions left at the end of such a run are fewer than the learnt number, but are no
+//!   evidence: they count together with those announced before in the same run.
 //!
-//! And a host is kept from its work now and then, by its own interrupts or by whatever else wants
-//! its processor. That looks like the end of a run, so it takes two in a row to be believed.
+//! A host is also stopped occasionally, by its own interrupts or by other load on its CPU. That
+//! looks like the end of a run, so the learnt number drops only after two in a row.
 //!
-//! This is the controller's own choice, where the host has not made one: Interrupt Coalescing
-//! (feature 08h), if the host sets it, is obeyed as it is.
+//! Moderation is the controller's own choice and applies only if the host has not set Interrupt
+//! Coalescing (feature 08h), which has precedence.
 
 use std::time::{Duration, Instant};
 
-/// The most completions that are waited for.
+/// Maximum number of completions per interrupt.
 const MOST: u32 = 64;
-/// Interrupts between two attempts at more, at first and at most.
+/// Interrupts between two probes: initial and maximum number.
 const PROBE_AFTER: (u32, u32) = (8, 1024);
-/// A host that has not submitted anything for so many times its usual pace has come to an end.
+/// Multiple of the usual submission pace after which a host's run counts as ended.
 const PACES: u32 = 12;
-/// How many times as long a host is held off that is still submitting, and so not waiting.
+/// Multiple of the hold limit for a host that is still submitting, and so not waiting.
 const BUSY: u32 = 2;
 
-/// How long interrupts may be held back.
+/// Maximum hold times of an interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HoldLimit {
-    /// After the last completion.
+    /// Time after the last completion.
     pub(crate) grace: Duration,
-    /// After the first, if the host is not seen to be busy.
+    /// Time after the first completion, unless the host is busy submitting.
     pub(crate) most: Duration,
 }
 
 impl HoldLimit {
-    /// Every completion is announced at once.
+    /// No holding: every completion is announced at once.
     pub(crate) const NONE: Self = Self { grace: Duration::ZERO, most: Duration::ZERO };
 
-    /// A tenth of the time, `window`, that a worker spends on looking for the next command, and all
-    /// of it for the sum: a worker that is willing to wait so long for a host takes it for awake.
+    /// Limits for an I/O thread that polls for `window`: a tenth of it per completion, and all of
+    /// it in total. A thread that polls for that long expects the host to be active.
     pub(crate) fn of(window: Duration) -> Self {
         Self { grace: window / 10, most: window }
     }
 }
 
-/// The interrupts of one completion queue.
+/// Interrupt moderation of one completion queue.
 #[derive(Debug)]
 pub(crate) struct Moderation {
     limit: HoldLimit,
-    /// Completions that are worth an interrupt.
+    /// Learnt number of completions per interrupt.
     target: u32,
-    /// Interrupts until twice as many are waited for.
+    /// Interrupts until the next probe.
     until_probe: u32,
-    /// Interrupts between two such attempts.
+    /// Interrupts between two probes.
     probe_after: u32,
-    /// Completions that were announced last during the run under way, because there were enough.
+    /// Completions of the last interrupt of the current run that was raised at the target.
     announced: u32,
-    /// When that was done.
+    /// Time of that interrupt.
     announced_at: Option<Instant>,
-    /// The host has submitted commands since the clock was looked at.
+    /// True if the host has submitted commands since the clock was read last.
     has_submitted: bool,
-    /// The usual time between two submissions during a run; zero while that is not known.
+    /// Usual time between two submissions of a run; zero if unknown.
     pace: Duration,
-    /// How far the last run went, if there was less than was waited for.
+    /// Length of the last run, if it ended below the target.
     missed: Option<u32>,
     held: Option<Held>,
 }
 
-/// An interrupt that is held back.
+/// Interrupt that is held.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     since: Instant,
-    /// When the last completion was added to it.
+    /// Time when the last completion was added.
     grown: Instant,
-    /// When the host was last seen to submit.
+    /// Time of the host's last submission.
     submitted: Option<Instant>,
-    /// The most completions that there were to announce. The host may have found some of them by
-    /// itself since.
+    /// Maximum number of completions that the interrupt would have announced. The host may have
+    /// consumed some of them without an interrupt since.
     peak: u32,
 }
 
@@ -109,32 +109,32 @@ impl Moderation {
         self.limit
     }
 
-    /// Whether an interrupt is held back.
+    /// True if an interrupt is held.
     #[inline]
     pub(crate) fn is_holding(&self) -> bool {
         self.held.is_some()
     }
 
-    /// The host has submitted commands to a queue whose completions these are.
+    /// Records that the host has submitted commands which complete in this queue.
     #[inline]
     pub(crate) fn submitted(&mut self) {
         self.has_submitted = true;
     }
 
-    /// How many completions are waited for now.
+    /// Number of completions at which the next interrupt is raised.
     fn wanted(&self) -> u32 {
         if self.until_probe == 0 { (self.target * 2).min(MOST) } else { self.target }
     }
 
-    /// How long after a submission the host is taken to be about to submit again. One that usually
-    /// takes longer than the grace may as well wait for each of its commands.
+    /// Time after a submission for which a further one is expected. If the pace of the host is
+    /// slower than the grace, it may wait for each of its commands, so only the grace applies.
     fn run_ends_after(&self) -> Duration {
         let HoldLimit { grace, most } = self.limit;
         if self.pace <= grace { self.pace.saturating_mul(PACES).clamp(grace, most) } else { grace }
     }
 
-    /// There are `count` completions to announce at `now`, some of them new. Whether that is to be
-    /// done; if not, ask [`is_due`](Self::is_due) again soon.
+    /// Handles new completions, `count` in total to announce at `now`. True if the interrupt has to
+    /// be raised; otherwise it is held, and [`is_due`](Self::is_due) has to be called again soon.
     pub(crate) fn add(&mut self, count: u32, now: Instant) -> bool {
         if self.limit.grace.is_zero() {
             return true;
@@ -156,7 +156,7 @@ impl Moderation {
         self.is_due(now)
     }
 
-    /// Whether what is held back is to be announced at `now` after all.
+    /// True if the held interrupt has to be raised at `now`.
     pub(crate) fn is_due(&mut self, now: Instant) -> bool {
         self.see_submissions(now);
         let Some(held) = self.held else { return false };
@@ -170,13 +170,13 @@ impl Moderation {
         due
     }
 
-    /// What was held back is announced, or of no interest any more.
+    /// Ends holding: the interrupt was raised or is not needed any more.
     pub(crate) fn let_go(&mut self) {
         self.held = None;
     }
 
-    /// Learns the pace of the host. Only while something is held back is the clock looked at often
-    /// enough for that, and the host not kept from its work by interrupts.
+    /// Learns the submission pace. Only while an interrupt is held, the clock is read often enough
+    /// for that, and the host is not disturbed by interrupts.
     fn see_submissions(&mut self, now: Instant) {
         if !std::mem::take(&mut self.has_submitted) {
             return;
@@ -191,7 +191,7 @@ impl Moderation {
     fn reached(&mut self) {
         self.missed = None;
         if self.until_probe == 0 {
-            // There were more, so there may be still more.
+            // The probe was successful, so there may be even more.
             self.target = self.wanted();
             self.probe_after = PROBE_AFTER.0;
             self.until_probe = self.probe_after;
@@ -200,7 +200,7 @@ impl Moderation {
         }
     }
 
-    /// There were only `count`.
+    /// Handles an interrupt that was raised after its hold time with only `count` completions.
     fn late(&mut self, count: u32) {
         let in_vain = self.until_probe == 0 && count <= self.target;
         if in_vain {
@@ -208,12 +208,13 @@ impl Moderation {
         } else if count > self.target {
             self.probe_after = PROBE_AFTER.0;
         }
-        // While each is announced alone, there is nothing to tell runs by; and an attempt in vain
-        // has shown how far this one goes.
+        // With a target of 1, there are no runs; and a failed probe has shown the length of this
+        // run.
         let alone = self.target == 1 || in_vain;
         let run = if alone { count } else { self.announced.saturating_add(count) };
         let kept = match self.missed.take() {
-            // A host that was late once, because something kept it from its work, is not given up.
+            // A single short run may be caused by other load on the host, so the target drops
+            // little.
             None => {
                 self.missed = Some(run);
                 self.target * 7 / 8
@@ -232,8 +233,8 @@ mod tests {
 
     const GRACE: Duration = Duration::from_secs(1000);
 
-    /// A host that has `depth` completions come close together, for `interrupts` of them: how many
-    /// it got with each, and how often it had to wait for the end of the grace.
+    /// Simulates a host with bursts of `depth` completions, for `interrupts` interrupts. Returns
+    /// the completions of each interrupt, and the number of waits for the whole grace.
     fn bursts(moderation: &mut Moderation, depth: u32, interrupts: usize) -> (Vec<u32>, usize) {
         let (mut sizes, mut waits) = (Vec::new(), 0);
         while sizes.len() < interrupts {
@@ -258,9 +259,9 @@ mod tests {
         let mut moderation = moderation();
         let (sizes, waits) = bursts(&mut moderation, 1, 100_000);
         assert!(sizes.iter().all(|size| *size == 1));
-        // Eight attempts until there are a thousand interrupts between two of them.
+        // Eight probes until the interval between two of them is a thousand interrupts.
         assert!(waits <= 8 + 100_000 / 1024, "{waits}");
-        assert!(bursts(&mut moderation, 1, 1000).1 <= 1, "and that is how it stays");
+        assert!(bursts(&mut moderation, 1, 1000).1 <= 1, "the interval stays long");
     }
 
     #[test]
@@ -271,13 +272,13 @@ mod tests {
         let (sizes, waits) = bursts(&mut moderation, 32, 1000);
         assert!(sizes.iter().all(|size| *size == 32));
         assert!(waits < 20, "{waits}");
-        // Where it is not deep any more, that is believed the second time, a short wait for each;
-        // what was announced before the first of them counted with it.
+        // When the queue becomes shallow, the second short run is believed, after a short wait for
+        // each; completions announced before the first one counted with it.
         assert_eq!(bursts(&mut moderation, 1, 4), (vec![1; 4], 4));
         assert_eq!(bursts(&mut moderation, 1, 7), (vec![1; 7], 0));
         let (sizes, waits) = bursts(&mut moderation, 1, 1000);
         assert!(sizes.iter().all(|size| *size == 1));
-        // The attempts of any host that waits for each.
+        // Only the probes that every host with one command in flight gets.
         assert!(waits <= 8, "{waits}");
     }
 
@@ -291,7 +292,7 @@ mod tests {
         assert!(moderation.is_due(start + GRACE + Duration::from_secs(1)));
         moderation.let_go();
         assert!(!moderation.is_holding());
-        // Not even if completions keep coming, one in each grace.
+        // The limit also applies if completions keep arriving, one per grace.
         bursts(&mut moderation, 32, 100);
         assert!(!moderation.add(1, Instant::now()));
         moderation.held =
@@ -299,11 +300,11 @@ mod tests {
         assert!(moderation.add(2, Instant::now()));
     }
 
-    /// What a run of a guest came to.
+    /// Result of a simulated guest.
     struct Outcome {
         interrupts: u32,
         completions: u32,
-        /// Microseconds from a submission to when the guest has its completion in hand.
+        /// Microseconds from a submission to the guest's handling of its completion.
         p99: u64,
     }
 
@@ -313,11 +314,11 @@ mod tests {
         }
     }
 
-    /// A guest with one processor that keeps `depth` commands in flight on a disk that answers at
-    /// once: it takes `least` and a little to submit one, now and then much longer (as Linux with
-    /// fio does under emulation: one time in a hundred a third of a millisecond, one in a
-    /// thousand more than one), is stopped by every interrupt for 40 us and 4 us a completion,
-    /// and submits as many as it has had interrupts for. Microseconds of virtual time.
+    /// Simulates a guest with one CPU that keeps `depth` commands in flight on a disk that
+    /// completes inline. A submission takes `least` and a little, occasionally much longer (as
+    /// Linux with fio under emulation: one in a hundred takes a third of a millisecond, one in a
+    /// thousand more than one). Every interrupt stops it for 40 us plus 4 us per completion, and it
+    /// submits as many commands as were completed. Times are microseconds of virtual time.
     fn guest(moderation: &mut Moderation, depth: u32, least: u64, stolen: u64) -> Outcome {
         let start = Instant::now();
         let at = |time: u64| start + Duration::from_micros(time);
@@ -343,9 +344,9 @@ mod tests {
         let (mut unannounced, mut known, mut to_submit) = (0u32, 0u32, depth);
         let (mut interrupts, mut completions, mut latencies) = (0, 0, Vec::new());
         while completions < 30_000 {
-            // If nothing is to be submitted, it can only wait.
+            // Without commands to submit, the guest only waits.
             let end = if to_submit == 0 { u64::MAX } else { time + submission() };
-            // The controller looks about once in a microsecond.
+            // The controller polls about once per microsecond.
             let mut raised = false;
             while time < end && !raised {
                 time += 1;
@@ -379,7 +380,7 @@ mod tests {
     #[test]
     fn a_slow_guest_is_not_stopped_in_its_work() {
         let patient = || Moderation::new(HoldLimit::of(Duration::from_millis(1)));
-        // Doorbells in memory, and trapped ones; a machine for itself, and one with others on it.
+        // Shadow doorbells and trapped doorbells; an idle machine and one with other load.
         for (least, stolen) in [(20, 0), (20, 8), (38, 0), (38, 8)] {
             for (depth, at_most) in [(2, 0.6), (4, 0.35), (8, 0.2), (32, 0.065)] {
                 let each = guest(&mut patient(), depth, least, stolen).each();
@@ -392,14 +393,14 @@ mod tests {
             let one = guest(&mut patient(), 1, least, stolen);
             assert_eq!(
                 one.interrupts, one.completions,
-                "one that waits for each gets one for each"
+                "one interrupt per command at a queue depth of 1"
             );
         }
     }
 
     #[test]
     fn a_host_slower_than_the_grace_is_not_waited_for() {
-        // Commands that come of themselves, each waited for by somebody, 15 us apart.
+        // Independent commands every 15 us, each waited for by its submitter.
         let mut moderation = Moderation::new(HoldLimit::of(Duration::from_micros(100)));
         let start = Instant::now();
         let (mut interrupts, mut held_for) = (0, Duration::ZERO);

@@ -1,43 +1,43 @@
-//! When a completion queue raises its interrupt.
+//! Interrupt policy: decides when a completion queue raises its interrupt.
 //!
-//! Three reasons hold an interrupt back, in this order:
+//! Three mechanisms hold an interrupt, in this order:
 //!
-//! 1. *Coalescing*: the host has set features 08h and 09h. Then they alone decide.
-//! 2. *Suppression*: the host has not consumed what the last interrupt announced, so it will find
-//!    what was posted since. The interrupt is raised when the host has caught up, after a limit, or
-//!    before the worker sleeps: it is never lost.
-//! 3. *Moderation*: more completions are about to come ([`Moderation`]).
+//! 1. *Coalescing*: if the host has set features 08h and 09h, these alone decide.
+//! 2. *Suppression*: the host has not yet consumed the completions of the last interrupt, so it
+//!    will find later completions without another one. The interrupt is raised when the host has
+//!    consumed these, after a time limit, or before the I/O thread sleeps; it is never lost.
+//! 3. *Moderation*: further completions are expected soon ([`Moderation`]).
 
 use super::coalescing::{Coalescing, Wish};
 use super::moderation::{HoldLimit, Moderation};
 use super::table::IrqLine;
 use std::time::{Duration, Instant};
 
-/// How long an interrupt may stay suppressed while the worker is awake, if the host shows no sign
-/// of consuming what was announced before, and the hold limit is not longer than that.
+/// Minimum of the time limit of suppression while the I/O thread is awake and the host consumes
+/// nothing. A longer hold limit replaces it.
 const SUPPRESSED_AT_MOST: Duration = Duration::from_micros(100);
 
-/// What is to be done about completions that were just posted.
+/// Decision about completions that were just posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
-    /// The interrupt is raised now.
+    /// Raise the interrupt now.
     Raise,
-    /// It is held back; [`InterruptPolicy::is_holding`] says so until it is raised.
+    /// Hold the interrupt: [`InterruptPolicy::is_holding`] is true until it is raised.
     Hold,
 }
 
-/// The interrupt of one completion queue: its vector, and what it still has to announce.
+/// Interrupt of one completion queue: its vector and the completions to announce.
 #[derive(Debug)]
 pub(crate) struct InterruptPolicy {
     /// `None` if the queue was created without interrupts.
     line: Option<IrqLine>,
     /// Completions posted since the last interrupt.
     unannounced: u32,
-    /// Entries that the host has yet to consume to reach what the last interrupt announced.
+    /// Announced entries that the host has not consumed yet.
     unconsumed: u32,
-    /// Since when an interrupt is suppressed.
+    /// Begin of the current suppression.
     suppressed: Option<Instant>,
-    /// When coalescing has to end.
+    /// Deadline of the current coalescing.
     coalesced: Option<Instant>,
     moderation: Moderation,
 }
@@ -54,42 +54,42 @@ impl InterruptPolicy {
         }
     }
 
-    /// The vector, if there is one.
+    /// Interrupt vector, if there is one.
     pub(crate) fn vector(&self) -> Option<u16> {
         self.line.as_ref().map(IrqLine::vector)
     }
 
-    /// The host has submitted commands that complete in this queue.
+    /// Records that the host has submitted commands which complete in this queue.
     #[inline]
     pub(crate) fn submitted(&mut self) {
         self.moderation.submitted();
     }
 
-    /// `count` completions were posted.
+    /// Records `count` posted completions.
     #[inline]
     pub(crate) fn posted(&mut self, count: u32) {
         self.unannounced += count;
     }
 
-    /// The host has consumed `count` entries.
+    /// Records `count` entries consumed by the host.
     #[inline]
     pub(crate) fn consumed(&mut self, count: u32) {
         self.unconsumed = self.unconsumed.saturating_sub(count);
     }
 
-    /// Whether there are completions that an interrupt would announce.
+    /// True if there are completions to announce by an interrupt.
     #[inline]
     pub(crate) fn is_due(&self) -> bool {
         self.line.is_some() && self.unannounced != 0
     }
 
-    /// Whether the host has not consumed yet what the last interrupt announced.
+    /// True if the host has not consumed all entries that the last interrupt announced.
     #[inline]
     pub(crate) fn is_unconsumed(&self) -> bool {
         self.unconsumed != 0
     }
 
-    /// What the host's own setting says about the interrupt, if there is one.
+    /// Decision by the host's coalescing setting; `None` if the host has set nothing.
     pub(crate) fn coalesce(&mut self, coalescing: &Coalescing) -> Option<Decision> {
         let line = self.line.as_ref()?;
         match coalescing.of(line.vector()) {
@@ -104,7 +104,8 @@ impl InterruptPolicy {
         }
     }
 
-    /// Decides about what was posted, with the host's head just looked at. The host has no wish.
+    /// Decides about posted completions without a setting of the host. The caller has just read the
+    /// host's head.
     pub(crate) fn decide(&mut self) -> Decision {
         if self.is_unconsumed() {
             self.suppressed.get_or_insert_with(Instant::now);
@@ -117,29 +118,29 @@ impl InterruptPolicy {
         }
     }
 
-    /// Whether an interrupt is held back, for whatever reason.
+    /// True if an interrupt is held for any reason.
     #[inline]
     pub(crate) fn is_holding(&self) -> bool {
         self.suppressed.is_some() || self.coalesced.is_some() || self.moderation.is_holding()
     }
 
-    /// Whether an interrupt is held back for a moment, for which it is not worth to go to sleep.
+    /// True if an interrupt is held by moderation: too briefly for a sleep to be worthwhile.
     pub(crate) fn is_moderating(&self) -> bool {
         self.moderation.is_holding()
     }
 
-    /// Whether coalescing has held the interrupt back for long enough.
+    /// True if the coalescing time is over.
     pub(crate) fn coalescing_is_over(&self, now: Instant) -> bool {
         self.coalesced.is_some_and(|until| now >= until)
     }
 
-    /// Whether an interrupt is held back by anything but coalescing.
+    /// True if an interrupt is held by suppression or moderation.
     pub(crate) fn is_suppressed_or_moderated(&self) -> bool {
         self.suppressed.is_some() || self.moderation.is_holding()
     }
 
-    /// Decides about what is held back, with the host's head just looked at: `unread` entries are
-    /// posted and not consumed. What the host has consumed by itself needs no interrupt.
+    /// Decides about a held interrupt. The caller has just read the host's head: `unread` entries
+    /// are posted and not consumed. Completions consumed without an interrupt need none.
     pub(crate) fn decide_held(&mut self, unread: u32, now: Instant) -> Decision {
         self.unannounced = self.unannounced.min(unread);
         if self.unannounced == 0 {
@@ -160,19 +161,19 @@ impl InterruptPolicy {
         if due { Decision::Raise } else { Decision::Hold }
     }
 
-    /// When coalescing has to end: the deadline of a sleep.
+    /// Deadline of coalescing, which limits a sleep.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.coalesced
     }
 
-    /// Whether the queue has an interrupt.
+    /// True if the queue has an interrupt.
     #[inline]
     pub(crate) fn has_line(&self) -> bool {
         self.line.is_some()
     }
 
-    /// Raises the interrupt, if the queue has one. `unread` entries are posted and not consumed,
-    /// and announced by it.
+    /// Raises the interrupt, if the queue has one. It announces the `unread` entries that are
+    /// posted and not consumed.
     pub(crate) fn raise(&mut self, unread: u32) {
         self.suppressed = None;
         self.coalesced = None;
@@ -237,14 +238,14 @@ mod tests {
             }
             decision
         };
-        // Many come at a time, so that fewer are worth a wait.
+        // Bursts of 32, so that fewer completions are held.
         for _ in 0..100 {
             post(&mut policy, 32, &coalescing);
         }
         assert_eq!(post(&mut policy, 1, &coalescing), Decision::Hold);
         coalescing.set(0, 0);
         (0..10).for_each(|_| assert_eq!(post(&mut policy, 1, &coalescing), Decision::Raise));
-        // Of one vector.
+        // The same setting for a single vector.
         coalescing.reset();
         for _ in 0..100 {
             post(&mut policy, 32, &coalescing);

@@ -1,14 +1,14 @@
-//! Message-signalled interrupts: eventfds that the VMM or the driver gave us.
+//! Table of message-signalled interrupts: eventfds of the VMM or the driver.
 
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_memory::EventFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The vectors of a controller. Set by the control plane, raised by workers.
+/// Interrupt vectors of a controller. The control plane sets them, I/O threads raise them.
 ///
-/// A worker keeps the descriptor that it raised last and looks here again only when the
-/// generation has changed, so raising takes no lock.
+/// An I/O thread caches the eventfd of a vector and reads the table only if the generation has
+/// changed, so raising takes no lock.
 #[derive(Debug)]
 pub(crate) struct IrqTable {
     generation: AtomicU32,
@@ -18,7 +18,7 @@ pub(crate) struct IrqTable {
 #[derive(Debug, Default)]
 struct Line {
     event: Option<Arc<EventFd>>,
-    /// Raised while there was no descriptor: due as soon as there is one.
+    /// Raised while no eventfd was connected: signalled when one is connected.
     pending: bool,
 }
 
@@ -28,7 +28,7 @@ impl IrqTable {
         Self { generation: AtomicU32::new(0), lines: Mutex::new(lines) }
     }
 
-    /// How many vectors there are.
+    /// Number of vectors.
     pub(crate) fn len(&self) -> usize {
         self.lock().len()
     }
@@ -37,7 +37,7 @@ impl IrqTable {
         self.lines.lock()
     }
 
-    /// Connects `vector` to `event`, or disconnects it. False if there is no such vector.
+    /// Connects `vector` to `event`, or disconnects it. False if the vector does not exist.
     pub(crate) fn set(&self, vector: usize, event: Option<EventFd>) -> bool {
         let mut lines = self.lock();
         let Some(line) = lines.get_mut(vector) else { return false };
@@ -51,7 +51,7 @@ impl IrqTable {
         true
     }
 
-    /// Raises `vector` as a client's SET_IRQS with a trigger does.
+    /// Raises `vector` for a client's SET_IRQS with a trigger. False if it does not exist.
     pub(crate) fn trigger(&self, vector: usize) -> bool {
         let mut lines = self.lock();
         match lines.get_mut(vector) {
@@ -62,24 +62,24 @@ impl IrqTable {
         true
     }
 
-    /// Vectors that were raised while there was no descriptor.
+    /// Vectors that were raised while no eventfd was connected.
     pub(crate) fn pending(&self) -> Vec<u16> {
         let lines = self.lock();
         (0..).zip(lines.iter()).filter(|(_, line)| line.pending).map(|(vector, _)| vector).collect()
     }
 
-    /// Disconnects every vector and forgets what was pending.
+    /// Disconnects all vectors and clears pending interrupts.
     pub(crate) fn clear(&self) {
         self.lock().iter_mut().for_each(|line| *line = Line::default());
         self.generation.fetch_add(1, Ordering::Release);
     }
 
-    /// Forgets what was pending: the queues that raised it are gone.
+    /// Clears pending interrupts, whose queues do not exist any more.
     pub(crate) fn forget_pending(&self) {
         self.lock().iter_mut().for_each(|line| line.pending = false);
     }
 
-    /// What is connected to `vector`.
+    /// Eventfd connected to `vector`.
     pub(crate) fn event(&self, vector: usize) -> Option<Arc<EventFd>> {
         self.lock().get(vector).and_then(|line| line.event.clone())
     }
@@ -91,7 +91,7 @@ impl IrqTable {
     }
 }
 
-/// One completion queue's way to its vector.
+/// Interrupt line of a completion queue, with a cached eventfd.
 #[derive(Debug)]
 pub(crate) struct IrqLine {
     table: Arc<IrqTable>,

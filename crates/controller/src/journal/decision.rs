@@ -1,23 +1,23 @@
-//! What was decided of a command that is alone, in its record.
+//! Decision about an exclusive command, stored in its journal record.
 //!
-//! It takes the place of two dwords of the entry that no such command has a use for.
+//! The decision occupies two dwords of the recorded entry that no exclusive command uses.
 
 use shadowbell_spec::Sqe;
 use shadowbell_spec::status::Status;
 
-/// What was decided of a command before its end.
+/// Decision about an exclusive command, made before its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
-    /// It is the second of a fused operation, and is carried out.
+    /// The Write of a fused operation is executed: its Compare was equal.
     Begin,
-    /// It is the first of a fused operation, and the disk is asked for both as one step.
+    /// The fused operation, of which this is the first command, is submitted as one disk request.
     Try,
-    /// It has ended like this. Of the second of a fused operation that was one step, `dw0` is the
-    /// status of the first.
+    /// The command has ended with this status. For the second command of a fused operation that
+    /// was one disk request, `dw0` is the status of the first command.
     End { status: Status, dw0: u32 },
 }
 
-/// Where the dwords are in a submission queue entry.
+/// Offset of the two dwords (CDW2, CDW3) in a submission queue entry.
 pub(super) const AT: usize = 8;
 const BEGIN: u16 = 1;
 const END: u16 = 2;
@@ -34,7 +34,7 @@ impl Decision {
         }
     }
 
-    /// Of the entry in a record that says that something was decided.
+    /// Decodes the decision from a recorded entry with the flag `DECIDED`.
     pub(super) fn unpack(sqe: &Sqe) -> Option<Self> {
         match sqe.cdw2 as u16 {
             BEGIN => Some(Self::Begin),

@@ -1,51 +1,50 @@
-//! What changes with every command and has to survive this process, should it be killed: how far
-//! the queues are, and which commands the disks have in hand.
+//! Journal: queue positions and commands in flight, for recovery from a killed process.
 //!
-//! It lies in a memory file that outlives the process. A worker writes there with plain stores:
-//! no system call, no lock. What is killed is a process and not the machine, so all stores that
-//! were executed are found, in their order.
+//! The journal is a memory file (memfd) that outlives the process. I/O threads write it with plain
+//! stores: no system call, no lock. Only the process dies, not the machine, so all executed stores
+//! are visible to the recovering process, in their order.
 //!
-//! # The order of stores
+//! # Order of stores
 //!
-//! 1. A command that a disk has taken in hand is [recorded](JournalPart::record): its own copy of
-//!    the submission queue entry, for the host may put another one there, and which command of its
-//!    queue it is, counted from the queue's creation.
+//! 1. A command with a request in flight is [recorded](JournalPart::record): a copy of its
+//!    submission queue entry, because the host may overwrite the original, and the number of the
+//!    command, counted from the creation of its queue.
 //! 2. Completions are posted.
-//! 3. The records of the commands that were among them are [freed](JournalPart::free).
-//! 4. The position of the submission queue is stored: how many commands were fetched, and before
-//!    that, how many completions are posted.
-//! 5. The position of the completion queue is stored: where the next completion goes.
+//! 3. The records of the posted commands are [freed](JournalPart::free).
+//! 4. The position of the submission queue is stored: the number of posted completions first, then
+//!    the number of fetched commands.
+//! 5. The position of the completion queue is stored: the index of the next completion.
 //!
-//! Nothing more is fetched before 5 (by the worker that has the queues, which is one).
+//! No further command is fetched before step 5. (Each queue is served by one I/O thread.)
 //!
-//! # What is found
+//! # Recovery
 //!
-//! Completions that were posted after the last 5 are seen in the completion queue itself, by their
-//! phase tags. Each names its command, and says how far its submission queue had been fetched,
-//! unless it is one of those that 4 has counted: then the stored position is further. So
-//! what is to be done again are the recorded commands that are not among them, and all that follow
-//! in the submission queue. What was fetched and executed at once, and not posted, is among the
-//! latter: executing it once more is no different from executing it late. A record of a command
-//! that would be fetched again does not count.
+//! Completions that were posted after the last step 5 are found in the completion queue itself, by
+//! their phase tags. Each contains the identifier of its command, and the head of its submission
+//! queue when it was posted. If step 4 has counted a completion, the stored position is further
+//! than that head. The commands to execute again are the recorded ones without a completion, and
+//! all commands behind the position in the submission queue. The latter include commands that were
+//! fetched and executed inline, but not posted: a second execution is equivalent to a late one. A
+//! record of a command that is fetched again is ignored.
 //!
-//! Had 3 come before 2, a command would be lost; had 5 come before 3, one that is complete would be
-//! executed again, over what was written since; had 5 come before 4, the same for commands that
-//! were executed at once. If 4 did not count completions, a head that is behind the stored position
-//! could not be told from one that is almost a round ahead of it.
+//! If step 3 came before step 2, a command could be lost. If step 5 came before step 3, a completed
+//! command could be executed again and overwrite newer data. If step 5 came before step 4, the same
+//! could happen to commands that were executed inline. If step 4 did not count completions, a head
+//! behind the stored position could not be distinguished from one almost a whole turn ahead of it.
 //!
-//! # Commands that are alone
+//! # Exclusive commands
 //!
-//! Of a command that is carried out alone it is [written down](JournalPart::decide) what was
-//! decided: first what, then that there is something. Of the two of a fused operation the first is
-//! the last.
+//! Decisions about an exclusive command are [stored](JournalPart::decide) in its record: first the
+//! decision, then the flag that it exists. The decision about the first command of a fused
+//! operation is stored last.
 //!
-//! # Commands that kill
+//! # Commands that crash the process
 //!
-//! A command may be what the process dies of. A record says how many processes have died that had
-//! the command in hand. Of a command that is not recorded it is known only that it was one of the
-//! burst that begins at the stored position. So after a fault the next process fetches those one at
-//! a time, and [says](JournalPart::store_trying) which one before it starts it. What is made of
-//! that is in `worker::recovery`.
+//! A command may be the cause of a crash. A record contains the number of processes that have
+//! crashed with the command in flight. An unrecorded command is only known to be one of the burst
+//! that begins at the stored position. So after a fault, the next process fetches the commands of
+//! that burst one at a time, and [stores](JournalPart::store_trying) the number of each before it
+//! starts it. `worker::recovery` evaluates these.
 
 mod decision;
 mod layout;

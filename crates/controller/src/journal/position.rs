@@ -1,19 +1,19 @@
-//! Positions of queues, and what has to be kept of a doorbell, as words of memory.
+//! Encoding of queue positions and doorbell states as 64-bit words.
 
 use shadowbell_doorbell::{DoorbellState, Truth};
 
-/// How far a queue is.
+/// Position of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
-    /// Of a submission queue: the entry that is fetched next. Of a completion queue: the one that
-    /// is posted next.
+    /// Index of the entry that is fetched next (submission queue) or posted next (completion
+    /// queue).
     pub(crate) at: u16,
     /// The phase tag of the next completion.
     pub(crate) phase: bool,
-    /// Of a submission queue: commands that were fetched, modulo 2^32. Of a completion queue:
-    /// completions that were posted, modulo 2^45.
+    /// Number of commands fetched, modulo 2^32 (submission queue), or of completions posted,
+    /// modulo 2^45 (completion queue).
     pub(crate) count: u64,
-    /// Where the doorbell's value is to be found.
+    /// Source of the doorbell's value.
     pub(crate) truth: Truth,
 }
 
@@ -38,19 +38,18 @@ impl Position {
     }
 }
 
-/// Which completions had been posted when the position of a submission queue was stored: that it is
-/// at `at`, and how many there were.
+/// Encodes the number of completions posted when a submission queue's position `at` was stored.
 pub(super) fn pack_covers(at: u16, completions: u64) -> u64 {
     u64::from(at) | completions << 19
 }
 
-/// Whether the completion number `nth` was among them, if the position that was stored is `at`.
+/// True if completion number `nth` is among them and the stored position is `at`.
 pub(super) fn covers(word: u64, at: u16, nth: u64) -> bool {
-    // Modulo 2^45, as all of them.
+    // Completion numbers are modulo 2^45.
     word as u16 == at && ((word >> 19).wrapping_sub(nth) << 19) as i64 >= 0
 }
 
-/// The last value and the snapshot: what there is of a doorbell beside the truth.
+/// Encodes the last value and the snapshot of a doorbell; `truth` is part of the position.
 pub(super) fn pack_doorbell(state: DoorbellState) -> u64 {
     let snapshot = state.snapshot.map_or(0, |value| u64::from(value) | 1 << 48);
     snapshot | u64::from(state.last) << 32
@@ -86,7 +85,7 @@ mod tests {
             let word = pack_covers(9, count);
             assert!(covers(word, 9, count) && covers(word, 9, count.wrapping_sub(70_000)));
             assert!(!covers(word, 9, count + 1) && !covers(word, 9, count + 70_000));
-            // The position itself was not stored any more.
+            // The process died before it stored the position itself.
             assert!(!covers(word, 8, count));
         }
     }

@@ -1,4 +1,4 @@
-//! The journal, as the process writes it that serves.
+//! Writer for the journal of the running process.
 
 use super::decision::{self, Decision};
 use super::layout::{
@@ -13,40 +13,40 @@ use shadowbell_spec::Sqe;
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// The journal of a controller.
+/// Journal of a controller.
 #[derive(Debug)]
 pub(crate) struct Journal {
     file: OwnedFd,
     positions: SharedBytes,
-    /// Records of each worker.
+    /// Number of records of each I/O thread.
     records: usize,
     workers: usize,
 }
 
 impl Journal {
-    /// An empty one, for as many workers as there can be, each of which may have so many requests
-    /// under way.
+    /// Creates an empty journal for up to `workers` I/O threads, each with up to `requests`
+    /// requests in flight.
     pub(crate) fn new(workers: usize, requests: usize) -> io::Result<Self> {
-        // For what is under way, and as many again for what was under way in a process before.
+        // Twice as many: for commands in flight, and for those in flight in the previous process.
         let records = (requests + BEYOND_QUOTA) * 2;
         let file = memfd_create("shadowbell-journal", MemfdFlags::CLOEXEC)?;
-        // Pages that nobody touches cost nothing.
+        // A memfd allocates no memory for pages that are never touched.
         ftruncate(&file, (POSITIONS + workers * table_bytes(records)) as u64)?;
         let positions = map(&file, 0, POSITIONS)?;
         Ok(Self { file, positions, records, workers })
     }
 
-    /// The file, for whoever keeps it.
+    /// A duplicate of the file descriptor, for the supervisor.
     pub(crate) fn file(&self) -> io::Result<OwnedFd> {
         self.file.try_clone()
     }
 
-    /// Records that each worker has.
+    /// Number of records of each I/O thread.
     pub(crate) fn records(&self) -> usize {
         self.records
     }
 
-    /// The part that `worker` writes, after `generation` resets.
+    /// Part of the journal that the I/O thread `worker` writes, after `generation` resets.
     pub(crate) fn part(&self, worker: usize, generation: u64) -> io::Result<JournalPart> {
         let table = table_bytes(self.records);
         let at = POSITIONS + worker.min(self.workers.saturating_sub(1)) * table;
@@ -61,25 +61,25 @@ impl Journal {
     }
 }
 
-/// The records that one worker makes of a controller's commands. A record has a place of its own
-/// and not that of the request's tag: a tag is given away again before the completion is posted.
+/// Record table of one I/O thread for one controller's commands. A record has a place of its own
+/// instead of the request's tag, because a tag is reused before the completion is posted.
 #[derive(Clone, Debug)]
 pub(crate) struct Records {
     table: SharedBytes,
-    /// How many there can be.
+    /// Maximum number of records.
     capacity: usize,
 }
 
 impl Records {
     fn write(&self, place: u32, key: u64, sqe: &Sqe) {
         let at = place as usize * RECORD;
-        // A place beyond the table: the quota does not let it come to that.
+        // A place beyond the table has no effect; the quota prevents it.
         if self.table.write(at + 8, sqe).is_some() {
             let _ = self.table.store_u64_release(at, key);
         }
     }
 
-    /// The completion of the command has been posted that has its record there.
+    /// Frees the record at `place`, after the completion of its command is posted.
     #[inline]
     fn free(&self, place: u32) {
         let _ = self.table.store_u64_release(place as usize * RECORD, 0);
@@ -102,17 +102,17 @@ impl Records {
     }
 }
 
-/// What one worker writes of a controller's journal.
+/// Journal part of one controller that one I/O thread writes.
 #[derive(Debug)]
 pub(crate) struct JournalPart {
     positions: SharedBytes,
     records: Records,
     generation: u64,
-    /// Places that were used, and are free.
+    /// Places that were used and are free again.
     free: Vec<u32>,
-    /// The first place that was never used.
+    /// First place that was never used.
     next: u32,
-    /// By the tag of a request under way, the place of its command's record.
+    /// Place of the command's record, by request tag.
     by_tag: Vec<u32>,
 }
 
@@ -124,14 +124,13 @@ impl JournalPart {
         })
     }
 
-    /// A disk has taken the command in hand whose request is `tag`: of queue `sqid`, of which
-    /// `count` were fetched before it.
+    /// Records a command whose request `tag` is in flight: number `count` of queue `sqid`.
     #[inline]
     pub(crate) fn record(&mut self, tag: u32, sqid: u16, count: u32, sqe: &Sqe) {
         self.record_as(tag, key(self.generation, sqid, count), sqe);
     }
 
-    /// As [`record`](Self::record), of a command that was under way in a process before.
+    /// [`record`](Self::record) for a command that was in flight in a previous process.
     pub(crate) fn record_again(&mut self, tag: u32, command: &RecoveredCommand) {
         let key = self.key_of(command);
         self.record_as(tag, key, &command.sqe);
@@ -153,33 +152,33 @@ impl JournalPart {
         self.by_tag[tag] = place;
     }
 
-    /// Something was decided of the command whose request is `tag`.
+    /// Stores a decision about the command of request `tag`.
     pub(crate) fn decide(&self, tag: u32, decision: Decision) {
         self.records.decide(self.place_of(tag), decision);
     }
 
-    /// Where the record of the command is whose request was `tag`.
+    /// Place of the record of the command whose request was `tag`.
     #[inline]
     pub(crate) fn place_of(&self, tag: u32) -> u32 {
         self.by_tag.get(tag as usize).copied().unwrap_or(u32::MAX)
     }
 
-    /// The completion of the command has been posted that has its record there.
+    /// Frees the record at `place`, after the completion of its command is posted.
     #[inline]
     pub(crate) fn free(&mut self, place: u32) {
         self.records.free(place);
-        // Spare places are used once.
+        // Spare places (see `record_spare`) are used only once.
         if place < self.next {
             self.free.push(place);
         }
     }
 
-    /// The records of this worker, for who is to move some of them.
+    /// Record table of this I/O thread, for moving records to another thread.
     pub(crate) fn records(&self) -> Records {
         self.records.clone()
     }
 
-    /// Moves a record here that another worker has made. Where it is now.
+    /// Moves a record of another I/O thread into this part. Returns its new place.
     pub(crate) fn adopt(&mut self, records: &Records, place: u32) -> Option<u32> {
         let (key, sqe) = records.read(place)?;
         let here = self.place();
@@ -188,56 +187,56 @@ impl JournalPart {
         Some(here)
     }
 
-    /// Makes a record of the `nth` command that was under way in a process before. Where it is:
-    /// none of those is there that are made here.
+    /// Records the `nth` command that was in flight in a previous process. Returns its place, which
+    /// is counted from the end of the table, so that new records do not use it.
     pub(crate) fn record_spare(&self, nth: usize, command: &RecoveredCommand) -> u32 {
         let place = (self.records.capacity - 1).saturating_sub(nth) as u32;
         self.records.write(place, self.key_of(command) | WAITS, &command.sqe);
         place
     }
 
-    /// The command is started now that has its record at `place`, of those that were under way in a
-    /// process before.
+    /// Marks the command with the spare record at `place` as started.
     pub(crate) fn start_spare(&self, place: u32, command: &RecoveredCommand) {
         self.records.write(place, self.key_of(command), &command.sqe);
     }
 
-    /// A command of a submission queue is started next, and no other one of the queue before its
-    /// position is stored again: which one it is, and how many processes have died with it.
+    /// Stores that command `count` of a submission queue is started next and alone, and that
+    /// `deaths` processes have crashed with it.
     pub(crate) fn store_trying(&self, qid: u16, count: u32, deaths: u8) {
         self.store(qid, TRYING, pack_trying(count, deaths, false));
     }
 
-    /// So many processes have died with a command that is not started yet. Until it is, another
-    /// command may be what this process dies of.
+    /// Stores that `deaths` processes have crashed with a command that is not started yet. If this
+    /// process crashes before it starts the command, another command is the cause.
     pub(crate) fn store_suspect(&self, qid: u16, count: u32, deaths: u8) {
         self.store(qid, TRYING, pack_trying(count, deaths, true));
     }
 
-    /// No command of the queue is being started alone.
+    /// Stores that no command of the queue is being started alone.
     pub(crate) fn clear_trying(&self, qid: u16) {
         self.store(qid, TRYING, 0);
     }
 
-    /// How far a submission queue was fetched, and how many completions had been posted by then.
+    /// Stores the position of a submission queue, and the number of completions posted by then.
     #[inline]
     pub(crate) fn store_sq(&self, qid: u16, position: Position, completions: u64) {
         self.store(qid, SQ_COVERS, position::pack_covers(position.at, completions));
         self.store(qid, SQ, position.pack());
     }
 
-    /// Where the next completion goes.
+    /// Stores the position of a completion queue.
     #[inline]
     pub(crate) fn store_cq(&self, qid: u16, position: Position) {
         self.store(qid, CQ, position.pack());
     }
 
-    /// The submission queue's doorbell has got a shadow entry, or the queue has just begun.
+    /// Stores the doorbell state of a submission queue, when the queue was created or its doorbell
+    /// got a shadow entry.
     pub(crate) fn store_sq_doorbell(&self, qid: u16, state: DoorbellState) {
         self.store(qid, SQ_DOORBELL, position::pack_doorbell(state));
     }
 
-    /// As [`store_sq_doorbell`](Self::store_sq_doorbell), of a completion queue.
+    /// Stores the doorbell state of a completion queue.
     pub(crate) fn store_cq_doorbell(&self, qid: u16, state: DoorbellState) {
         self.store(qid, CQ_DOORBELL, position::pack_doorbell(state));
     }

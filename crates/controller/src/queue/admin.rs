@@ -1,4 +1,4 @@
-//! The admin queue pair, as whoever serves it sees it.
+//! Admin queue pair.
 
 use super::{Cq, Permit, QueueLayout, ShadowCells, Sq};
 use crate::interrupt::{HoldLimit, IrqLine};
@@ -17,34 +17,34 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use zerocopy::{FromBytes, transmute};
 
-/// The completion of an admin command.
+/// Completion of an admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AdminCompletion {
     pub(crate) cid: u16,
     pub(crate) status: Status,
     pub(crate) dw0: u32,
-    /// Whether a place in the completion queue was kept for it.
+    /// True if an entry of the completion queue is reserved for it.
     pub(crate) placed: bool,
 }
 
-/// The admin queue pair. It is armed when a turn finds nothing: commands are few, and nobody polls.
+/// Admin queue pair. It is not polled: its doorbells are armed whenever a turn finds no command.
 pub(crate) struct AdminQueue {
     sq: Sq,
     cq: Cq,
-    /// The places in the completion queue that are kept for commands under way.
+    /// Completion queue entries reserved for commands in flight.
     places: Vec<Permit>,
-    /// Commands that were under way in a process that is dead.
+    /// Commands that were in flight in a dead process.
     replays: VecDeque<Sqe>,
-    /// Which commands the staged completions are of, and how they ended.
+    /// Command identifier and status of each staged completion.
     staged: VecDeque<(u16, Status)>,
-    /// The completion queue was never in memory that the host shared.
+    /// True if the completion queue was never in memory that the host shares.
     acq_missing: bool,
-    /// Nobody sleeps here, but arming goes through a sleeper's order: publish, fence, look again.
+    /// Sleeper for the protocol of arming (publish, fence, recheck); no thread sleeps on it.
     sleeper: Sleeper<Arc<AtomicU32>>,
 }
 
 impl AdminQueue {
-    /// The queues at `asq` and `acq`, of the sizes in `aqa`, which are at least 2.
+    /// Creates the queues at `asq` and `acq`, with the sizes in `aqa`, which are at least 2.
     pub(crate) fn new(
         shared: &ControllerShared,
         table: &DmaTable,
@@ -67,20 +67,20 @@ impl AdminQueue {
         Ok(Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper })
     }
 
-    /// What has to be kept of it while no command is under way.
+    /// Serializes the queues while no command is in flight.
     pub(crate) fn save(&self, used: bool) -> SavedAdminQueue {
         let (sq, cq) = (self.sq.save(0), self.cq.save());
         SavedAdminQueue { sq, cq, used, lacks_cq: self.acq_missing, under_way: Vec::new() }
     }
 
-    /// What is to be kept beside what the control plane knows, in case that this process dies.
+    /// Writes the queues' positions to the journal, for crash recovery.
     pub(crate) fn write_down(&self, journal: &JournalPart) {
         self.sq.write_down(journal, self.cq.posted());
         self.cq.write_down(journal);
     }
 
-    /// The queues as they were in a process that is dead, of which `journal` knows more, if they
-    /// can be.
+    /// Restores the queues of a dead process from its saved state and its `journal`; `None` if the
+    /// state is invalid.
     pub(crate) fn recover(
         saved: &SavedAdminQueue,
         shared: &ControllerShared,
@@ -123,7 +123,8 @@ impl AdminQueue {
         Some(queue)
     }
 
-    /// The queues as they were, if they can be; `pages` are the buffers of Doorbell Buffer Config.
+    /// Restores saved queues; `None` if the state is invalid. `pages` are the buffers of Doorbell
+    /// Buffer Config.
     pub(crate) fn restore(
         saved: &SavedAdminQueue,
         shared: &ControllerShared,
@@ -136,8 +137,8 @@ impl AdminQueue {
         let sleeper = Sleeper::new(Arc::default());
         let acq_missing = saved.lacks_cq;
         let replays = VecDeque::new();
-        // The command identifier is in the upper half of an entry's second word, and above it the
-        // status behind the phase tag.
+        // The upper 8 bytes of a completion have the command identifier in bits 47:32, the phase
+        // tag in bit 48 and the status above.
         let command = |high: u64| ((high >> 32) as u16, Status::from_bits((high >> 49) as u16));
         let staged = saved.cq.staged.iter().map(|&(_, high)| command(high)).collect();
         let mut queue = Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper };
@@ -145,23 +146,23 @@ impl AdminQueue {
         Some(queue)
     }
 
-    /// Where the completion queue is, and which completions are still to be posted.
+    /// Position of the completion queue, and the identifiers of completions still to be posted.
     pub(crate) fn to_post(&self) -> ((u16, bool), impl Iterator<Item = u16>) {
         ((self.cq.tail, self.cq.phase), self.staged.iter().map(|(cid, _)| *cid))
     }
 
-    /// Whether no command is under way.
+    /// True if no command is in flight.
     pub(crate) fn is_quiet(&self) -> bool {
         self.places.is_empty() && self.replays.is_empty()
     }
 
-    /// Puts the completion queue elsewhere. Only as long as no command was executed.
+    /// Moves the completion queue to `acq`. Only valid before the first command is executed.
     pub(crate) fn place_cq(&mut self, table: &DmaTable, acq: u64) {
         self.cq.layout.iova = acq;
         self.acq_missing = self.cq.resolve(table).is_err();
     }
 
-    /// Whether there is a command, and no completion queue yet.
+    /// True if there is a command but no completion queue yet.
     pub(crate) fn lacks_cq(&mut self) -> bool {
         self.acq_missing && self.sq.tail.look().is_ok_and(|tail| tail != self.sq.head)
     }
@@ -172,14 +173,14 @@ impl AdminQueue {
         self.cq.shadow(cells(cq_entry_offset(0, DSTRD)));
     }
 
-    /// Finds everything again in another DMA map.
+    /// Resolves the queues and their doorbells in another DMA map.
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         self.sq.remap(table, pages);
         self.cq.remap(table, pages);
         self.acq_missing &= self.cq.ring.is_none();
     }
 
-    /// The next command, if there is one and room for its completion, which is kept for it.
+    /// Fetches the next command and reserves an entry for its completion, if there is room.
     pub(crate) fn next(&mut self) -> Result<Option<Sqe>, InvalidDoorbell> {
         if self.sq.ring.is_none() || self.cq.ring.is_none() {
             return Ok(None);
@@ -204,8 +205,8 @@ impl AdminQueue {
         Ok(sqe)
     }
 
-    /// A command that was fetched has no place in the completion queue any more: it would keep it
-    /// for ever. Few do that.
+    /// Releases the completion entry of a fetched command that may stay in flight for ever, such as
+    /// an Asynchronous Event Request.
     pub(crate) fn give_up_place(&mut self) {
         if let Some(place) = self.places.pop() {
             self.cq.release(place);
@@ -222,9 +223,9 @@ impl AdminQueue {
         }
     }
 
-    /// Posts what is complete, as far as there is room, and raises the interrupt. `posted` is
-    /// called between the two, if there was anything, with where the completion queue is, and
-    /// which commands are complete and how.
+    /// Posts staged completions as far as there is room, and raises the interrupt. In between,
+    /// `posted` is called with the position of the completion queue and the commands posted, if
+    /// there were any.
     pub(crate) fn post(
         &mut self,
         shared: &ControllerShared,
@@ -237,11 +238,11 @@ impl AdminQueue {
             posted((self.cq.tail, self.cq.phase), self.staged.drain(..count).collect());
             self.cq.notify_host(&shared.coalescing);
         }
-        // Nobody comes back to look after an interrupt that is held back.
+        // No later poll would raise a held interrupt, so it is raised now.
         self.cq.flush_interrupts();
     }
 
-    /// Arms the doorbells and looks once more: whether there is nothing to do.
+    /// Arms the doorbells and rechecks them. True if there is no work.
     pub(crate) fn arm(&mut self) -> Result<bool, InvalidDoorbell> {
         let Self { sq, cq, sleeper, .. } = self;
         let wait_for_room = sq.blocked || cq.has_staged();
@@ -259,7 +260,7 @@ impl AdminQueue {
         Ok(idle)
     }
 
-    /// The queue is gone; its doorbell writes are not counted for the next one.
+    /// Retires the queues: the counters of their doorbell writes are not used for later queues.
     pub(crate) fn retire(self, shared: &ControllerShared) {
         shared.take_traps(0, DoorbellKind::Sq);
         shared.take_traps(0, DoorbellKind::Cq);

@@ -1,4 +1,4 @@
-//! A completion queue with its interrupt.
+//! Completion queue and its interrupt.
 
 use super::layout::QueueLayout;
 use super::saved_doorbell;
@@ -18,19 +18,19 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Completions in a cache line.
+/// Completions per cache line.
 const PER_LINE: u32 = 4;
 
-/// The right to one entry of a completion queue. A command is fetched only with one, and gives it
-/// back with its completion ([`Cq::complete`]) or without ([`Cq::release`]), so a completion always
-/// has its place.
+/// Reservation of one completion queue entry. A command is fetched only with a permit, which is
+/// returned with its completion ([`Cq::complete`]) or without one ([`Cq::release`]). So there is
+/// always room for a completion.
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "the entry stays promised until `Cq::complete` or `Cq::release`"]
+#[must_use = "the entry stays reserved until `Cq::complete` or `Cq::release`"]
 pub(crate) struct Permit(());
 
 #[cfg(test)]
 impl Permit {
-    /// One of no queue.
+    /// A permit of no queue.
     pub(crate) fn of_nothing() -> Self {
         Self(())
     }
@@ -38,42 +38,42 @@ impl Permit {
 
 /// Permits for a batch of commands.
 #[derive(Debug)]
-#[must_use = "every permit has to be taken, or given back"]
+#[must_use = "every permit has to be taken or given back"]
 pub(crate) struct Permits(u32);
 
 impl Permits {
-    /// The next one.
+    /// Takes one permit.
     #[inline(always)]
     pub(crate) fn take(&mut self) -> Permit {
-        debug_assert!(self.0 != 0, "as many were reserved as there are commands");
+        debug_assert!(self.0 != 0, "one permit was reserved per command");
         self.0 = self.0.wrapping_sub(1);
         Permit(())
     }
 }
 
-/// A completion queue with its interrupt.
+/// Completion queue with its interrupt.
 #[derive(Debug)]
 pub(crate) struct Cq {
     pub(crate) layout: QueueLayout,
-    /// `None` while its memory is not mapped: completions wait in `staged`.
+    /// `None` while the queue's memory is not mapped: completions stay in `staged`.
     pub(crate) ring: Option<Ring<{ Cqe::SIZE }>>,
     pub(crate) head: CqHead<SharedU32, SharedU32, CountedBy<CqCounters>>,
     pub(crate) tail: u16,
-    /// The phase tag of the entries being posted now.
+    /// Phase tag of the next entry.
     pub(crate) phase: bool,
-    /// Entries that are promised and not written: permits that are out, and what is staged.
+    /// Reserved entries that are not written yet: permits and staged completions.
     promised: u32,
-    /// Completions of the batch under way: written together, so that the host, which polls the
-    /// same cache line, is not in between.
+    /// Completions of the current batch. They are written together, because the host polls the
+    /// same cache line.
     staged: Vec<[u64; 2]>,
-    /// Records of commands whose completions are staged, or were posted just now: how many
-    /// completions are posted before each, and its place.
+    /// Journal records to free once their completions are posted: the number of completions posted
+    /// before each, and the place of the record.
     recorded: VecDeque<(u64, u32)>,
-    /// The queue is between two workers: where these records are.
+    /// Record table with these records, while the queue moves between two I/O threads.
     recorded_in: Option<Records>,
-    /// Posted since the head was last looked at.
+    /// Completions posted since the head was last read.
     unlooked: u32,
-    /// Completions before this place are in the trace, or were there before it began.
+    /// Position up to which completions are traced, or were posted before the trace.
     pub(crate) traced: u16,
     interrupt: InterruptPolicy,
     pub(crate) counters: Arc<CqCounters>,
@@ -114,7 +114,7 @@ impl Cq {
         }
     }
 
-    /// What has to be kept of it while nothing is in flight.
+    /// Serializes the queue while no command is in flight.
     pub(crate) fn save(&self) -> SavedCq {
         let QueueLayout { qid, iova, size } = self.layout;
         SavedCq {
@@ -129,8 +129,8 @@ impl Cq {
         }
     }
 
-    /// The queue as it was; `irq` is the line of its vector. Its memory is found by
-    /// [`remap`](Self::remap). Whether the host was told of what is in it is not known.
+    /// Restores a saved queue; `irq` is the line of its vector, and [`remap`](Self::remap) resolves
+    /// its memory. Interrupts for its unread completions may have been raised or not.
     pub(crate) fn restore(
         saved: &SavedCq,
         shared: &ControllerShared,
@@ -163,7 +163,7 @@ impl Cq {
         }
     }
 
-    /// Finds everything again in another DMA map, as [`Sq::remap`](super::Sq::remap).
+    /// Resolves the queue and its doorbell in another DMA map, as [`Sq::remap`](super::Sq::remap).
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         let _ = self.resolve(table);
         self.head.disable();
@@ -175,7 +175,7 @@ impl Cq {
         }
     }
 
-    /// Entries that can still be promised, by the head as last seen.
+    /// Number of entries that can be reserved, by the head as last read.
     #[inline]
     pub(crate) fn free(&self) -> u32 {
         let size = self.layout.size;
@@ -184,46 +184,46 @@ impl Cq {
             .saturating_sub(self.promised)
     }
 
-    /// Promises `count` entries, of those that are [free](Self::free).
+    /// Reserves `count` entries, of those that are [free](Self::free).
     #[inline(always)]
     pub(crate) fn reserve(&mut self, count: u32) -> Permits {
-        debug_assert!(count <= self.free(), "no more is promised than there is");
+        debug_assert!(count <= self.free(), "only free entries are reserved");
         self.promised += count;
         Permits(count)
     }
 
-    /// Takes back those of `permits` that were not taken, which are `left`.
+    /// Returns the unused permits, of which there are `left`.
     #[inline(always)]
     pub(crate) fn give_back(&mut self, permits: Permits, left: u32) {
-        debug_assert_eq!(permits.0, left, "as many as were not taken");
+        debug_assert_eq!(permits.0, left, "the number of unused permits");
         self.promised -= left;
     }
 
-    /// Promises one entry, if there is one.
+    /// Reserves one entry, if one is free.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     pub(crate) fn try_reserve(&mut self) -> Option<Permit> {
         (self.free() != 0).then(|| self.reserve(1).take())
     }
 
-    /// Takes a promise back: the command has no completion, or may have to wait for room.
+    /// Returns a permit without a completion, or before a completion without a reserved entry.
     pub(crate) fn release(&mut self, permit: Permit) {
         let Permit(()) = permit;
         self.promised -= 1;
     }
 
-    /// Stages the completion of a command. The phase tag is set when it is posted.
+    /// Stages a completion. The phase tag is set when it is posted.
     #[inline]
     pub(crate) fn complete(&mut self, permit: Permit, cqe: Cqe) {
         let Permit(()) = permit;
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
-    /// The completion that is staged next is that of the command whose record is at `place`.
+    /// Registers the journal record at `place`, of the command whose completion is staged next.
     pub(crate) fn ends_record(&mut self, place: u32) {
         self.recorded.push_back((self.posted() + self.staged.len() as u64, place));
     }
 
-    /// Frees the records of the commands whose completions are posted.
+    /// Frees the journal records of commands whose completions are posted.
     #[inline]
     pub(crate) fn free_records(&mut self, journal: &mut JournalPart) {
         let mut posted = self.posted();
@@ -235,12 +235,12 @@ impl Cq {
         }
     }
 
-    /// Another worker will serve the queue, with a journal of its own.
+    /// Prepares a move to an I/O thread with a journal part of its own.
     pub(crate) fn leave_journal(&mut self, journal: &JournalPart) {
         self.recorded_in = Some(journal.records());
     }
 
-    /// That is here.
+    /// Moves the queue's records into the journal part of the new I/O thread.
     pub(crate) fn join_journal(&mut self, journal: &mut JournalPart) {
         let Some(records) = self.recorded_in.take() else { return };
         for (_, place) in &mut self.recorded {
@@ -250,34 +250,35 @@ impl Cq {
         }
     }
 
-    /// How many completions were posted, in all.
+    /// Number of completions posted so far.
     #[inline]
     pub(crate) fn posted(&self) -> u64 {
         self.counters.completions.get()
     }
 
-    /// Which interrupt vector it has, if any.
+    /// Interrupt vector, if any.
     pub(crate) fn vector(&self) -> Option<u16> {
         self.interrupt.vector()
     }
 
-    /// How far it is, for the journal.
+    /// Position for the journal.
     #[inline]
     pub(crate) fn position(&self) -> Position {
         let truth = self.head.state().truth;
         Position { at: self.tail, phase: self.phase, count: self.posted(), truth }
     }
 
-    /// Writes down where it is: it has just begun, or its doorbell has another place.
+    /// Writes the queue's state to the journal, when it was created or its doorbell location
+    /// changed.
     pub(crate) fn write_down(&self, journal: &JournalPart) {
         journal.store_cq_doorbell(self.layout.qid, self.head.state());
         journal.store_cq(self.layout.qid, self.position());
     }
 
-    /// The queue as it was in a process that is dead: at `position`, with a doorbell of which this
-    /// is known; `irq` is the line of its vector. Its memory is found in `table`, and
-    /// [`remap`](Self::remap) follows. Calls `found` for each completion that the other one had
-    /// posted and not written down, with its number.
+    /// Restores the queue of a dead process at `position`, with the known state of its doorbell;
+    /// `irq` is the line of its vector. The queue is resolved in `table`, and the caller calls
+    /// [`remap`](Self::remap) afterwards. Calls `found` with each completion that the dead process
+    /// had posted after `position`, and its number.
     pub(crate) fn recover(
         saved: &SavedCq,
         shared: &ControllerShared,
@@ -293,8 +294,8 @@ impl Cq {
         let _ = cq.resolve(table);
         cq.find_posted(position.count, found);
         cq.traced = cq.tail;
-        // How far the host has read is not known: full is safe, and whatever the doorbell says is
-        // possible then.
+        // The host's real head is unknown. A full queue is the safe assumption, with which any
+        // value of the doorbell is valid.
         let full = layout.size.next(cq.tail);
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { full };
         let register = shared.register(saved.qid, DoorbellKind::Cq);
@@ -319,14 +320,14 @@ impl Cq {
         }
     }
 
-    /// Stages a completion for which no entry was reserved: it may have to wait for room. Admin
-    /// commands end so, because an Asynchronous Event Request would keep its entry for ever.
+    /// Stages a completion without a reserved entry, which may have to wait for room. Used for
+    /// admin commands, because an Asynchronous Event Request would occupy an entry for ever.
     pub(crate) fn complete_unreserved(&mut self, cqe: Cqe) {
         self.promised += 1;
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
-    /// Looks at the host's head.
+    /// Reads the host's head.
     #[inline]
     pub(crate) fn look(&mut self) -> Result<(), InvalidDoorbell> {
         let before = self.head.last();
@@ -336,13 +337,13 @@ impl Cq {
         outcome
     }
 
-    /// Notes that the head was `before` and may have moved (also after a recheck).
+    /// Records that the head may have moved from `before`, after any read of it.
     #[inline]
     pub(crate) fn moved_from(&mut self, before: u16) {
         self.interrupt.consumed(self.layout.size.distance(before, self.head.last()));
     }
 
-    /// Brings the places of the next `count` completions near, as far as they are worth it.
+    /// Prefetches the entries of the next `count` completions, up to two cache lines.
     #[inline]
     pub(crate) fn prefetch(&self, count: u32) {
         let Some(ring) = &self.ring else { return };
@@ -353,32 +354,32 @@ impl Cq {
         }
     }
 
-    /// Notes that the host has submitted commands that complete here.
+    /// Records that the host has submitted commands which complete in this queue.
     #[inline]
     pub(crate) fn submitted(&mut self) {
         self.interrupt.submitted();
     }
 
-    /// Whether completions wait to be posted.
+    /// True if completions are staged.
     #[inline]
     pub(crate) fn has_staged(&self) -> bool {
         !self.staged.is_empty()
     }
 
-    /// Posts what was staged, as far as there is room: whether anything was. Waits (staged) while
-    /// the queue's memory is not mapped.
+    /// Posts staged completions as far as there is room. True if there were any. While the queue's
+    /// memory is not mapped, they stay staged.
     #[inline]
     pub(crate) fn post(&mut self) -> bool {
         let size = self.layout.size;
         let space = |cq: &Self| size.entries() - 1 - size.distance(cq.head.last(), cq.tail);
-        // An I/O completion has its entry reserved; an admin one may have to wait.
+        // I/O completions have reserved entries; an admin completion may have to wait for room.
         let mut count = self.staged.len() as u32;
         if count > space(self) {
             let _ = self.look();
             count = count.min(space(self));
         }
         let Some(ring) = &self.ring else { return false };
-        // The phase tag is the lowest bit of the status field, and what was staged has none.
+        // The phase tag is the lowest bit of the status field, and clear in staged completions.
         let tag = |phase: bool| u64::from(phase) << 48;
         let to_end = (size.entries() - u32::from(self.tail)).min(count);
         self.counters.completions.add(u64::from(count));
@@ -399,13 +400,13 @@ impl Cq {
         self.interrupt.posted(count);
         self.unlooked += count;
         if self.unlooked >= self.layout.size.entries() / 4 {
-            // Often enough that EventIdx stays out of the way of a head that nobody waits for.
+            // Read regularly, so that EventIdx runs ahead of a head that no queue waits for.
             let _ = self.look();
         }
         count != 0
     }
 
-    /// Decides on the interrupt for what was just posted.
+    /// Decides about the interrupt for completions that were just posted.
     #[inline]
     pub(crate) fn notify_host(&mut self, coalescing: &Coalescing) {
         if self.interrupt.is_due() {
@@ -422,8 +423,7 @@ impl Cq {
             }
             None => {}
         }
-        // An invalid head is reported where commands are fetched; here it only means that the head
-        // is not known to have moved.
+        // An invalid head is reported when commands are fetched; here it counts as not moved.
         if self.interrupt.is_unconsumed() {
             let _ = self.look();
         }
@@ -433,19 +433,19 @@ impl Cq {
         }
     }
 
-    /// Whether an interrupt is held back, for whatever reason.
+    /// True if an interrupt is held for any reason.
     #[inline]
     pub(crate) fn is_holding(&self) -> bool {
         self.interrupt.is_holding()
     }
 
-    /// Whether an interrupt is held back for a moment, for which it is not worth to go to sleep.
+    /// True if an interrupt is held too briefly for a sleep to be worthwhile.
     pub(crate) fn is_about_to_notify(&self) -> bool {
         self.interrupt.is_moderating()
     }
 
-    /// Looks after interrupts that are held back, while the worker is awake. Only to be called
-    /// while [`is_holding`](Self::is_holding).
+    /// Raises held interrupts that are due, while the I/O thread is awake. Only called while
+    /// [`is_holding`](Self::is_holding).
     pub(crate) fn review_held(&mut self) {
         let now = Instant::now();
         if self.interrupt.coalescing_is_over(now) {
@@ -461,8 +461,8 @@ impl Cq {
         }
     }
 
-    /// Raises what is held back before a sleep. Coalesced interrupts may wait until they are due,
-    /// which is then the sleep's deadline.
+    /// Raises held interrupts before a sleep. Returns the deadline of coalesced interrupts, which
+    /// may wait until then.
     pub(crate) fn flush_interrupts(&mut self) -> Option<Instant> {
         if self.interrupt.is_suppressed_or_moderated() {
             self.raise();
@@ -470,7 +470,7 @@ impl Cq {
         self.interrupt.deadline()
     }
 
-    /// Entries that are posted and not consumed, by the head as last seen.
+    /// Number of entries posted and not consumed, by the head as last read.
     fn unread(&self) -> u32 {
         self.layout.size.distance(self.head.last(), self.tail)
     }

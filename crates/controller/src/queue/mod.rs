@@ -1,4 +1,4 @@
-//! Submission and completion queues, as whoever serves them sees them.
+//! Submission and completion queues.
 
 pub(crate) mod admin;
 mod cq;

@@ -1,9 +1,9 @@
-//! Doorbells written down, and read again.
+//! Conversion of doorbell states to and from their serialized form.
 
 use crate::saved::{SavedDoorbell, SavedTruth};
 use shadowbell_doorbell::{DoorbellState, Truth};
 
-/// What has to be kept of a doorbell.
+/// Converts a doorbell state to its serialized form.
 pub(super) fn save(state: DoorbellState) -> SavedDoorbell {
     let DoorbellState { last, truth, snapshot } = state;
     let truth = match truth {
@@ -14,7 +14,7 @@ pub(super) fn save(state: DoorbellState) -> SavedDoorbell {
     SavedDoorbell { last, truth, snapshot }
 }
 
-/// As it was.
+/// Converts a serialized doorbell state back.
 pub(super) fn restore(saved: SavedDoorbell) -> DoorbellState {
     let SavedDoorbell { last, truth, snapshot } = saved;
     let truth = match truth {

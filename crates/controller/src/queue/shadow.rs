@@ -1,8 +1,8 @@
-//! A queue's entries in the two buffers of Doorbell Buffer Config.
+//! Shadow doorbell entries: a queue's cells in the two buffers of Doorbell Buffer Config.
 
 use shadowbell_memory::{DmaTable, SharedU32};
 
-/// The cells of one doorbell's shadow entry.
+/// Cells of one doorbell: Shadow Doorbell and EventIdx entry.
 #[derive(Clone, Debug)]
 pub(crate) struct ShadowCells {
     pub(crate) value: SharedU32,
@@ -10,7 +10,7 @@ pub(crate) struct ShadowCells {
 }
 
 impl ShadowCells {
-    /// The entry at `offset` of the two pages, if both are mapped and writable.
+    /// Resolves the entries at `offset` of the two pages, if both are mapped and writable.
     pub(crate) fn resolve(
         table: &DmaTable,
         (shadow, event_idx): (u64, u64),

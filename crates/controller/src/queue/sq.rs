@@ -1,4 +1,4 @@
-//! A submission queue.
+//! Submission queue.
 
 use super::layout::QueueLayout;
 use super::saved_doorbell;
@@ -15,39 +15,39 @@ use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 
-/// Of which waiting commands the disk has had a prefetch hint, counted from the head: of all before
-/// the first number once, of all before the second number twice.
+/// Prefetch hints given for waiting commands, counted from the head: all commands before `once`
+/// have got one hint, all before `twice` two.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PrefetchCursor {
     pub(crate) once: u32,
     pub(crate) twice: u32,
 }
 
-/// A submission queue.
+/// Submission queue.
 #[derive(Debug)]
 pub(crate) struct Sq {
     pub(crate) layout: QueueLayout,
-    /// `None` while its memory is not mapped: it then stands still.
+    /// `None` while the queue's memory is not mapped: no commands are fetched.
     pub(crate) ring: Option<Ring<{ Sqe::SIZE }>>,
     pub(crate) tail: SqTail<SharedU32, SharedU32, CountedBy<SqCounters>>,
     pub(crate) head: u16,
-    /// Commands that were fetched, modulo 2^32. Counted on over a recovery.
+    /// Number of commands fetched, modulo 2^32. Continued by a recovery.
     pub(crate) fetched: u32,
-    /// Index of its completion queue in its owner's list.
+    /// Index of the completion queue in the queue set.
     pub(crate) cq: usize,
-    /// Fetched and not completed.
+    /// Number of commands fetched and not completed.
     pub(crate) in_flight: u32,
-    /// Fetching stopped for want of completion queue space.
+    /// True if fetching waits for room in the completion queue.
     pub(crate) blocked: bool,
-    /// As above, and there has to be space for two completions.
+    /// True if it waits for room for two completions.
     pub(crate) waits_for_two: bool,
-    /// Being deleted: nothing more is fetched.
+    /// True if the queue is being deleted: no commands are fetched.
     pub(crate) stopped: bool,
-    /// Commands are fetched one at a time, because one of them may have killed processes: not by
-    /// whoever serves the other queues.
+    /// True if the recovery fetches the queue's commands one at a time, because one of them may
+    /// have crashed the process. The normal fetch skips the queue.
     pub(crate) careful: bool,
     pub(crate) prefetch: PrefetchCursor,
-    /// Commands before this place are in the trace, or were there before it began.
+    /// Position up to which commands are traced, or were in the queue before the trace.
     pub(crate) traced: u16,
     pub(crate) counters: Arc<SqCounters>,
 }
@@ -83,15 +83,15 @@ impl Sq {
         }
     }
 
-    /// What has to be kept of it while nothing is in flight. `cqid` is its completion queue.
+    /// Serializes the queue while no command is in flight. `cqid` is its completion queue.
     pub(crate) fn save(&self, cqid: u16) -> SavedSq {
         let QueueLayout { qid, iova, size } = self.layout;
         let tail = saved_doorbell::save(self.tail.state());
         SavedSq { qid, iova, entries: size.entries(), cqid, head: self.head, tail }
     }
 
-    /// The queue as it was, with its completion queue at `cq` of its owner's list. Its memory is
-    /// found by [`remap`](Self::remap).
+    /// Restores a saved queue, whose completion queue has index `cq` in the queue set.
+    /// [`remap`](Self::remap) resolves its memory.
     pub(crate) fn restore(saved: &SavedSq, shared: &ControllerShared, cq: usize) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         layout.size.position(u32::from(saved.head))?;
@@ -102,15 +102,15 @@ impl Sq {
         Some(Self { head, fetched, traced: head, ..Self::with_tail(layout, shared, cq, tail) })
     }
 
-    /// How far it is, for the journal.
+    /// Position for the journal.
     #[inline]
     pub(crate) fn position(&self) -> Position {
         let truth = self.tail.state().truth;
         Position { at: self.head, phase: false, count: u64::from(self.fetched), truth }
     }
 
-    /// Writes down where it is: it has just begun, or its doorbell has another place.
-    /// So many completions were posted to its completion queue.
+    /// Writes the queue's state to the journal, when it was created or its doorbell location
+    /// changed. `completions` is the number of completions posted to its completion queue.
     pub(crate) fn write_down(&self, journal: &JournalPart, completions: u64) {
         journal.store_sq_doorbell(self.layout.qid, self.tail.state());
         if !self.careful {
@@ -119,8 +119,8 @@ impl Sq {
         journal.store_sq(self.layout.qid, self.position(), completions);
     }
 
-    /// The queue as it was in a process that is dead: at `position`, with a doorbell of which this
-    /// is known. Its memory is found by [`remap`](Self::remap).
+    /// Restores the queue of a dead process at `position`, with the known state of its doorbell.
+    /// [`remap`](Self::remap) resolves its memory.
     pub(crate) fn recover(
         saved: &SavedSq,
         shared: &ControllerShared,
@@ -129,7 +129,7 @@ impl Sq {
     ) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         let head = layout.size.position(u32::from(position.at))?;
-        // The last value that was seen is known only if there will be no other.
+        // The journal's last value is current only if the doorbell got no further values.
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { head };
         let register = shared.register(saved.qid, DoorbellKind::Sq);
         let tail = SqTail::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
@@ -137,11 +137,11 @@ impl Sq {
         Some(Self { head, fetched, traced: head, ..Self::with_tail(layout, shared, cq, tail) })
     }
 
-    /// A command that was in flight has ended: its completion.
+    /// Ends a command in flight and returns its completion.
     #[inline]
     pub(crate) fn complete(&mut self, cid: u16, status: Status, dw0: u32) -> Cqe {
         let status = match status.code() {
-            // Nobody asked for that: the deletion of the queue ends it.
+            // No Abort command was involved: the deletion of the queue has aborted it.
             Status::ABORT_REQUESTED if self.stopped => Status::ABORTED_SQ_DELETION,
             _ => status,
         };
@@ -149,7 +149,7 @@ impl Sq {
         Cqe::new(cid, self.layout.qid, self.head, status, dw0)
     }
 
-    /// Finds the queue's memory in `table`.
+    /// Resolves the queue's memory in `table`.
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
         self.ring = None;
         let entries = self.layout.size.entries();
@@ -164,8 +164,8 @@ impl Sq {
         }
     }
 
-    /// Finds everything again in another DMA map. `pages` are the buffers of Doorbell Buffer
-    /// Config. A queue of which anything is out of reach stands still until a map that has it.
+    /// Resolves the queue and its doorbell in another DMA map. `pages` are the buffers of Doorbell
+    /// Buffer Config. If a part is not mapped, the queue stops until a later map contains it.
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         let _ = self.resolve(table);
         self.tail.disable();
@@ -177,7 +177,7 @@ impl Sq {
         }
     }
 
-    /// The next entry. The caller knows that there is one (`head` is not the tail).
+    /// Fetches the next entry. The caller has checked that there is one (head and tail differ).
     pub(crate) fn fetch(&mut self) -> Option<Sqe> {
         let sqe = self.ring.as_ref()?.read(u32::from(self.head));
         self.head = self.layout.size.next(self.head);

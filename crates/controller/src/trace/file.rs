@@ -1,4 +1,4 @@
-//! Writing a trace.
+//! Trace writer.
 
 use super::layout::{HEADER_BYTES, Header, Layout, MAGIC, PAGE, VERSION};
 use super::record::{Kind, RECORD_BYTES, RawRecord};
@@ -14,39 +14,39 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime};
 use zerocopy::FromBytes;
 
-/// A trace that is being written. It goes on as long as a [`TraceRing`] of it lives.
+/// Trace file that is being written. It is written as long as one of its [`TraceRing`]s exists.
 #[derive(Debug)]
 pub struct TraceFile {
     mapping: Arc<Mapping>,
     layout: Layout,
     started: Instant,
-    /// Which rings have an owner.
+    /// True for each ring that has an owner.
     taken: Box<[AtomicBool]>,
-    /// The file, and the rings for which no space of it is taken yet.
+    /// File, and the rings whose space in the file system is not allocated yet.
     file: File,
     spare: Range<u32>,
 }
 
 impl TraceFile {
-    /// Makes the file at `path`, with rings of `records_per_worker` records (rounded up to a power
-    /// of two, and at least 1024) for so many workers and for the control plane. Its space is taken
-    /// from the file system at once, so that a full one is an error here and not later.
+    /// Creates the file at `path`, with rings of `records_per_worker` records (rounded up to a
+    /// power of two, at least 1024) for `workers` I/O threads and for the control plane. The space
+    /// is allocated at once, so that a full file system is an error here and not later.
     ///
     /// An older trace at `path` is replaced.
     ///
     /// # Errors
-    /// The system's; `AlreadyExists` if something that is not a trace is at `path`, which is left
-    /// alone; `InvalidInput` if the file would be larger than a gigabyte.
+    /// An OS error; `AlreadyExists` if `path` is something other than a trace, which is not
+    /// touched; `InvalidInput` if the file would be larger than 1 GiB.
     pub fn create(path: &Path, workers: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
         Self::create_with_spare(path, workers, 0, records_per_worker)
     }
 
-    /// As [`create`](Self::create), with rings for `spare` more workers, as far as the file may be
-    /// so large: numbered behind the others, and without space until they are taken, so that
-    /// workers that may never be needed cost none.
+    /// [`create`](Self::create) with rings for up to `spare` more threads, as far as the maximum
+    /// file size permits. They are numbered behind the others, and their space is allocated when
+    /// they are taken, so that threads that may never start cost none.
     ///
     /// # Errors
-    /// As [`create`](Self::create).
+    /// Those of [`create`](Self::create).
     pub fn create_with_spare(
         path: &Path,
         workers: u16,
@@ -62,28 +62,29 @@ impl TraceFile {
         outcome
     }
 
-    /// Whether a trace may be made at `path`, as far as that is known before.
+    /// Checks in advance that a trace can be created at `path`.
     ///
     /// # Errors
-    /// The system's; `AlreadyExists` if something that is not a trace is there.
+    /// An OS error; `AlreadyExists` if something other than a trace is there.
     pub fn check(path: &Path) -> io::Result<()> {
         is_there(path).map(drop)
     }
 
-    /// A new file for a trace at `path`, with nothing in it. An older trace is replaced.
+    /// Creates an empty file for a trace at `path`. An older trace is replaced.
     ///
     /// # Errors
-    /// The system's; `AlreadyExists` if something that is not a trace is there.
+    /// An OS error; `AlreadyExists` if something other than a trace is there.
     pub fn create_file(path: &Path) -> io::Result<File> {
         replace(path)?;
         OpenOptions::new().read(true).write(true).create_new(true).mode(0o644).open(path)
     }
 
-    /// As [`create_with_spare`](Self::create_with_spare), in a [file](Self::create_file) that is
-    /// made when it is known that the trace is not too large. If it has no room, it is left empty.
+    /// [`create_with_spare`](Self::create_with_spare) in a [file](Self::create_file) that `make`
+    /// creates once the size is known to be permitted. If there is no space for it, the file is
+    /// left empty.
     ///
     /// # Errors
-    /// As [`create`](Self::create).
+    /// Those of [`create`](Self::create).
     pub fn create_in(
         make: impl FnOnce() -> io::Result<File>,
         workers: u16,
@@ -96,11 +97,11 @@ impl TraceFile {
         Self::fill(file, layout, workers.into()).inspect_err(|_| drop(other.set_len(0)))
     }
 
-    /// A trace in memory that nobody can open by a name, for so many workers and as many spare
-    /// ones as there can be in [`MAX_IN_MEMORY`](Self::MAX_IN_MEMORY) bytes.
+    /// Creates a trace in anonymous memory, for `workers` threads and as many spare ones as fit
+    /// into [`MAX_IN_MEMORY`](Self::MAX_IN_MEMORY) bytes.
     ///
     /// # Errors
-    /// The system's; `InvalidInput` if it would be larger than that.
+    /// An OS error; `InvalidInput` if it would be larger than that.
     pub fn in_memory(workers: u16, spare: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
         let small = |layout: &Layout| layout.bytes() <= Self::MAX_IN_MEMORY;
         let layout = Self::layout(workers, spare, records_per_worker, small)?;
@@ -108,10 +109,10 @@ impl TraceFile {
         Self::fill(memfd_create("shadowbell-trace", flags)?.into(), layout, workers.into())
     }
 
-    /// The most bytes of a trace in memory.
+    /// Maximum size of a trace in memory, in bytes.
     pub const MAX_IN_MEMORY: u64 = 256 << 20;
 
-    /// With as many of the spare rings as there is room for.
+    /// Layout with as many of the spare rings as fit.
     fn layout(
         workers: u16,
         spare: u16,
@@ -120,7 +121,7 @@ impl TraceFile {
     ) -> io::Result<Layout> {
         let too_large = || {
             let text = format!(
-                "a trace of {records_per_worker} records for each of {workers} workers is too large"
+                "a trace of {records_per_worker} records for each of {workers} I/O threads is too large"
             );
             io::Error::new(io::ErrorKind::InvalidInput, text)
         };
@@ -131,25 +132,25 @@ impl TraceFile {
         all.find(fits).ok_or_else(too_large)
     }
 
-    /// How long the file is.
+    /// Length of the file in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.layout.bytes()
     }
 
-    /// Whether the file is empty: it has a header.
+    /// Always false: the file has a header.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// Copies what is in the file from `offset` on, while workers may be writing: records that they
-    /// may just have been writing over are left out. `offset` and the length of `to` are multiples
-    /// of 4096. All pieces in order are a trace that [`read_trace`](super::read_trace) reads, of
-    /// what was recorded until the first one was copied.
+    /// Copies the file from `offset` on, while threads may be writing: records that may have been
+    /// overwritten during the copy are zeroed. `offset` and the length of `to` are multiples of
+    /// 4096. All pieces in order form a trace that [`read_trace`](super::read_trace) reads, with
+    /// the records up to the copy of the first piece.
     ///
     /// # Errors
-    /// The system's; `InvalidInput` for another offset or length.
+    /// An OS error; `InvalidInput` for another offset or length.
     pub fn copy_at(&self, offset: u64, to: &mut [u8]) -> io::Result<usize> {
         if !offset.is_multiple_of(PAGE) || !to.len().is_multiple_of(PAGE as usize) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -157,14 +158,14 @@ impl TraceFile {
         let count = self.file.read_at(to, offset)?;
         let records = to[..count].chunks_exact_mut(RECORD_BYTES);
         let Some(first) = offset.checked_sub(self.layout.records(0)) else {
-            // The header and counts, which are as they are; nothing of a ring is before the next
-            // piece if the pieces are no longer than that.
+            // The header and the counts are copied unchanged. The piece ends before the first ring,
+            // so that records are only in later pieces.
             return Ok(count.min((self.layout.records(0) - offset) as usize));
         };
         let capacity = u64::from(self.layout.capacity);
         for (at, record) in (first / RECORD_BYTES as u64..).zip(records) {
             let ring = (at / capacity) as u32;
-            // After the record was copied, and so before nobody writes there any more.
+            // Read after the record was copied: a record still in the ring by now was copied whole.
             let count = self.mapping.bytes().load_u64_acquire(Layout::count(ring) as usize);
             let is_kept = RawRecord::read_from_bytes(record)
                 .is_ok_and(|raw| count.is_some_and(|count| raw.sequence + capacity > count));
@@ -182,7 +183,8 @@ impl TraceFile {
         allocate(&file, layout.records(spare.end)..layout.bytes())?;
         let mapping = Mapping::from_fd(&file, 0, layout.bytes(), Protection::ReadWrite)
             .map_err(io::Error::other)?;
-        // One after the other: what is timed by the one is compared with what is timed by the other.
+        // Both clocks are read in direct succession, because times of one are converted to the
+        // other.
         let started = Instant::now();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let header = Header {
@@ -199,8 +201,8 @@ impl TraceFile {
         Ok(Arc::new(Self { mapping, layout, started, taken, file, spare }))
     }
 
-    /// The ring of worker `index`. `None` if there is no such ring, it has an owner already, or it
-    /// is a spare one for which the file system has no space left.
+    /// Takes the ring of I/O thread `index`. `None` if there is no such ring, it has an owner
+    /// already, or it is a spare one and the file system has no space left for it.
     #[must_use]
     pub fn worker(&self, index: u16) -> Option<TraceRing> {
         let index = u32::from(index);
@@ -214,13 +216,13 @@ impl TraceFile {
         self.ring(index)
     }
 
-    /// The rings of all workers but the spare ones, in order, but those that have an owner already.
+    /// Takes the rings of all threads except the spare ones and those that have an owner already.
     #[must_use]
     pub fn workers(&self) -> Vec<TraceRing> {
         (0..self.spare.start).filter_map(|index| self.ring(index)).collect()
     }
 
-    /// The ring of the control plane. `None` if it has an owner already.
+    /// Takes the ring of the control plane. `None` if it has an owner already.
     #[must_use]
     pub fn control(&self) -> Option<TraceRing> {
         self.ring(self.layout.rings - 1)
@@ -237,7 +239,7 @@ impl TraceFile {
     }
 }
 
-/// Takes the space of this part of the file from the file system, where it can do that.
+/// Allocates the space of this part of the file, if the file system supports that.
 fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     match fallocate(file, FallocateFlags::empty(), part.start, part.end - part.start) {
         Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
@@ -245,21 +247,21 @@ fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     }
 }
 
-/// Takes an older trace out of the way. It is unlinked, not overwritten: whoever still writes or
-/// reads it does so undisturbed.
+/// Removes an older trace. It is unlinked and not overwritten, so its writers and readers are not
+/// disturbed.
 fn replace(path: &Path) -> io::Result<()> {
     if is_there(path)? { std::fs::remove_file(path) } else { Ok(()) }
 }
 
-/// Whether there is an older trace.
+/// True if there is an older trace at `path`.
 fn is_there(path: &Path) -> io::Result<bool> {
-    // Not following a symbolic link, and not waiting for the other end of a FIFO.
+    // Does not follow symbolic links, and does not open FIFOs, which could block.
     let metadata = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         other => other?,
     };
     let not_a_trace = || {
-        let text = format!("{} exists and is not a trace; it is left alone", path.display());
+        let text = format!("{} exists and is not a trace; it was not changed", path.display());
         io::Error::new(io::ErrorKind::AlreadyExists, text)
     };
     if !metadata.is_file() {
@@ -276,11 +278,11 @@ fn is_there(path: &Path) -> io::Result<bool> {
 }
 
 fn outside() -> io::Error {
-    io::Error::other("the trace file is smaller than it was made")
+    io::Error::other("the trace file is smaller than its layout")
 }
 
-/// A ring of a trace, for the one thread that writes it. Whoever may have to write a trace holds an
-/// `Option` of this: off, it costs one branch.
+/// Ring of a trace, for its single writer thread. Code that may be traced holds an `Option` of it:
+/// disabled, it costs one branch.
 #[derive(Debug)]
 pub struct TraceRing {
     records: SharedBytes,
@@ -291,9 +293,9 @@ pub struct TraceRing {
 }
 
 impl TraceRing {
-    /// Records what happened to a queue of a controller now. What `value` and `extra` are depends
-    /// on the [`Kind`]; `qid` has the bit [`COMPLETION_QUEUE`](super::COMPLETION_QUEUE) for a
-    /// completion queue.
+    /// Records an event of a queue of a controller, with the current time. The meaning of `value`
+    /// and `extra` depends on the [`Kind`]; for a completion queue, `qid` has the bit
+    /// [`COMPLETION_QUEUE`](super::COMPLETION_QUEUE).
     #[inline]
     pub fn record(&mut self, kind: Kind, controller: u16, qid: u16, value: u32, extra: u32) {
         let record = RawRecord {
@@ -307,10 +309,10 @@ impl TraceRing {
             reserved: [0; 3],
         };
         let at = (self.next & self.mask) as usize * RECORD_BYTES;
-        // Both are inside the mapping, always; if not, there is nobody to tell.
+        // Both stores are always within the mapping.
         let _ = self.records.write(at, &record);
         self.next += 1;
-        // The record first, then the count that says that it is there.
+        // The record first, then the count that makes it valid.
         let _ = self.count.store_u64_release(0, self.next);
     }
 }

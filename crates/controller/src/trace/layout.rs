@@ -1,9 +1,9 @@
-//! Where things are in a trace file.
+//! Layout of a trace file.
 
 use super::record::RECORD_BYTES;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// The start of a trace file.
+/// Header of a trace file.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub(super) struct Header {
@@ -11,13 +11,13 @@ pub(super) struct Header {
     pub(super) magic: [u8; 8],
     /// [`VERSION`].
     pub(super) version: u32,
-    /// Bytes of a record: 32.
+    /// Bytes per record: 32.
     pub(super) record_bytes: u32,
-    /// How many rings there are; the last one is the control plane's.
+    /// Number of rings; the last one is the control plane's.
     pub(super) rings: u32,
-    /// Records in a ring, a power of two.
+    /// Records per ring, a power of two.
     pub(super) capacity: u32,
-    /// When the trace began, in nanoseconds since 1 January 1970, UTC.
+    /// Start time in nanoseconds since 1 January 1970, UTC.
     pub(super) started: u64,
     pub(super) reserved: [u8; 32],
 }
@@ -25,16 +25,16 @@ pub(super) struct Header {
 pub(super) const MAGIC: [u8; 8] = *b"SBTRACE\x01";
 pub(super) const VERSION: u32 = 1;
 pub(super) const HEADER_BYTES: usize = size_of::<Header>();
-/// The distance of the rings' counts.
+/// Bytes per ring count.
 pub(super) const COUNT_BYTES: usize = 64;
-/// Where a ring may start.
+/// Alignment of rings.
 pub(super) const PAGE: u64 = 4096;
-/// More rings than any pool of workers has.
+/// Maximum number of rings: more than a pool can have.
 pub(super) const MAX_RINGS: u32 = 1024;
-/// The largest file that is written, and read: a gigabyte.
+/// Maximum size of a trace file, written or read: 1 GiB.
 pub(super) const MAX_BYTES: u64 = 1 << 30;
 
-/// Where things are in a file; checked to fit [`MAX_BYTES`].
+/// Layout of a file; checked to fit [`MAX_BYTES`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
     pub(super) rings: u32,
@@ -48,12 +48,12 @@ impl Layout {
         (sane && layout.bytes() <= MAX_BYTES).then_some(layout)
     }
 
-    /// Where the count of ring `index` is.
+    /// Offset of the count of ring `index`.
     pub(super) fn count(index: u32) -> u64 {
         HEADER_BYTES as u64 + u64::from(index) * COUNT_BYTES as u64
     }
 
-    /// Where the records of ring `index` start.
+    /// Offset of the records of ring `index`.
     pub(super) fn records(self, index: u32) -> u64 {
         Self::count(self.rings).next_multiple_of(PAGE) + u64::from(index) * self.ring_bytes()
     }
@@ -62,7 +62,7 @@ impl Layout {
         u64::from(self.capacity) * RECORD_BYTES as u64
     }
 
-    /// The size of the file.
+    /// Size of the file in bytes.
     pub(super) fn bytes(self) -> u64 {
         self.records(self.rings)
     }

@@ -1,4 +1,4 @@
-//! Reading a trace.
+//! Trace reader.
 
 use super::layout::{HEADER_BYTES, Header, Layout, MAGIC, VERSION};
 use super::record::{RECORD_BYTES, RawRecord, Record};
@@ -8,36 +8,36 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Why a trace can not be read.
+/// Error of reading a trace.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
-    /// The system's reason.
-    #[error("the trace can not be read: {0}")]
+    /// OS error.
+    #[error("the trace cannot be read: {0}")]
     Io(#[from] io::Error),
-    /// It is some other file.
+    /// The file is not a trace.
     #[error("this is not a trace")]
     NotATrace,
-    /// It is of another version of this program.
-    #[error("this is a trace of version {0}, and only version {VERSION} can be read")]
+    /// The trace has another format version.
+    #[error("unsupported trace version {0}; this program reads version {VERSION}")]
     Version(u32),
-    /// The header is that of a trace, and says what can not be.
+    /// The header has an invalid field.
     #[error("the trace is damaged: {0}")]
     Damaged(&'static str),
-    /// The file ends before the rings that the header tells of.
-    #[error("the trace is cut off: it has {actual} bytes of {expected}")]
+    /// The file is shorter than its header says.
+    #[error("the trace is truncated: {actual} of {expected} bytes")]
     CutOff {
-        /// How many bytes there are.
+        /// Length of the file in bytes.
         actual: u64,
-        /// How many there should be.
+        /// Length according to the header.
         expected: u64,
     },
 }
 
-/// The records of the trace at `path`, in the order of their time. A trace that is being written
-/// may be read; records that are overwritten meanwhile are left out, as are damaged ones.
+/// Reads the records of the trace at `path`, ordered by time. The trace may be written at the same
+/// time; records that are overwritten meanwhile are left out, as are damaged ones.
 ///
 /// # Errors
-/// [`TraceError`], if it is not a trace or not all there.
+/// A [`TraceError`], if the file is no trace or is incomplete.
 pub fn read_trace(path: &Path) -> Result<impl Iterator<Item = Record> + use<>, TraceError> {
     let metadata = std::fs::metadata(path)?;
     if !metadata.is_file() {
@@ -49,7 +49,7 @@ pub fn read_trace(path: &Path) -> Result<impl Iterator<Item = Record> + use<>, T
     for index in 0..layout.rings {
         read_ring(&file, layout, index, &mut records)?;
     }
-    // Stable: what one ring recorded within the same nanosecond stays in its order.
+    // A stable sort: records of one ring with the same time keep their order.
     records.sort_by_key(|record| record.time_ns);
     Ok(records.into_iter())
 }
@@ -69,10 +69,10 @@ fn layout(file: &File) -> Result<Layout, TraceError> {
         return Err(TraceError::Version(header.version));
     }
     if header.record_bytes as usize != RECORD_BYTES {
-        return Err(TraceError::Damaged("the size of a record"));
+        return Err(TraceError::Damaged("invalid record size"));
     }
     let layout = Layout::new(header.rings, header.capacity)
-        .ok_or(TraceError::Damaged("the number or the size of its rings"))?;
+        .ok_or(TraceError::Damaged("invalid number or size of rings"))?;
     let expected = layout.bytes();
     if actual < expected {
         return Err(TraceError::CutOff { actual, expected });
@@ -86,7 +86,7 @@ fn count(file: &File, index: u32) -> io::Result<u64> {
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// Appends what ring `index` has, the oldest first.
+/// Appends the records of ring `index`, oldest first.
 fn read_ring(
     file: &File,
     layout: Layout,
@@ -97,13 +97,12 @@ fn read_ring(
     let capacity = u64::from(layout.capacity);
     let end = count(file, index)?;
     let start = end.saturating_sub(capacity);
-    // What was never written need not be read.
+    // The part of the ring that was never written is not read.
     let used = end.min(capacity) as usize;
     let mut ring = vec![RawRecord::default(); used];
     file.read_exact_at(ring.as_mut_bytes(), layout.records(index))?;
-    // A record of these may have been overwritten while the ring was read; that the oldest of a
-    // full ring is among them is also right for a writer that died in the middle of the next
-    // one.
+    // Records that may have been overwritten during the read are left out. For a full ring, the
+    // oldest record is among them, because a writer may have died in the middle of the next one.
     let after = count(file, index)?;
     let stale = |sequence| after.checked_sub(capacity).is_some_and(|oldest| sequence <= oldest);
     records.extend((start..end).filter(|sequence| !stale(*sequence)).filter_map(|sequence| {

@@ -1,4 +1,4 @@
-//! One record of a trace: as it lies in the file, and as a person reads it.
+//! Trace record: binary and text form.
 
 use std::fmt;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -6,11 +6,11 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Bytes of a record in the file.
 pub(super) const RECORD_BYTES: usize = 32;
 
-/// A bit of [`Record::qid`]: the queue is a completion queue, and the doorbell its head. Queue
-/// identifiers are at most 64, so it is free.
+/// Bit of [`Record::qid`]: the queue is a completion queue, and the doorbell its head. Queue
+/// identifiers are at most 64, so the bit is unused otherwise.
 pub const COMPLETION_QUEUE: u16 = 1 << 15;
 
-/// A record, as it lies in the file.
+/// Record in its binary form.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -18,8 +18,8 @@ pub const COMPLETION_QUEUE: u16 = 1 << 15;
 pub(super) struct RawRecord {
     /// Nanoseconds since the trace began.
     pub(super) time_ns: u64,
-    /// How many records were in the ring before this one: tells a reader whether it is the one
-    /// that it expects here.
+    /// Number of records written to the ring before this one. A reader uses it to detect that a
+    /// record was overwritten.
     pub(super) sequence: u64,
     pub(super) value: u32,
     pub(super) extra: u32,
@@ -31,7 +31,7 @@ pub(super) struct RawRecord {
 
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])* $kind:ident = $value:literal, $text:literal;)*) => {
-        /// What was recorded. Each variant says what `value` and `extra` are.
+        /// Kind of a trace record. Each variant documents `value` and `extra`.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u8)]
         pub enum Kind {
@@ -39,10 +39,10 @@ macro_rules! kinds {
         }
 
         impl Kind {
-            /// Every kind, in the order of its number.
+            /// All kinds, ordered by number.
             pub const ALL: &[Self] = &[$(Self::$kind),*];
 
-            /// What a person calls it.
+            /// Name of the kind in text output.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$kind => $text,)* }
@@ -59,67 +59,66 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// A doorbell register was written by a trapped access. `value`: what was written.
+    /// Trapped write of a doorbell register. `value`: the value written.
     MmioWrite = 1, "MMIO write";
-    /// A look at a shadow doorbell found a new value. `value`: it; `extra`: the one before.
+    /// New value of a shadow doorbell, found by polling. `value`: the new one; `extra`: the old
+    /// one.
     ShadowNew = 2, "shadow doorbell moved";
-    /// EventIdx was moved out of the host's way. `value`: where to.
+    /// EventIdx moved behind the host, so that its updates need no MMIO. `value`: the new EventIdx.
     EventIdxMoved = 3, "EventIdx moved";
-    /// EventIdx was set so that the host's next update rings. `value`: where to.
+    /// EventIdx set so that the host's next update needs an MMIO write. `value`: the new EventIdx.
     EventIdxArmed = 4, "EventIdx armed";
-    /// A worker goes to sleep.
+    /// I/O thread goes to sleep.
     Sleep = 5, "sleep";
-    /// A worker woke up. `value`: how long it slept, in microseconds.
+    /// I/O thread woke up. `value`: the duration of the sleep in microseconds.
     Wake = 6, "wake";
-    /// A worker woke up and found nothing to do.
+    /// I/O thread woke up and found no work.
     SpuriousWake = 7, "spurious wake";
-    /// An interrupt was raised for a completion queue. `value`: its tail; `extra`: the vector.
+    /// Interrupt raised for a completion queue. `value`: its tail; `extra`: the vector.
     InterruptRaised = 8, "interrupt raised";
-    /// Completions were posted to a completion queue and no interrupt was raised for them. `value`:
-    /// its tail.
+    /// Completions posted to a completion queue without an interrupt. `value`: its tail.
     InterruptSuppressed = 9, "interrupt suppressed";
-    /// Commands were fetched from a submission queue. `value`: its tail; `extra`: how many.
+    /// Commands fetched from a submission queue. `value`: its tail; `extra`: their number.
     Batch = 10, "batch fetched";
-    /// Fetching stopped for want of room in a completion queue. `value`: its tail.
+    /// Fetching stopped because a completion queue is full. `value`: its tail.
     CqFull = 11, "completion queue full";
-    /// A doorbell had a value that can not be. `value`: it.
+    /// Invalid doorbell value. `value`: the value.
     Invalid = 12, "invalid doorbell value";
-    /// The controller was reset.
+    /// Controller reset.
     Reset = 13, "controller reset";
     /// Doorbell Buffer Config: the queues have shadow doorbells from now on.
     ShadowConfigured = 14, "shadow doorbells configured";
-    /// A queue was created. `value`: its size in entries; `extra`: for a submission queue its
-    /// completion queue, for a completion queue its vector.
+    /// Queue created. `value`: its size in entries; `extra`: the completion queue of a submission
+    /// queue, or the vector of a completion queue.
     QueueCreated = 15, "queue created";
-    /// A queue was deleted.
+    /// Queue deleted.
     QueueDeleted = 16, "queue deleted";
-    /// A worker that went to sleep found that an eventfd which stands for a controller's doorbells
-    /// was signalled, then or since it slept last.
+    /// Doorbell eventfd of a controller found signalled, when the I/O thread went to sleep or
+    /// checked its eventfds.
     DoorbellEvent = 17, "doorbell eventfd signalled";
-    /// A look at a submission queue's tail found this command. `value`: its command identifier;
-    /// `extra`: its opcode.
+    /// Command found in a submission queue. `value`: its command identifier; `extra`: its opcode.
     CommandSeen = 18, "command seen";
-    /// A completion was posted to a completion queue. `value`: the command identifier, and above
-    /// its 16 bits the submission queue; `extra`: the status field, without the phase tag.
+    /// Completion posted to a completion queue. `value`: the command identifier, and the submission
+    /// queue in the upper 16 bits; `extra`: the status field without the phase tag.
     CompletionPosted = 19, "completion posted";
 }
 
-/// What a kind of record is about.
+/// Subject of a kind of record.
 enum Subject {
-    /// A worker or a controller.
+    /// An I/O thread or a controller.
     Whole,
-    /// Either kind of queue: [`COMPLETION_QUEUE`] tells.
+    /// A submission or completion queue, distinguished by [`COMPLETION_QUEUE`].
     Queue,
     SubmissionQueue,
     CompletionQueue,
 }
 
-/// The queue that a record is about.
+/// Queue that a record is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Queue {
-    /// A submission queue, by its identifier.
+    /// Submission queue, by identifier.
     Submission(u16),
-    /// A completion queue, by its identifier.
+    /// Completion queue, by identifier.
     Completion(u16),
 }
 
@@ -157,23 +156,23 @@ impl Kind {
     }
 }
 
-/// A record of a trace. Printed, it is a line for a person.
+/// Trace record. Its `Display` is a line of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Nanoseconds since the trace began.
     pub time_ns: u64,
-    /// What happened.
+    /// Kind of the event.
     pub kind: Kind,
-    /// Which worker recorded it, from 0; `None` for the control plane.
+    /// Index of the I/O thread that recorded the event; `None` for the control plane.
     pub worker: Option<u16>,
-    /// Which controller it was about, from 1; 0 if it was about the worker alone.
+    /// Number of the controller, from 1; 0 for an event of the I/O thread itself.
     pub controller: u16,
-    /// Which queue, 0 for the admin queue; with [`COMPLETION_QUEUE`] for a completion queue, where
-    /// the kind does not say so.
+    /// Queue identifier, 0 for the admin queue; with [`COMPLETION_QUEUE`] for a completion queue,
+    /// if the kind applies to both.
     pub qid: u16,
-    /// See [`Kind`].
+    /// Value, as documented for the [`Kind`].
     pub value: u32,
-    /// See [`Kind`].
+    /// Second value, as documented for the [`Kind`].
     pub extra: u32,
 }
 
@@ -190,7 +189,7 @@ impl Record {
         })
     }
 
-    /// Which queue it is about; `None` if it is about a worker or a controller.
+    /// Queue of the record; `None` if it is about an I/O thread or a controller.
     #[must_use]
     pub fn queue(&self) -> Option<Queue> {
         let id = self.qid & !COMPLETION_QUEUE;
@@ -202,7 +201,7 @@ impl Record {
         }
     }
 
-    /// What `value` and `extra` are, by their names: for machines.
+    /// `value` and `extra` with their names, for machine-readable output.
     #[must_use]
     pub fn fields(&self) -> Vec<(&'static str, u32)> {
         let (value, extra) = (self.value, self.extra);

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A file name in a directory of its own, which goes with it.
+/// Path in a temporary directory, which is removed on drop.
 struct Scratch(tempfile::TempDir);
 
 impl Scratch {
@@ -72,7 +72,7 @@ fn rings_are_merged_by_time() {
         ]
     );
     assert!(records.is_sorted_by_key(|record| record.time_ns));
-    // The trace outlives the value that made it, and everybody who wrote it.
+    // The trace is still readable after its owner and all writers were dropped.
     drop(trace);
     workers[0].record(Kind::Wake, 0, 0, 5, 0);
     drop((workers, control));
@@ -94,7 +94,7 @@ fn a_spare_ring_takes_space_when_it_is_taken() {
     trace.control().unwrap().record(Kind::Reset, 1, 0, 0, 0);
     let seen: Vec<_> = read(&scratch.path()).iter().map(|r| (r.kind, r.worker)).collect();
     assert_eq!(seen, [(Kind::Sleep, Some(5)), (Kind::Reset, None)]);
-    // As many as a file can have, and those without a spare one first.
+    // As many spare rings as fit into a file; rings of regular threads come first.
     let trace = TraceFile::create_with_spare(&scratch.path(), 2, 64, 1 << 19).unwrap();
     assert!(trace.workers().len() == 2 && trace.worker(61).is_some() && trace.worker(62).is_none());
 }
@@ -105,7 +105,7 @@ fn a_ring_has_one_owner() {
     let trace = TraceFile::create(&scratch.path(), 2, 1).unwrap();
     assert!(trace.worker(1).is_some());
     assert!(trace.worker(1).is_none());
-    assert!(trace.worker(2).is_none(), "that is the control plane's");
+    assert!(trace.worker(2).is_none(), "the last ring is the control plane's");
     assert!(trace.worker(u16::MAX).is_none());
     assert_eq!(trace.workers().len(), 1);
     assert!(trace.control().is_some());
@@ -129,7 +129,7 @@ fn the_oldest_records_give_way() {
     for value in 1023..5000 {
         ring.record(Kind::MmioWrite, 1, 1, value, 0);
     }
-    // Of 1024 in the ring, the oldest could be in the middle of being overwritten.
+    // Of the 1024 records in the ring, the oldest may be about to be overwritten.
     assert_eq!(values(), (5000 - 1023..5000).collect::<Vec<_>>());
     assert!(read(&scratch.path()).iter().any(|record| record.kind == Kind::Reset));
 }
@@ -144,7 +144,7 @@ fn reading_while_writing_gives_no_torn_record() {
         scope.spawn(|| {
             let mut value = 0_u32;
             while !stop.load(Ordering::Relaxed) {
-                // Every field tells of every other.
+                // Each field of a record implies the others.
                 ring.record(Kind::MmioWrite, value as u16, !value as u16, value, !value);
                 value = value.wrapping_add(1);
             }
@@ -179,7 +179,7 @@ fn a_copy_while_it_is_written_has_no_torn_record() {
         for round in 0..50 {
             let mut copy = Vec::new();
             while copy.len() < trace.len() as usize {
-                // The header, then as much as there is in the piece.
+                // First the header, then the rest of the piece.
                 let mut piece = vec![0; 4096 << (round % 4)];
                 let got = trace.copy_at(copy.len() as u64, &mut piece).unwrap();
                 copy.extend_from_slice(&piece[..got]);
@@ -298,7 +298,7 @@ fn a_trace_that_is_too_large_is_refused() {
 fn other_files_are_refused_with_the_reason() {
     let scratch = Scratch::new();
     let path = scratch.path();
-    assert!(matches!(error(&path), TraceError::Io(_)), "there is none");
+    assert!(matches!(error(&path), TraceError::Io(_)), "no such file");
     assert!(matches!(error(scratch.0.path()), TraceError::NotATrace));
     assert!(matches!(error(Path::new("/dev/zero")), TraceError::NotATrace));
     for bytes in [&b""[..], b"SBTRACE\x01", &[0; 64], &[0xff; 100_000]] {
@@ -334,7 +334,7 @@ fn other_files_are_refused_with_the_reason() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever is in the rings and in their counts: an end, and only records that could be.
+    /// Arbitrary rings and counts: the reader terminates and returns only plausible records.
     #[test]
     fn damaged_rings_are_read(
         counts: [u64; 2],

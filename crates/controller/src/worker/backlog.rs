@@ -1,29 +1,29 @@
-//! Messages that a worker has taken from its mailbox and not handled yet.
+//! Backlog of messages that an I/O thread has taken from its mailbox and not handled yet.
 //!
-//! A message takes some microseconds, and how many there are is up to guests. So a worker handles
-//! as many in a turn as fit into a short time, one of each controller in rotation. Who sends many
-//! waits for them; its neighbours do not.
+//! A message takes some microseconds, and guests determine their number. So a thread handles
+//! messages for a bounded time per turn, one of each controller in rotation. A controller with many
+//! messages delays itself, not the others.
 
 use super::mailbox::Mailbox;
 use super::message::Message;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// How long a worker handles messages in one turn, if there are that many.
+/// Maximum time per turn for which an I/O thread handles messages.
 const TURN: Duration = Duration::from_micros(50);
 
-/// Messages by controller; those of one are handled in their order.
+/// Messages by controller, in order of arrival for each controller.
 #[derive(Default)]
 pub(super) struct Backlog {
     messages: HashMap<u32, VecDeque<Message>>,
-    /// Controllers that have messages here: whose turn is next is first.
+    /// Controllers with messages, in order of their turns.
     order: VecDeque<u32>,
-    /// How many messages there are, and the most that there were at a time.
+    /// Number of messages, and the maximum so far.
     len: usize,
     most: usize,
 }
 
-/// The key of messages that are of no controller; their numbers begin at 1.
+/// Key of messages without a controller; controller numbers begin at 1.
 const NOBODY: u32 = 0;
 
 impl Backlog {
@@ -32,7 +32,7 @@ impl Backlog {
         self.order.is_empty()
     }
 
-    /// Adds messages. Whether one of them is to stop the worker.
+    /// Adds messages. True if one of them stops the thread.
     pub(super) fn add(&mut self, messages: impl IntoIterator<Item = Message>) -> bool {
         for message in messages {
             if matches!(message, Message::Stop) {
@@ -50,7 +50,7 @@ impl Backlog {
         false
     }
 
-    /// Takes the messages of one turn to `handle`.
+    /// Calls `handle` with messages for the duration of one turn.
     pub(super) fn take_turn(&mut self, mut handle: impl FnMut(Message)) {
         let began = Instant::now();
         while let Some(message) = self.next() {
@@ -61,7 +61,7 @@ impl Backlog {
         }
     }
 
-    /// The next message.
+    /// Takes the next message.
     pub(super) fn next(&mut self) -> Option<Message> {
         let controller = self.order.pop_front()?;
         let waiting = self.messages.get_mut(&controller)?;
@@ -75,7 +75,7 @@ impl Backlog {
         message
     }
 
-    /// The most messages that there were at a time since this was last asked.
+    /// Returns and resets the maximum number of waiting messages.
     pub(super) fn take_most(&mut self) -> usize {
         std::mem::replace(&mut self.most, self.len)
     }
@@ -85,8 +85,7 @@ impl Backlog {
     }
 }
 
-/// What a controller's queues ask before they fetch commands: whether a message for the controller
-/// has come that was not handled.
+/// Query for unhandled messages of a controller, made before its commands are fetched.
 #[derive(Clone, Copy)]
 pub(crate) struct Unread<'a> {
     pub(super) mailbox: &'a Mailbox,

@@ -1,16 +1,16 @@
-//! How long a worker has been awake, for others to read.
+//! Utilization of an I/O thread: time awake, readable by other threads.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-/// How long a worker has been awake. The worker alone writes it, when it goes to sleep and when it
-/// wakes up; anybody may read it.
+/// Clock of the time that an I/O thread has been awake. The thread writes it when it goes to sleep
+/// and when it wakes up; any thread may read it.
 #[derive(Debug)]
 pub(crate) struct BusyClock {
     started: Instant,
-    /// While the worker sleeps: twice the nanoseconds that it has been awake, and 1. While it is
-    /// awake: twice the nanoseconds that it has slept.
+    /// While the thread sleeps: (nanoseconds awake << 1) | 1. While it is awake: nanoseconds
+    /// asleep << 1.
     state: AtomicU64,
 }
 
@@ -19,19 +19,19 @@ impl BusyClock {
         Self { started: Instant::now(), state: AtomicU64::new(0) }
     }
 
-    /// The worker goes to sleep at `now`.
+    /// Records that the thread goes to sleep at `now`.
     pub(crate) fn sleeps(&self, now: Instant) {
         let awake = nanos(now.saturating_duration_since(self.started)).saturating_sub(self.get());
         self.state.store(awake << 1 | 1, Relaxed);
     }
 
-    /// The worker is awake again.
+    /// Records that the thread is awake again.
     pub(crate) fn wakes(&self) {
         let now = nanos(self.started.elapsed());
         self.state.store(now.saturating_sub(self.get()) << 1, Relaxed);
     }
 
-    /// How long it has been awake.
+    /// Time that the thread has been awake.
     pub(crate) fn awake(&self) -> Duration {
         let state = self.state.load(Relaxed);
         let nanoseconds = if state & 1 == 1 {

@@ -1,4 +1,4 @@
-//! One controller, as far as one worker serves it.
+//! Part of one controller that one I/O thread serves.
 
 use super::backlog::Unread;
 use super::message::QueueContext;
@@ -23,51 +23,51 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What is forgotten once nothing of it is under way.
+/// Object that is deleted, or condition that is met, once nothing of it is in flight.
 pub(super) enum Deleting {
-    /// The submission queue of this index.
+    /// Submission queue of this index.
     Sq(usize),
-    /// The queue to a disk that is retired at this place, and what has woken the worker for it.
+    /// Retired disk queue at this place, and the epoll instance that watches it.
     Disk(usize, Arc<OwnedFd>),
-    /// What is under way, but for what has to be alone.
+    /// Everything in flight except commands that wait for exclusive execution.
     Others,
-    /// All of it.
+    /// All queues.
     Everything,
 }
 
-/// One controller's queues on one worker.
+/// Queues of one controller on one I/O thread.
 pub(crate) struct ControllerQueues {
     pub(super) set: QueueSet,
     pub(super) overriding: Option<Box<dyn QueueOverride>>,
     pub(super) shadow: Option<(u64, u64)>,
-    /// Descriptors that have the worker look at this controller's doorbells.
+    /// Eventfds that signal doorbell writes of this controller.
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
-    /// Old DMA maps that commands in flight may still use, with who waits for their end: and for
-    /// that of all before, because what is in one map may have been in those, too.
+    /// Old DMA maps that in-flight commands may still use, with the latches that wait for their
+    /// end. They are released in order, because memory in one map may be in earlier ones, too.
     pub(super) draining: VecDeque<(ViewWatch, Vec<Latch>)>,
-    /// What is to be forgotten once nothing of it is under way.
+    /// Pending deletions, with the latches that wait for them.
     pub(super) deleting: Vec<(Deleting, Latch)>,
     pub(super) detaching: Option<Latch>,
-    /// `memory::sigbus::losses` when it was last looked at: what was lost before the first queue
-    /// was created is still in the map.
+    /// `memory::sigbus::losses` at the last check. Initially 0: memory that was lost before the
+    /// first queue was created is still part of the map.
     pub(super) losses: u64,
-    /// The loss of something in the present map has been reported.
+    /// True if lost memory in the current map was reported.
     pub(super) lost: bool,
-    /// The submission queue that is looked at first in the next pass: behind the one at which the
-    /// budget of the last one ended.
+    /// Index of the submission queue that the next pass begins with: behind the one at which the
+    /// budget of the last pass was used up.
     pub(super) first: usize,
-    /// What it was opened from.
+    /// Parameters for opening the namespaces on another I/O thread.
     pub(super) opening: Opening,
-    /// It is to be served by another worker from when nothing of it is under way.
+    /// Pending move to another I/O thread, which happens once nothing is in flight.
     pub(super) departure: Option<Departure>,
-    /// What it waits for, because it has touched so much of the host's memory here and there.
+    /// Pending check of page tables, after many sparse touches of the host's memory.
     pub(super) look: Option<Look>,
-    /// What is left of a process that is dead.
+    /// Commands that are recovered from a dead process.
     pub(super) recovery: Option<Box<Recovery>>,
 }
 
 impl ControllerQueues {
-    /// Opens the namespaces for this thread, which is that of `worker`.
+    /// Opens the namespaces on the calling I/O thread, which has the index `worker`.
     pub(crate) fn new(context: QueueContext, worker: usize) -> Result<Self, std::io::Error> {
         let QueueContext { shared, control, table, namespaces, .. } = context;
         let QueueContext { page_size, max_transfer, quota, generation, .. } = context;
@@ -97,7 +97,7 @@ impl ControllerQueues {
         self.set.shared.id
     }
 
-    /// Says to whoever reads the statistics whether the worker leaves this out of its passes.
+    /// Publishes in the statistics whether the thread skips this controller in its passes.
     pub(super) fn set_left_out(&self, left_out: bool) {
         self.set.engine.counters.set_left_out(left_out);
     }
@@ -110,13 +110,13 @@ impl ControllerQueues {
         self.set.engine.namespaces()
     }
 
-    /// What wakes the worker for its disks.
+    /// File descriptors by which the disks wake the thread.
     pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.set.engine.queues().flat_map(NamespaceQueue::wake_fds)
     }
 
-    /// Namespace `nsid` is the one of `namespaces`, or none, from the next command on. If its disk
-    /// can not be opened, all stays as it is, and the latch gets a status.
+    /// Changes namespace `nsid` to the one in `namespaces`, or removes it, for all following
+    /// commands. If its disk cannot be opened, nothing changes and the latch gets a status.
     pub(crate) fn change_namespace(
         &mut self,
         nsid: u32,
@@ -140,19 +140,19 @@ impl ControllerQueues {
                 self.deleting.extend(place.map(disk));
             }
             Err(error) => {
-                tracing::error!(nsid, %error, "a worker can not open a namespace's disk");
+                tracing::error!(nsid, %error, "cannot open the disk of a namespace");
                 latch.set_status(Status::INTERNAL);
             }
         }
     }
 
-    /// From now on, something else serves the queues.
+    /// Sets an override that serves the queues from now on.
     pub(crate) fn set_override(&mut self, overriding: Box<dyn QueueOverride>) {
-        // The one before has commands to end, and knows of new faults by itself.
+        // An existing override is kept: it has delayed commands, and it sees new faults by itself.
         self.overriding.get_or_insert(overriding);
     }
 
-    /// Holds on to a descriptor that the worker waits for, until the queues go.
+    /// Keeps an eventfd that the thread waits for, as long as the queues exist.
     pub(crate) fn keep_eventfd(&mut self, event: EventFd) {
         let event = Arc::new(event);
         self.set.engine.counters.add_doorbell_eventfd(Arc::clone(&event));
@@ -171,41 +171,41 @@ impl ControllerQueues {
         self.set.engine.flush_all(latch);
     }
 
-    /// Verifies a piece of a namespace.
+    /// Verifies a piece of a namespace for the controller itself.
     pub(crate) fn verify(&mut self, piece: Piece, latch: Latch) {
         if self.detaching.is_none() {
             self.set.engine.verify(piece, latch);
         }
     }
 
-    /// Nothing more is fetched. The latch is dropped when nothing is under way but what has to be
-    /// alone.
+    /// Stops fetching for an exclusive command. The latch is released when nothing is in flight
+    /// except commands that wait for exclusive execution.
     pub(crate) fn pause(&mut self, latch: Latch) {
         self.set.engine.pause();
         self.deleting.push((Deleting::Others, latch));
     }
 
-    /// What has to be alone is.
+    /// Grants exclusive execution to the parked commands of this thread.
     pub(crate) fn be_alone(&mut self, latch: Latch) {
         self.set.engine.be_alone(latch);
     }
 
-    /// What has changed while a command was alone is recorded.
+    /// Writes postponed decisions to the journal, after the control plane has recorded the changes.
     pub(crate) fn settle(&mut self, latch: Latch) {
         self.set.engine.settle(latch);
     }
 
-    /// Nothing has to be alone any more.
+    /// Ends exclusive execution: fetching continues.
     pub(crate) fn go_on_with_others(&mut self) {
         self.set.engine.go_on();
     }
 
-    /// The controller may do something else with a namespace.
+    /// Applies a change of the controller's access to a namespace.
     pub(crate) fn review_access(&mut self, uuid: &[u8; 16], aborts: bool, latch: &Latch) {
         self.set.engine.review_access(uuid, aborts, latch);
     }
 
-    /// A reservation command is over.
+    /// Ends a reservation command.
     pub(crate) fn reservation_ended(&mut self, ticket: u64, status: Status) {
         self.set.engine.reservation_ended(ticket, status);
     }
@@ -221,7 +221,7 @@ impl ControllerQueues {
     }
 
     pub(crate) fn detach(&mut self, latch: Latch) {
-        // First of all the shadow pages: after a reset they may be anybody's memory.
+        // Shadow pages first: after a reset, the guest may use that memory for anything.
         self.shadow = None;
         for sq in self.set.sqs.iter_mut().flatten() {
             sq.tail.disable();
@@ -239,28 +239,28 @@ impl ControllerQueues {
         self.detaching = Some(latch);
     }
 
-    /// Whether an interrupt is held back for a moment.
+    /// True if an interrupt is held for a moment.
     pub(crate) fn is_about_to_notify(&self) -> bool {
         self.set.cqs.iter().flatten().any(Cq::is_about_to_notify)
     }
 
-    /// Whether its disks have something in hand.
+    /// True if requests are in flight.
     pub(crate) fn is_pending(&self) -> bool {
         self.set.engine.pending() != 0
     }
 
-    /// How many requests have ended at its disks.
+    /// Number of requests that have ended so far.
     pub(crate) fn ended(&self) -> u64 {
         self.set.engine.ended()
     }
 
-    /// Whether it is being detached.
+    /// True if the queues are being detached.
     pub(crate) fn is_detaching(&self) -> bool {
         self.detaching.is_some()
     }
 
-    /// Whether its time here is over: a detach has come to its end, or it can leave for another
-    /// worker. Nothing of it is in flight.
+    /// True if the queues can be removed from this thread: nothing is in flight, and either a
+    /// detach or a move to another thread is pending.
     #[inline]
     pub(crate) fn is_over(&self) -> bool {
         (self.detaching.is_some() || self.departure.is_some() && !self.is_waited_for())
@@ -268,18 +268,18 @@ impl ControllerQueues {
             && !self.has_replays()
     }
 
-    /// Whether somebody waits for something that ends here.
+    /// True if a latch waits for something on this thread.
     fn is_waited_for(&self) -> bool {
         !(self.draining.is_empty() && self.deleting.is_empty()) || self.override_is_waiting()
     }
 
-    /// Its turns take too long for those that it shares this worker with.
+    /// Reports that the controller's turns delay other controllers of this thread.
     #[cold]
     pub(crate) fn report_slow(&self, took: Duration) {
         self.set.control.notify(Notice::SlowTurns { took });
     }
 
-    /// Folds the counters into the controller's before the queues go.
+    /// Adds the queues' counters to the controller's, before the queues are dropped.
     pub(crate) fn retire(&mut self) {
         let QueueSet { shared, sqs, cqs, engine, .. } = &mut self.set;
         sqs.iter_mut().filter_map(Option::take).for_each(|sq| shared.retire_sq(&sq.counters));
@@ -287,10 +287,10 @@ impl ControllerQueues {
         shared.retire_part(&engine.counters);
     }
 
-    /// One pass: reaps the disks, fetches and starts commands, posts completions, raises
-    /// interrupts. Commands are started while there is some of `budget` left, in nanoseconds. How
-    /// much there was to do, in commands.
-    // In the worker's loop, where nearly all passes are made, without a call.
+    /// Makes one pass: reaps the disks, fetches and starts commands, posts completions, raises
+    /// interrupts. Commands are started while `budget` lasts, in nanoseconds. Returns the amount
+    /// of work, in commands.
+    // Inlined into the thread's loop, which makes nearly all passes.
     #[inline(always)]
     pub(crate) fn pass(
         &mut self,
@@ -337,12 +337,12 @@ impl ControllerQueues {
         work
     }
 
-    /// The trace begins here.
+    /// Starts a trace.
     pub(crate) fn begin_trace(&mut self) {
         self.set.begin_trace();
     }
 
-    /// Has nothing more fetched while the page tables that it has made may be too many.
+    /// Stops fetching while page tables created by this controller's touches may be too many.
     #[cold]
     #[inline(never)]
     fn bound_page_tables(&mut self) {
@@ -361,7 +361,7 @@ impl ControllerQueues {
         }
     }
 
-    /// Goes on with what a process has left that is dead. How many commands were started.
+    /// Continues the recovery from a dead process. Returns the number of started commands.
     #[cold]
     #[inline(never)]
     fn go_on(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
@@ -371,14 +371,14 @@ impl ControllerQueues {
         started
     }
 
-    /// Whether commands of a process that is dead wait, or one is under way of which it may have
-    /// died.
+    /// True if commands of a dead process wait, or if a command is in flight that may have crashed
+    /// it.
     fn has_replays(&self) -> bool {
         let has = |recovery: &Recovery| recovery.has_replays() || recovery.has_turn();
         self.recovery.as_deref().is_some_and(has)
     }
 
-    /// Serves the queues from this one on, once: a pass that begins where the last one ended.
+    /// Serves the queues from index `first` on, where the budget of the last pass was used up.
     #[inline(never)]
     fn serve_from(
         &mut self,
@@ -386,7 +386,7 @@ impl ControllerQueues {
         unread: Unread<'_>,
         trace: &mut Option<Observer>,
     ) -> u32 {
-        // A pass without a budget leaves it to the next one.
+        // A pass without budget leaves `first` to the next pass.
         if self.set.engine.has_budget() {
             self.first = 0;
         }
@@ -396,9 +396,10 @@ impl ControllerQueues {
     #[inline]
     fn serve(&mut self, index: usize, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let Some(tail) = self.set.look(index, trace) else { return 0 };
-        // What the host did before it submitted comes first: memory that it has just mapped for
-        // these commands may still be in a message. The tail was loaded with acquire ordering, so a
-        // message that was sent before the host moved it is seen here.
+        // Messages that were sent before the submission have precedence: memory that the host has
+        // just mapped for these commands may still be in a message. The tail was loaded with
+        // acquire ordering, so a message that was sent before the host moved the tail is visible
+        // here.
         if unread.has_of(self.id()) {
             return 1;
         }
@@ -415,29 +416,29 @@ impl ControllerQueues {
         fetched
     }
 
-    /// There is a command, and it has to wait: for the next turn, or for something to end.
+    /// Defers commands of a queue: to the next turn, or until a command in flight ends.
     #[cold]
     #[inline(never)]
     fn put_off(&mut self) -> u32 {
         let Some(exceeded) = self.set.engine.exceeded() else {
             return u32::from(!self.set.engine.is_full());
         };
-        // A host with a lot of memory has page tables to be made first, which takes it a moment.
+        // With sparse memory, `Pieces` is reached while page tables are created: no excess of the
+        // host.
         let is_quota = exceeded != Exceeded::Pieces || !self.set.engine.is_sparse();
         if is_quota && self.set.shared.is_first_excess() {
             let controller = self.set.shared.id;
             tracing::warn!(
                 controller,
-                "the controller has as many {exceeded} under way as one may have; more commands \
-                 wait in their queues until some have ended (this is said once)"
+                "in-flight limit of the controller reached: {exceeded}; further commands wait in \
+                 their queues until some have ended (logged once)"
             );
         }
         0
     }
 
-    /// Somebody's memory was lost: whether it is this one's. A host that loses a piece in each of
-    /// its tens of thousands of maps is looked through once for each map that it has, not for
-    /// each piece.
+    /// Checks if memory of this host was lost. A client that loses a piece in each of tens of
+    /// thousands of maps causes one scan per current map, not one per piece.
     #[cold]
     pub(crate) fn check_memory(&mut self) {
         let losses = shadowbell_memory::sigbus::losses(self.set.shared.id);
@@ -450,7 +451,7 @@ impl ControllerQueues {
         }
     }
 
-    /// Lets those go who wait for something that has come to its end.
+    /// Releases the latches of what has ended.
     fn finish(&mut self) {
         while self.draining.front().is_some_and(|(watch, _)| watch.is_idle()) {
             self.draining.pop_front();
@@ -489,12 +490,13 @@ impl ControllerQueues {
         }
     }
 
-    /// The first half of going to sleep: arms what should wake us.
+    /// Arms the doorbells before a sleep (first phase).
     pub(crate) fn arm(&mut self, arming: &mut Arming<'_, SleepCell>, trace: &mut Option<Observer>) {
         self.set.arm(arming, trace);
     }
 
-    /// The second half: looks once more. When the sleep has to end, for an interrupt's sake.
+    /// Rechecks the doorbells before a sleep (second phase). Returns the deadline of held
+    /// interrupts.
     pub(crate) fn recheck(
         &mut self,
         fenced: &mut Fenced<'_, SleepCell>,
@@ -503,7 +505,7 @@ impl ControllerQueues {
         self.set.recheck(fenced, trace)
     }
 
-    /// Awake again: takes back what was asked for while asleep.
+    /// Disarms the doorbells after a sleep.
     pub(crate) fn disarm(&mut self, sleeper: &Sleeper<SleepCell>) {
         self.set.disarm(sleeper);
     }
@@ -512,7 +514,7 @@ impl ControllerQueues {
         self.overriding.as_ref().is_some_and(|overriding| overriding.is_waiting())
     }
 
-    /// Whether somebody waits for something that no event announces.
+    /// True if an operation waits for an end that no event signals.
     pub(crate) fn needs_polling(&self) -> bool {
         let waited_for = !(self.draining.is_empty() && self.deleting.is_empty());
         self.override_is_waiting()
@@ -520,18 +522,18 @@ impl ControllerQueues {
             || !self.is_pending() && (waited_for || self.can_replay())
     }
 
-    /// Whether commands of another process wait for something else than room.
+    /// True if recovered commands wait for something other than room in a completion queue.
     fn can_replay(&self) -> bool {
         self.has_replays() && self.set.sqs.iter().flatten().all(|sq| !sq.blocked)
     }
 
-    /// Whether the host writes its doorbells itself: nothing tells a worker that it has.
+    /// True if the host writes mapped doorbells, which do not wake the thread.
     pub(crate) fn is_mapped(&self) -> bool {
         self.set.shared.mapped
     }
 
-    /// Whether all that it could have to do would begin with a doorbell or a message: nothing is in
-    /// flight, nothing held back, and nobody waits.
+    /// True if any further work begins with a doorbell or a message: nothing is in flight, held or
+    /// waited for.
     pub(crate) fn is_quiescent(&self) -> bool {
         !self.override_is_waiting()
             && !self.is_pending()
@@ -544,13 +546,13 @@ impl ControllerQueues {
             && !self.set.holds_back()
     }
 
-    /// How much has been done: a number that changes with every command.
+    /// Progress counter, which changes with every command.
     pub(crate) fn progress(&self) -> u64 {
         self.set.progress()
     }
 }
 
-/// Puts a queue in the first hole, so that indices stay what they are. Its index.
+/// Inserts an item at the first free index, so that other indices stay valid. Returns the index.
 pub(super) fn insert<T>(list: &mut Vec<Option<T>>, item: T) -> usize {
     let place = list.iter().position(Option::is_none).unwrap_or(list.len());
     if place == list.len() {

@@ -1,4 +1,4 @@
-//! Hosts whose doorbell writes a sleeping worker takes by itself.
+//! Doorbell sources: hosts whose doorbell writes an I/O thread receives directly.
 
 use super::observer::Observer;
 use crate::doorbell_source::{DoorbellSource, PolledDoorbells};
@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// How often in a row it is woken for nothing that it could take, until it gives the source up.
+/// Consecutive futile wakeups by a source after which the source is removed.
 const WAKES_IN_VAIN: u32 = 8;
 
 struct Registered {
@@ -18,12 +18,12 @@ struct Registered {
     in_vain: u32,
 }
 
-/// The sources that a worker has, by controller.
+/// Doorbell sources of an I/O thread, by controller.
 #[derive(Default)]
 pub(super) struct DoorbellSources(HashMap<u32, Registered>);
 
 impl DoorbellSources {
-    /// Takes a source, which is reported as `token`.
+    /// Adds a source, whose epoll token is `token`.
     pub(super) fn add(
         &mut self,
         mut source: Box<dyn DoorbellSource>,
@@ -36,17 +36,19 @@ impl DoorbellSources {
                 let registered = Registered { source, shared: Arc::clone(shared), in_vain: 0 };
                 self.0.insert(shared.id, registered);
             }
-            Err(error) => tracing::debug!(%error, "a worker can not wait for a host by itself"),
+            Err(error) => {
+                tracing::debug!(%error, "cannot receive doorbell writes on the I/O thread")
+            }
         }
     }
 
-    /// Gives the source of a controller up, if there is one.
+    /// Removes the source of a controller, if there is one.
     pub(super) fn remove(&mut self, controller: u32) {
         self.0.remove(&controller);
     }
 
-    /// A source was reported: takes the doorbell writes of queues that `worker`, which is awake,
-    /// serves.
+    /// Handles an event of a source: receives the doorbell writes of queues that `worker` serves,
+    /// the calling thread, which is awake.
     pub(super) fn poll_doorbells(
         &mut self,
         controller: u32,

@@ -1,4 +1,4 @@
-//! The two commands of a fused operation, as they are fetched: neither goes without the other.
+//! Fetch of fused operations: the two commands start together or not at all.
 //! Base 2.1, 3.4.2 "Fused Operations".
 
 use super::errors::report_error;
@@ -11,19 +11,19 @@ use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
 use shadowbell_state::{AbortPoint, abort_point};
 
-/// How far a burst is.
+/// Progress of a burst of fetched commands.
 pub(super) struct Burst {
-    /// The entry that is fetched next.
+    /// Index of the entry that is fetched next.
     pub(super) head: u16,
-    /// Commands that were fetched, and as many as may be.
+    /// Number of commands fetched, and the maximum of this burst.
     pub(super) done: u32,
     pub(super) fetched: u32,
-    /// Commands that a disk has in hand, or that wait.
+    /// Number of commands in flight or parked.
     pub(super) pending: u32,
     pub(super) permits: Permits,
 }
 
-/// Whom a command is fetched for.
+/// Context of the fetched commands.
 pub(super) struct Fetcher<'a> {
     pub(super) engine: &'a mut Engine,
     pub(super) journal: &'a mut Option<JournalPart>,
@@ -34,17 +34,17 @@ pub(super) struct Fetcher<'a> {
     pub(super) cq: &'a mut Cq,
 }
 
-/// What became of a command that says that it is part of a fused operation.
+/// Outcome of fetching a command with FUSE bits.
 pub(super) enum Paired {
-    /// It has failed like this.
+    /// Failed with this status.
     Alone(Permit, Status),
-    /// It was fetched with the other one.
+    /// Fetched together with the second command.
     Both,
-    /// It has to wait for room in the completion queue, for two.
+    /// Not fetched yet: the completion queue needs room for two entries.
     Later,
 }
 
-/// Goes on with a command that was fetched and says that it is part of a fused operation.
+/// Pairs a fetched command that has FUSE bits with the command behind it.
 #[cold]
 #[inline(never)]
 pub(super) fn pair(
@@ -66,7 +66,7 @@ pub(super) fn pair(
         }
         _ => None,
     };
-    // One that could never hold both completions is as good as one without the other command.
+    // A completion queue that can never hold two entries cannot support fused operations.
     let Some(second) = second.filter(|_| cq.layout.size.entries() > 2) else {
         return (burst, Paired::Alone(permit, missing));
     };
@@ -107,8 +107,8 @@ pub(super) fn pair(
     (burst, Paired::Both)
 }
 
-/// Starts the two commands of a fused operation that were under way in a process that is dead, each
-/// with its record; or gives them up. How many are under way.
+/// Starts the two commands of a fused operation again that were in flight in a dead process, each
+/// with its journal record; or fails them if `gives_up`. Returns the number in flight.
 #[cold]
 pub(super) fn replay(
     with: Fetcher<'_>,

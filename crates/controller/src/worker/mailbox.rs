@@ -1,4 +1,4 @@
-//! How others reach a worker.
+//! Mailbox of an I/O thread: messages and wakeups from other threads.
 
 use super::message::Message;
 use super::relocation::{Arrivals, Relocated};
@@ -12,14 +12,14 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
-/// How many messages are looked through for one of the same kind.
+/// Number of messages that are searched for an earlier DMA map of the same controller.
 const NEAR: usize = 16;
 
-/// Adds a message. A DMA map that has not been read yet gives way to the next of the same
-/// controller: to find every queue again takes longer than to send a map, and a client that sends
-/// them without a pause would have the worker do nothing else. Who waits for the end of the old
-/// ones waits for that of the map that the worker has. Returns what is to be dropped without the
-/// lock: memory, perhaps.
+/// Adds a message. A DMA map replaces an unread earlier map of the same controller: to resolve all
+/// queues in a map takes longer than to send one, so a client that sends maps without a pause would
+/// keep the thread busy with nothing else. Latches that wait for the end of the replaced maps wait
+/// for the end of the thread's current map. Returns the replaced map, which the caller drops
+/// without the lock, because it may own memory.
 fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTable>> {
     let Message::Table { controller, table, mut latches } = message else {
         messages.push_back(message);
@@ -31,9 +31,9 @@ fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTabl
                 all.append(&mut latches);
                 return Some(std::mem::replace(old, table));
             }
-            // The order of these does not matter to it.
+            // These messages commute with a map.
             Message::Table { .. } | Message::DoorbellWritten { .. } => {}
-            // A queue or a reset in between has to find the maps as they were.
+            // Any other message (queue creation, reset) has to see the maps in order.
             _ => break,
         }
     }
@@ -41,18 +41,18 @@ fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTabl
     None
 }
 
-/// A worker's mailbox, and what wakes the worker.
+/// Mailbox of an I/O thread, with the means to wake the thread.
 pub(crate) struct Mailbox {
-    /// Whether there are messages: what the worker looks at in every pass.
+    /// True if there are messages. Read by the thread in every pass.
     has_any: AtomicBool,
     messages: Mutex<VecDeque<Message>>,
-    /// The most messages that were there at a time.
+    /// Maximum number of waiting messages.
     most: AtomicUsize,
     pub(crate) state: Arc<AtomicU32>,
     pub(crate) event: EventFd,
-    /// For whoever wants to know how long the worker has been awake.
+    /// Time that the thread has been awake, read by other threads.
     pub(crate) busy: BusyClock,
-    /// Where it counts its sleeps.
+    /// Sleep statistics of the thread.
     pub(crate) sleeps: SleepCounters,
 }
 
@@ -69,7 +69,7 @@ impl Mailbox {
         })
     }
 
-    /// Leaves a message, and wakes the worker if it sleeps: whether it did.
+    /// Sends a message and wakes the thread if it sleeps. True if it woke it up.
     pub(crate) fn send(&self, message: Message) -> bool {
         let mut messages = self.messages.lock();
         let parting = add(&mut messages, message);
@@ -80,7 +80,7 @@ impl Mailbox {
         self.wake()
     }
 
-    /// Wakes the worker if it sleeps: whether it did.
+    /// Wakes the thread if it sleeps. True if it woke it up.
     pub(crate) fn wake(&self) -> bool {
         let asleep = self.waker().kick();
         if asleep {
@@ -89,9 +89,9 @@ impl Mailbox {
         asleep
     }
 
-    /// A trapped doorbell write of a controller whose state at the worker is `park_state`. If it is
-    /// parked, the worker has to know whose doorbell it was; if not, only that it must not sleep.
-    /// Whether this has woken it.
+    /// Delivers a trapped doorbell write of a controller whose state on the thread is `park_state`.
+    /// If the controller is parked, a message names it; otherwise, the thread is only woken. True
+    /// if it woke it up.
     pub(crate) fn write_doorbell(
         &self,
         controller: u32,
@@ -118,20 +118,21 @@ impl Mailbox {
         self.has_any.load(Ordering::Acquire)
     }
 
-    /// Whether there is a message of this controller.
+    /// True if there is a message for this controller.
     pub(crate) fn has_of(&self, controller: u32) -> bool {
         let messages = self.messages.lock();
         messages.iter().any(|message| message.controller() == Some(controller))
     }
 
-    /// The most messages that were there at a time since this was last asked.
+    /// Returns and resets the maximum number of waiting messages.
     pub(crate) fn take_most(&self) -> usize {
         self.most.swap(0, Ordering::Relaxed)
     }
 
-    /// All messages that are there, oldest first.
+    /// Takes all messages, oldest first.
     pub(crate) fn take(&self) -> VecDeque<Message> {
-        // First the flag, then the messages: one that comes in between is found again.
+        // The flag is cleared before the messages are taken, so a message sent in between sets it
+        // again.
         self.has_any.store(false, Ordering::Release);
         std::mem::take(&mut *self.messages.lock())
     }
@@ -151,7 +152,7 @@ mod tests {
     use crate::notice::Notice;
     use shadowbell_memory::{DmaSpace, Mapping};
 
-    /// A map of so many ranges, for which as many wait as are in `latches`.
+    /// DMA map message with `ranges` ranges and these latches.
     fn table(controller: u32, ranges: u64, latches: Vec<Latch>) -> Message {
         let bytes = Mapping::anonymous(4096).unwrap().bytes();
         let mut space = DmaSpace::default();
@@ -159,7 +160,7 @@ mod tests {
         Message::Table { controller, table: Arc::clone(space.table()), latches }
     }
 
-    /// What is taken: (controller, ranges, who waits), or `None` for something else.
+    /// Taken messages as (controller, ranges, latches), or `None` for other messages.
     fn taken(mailbox: &Mailbox) -> Vec<Option<(u32, usize, usize)>> {
         let of = |message: &Message| match message {
             Message::Table { controller, table, latches } => {
@@ -182,8 +183,7 @@ mod tests {
             mailbox.send(Message::DoorbellWritten { controller: 3 });
         }
         assert!(mailbox.has_messages());
-        // The ring of every round is a message; behind sixteen of them a map is no longer looked
-        // for.
+        // Each round also sends a doorbell message; a map behind sixteen of these is not found.
         let all = taken(&mailbox);
         let maps: Vec<_> = all.iter().flatten().collect();
         let waiting: usize = maps.iter().map(|(.., waiting)| waiting).sum();
@@ -199,7 +199,7 @@ mod tests {
         let before = done();
         let messages = mailbox.take();
         assert_eq!(messages.len(), 2);
-        assert_eq!(done(), before, "no notice is given before the worker has the map");
+        assert_eq!(done(), before, "no latch is released before the thread has the map");
         drop(messages);
         assert_eq!(done(), before + 1000);
     }
@@ -215,7 +215,7 @@ mod tests {
         mailbox.send(table(1, 2, Vec::new()));
         mailbox.send(table(1, 3, Vec::new()));
         assert_eq!(taken(&mailbox), [Some((1, 1, 0)), None, Some((1, 3, 0))]);
-        // What has been taken does not come back.
+        // A map that was taken is not replaced any more.
         mailbox.send(table(1, 4, Vec::new()));
         assert_eq!(taken(&mailbox), [Some((1, 4, 0))]);
     }

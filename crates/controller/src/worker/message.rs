@@ -1,5 +1,5 @@
-//! What the control plane tells a worker. A worker reads its messages between two passes over its
-//! queues, so no lock is ever taken while commands are served.
+//! Messages from the control plane to an I/O thread. A thread reads its messages between two passes
+//! over its queues, so no lock is taken while commands are served.
 
 use super::queue_override::QueueOverride;
 use super::relocation::{Departure, Relocated};
@@ -18,7 +18,7 @@ use shadowbell_memory::{DmaTable, EventFd};
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
-/// What a worker needs to know of a controller before it serves its first queue.
+/// Context that an I/O thread needs to serve a controller's first queue.
 pub(crate) struct QueueContext {
     pub(crate) shared: Arc<ControllerShared>,
     pub(crate) control: ControlHandle,
@@ -28,27 +28,27 @@ pub(crate) struct QueueContext {
     pub(crate) page_size: usize,
     /// MDTS in bytes.
     pub(crate) max_transfer: usize,
-    /// How much it may have under way.
+    /// In-flight limits.
     pub(crate) quota: Quota,
-    /// Resets that there have been.
+    /// Number of controller resets so far.
     pub(crate) generation: u64,
-    /// The Shadow Doorbell and the EventIdx buffer, if Doorbell Buffer Config is in force.
+    /// Shadow Doorbell and EventIdx buffers, if Doorbell Buffer Config is enabled.
     pub(crate) shadow: Option<(u64, u64)>,
-    /// What serves the queues instead, if anything does.
+    /// Override that serves the queues instead, if any.
     pub(crate) overriding: Option<Box<dyn QueueOverride>>,
 }
 
 pub(crate) enum Message {
-    /// A doorbell was written of a controller that is parked (see `poll_group`).
+    /// Doorbell write of a parked controller (see `poll_group`).
     DoorbellWritten {
         controller: u32,
     },
-    /// From now on, whoever signals `event` wants the controller's doorbells to be looked at.
+    /// Registration of an eventfd that signals doorbell writes of the controller.
     DoorbellEventfd {
         controller: u32,
         event: EventFd,
     },
-    /// From now on, the worker takes the host's doorbell writes by itself.
+    /// Registration of a source from which the thread receives the host's doorbell writes itself.
     DoorbellSource {
         controller: u32,
         source: Box<dyn DoorbellSource>,
@@ -65,7 +65,7 @@ pub(crate) enum Message {
         cqid: u16,
         latch: Latch,
     },
-    /// Stops the queue, gives up what is in flight, and forgets it; then drops the latch.
+    /// Stops the queue, aborts commands in flight, deletes the queue, then releases the latch.
     DeleteSq {
         controller: u32,
         qid: u16,
@@ -76,123 +76,123 @@ pub(crate) enum Message {
         qid: u16,
         latch: Latch,
     },
-    /// Doorbell Buffer Config, or the end of it.
+    /// Enables Doorbell Buffer Config, or disables it (`None`).
     Shadow {
         controller: u32,
         pages: Option<(u64, u64)>,
         latch: Latch,
     },
-    /// Another DMA map; the latches are dropped once nothing uses the old one.
+    /// Replaces the DMA map; the latches are released once nothing uses the old one.
     Table {
         controller: u32,
         table: Arc<DmaTable>,
         latches: Vec<Latch>,
     },
-    /// Namespace `nsid` is another one, or none: that of these. The latch is dropped once nothing
-    /// uses the disk of the one before. It gets a status if the new disk can not be opened, and
-    /// then all is as it was.
+    /// Changes namespace `nsid` to the one in `namespaces`, or removes it. The latch is released
+    /// once nothing uses the old disk. If the new disk cannot be opened, nothing changes and the
+    /// latch gets a status.
     ChangeNamespace {
         controller: u32,
         nsid: u32,
         namespaces: Arc<Namespaces>,
         latch: Latch,
     },
-    /// The controller may do something else with a namespace. The latch is dropped when what is
-    /// under way there has ended, which is given up if this `aborts`.
+    /// Applies a change of the controller's access to a namespace. The latch is released when the
+    /// commands in flight on it have ended; they are aborted if `aborts` is true.
     ReviewAccess {
         controller: u32,
         uuid: [u8; 16],
         aborts: bool,
         latch: Latch,
     },
-    /// A reservation command is over.
+    /// Ends a reservation command.
     ReservationEnded {
         controller: u32,
         ticket: u64,
         status: Status,
     },
-    /// Flush every namespace.
+    /// Flushes every namespace.
     Flush {
         context: Box<QueueContext>,
         latch: Latch,
     },
-    /// Verify a piece of a namespace. The latch gets the status of an error.
+    /// Verifies a piece of a namespace. The latch gets the status of an error.
     Verify {
         context: Box<QueueContext>,
         piece: Piece,
         latch: Latch,
     },
-    /// The latch gets the status Command Abort Requested if the command is aborted.
+    /// Aborts a command. The latch gets the status Command Abort Requested if it was aborted.
     Abort {
         controller: u32,
         sqid: u16,
         cid: u16,
         latch: Latch,
     },
-    /// Controller reset: shadow pages dropped at once, then commands in flight given up, then
-    /// everything forgotten; then drops the latch.
+    /// Controller reset: drops shadow pages at once, aborts commands in flight, deletes all queues,
+    /// then releases the latch.
     Detach {
         controller: u32,
         latch: Latch,
     },
-    /// Has the controller go to another worker, once nothing of it is under way. From here on until
-    /// the latch is dropped, nobody sends anything about the controller but
-    /// [`Hurry`](Self::Hurry).
+    /// Moves the controller's queues to another I/O thread once nothing is in flight. Until the
+    /// latch is released, the route holds back further messages about the controller, except
+    /// [`Stay`](Self::Stay), [`Hurry`](Self::Hurry) and those of exclusive execution.
     Leave {
         controller: u32,
         departure: Departure,
     },
-    /// A controller that was to leave stays, unless it has left.
+    /// Cancels a move that has not happened yet.
     Stay {
         controller: u32,
     },
-    /// Nothing more of the controller is fetched. The latch is dropped when nothing is under way
-    /// but what has to be alone.
+    /// Stops fetching. The latch is released when nothing is in flight except commands that wait
+    /// for exclusive execution.
     Pause {
         controller: u32,
         latch: Latch,
     },
-    /// What has to be alone is carried out; then the latch is dropped.
+    /// Executes parked commands exclusively, then releases the latch.
     Alone {
         controller: u32,
         latch: Latch,
     },
-    /// What has changed is recorded. The latch is dropped when that is written down.
+    /// Reports that changes are recorded. The latch is released when the journal says so.
     Settle {
         controller: u32,
         latch: Latch,
     },
-    /// Commands are fetched again.
+    /// Ends exclusive execution: fetching continues.
     GoOn {
         controller: u32,
     },
-    /// What is under way of a controller that is to leave is to be given up.
+    /// Aborts the commands in flight of a controller that is about to move.
     Hurry {
         controller: u32,
     },
-    /// A controller comes from another worker.
+    /// Delivers a controller's queues from another I/O thread.
     Arrive(Box<Relocated>),
-    /// From now on, something else serves the controller's queues.
+    /// Sets an override that serves the controller's queues from now on.
     Override {
         controller: u32,
         overriding: Box<dyn QueueOverride>,
     },
-    /// Record in this ring from here on, or nothing more.
+    /// Starts recording in this ring, or stops.
     Trace(Option<TraceRing>),
-    /// Measure how long commands take from here on, or do so no more.
+    /// Starts or stops the measurement of command latencies.
     Measure(bool),
-    /// The thread is lent to this, by a controller.
+    /// Lends the thread to a job of a controller.
     Run {
         controller: u32,
         job: ThreadJob,
     },
-    /// Somebody wants to know whether the worker comes to its messages: it drops this.
+    /// Liveness check: the thread drops the message.
     Visit(Visit),
     Stop,
 }
 
 impl Message {
-    /// The controller that it is about.
+    /// Number of the controller that the message is about.
     pub(crate) fn controller(&self) -> Option<u32> {
         match self {
             Self::CreateCq { context, .. }

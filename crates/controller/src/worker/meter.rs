@@ -1,5 +1,5 @@
-//! How long commands take, measured behind the path that serves them, as the trace records them:
-//! entries are read again from the queues, and the clock is read once for a batch.
+//! Command latency measurement, outside of the I/O path, at the events that the trace records:
+//! entries are read again from the queues, and the clock is read once per batch.
 
 use crate::config::MAX_NAMESPACES;
 use crate::measured::{CommandKind, MeasuredCounters};
@@ -11,28 +11,28 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Commands whose place in the table is the same, of which none is forgotten.
+/// Associativity of the table: commands per set.
 const WAYS: usize = 4;
-/// Places: for more commands than are under way, so that hardly five ever have the same.
+/// Number of sets: the table holds more commands than are in flight, so overflows are rare.
 const SETS: usize = 8192;
-/// Namespaces whose counters are at hand. With more, they are looked up anew.
+/// Maximum number of cached namespace counters; beyond that, the cache is cleared.
 const AT_HAND: usize = 4096;
 
-/// What measures the commands of one worker.
+/// Command latency measurement of one I/O thread.
 pub(super) struct Meter {
-    /// Those that were seen and have not ended, by what names them.
+    /// Commands in flight, in a set-associative table by key.
     seen: Box<[[Seen; WAYS]]>,
-    /// Where to count, by controller and namespace.
+    /// Counters by controller and namespace.
     counters: HashMap<(u32, u32), Arc<MeasuredCounters>>,
     began: Instant,
 }
 
-/// A command that was seen.
+/// Command in flight.
 #[derive(Clone, Copy)]
 struct Seen {
     /// Controller, submission queue and command identifier.
     key: u64,
-    /// When, in nanoseconds since the meter began; 0 for none.
+    /// Time of the submission in nanoseconds since the meter began; 0 for an empty slot.
     at: u64,
     nsid: u32,
     blocks: u32,
@@ -45,7 +45,7 @@ fn key_of(controller: u32, sqid: u16, cid: u16) -> u64 {
     u64::from(controller) << 32 | u64::from(sqid) << 16 | u64::from(cid)
 }
 
-/// What the command does, and to how many blocks.
+/// Kind of a command, and its number of blocks.
 fn kind_of(sqe: &Sqe) -> (CommandKind, u32) {
     let blocks = (sqe.cdw12 & 0xffff) + 1;
     match NvmOpcode::try_from(sqe.opcode) {
@@ -61,35 +61,35 @@ impl Meter {
         Self { seen, counters: HashMap::new(), began: Instant::now() }
     }
 
-    /// The time, which is not 0.
+    /// Current time in nanoseconds, never 0.
     pub(super) fn now(&self) -> u64 {
         (self.began.elapsed().as_nanos() as u64).max(1)
     }
 
     fn set(&mut self, key: u64) -> Option<&mut [Seen; WAYS]> {
-        // Multiplied by a number without a pattern, whose upper bits depend on all of the key.
+        // Multiplicative hash: the upper bits depend on the whole key.
         let at = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % SETS;
         self.seen.get_mut(at)
     }
 
-    /// A command is in its queue since `now`.
+    /// Records a command that was found in its queue at `now`.
     pub(super) fn sees(&mut self, controller: u32, sqid: u16, sqe: &Sqe, now: u64) {
-        // Other numbers are none, or all: a guest can not have counters made with them.
+        // Invalid and broadcast NSIDs are ignored, so a guest cannot create counters for them.
         if sqe.nsid == 0 || sqe.nsid > MAX_NAMESPACES as u32 {
             return;
         }
         let key = key_of(controller, sqid, sqe.cid);
         let (kind, blocks) = kind_of(sqe);
         let Some(set) = self.set(key) else { return };
-        // What has the same name has ended without a word; otherwise the oldest gives way, which
-        // most likely has, too.
+        // An entry of the same key ended without a completion. Otherwise the oldest entry of the
+        // set is replaced, which most likely has ended in the same way.
         let same = set.iter().position(|seen| seen.at != 0 && seen.key == key);
         let oldest = || (0..WAYS).min_by_key(|way| set[*way].at).unwrap_or(0);
         let way = same.unwrap_or_else(oldest);
         set[way] = Seen { key, at: now, nsid: sqe.nsid, blocks, kind };
     }
 
-    /// A completion is posted at `now`.
+    /// Records a completion posted at `now`.
     pub(super) fn posted(&mut self, shared: &ControllerShared, cqe: &Cqe, now: u64) {
         let key = key_of(shared.id, cqe.sq_id, cqe.cid);
         let Some(set) = self.set(key) else { return };

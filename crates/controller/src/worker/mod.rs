@@ -1,7 +1,7 @@
-//! Workers: the threads that serve I/O queues.
+//! I/O threads, which serve I/O queues.
 //!
-//! A worker owns its submission queues, the completion queues that they feed and its way to the
-//! disks; nobody else touches them. The control plane reaches it by messages only.
+//! An I/O thread owns its submission queues, their completion queues and its disk queues; no other
+//! thread touches these. The control plane communicates with it by messages only.
 
 mod backlog;
 mod busy;

@@ -1,4 +1,4 @@
-//! Queues that leave for another worker, and arrive from one.
+//! Departure and arrival of queues that move between I/O threads.
 
 use super::controller_queues::ControllerQueues;
 use super::controller_queues::insert;
@@ -12,21 +12,21 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 impl ControllerQueues {
-    /// Has it leave for another worker: nothing more is fetched here, and when nothing is under way
-    /// [`is_over`](Self::is_over) says so.
+    /// Begins a move to another I/O thread: fetching stops, and when nothing is in flight,
+    /// [`is_over`](Self::is_over) is true.
     pub(crate) fn leave(&mut self, departure: Departure) {
         self.set.engine.close(Closed::Leaves);
         self.departure = Some(departure);
     }
 
-    /// It does not leave after all, unless it has left already.
+    /// Cancels a move that has not happened yet.
     pub(crate) fn stay(&mut self) {
         if self.departure.take().is_some() {
             self.set.engine.open(Closed::Leaves);
         }
     }
 
-    /// It is to leave soon: a reset waits for that.
+    /// Aborts commands in flight, because a controller reset waits for the pending move.
     pub(crate) fn hurry(&mut self) {
         if self.departure.is_some() {
             self.recovery = None;
@@ -37,19 +37,20 @@ impl ControllerQueues {
         }
     }
 
-    /// Leaves from `worker`, unless it is being detached: whether it has left.
+    /// Sends the queues to their destination, unless they are being detached. True if they were
+    /// sent.
     pub(crate) fn depart(&mut self, worker: usize) -> bool {
         let Some(Departure { to, latch }) = self.departure.take() else { return false };
         if self.detaching.is_some() {
             return false;
         }
         let table = self.table();
-        // A change of the namespaces may come to its end there before this one is dropped, and
-        // nothing of a disk that goes may be here then.
+        // A namespace change may end at the destination before `self` is dropped; until then
+        // nothing here may refer to the old disk.
         self.set.engine.forget_namespaces();
-        // Nor is anything in flight, and whoever moves the guest may look at once.
+        // Nothing is in flight, so the dirty log is complete; a live migration may read it at once.
         self.set.engine.view().hand_in_log();
-        // Who goes to another process, or another worker, is served there as any other one.
+        // At the destination, or in another process, all commands are served normally.
         self.recovery = None;
         self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);
         if let Some(journal) = &self.set.journal {
@@ -71,15 +72,15 @@ impl ControllerQueues {
             inheritance: Inheritance::default(),
             latch: Some(latch),
         };
-        // Who writes a doorbell looks at its owner once more after that: so either the doorbell is
-        // seen there, or the writer sees that the queue has gone there.
+        // A doorbell's writer reads the owner again after the write. So either the destination sees
+        // the doorbell, or the writer sees the new owner.
         self.set.shared.change_owner(worker, to.worker);
         to.arrivals.deliver(Box::new(relocated));
         true
     }
 
-    /// Arrives at the calling thread. What it has in hand is dropped if a disk can not be opened.
-    /// The thread is that of `worker`.
+    /// Receives moved queues on the calling I/O thread, which has the index `worker`. If a disk
+    /// cannot be opened, the queues are dropped.
     pub(crate) fn arrive(
         relocated: Relocated,
         worker: usize,
@@ -114,11 +115,11 @@ impl ControllerQueues {
         Ok((arrived, latch))
     }
 
-    /// Takes in queues of the same controller that come from another worker.
+    /// Adds moved queues to the queues of the same controller on this thread.
     pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
         let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
         self.set.shared.join_parts(&counters, &self.set.engine.counters);
-        // They were found in the map that was in force there.
+        // The moved queues were resolved in the DMA map of their previous thread.
         let (table, pages) = (self.table(), self.shadow);
         let mut places = Vec::with_capacity(cqs.len());
         for cq in cqs {
@@ -134,13 +135,13 @@ impl ControllerQueues {
         let mut indices = Vec::with_capacity(sqs.len());
         for sq in sqs {
             indices.push(sq.and_then(|mut sq| {
-                // A submission queue has its completion queue on the same worker.
+                // A submission queue has its completion queue on the same I/O thread.
                 sq.cq = places.get(sq.cq).copied().flatten()?;
                 sq.remap(&table, pages);
                 Some(insert(&mut self.set.sqs, sq))
             }));
         }
-        // Queues that were placed at several workers may be recovered by one.
+        // Queues of several threads may be recovered by one.
         let inheritance = inheritance.moved(|sq| indices.get(sq).copied().flatten());
         if let Some(more) = Recovery::new(inheritance, &mut self.set) {
             match &mut self.recovery {

@@ -1,9 +1,9 @@
-//! Who looks on while a worker works: the trace, and the meter. Off, both cost one branch together.
+//! Observer of an I/O thread: trace and latency meter. Both disabled, they cost one branch.
 
 use super::meter::Meter;
 use crate::trace::{Kind, TraceRing};
 
-/// What a worker writes down of what it does.
+/// Trace ring and latency meter of an I/O thread.
 #[derive(Debug, Default)]
 pub(crate) struct Observer {
     ring: Option<TraceRing>,
@@ -18,12 +18,12 @@ impl Observer {
     }
 }
 
-/// Records in this ring from here on, or nothing more.
+/// Starts recording in this ring, or stops.
 pub(super) fn trace(observer: &mut Option<Observer>, ring: Option<TraceRing>) {
     change(observer, |observer| observer.ring = ring);
 }
 
-/// Measures commands from here on, or does so no more.
+/// Starts or stops the measurement of command latencies.
 pub(super) fn measure(observer: &mut Option<Observer>, on: bool) {
     change(observer, |observer| {
         if on {

@@ -1,27 +1,27 @@
-//! Which controllers a worker looks at: the active apart from the idle.
+//! Poll group: separates the active controllers of an I/O thread from the idle ones.
 //!
-//! A host with hundreds of virtual machines has mostly idle ones. If each of them were looked at in
-//! every pass, armed before every sleep and disarmed after it, all would pay for the few that do
-//! something. So a worker does that for its *active* controllers only. The others are
+//! On a host with hundreds of virtual machines, most are idle. If every pass polled all of them and
+//! every sleep armed all of their doorbells, the few active ones would pay for the idle ones. So an
+//! I/O thread does this for *active* controllers only. Idle controllers are
 //!
-//! * *parked*, where a doorbell says that they have something to do. A controller is parked as a
-//!   worker goes to sleep: it is declared asleep in a state cell of its own, its doorbells are
-//!   armed, a full fence is passed, and everything is looked at once more; only if nothing is found
-//!   it stays there, and is then left out of passes and of the worker's own sleep. Whoever delivers
-//!   a doorbell write stores the register, passes a fence and reads that cell. So one of the two
-//!   sees the other: the last look sees the write, or the write sees the controller parked, and
-//!   leaves a message that names it. From there on it is a message as all others, which a worker
-//!   never sleeps through. Only the first who sees it parked leaves one; who sees that somebody is
-//!   about to relies on that one's, which is still to come and has the controller looked at as a
-//!   whole. (The crate `doorbell` has all this as a model: `tests/loom/park.rs`.) An eventfd that a
-//!   host signals instead stays signalled until the worker has taken it, in its sleep or now and
-//!   then while it is awake.
-//! * *dormant*, where there is no such doorbell: the doorbells are mapped, or the worker is one
-//!   that polls for ever, whose hosts have been promised that they never ring. These are visited in
-//!   turn, a few of them in each pass and all of them before a sleep.
+//! * *parked*, if a doorbell write signals new commands. A controller is parked when the thread
+//!   goes to sleep: its own state cell is set to asleep, its doorbells are armed, a full fence is
+//!   executed, and everything is checked once more. Only if no work is found, the controller stays
+//!   parked, and is excluded from passes and from the arming of later sleeps. The writer of a
+//!   doorbell stores the register, executes a fence and reads the state cell. So at least one side
+//!   sees the other: either the recheck sees the write, or the writer sees the parked controller
+//!   and sends a message that names it. A thread never sleeps with unread messages. Only the first
+//!   writer that sees the controller parked sends a message; a later writer may rely on it even
+//!   before it is sent, because its receipt makes the thread check all doorbells of the controller.
+//!   (The crate `doorbell` has a model of this protocol: `tests/loom/park.rs`.) A doorbell eventfd
+//!   stays signalled until the thread takes the event, either in its sleep or in a periodic check
+//!   while it is awake.
+//! * *dormant*, if no doorbell write signals: with mapped doorbells, or if the thread polls always
+//!   and has promised its hosts that they need no doorbell writes. Dormant controllers are visited
+//!   in turn, a few in each pass and all of them before a sleep.
 //!
-//! Only a controller that is quiescent is either: nothing in flight, no interrupt held back, nobody
-//! who waits for it. Any message for it makes it active first.
+//! Only a quiescent controller is parked or dormant: nothing in flight, no held interrupt, no
+//! waiting latch. Any message for it makes it active first.
 
 use super::backlog::Unread;
 use super::controller_queues::ControllerQueues;
@@ -35,40 +35,41 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// Sleeps in a row for which a controller was armed in vain until it is parked. Armed or parked, it
-/// rings at its next command; but parked it also rings while the worker is awake for others.
+/// Consecutive sleeps in which a controller was armed in vain before it is parked. Armed or parked,
+/// its next command needs a doorbell write; but parked, also while the thread is awake for others.
 const PARK_AFTER: u32 = 8;
-/// Under a worker that does not sleep: how long there was nothing to do for it. Its host then rings
-/// at most so often.
+/// Idle time after which a controller is parked or dormant while the thread does not sleep. Its
+/// host needs at most one doorbell write per this time.
 const PARK_AFTER_TIME: Duration = Duration::from_millis(10);
-/// Passes between two looks at the clock for that.
+/// Passes between two readings of the clock for that check.
 const REVIEW: u32 = 1024;
-/// Commands in the time of which a dormant controller is visited: some percent of a worker's time.
+/// Work, in commands, after which a dormant controller is visited: some percent of the thread's
+/// time.
 const VISIT: u32 = 32;
-/// What a pass counts for in this, and how many in a row that found nothing make it a whole visit:
-/// the worker then has nothing better to do.
+/// Weight of a pass in that count; and the number of consecutive idle passes after which every
+/// pass makes a visit, because the thread has nothing better to do.
 const VISIT_PER_PASS: u32 = 2;
 const STILL: u32 = 64;
-/// Passes that found nothing, or half as many commands, after which a worker that is awake checks
-/// descriptors: some tens of microseconds.
+/// Idle passes, or half as many commands, after which a thread that is awake checks descriptors:
+/// some tens of microseconds.
 const CHECK_AFTER: u32 = 512;
 
-/// A controller in the group.
+/// Controller in the group.
 pub(super) struct PollEntry {
     pub(super) queues: ControllerQueues,
-    /// Its own state, for while it is parked.
+    /// State cell of the controller, for the time that it is parked.
     sleeper: Sleeper<SleepCell>,
-    /// What had been done for it in the last sleep, and in how many sleeps since when.
+    /// Progress at the last sleep, and the number of sleeps since it changed.
     done: u64,
     idle_streak: u32,
-    /// What had been done for it at the last review.
+    /// Progress at the last review.
     reviewed: u64,
     share: Share,
     slow: SlowTurns,
 }
 
 impl PollEntry {
-    /// Whether the worker is about to sleep once more without anything having been done for it.
+    /// Counts a sleep of the thread. True if the controller was idle for more than [`PARK_AFTER`].
     fn is_idle(&mut self) -> bool {
         let done = self.queues.progress();
         self.idle_streak = if done == self.done { self.idle_streak.saturating_add(1) } else { 0 };
@@ -76,13 +77,13 @@ impl PollEntry {
         self.idle_streak > PARK_AFTER
     }
 
-    /// Whether nothing has been done for it since the last review.
+    /// True if the controller was idle since the last review.
     fn was_idle_since_review(&mut self) -> bool {
         let done = self.queues.progress();
         std::mem::replace(&mut self.reviewed, done) == done
     }
 
-    /// Declares it asleep, if there is nothing to do for it: whether it is.
+    /// Parks the controller, unless there is work for it. True if it is parked.
     fn park(&mut self, trace: &mut Option<Observer>) -> bool {
         if !self.queues.is_quiescent() {
             return false;
@@ -90,7 +91,7 @@ impl PollEntry {
         let mut arming = self.sleeper.prepare();
         self.queues.arm(&mut arming, trace);
         let mut fenced = arming.fence();
-        // Quiescent, so no interrupt is held back.
+        // A quiescent controller holds no interrupt, so there is no deadline.
         let due = self.queues.recheck(&mut fenced, trace);
         fenced.note(due.is_some());
         if let Some(asleep) = fenced.try_sleep() {
@@ -112,32 +113,32 @@ impl PollEntry {
     }
 }
 
-/// It is in every pass again.
+/// Publishes that passes include the controller again.
 fn is_back(entry: &PollEntry) {
     entry.queues.set_left_out(false);
 }
 
-/// The controllers of a worker.
+/// Controllers of an I/O thread.
 pub(super) struct PollGroup {
     #[allow(clippy::vec_box, reason = "they move from here to there")]
     pub(super) active: Vec<Box<PollEntry>>,
-    /// By controller: one that is parked is not on its way out, so there are no two.
+    /// Parked controllers by number. A parked controller is not being detached, so it is unique.
     parked: HashMap<u32, Box<PollEntry>>,
     dormant: VecDeque<Box<PollEntry>>,
-    /// Whether the worker never sleeps.
+    /// True if the thread never sleeps.
     always: bool,
-    /// Of the parked, how many ring by a descriptor.
+    /// Number of parked controllers with doorbell eventfds.
     parked_with_eventfd: usize,
-    /// How much was done since descriptors were checked, in the measure of [`CHECK_AFTER`].
+    /// Work since the last check of descriptors, in the unit of [`CHECK_AFTER`].
     unchecked: u32,
-    /// How much was done since dormant controllers were visited, in the measure of [`VISIT`]; and
-    /// passes in a row that found nothing.
+    /// Work since the last visit of dormant controllers, in the unit of [`VISIT`]; and the number
+    /// of consecutive idle passes.
     unvisited: u32,
     still: u32,
-    /// Passes since the last look at the clock, and the last review.
+    /// Passes since the last reading of the clock, and the time of the last review.
     passes: u32,
     reviewed: Instant,
-    /// `shadowbell_memory::sigbus::faults` when it was last looked at.
+    /// `shadowbell_memory::sigbus::faults` at the last check.
     faults: u64,
 }
 
@@ -158,7 +159,7 @@ impl PollGroup {
         }
     }
 
-    /// Takes in a new one.
+    /// Adds a controller.
     pub(super) fn add(&mut self, queues: ControllerQueues, state: SleepCell) {
         let sleeper = Sleeper::new(state);
         self.active.push(Box::new(PollEntry {
@@ -172,8 +173,8 @@ impl PollGroup {
         }));
     }
 
-    /// The queues of a controller, which is active from here on. Not old ones of the same
-    /// controller that are still on their way out.
+    /// Activates a controller and returns its queues; not queues of the same controller that are
+    /// being detached.
     pub(super) fn activate(&mut self, id: u32) -> Option<&mut ControllerQueues> {
         self.doorbell_written(id);
         if let Some(at) = self.dormant.iter().position(|entry| entry.queues.id() == id) {
@@ -183,30 +184,30 @@ impl PollGroup {
         active.find(|t| t.id() == id && !t.is_detaching())
     }
 
-    /// Whether the queues of a controller are here, and not on their way out.
+    /// True if the group has the controller's queues, not counting queues that are being detached.
     pub(super) fn has(&self, id: u32) -> bool {
         let mut others = self.active.iter().chain(&self.dormant).map(|entry| &entry.queues);
         self.parked.contains_key(&id) || others.any(|t| t.id() == id && !t.is_detaching())
     }
 
-    /// The trace begins here.
+    /// Starts a trace.
     pub(super) fn begin_trace(&mut self) {
         let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());
         let all = self.active.iter_mut().chain(left_out);
         all.for_each(|entry| entry.queues.begin_trace());
     }
 
-    /// Whether any disk has something in hand.
+    /// True if requests are in flight.
     pub(super) fn is_pending(&self) -> bool {
         self.active.iter().any(|entry| entry.queues.is_pending())
     }
 
-    /// How many requests have ended at the disks of those that are active.
+    /// Number of requests of active controllers that have ended so far.
     pub(super) fn ended(&self) -> u64 {
         self.active.iter().map(|entry| entry.queues.ended()).fold(0, u64::wrapping_add)
     }
 
-    /// A doorbell of a controller was written.
+    /// Handles a doorbell write: activates the controller if it is parked.
     pub(super) fn doorbell_written(&mut self, id: u32) {
         if let Some(mut entry) = self.parked.remove(&id) {
             self.parked_with_eventfd -= usize::from(entry.has_eventfds());
@@ -216,7 +217,7 @@ impl PollGroup {
         }
     }
 
-    /// A pass over the queues of all active controllers. How much there was to do, in commands.
+    /// Makes a pass over all active controllers. Returns the amount of work, in commands.
     #[inline(always)]
     pub(super) fn pass(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         if let [only] = &mut self.active[..]
@@ -228,7 +229,7 @@ impl PollGroup {
         self.pass_by_shares(unread, trace)
     }
 
-    /// A pass in which each gets its share.
+    /// Makes a pass in which each controller gets its share of time.
     #[inline(never)]
     fn pass_by_shares(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let mut work = 0;
@@ -253,14 +254,15 @@ impl PollGroup {
             }
         }
         if busy == 1 {
-            // Nobody else had anything to do, so nothing was taken from anybody.
+            // No other controller had work, so none was delayed.
             self.active.iter_mut().for_each(|entry| entry.share.forgive());
         }
         work
     }
 
-    /// Before a sleep, in which all but the parked are armed: parks those that have been armed in
-    /// vain for a while. One stays active, so that a worker's only controller takes no detour.
+    /// Before a sleep: activates dormant controllers, so that their doorbells are armed, and parks
+    /// controllers that have been armed in vain for a while. One controller stays active, so that
+    /// the only controller of a thread takes no detour.
     pub(super) fn park_idle(&mut self, trace: &mut Option<Observer>) {
         self.active.extend(self.dormant.drain(..).inspect(|entry| is_back(entry)));
         let mut index = 0;
@@ -282,8 +284,8 @@ impl PollGroup {
         self.parked.insert(entry.queues.id(), entry);
     }
 
-    /// After a pass in which there was so much to do: looks after those that were not in it. How
-    /// much there was to do for them.
+    /// After a pass with this amount of work: checks memory losses, reviews idle controllers and
+    /// visits dormant ones. Returns the amount of work found.
     #[inline]
     pub(super) fn check_others(
         &mut self,
@@ -319,13 +321,13 @@ impl PollGroup {
         if self.dormant.is_empty() { 0 } else { self.visit(work, unread, trace) }
     }
 
-    /// Whether descriptors are to be checked although the worker is awake.
+    /// True if descriptors have to be checked although the thread is awake.
     #[inline]
     pub(super) fn must_check_eventfds(&self) -> bool {
         self.unchecked >= CHECK_AFTER
     }
 
-    /// Descriptors were checked: whether all of them.
+    /// Records a check of descriptors; `all` is true if none is left.
     pub(super) fn checked(&mut self, all: bool) {
         self.unchecked = if all { 0 } else { CHECK_AFTER };
     }
@@ -387,7 +389,7 @@ impl PollGroup {
         found
     }
 
-    /// Lets those go whose time here, at `worker`, is over.
+    /// Removes controllers that are detached or move to another thread.
     #[cold]
     pub(super) fn remove_over(&mut self, epoll: &OwnedFd, worker: usize) {
         for index in (0..self.active.len()).rev() {
@@ -396,14 +398,14 @@ impl PollGroup {
                 for fd in entry.queues.wake_fds() {
                     let _ = epoll::delete(epoll, fd);
                 }
-                // The host has a duplicate of it, so closing ours would not take it out.
+                // The host has a duplicate, so closing this eventfd would not remove it from epoll.
                 for event in entry.queues.doorbell_eventfds() {
                     let _ = epoll::delete(epoll, event);
                 }
                 if !entry.queues.depart(worker) {
                     entry.queues.retire();
                 }
-                // Dropping it lets its latch go: from here on nothing touches the host's memory.
+                // Dropping it releases its latch: from now on nothing touches the host's memory.
                 drop(entry);
             }
         }

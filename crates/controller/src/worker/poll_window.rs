@@ -1,23 +1,23 @@
-//! How long a worker that has found nothing to do goes on looking before it sleeps.
+//! Adaptive polling: time that an idle I/O thread polls before it sleeps.
 
 use crate::interrupt::HoldLimit;
 use shadowbell_memory::GiveWay;
 use std::time::{Duration, Instant};
 
-/// When a worker that has found nothing to do goes to sleep.
+/// Polling mode of an idle I/O thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polling {
-    /// After a window that grows while work returns soon after it went to sleep and shrinks while
-    /// it does not, up to this long.
+    /// Polls for a window of up to this length, then sleeps. The window grows while work returns
+    /// soon after the thread went to sleep, and shrinks otherwise.
     Adaptive(Duration),
-    /// Never: a processor per worker, and no doorbell ever rings.
+    /// Never sleeps: each I/O thread uses a whole CPU, and no doorbell needs a trap.
     Always,
-    /// At once.
+    /// Sleeps at once.
     Never,
 }
 
 impl Polling {
-    /// How long interrupts may be held back by a worker that waits so.
+    /// Maximum time for which an I/O thread in this mode holds an interrupt.
     pub(super) fn hold_limit(self) -> HoldLimit {
         match self {
             Self::Adaptive(most) => HoldLimit::of(most),
@@ -33,75 +33,74 @@ impl Default for Polling {
     }
 }
 
-/// How long a worker waits for the next command, and with it how long an interrupt is held back, if
-/// nobody says otherwise.
+/// Default maximum of the polling window, and of the time for which an interrupt is held.
 const LONGEST_HOLD: Duration = Duration::from_micros(100);
-/// Idle passes between two looks at the clock.
+/// Idle passes between two readings of the clock.
 const PASSES: u32 = 64;
-/// Idle passes after which a worker that waits for a host gives way to others: some microseconds,
-/// in which a host that polls as well would have answered.
+/// Idle passes after which a thread that waits for a host yields the CPU: some microseconds, in
+/// which a polling host would have submitted its next command.
 const POLITE_AFTER: u32 = 8 * PASSES;
-/// The first window after a sleep that was worth spinning for.
+/// First window after a short sleep, which polling would have avoided.
 const FIRST_WINDOW: Duration = Duration::from_micros(8);
 
-/// What a worker does after a pass that found nothing.
+/// Action of an I/O thread after an idle pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// It looks again.
+    /// Poll again.
     Look,
-    /// It looks again, and whoever else wants this processor goes first: on a small host that is
-    /// the VMM's thread with the interrupt that the next command waits for, or the server that a
-    /// disk is on.
+    /// Yield the CPU, then poll again. On a small machine, the next command may depend on a thread
+    /// that waits for this CPU: the VMM's thread with the interrupt, or the server of a disk.
     Yield,
-    /// It goes to sleep.
+    /// Sleep.
     Sleep,
 }
 
-/// How often in a row a worker has to have waited for nothing but its disks until a host is taken
-/// for one that keeps them busy.
+/// Consecutive waits with requests in flight after which a host counts as one that keeps its disks
+/// busy.
 const BUSY_AFTER: u32 = 64;
 
-/// Polls in a row that ended in a sleep until polling is given up for a while. A window grows to
-/// its longest in half as many.
+/// Consecutive polls ending in a sleep after which polling is paused. A window grows to its
+/// maximum in half of that number.
 const VAIN: u32 = 8;
-/// How many waits that while is at first, and at most: who becomes quick is noticed after some
-/// hundredths of a second, and what is polled in vain until then is a microsecond a wait.
+/// Length of that pause in waits: first and maximum. It bounds the delay before a load that
+/// became quick is noticed to some hundredths of a second, and the cost of futile polls to about
+/// a microsecond per wait.
 const PAUSE: (u32, u32) = (64, 512);
 
-/// Polls for one kind of thing, and what came of them.
+/// Success of polls for one kind of event (host or disk).
 ///
-/// A sleep that was short speaks for a longer window; but what takes a bit longer than the longest
-/// is never caught by it. And a disk may be slow *because* it is polled for: the kernel may end its
-/// requests in a thread of the processor that the worker does not leave, each time until just after
-/// it does.
+/// A short sleep speaks for a longer window, but an event that takes a little longer than the
+/// maximum window is never caught by polling. Moreover, a disk may be slow *because* the thread
+/// polls: the kernel may complete its requests in a thread bound to this CPU, which only runs
+/// once the poller sleeps.
 ///
-/// A poll for a disk in which somebody else wanted the processor counts as one in vain, too: a disk
-/// may be on a server of this machine, and a worker that sleeps leaves the processor to that.
+/// A poll for a disk counts as futile, too, if another thread wanted the CPU: the disk may be on a
+/// server of this machine, which gets the CPU when the I/O thread sleeps.
 #[derive(Debug, Default)]
 struct Polls {
-    /// In vain, since the last that was not.
+    /// Consecutive futile polls.
     vain: u32,
-    /// Waits that are left without any, and how many they were.
+    /// Remaining waits of the current pause, and the length of that pause.
     left: u32,
     pause: u32,
 }
 
 impl Polls {
-    /// A wait begins.
+    /// Begins a wait.
     fn begin(&mut self) {
         self.left = self.left.saturating_sub(1);
     }
 
-    /// What is polled for has come.
+    /// Records that polling has found the event.
     fn succeed(&mut self) {
         *self = Self::default();
     }
 
-    /// It has not.
+    /// Records a futile poll.
     fn fail(&mut self) {
         self.vain += 1;
         if self.vain >= VAIN {
-            // Half as many decide whether it is still so.
+            // After the pause, half as many futile polls lead to the next pause.
             self.vain = VAIN / 2;
             self.pause = (self.pause * 2).clamp(PAUSE.0, PAUSE.1);
             self.left = self.pause;
@@ -113,34 +112,33 @@ impl Polls {
     }
 }
 
-/// The polling of one worker.
+/// Polling state of one I/O thread.
 ///
-/// A host's next command and a disk's answer take their own times, and each is learnt where it
-/// shows: the host's while nothing is pending at any disk, the disks' while something is. To wait
-/// for a disk by polling pays for a host that is as quick: it has its answer sooner by a wakeup.
-/// One that takes longer than the longest window over its next command would not notice, and then
-/// the processor does better with something else; unless it keeps several commands in flight, and
-/// the disks busy.
+/// The host's next command and a disk's completion have separate windows. The host's is adapted
+/// while no request is in flight, the disks' while requests are. To poll for a disk pays off if the
+/// host is quick, too: it gets its completion sooner by the cost of a wakeup. A host that needs
+/// longer than the maximum window for its next command would not notice, so the CPU is better left
+/// to other threads, unless the host keeps several commands in flight and the disks busy.
 #[derive(Debug)]
 pub(super) struct PollWindow {
     polling: Polling,
-    /// While nothing is pending.
+    /// Window while no request is in flight.
     host: Duration,
     host_polls: Polls,
-    /// While a disk has something in hand.
+    /// Window while requests are in flight.
     disk: Duration,
     disk_polls: Polls,
-    /// How often it has waited since it last waited for a host alone.
+    /// Consecutive waits with requests in flight.
     busy: u32,
-    /// Passes in a row that found nothing.
+    /// Consecutive idle passes.
     idle: u32,
-    /// Whether a disk has something in hand since then, and how many requests had ended before.
+    /// True if requests were in flight at the first idle pass, and the number ended before it.
     pending: bool,
     ended: u64,
-    /// When they began, or nearly.
+    /// Start of the idle passes, to within [`PASSES`].
     since: Instant,
     others: GiveWay,
-    /// Somebody else wanted the processor since then, while a disk was waited for.
+    /// True if another thread wanted the CPU during this wait for a disk.
     crowded: bool,
 }
 
@@ -168,7 +166,7 @@ impl PollWindow {
         self.polling
     }
 
-    /// A pass has found something. `ended` says how many requests have ended at the disks so far.
+    /// Records a pass that has found work. `ended` is the number of ended requests so far.
     #[inline]
     pub(super) fn found(&mut self, ended: impl FnOnce() -> u64) {
         if self.idle != 0 {
@@ -176,15 +174,14 @@ impl PollWindow {
             if !self.pending {
                 self.host_polls.succeed();
             } else if ended() != self.ended {
-                // And not only the host's next command.
+                // A request has ended: not only the host's next command was found.
                 self.disk_polls.succeed();
             }
         }
     }
 
-    /// A pass has found nothing. `pending` says whether a disk has something in hand, which does
-    /// not change until a pass finds something, and how many requests have ended at the disks
-    /// so far.
+    /// Action after an idle pass. `pending` returns whether requests are in flight, which cannot
+    /// change until a pass finds work, and the number of ended requests so far.
     #[inline]
     pub(super) fn next(&mut self, pending: impl FnOnce() -> (bool, u64)) -> Next {
         self.next_by(Instant::now, pending)
@@ -229,15 +226,15 @@ impl PollWindow {
         }
     }
 
-    /// Others go first who want this processor. What to do then.
+    /// Yields the CPU to other threads. Returns the next action.
     pub(super) fn give_way(&mut self) -> Next {
         let crowded = self.others.give_way(GiveWay::AFTER);
         self.gave_way(crowded)
     }
 
-    /// The same, after somebody has run if `crowded`.
+    /// Next action after a yield; `crowded` is true if another thread has run.
     fn gave_way(&mut self, crowded: bool) -> Next {
-        // A host that wants this processor has just had it, and is quick most of the time.
+        // A thread of the host has had the CPU now, and submits soon most of the time.
         if !crowded || !self.pending {
             return Next::Look;
         }
@@ -246,7 +243,7 @@ impl PollWindow {
         Next::Sleep
     }
 
-    /// How long it looks this time.
+    /// Polling window of this wait.
     fn width(&self) -> Duration {
         let host = if self.host_polls.is_paused() { Duration::ZERO } else { self.host };
         if !self.pending {
@@ -258,10 +255,10 @@ impl PollWindow {
         }
     }
 
-    /// The worker has slept for so long.
+    /// Adapts the window after a sleep of this length.
     pub(super) fn slept(&mut self, slept: Duration) {
         let Polling::Adaptive(most) = self.polling else { return };
-        // Or that counts already.
+        // A crowded poll was counted by `gave_way` already.
         let in_vain = !self.width().is_zero() && !self.crowded;
         let (width, polls) = if self.pending {
             (&mut self.disk, &mut self.disk_polls)
@@ -274,15 +271,15 @@ impl PollWindow {
         }
     }
 
-    /// It set out to sleep, whether it slept or not, and begins to wait anew.
+    /// Begins a new wait, after the thread was about to sleep or has slept.
     pub(super) fn restart(&mut self) {
         self.idle = 0;
         self.crowded = false;
     }
 }
 
-/// The next window, after a sleep of `slept`. As KVM's haltpoll does it: grow when spinning a bit
-/// longer would have saved the sleep, shrink when it would have been in vain.
+/// Next window after a sleep of `slept`, as in KVM's haltpoll: grows if slightly longer polling
+/// would have avoided the sleep, otherwise shrinks.
 fn adapt(window: Duration, slept: Duration, most: Duration) -> Duration {
     if slept < most {
         (window * 2).max(FIRST_WINDOW).min(most)
@@ -298,10 +295,10 @@ mod tests {
     use super::*;
 
     const MOST: Duration = Duration::from_micros(100);
-    /// What a pass takes that finds nothing.
+    /// Duration of an idle pass.
     const PASS: Duration = Duration::from_nanos(50);
 
-    /// A worker in virtual time.
+    /// I/O thread in virtual time.
     struct Worker {
         window: PollWindow,
         now: Instant,
@@ -316,7 +313,7 @@ mod tests {
             Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
-        /// Finds nothing for so many microseconds.
+        /// Finds no work for `micros` microseconds.
         fn looks(&mut self, pending: bool, micros: u64) {
             let end = self.now + Duration::from_micros(micros);
             while self.now < end {
@@ -343,19 +340,19 @@ mod tests {
             self.now += slept;
         }
 
-        /// Nothing is to be done for so many microseconds, and then there is what was waited for.
+        /// Finds no work for `micros` microseconds, then finds the expected event.
         fn waits(&mut self, pending: bool, micros: u64) {
             self.looks(pending, micros);
             self.finds(pending);
         }
 
-        /// The host's next command comes, while the disk is at work.
+        /// Receives the host's next command while a request is in flight.
         fn waits_for_command(&mut self, micros: u64) {
             self.looks(true, micros);
             self.finds(false);
         }
 
-        /// A disk that ends nothing before the worker has slept for so many microseconds.
+        /// Waits for a disk that completes nothing until the thread has slept for `micros`.
         fn starves(&mut self, micros: u64) {
             while self.step(true) != Next::Sleep {}
             self.sleeps(Duration::from_micros(micros));
@@ -368,10 +365,10 @@ mod tests {
             self.window.found(|| ended);
         }
 
-        /// The commands of a host that has one at a time in flight: the shares of the time that the
-        /// worker waited awake, and the sleeps a command.
+        /// Serves a host with one command in flight at a time. Returns the share of time polled,
+        /// and the sleeps per command.
         fn serves(&mut self, commands: u32, host: u64, disk: u64) -> (f64, f64) {
-            // What it was used to does not count.
+            // Warm-up, so that earlier adaptation does not count.
             (0..100).for_each(|_| {
                 self.waits(false, host);
                 self.waits(true, disk);
@@ -404,10 +401,10 @@ mod tests {
     fn a_host_that_takes_its_time_is_not_polled_for_nor_its_disk() {
         let mut worker = Worker::new();
         assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
-        // And one that answers at once is: nobody sleeps.
+        // A host that submits at once is polled for, without sleeps.
         let (awake, sleeps) = worker.serves(1000, 15, 60);
         assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
-        // And back.
+        // The slow host again.
         assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
     }
 
@@ -415,13 +412,13 @@ mod tests {
     fn a_disk_that_takes_its_time_is_not_polled() {
         let mut worker = Worker::new();
         let (awake, sleeps) = worker.serves(1000, 15, 300);
-        assert!((0.04..0.05).contains(&awake), "the host's part of the time: {awake}");
-        assert_eq!(sleeps, 1.0, "while the disk works");
+        assert!((0.04..0.05).contains(&awake), "share of the host's time: {awake}");
+        assert_eq!(sleeps, 1.0, "one sleep per disk request");
     }
 
     #[test]
     fn what_takes_a_bit_longer_than_the_longest_window_is_not_polled_for_ever() {
-        // Each sleep is short, so the window stays at its longest.
+        // Each sleep is short, so the window stays at its maximum.
         for (host, disk) in [(110, 20), (20, 110)] {
             let mut worker = Worker::new();
             worker.serves(100, 20, 20);
@@ -430,7 +427,7 @@ mod tests {
             let rest = 20.0 / 130.0;
             assert!(awake < rest + 0.02, "{host} and {disk}: awake {awake}");
             assert!((0.9..=2.0).contains(&sleeps), "{host} and {disk}: {sleeps} sleeps");
-            // And polling comes back with what it is good for.
+            // Polling resumes when the load becomes quick again.
             worker.serves(5000, 20, 20);
             let (awake, sleeps) = worker.serves(1000, 20, 20);
             assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
@@ -444,7 +441,8 @@ mod tests {
         let turns = |worker: &mut Worker| {
             let polled = worker.polled;
             for _ in 0..1000 {
-                // What it answers has the host submit the next at once, which is found by polling.
+                // After each completion the host submits its next command at once, found by
+                // polling.
                 worker.starves(5);
                 worker.finds(false);
                 worker.waits_for_command(3);
@@ -460,7 +458,7 @@ mod tests {
     fn nobody_is_kept_from_the_processor_who_wants_it_each_time() {
         let mut worker = Worker::new();
         worker.serves(1000, 15, 40);
-        // Whom the disk waits for wants this processor, and answers from it.
+        // The disk depends on a thread that wants this CPU, and completes from there.
         let answers = |worker: &mut Worker, crowded: bool| {
             worker.waits(false, 15);
             loop {
@@ -470,7 +468,7 @@ mod tests {
                     Next::Yield | Next::Sleep => break,
                 }
             }
-            // It is there before the worker has gone to sleep.
+            // The completion is there before the thread has gone to sleep.
             worker.window.restart();
             worker.finds(true);
         };
@@ -482,7 +480,7 @@ mod tests {
         polled(&mut worker);
         let polled = polled(&mut worker);
         assert!(polled < Duration::from_micros(16), "{polled:?}, 15 us of it for the host");
-        // Now and then is chance.
+        // Occasional crowding has no effect.
         let mut worker = Worker::new();
         worker.serves(1000, 15, 40);
         for _ in 0..1000 {
@@ -490,7 +488,7 @@ mod tests {
             (0..VAIN).for_each(|_| worker.waits(true, 40));
             assert!(!worker.window.disk_polls.is_paused());
         }
-        // And who has gone does not count for ever.
+        // Polling resumes after the other thread has ended.
         for _ in 0..1000 {
             answers(&mut worker, true);
         }

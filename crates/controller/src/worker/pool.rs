@@ -1,4 +1,4 @@
-//! The workers of a process, and who sends them what.
+//! Pool of I/O threads, and delivery of messages to them.
 
 use super::mailbox::Mailbox;
 use super::message::Message;
@@ -22,55 +22,54 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// The workers of a process, shared by all its controllers.
+/// I/O threads of a process, shared by all its controllers.
 #[derive(Clone)]
 pub struct Pool(Arc<Workers>);
 
 struct Workers {
-    /// First those that all controllers share, then those that one controller each has claimed.
+    /// Shared threads first, then threads that are claimed by one controller each.
     handles: Vec<OnceLock<Handle>>,
-    /// How many are shared.
+    /// Number of shared threads.
     shared: usize,
     polling: Polling,
-    /// Those of the others that were claimed and given back.
+    /// Claimable threads that were claimed and given back.
     spare: Mutex<Vec<usize>>,
-    /// What the control planes run on.
+    /// Thread of the control planes.
     control: ControlThread,
     tracing: Tracing,
 }
 
-/// What is being recorded.
+/// Trace and latency measurement of the pool.
 #[derive(Default)]
 struct Tracing {
-    /// Whether there is a trace: nobody takes a lock to see that there is none.
+    /// True while a trace is recorded. Checked without a lock.
     on: AtomicBool,
-    /// Whether commands are measured.
+    /// True while command latencies are measured.
     measures: AtomicBool,
-    /// The control plane's ring of it.
+    /// Trace ring of the control plane.
     control: Mutex<Option<TraceRing>>,
-    /// For rings of workers that are claimed later.
+    /// Trace file, for rings of threads that are claimed later.
     file: Mutex<Option<Arc<TraceFile>>>,
 }
 
-/// Workers that can be claimed: controllers that are served by a thread of their own, at most. Each
-/// is started when it is claimed first.
+/// Number of claimable I/O threads: at most so many controllers are served by a thread of their
+/// own. A claimable thread is started when it is first claimed.
 pub const CLAIMABLE: usize = 64;
 
-/// The most workers that controllers can share: all are counted in a byte, with those that can be
-/// claimed.
+/// Maximum number of shared I/O threads: a thread index, including claimable threads, is a byte.
 pub const MAX_WORKERS: usize = u8::MAX as usize - 1 - CLAIMABLE;
 
 struct Handle {
     mailbox: Arc<Mailbox>,
-    /// Queues that it serves, for placing the next one.
+    /// Number of queues on this thread, for placing the next queue.
     load: AtomicUsize,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// The thread is lent, or about to be.
+    /// True if the thread is lent to a job, or about to be.
     is_lent: Arc<AtomicBool>,
 }
 
 impl Handle {
-    /// Starts worker `index`.
+    /// Starts the I/O thread `index`.
     fn start(index: usize, pin: Option<usize>, polling: Polling) -> io::Result<Self> {
         let mailbox = Arc::new(Mailbox::new()?);
         let (started, outcome) = std::sync::mpsc::channel();
@@ -90,7 +89,7 @@ impl Handle {
                 }
             }
         })?;
-        outcome.recv().map_err(|_| io::Error::other("a worker did not start"))??;
+        outcome.recv().map_err(|_| io::Error::other("an I/O thread did not start"))??;
         Ok(Self {
             mailbox,
             load: 0.into(),
@@ -100,19 +99,19 @@ impl Handle {
     }
 }
 
-/// How many workers, and how they wait.
+/// Number of I/O threads, their polling mode and CPU affinity.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {
-    /// Threads, [`MAX_WORKERS`] at most; 0 means one for every two processors, at least one.
+    /// Number of I/O threads, at most [`MAX_WORKERS`]; 0 for one per two CPUs, at least one.
     pub workers: usize,
-    /// When they sleep.
+    /// Polling mode: when threads sleep.
     pub polling: Polling,
-    /// Processors to pin them to, in order; fewer than workers is allowed.
+    /// CPUs to pin the threads to, in order; may be fewer than threads.
     pub pin: Vec<usize>,
 }
 
 impl PoolOptions {
-    /// How many workers there are to be: half of the processors, if nothing is said.
+    /// Number of I/O threads to start: half of the CPUs by default.
     #[must_use]
     pub fn count(&self) -> usize {
         match self.workers {
@@ -123,10 +122,10 @@ impl PoolOptions {
 }
 
 impl Pool {
-    /// Starts the workers, and the thread of the control planes.
+    /// Starts the I/O threads and the thread of the control planes.
     ///
     /// # Errors
-    /// The system's, if it has no more threads or descriptors, or no such processor to pin to.
+    /// An OS error: no more threads or descriptors, or a CPU to pin to that does not exist.
     pub fn start(options: &PoolOptions) -> io::Result<Self> {
         let count = options.count();
         let mut handles: Vec<OnceLock<Handle>> = Vec::with_capacity(count + CLAIMABLE);
@@ -148,19 +147,20 @@ impl Pool {
         Self(Arc::new(Workers { handles, shared, polling, spare, control, tracing }))
     }
 
-    /// A pool of one worker that has no thread: the caller's turns are all that it does. Admin
-    /// commands run on the thread that rings for them, and the rest of many in the next turn. For
-    /// a program with a loop of its own, and for tests that decide what happens when.
+    /// Creates a pool of one worker without a thread: it works only in the caller's turns. Admin
+    /// commands run on the thread that writes the admin doorbell; the rest of a series of admin
+    /// commands runs in the next turn. For programs with an event loop of their own, and for
+    /// deterministic tests.
     ///
-    /// What `polling` says is up to the caller here, except for how long interrupts are held back.
+    /// The caller determines when to sleep, so `polling` affects only how long interrupts are held.
     ///
     /// # Errors
-    /// The system's, if it has no more descriptors.
+    /// An OS error: no more descriptors.
     pub fn driven(polling: Polling) -> io::Result<(Self, Turns)> {
         let mailbox = Arc::new(Mailbox::new()?);
         let worker = Worker::new(0, Arc::clone(&mailbox), polling)?;
         let ours = Arc::clone(&mailbox);
-        // There is no thread to be lent.
+        // Marked as lent, because there is no thread to lend.
         let is_lent = Arc::new(AtomicBool::new(true));
         let handle = Handle { mailbox: ours, load: 0.into(), thread: Mutex::new(None), is_lent };
         let control = ControlThread::inline(move || {
@@ -170,21 +170,21 @@ impl Pool {
         Ok((Self::of(vec![OnceLock::from(handle)], 1, polling, control), turns))
     }
 
-    /// How many workers there are, apart from those that serve one controller each.
+    /// Number of shared I/O threads.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.shared
     }
 
-    /// How many workers there can be, with those that serve one controller each.
+    /// Maximum number of I/O threads, including claimable ones.
     pub(crate) fn most(&self) -> usize {
         self.0.handles.len()
     }
 
-    /// A worker that nobody else uses: its number, if there can be another.
+    /// Claims an unused I/O thread for one controller. `None` if all are claimed.
     ///
     /// # Errors
-    /// The system's, if it has no more threads or descriptors.
+    /// An OS error: no more threads or descriptors.
     pub(crate) fn claim(&self) -> io::Result<Option<usize>> {
         let Workers { handles, shared, polling, spare, tracing, .. } = &*self.0;
         let mut spare = spare.lock();
@@ -195,7 +195,7 @@ impl Pool {
         let Some((index, place)) = places.find(|(_, place)| place.get().is_none()) else {
             return Ok(None);
         };
-        // Under the lock of `spare`, so nobody else starts it.
+        // The lock of `spare` is held, so no other thread starts this one.
         let handle = Handle::start(index, None, *polling)?;
         let ring = tracing.file.lock().as_ref().and_then(|file| file.worker(index as u16));
         if let Some(ring) = ring {
@@ -208,13 +208,12 @@ impl Pool {
         Ok(Some(index))
     }
 
-    /// A worker that was [claimed](Self::claim) is not needed any more. It sleeps until another
-    /// controller needs one.
+    /// Returns a [claimed](Self::claim) thread. It sleeps until it is claimed again.
     pub(crate) fn give_back(&self, worker: usize) {
         self.0.spare.lock().push(worker);
     }
 
-    /// Has `job` of a controller run on the thread of `worker`, unless that is lent to another.
+    /// Runs `job` of a controller on the I/O thread `worker`, unless that thread is lent already.
     pub(crate) fn lend(
         &self,
         controller: u32,
@@ -242,38 +241,37 @@ impl Pool {
         self.0.handles[..self.0.shared].iter().filter_map(OnceLock::get)
     }
 
-    /// Where a controller can go.
+    /// Destination for moving queues to the I/O thread `worker`.
     pub(crate) fn destination(&self, worker: usize) -> Option<Destination> {
         let mailbox = Arc::clone(&self.handle(worker)?.mailbox);
         let arrivals: Arc<dyn Arrivals> = mailbox;
         Some(Destination { worker, arrivals })
     }
 
-    /// Never: a pool has at least one worker.
+    /// Always false: a pool has at least one I/O thread.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.handles.is_empty()
     }
 
-    /// Records every doorbell decision in `file` from now on, and in no other one any more. A file
-    /// that was recorded in before has no rings left for another time: nothing changes.
+    /// Records every doorbell decision in `file` from now on, instead of in an earlier file. A file
+    /// can be used only once: a second call with the same file has no effect.
     pub fn trace(&self, file: &Arc<TraceFile>) {
-        // Nobody claims a worker meanwhile, and nobody else begins or ends a trace.
+        // The lock excludes concurrent claims and concurrent begins or ends of a trace.
         let _spare = self.0.spare.lock();
         let Some(control) = file.control() else { return };
         *self.0.tracing.control.lock() = Some(control);
         *self.0.tracing.file.lock() = Some(Arc::clone(file));
         self.0.tracing.on.store(true, Relaxed);
         for (index, place) in self.0.handles.iter().enumerate() {
-            // A worker without a ring of this file must not go on in the one before.
+            // A thread for which the file has no ring must stop recording in its earlier ring.
             if let Some(handle) = place.get() {
                 handle.mailbox.send(Message::Trace(file.worker(index as u16)));
             }
         }
     }
 
-    /// Records nothing more. The file has what was recorded; what a worker does just now may still
-    /// come.
+    /// Ends the trace. The file may still get records of work that is in progress during the call.
     pub fn end_trace(&self) {
         let _spare = self.0.spare.lock();
         self.0.tracing.on.store(false, Relaxed);
@@ -284,9 +282,9 @@ impl Pool {
         }
     }
 
-    /// Measures how long commands take from now on, and counts them by namespace, or does so no
-    /// more; [`Stats::measured`](crate::Stats::measured) has it. It costs each command a little,
-    /// and nothing while it is off.
+    /// Switches the measurement of command latencies and per-namespace counters on or off; the
+    /// results are in [`Stats::measured`](crate::Stats::measured). It costs a little per command
+    /// while it is on.
     pub fn measure(&self, on: bool) {
         let _spare = self.0.spare.lock();
         if self.0.tracing.measures.swap(on, Relaxed) == on {
@@ -297,16 +295,16 @@ impl Pool {
         }
     }
 
-    /// Whether [`measure`](Self::measure) is on.
+    /// True if [`measure`](Self::measure) is on.
     #[must_use]
     pub fn measures(&self) -> bool {
         self.0.tracing.measures.load(Relaxed)
     }
 
-    /// Visits each worker that controllers share, and the thread of the control planes: `ended`
-    /// runs when all of them have come to it, on the thread of the last. One that hangs never
-    /// does. A worker that serves one controller alone is not visited: that one's guest may hold
-    /// it up. Of a pool without threads, `ended` waits for [`Turns::turn`].
+    /// Liveness check: calls `ended` once every shared I/O thread and the control plane thread have
+    /// handled a message, on the last of these threads. If one hangs, `ended` is never called.
+    /// Threads of a single controller are not checked, because their guest may delay them. In a
+    /// [driven](Self::driven) pool, `ended` is called by [`Turns::turn`].
     pub fn visit(&self, ended: impl FnOnce() + Send + 'static) {
         let visit = Visit::new(ended);
         self.shared().for_each(|handle| {
@@ -315,7 +313,7 @@ impl Pool {
         self.0.control.visit(visit);
     }
 
-    /// Records something that the control plane did.
+    /// Records a trace event of the control plane.
     pub(crate) fn trace_control(
         &self,
         kind: Kind,
@@ -332,7 +330,7 @@ impl Pool {
         }
     }
 
-    /// The worker with the fewest queues takes another.
+    /// Places a queue on the I/O thread with the fewest queues; returns the thread's index.
     pub(crate) fn place(&self) -> usize {
         let index = self.least_loaded();
         if let Some(handle) = self.handle(index) {
@@ -341,42 +339,42 @@ impl Pool {
         index
     }
 
-    /// The worker that has the fewest queues.
+    /// Index of the I/O thread with the fewest queues.
     pub(crate) fn least_loaded(&self) -> usize {
         let loads = self.shared().map(|h| h.load.load(Relaxed)).enumerate();
         loads.min_by_key(|(_, load)| *load).map_or(0, |(index, _)| index)
     }
 
-    /// As [`place`](Self::place), at this worker.
+    /// Places a queue on this I/O thread.
     pub(crate) fn place_at(&self, worker: usize) {
         if let Some(handle) = self.handle(worker) {
             handle.load.fetch_add(1, Relaxed);
         }
     }
 
-    /// How long interrupts may be held back by a worker.
+    /// Maximum time for which an I/O thread holds an interrupt.
     pub(crate) fn hold_limit(&self) -> HoldLimit {
         self.0.polling.hold_limit()
     }
 
-    /// A queue that [`place`](Self::place) put on `worker` is gone.
+    /// Removes a queue from the load of `worker`, where [`place`](Self::place) has put it.
     pub(crate) fn unplace(&self, worker: usize) {
         if let Some(handle) = self.handle(worker) {
             let _ = handle.load.fetch_update(Relaxed, Relaxed, |load| load.checked_sub(1));
         }
     }
 
-    /// What the control planes run on.
+    /// Thread of the control planes.
     pub(crate) fn control(&self) -> &ControlThread {
         &self.0.control
     }
 
-    /// How long `worker` has been awake.
+    /// Time that `worker` has been awake.
     pub(crate) fn busy(&self, worker: usize) -> Duration {
         self.handle(worker).map_or(Duration::ZERO, |handle| handle.mailbox.busy.awake())
     }
 
-    /// How `worker` sleeps, if there is one.
+    /// Sleep statistics of `worker`, if it exists.
     pub(crate) fn sleep_stats(&self, worker: usize) -> Option<SleepStats> {
         let mailbox = &self.handle(worker)?.mailbox;
         Some(mailbox.sleeps.read(worker, mailbox.busy.awake()))
@@ -388,7 +386,8 @@ impl Pool {
         }
     }
 
-    /// A trapped write of a doorbell of a queue that `worker` serves. Whether this has woken it.
+    /// Delivers a trapped doorbell write to `worker`, which serves the queue. True if it woke it
+    /// up.
     pub(crate) fn write_doorbell(
         &self,
         worker: usize,
@@ -421,10 +420,10 @@ impl Drop for Workers {
     }
 }
 
-/// The worker of [`Pool::driven`], in the hands of the thread that made it.
+/// Worker of a [driven](Pool::driven) pool, in the thread that created it.
 ///
-/// What the control plane asks of a worker (to create a queue, to let go of memory) happens in a
-/// turn as well: whoever waits for such a thing on the same thread waits for ever.
+/// Requests of the control plane to the worker (queue creation, release of memory) are handled in
+/// turns as well: waiting for such a request on the same thread is a deadlock.
 pub struct Turns {
     worker: Worker,
     control: ControlThread,
@@ -433,8 +432,8 @@ pub struct Turns {
 }
 
 impl Turns {
-    /// Takes messages, then passes once over every queue: fetches, executes, posts, interrupts.
-    /// Whether there was anything to do.
+    /// Handles messages, then makes one pass over every queue: fetches, executes, posts, raises
+    /// interrupts. True if there was work.
     pub fn turn(&mut self) -> bool {
         if self.stopped {
             return false;
@@ -446,8 +445,8 @@ impl Turns {
         turn.unwrap_or(false) | rung | controlled
     }
 
-    /// Arms the doorbells and sleeps until one rings, a message comes, or a disk is done. Whether
-    /// it slept; not if there turned out to be something to do, or if the pool is gone.
+    /// Arms the doorbells and sleeps until a doorbell, a message or a disk completion. False if it
+    /// did not sleep, because there was work or the pool was dropped.
     pub fn sleep(&mut self) -> bool {
         if self.stopped || self.control.has_inline_work() {
             return false;
@@ -455,8 +454,8 @@ impl Turns {
         self.worker.sleep(self.control.has_polls().then_some(MAPPED_POLL))
     }
 
-    /// The most messages of control planes that have waited for the worker at a time, since this
-    /// was last asked. For the fuzz targets of this workspace, which bound it.
+    /// Returns and resets the maximum number of waiting control plane messages. For the fuzz
+    /// targets of this workspace, which bound it.
     #[doc(hidden)]
     pub fn most_messages(&mut self) -> usize {
         self.worker.most_messages()
@@ -472,7 +471,9 @@ impl std::fmt::Debug for Turns {
 fn pin_to(cpu: usize) -> io::Result<()> {
     let mut set = rustix::thread::CpuSet::new();
     if cpu >= rustix::thread::CpuSet::MAX_CPU {
-        return Err(io::Error::other(format!("there is no processor {cpu} to pin to")));
+        return Err(io::Error::other(format!(
+            "cannot pin an I/O thread to CPU {cpu}: no such CPU"
+        )));
     }
     set.set(cpu);
     rustix::thread::sched_setaffinity(None, &set)?;

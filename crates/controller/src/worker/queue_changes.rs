@@ -1,4 +1,4 @@
-//! Queues that are created, deleted and moved in memory.
+//! Queue creation, deletion and remapping of queue memory.
 
 use super::controller_queues::ControllerQueues;
 use super::controller_queues::{Deleting, insert};
@@ -20,7 +20,7 @@ impl ControllerQueues {
         let shared = &self.set.shared;
         let irq = vector.map(|v| IrqLine::new(Arc::clone(&shared.irqs), v));
         let mut cq = Cq::new(layout, shared, irq, limit);
-        // Unmapped memory was refused by the control plane; if it went since, the queue waits.
+        // The control plane refuses unmapped memory; if it was unmapped since, the queue waits.
         let _ = cq.resolve(&self.table());
         cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
         insert(&mut self.set.cqs, cq);
@@ -37,7 +37,8 @@ impl ControllerQueues {
         Ok(())
     }
 
-    /// Writes down where all queues are: one has begun, or their doorbells have another place.
+    /// Writes the state of all queues to the journal, after a queue or doorbell location has
+    /// changed.
     pub(super) fn write_down(&self) {
         if let Some(journal) = &self.set.journal {
             for sq in self.set.sqs.iter().flatten() {
@@ -67,8 +68,8 @@ impl ControllerQueues {
         }
     }
 
-    /// Doorbell Buffer Config: every queue gets its entry, with commands in flight or not. With no
-    /// pages, a queue that lives by its entry stands still.
+    /// Applies Doorbell Buffer Config: every queue gets its shadow entry, even with commands in
+    /// flight. With `None`, a queue whose doorbells were in the buffer stops.
     pub(crate) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
         self.shadow = pages;
         let table = self.table();
@@ -82,8 +83,8 @@ impl ControllerQueues {
         self.write_down();
     }
 
-    /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
-    /// has them; a shadow entry is kept as it is (its state survives the remapping).
+    /// Replaces the DMA map. Queues are resolved in the new map; a queue that it does not contain
+    /// stops until a later map contains it. Shadow doorbell state survives the remapping.
     pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
         let old = self.set.engine.change_view(View::new(Arc::clone(&table)));
         self.lost = false;

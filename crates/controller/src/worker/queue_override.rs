@@ -1,14 +1,14 @@
-//! A seam: what may serve the queues of a controller in place of the worker's own code.
+//! Queue override: an alternative implementation that serves a controller's queues.
 //!
-//! Fault injection is what fills it. Where nothing does, a batch of commands costs one look at an
-//! empty option.
+//! Fault injection implements it. Without an override, a batch of commands costs a check of an
+//! empty `Option`.
 
 use super::observer::Observer;
 use super::queue_set::QueueSet;
 
-/// Serves the queues of one controller on one worker instead. `sq` is a submission queue's index.
+/// Serves the queues of one controller on one I/O thread. `sq` is a submission queue's index.
 pub(crate) trait QueueOverride: Send {
-    /// Fetches and starts commands of `sq`, whose tail is `tail`. How many.
+    /// Fetches and starts commands of `sq`, whose tail is `tail`. Returns their number.
     fn fetch(
         &mut self,
         set: &mut QueueSet,
@@ -17,21 +17,23 @@ pub(crate) trait QueueOverride: Send {
         trace: &mut Option<Observer>,
     ) -> u32;
 
-    /// Completes what the disks have ended. Whether there was anything, or is more to do at once.
+    /// Completes commands that have ended. True if there were any, or if further work is possible
+    /// at once.
     fn reap(&mut self, set: &mut QueueSet) -> bool;
 
-    /// Does what is due by now. Called in every pass while [`is_waiting`](Self::is_waiting).
+    /// Executes delayed work that is due. Called in every pass while
+    /// [`is_waiting`](Self::is_waiting).
     fn tick(&mut self, set: &mut QueueSet);
 
-    /// Whether something waits for its time.
+    /// True if delayed work waits for its time.
     fn is_waiting(&self) -> bool;
 
-    /// An Abort: whether it was for a command that is kept here, which has ended then.
+    /// Handles an Abort. True if the command was held by the override, which has aborted it.
     fn abort(&mut self, set: &mut QueueSet, sq: usize, cid: u16) -> bool;
 
-    /// A submission queue is being deleted: what is kept of it ends without a completion.
+    /// Deletes a submission queue: its held commands end without a completion.
     fn delete_sq(&mut self, set: &mut QueueSet, sq: usize);
 
-    /// The controller is reset.
+    /// Resets the controller.
     fn reset(&mut self);
 }

@@ -1,4 +1,4 @@
-//! The queues of one controller that one worker serves: from doorbell to completion.
+//! Queues of one controller on one I/O thread: from the doorbell to the completion.
 
 use super::errors::{report_ended, report_error};
 use super::fused::{self, Burst, Fetcher, Paired};
@@ -21,27 +21,27 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
-/// How far ahead of the command that is executed entries are brought near: far enough that they
-/// are there in time, near enough that few are fetched in vain from a queue that is short.
+/// Prefetch distance of submission queue entries, in commands: long enough for the cache line to
+/// arrive, short enough that few lines of a short queue are fetched in vain.
 const AHEAD: u32 = 4;
 
-/// Completions that are posted together while more commands wait to be executed: four cache lines
-/// of them, which the host works on meanwhile.
+/// Completions per batch while more commands wait: four cache lines, which the host processes
+/// in parallel.
 const POST_AFTER: u32 = 16;
 
-/// The state cell of a worker's sleeper.
+/// State cell of an I/O thread's sleeper.
 pub(crate) type SleepCell = Arc<AtomicU32>;
 
-/// The queues of one controller that one worker serves.
+/// Queues of one controller that one I/O thread serves.
 pub(crate) struct QueueSet {
     pub(crate) shared: Arc<ControllerShared>,
     pub(crate) control: ControlHandle,
     pub(crate) engine: Engine,
-    /// By index, which stays what it is while the queue lives.
+    /// Submission queues. The index of a queue is constant for its lifetime.
     pub(crate) sqs: Vec<Option<Sq>>,
-    /// By index, as above: an [`Sq`] names its completion queue so.
+    /// Completion queues. The index is constant for the queue's lifetime; [`Sq`] refers to it.
     pub(crate) cqs: Vec<Option<Cq>>,
-    /// Where is written down what has to survive this process, if anything has.
+    /// Journal for crash recovery, if the controller has one.
     pub(crate) journal: Option<JournalPart>,
 }
 
@@ -65,7 +65,7 @@ impl QueueSet {
         self.cqs.iter().position(|q| q.as_ref().is_some_and(|q| q.layout.qid == qid))
     }
 
-    /// Looks at the tail of a queue: what it is, if there is something to fetch.
+    /// Reads the tail of a queue; `Some` if there are commands to fetch.
     #[inline]
     pub(crate) fn look(&mut self, index: usize, trace: &mut Option<Observer>) -> Option<u16> {
         let sq = self.sqs[index].as_mut()?;
@@ -89,7 +89,7 @@ impl QueueSet {
         self.sqs[index].as_ref().is_some_and(|sq| sq.head != tail).then_some(tail)
     }
 
-    /// As [`look`](Self::look), at a queue whose commands are fetched one at a time.
+    /// [`look`](Self::look) at a queue whose commands are fetched one at a time.
     pub(crate) fn look_carefully(
         &mut self,
         index: usize,
@@ -101,8 +101,9 @@ impl QueueSet {
         tail
     }
 
-    /// Fetches one command of a queue that has some. Before, it is written down that this one is
-    /// being started, and that so many processes have died with it. 0 if there was no room for it.
+    /// Fetches a single command of a queue that has some. The journal gets an entry before, which
+    /// says that this command is being started and that `deaths` processes have crashed with it.
+    /// Returns 0 if there was no room for its completion.
     pub(crate) fn serve_one(
         &mut self,
         index: usize,
@@ -121,7 +122,7 @@ impl QueueSet {
         fetched
     }
 
-    /// Fetches a burst of commands, starts them, and posts what has ended. How many.
+    /// Fetches a burst of commands, starts them and posts completions. Returns their number.
     #[inline]
     pub(crate) fn serve(&mut self, index: usize, tail: u16, trace: &mut Option<Observer>) -> u32 {
         if self.engine.takes_turns() {
@@ -134,7 +135,7 @@ impl QueueSet {
         }
     }
 
-    // Not inlined: with the rest of a turn around it, the loop would have no registers left.
+    // Not inlined: within the code of a turn, the loop would run out of registers.
     #[inline(never)]
     fn fetch<const HINT: bool>(
         &mut self,
@@ -170,7 +171,7 @@ impl QueueSet {
         let Some(ring) = &sq.ring else { return 0 };
         let (mut head, mut pending, mut posted) = (sq.head, 0, false);
         let mut fetched = room.min(sq.layout.size.distance(head, tail));
-        // Not further than the host has written: it would have to take the line back.
+        // Not beyond the host's tail: the host would have to fetch those cache lines back.
         (0..fetched.min(AHEAD)).for_each(|ahead| ring.prefetch(u32::from(head) + ahead));
         cq.prefetch(fetched);
         cq.submitted();
@@ -203,8 +204,9 @@ impl QueueSet {
                         pending += 1;
                         abort_point(AbortPoint::Started);
                         if let Some(journal) = &mut self.journal {
-                            // Read once more, so that the copy above can stay in registers. What a
-                            // host changes meanwhile is checked like any other command.
+                            // Read a second time, so that the first copy can stay in registers. A
+                            // change by the host in between is harmless, because recovery validates
+                            // the entry again.
                             let slot = sq.layout.size.back(head, 1);
                             let count = sq.fetched.wrapping_add(done - 1);
                             let tag = self.engine.last_tag();
@@ -282,15 +284,15 @@ impl QueueSet {
         fetched
     }
 
-    /// Starts a command that was under way in a process that is dead, if there is room for its
-    /// completion.
+    /// Starts a command again that was in flight in a dead process. False if the completion queue
+    /// has no room for it.
     pub(crate) fn replay(&mut self, replay: &Replay) -> bool {
         let Self { engine, sqs, cqs, control, journal, .. } = self;
         let Replay { sq: index, command, spare, second } = replay;
         let Some(sq) = sqs.get_mut(*index).and_then(Option::as_mut) else { return true };
         let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return true };
         if cq.free() == 0 {
-            // What is wrong with a head is reported where commands are fetched.
+            // An invalid head is reported when commands are fetched.
             let _ = cq.look();
         }
         (sq.blocked, sq.waits_for_two) =
@@ -347,7 +349,7 @@ impl QueueSet {
                 report_error(control, qid, sqe, status);
                 (permit, status)
             }
-            // Without the other one.
+            // The second half of the fused operation is missing.
             Started::Fused(permit) => (permit, Status::FUSED_MISSING.with_dnr()),
         };
         if journal.is_some() {
@@ -357,8 +359,8 @@ impl QueueSet {
         true
     }
 
-    /// Stages the completions of what the disks have ended. Whether there was anything, or is more
-    /// to do at once.
+    /// Stages the completions of commands that have ended. True if there were any, or if further
+    /// work is possible at once.
     pub(crate) fn reap(&mut self) -> bool {
         let mut busy = false;
         let Self { engine, sqs, cqs, control, journal, .. } = self;
@@ -383,7 +385,7 @@ impl QueueSet {
         busy | more
     }
 
-    /// Writes down what was decided of commands that are alone.
+    /// Writes the decisions about exclusive commands to the journal.
     #[cold]
     pub(crate) fn write_decisions(&mut self) {
         for (tag, decision) in self.engine.take_decided() {
@@ -394,7 +396,7 @@ impl QueueSet {
         }
     }
 
-    /// Posts what is staged, and looks after interrupts that are held back.
+    /// Posts staged completions, and raises held interrupts that are due.
     #[inline]
     pub(crate) fn post(&mut self, trace: &mut Option<Observer>) {
         for cq in self.cqs.iter_mut().flatten() {
@@ -422,20 +424,20 @@ impl QueueSet {
         }
     }
 
-    /// The trace begins: what the queues have gone through so far is not in it.
+    /// Starts a trace: entries before the current tails are not recorded.
     pub(crate) fn begin_trace(&mut self) {
         self.sqs.iter_mut().flatten().for_each(|sq| sq.traced = sq.tail.last());
         self.cqs.iter_mut().flatten().for_each(|cq| cq.traced = cq.tail);
     }
 
-    /// `qid` says with [`COMPLETION_QUEUE`] which of the two doorbells it was.
+    /// Reports an invalid doorbell value. [`COMPLETION_QUEUE`] in `qid` marks a head doorbell.
     #[cold]
     fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<Observer>) {
         record(trace, Kind::Invalid, &self.shared, qid, error.value, 0);
         self.control.notify(Notice::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }
 
-    /// The first half of going to sleep: arms what should wake us.
+    /// Arms the doorbells before a sleep (first phase).
     pub(crate) fn arm(&mut self, arming: &mut Arming<'_, SleepCell>, trace: &mut Option<Observer>) {
         let Self { sqs, cqs, shared, .. } = self;
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
@@ -453,7 +455,8 @@ impl QueueSet {
         }
     }
 
-    /// The second half: looks once more. When the sleep has to end, for an interrupt's sake.
+    /// Rechecks the doorbells before a sleep (second phase). Returns the deadline of held
+    /// interrupts.
     pub(crate) fn recheck(
         &mut self,
         fenced: &mut Fenced<'_, SleepCell>,
@@ -463,10 +466,10 @@ impl QueueSet {
         let mut deadline: Option<Instant> = None;
         let Self { sqs, cqs, engine, shared, .. } = self;
         fenced.note(engine.can_advance());
-        // What waits for something to end does not keep the worker awake.
+        // Commands that wait for a quota do not keep the thread awake.
         let is_full = engine.is_full();
-        // A head that is wrong traps nowhere if it is mapped, and while completions have room
-        // nobody needs it. One that has moved is taken into account below.
+        // An invalid head in mapped doorbells does not trap, and fetching reads the head only if
+        // the queue is nearly full. So it is checked here; a valid head is evaluated below.
         for cq in cqs.iter_mut().flatten().filter(|_| shared.mapped) {
             if let Err(error) = cq.look() {
                 invalid.push((cq.layout.qid | COMPLETION_QUEUE, error));
@@ -481,7 +484,7 @@ impl QueueSet {
                 if let Some(before) = before {
                     trace_look(trace, shared, sq, before);
                 }
-                // More than a burst may be left.
+                // A burst may have left commands behind.
                 let reachable =
                     cqs.get(sq.cq).and_then(Option::as_ref).is_some_and(|cq| cq.ring.is_some());
                 let waits = sq.ring.is_some() && sq.head != sq.tail.last();
@@ -492,7 +495,7 @@ impl QueueSet {
                     invalid.push((cq.layout.qid | COMPLETION_QUEUE, error));
                 }
                 cq.moved_from(before);
-                // The head may have been seen to move on another occasion: for an interrupt's sake.
+                // The head may already have been read elsewhere, for interrupt coalescing.
                 let reachable = sq.ring.is_some() && cq.ring.is_some();
                 let room = 1 + u32::from(sq.waits_for_two);
                 let waits = cq.free() >= room && sq.head != sq.tail.last();
@@ -515,7 +518,7 @@ impl QueueSet {
         deadline
     }
 
-    /// Awake again: takes back what was asked for while asleep.
+    /// Disarms the doorbells after a sleep.
     pub(crate) fn disarm(&mut self, sleeper: &Sleeper<SleepCell>) {
         self.sqs.iter_mut().flatten().for_each(|sq| sq.tail.disarm(sleeper));
         for cq in self.cqs.iter_mut().flatten() {
@@ -524,12 +527,12 @@ impl QueueSet {
         }
     }
 
-    /// Whether a completion or an interrupt waits.
+    /// True if a completion is staged or an interrupt is held.
     pub(crate) fn holds_back(&self) -> bool {
         self.cqs.iter().flatten().any(|cq| cq.is_holding() || cq.has_staged())
     }
 
-    /// How much has been done: a number that changes with every command.
+    /// Progress counter, which changes with every fetched command and posted completion.
     pub(crate) fn progress(&self) -> u64 {
         let fetched = self.sqs.iter().flatten().map(|sq| sq.counters.commands.get());
         let posted = self.cqs.iter().flatten().map(Cq::posted);
@@ -537,7 +540,7 @@ impl QueueSet {
     }
 }
 
-/// As [`Cq::notify_host`], with a record of what was decided.
+/// [`Cq::notify_host`] with a trace record of the decision.
 #[cold]
 fn notify_traced(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &mut Cq) {
     let before = interrupts(cq);
@@ -545,7 +548,7 @@ fn notify_traced(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &m
     trace_interrupts(trace, shared, cq, before);
 }
 
-/// A command is not carried out again.
+/// Logs a command that is not executed again, because processes have crashed with it.
 #[cold]
 fn give_up(shared: &ControllerShared, qid: u16, command: &RecoveredCommand) {
     let RecoveredCommand { deaths, sqe, .. } = command;
@@ -558,13 +561,13 @@ fn give_up(shared: &ControllerShared, qid: u16, command: &RecoveredCommand) {
         opcode,
         nsid,
         lba,
-        "{deaths} processes have died one after the other with this command in hand: it is \
-         completed with an Internal Error and not carried out again; please report that, with what \
-         the processes have said at their ends"
+        "{deaths} server processes in a row crashed with this command in flight: it is completed \
+         with Internal Error and not executed again; please report this, with the last log lines \
+         of these processes"
     );
 }
 
-/// Posts the completions that are staged; whether there was room for any.
+/// Posts the staged completions. True if there was room for any.
 #[inline]
 fn post_staged(cq: &mut Cq, journal: &mut Option<JournalPart>) -> bool {
     if is_wrong(WrongOrder::FreedBeforePosted)
@@ -578,8 +581,8 @@ fn post_staged(cq: &mut Cq, journal: &mut Option<JournalPart>) -> bool {
     posted
 }
 
-/// Writes down what was posted, and how far the submission queue was fetched, in the order that the
-/// [journal](crate::journal) asks for.
+/// Writes to the journal what was posted and how far the submission queue is fetched, in the
+/// order that the [journal](crate::journal) requires.
 #[inline]
 fn write_down(journal: &mut JournalPart, cq: &mut Cq, sq: Option<&Sq>) {
     let is_wrong = is_wrong(WrongOrder::StoredBeforeFreed);

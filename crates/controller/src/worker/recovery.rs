@@ -1,13 +1,13 @@
-//! Commands that were under way in a process that is dead, and those of which it may have died.
+//! Crash recovery of commands in flight, and detection of commands that crash the server process.
 //!
-//! Those that are recorded are carried out again, all at once. If the next process dies as well,
-//! one of them may be the reason; then they are carried out one at a time ([`Turn`]). Those that
-//! are not recorded are fetched again: the first burst of each queue one at a time, and of each it
-//! is written down that it is being started. The command with which a third process dies is completed
-//! with an error and not carried out again, and no other one is blamed.
+//! Commands with a journal record are executed again, all at once. If the next process crashes as
+//! well, one of them may be the cause; then they are executed one at a time ([`Turn`]). Commands
+//! without a record are fetched again: the first burst of each queue one at a time, each with a
+//! journal entry that says that it is being started. The command with which a third process crashes
+//! is completed with an error and not executed again; no other command is affected.
 //!
-//! Only a death by a fault counts ([`Death`](crate::Death)). Who kills processes three times in a
-//! row kills them while they have commands in hand, and often the same one.
+//! Only crashes by a fault count ([`Death`](crate::Death)). If an administrator kills processes
+//! repeatedly, commands are in flight at each kill, often the same ones, and none is the cause.
 
 use super::backlog::Unread;
 use super::observer::Observer;
@@ -18,16 +18,16 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The right to have a command in hand that may kill the process. There is one in the process, so
-/// that no other command is blamed. A disk may not answer, and nobody else is to wait for that: who
-/// has had it for a while has it no longer.
+/// Exclusive right of this process to execute a command that may crash the process. There is only
+/// one, so that no other command is suspected. A disk may hang, and other commands must not wait
+/// for it, so the right expires after [`LONGEST_TURN`].
 struct Turn(u64);
 
-/// When the turn was taken; 0 if nobody has it.
+/// Time when the turn was taken; 0 if it is free.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// How long a turn is at most.
+/// Maximum duration of a turn.
 const LONGEST_TURN: Duration = Duration::from_secs(1);
 
 impl Turn {
@@ -42,21 +42,21 @@ impl Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        // Somebody else may have it.
+        // After expiry, another command may have taken the turn.
         let _ = TAKEN.compare_exchange(self.0, 0, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
 
-/// A submission queue whose next commands are started one at a time.
+/// Submission queue whose next commands are started one at a time.
 struct Suspect {
     queue: SuspectQueue,
-    /// Behind the last command that was there when the queue was first looked at.
+    /// Position behind the last command that was in the queue at the first look.
     end: Option<u32>,
 }
 
 impl Suspect {
-    /// With how many deaths command `count` had to do, which is about to be started: it was in the
-    /// queue when the process before died.
+    /// Number of crashes that command `count`, which is about to be started, may have caused: at
+    /// least one if it was in the queue when the previous process crashed by a fault.
     fn deaths_of(&self, count: u32) -> u8 {
         let was_there = self.queue.is_of_a_fault
             && self.end.is_some_and(|end| end.wrapping_sub(count) as i32 > 0);
@@ -64,22 +64,22 @@ impl Suspect {
         known.max(u8::from(was_there))
     }
 
-    /// Whether a queue that is at `count` has none any more that may have killed a process.
+    /// True if a queue at position `count` is past the commands that may have crashed a process.
     fn is_over(&self, count: u32) -> bool {
         count.wrapping_sub(self.queue.begin) >= BURST
     }
 }
 
-/// What the queues of one controller on one worker still have of a process that is dead.
+/// Recovery state of one controller's queues on one I/O thread.
 pub(crate) struct Recovery {
     replays: VecDeque<Replay>,
     suspects: Vec<Suspect>,
-    /// The submission queue whose command has the turn.
+    /// Submission queue whose command has the turn.
     turn: Option<(usize, Turn)>,
 }
 
 impl Recovery {
-    /// Of what a process begins with, if it is anything.
+    /// Starts the recovery of inherited commands; `None` if there is nothing to recover.
     pub(crate) fn new(inheritance: Inheritance, set: &mut QueueSet) -> Option<Box<Self>> {
         let Inheritance { replays, suspects } = inheritance;
         if replays.is_empty() && suspects.is_empty() {
@@ -93,7 +93,7 @@ impl Recovery {
         Some(Box::new(Self { replays: replays.into(), suspects, turn: None }))
     }
 
-    /// What other queues have, which have come to the same worker.
+    /// Adds the recovery of further queues that have moved to the same I/O thread.
     pub(crate) fn join(&mut self, other: Self) {
         let Self { replays, suspects, turn } = other;
         self.replays.extend(replays);
@@ -101,27 +101,27 @@ impl Recovery {
         self.turn = self.turn.take().or(turn);
     }
 
-    /// Whether nothing is left.
+    /// True if the recovery has ended.
     pub(crate) fn is_over(&self) -> bool {
         self.replays.is_empty() && self.suspects.is_empty() && self.turn.is_none()
     }
 
-    /// Whether there are commands to be carried out again.
+    /// True if commands wait to be executed again.
     pub(crate) fn has_replays(&self) -> bool {
         !self.replays.is_empty()
     }
 
-    /// Whether one of them has to be alone.
+    /// True if one of them requires exclusive execution.
     pub(crate) fn has_some_to_be_alone(&self) -> bool {
         self.replays.iter().any(Replay::has_to_be_alone)
     }
 
-    /// Whether a command is under way that is suspected.
+    /// True if a suspected command is in flight.
     pub(crate) fn has_turn(&self) -> bool {
         self.turn.is_some()
     }
 
-    /// Starts what can be started. How many commands.
+    /// Starts all commands that can be started now. Returns their number.
     pub(crate) fn go_on(
         &mut self,
         set: &mut QueueSet,
@@ -131,7 +131,7 @@ impl Recovery {
         self.end_turn(set);
         let mut started = 0;
         for _ in 0..self.replays.len() {
-            // Who waits for the queues to leave waits for these.
+            // Recovered commands are executed even while a move of the queues is pending.
             if !set.engine.has_budget() || set.engine.is_full_for_replays() {
                 break;
             }
@@ -153,7 +153,7 @@ impl Recovery {
         started
     }
 
-    /// Gives the turn back when the command has ended, and its completion is posted.
+    /// Releases the turn when its command has ended and the completion is posted.
     fn end_turn(&mut self, set: &QueueSet) {
         let is_under_way = |sq: usize| {
             let Some(sq) = set.sqs.get(sq).and_then(Option::as_ref) else { return false };
@@ -163,7 +163,7 @@ impl Recovery {
         self.turn.take_if(|(sq, _)| !is_under_way(*sq));
     }
 
-    /// Takes the turn for a submission queue, of which nothing must be under way.
+    /// Takes the turn for a submission queue, if none of its commands is in flight.
     fn take_turn(&mut self, set: &QueueSet, sq: usize) -> bool {
         let is_idle =
             |sq: usize| set.sqs.get(sq).and_then(Option::as_ref).is_none_or(|sq| sq.in_flight == 0);
@@ -174,7 +174,7 @@ impl Recovery {
         false
     }
 
-    /// Starts a command again, unless it has to wait.
+    /// Starts a command again. False if it has to wait.
     fn replay(&mut self, set: &mut QueueSet, replay: &Replay) -> bool {
         if set.engine.waits_for_one() && !replay.has_to_be_alone() {
             return false;
@@ -189,7 +189,7 @@ impl Recovery {
         has_started
     }
 
-    /// Whether a queue is served as any other one from here on.
+    /// True if a queue can be served normally from now on.
     fn is_beyond(&self, set: &mut QueueSet, at: usize) -> bool {
         let Some(suspect) = self.suspects.get(at) else { return true };
         let index = suspect.queue.sq;
@@ -202,13 +202,13 @@ impl Recovery {
         true
     }
 
-    /// Whether a command of the queue is or will be under way alone.
+    /// True if a command of the queue has the turn or will need it.
     fn is_exclusive(&self, index: usize) -> bool {
         self.turn.as_ref().is_some_and(|(of, _)| *of == index)
             || self.replays.iter().any(|replay| replay.sq == index && replay.goes_alone())
     }
 
-    /// Fetches commands of a queue, a few at most.
+    /// Fetches commands of a queue one at a time, up to the end of its first burst.
     fn fetch(
         &mut self,
         set: &mut QueueSet,
@@ -228,7 +228,7 @@ impl Recovery {
             return 0;
         }
         let Some(tail) = tail else { return 0 };
-        // As for any other command, what was said before counts first.
+        // As for any other command, earlier messages have precedence.
         if unread.has_of(set.shared.id) {
             return 1;
         }

@@ -1,4 +1,4 @@
-//! Queues on their way from one worker to another.
+//! Queue move: the queues of one controller in transfer between two I/O threads.
 
 use super::queue_override::QueueOverride;
 use super::replay::{DEADLY, Inheritance, Replay, SuspectQueue};
@@ -21,24 +21,24 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-/// What the namespaces of a controller are opened from.
+/// Parameters for opening a controller's namespaces on an I/O thread.
 #[derive(Clone)]
 pub(crate) struct Opening {
     pub(crate) namespaces: Arc<Namespaces>,
     pub(crate) page_size: usize,
     pub(crate) max_transfer: usize,
     pub(crate) quota: Quota,
-    /// Resets that there have been.
+    /// Number of controller resets so far.
     pub(crate) generation: u64,
 }
 
 impl Opening {
-    /// This, which leaves one without namespaces.
+    /// Takes the parameters and leaves them without namespaces.
     pub(super) fn take(&mut self) -> Self {
         Self { namespaces: std::mem::take(&mut self.namespaces), ..self.clone() }
     }
 
-    /// Opens the namespaces for this thread.
+    /// Opens the namespaces on the calling I/O thread.
     pub(super) fn open(
         &self,
         table: Arc<DmaTable>,
@@ -52,29 +52,28 @@ impl Opening {
     }
 }
 
-/// Where a controller is to go.
+/// Pending move of a controller's queues to another I/O thread.
 pub(crate) struct Departure {
     pub(crate) to: Destination,
-    /// Is dropped when it has arrived.
+    /// Latch that is released on arrival.
     pub(crate) latch: Latch,
 }
 
-/// A worker that a controller goes to.
+/// I/O thread to which queues move.
 #[derive(Clone)]
 pub(crate) struct Destination {
-    /// Its number in the pool.
+    /// Index of the thread in the pool.
     pub(crate) worker: usize,
     pub(crate) arrivals: Arc<dyn Arrivals>,
 }
 
-/// Where queues arrive.
+/// Receiver of moved queues.
 pub(crate) trait Arrivals: Send + Sync {
-    /// Hands them over.
+    /// Delivers the queues.
     fn deliver(&self, queues: Box<Relocated>);
 }
 
-/// The queues of one controller on their way from one worker to another. Nothing of them is under
-/// way at a disk.
+/// Queues of one controller that move between I/O threads. None of their commands is in flight.
 pub(crate) struct Relocated {
     pub(super) shared: Arc<ControllerShared>,
     pub(super) control: ControlHandle,
@@ -88,43 +87,43 @@ pub(crate) struct Relocated {
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     pub(super) losses: u64,
     pub(super) lost: bool,
-    /// What is to be begun with.
+    /// Recovered commands to execute on arrival.
     pub(super) inheritance: Inheritance,
-    /// Is dropped when they have arrived.
+    /// Latch that is released on arrival.
     pub(super) latch: Option<Latch>,
 }
 
-/// What the queues of a controller need where they are restored.
+/// Context in which the queues of a controller are restored.
 pub(crate) struct Restoring<'a> {
     pub(crate) shared: &'a Arc<ControllerShared>,
     pub(crate) control: &'a ControlHandle,
     pub(crate) opening: Opening,
     pub(crate) table: &'a Arc<DmaTable>,
-    /// The buffers of Doorbell Buffer Config.
+    /// Buffers of Doorbell Buffer Config.
     pub(crate) shadow: Option<(u64, u64)>,
     pub(crate) limit: HoldLimit,
 }
 
 impl Relocated {
-    /// The controller's number.
+    /// Number of the controller.
     pub(crate) fn id(&self) -> u32 {
         self.shared.id
     }
 
-    /// Descriptors that stand for doorbells.
+    /// Eventfds that signal doorbell writes.
     pub(crate) fn doorbell_eventfds(&self) -> &[Arc<EventFd>] {
         &self.doorbell_eventfds
     }
 
-    /// The way to the control plane.
+    /// Handle of the control plane.
     pub(crate) fn control(&self) -> &ControlHandle {
         &self.control
     }
 
-    /// What has to be kept of them. `worker` has served them.
+    /// Serializes the queues, which `worker` has served.
     ///
     /// # Errors
-    /// The system's, if it has no more descriptors.
+    /// An OS error: no more descriptors.
     pub(crate) fn save(&self, worker: usize, fds: &mut Descriptors) -> io::Result<SavedPart> {
         let mut doorbell_eventfds = Vec::with_capacity(self.doorbell_eventfds.len());
         for event in &self.doorbell_eventfds {
@@ -140,7 +139,7 @@ impl Relocated {
         })
     }
 
-    /// The counters of the queues.
+    /// Adds the counters of the queues to the statistics.
     pub(crate) fn count(&self, sq: &mut SqStats, cq: &mut CqStats) {
         let traps = |qid, kind| self.shared.traps(qid, kind);
         for queue in self.sqs.iter().flatten() {
@@ -151,13 +150,13 @@ impl Relocated {
         }
     }
 
-    /// Whether something else serves them than a worker's own code.
+    /// True if an override (fault injection) serves the queues.
     pub(crate) fn is_overridden(&self) -> bool {
         self.overriding.is_some()
     }
 
-    /// The queues as they were, if they can be, on their way to `worker`. Nobody waits for that:
-    /// a notice of it could come when they are on their way again, and be taken for that of these.
+    /// Restores saved queues for `worker`; `None` if the saved state is invalid. No latch waits for
+    /// their arrival, because it could be mistaken for the latch of a later move.
     pub(crate) fn restore(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
@@ -167,7 +166,7 @@ impl Relocated {
         let Some(queues) = Self::restore_queues(saved, doorbell_eventfds, with) else {
             return Ok(None);
         };
-        // Another process may have to go on before the worker has them.
+        // This process may crash before the I/O thread has the queues.
         if let Some(part) = with.shared.journal_part(worker, with.opening.generation)? {
             queues.sqs.iter().flatten().for_each(|sq| sq.write_down(&part, 0));
             queues.cqs.iter().flatten().for_each(|cq| cq.write_down(&part));
@@ -198,7 +197,7 @@ impl Relocated {
         Some(Self::at_rest(with, saved.worker, sqs, cqs, doorbell_eventfds))
     }
 
-    /// Such queues, which `worker` will serve.
+    /// Creates idle queues that `worker` will serve.
     fn at_rest(
         with: &Restoring<'_>,
         worker: usize,
@@ -229,9 +228,9 @@ impl Relocated {
         }
     }
 
-    /// The queues as they were in a process that is dead, of which `journal` says how far they
-    /// were, if they can be; and what they are to begin with. `worker` will serve them, and others
-    /// that have so many commands to begin with.
+    /// Restores the queues of a dead process, with positions from its `journal`; `None` if the
+    /// saved state is invalid. `worker` will serve them, and `others` commands of other queues that
+    /// it has to execute again.
     pub(crate) fn recover(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
@@ -276,7 +275,7 @@ impl Relocated {
             let mut commands = journal.take(saved_sq.qid, state.0);
             let mut deaths = journal.deaths_with(saved_sq.qid, sq.fetched);
             if deaths >= DEADLY {
-                // It is not fetched again, as it would be carried out then.
+                // The command is not fetched again, because it would be executed then.
                 let (sqid, count) = (saved_sq.qid, sq.fetched);
                 let fetched = sq.fetch();
                 let decision = None;
@@ -297,7 +296,7 @@ impl Relocated {
             sqs.push(Some(sq));
             let before = replays.len();
             for command in commands {
-                // All that one worker begins with have their records in the same table.
+                // All recovered commands of one I/O thread share the record table.
                 let nth = others + records;
                 records += 1;
                 let spare = part.as_ref().map_or(0, |part| part.record_spare(nth, &command));
@@ -306,7 +305,7 @@ impl Relocated {
             replays.iter().skip(before).for_each(Replay::suspect_others);
         }
         if let Some(part) = &part {
-            // Of what is posted from here on, nothing is.
+            // Of the completions posted from now on, none is counted yet.
             sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part, 0));
             cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
             for suspect in suspects.iter().filter(|suspect: &&SuspectQueue| suspect.deaths != 0) {
@@ -322,47 +321,47 @@ impl Relocated {
         Ok(Some(Self { inheritance: Inheritance { replays, suspects }, ..new }))
     }
 
-    /// How many commands it will begin with.
+    /// Number of commands to execute again.
     pub(crate) fn replays(&self) -> usize {
         self.inheritance.replays.iter().map(|replay| 1 + usize::from(replay.second.is_some())).sum()
     }
 }
 
-/// Where queues stay that have left their worker for a while: they go back there, or are written
-/// down for another process.
+/// Holds the queues of a quiesced controller: they return to their I/O thread, or are serialized
+/// for another process.
 pub(crate) struct Stopover {
     home: Destination,
     queues: Mutex<Option<Box<Relocated>>>,
 }
 
 impl Stopover {
-    /// For queues that `home` serves.
+    /// Creates an empty stopover for queues that `home` serves.
     pub(crate) fn new(home: Destination) -> Arc<Self> {
         Arc::new(Self { home, queues: Mutex::default() })
     }
 
-    /// With queues that `home` is to serve.
+    /// Creates a stopover that holds queues which `home` will serve.
     pub(crate) fn with_queues(home: Destination, queues: Relocated) -> Arc<Self> {
         Arc::new(Self { home, queues: Mutex::new(Some(Box::new(queues))) })
     }
 
-    /// As a place to go to. The worker's number stays what it was.
+    /// Destination for moving queues into this stopover. The thread index stays that of `home`.
     pub(crate) fn destination(self: &Arc<Self>) -> Destination {
         let arrivals: Arc<dyn Arrivals> = Arc::<Self>::clone(self);
         Destination { worker: self.home.worker, arrivals }
     }
 
-    /// The worker that has served them.
+    /// Index of the I/O thread that has served the queues.
     pub(crate) fn worker(&self) -> usize {
         self.home.worker
     }
 
-    /// Looks at the queues, if there are any.
+    /// Calls `look` with the queues, if there are any.
     pub(crate) fn with<T>(&self, look: impl FnOnce(&Relocated) -> T) -> Option<T> {
         self.queues.lock().as_deref().map(look)
     }
 
-    /// They do not go back, nor anywhere: what they have counted stays.
+    /// Drops the queues, and adds their counters to the controller's.
     pub(crate) fn give_up(&self) {
         let queues = self.queues.lock().take();
         let Some(queues) = queues else { return };
@@ -372,7 +371,7 @@ impl Stopover {
         shared.retire_part(&counters);
     }
 
-    /// Has them go back.
+    /// Returns the queues to their I/O thread.
     pub(crate) fn send_back(&self) {
         let queues = self.queues.lock().take();
         if let Some(queues) = queues {

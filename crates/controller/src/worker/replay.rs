@@ -1,25 +1,25 @@
-//! What a process begins with that goes on for a dead one.
+//! Commands and queues that a process inherits from a dead process.
 
 use crate::journal::{Decision, RecoveredCommand};
 use shadowbell_spec::sqe::Fuse;
 use shadowbell_spec::status::Status;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A command with which so many processes have died is not carried out any more.
+/// Number of crashes after which a command is not executed any more.
 pub(crate) const DEADLY: u8 = 3;
-/// If so many have died with one, it and all others are carried out one at a time.
+/// Number of crashes after which it and all other commands are executed one at a time.
 const SUSPECT: u8 = 2;
-/// Whether that is so in this process, of whichever controller.
+/// True if this process executes recovered commands one at a time, of all controllers.
 static ONE_AT_A_TIME: AtomicBool = AtomicBool::new(false);
 
-/// A command that was under way in a process that is dead.
+/// Command that was in flight in a dead process.
 pub(crate) struct Replay {
-    /// Index of its submission queue.
+    /// Index of the submission queue.
     pub(crate) sq: usize,
     pub(crate) command: RecoveredCommand,
-    /// Its record in the journal, until it has another.
+    /// Journal record of the command, until it is started and gets a record of its own.
     pub(crate) spare: u32,
-    /// The second of a fused operation of which it is the first, with its record.
+    /// Second command of a fused operation, with its journal record.
     pub(crate) second: Option<(RecoveredCommand, u32)>,
 }
 
@@ -28,11 +28,11 @@ impl Replay {
         Self { sq, command, spare, second: None }
     }
 
-    /// Adds one of a submission queue to those that were fetched before it, which begin at `from`.
-    /// The two of a fused operation are one as long as nothing was decided of the first: it is
-    /// the last of which something is.
+    /// Adds a command of a submission queue behind those fetched earlier, which begin at `from`.
+    /// The two commands of a fused operation become one replay if the journal has no end of the
+    /// first, whose decision is always the last to be written.
     pub(crate) fn add(all: &mut Vec<Self>, from: usize, mut replay: Self) {
-        // How the first has ended of an operation that was one step.
+        // Status of the first command, if the operation was one disk request.
         let mut told = None;
         if let Some(Decision::End { dw0, .. }) = &mut replay.command.decision
             && replay.command.sqe.fuse() == Fuse::Second
@@ -66,43 +66,45 @@ impl Replay {
             && self.command.sqe.fuse() == fuse
     }
 
-    /// Whether nothing else may be begun before it has ended.
+    /// True if no other command may begin before this one has ended.
     pub(crate) fn has_to_be_alone(&self) -> bool {
         self.command.decision == Some(Decision::Begin) || self.second.is_some()
     }
 
-    /// Has all go alone if there is a reason. To be called for each before any is carried out.
+    /// Switches to one command at a time if this command is suspected. Called for all commands
+    /// before any is started.
     pub(crate) fn suspect_others(&self) {
         if self.command.deaths >= SUSPECT {
             ONE_AT_A_TIME.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether it is to be carried out alone.
+    /// True if the command is executed while no other recovered command is in flight.
     pub(crate) fn goes_alone(&self) -> bool {
         ONE_AT_A_TIME.load(Ordering::Relaxed) && !self.is_deadly()
     }
 
-    /// Whether it is not to be carried out again.
+    /// True if the command is not to be executed again.
     pub(crate) fn is_deadly(&self) -> bool {
         self.command.deaths >= DEADLY
     }
 }
 
-/// A submission queue whose next commands are to be started one at a time: those with one of which
-/// the process may have died.
+/// Submission queue whose next commands are started one at a time, because one of them may have
+/// crashed the process.
 pub(crate) struct SuspectQueue {
-    /// Its index.
+    /// Index of the queue.
     pub(crate) sq: usize,
-    /// The first of them.
+    /// Position of the first suspected command.
     pub(crate) begin: u32,
-    /// How many processes have died that were starting that one.
+    /// Number of processes that have crashed while starting that command.
     pub(crate) deaths: u8,
-    /// The last process has died by a fault, so it may have been any of them.
+    /// True if the last process crashed by a fault, so any of the queue's commands may be the
+    /// cause.
     pub(crate) is_of_a_fault: bool,
 }
 
-/// What a process begins with.
+/// Recovered commands and suspected queues.
 #[derive(Default)]
 pub(crate) struct Inheritance {
     pub(crate) replays: Vec<Replay>,
@@ -110,7 +112,7 @@ pub(crate) struct Inheritance {
 }
 
 impl Inheritance {
-    /// The same for queues that have other indices now; without those that have none.
+    /// Maps the queue indices with `index`; drops queues that have no new index.
     pub(crate) fn moved(self, index: impl Fn(usize) -> Option<usize>) -> Self {
         let replays = self.replays.into_iter().filter_map(|replay| {
             let sq = index(replay.sq)?;

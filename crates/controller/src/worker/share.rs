@@ -1,43 +1,43 @@
-//! A controller's share of a worker: deficit round robin.
+//! Deficit round robin: share of an I/O thread's time for each controller.
 //!
-//! In each turn of the worker, each active controller is given the same amount of time, and has
-//! commands fetched while it has some left. The last command may take more than there was; what is
-//! missing is taken from the turns to come. So a controller with long commands has fewer of them
-//! fetched, and none can make a turn longer than its part of it and one command.
+//! In each turn of the thread, each active controller gets the same time quantum, and commands are
+//! fetched while some of it is left. The last command may overdraw the quantum; the deficit is
+//! taken from the following turns. So fewer commands are fetched of a controller with long
+//! commands, and no controller can prolong a turn by more than its quantum and one command.
 //!
-//! What a command will cost is estimated before (`exec::quota::cost`), and what the pass has really
-//! taken is measured afterwards. A worker that has one controller only does neither.
+//! The cost of a command is estimated before its execution (`exec::quota::cost`), and the time of
+//! a pass is measured afterwards. A thread with only one controller measures no time.
 
 use std::time::Duration;
 
-/// What a controller gets in each turn, in nanoseconds: about ten reads of 4 KiB.
+/// Time quantum per turn, in nanoseconds: about ten reads of 4 KiB.
 const QUANTUM: i64 = 5_000;
-/// The most that it can owe.
+/// Maximum deficit.
 const DEBT: i64 = 40 * QUANTUM;
-/// What a pass of a worker's only active controller may take. It bounds how long somebody waits
-/// who has not been active.
+/// Budget of a pass of the only active controller of a thread, in nanoseconds. It bounds the delay
+/// of a controller that becomes active.
 pub(crate) const ALONE: i64 = 100_000;
 
-/// What a controller has left of its share.
+/// Remaining share of a controller.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Share {
     left: i64,
 }
 
 impl Share {
-    /// A turn begins: what may be spent in it, which may be nothing.
+    /// Begins a turn. Returns the budget, which may be 0 or negative.
     pub(super) fn begin(&mut self) -> i64 {
         self.left = (self.left + QUANTUM).min(QUANTUM);
         self.left
     }
 
-    /// So much was spent.
+    /// Deducts the time of a pass.
     pub(super) fn spend(&mut self, time: Duration) {
         let time = time.as_nanos().min(DEBT as u128) as i64;
         self.left = (self.left - time).max(-DEBT);
     }
 
-    /// Nothing is owed.
+    /// Clears the deficit.
     pub(super) fn forgive(&mut self) {
         self.left = self.left.max(0);
     }

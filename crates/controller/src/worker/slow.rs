@@ -1,23 +1,23 @@
-//! Controllers whose turns take too long.
+//! Isolation of slow controllers: detects controllers whose turns take too long.
 //!
-//! Most of what a turn does is bounded (see `share` and `exec::quota`), but some of it is in a
-//! peer's hands: a page fault on memory that it shares waits for as long as it punches holes there,
-//! and a disk may do inline what takes long. Whoever takes that long again and again is found here,
-//! and served by a thread of its own from then on.
+//! Most work of a turn is bounded (see `share` and `exec::quota`), but some depends on a peer: a
+//! page fault in memory shared by a client waits while the client punches holes, and a disk may
+//! execute long requests inline. A controller that takes long repeatedly is detected here, and
+//! moves to an I/O thread of its own.
 //!
-//! A turn also takes long if the system gives the processor to somebody else meanwhile, which is
-//! nobody's fault. So the first long turn only has the controller watched; a second one, in which
-//! the thread has itself worked that long, or has waited for something, is one too many.
+//! A turn also takes long if the kernel preempts the thread, which is not the controller's fault.
+//! So the first long turn only starts to watch the controller. A second long turn in which the
+//! thread itself used that much CPU time, or blocked, is reported.
 
 use shadowbell_memory::ThreadUsage;
 use std::time::{Duration, Instant};
 
-/// A turn of one controller that is too long.
+/// Minimum duration of a long turn of one controller.
 pub(super) const LONG: Duration = Duration::from_millis(1);
-/// How long a controller is watched after one.
+/// Duration of the watch after a long turn.
 const WATCHED: Duration = Duration::from_secs(10);
 
-/// Whether a controller's turns are too long.
+/// Detection of long turns of one controller.
 #[derive(Debug, Default)]
 pub(super) struct SlowTurns {
     watched_until: Option<Instant>,
@@ -25,7 +25,8 @@ pub(super) struct SlowTurns {
 }
 
 impl SlowTurns {
-    /// A turn begins: what the thread has used so far, if the controller is watched.
+    /// Begins a turn. Returns the resource usage of the thread so far, if the controller is
+    /// watched.
     #[inline]
     pub(super) fn begin(&self) -> Option<ThreadUsage> {
         if self.watched_until.is_none() { None } else { self.measure() }
@@ -36,8 +37,8 @@ impl SlowTurns {
         (!self.reported).then(ThreadUsage::now)
     }
 
-    /// A turn has ended at `now`, after `took`. Whether the controller is too slow for company;
-    /// said once.
+    /// Ends a turn at `now`, after `took`. True, once, if the controller is too slow to share the
+    /// thread.
     #[inline]
     pub(super) fn end(
         &mut self,
@@ -70,7 +71,7 @@ impl SlowTurns {
 mod tests {
     use super::*;
 
-    /// A turn in which `work` is done.
+    /// Makes a turn that executes `work`.
     fn turn(slow: &mut SlowTurns, work: impl FnOnce()) -> bool {
         let (before, began) = (slow.begin(), Instant::now());
         work();
@@ -91,7 +92,7 @@ mod tests {
             let mut slow = SlowTurns::default();
             assert!(!turn(&mut slow, work));
             assert!(turn(&mut slow, work));
-            // It is said once.
+            // The controller is reported only once.
             assert!(!turn(&mut slow, work));
         }
     }
@@ -112,7 +113,7 @@ mod tests {
         let mut slow = SlowTurns::default();
         let now = Instant::now();
         for _ in 0..10 {
-            // Time has passed, and the thread has neither worked nor waited.
+            // Time has passed, but the thread has neither used CPU time nor blocked.
             let mut before = slow.begin();
             if let Some(before) = &mut before {
                 *before = ThreadUsage::now();

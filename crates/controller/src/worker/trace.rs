@@ -1,4 +1,4 @@
-//! Decisions that go to the trace, and commands that go to the meter.
+//! Trace records of doorbell decisions, and command events for the latency meter.
 
 use super::meter::Meter;
 use super::observer::Observer;
@@ -8,8 +8,8 @@ use crate::trace::Kind;
 use shadowbell_doorbell::{ControllerStats, Truth};
 use shadowbell_spec::{Cqe, Sqe};
 
-/// Records what a look at a tail has found or moved, and the commands that are there now; `last`
-/// and `before` are from before the look.
+/// Records the result of a look at a tail, and the new commands; `last` and `before` are the state
+/// before the look.
 #[cold]
 pub(super) fn trace_look(
     trace: &mut Option<Observer>,
@@ -18,14 +18,14 @@ pub(super) fn trace_look(
     (last, before): (u16, ControllerStats),
 ) {
     let (now, qid, at) = (sq.tail.stats(), sq.layout.qid, u32::from(sq.tail.last()));
-    // The second look of a worker that goes to sleep counts elsewhere, and is as good a look.
+    // The recheck before a sleep has a counter of its own, so the tail itself is compared.
     if sq.tail.last() != last && sq.tail.state().truth == Truth::Shadow {
         record(trace, Kind::ShadowNew, shared, qid, at, last.into());
     }
     if now.event_idx_moved != before.event_idx_moved {
         record(trace, Kind::EventIdxMoved, shared, qid, at, 0);
     }
-    // Those that were found while the worker went to sleep are among them.
+    // Commands found by a recheck before a sleep are included.
     let Some(ring) = &sq.ring else { return };
     let seen_at = time_of(trace);
     while sq.traced != sq.tail.last() {
@@ -38,8 +38,8 @@ pub(super) fn trace_look(
     }
 }
 
-/// Records the completions that were posted since this was last done. The entries are where they
-/// were posted: no others take their places before the worker posts again.
+/// Records the completions posted since the last call. Their entries are still in the queue: they
+/// are not overwritten before the thread posts again.
 #[cold]
 pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &mut Cq) {
     let Some(ring) = &cq.ring else { return };
@@ -56,18 +56,18 @@ pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShar
     }
 }
 
-/// The time of the meter; without one, any.
+/// Time of the meter; 0 without a meter.
 fn time_of(trace: &Option<Observer>) -> u64 {
     let meter = trace.as_ref().and_then(|trace| trace.meter.as_ref());
     meter.map_or(0, Meter::now)
 }
 
-/// How many interrupts were raised for a queue, and how many were not.
+/// Numbers of raised and of suppressed interrupts of a queue.
 pub(super) fn interrupts(cq: &Cq) -> (u64, u64) {
     (cq.counters.interrupts.get(), cq.counters.interrupts_suppressed.get())
 }
 
-/// Records what was decided of a queue's interrupt since `before`.
+/// Records the interrupt decision since `before`.
 #[cold]
 pub(super) fn trace_interrupts(
     trace: &mut Option<Observer>,

@@ -1,10 +1,10 @@
-//! A worker: the thread that serves I/O queues.
+//! I/O thread: serves I/O queues of many controllers.
 //!
-//! It passes over all controllers that are active as long as there is work, goes on doing so for a
-//! while when there is none (the window adapts to how soon work comes back), then arms every
-//! doorbell's EventIdx, passes a full fence, looks once more and sleeps in one wait on everything:
-//! trapped doorbells, messages, and the disks. Controllers that have been idle for a while are left
-//! out of all that until they ring (see `poll_group`).
+//! The thread passes over all active controllers as long as there is work. Without work it
+//! continues to poll for a window that adapts to how soon work returns. Then it arms the EventIdx
+//! of every doorbell, executes a full fence, checks everything once more, and sleeps in a single
+//! wait for trapped doorbells, messages and disk completions. Controllers that have been idle for a
+//! while are excluded from passes and arming until their doorbell is written (see `poll_group`).
 
 use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
@@ -30,42 +30,42 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
-/// least this often. A wait is one of whole milliseconds, and a timer takes some 20 us of a
-/// processor.
+/// Poll interval of a sleeping I/O thread with mapped doorbells, whose writes cannot wake the
+/// thread. Epoll timeouts are whole milliseconds, and a timer costs about 20 us of CPU time.
 pub(super) const MAPPED_POLL: Duration = Duration::from_millis(1);
-/// A worker on which somebody waits for something that no event announces looks this often.
+/// Poll interval of a sleeping I/O thread while an operation waits for an end that no event
+/// signals.
 const UNANNOUNCED_POLL: Duration = Duration::from_millis(1);
 
-/// The pool is gone: a worker has no more to do.
+/// The pool was dropped: the I/O thread ends.
 pub(super) struct Stop;
 
 pub(super) struct Worker {
     mailbox: Arc<Mailbox>,
     backlog: Backlog,
     sleeper: Sleeper<SleepCell, FullFence>,
-    /// Its number in the pool.
+    /// Index of the thread in the pool.
     index: usize,
     poll_group: PollGroup,
-    /// Hosts whose doorbell writes it takes by itself.
+    /// Hosts whose doorbell writes this thread receives directly.
     sources: DoorbellSources,
-    /// Tokens of the descriptors that were signalled, for a moment.
+    /// Epoll tokens of signalled descriptors, between the wait and their handling.
     signalled: Vec<u64>,
     epoll: Arc<OwnedFd>,
     window: PollWindow,
     trace: Option<Observer>,
-    /// It has slept since its last turn.
+    /// True if the thread has slept since its last turn.
     woken: bool,
-    /// While it may touch hosts' memory.
+    /// Held while the thread may touch hosts' memory.
     awake: Option<Awake>,
-    /// What the thread is lent to next, and by which controller.
+    /// Job that the thread is lent to next, and the controller that lends it.
     job: Option<(u32, ThreadJob)>,
 }
 
 impl Worker {
     pub(super) fn new(index: usize, mailbox: Arc<Mailbox>, polling: Polling) -> io::Result<Self> {
         let epoll = Arc::new(epoll::create(CreateFlags::CLOEXEC)?);
-        // Edge-triggered: a signal wakes us once, and need not be read away.
+        // Edge-triggered: a signal wakes the thread once, and the eventfd need not be read.
         epoll::add(&epoll, &mailbox.event, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?;
         Ok(Self {
             sleeper: Sleeper::new(Arc::clone(&mailbox.state)),
@@ -107,7 +107,7 @@ impl Worker {
         }
     }
 
-    /// After a turn that found nothing: whether to look again before a sleep.
+    /// After a turn without work: true if the thread polls once more instead of sleeping.
     fn looks_again(&mut self) -> bool {
         std::hint::spin_loop();
         let Self { window, poll_group, .. } = self;
@@ -126,13 +126,13 @@ impl Worker {
         polite
     }
 
-    /// A turn has found something.
+    /// Records that a turn has found work.
     fn found(&mut self) {
         let Self { window, poll_group, .. } = self;
         window.found(|| poll_group.ended());
     }
 
-    /// Lends the thread until the job is done. Whether the pool is gone.
+    /// Lends the thread until the job ends. True if the pool was dropped.
     fn lend(&mut self) -> bool {
         let Some((controller, job)) = self.job.take() else { return false };
         let mut lent = JobThread { worker: self, controller, is_stopped: false };
@@ -142,8 +142,8 @@ impl Worker {
         is_stopped
     }
 
-    /// Messages, then a pass over the queues of all active controllers. Whether there was anything
-    /// to do.
+    /// Handles messages, then passes over the queues of all active controllers. True if there was
+    /// work.
     pub(super) fn turn(&mut self) -> Result<bool, Stop> {
         let mut busy = false;
         if self.poll_group.must_check_eventfds() {
@@ -173,20 +173,21 @@ impl Worker {
         Ok(busy)
     }
 
-    /// Arms, looks once more, and sleeps if there is nothing, for `limit` at most. Whether it did.
+    /// Arms doorbells, rechecks, and sleeps for `limit` at most if there is no work. True if it
+    /// slept.
     pub(super) fn sleep(&mut self, limit: Option<Duration>) -> bool {
         self.sleep_by(limit, wait)
     }
 
-    /// As [`sleep`](Self::sleep), in a `sleep` of somebody else that says whether the worker's
-    /// own descriptor has ended it.
+    /// [`sleep`](Self::sleep) in the caller's wait function `sleep`, which returns true if the
+    /// thread's own descriptor has ended the wait.
     pub(super) fn sleep_in(&mut self, sleep: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
         self.sleep_by(None, |epoll, timeout, trace, signalled| {
             !sleep(timeout) || wait(epoll, Some(Duration::ZERO), trace, signalled)
         })
     }
 
-    /// As [`sleep`](Self::sleep), with `wait` for [`wait`].
+    /// [`sleep`](Self::sleep) with a replaceable wait function.
     fn sleep_by(
         &mut self,
         limit: Option<Duration>,
@@ -249,14 +250,14 @@ impl Worker {
         slept.is_some()
     }
 
-    /// Checks the descriptors that were signalled for controllers while the worker was awake.
+    /// Checks descriptors that controllers have signalled while the thread was awake.
     #[cold]
     fn check_eventfds(&mut self) {
         let all = wait(&self.epoll, Some(Duration::ZERO), &mut self.trace, &mut self.signalled);
         self.take_signalled(all);
     }
 
-    /// Does what the signalled descriptors ask for; `all` says whether there are no more of them.
+    /// Handles the signalled descriptors; `all` is true if no further descriptors are signalled.
     fn take_signalled(&mut self, all: bool) {
         for token in self.signalled.drain(..) {
             let controller = (token >> 8) as u32;
@@ -268,7 +269,7 @@ impl Worker {
         self.poll_group.checked(all);
     }
 
-    /// The most messages that have waited at a time since this was last asked.
+    /// Returns and resets the maximum number of waiting messages.
     pub(super) fn most_messages(&mut self) -> usize {
         self.mailbox.take_most().max(self.backlog.take_most())
     }
@@ -314,7 +315,7 @@ impl Worker {
             }
             Message::Table { controller, table, latches } => {
                 self.poll_group.activate(controller);
-                // One that is on its way out holds on to the old map as well.
+                // Queues that are being detached use the old map as well.
                 let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
                 for queues in active.filter(|queues| queues.id() == controller) {
                     queues.change_table(Arc::clone(&table), latches.clone());
@@ -322,7 +323,7 @@ impl Worker {
             }
             Message::ChangeNamespace { controller, nsid, namespaces, latch } => {
                 self.poll_group.activate(controller);
-                // One that is on its way out uses the disk as well.
+                // Queues that are being detached use the disk as well.
                 let Self { poll_group, epoll, .. } = self;
                 let active = poll_group.active.iter_mut().map(|entry| &mut entry.queues);
                 for queues in active.filter(|queues| queues.id() == controller) {
@@ -331,7 +332,7 @@ impl Worker {
             }
             Message::ReviewAccess { controller, uuid, aborts, latch } => {
                 self.poll_group.activate(controller);
-                // One that is on its way out may have something under way, too.
+                // Queues that are being detached may have commands in flight as well.
                 let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
                 for queues in active.filter(|queues| queues.id() == controller) {
                     queues.review_access(&uuid, aborts, &latch);
@@ -352,7 +353,7 @@ impl Worker {
                     return;
                 }
                 if let Err(error) = self.watch_eventfd(controller, &event) {
-                    tracing::warn!(%error, "a worker can not wait for a controller's doorbells");
+                    tracing::warn!(%error, "cannot watch the doorbell eventfd of a controller");
                 } else if let Some(queues) = self.queues(controller) {
                     queues.keep_eventfd(event);
                 }
@@ -384,7 +385,7 @@ impl Worker {
                 }
             }
             Message::Leave { controller, departure } => {
-                // Its host's doorbells come to the other one from then on.
+                // The destination thread receives the host's doorbells from now on.
                 self.sources.remove(controller);
                 if let Some(queues) = self.queues(controller) {
                     queues.leave(departure);
@@ -440,12 +441,12 @@ impl Worker {
         }
     }
 
-    /// Wakes from here on when a disk of these queues has done something.
+    /// Registers the disks of these queues with epoll.
     fn watch(&self, queues: &ControllerQueues) -> io::Result<()> {
         queues.namespaces().iter().try_for_each(|namespace| namespace.watch(&self.epoll))
     }
 
-    /// Takes over a controller that another worker has served.
+    /// Takes over a controller's queues from another I/O thread.
     fn arrive(&mut self, relocated: Relocated) {
         let (controller, control) = (relocated.id(), relocated.control().clone());
         let watched: io::Result<()> = relocated
@@ -463,20 +464,20 @@ impl Worker {
             Ok(latch)
         });
         if let Err(error) = arrived {
-            tracing::error!(%error, "a worker can not take over a controller from another");
+            tracing::error!(%error, "cannot take over a controller's queues from another I/O thread");
             control.notify(Notice::Stranded);
         }
     }
 
-    /// Wakes from here on when `event` is signalled, which stands for doorbells of a controller.
+    /// Registers an eventfd that signals doorbell writes of a controller.
     fn watch_eventfd(&self, controller: u32, event: &EventFd) -> io::Result<()> {
-        // Edge-triggered as the mailbox. One that is signalled already counts as an edge.
+        // Edge-triggered, as the mailbox. An eventfd that is signalled already counts as an edge.
         let flags = EventFlags::IN | EventFlags::ET;
         let data = EventData::new_u64(DOORBELL_EVENTFD | u64::from(controller) << 8);
         Ok(epoll::add(&self.epoll, event, data, flags)?)
     }
 
-    /// The queues of a controller, which are made if it has none here yet.
+    /// The queues of a controller on this thread; created if there are none yet.
     fn find_or_open(&mut self, context: QueueContext) -> Option<&mut ControllerQueues> {
         let shared = Arc::clone(&context.shared);
         if self.queues(shared.id).is_none() {
@@ -488,7 +489,7 @@ impl Worker {
                     self.poll_group.add(queues, state.unwrap_or_default());
                 }
                 Err(error) => {
-                    tracing::error!(%error, "a worker can not open a namespace's disk");
+                    tracing::error!(%error, "cannot open the disk of a namespace");
                     return None;
                 }
             }
@@ -497,12 +498,12 @@ impl Worker {
     }
 }
 
-/// The worker in the hands of whom its thread is lent to.
+/// I/O thread lent to a job.
 struct JobThread<'a> {
     worker: &'a mut Worker,
-    /// Who has lent it.
+    /// Controller that lends the thread.
     controller: u32,
-    /// The pool is gone.
+    /// True if the pool was dropped.
     is_stopped: bool,
 }
 
@@ -539,9 +540,9 @@ impl WorkerThread for JobThread<'_> {
     }
 }
 
-/// What epoll says of an eventfd that stands for doorbells; above it, of which controller.
+/// Epoll token of a doorbell eventfd, in the low byte; the controller is in the upper bits.
 const DOORBELL_EVENTFD: u64 = 2;
-/// What epoll says of a doorbell source; above it, of which controller.
+/// Epoll token of a doorbell source, in the low byte; the controller is in the upper bits.
 const DOORBELL_SOURCE: u64 = 3;
 
 fn record(trace: &mut Option<Observer>, kind: Kind, value: u32) {
@@ -550,12 +551,11 @@ fn record(trace: &mut Option<Observer>, kind: Kind, value: u32) {
     }
 }
 
-/// Descriptors that are taken at once; if more are signalled, the rest is taken after the next
-/// pass.
+/// Maximum number of events per wait; further ones are taken after the next pass.
 const EVENTS: usize = 64;
 
-/// Waits for whatever wakes the worker; adds the tokens of descriptors that were signalled for a
-/// controller to `signalled`, and says whether that were all.
+/// Waits for any event of the thread. Appends tokens of controllers' descriptors to `signalled`;
+/// true if these are all signalled descriptors.
 fn wait(
     epoll: &OwnedFd,
     timeout: Option<Duration>,
@@ -563,7 +563,7 @@ fn wait(
     signalled: &mut Vec<u64>,
 ) -> bool {
     let mut events = [const { MaybeUninit::uninit() }; EVENTS];
-    // An error or a signal to the process wakes us too, and takes nothing from what is signalled.
+    // Errors and process signals end the wait, too; no event is lost by that.
     let Ok(events) = epoll_wait(epoll, &mut events[..], timeout) else {
         return true;
     };

@@ -1,40 +1,40 @@
-//! A worker's thread, lent to somebody who has work of his own and does the worker's with it.
+//! Lending an I/O thread: a job runs on the thread and includes the thread's turns in its loop.
 //!
-//! A program that reaches a controller in its own process has two threads in each command: its own
-//! and the worker's, each of which wakes the other. Where one thread does both, nobody is woken. So
-//! a worker can be lent to a job, which runs on the worker's thread, calls
-//! [`turn`](WorkerThread::turn) often, and sleeps by [`sleep`](WorkerThread::sleep), together with
-//! whatever else it waits for.
+//! A program that uses a controller in its own process involves two threads per command, its own
+//! and the I/O thread, which wake each other. If one thread does the work of both, no wakeups are
+//! needed. So an I/O thread can be lent to a job, which runs on that thread, calls
+//! [`turn`](WorkerThread::turn) often, and sleeps with [`sleep`](WorkerThread::sleep), together
+//! with the other events that it waits for.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-/// What is to run on a worker's thread.
+/// Job that runs on a lent I/O thread.
 ///
-/// It must not wait for anything that the worker has to do (a queue to be created or deleted,
-/// memory to be let go of): that is done in its own turns.
+/// The job must not wait for work of the I/O thread itself (queue creation or deletion, release of
+/// memory), because that work is done in the turns that the job makes.
 pub type ThreadJob = Box<dyn FnOnce(&mut dyn WorkerThread) + Send>;
 
-/// The worker of the calling thread.
+/// I/O thread that is lent to the running job.
 pub trait WorkerThread {
-    /// Takes messages, then passes once over every queue: fetches, executes, posts, interrupts.
-    /// Whether there was anything to do.
+    /// Handles messages, then makes one pass over every queue: fetches, executes, posts, raises
+    /// interrupts. True if there was work.
     fn turn(&mut self) -> bool;
 
-    /// After a turn that found nothing: whether to look again before a sleep. A worker does so for
-    /// as long as it is worth it (see [`Polling`](super::Polling)).
+    /// After a turn without work: true if the job should poll once more instead of sleeping, as an
+    /// I/O thread itself would (see [`Polling`](super::Polling)).
     fn looks_again(&mut self) -> bool;
 
-    /// Arms the doorbells, looks once more, and calls `wait` if there is nothing to do, which waits
-    /// for so long at most, or without an end. It has to end when [`event`](Self::event) is
-    /// readable, and says whether it was. Whether `wait` was called.
+    /// Arms the doorbells, rechecks, and calls `wait` if there is no work. `wait` waits for at most
+    /// the given time, or without a limit; it has to end when [`event`](Self::event) is readable,
+    /// and returns true in that case. Returns true if `wait` was called.
     fn sleep(&mut self, wait: &mut dyn FnMut(Option<Duration>) -> bool) -> bool;
 
-    /// Readable when the worker has something to do, as far as an event tells: to be watched from
-    /// before the first turn, edge-triggered.
+    /// Descriptor that is readable when the I/O thread has work. It has to be watched from before
+    /// the first turn, edge-triggered.
     fn event(&self) -> BorrowedFd<'_>;
 
-    /// Whether the queues of the controller that it was lent by are served here: it may be moved to
-    /// another worker, or be reset.
+    /// True if this I/O thread still serves the queues of the controller that has lent it, which
+    /// may have moved to another thread or been reset.
     fn serves_lender(&self) -> bool;
 }

@@ -1,10 +1,10 @@
-//! Every state that a polling controller and a host can reach, for small rings: where does
-//! EventIdx make a host ring that need not?
+//! Exhaustive model of a polling controller and a host, for small rings: finds the states in which
+//! EventIdx makes the host ring without need.
 //!
-//! The memory is sequentially consistent but for one thing that matters here: the controller's
-//! store to EventIdx may stay invisible for as long as it likes, up to the next completion that it
-//! posts (a release store behind it). The host's own update is either one step, or two, with
-//! anything at all happening between its shadow store and its EventIdx load.
+//! The memory is sequentially consistent with one exception that matters for this: the controller's
+//! store to EventIdx may stay invisible until the next completion that it posts (a release store
+//! behind it). The host's update is either one step, or two steps with arbitrary events between its
+//! shadow store and its EventIdx load.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::collections::HashMap;
@@ -12,28 +12,28 @@ use std::collections::HashMap;
 use super::{Doorbell, DoorbellState, Shadow, Truth};
 use crate::{Predicate, RingSize};
 
-/// Distances, all modulo the ring, so that one state stands for all its rotations.
+/// Model state: distances modulo the ring, so that one state stands for all its rotations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct State {
-    /// Fetched, and not yet completed.
+    /// Commands fetched and not completed.
     fetched: u32,
-    /// Submitted since the last look.
+    /// Entries submitted since the last look.
     unseen: u32,
-    /// From the EventIdx that the host can see to the last value seen.
+    /// Distance from the EventIdx visible to the host to the last value seen.
     visible: u32,
-    /// From the EventIdx published to the last value seen.
+    /// Distance from the EventIdx published to the last value seen.
     published: u32,
-    /// How far the host's unfinished update moved the tail; 0 for none.
+    /// Entries of the host's unfinished update; 0 if there is none.
     unfinished: u32,
 }
 
-/// What happens in one step.
+/// Transition to a successor state.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     next: State,
-    /// Entries submitted.
+    /// Number of entries submitted.
     entries: u32,
-    /// Whether the host rang.
+    /// True if the host rang.
     rang: bool,
 }
 
@@ -41,13 +41,13 @@ struct Step {
 struct Model {
     size: RingSize,
     predicate: Predicate,
-    /// Most commands outstanding.
+    /// Maximum number of outstanding commands.
     depth: u32,
-    /// Most entries in one update.
+    /// Maximum number of entries per update.
     batch: u32,
-    /// Whether the host can be caught between its store and its load.
+    /// True if events may happen between the host's store and its load.
     caught: bool,
-    /// The rotation at which the shipped code runs.
+    /// Position in the ring at which the shipped code is executed.
     origin: u16,
 }
 
@@ -56,7 +56,7 @@ impl Model {
         State { fetched: 0, unseen: 0, visible: 1, published: 1, unfinished: 0 }
     }
 
-    /// Whether the update that moved the tail by `moved`, up to `unseen`, rings.
+    /// True if the update that moved the tail by `moved`, up to `unseen`, rings.
     fn rings(&self, state: &State, moved: u32) -> bool {
         let last = self.origin;
         let new = self.size.forward(last, state.unseen);
@@ -65,7 +65,7 @@ impl Model {
         self.predicate.needs_mmio(u32::from(event_idx), old, new)
     }
 
-    /// One look of the shipped code.
+    /// Executes one look of the shipped code.
     fn look(&self, state: &State) -> State {
         let value = AtomicU32::new(0);
         let event_idx = AtomicU32::new(0);
@@ -94,8 +94,8 @@ impl Model {
         let quiet = |next| Step { next, entries: 0, rang: false };
         let outstanding = state.fetched + state.unseen;
         if state.unfinished > 0 {
-            // The tail that the host wrote may have been seen since: its position is `unseen`
-            // (then 0) entries after the last value seen, in either case.
+            // The controller may have seen the new tail since. In both cases, its position is
+            // `unseen` entries after the last value seen (0 if seen).
             let rang = self.rings(&state, state.unfinished);
             visit(Step { rang, ..quiet(State { unfinished: 0, ..state }) });
         } else {
@@ -120,7 +120,7 @@ impl Model {
         }
     }
 
-    /// All states that can be reached.
+    /// Returns all reachable states.
     fn explore(&self) -> (Vec<State>, HashMap<State, usize>) {
         let mut states = vec![self.start()];
         let mut index = HashMap::from([(self.start(), 0)]);
@@ -138,7 +138,7 @@ impl Model {
         (states, index)
     }
 
-    /// The first step that rings, if any can.
+    /// Returns the first step that rings, if any.
     fn find_ring(&self) -> Option<(State, Step)> {
         let mut found = None;
         for state in self.explore().0 {
@@ -151,7 +151,7 @@ impl Model {
         found
     }
 
-    /// Whether some endless schedule rings more than `rings` times per `entries` submitted.
+    /// True if an endless schedule rings more than `rings` times per `entries` submitted.
     fn exceeds(&self, rings: i64, entries: i64) -> bool {
         let (states, index) = self.explore();
         let mut edges = Vec::new();
@@ -161,7 +161,7 @@ impl Model {
                 edges.push((from, index[&step.next], gain));
             });
         }
-        // A cycle of positive gain is such a schedule: longest paths then grow for ever.
+        // Such a schedule is a cycle of positive gain, on which longest paths grow without bound.
         let mut best = vec![0i64; states.len()];
         for _ in 0..=states.len() {
             let mut changed = false;
@@ -174,7 +174,7 @@ impl Model {
             if !changed {
                 return false;
             }
-            // A path that visits no state twice gains less than this.
+            // A path that visits no state twice gains less than this bound.
             if best.iter().any(|&gain| gain > entries * states.len() as i64) {
                 return true;
             }
@@ -187,7 +187,7 @@ fn ring(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// The depth up to which polling never rings, as the documentation of the crate promises.
+/// Queue depth up to which the host never rings while the controller polls: see the crate's docs.
 fn quiet_depth(predicate: Predicate, entries: u32) -> u32 {
     let quarter = (entries / 4).max(1);
     match predicate {
@@ -229,8 +229,8 @@ fn the_promise_does_not_depend_on_where_in_the_ring() {
 
 #[test]
 fn the_promise_is_exact_and_the_model_can_fail() {
-    // From a look that sees the tail a quarter past EventIdx, one entry more than promised reaches
-    // EventIdx from behind.
+    // If a look sees the tail a quarter of the ring past EventIdx, one entry more than promised
+    // reaches EventIdx from behind.
     for entries in [4, 5, 8, 12, 16, 32] {
         for predicate in PREDICATES {
             let depth = quiet_depth(predicate, entries) + 1;
@@ -257,8 +257,8 @@ fn no_ring_when_caught_in_the_middle_of_a_small_update() {
     }
 }
 
-/// Beyond that depth the price stays small: whatever the schedule, a full queue makes Linux ring
-/// at most three times, and SPDK five times, per turn of the ring.
+/// Bound beyond that depth: with a full queue, Linux rings at most three times per turn of the ring
+/// and SPDK five times, in any schedule.
 #[test]
 fn a_full_queue_rings_a_few_times_per_turn_at_worst() {
     for entries in [8, 12, 16] {

@@ -1,11 +1,11 @@
-//! One doorbell, one step after the other.
+//! Single-threaded tests of one doorbell.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use super::{CqHead, DoorbellState, InvalidDoorbell, SqTail, Truth};
 use crate::{RingSize, Sleeper};
 
-/// The three cells of a doorbell.
+/// Register, shadow entry and EventIdx of a doorbell.
 #[derive(Default)]
 struct Cells {
     register: AtomicU32,
@@ -31,7 +31,7 @@ fn size(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// A tail that has departed, at position `at`.
+/// Creates a tail whose shadow entry has departed, at position `at`.
 fn departed(cells: &Cells, entries: u32, at: u16) -> SqTail<&AtomicU32> {
     let state = DoorbellState { last: at, truth: Truth::Shadow, snapshot: Some(u32::MAX) };
     cells.shadow(u32::from(at));
@@ -62,16 +62,16 @@ fn the_register_stays_the_truth_until_the_entry_departs() {
     assert_eq!(tail.look(), Ok(5));
     tail.enable(&cells.shadow, &cells.event_idx);
     assert_eq!(cells.event_idx(), 5);
-    assert_eq!(tail.look(), Ok(5), "the snapshot is no value");
+    assert_eq!(tail.look(), Ok(5), "the snapshot does not count as a value");
     cells.ring(6);
     assert_eq!(tail.look(), Ok(6));
     assert_eq!(cells.event_idx(), 6, "in step until the entry departs");
     cells.shadow(7);
     assert_eq!(tail.look(), Ok(7));
-    // From here on the register is only a wakeup: a late write moves nothing.
+    // From now on the register is only a wakeup: a late write does not change the value.
     cells.ring(4);
     assert_eq!(tail.look(), Ok(7));
-    // Not even if the entry comes round to its snapshot.
+    // This holds even if the entry returns to the value of its snapshot.
     cells.shadow(3);
     assert_eq!(tail.look(), Ok(3));
     assert_eq!(tail.state().truth, Truth::Shadow);
@@ -129,7 +129,7 @@ fn a_head_cannot_pass_the_tail() {
     assert_eq!(head.look(3), Err(InvalidDoorbell { value: 4 }));
     assert_eq!(head.look(3), Ok(0));
     assert_eq!(head.look(4), Ok(4), "posted meanwhile");
-    // Backwards is all the way round, and past the tail too.
+    // A backward move is nearly a whole turn forward, which is past the tail.
     cells.ring(3);
     assert_eq!(head.look(6), Err(InvalidDoorbell { value: 3 }));
     cells.ring(6);
@@ -151,7 +151,7 @@ fn event_idx_follows_at_a_distance() {
         assert!((1..=16).contains(&behind), "{value}: {before}");
         stores = tail.stats().event_idx_moved;
     }
-    // 128 entries, one at a time, the step after 16 of them taking EventIdx to 2 behind.
+    // 128 entries, one at a time; a step of EventIdx after every 16, to 2 entries behind.
     assert_eq!(stores, 8);
 }
 
@@ -168,14 +168,14 @@ fn arming_sets_event_idx_and_disarming_takes_it_back() {
     assert_eq!(cells.event_idx(), 1);
     let mut fenced = arming.fence();
     assert_eq!(tail.recheck(&mut fenced), Ok(1));
-    // A look more does no harm within the round.
+    // An additional look within the round is harmless.
     assert_eq!((tail.look(), cells.event_idx()), (Ok(1), 1));
     let asleep = fenced.try_sleep();
     assert!(asleep.is_some());
     drop(asleep);
     tail.disarm(&sleeper);
     assert_eq!(cells.event_idx(), 0);
-    // At the wrap, and only if the host has not moved.
+    // At the wrap; disarming has an effect only if the host has not moved.
     cells.shadow(0);
     assert_eq!(tail.look(), Ok(0));
     tail.arm(&mut sleeper.prepare());
@@ -224,9 +224,9 @@ fn without_its_page_a_queue_stands_still_and_goes_on_when_it_is_back() {
     tail.disable();
     cells.shadow(5);
     cells.ring(7);
-    assert_eq!(tail.look(), Ok(3), "neither the page that is gone nor the register");
+    assert_eq!(tail.look(), Ok(3), "neither the unmapped page nor the register");
     tail.arm(&mut Sleeper::<_>::new(AtomicU32::new(0)).prepare());
-    assert_eq!(cells.event_idx(), 2, "nor is the old page written");
+    assert_eq!(cells.event_idx(), 2, "the unmapped page is not written");
     tail.reattach(&cells.shadow, &cells.event_idx);
     assert_eq!(cells.event_idx(), 3);
     assert_eq!(tail.look(), Ok(5));
@@ -280,7 +280,7 @@ fn an_entry_out_of_reach_at_first_is_enabled_when_it_comes() {
     cells.shadow(6);
     assert_eq!(tail.look(), Ok(2));
     tail.reattach(&cells.shadow, &cells.event_idx);
-    assert_eq!(tail.look(), Ok(2), "what was in the entry is its snapshot");
+    assert_eq!(tail.look(), Ok(2), "the first content of the entry is its snapshot");
     cells.shadow(3);
     assert_eq!(tail.look(), Ok(3));
 }
@@ -292,7 +292,7 @@ fn a_peek_sees_what_a_look_would_find_and_finds_nothing() {
     cells.ring(5);
     assert_eq!((tail.peek(), tail.last()), (5, 0));
     assert_eq!(tail.look(), Ok(5));
-    // As long as nobody knows where the truth is: what was found last.
+    // While the source of the value is undecided, a peek returns the last value.
     cells.shadow(3);
     tail.enable(&cells.shadow, &cells.event_idx);
     cells.ring(6);
@@ -303,7 +303,7 @@ fn a_peek_sees_what_a_look_would_find_and_finds_nothing() {
     let (looks, event_idx) = (tail.stats().looks, cells.event_idx());
     assert_eq!((tail.peek(), tail.last()), (7, 2));
     assert_eq!((tail.stats().looks, cells.event_idx()), (looks, event_idx));
-    // What a look would refuse.
+    // Values that a look would refuse.
     for invalid in [8, 0x1_0003, u32::MAX] {
         cells.shadow(invalid);
         assert_eq!((tail.peek(), tail.last()), (2, 2), "{invalid:#x}");

@@ -1,4 +1,4 @@
-//! The host's end, one step after the other. The predicates have tests of their own.
+//! Single-threaded tests of the host end. The predicates have tests of their own.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -17,7 +17,7 @@ fn a_plain_doorbell_is_always_written() {
     assert!(host.publish(1));
     assert!(host.publish(2));
     host.trust();
-    assert!(host.publish(3), "there is nothing to trust");
+    assert!(host.publish(3), "no shadow entry is attached");
     assert_eq!(host.current(), 3);
     assert_eq!(host.stats().mmio_needed, 3);
 }
@@ -27,8 +27,12 @@ fn mirrored_then_trusted_then_forgotten() {
     let (shadow, event_idx) = (AtomicU32::new(99), AtomicU32::new(99));
     let mut host: Host<'_> = HostDoorbell::new(5);
     host.mirror(&shadow, &event_idx);
-    assert_eq!((load(&shadow), load(&event_idx)), (5, 5), "whatever the page held before");
-    assert!(host.publish(6), "not trusted yet: both");
+    assert_eq!(
+        (load(&shadow), load(&event_idx)),
+        (5, 5),
+        "initialized independently of the page's content"
+    );
+    assert!(host.publish(6), "not trusted yet: entry and register");
     assert_eq!(load(&shadow), 6);
 
     host.trust();
@@ -40,7 +44,7 @@ fn mirrored_then_trusted_then_forgotten() {
 
     host.forget();
     assert!(host.publish(2));
-    assert_eq!(load(&shadow), 1, "the page may be somebody else's by now");
+    assert_eq!(load(&shadow), 1, "the page may be reused by now");
     let stats = host.stats();
     assert_eq!((stats.published, stats.mmio_needed, stats.mmio_saved), (5, 3, 2));
 }
@@ -61,7 +65,7 @@ fn a_controller_that_writes_the_shadow_entry_confuses_only_itself() {
     let mut host: Host<'_> = HostDoorbell::new(0);
     host.mirror(&shadow, &event_idx);
     host.trust();
-    // The old value is our own, not what the page says.
+    // The old value is the host's own copy, not that of the page.
     shadow.store(1, Ordering::Relaxed);
     assert!(host.publish(1));
     for hostile in [u32::MAX, 0x1_0000, 0x8000_0000] {
@@ -77,32 +81,32 @@ fn what_was_posted_is_asked_for_later_and_once() {
     let mut host: Host<'_> = HostDoorbell::new(0);
     assert!(host.publish_deferred(1), "a plain doorbell is written");
     host.mirror(&shadow, &event_idx);
-    assert!(host.publish_deferred(2), "and so is one that is not relied upon yet");
+    assert!(host.publish_deferred(2), "a shadow entry is not trusted yet");
     assert!(!host.has_deferred() && !host.needs_notification());
     host.trust();
 
     assert!(!host.publish_deferred(4));
-    assert_eq!((load(&shadow), host.has_deferred()), (4, true), "it is there at once");
+    assert_eq!((load(&shadow), host.has_deferred()), (4, true), "the value is stored at once");
     event_idx.store(3, Ordering::Relaxed);
     assert!(host.needs_notification(), "stepped over 3");
     assert!(!host.has_deferred() && !host.needs_notification(), "once");
 
-    // Asked by the next update, which is another question.
+    // The next update makes the check of the earlier one, separately from its own.
     assert!(!host.publish_deferred(5));
     event_idx.store(4, Ordering::Relaxed);
-    assert!(host.publish_deferred(6), "the one before stepped over 4");
+    assert!(host.publish_deferred(6), "the update before passed 4");
     assert!(!host.needs_notification());
     assert!(!host.publish_deferred(7));
     event_idx.store(6, Ordering::Relaxed);
-    assert!(host.publish(8), "the one before stepped over 6");
+    assert!(host.publish(8), "the update before passed 6");
     assert!(!host.has_deferred());
     assert!(!host.publish_deferred(9));
     event_idx.store(9, Ordering::Relaxed);
-    assert!(host.publish(10), "this one stepped over 9");
+    assert!(host.publish(10), "this update passed 9");
 
     assert!(!host.publish_deferred(11));
     host.forget();
-    assert!(!host.needs_notification(), "there is nothing to ask any more");
+    assert!(!host.needs_notification(), "no shadow entry is attached any more");
     let stats = host.stats();
     assert_eq!((stats.published, stats.mmio_needed + stats.mmio_saved), (10, 10));
 }
@@ -113,7 +117,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
         (128, u32::MAX, 0),
         (128, 128, 0),
         (128, 0x7f, 3),
-        // Bits 31:16 of the entry are reserved.
+        // Bits 31:16 of an entry are reserved.
         (128, 0xffff_007f, 3),
         (2, 2, 0),
         (3, 1, 3),
@@ -125,7 +129,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
         cell.store(event_idx, Ordering::Relaxed);
         host.mirror(&shadow, &cell);
         host.trust();
-        // Theirs stays if it asks for nothing; otherwise the first update is not missed.
+        // An EventIdx outside of the ring is kept; any other one is set to the current value.
         assert_eq!(load(&cell), if writes == 0 { event_idx } else { 0 });
         cell.store(event_idx, Ordering::Relaxed);
         let mut at = 0;
@@ -134,7 +138,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
             let written = if turn % 2 == 0 {
                 host.publish(at)
             } else {
-                // The answer for this one comes with the next.
+                // The result for this update is returned by the next one.
                 assert!(!host.publish_deferred(at));
                 host.needs_notification()
             };
@@ -142,7 +146,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
         }
         assert_eq!(host.stats().mmio_needed, writes, "{entries} entries, EventIdx {event_idx:#x}");
     }
-    // Of the largest ring, every value is a position.
+    // In the largest ring, every value is a position.
     let (shadow, cell) = (AtomicU32::new(0), AtomicU32::new(0));
     let mut host: Host<'_> = HostDoorbell::new(0xffff);
     host.set_ring(RingSize::new(RingSize::MAX).unwrap());

@@ -1,4 +1,4 @@
-//! Rounds of sleep, one step after the other.
+//! Single-threaded tests of sleep rounds.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -69,17 +69,17 @@ fn only_a_sleeper_is_signalled_and_only_once() {
     let (state, register) = <(AtomicU32, AtomicU32)>::default();
     let mut sleeper: Sleeper<_> = Sleeper::new(&state);
     let waker = Waker::<_, FullFence>::new(&state);
-    assert!(!waker.ring(&&register, 3), "awake: it will look by itself");
+    assert!(!waker.ring(&&register, 3), "awake: the thread polls by itself");
     assert_eq!(register.load(Ordering::Relaxed), 3);
     let asleep = sleeper.prepare().fence().try_sleep();
     assert!(waker.clone().ring(&&register, 4));
     assert_eq!(state.load(Ordering::Relaxed), WAKING);
-    assert!(!waker.kick(), "somebody is on the way already");
+    assert!(!waker.kick(), "another waker signals already");
     assert_eq!(register.load(Ordering::Relaxed), 4);
     drop(asleep);
     assert!(!waker.kick());
     let _asleep = sleeper.prepare().fence().try_sleep();
-    assert!(waker.kick(), "a new sleep, a new signal");
+    assert!(waker.kick(), "each sleep needs a signal of its own");
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn who_stays_asleep_is_signalled_until_it_rises() {
     sleeper.prepare().fence().try_sleep().expect("nothing new").stay();
     assert_eq!(state.load(Ordering::Relaxed), SLEEPING);
     assert!(waker.kick());
-    assert!(!waker.kick(), "somebody is on the way already");
+    assert!(!waker.kick(), "another waker signals already");
     sleeper.rise();
     assert_eq!(state.load(Ordering::Relaxed), AWAKE);
     assert!(!waker.kick());

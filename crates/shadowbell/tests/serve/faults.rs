@@ -86,5 +86,5 @@ fn faults_that_there_are_not_are_refused() {
     let output = output.output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(text.contains("no condition"), "{text}");
+    assert!(text.contains("invalid condition"), "{text}");
 }
