@@ -1,5 +1,5 @@
-//! What a keeper, its workers, and who asks the keeper say to each other: packets over Unix
-//! sockets, a letter and what belongs to it, now and then with a descriptor.
+//! Protocol between supervisor, server processes and clients of the supervisor: packets over Unix
+//! sockets, each with a type letter, a body, and for some types descriptors.
 
 use crate::late_close;
 use crate::self_as_is;
@@ -16,25 +16,25 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// Bytes that may be on their way to somebody who does not listen.
+/// Send buffer of the sockets, in bytes: messages that a blocked receiver may leave unread.
 const ROOM: usize = 1 << 20;
-/// The option by which a worker knows that its standard input is its keeper.
+/// Option that marks a server process, whose standard input is the socket to its supervisor.
 pub(crate) const AS_WORKER: &str = "--as-worker";
-/// Its value for the one that serves at once.
+/// Value of [`AS_WORKER`] for a process that serves at once.
 pub(crate) const START: &str = "start";
-/// Its value for the one that takes over from another.
+/// Value of [`AS_WORKER`] for a process that takes over from a running one.
 pub(crate) const SUCCESSOR: &str = "successor";
-/// Its value for the one that goes on for another that has died.
+/// Value of [`AS_WORKER`] for a process that recovers after another one's death.
 pub(crate) const RECOVER: &str = "recover";
 
-/// The longest packet: a letter and a path, a sentence, or items.
+/// Maximum packet size: a letter and a path, a sentence, or checkpoint data.
 pub(crate) const MOST: usize = 16384;
-/// What whoever passes a packet on may add to it.
+/// Bytes that the fd store adds in front of a forwarded packet's body.
 const ROOM_AROUND: usize = 64;
-/// The most descriptors that Linux takes in a packet (`SCM_MAX_FD`).
+/// Maximum number of descriptors in a packet on Linux (`SCM_MAX_FD`).
 pub(crate) const MOST_FDS: usize = 253;
 
-/// What the other end says.
+/// A received packet.
 #[derive(Debug)]
 pub(crate) struct Packet {
     pub(crate) letter: u8,
@@ -43,7 +43,7 @@ pub(crate) struct Packet {
 }
 
 impl Packet {
-    /// The body, as a sentence for a person.
+    /// The body as text for a person.
     pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
@@ -52,154 +52,161 @@ impl Packet {
         std::ffi::OsString::from_vec(self.body).into()
     }
 
-    /// The one descriptor of a packet that has one.
+    /// The descriptor of a packet that has one.
     pub(crate) fn fd(mut self) -> Option<OwnedFd> {
         self.fds.pop()
     }
 }
 
-/// From a keeper to its worker.
+/// Messages from the supervisor to a server process.
 pub(crate) mod to_worker {
     /// End the service.
     pub(crate) const END: u8 = b'E';
-    /// Write the counters.
+    /// Report the statistics (SIGUSR1).
     pub(crate) const REPORT: u8 = b'R';
-    /// Read the configuration file again, and answer [`READ`](super::to_keeper::READ).
+    /// Reload the configuration file, and answer [`READ`](super::to_keeper::READ).
     pub(crate) const READ: u8 = b'L';
-    /// Answer [`ALIVE`](super::to_keeper::ALIVE) when all threads that serve have come by.
+    /// Answer [`ALIVE`](super::to_keeper::ALIVE) once all I/O threads have passed a liveness
+    /// check.
     pub(crate) const VISIT: u8 = b'V';
-    /// Hand over to whoever is at the other end of the descriptor, and reads the state versions
-    /// `FIRST LAST`.
+    /// Hand over to the process at the other end of the descriptor, which reads the state
+    /// versions `FIRST LAST`.
     pub(crate) const HAND_OVER: u8 = b'H';
-    /// The same, one controller after the other: both [can](super::to_keeper::MOVES).
+    /// Like [`HAND_OVER`], one controller after the other: both processes
+    /// [support](super::to_keeper::MOVES) it.
     pub(crate) const MOVE: u8 = b'M';
-    /// The same, or come to rest for good, and say [`RESTS`](super::to_keeper::RESTS): it
-    /// [can](super::to_keeper::CAN_REST).
+    /// Like [`MOVE`], or quiesce for good and answer [`RESTS`](super::to_keeper::RESTS): the
+    /// process [supports](super::to_keeper::CAN_REST) it.
     pub(crate) const REPLACE: u8 = b'Q';
-    /// Take over from whoever is at the other end of the descriptor.
+    /// Take over from the process at the other end of the descriptor.
     pub(crate) const TAKE_OVER: u8 = b'T';
-    /// The worker before has died by a fault, and was not killed: comes before its items.
+    /// The previous server process died by a fault and was not killed. Sent before its
+    /// checkpoint.
     pub(crate) const FAULT: u8 = b'F';
-    /// What the worker before has left: [items](crate::items), in one transaction.
+    /// Checkpoint of the previous server process ([items](crate::items)), in one transaction.
     pub(crate) const ITEMS: u8 = b'I';
 }
 
-/// From a worker to its keeper.
+/// Messages from a server process to the supervisor.
 pub(crate) mod to_keeper {
-    /// The path of a socket at which it serves.
+    /// Path of a socket at which the process serves.
     pub(crate) const SOCKET: u8 = b'S';
-    /// It serves: what, in a few words. One of an earlier release has no words, and none of what
-    /// such a release does not know may be asked of it.
+    /// The process serves. Body: a short status. The body is empty in an earlier release, which
+    /// is sent no messages that it does not know.
     pub(crate) const SERVING: u8 = b'R';
-    /// The configuration was read again, or refused: what came of it, in a sentence.
+    /// Result of a configuration reload. Body: a sentence.
     pub(crate) const READ: u8 = b'L';
-    /// All threads that serve do: what it serves, in a few words.
+    /// All I/O threads have passed the liveness check. Body: a short status.
     pub(crate) const ALIVE: u8 = b'V';
-    /// It can take over, and reads the state versions `FIRST LAST`.
+    /// The process is prepared to take over, and reads the state versions `FIRST LAST`.
     pub(crate) const PREPARED: u8 = b'P';
-    /// It has not handed over, and goes on: why.
+    /// The process has not handed over, and resumes. Body: the reason.
     pub(crate) const GOES_ON: u8 = b'G';
-    /// It has handed over, touches nothing any more, and ends.
+    /// The process has handed over, accesses no disk or guest any more, and ends.
     pub(crate) const HANDED_OVER: u8 = b'C';
-    /// It can not go on: why.
+    /// The process cannot serve. Body: the reason.
     pub(crate) const FAILED: u8 = b'X';
-    /// A change of what is kept for the time after its death: [items](crate::items).
+    /// Checkpoint change, for recovery after the process's death: [items](crate::items).
     pub(crate) const ITEMS: u8 = b'I';
-    /// It goes on for the one before, and what is kept for itself counts from now on.
+    /// The process has recovered, and its own checkpoint is valid from now on.
     pub(crate) const TAKEN: u8 = b'A';
-    /// Have a new worker of the same program take over; the outcome is for the descriptor.
+    /// Upgrade to a new process of the same program. Descriptor: receives the result.
     pub(crate) const UPGRADE: u8 = b'U';
-    /// It can hand over, and take over, one controller after the other. Comes first.
+    /// The process can move controllers one by one, in both directions. Sent before other
+    /// messages.
     pub(crate) const MOVES: u8 = b'M';
-    /// It can come to rest for good, so that another one goes on as after its death. Comes first.
+    /// The process can quiesce for good, so that another one recovers. Sent before other
+    /// messages.
     pub(crate) const CAN_REST: u8 = b'W';
-    /// It rests for good, and is to be ended.
+    /// The process has quiesced for good, and can be killed.
     pub(crate) const RESTS: u8 = b'Z';
-    /// It hands over one controller after the other, and there is no way back any more. Said again
-    /// from time to time, as long as that takes.
+    /// The process moves controllers one by one, and cannot take them back. Repeated while the
+    /// moves last.
     pub(crate) const MOVING: u8 = b'N';
-    /// It goes on for a part of what the one before had: what both have left counts from now on.
+    /// The process serves a part of the old one's controllers: both checkpoints are valid from
+    /// now on.
     pub(crate) const SHARED: u8 = b'B';
-    /// The descriptor is a socket at which it will ask for images to be [opened](opening).
+    /// Descriptor: a socket for [requests to open images](opening).
     pub(crate) const OPENER: u8 = b'O';
-    /// The descriptor is a socket at which it will ask for [sockets and
-    /// files](crate::place_link).
+    /// Descriptor: a socket for [requests for sockets and files](crate::place_link).
     pub(crate) const PLACES: u8 = b'D';
 }
 
-/// What a worker in a sandbox asks for, and what it is told.
+/// Requests of a sandboxed server process to the open broker, and the answers.
 pub(crate) mod opening {
     use shadowbell_backend::Access;
 
-    /// The path of a file or a device that it may have, without symbolic links. No answer.
+    /// Registers the path of a permitted file or device, without symbolic links. No answer.
     pub(crate) const FILE: u8 = b'f';
-    /// The same of a directory: all that is below it. No answer.
+    /// Registers a directory, of which all files below are permitted. No answer.
     pub(crate) const DIRECTORY: u8 = b'd';
-    /// The same of the configuration file: whenever that is asked for, what it names then counts,
-    /// too. No answer.
+    /// Registers the configuration file. Whenever it is opened, the images that it then names are
+    /// permitted too. No answer.
     pub(crate) const CONFIG: u8 = b'k';
-    /// That is all that it may have.
+    /// Ends the registration.
     pub(crate) const COMPLETE: u8 = b'c';
-    /// A descriptor that names what is at this path (`O_PATH`).
+    /// Requests an `O_PATH` descriptor of this path.
     pub(crate) const NAME: u8 = b'n';
-    /// What the descriptor names, opened anew; how is said by a letter.
+    /// Requests that the image of an `O_PATH` descriptor is opened. Body: the access.
     pub(crate) const OPEN: u8 = b'o';
-    /// What the namespace says whose character device the descriptor names: the answer is
-    /// [`OPENED`] with that as JSON. With the access `w` not if the system uses its block device.
+    /// Requests Identify data of the namespace whose character device the descriptor names.
+    /// Answer: [`OPENED`] with JSON. Refused for the access `w` if the system uses the block
+    /// device.
     pub(crate) const IDENTIFY: u8 = b'i';
-    /// This was opened.
+    /// Answer: success, with the descriptor.
     pub(crate) const OPENED: u8 = b'y';
-    /// An error of the system's, a number.
+    /// Answer: a system error. Body: the errno in decimal.
     pub(crate) const ERRNO: u8 = b'e';
-    /// It is not to be had: why.
+    /// Answer: refused. Body: the reason.
     pub(crate) const REFUSED: u8 = b'r';
 
     const ACCESS: [(Access, &str); 3] =
         [(Access::Read, "r"), (Access::Write, "w"), (Access::WriteAlone, "x")];
 
-    /// How something is to be opened, as it is said.
+    /// Encodes an access.
     pub(crate) fn access(access: Access) -> &'static str {
         ACCESS.iter().find(|(other, _)| *other == access).map_or("", |(_, letter)| letter)
     }
 
-    /// The other way round.
+    /// Decodes an access.
     pub(crate) fn parse_access(body: &[u8]) -> Option<Access> {
         let known = ACCESS.iter().find(|(_, letter)| letter.as_bytes() == body);
         known.map(|(access, _)| *access)
     }
 }
 
-/// From who asks a keeper.
+/// Requests of a supervisor's client.
 pub(crate) mod question {
-    /// Whether this is its process, or its worker's.
+    /// Tests if this process id is the supervisor's or its server process's.
     pub(crate) const IS_YOURS: u8 = b'p';
-    /// Whether its worker serves at this path.
+    /// Tests if the server process serves at this path.
     pub(crate) const SERVES: u8 = b's';
-    /// Have a new worker take over: the path of its program, or nothing for that of the old one.
+    /// Upgrades to the program at this path; an empty body stands for the current program.
     pub(crate) const UPGRADE: u8 = b'u';
-    /// Let the worker have the image at this path, in which there are no symbolic links.
+    /// Permits the server process to open the image at this path, without symbolic links.
     pub(crate) const GRANT: u8 = b'g';
 }
 
-/// From a keeper that was asked.
+/// Answers of the supervisor.
 pub(crate) mod answer {
     pub(crate) const YES: u8 = b'y';
     pub(crate) const NO: u8 = b'n';
 }
 
-/// How long a keeper's name is before its number.
+/// Prefix of a supervisor's socket name, before the process id.
 pub(crate) const NAME: &str = "shadowbell-keeper/";
 
-/// The name, in the abstract namespace, of the keeper with this process number. Somebody else may
-/// have taken one, so there are several.
+/// Socket name, in the abstract namespace, of the supervisor with this process id. Several
+/// attempts exist because any process may have taken a name.
 pub(crate) fn name(pid: i32, attempt: u8) -> String {
     format!("{NAME}{pid}/{attempt}")
 }
 
-/// The two ends of a socket for packets.
+/// Creates a pair of packet sockets.
 ///
-/// There is room for what a worker says while its keeper is held up, as the changes that a client
-/// brings about when it attaches; as much of it as the system lets us have.
+/// The send buffers hold the messages that a server process sends while its supervisor is
+/// blocked, such as the checkpoint changes of a client that attaches. The system may grant less
+/// than [`ROOM`].
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     for end in [&pair.0, &pair.1] {
@@ -208,7 +215,7 @@ pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(pair)
 }
 
-/// Says something. A sentence that is too long is cut.
+/// Sends a packet with text. Text beyond [`MOST`] is cut.
 pub(crate) fn send(
     socket: impl AsFd,
     letter: u8,
@@ -220,10 +227,10 @@ pub(crate) fn send(
     send_bytes(socket, letter, body, fd.as_slice(), false)
 }
 
-/// Says something that is no text, with up to [`MOST_FDS`] descriptors. Waits unless `now`.
+/// Sends a packet with bytes and up to [`MOST_FDS`] descriptors. Blocks unless `now`.
 ///
 /// # Errors
-/// The system's: [`io::ErrorKind::WouldBlock`] if there is no room `now`, or not in time.
+/// [`io::ErrorKind::WouldBlock`] if the socket buffer is full; or another error of `sendmsg`.
 pub(crate) fn send_bytes(
     socket: impl AsFd,
     letter: u8,
@@ -244,25 +251,25 @@ pub(crate) fn send_bytes(
     Ok(())
 }
 
-/// What the other end has said; `None` if it is gone. Waits unless `now`.
+/// Receives a packet; `None` after the end of the connection. Blocks unless `now`.
 ///
 /// # Errors
-/// The system's: [`io::ErrorKind::WouldBlock`] if there is nothing `now`.
+/// [`io::ErrorKind::WouldBlock`] if no packet is queued; or another error of `recvmsg`.
 pub(crate) fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>> {
     let mut flags = RecvFlags::empty();
     flags.set(RecvFlags::DONTWAIT, now);
     receive_with(socket, flags)
 }
 
-/// The next packet, which stays there. Does not wait.
+/// Returns the next packet without removing it. Does not block.
 ///
 /// # Errors
-/// As [`receive`].
+/// See [`receive`].
 pub(crate) fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
     receive_with(socket, RecvFlags::DONTWAIT | RecvFlags::PEEK)
 }
 
-/// Takes the next packet away, whatever it is. Does not wait, also not for what is closed with it.
+/// Removes the next packet. Does not block, not even to close the packet's descriptors.
 pub(crate) fn drop_one(socket: impl AsFd) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -281,7 +288,7 @@ pub(crate) fn drop_one(socket: impl AsFd) {
     }
 }
 
-/// The number of the next packet, if it is one that has a number. That stays there.
+/// Returns the sequence number of the next packet without removing it, if it has one.
 pub(crate) fn peek_number(socket: impl AsFd) -> Option<u64> {
     let mut bytes = [0; 9];
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
@@ -298,8 +305,8 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
     let received = loop {
         match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
             Ok(received) => break received,
-            // It has gone, and left something unread. What it has said is there still: this is
-            // reported once, and before that.
+            // The peer has closed its end with unread packets in it. The error is reported once,
+            // and before the packets that the peer has sent, which are still queued.
             Err(Errno::INTR | Errno::CONNRESET) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -315,26 +322,26 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
     Ok(Some(Packet { letter, body: bytes.split_off(1), fds }))
 }
 
-/// Whether it is our own user, or root, at the other end.
+/// Returns true if the peer runs as this process's user or as root.
 pub(crate) fn is_ours(socket: impl AsFd) -> bool {
     let peer = rustix::net::sockopt::socket_peercred(socket).map(|peer| peer.uid);
     peer.is_ok_and(|uid| uid.is_root() || uid == self_as_is::user())
 }
 
-/// The path by which a socket is known, however it was written.
+/// Canonical path of a socket.
 pub(crate) fn known_path(path: &Path) -> PathBuf {
     let from_root = self_as_is::absolute(path);
     let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
-    // What a directory stands for, as SPDK has it.
+    // A directory stands for the socket `cntrl` in it, as in SPDK.
     if path.is_dir() { path.join("cntrl") } else { path }
 }
 
-/// State versions, as they are said.
+/// Encodes a range of state versions.
 pub(crate) fn versions(range: &std::ops::RangeInclusive<u32>) -> String {
     format!("{} {}", range.start(), range.end())
 }
 
-/// The other way round.
+/// Decodes a range of state versions.
 pub(crate) fn parse_versions(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
     let (first, last) = text.split_once(' ')?;
     Some(first.parse().ok()?..=last.parse().ok()?)
@@ -358,7 +365,7 @@ mod tests {
         let packet = receive(&theirs, false).unwrap().unwrap();
         assert_eq!((packet.letter, packet.body.len()), (b'X', MOST - 1));
         assert!(packet.fds.is_empty() && parse_versions(&packet.text()).is_none());
-        // Its last words are heard, though it has not read all that was said to it.
+        // Queued packets are received although the peer has closed its end with unread ones.
         send(&theirs, to_worker::END, "", None).unwrap();
         send(&ours, to_keeper::FAILED, "why", None).unwrap();
         drop(ours);

@@ -1,4 +1,4 @@
-//! Finds the keeper of a server, and asks it.
+//! Client of the supervisor: finds the supervisor of a server and sends it requests.
 
 use crate::exit::bad_input;
 use crate::keeper_link::{self, Packet, answer, question};
@@ -11,38 +11,39 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A keeper that can be asked.
+/// Connection to a supervisor.
 pub(crate) struct Keeper(OwnedFd);
 
-/// It does not answer.
+/// Error text if the supervisor closes the connection.
 const GONE: &str = "the keeper has ended";
 
 impl Keeper {
-    /// A keeper at the other end of this socket.
+    /// Creates a client of the supervisor at the other end of this socket.
     pub(crate) fn over(socket: OwnedFd) -> Self {
         Self(socket)
     }
 
-    /// Lets its worker have the image at this path, in which there are no symbolic links. Whether
-    /// it does.
+    /// Permits the server process to open the image at this path, which contains no symbolic
+    /// links. Returns false if the supervisor refuses.
     pub(crate) fn grant(&self, image: &Path) -> bool {
         ask(&self.0, question::GRANT, image).is_ok_and(|packet| packet.letter == answer::YES)
     }
 
-    /// The keeper of this server: by the number of its process or its worker's, or by the path of
-    /// a socket at which that serves.
+    /// Finds the supervisor of a server: by the process id of the supervisor or of the server
+    /// process, or by the path of a socket at which the server serves.
     ///
     /// # Errors
-    /// There is none.
+    /// No supervisor answers for this server.
     pub(crate) fn find(server: &Path) -> anyhow::Result<Self> {
         let (letter, what) = match server.to_str().and_then(|text| text.parse::<u32>().ok()) {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
             None => (question::SERVES, keeper_link::known_path(server).into_os_string()),
         };
-        // The one that has the number, if one has: then nobody else is woken.
+        // The supervisor with this process id is asked first, so that others need not wake up.
         let own = format!("{}{}/", keeper_link::NAME, server.display());
         let mut others = 0;
-        // A keeper that has just begun does not know yet what is served.
+        // A supervisor that was just started does not know the sockets yet, so the search is
+        // repeated.
         for wait in [0, 50, 100, 200] {
             std::thread::sleep(Duration::from_millis(wait));
             let mut names = names()?;
@@ -75,18 +76,18 @@ impl Keeper {
         Err(bad_input(anyhow!("{}: no server with a keeper is there; {hint}", server.display())))
     }
 
-    /// Has a new process go on, by this program or by that of the running one. Which process serves
-    /// now, in a sentence.
+    /// Upgrades the server to `program`, or restarts the current program. Returns a sentence that
+    /// names the new process.
     ///
     /// # Errors
-    /// Why the old one goes on.
+    /// The upgrade has failed, and the old process continues.
     pub(crate) fn upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
         let program = program.map_or(OsStr::new(""), Path::as_os_str);
         keeper_link::send(&self.0, question::UPGRADE, program, None).context(GONE)?;
         self.outcome()
     }
 
-    /// What became of an upgrade that it was asked for, as [`upgrade`](Self::upgrade) says it.
+    /// Receives the result of a requested upgrade, as [`upgrade`](Self::upgrade) returns it.
     pub(crate) fn outcome(&self) -> anyhow::Result<String> {
         let packet = keeper_link::receive(&self.0, false).context(GONE)?.context(GONE)?;
         match packet.letter {
@@ -96,10 +97,10 @@ impl Keeper {
     }
 }
 
-/// The path from the root of a program that can be started; `option` has named it.
+/// Canonical path of an executable that the option `option` names.
 ///
 /// # Errors
-/// It can not be started.
+/// The file does not exist or is not executable.
 pub(crate) fn program(option: &str, path: &Path) -> anyhow::Result<PathBuf> {
     let full = std::fs::canonicalize(path)
         .with_context(|| format!("{option} {}", path.display()))
@@ -112,19 +113,19 @@ pub(crate) fn program(option: &str, path: &Path) -> anyhow::Result<PathBuf> {
     Ok(full)
 }
 
-/// The names of all keepers that listen here.
+/// Socket names of all supervisors in this network namespace.
 fn names() -> io::Result<Vec<String>> {
     let list = std::fs::read_to_string("/proc/net/unix")?;
     let names = list.lines().filter_map(|line| line.rsplit_once(" @").map(|(_, name)| name));
     let mut names: Vec<_> =
         names.filter(|name| name.starts_with(keeper_link::NAME)).map(str::to_owned).collect();
-    // Connections to it have the same name.
+    // Accepted connections are listed with the same name.
     names.sort();
     names.dedup();
     Ok(names)
 }
 
-/// A socket to the keeper of this name, if it is our user's, or we are root.
+/// Connects to the supervisor with this name, if it runs as our user, or we run as root.
 fn connect_to(name: &str) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;

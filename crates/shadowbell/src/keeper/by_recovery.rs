@@ -1,9 +1,11 @@
-//! An upgrade of a server with disks that can not be handed over: its worker comes to rest for good
-//! and is ended, and one of the new program goes on as after a death.
+//! Upgrade of a server whose disks cannot be handed over to another process: the old server
+//! process quiesces for good and is killed, and a process of the new program recovers as after a
+//! crash.
 //!
-//! The new program has shown before that it begins, and that it would serve the same. If it can not
-//! go on all the same (it can not open a disk, say), one of the program that this keeper is goes on
-//! with what the first one has left, and who asked hears why.
+//! Before the kill, the new program has shown that it starts and accepts the same configuration.
+//! If it cannot recover all the same (it cannot open a disk, for example), a process of the
+//! program that this supervisor runs recovers from the same checkpoint, and the requester of the
+//! upgrade receives the reason.
 
 use super::renewal::Renewal;
 use super::replacement::Replacement;
@@ -15,18 +17,19 @@ use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-/// How long the new program may take to go on. It waits for disks, and guests wait for it.
+/// Time limit for recovery by the new program. Includes its wait for disks; guests wait
+/// meanwhile.
 const GOES_ON: Duration = Duration::from_secs(30);
-/// The program of this process, whatever is at its path by now.
+/// Executable of this process, even if the file at its path was replaced.
 const OURSELVES: &str = "/proc/self/exe";
 
 impl Keeper {
-    /// The worker rests for good, so that another one goes on for it.
+    /// Kills the quiesced server process and starts its replacement from the checkpoint.
     pub(super) fn worker_rests(&mut self) {
         let is_asked =
             self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::HandingOver);
         if !is_asked || self.ended != 0 {
-            // It goes on when nobody ends it.
+            // A server process that is not killed after `RESTS` resumes by itself.
             return;
         }
         let left = self.worker.as_mut().and_then(|worker| worker.leaves(None));
@@ -53,7 +56,7 @@ impl Keeper {
         self.start_instead(&program);
     }
 
-    /// Starts a worker of `program` with what the last one has left.
+    /// Starts a server process of `program` from the last one's checkpoint.
     fn start_instead(&mut self, program: &Path) {
         let Some(left) = &self.left else { return };
         match Worker::start_to_recover(program, &self.arguments, left) {
@@ -71,14 +74,15 @@ impl Keeper {
         }
     }
 
-    /// The new worker goes on, and what it has left counts: of a program that reads that.
+    /// Makes the new program the one for later restarts: the new process has recovered, so only a
+    /// program that reads its checkpoint can continue.
     pub(super) fn replacement_has_taken(&mut self) {
         if let Some(replacement) = &self.replacement {
             self.program.clone_from(&replacement.program);
         }
     }
 
-    /// It serves.
+    /// Reports the upgrade as done and schedules the supervisor's own exec of the new program.
     pub(super) fn replacement_serves(&mut self) {
         let Some(replacement) = self.replacement.take() else { return };
         let Some(worker) = &self.worker else { return };
@@ -94,7 +98,9 @@ impl Keeper {
         }
     }
 
-    /// A worker has ended before it went on. Whether it was such a one, and another one is started.
+    /// Falls back to the old program if a replacement has ended before it recovered.
+    ///
+    /// Returns true if the ended process was a replacement and the old program was started.
     pub(super) fn is_replaced(&mut self, worker: &mut Worker, status: ExitStatus) -> bool {
         if worker.has_begun() || self.ended != 0 {
             return false;
@@ -106,7 +112,7 @@ impl Keeper {
         true
     }
 
-    /// The program that served before goes on.
+    /// Reports the failed upgrade and recovers with the program that served before.
     fn go_back(&mut self, replacement: Replacement, why: &str) {
         let why = format!("{why}; the program that served before goes on with the clients");
         tell_outcome(replacement.asker, Err(&why));
@@ -116,11 +122,11 @@ impl Keeper {
         }
     }
 
-    /// It has had all the time that there is.
+    /// Kills a replacement that has not recovered within its time limit.
     pub(super) fn replacement_is_late(&mut self) {
         let Some(replacement) = &mut self.replacement else { return };
         replacement.until += GOES_ON;
-        // One that has taken it is the only one that can go on.
+        // After `TAKEN` only the replacement's own checkpoint is valid, so it is not killed.
         let Some(worker) = self.worker.as_mut().filter(|worker| !worker.has_begun()) else {
             return;
         };
@@ -128,7 +134,7 @@ impl Keeper {
             let limit = GOES_ON.as_secs();
             format!("the new process did not go on within {limit} s")
         });
-        // Its end is seen elsewhere.
+        // `look_for_ends` sees the exit and falls back.
         worker.kill();
     }
 }

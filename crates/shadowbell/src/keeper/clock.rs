@@ -1,9 +1,9 @@
-//! Moments, for another process of the same machine.
+//! Monotonic timestamps that another process of the same machine can read.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::time::{Duration, Instant};
 
-/// Writes moments down as microseconds of the system's monotonic clock, and reads them.
+/// Converts [`Instant`]s to microseconds of `CLOCK_MONOTONIC` and back.
 pub(super) struct Clock {
     now: Instant,
     at: Duration,

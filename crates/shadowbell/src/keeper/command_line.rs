@@ -1,15 +1,15 @@
-//! The command line of a keeper.
+//! Command line of the supervisor.
 
 use crate::keeper_link;
 use std::ffi::{OsStr, OsString};
 use std::os::fd::RawFd;
 
-/// The option by which a keeper knows that it was one before, and where it finds what it was.
+/// Option that marks a supervisor after exec and names the descriptor with its snapshot.
 pub(super) const AS_KEEPER: &str = "--as-keeper";
-/// The option that asks for what is there without it.
+/// Option that requests a supervisor explicitly. A supervisor is the default.
 const KEEPER: &str = "--keeper";
-/// Whether this command line is one with a keeper: it serves, and says nothing else. The worker's
-/// is not.
+/// Returns true if this command line starts a supervisor: it is `serve` without `--no-keeper`,
+/// `--check` or help. The command line of a server process is not (`--as-worker`).
 pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
     let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
     if !words.next().is_some_and(|word| is_verb(word)) {
@@ -23,7 +23,7 @@ pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
     })
 }
 
-/// Whether this command line of a keeper names a configuration file.
+/// Returns true if the command line names a configuration file.
 pub(super) fn has_file(arguments: &[OsString]) -> bool {
     let mut words = arguments.iter().take_while(|word| *word != "--");
     words.any(|word| word == "--config" || word.as_encoded_bytes().starts_with(b"--config="))
@@ -33,14 +33,14 @@ fn is_option(word: &OsStr) -> bool {
     word.as_encoded_bytes().starts_with(b"-")
 }
 
-/// Whether this word of a command line is the verb that has a keeper.
+/// Returns true if this word is the subcommand that has a supervisor.
 pub(super) fn is_verb(word: &OsStr) -> bool {
     word == "serve"
 }
 
-/// The command line of a keeper that finds there what it was.
+/// Adds [`AS_KEEPER`] with the descriptor of the snapshot to the supervisor's command line.
 ///
-/// A program of the release before has no keeper unless it is told so: that is added.
+/// `--keeper` is added too: a program of the previous release runs a supervisor only with it.
 pub(super) fn with_left(arguments: &[OsString], left: RawFd) -> Vec<OsString> {
     let verb = arguments.iter().skip(1).position(|word| is_verb(word)).map_or(1, |at| at + 2);
     let (before, after) = arguments.split_at(verb.min(arguments.len()));
@@ -50,7 +50,7 @@ pub(super) fn with_left(arguments: &[OsString], left: RawFd) -> Vec<OsString> {
     before.iter().cloned().chain(added).chain(after.iter().cloned()).collect()
 }
 
-/// Takes out of a command line what [`with_left`] has put there.
+/// Removes the options that [`with_left`] added, and returns the descriptor.
 pub(super) fn take_left(arguments: &mut Vec<OsString>) -> Option<RawFd> {
     let at = arguments.iter().position(|word| is_verb(word))? + 1;
     if arguments.get(at)? != AS_KEEPER {
@@ -109,7 +109,7 @@ mod tests {
             let mut with = with_left(&line, 77);
             assert!(is_asked_for(&with));
             assert_eq!(take_left(&mut with), Some(77));
-            // The release before serves without a keeper if it does not find that option.
+            // `--keeper` stays: the previous release starts no supervisor without it.
             assert_eq!(with, back);
             assert_eq!(take_left(&mut with), None);
             assert_eq!(with, back);

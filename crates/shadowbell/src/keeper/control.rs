@@ -1,5 +1,5 @@
-//! Where a keeper is asked: a socket in the abstract namespace, which leaves nothing behind, for
-//! the user of the keeper and for root.
+//! Control socket of the supervisor, in the abstract namespace: no file is left behind. Accepts
+//! connections of root and of the supervisor's own user.
 
 use crate::keeper_link::{self, Packet};
 use rustix::net::{
@@ -8,9 +8,9 @@ use rustix::net::{
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Names that are tried.
+/// Socket names to try, in case that other processes hold some of them.
 const ATTEMPTS: u8 = 16;
-/// Who may ask at once.
+/// Maximum number of connected clients.
 const MAX_CLIENTS: usize = 8;
 
 pub(super) struct Control {
@@ -19,8 +19,10 @@ pub(super) struct Control {
 }
 
 impl Control {
+    /// Creates the socket and listens.
+    ///
     /// # Errors
-    /// The system's.
+    /// A system call fails, or all names are in use.
     pub(super) fn listen() -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -38,27 +40,27 @@ impl Control {
         Ok(Self { socket, clients: Vec::new() })
     }
 
-    /// The one of an earlier process.
+    /// Restores the socket and its clients after exec.
     pub(super) fn of_before(socket: OwnedFd, clients: Vec<OwnedFd>) -> Self {
         Self { socket, clients }
     }
 
-    /// Where it listens.
+    /// The listening socket.
     pub(super) fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// Who may ask more.
+    /// Connected clients.
     pub(super) fn clients(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.clients.iter().map(AsFd::as_fd)
     }
 
-    /// What to wait for.
+    /// Descriptors to poll for input.
     pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.clients.iter().map(AsFd::as_fd).chain([self.socket.as_fd()])
     }
 
-    /// The next question, and who is to be answered. Does not wait.
+    /// Returns the next request and its client. Does not block.
     pub(super) fn next(&mut self) -> Option<(Packet, OwnedFd)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         while let Ok(client) = accept_with(&self.socket, flags) {
@@ -77,7 +79,7 @@ impl Control {
         None
     }
 
-    /// Who was answered may ask again.
+    /// Returns a client after its answer, for further requests.
     pub(super) fn keep(&mut self, client: OwnedFd) {
         self.clients.push(client);
     }

@@ -1,33 +1,36 @@
-//! When a worker that has died is started again.
+//! Restart policy: delay and limits for restarts of a server process that died.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// For so long a death counts.
+/// Sliding window in which deaths are counted.
 const COUNTS: Duration = Duration::from_secs(60);
-/// So many deaths that count are too many.
+/// Number of deaths in the window at which the supervisor gives up.
 const MOST: usize = 8;
-/// So many are too many for another attempt with what the dead one has left: it may be the reason.
+/// Maximum number of deaths in the window after which the checkpoint is still used. Beyond it the
+/// next process starts without the checkpoint, which may be the cause of the crashes.
 const MOST_RECOVERIES: usize = 6;
-/// How long to wait after one of them; twice as long after each further one.
+/// Delay after the first counted death that is not retried at once. Doubles with each further
+/// one.
 const FIRST: Duration = Duration::from_millis(100);
-/// Who has served for so long, and was killed from outside, may die as often as it likes.
+/// Minimum time of service after which a kill from outside is not counted as a death.
 const SERVED: Duration = Duration::from_millis(50);
-/// Who has served for so long has not died of what the one before it died of.
+/// Minimum time of service after which a fault is not counted: its cause is not the one of the
+/// death before.
 const SERVED_WELL: Duration = Duration::from_secs(10);
 
-/// The deaths that count.
+/// Times of the counted deaths, oldest first.
 #[derive(Default)]
 pub(super) struct Deaths(VecDeque<Instant>);
 
-/// What to do after a death.
+/// Reaction to a death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Another one goes on with what the dead one has left, after so long.
+    /// Recover from the dead process's checkpoint after this delay.
     Recover(Duration),
-    /// Another one begins anew, after so long.
+    /// Start without a checkpoint after this delay.
     Start(Duration),
-    /// They were too many.
+    /// Too many deaths: end the service.
     GiveUp,
 }
 
@@ -38,8 +41,11 @@ impl FromIterator<Instant> for Deaths {
 }
 
 impl Deaths {
-    /// Another one, `now`, of a worker that had served for so long, if it had. `is_killed`: it was
-    /// from outside. `is_left`: what it leaves is good for another one.
+    /// Records a death at `now` and returns the reaction.
+    ///
+    /// `served`: time of service, if the process served. `is_killed`: the signal came from
+    /// outside ([`is_killed`](super::worker::is_killed)). `is_left`: there is a complete
+    /// checkpoint.
     pub(super) fn add(
         &mut self,
         now: Instant,
@@ -52,7 +58,8 @@ impl Deaths {
         }
         let enough = if is_killed { SERVED } else { SERVED_WELL };
         if is_left && served.is_some_and(|served| served >= enough) {
-            // It has shown that an earlier one was for another reason.
+            // The process recovered and served, so its checkpoint was not the cause of the death
+            // before.
             self.0.pop_front();
             return Next::Recover(Duration::ZERO);
         }
@@ -70,7 +77,7 @@ impl Deaths {
         self.0.len()
     }
 
-    /// When they were.
+    /// Times of the counted deaths.
     pub(super) fn times(&self) -> impl Iterator<Item = Instant> {
         self.0.iter().copied()
     }
@@ -106,7 +113,7 @@ mod tests {
         }
         assert_eq!(waits, [0, 100, 200, 400, 800, 1600]);
         assert_eq!(deaths.add(now, Some(FIRST), false, false), Next::GiveUp);
-        // Whoever is killed from outside after it has served goes on, however often.
+        // Kills from outside after a minimum of service are recovered from without a limit.
         let mut deaths = Deaths::default();
         for _ in 0..1000 {
             let next = deaths.add(now, Some(SERVED), true, true);
@@ -116,7 +123,7 @@ mod tests {
         for _ in 0..20 {
             assert_eq!(deaths.add(now, None, true, true), Next::Recover(Duration::ZERO));
             assert_eq!(deaths.add(now, None, true, true), Next::Recover(FIRST));
-            // Each that has served makes up for one.
+            // Each process that served removes one death from the count.
             for _ in 0..2 {
                 let next = deaths.add(now, Some(SERVED), true, true);
                 assert_eq!(next, Next::Recover(Duration::ZERO));

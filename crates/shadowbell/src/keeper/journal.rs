@@ -1,32 +1,36 @@
-//! What the service manager keeps for a keeper that is killed (systemd's fd store).
+//! State of the supervisor in systemd's fd store, from which the next supervisor continues if
+//! this one is killed.
 //!
-//! A service manager keeps descriptors, under names, and gives them back to the next process of the
-//! service. It is not told of every change: what it keeps are the two ends of a socket, and all that
-//! the keeper has lies in there as packets, with the descriptors. They outlive whoever has put them
-//! there: they are the system's until somebody reads them. So nothing but these two counts against
-//! the service manager's limit (`FileDescriptorStoreMax=`), a change costs a packet or two, and each
-//! packet is there as a whole or not at all.
+//! A service manager stores descriptors under names and passes them to the next process of the
+//! service. Storing each change there would cost a message per change, so the fd store holds only
+//! the two ends of one socket pair. The supervisor's state is queued in this socket as packets
+//! with their descriptors. The packets outlive the process that sent them: the kernel keeps them
+//! until they are received. Consequences: only two descriptors count against
+//! `FileDescriptorStoreMax=`, a change costs one or two packets, and each packet is stored
+//! entirely or not at all.
 //!
-//! # What is in there
+//! # Contents
 //!
-//! A [record](super::record) of all that the keeper is, and the changes of workers' items since
-//! then. Now and then another record is put behind them, and what is before that is taken out. A
-//! record counts when all of it is there. Whoever reads goes by the last one that does, and by the
-//! changes behind it.
+//! A [snapshot](super::record) of the supervisor, and the changes of the server processes'
+//! checkpoints since then. From time to time another snapshot is appended, and the packets before
+//! it are removed. A snapshot is valid once all its packets are queued. A reader uses the last
+//! valid snapshot and the changes after it.
 //!
-//! * What a worker says is looked at, put there, and only then taken out of the worker's socket. That
-//!   socket is in the record, too. So what a worker has said is in one of the two. In both, if the
-//!   keeper is killed in between: then it counts twice, which does no harm.
-//! * A worker is in there before it is told anything.
-//! * What a worker no longer needs is taken out a moment later: until then a client whose
-//!   connection has ended may not see that.
+//! * A message of a server process is peeked at, queued in the store, and only then removed from
+//!   the server process's socket, which is part of the snapshot. So each message is in at least
+//!   one of the two. If the supervisor is killed in between, the message is in both and is
+//!   applied twice, which has the same result as once.
+//! * A server process is in the store before the supervisor sends it anything.
+//! * Descriptors that a server process has released stay in the store for a moment ([`STALE`]).
+//!   Until the next snapshot a client whose connection was closed may not see that.
 //!
-//! # When it is found
+//! # Recovery
 //!
-//! The next keeper moves the packets to a new socket, one by one: it puts each there before it takes
-//! it away. Whoever dies on the way leaves both sockets, and what is in the newer one comes first.
-//! Then it ends the workers that it finds (it is not their parent: a pidfd names them), reads what
-//! they have said last, and goes on as after the death of a worker.
+//! The next supervisor moves the packets to a new socket, one by one: it queues each packet in
+//! the new socket before it removes the packet from the old one. If that supervisor dies
+//! meanwhile, both sockets remain, and the packets of the newer one are read first. Then it kills
+//! the server processes that it finds (by pidfd, since it is not their parent), reads their last
+//! messages, and continues as after the death of a server process.
 
 use super::opener;
 use super::record::{Arriving, Record};
@@ -39,52 +43,52 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// A change of items: the worker's number, and the packet that it has sent.
+/// Packet type of a checkpoint change: the process id, and the packet that the process sent.
 const CHANGE: u8 = b'I';
-/// What the descriptors are called: this, a number, and the end that is written or read.
+/// Prefix of the descriptors' names. A generation number and the end (`w` or `r`) follow.
 const NAME: &str = "shadowbell-keeper-";
-/// Where a service manager puts the first descriptor.
+/// First descriptor number that a service manager passes (`SD_LISTEN_FDS_START`).
 const FIRST: i32 = 3;
-/// What may be in there at a time, if the system lets it.
+/// Requested size of the socket's send buffer. The system may grant less.
 const ROOM: usize = 1 << 20;
-/// So much of changes is behind a record before there is another one. The least that systems let be
-/// in there (`net.core.wmem_default`) is three times as much.
+/// Bytes of changes after a snapshot that trigger the next snapshot. A third of the smallest
+/// default buffer (`net.core.wmem_default`), so that the changes fit.
 const MOST_BEHIND: usize = 64 << 10;
-/// What a packet takes beside its bytes, or more.
+/// Upper estimate of a packet's overhead in the socket buffer.
 const PACKET: usize = 1 << 10;
-/// How long what is of no use any more stays at most, unless a record takes long to write.
+/// Maximum age of stale content, unless snapshots take long to write.
 const STALE: Duration = Duration::from_millis(10);
 
-/// Where it is kept what this keeper has.
+/// Socket pair in the fd store, with this supervisor's state.
 pub(super) struct Journal {
     write: OwnedFd,
     read: OwnedFd,
-    /// By which the service manager knows it.
+    /// Number in the descriptors' names.
     generation: u64,
-    /// Of the next packet.
+    /// Sequence number of the next packet.
     number: u64,
-    /// There has to be a record before anything else.
+    /// A snapshot must be written before the next change.
     is_wanted: bool,
-    /// How often what workers may open had changed by the last record.
+    /// Value of [`opener::changes`] at the last snapshot.
     opened: u64,
-    /// Of changes behind the last record, in bytes.
+    /// Bytes of changes since the last snapshot.
     behind: usize,
-    /// When there is to be another record, if something of the last one is of no use any more.
+    /// Time of the next snapshot, if the last one has stale content.
     due: Option<Instant>,
-    /// What a record takes to write.
+    /// Duration of the last snapshot's write.
     took: Duration,
 }
 
-/// What was found.
+/// State that a dead supervisor has left.
 pub(super) struct Found {
     pub(super) record: Arriving,
-    /// Changes since then, of the worker with this process number.
+    /// Changes since the snapshot, each with the process id of its server process.
     pub(super) changes: Vec<(u32, Packet)>,
 }
 
-/// Whether the service manager keeps descriptors of this process.
+/// Returns true if the service manager stores descriptors of this process.
 pub(super) fn is_wanted() -> bool {
-    // systemd from 254 on says how many it takes; the units say so for earlier ones.
+    // systemd sets FDSTORE to the limit from version 254 on; for earlier ones the unit sets it.
     let number = |name| std::env::var(name).ok()?.parse::<u32>().ok();
     std::env::var_os("NOTIFY_SOCKET").is_some() && number("FDSTORE").is_some_and(|most| most >= 4)
 }
@@ -93,8 +97,8 @@ fn name(generation: u64, end: &str) -> String {
     format!("{NAME}{generation}-{end}")
 }
 
-/// The ends that the service manager has given to this process, the newest first, and all numbers
-/// of which it has something.
+/// Returns the socket pairs that the service manager passed to this process, the newest first,
+/// and all generation numbers found, also those with one end only.
 fn given() -> (Vec<(u64, OwnedFd, OwnedFd)>, Vec<u64>) {
     let variable = |name| std::env::var(name).unwrap_or_default();
     let ours = std::process::id().to_string();
@@ -106,7 +110,7 @@ fn given() -> (Vec<(u64, OwnedFd, OwnedFd)>, Vec<u64>) {
     let mut generations = Vec::new();
     let count = variable("LISTEN_FDS").parse().unwrap_or(0);
     for (nth, name) in (0..count).zip(names.split(':')) {
-        // Also what is nobody's here: workers are not to have it.
+        // Foreign descriptors are taken too, so that no server process inherits them.
         let Some(fd) = take_inherited(FIRST + nth) else { continue };
         let named = name.strip_prefix(NAME).and_then(|rest| rest.split_once('-'));
         let Some((generation, end)) = named else { continue };
@@ -127,10 +131,11 @@ fn given() -> (Vec<(u64, OwnedFd, OwnedFd)>, Vec<u64>) {
 }
 
 impl Journal {
-    /// A new one; and what is in those that the service manager has kept.
+    /// Creates a store and moves the content of the stores that the service manager passed into
+    /// it.
     ///
     /// # Errors
-    /// The system's: the service manager keeps nothing.
+    /// A system call fails. The service manager then stores nothing.
     pub(super) fn begin() -> io::Result<(Self, Option<Found>)> {
         let (pairs, generations) = given();
         let newest = generations.first().copied().unwrap_or_default();
@@ -143,15 +148,15 @@ impl Journal {
                 }
             }
         });
-        // If that has failed, nobody is to go on from there later.
+        // Also after an error: a later supervisor must not continue from outdated content.
         generations.into_iter().for_each(forget);
         moved
     }
 
-    /// One that the service manager keeps.
+    /// Creates a socket pair and passes both ends to the service manager.
     fn new(generation: u64) -> io::Result<Self> {
         let (write, read) = keeper_link::pair()?;
-        // What the system lets it have.
+        // The system may grant less.
         let _ = set_socket_send_buffer_size(&write, ROOM);
         for (end, fd) in [("w", &write), ("r", &read)] {
             let state = format!("FDSTORE=1\nFDNAME={}\nFDPOLL=0", name(generation, end));
@@ -170,7 +175,7 @@ impl Journal {
         })
     }
 
-    /// Moves what is in these to this one.
+    /// Moves the packets of older stores to this one and returns their content.
     fn take_over(&mut self, pairs: &[(u64, OwnedFd, OwnedFd)]) -> io::Result<Option<Found>> {
         let mut reader = Reader::default();
         for (_, _write, read) in pairs {
@@ -187,7 +192,7 @@ impl Journal {
         Ok(reader.found())
     }
 
-    /// The one that this process had with another program.
+    /// Restores the store that this process had before exec.
     pub(super) fn of_before(write: OwnedFd, read: OwnedFd, saved: &SavedJournal) -> Self {
         Self {
             write,
@@ -202,31 +207,31 @@ impl Journal {
         }
     }
 
-    /// How far it is.
+    /// Returns the counters for serialization.
     pub(super) fn save(&self) -> SavedJournal {
         SavedJournal { generation: self.generation, number: self.number, behind: self.behind }
     }
 
-    /// Both ends: the one that is written, and the one that is read.
+    /// Both ends: the one that is written and the one that is read.
     pub(super) fn ends(&self) -> (BorrowedFd<'_>, BorrowedFd<'_>) {
         (self.write.as_fd(), self.read.as_fd())
     }
 
-    /// When there is to be a record.
+    /// Time at which a snapshot is due, if one is.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.due
     }
 
-    /// Something that is in there is of no use any more.
+    /// Schedules a snapshot, which removes stale content.
     pub(super) fn is_stale(&mut self) {
         let wait = STALE.max(20 * self.took);
         self.due.get_or_insert_with(|| Instant::now() + wait);
     }
 
-    /// A worker has changed its items.
+    /// Stores a checkpoint change of a server process.
     ///
     /// # Errors
-    /// There is no room.
+    /// The socket buffer is full.
     pub(super) fn change(&mut self, worker: u32, packet: &Packet) -> io::Result<()> {
         let mut body = self.number.to_le_bytes().to_vec();
         body.extend(worker.to_le_bytes());
@@ -239,21 +244,21 @@ impl Journal {
         Ok(())
     }
 
-    /// There has to be a record before anything else.
+    /// Requests a snapshot before the next change.
     pub(super) fn wants_record(&mut self) {
         self.is_wanted = true;
     }
 
-    /// Whether there has to be one.
+    /// Returns true if a snapshot must be written now.
     pub(super) fn needs_record(&self) -> bool {
         self.is_wanted || self.behind > MOST_BEHIND || self.opened != opener::changes()
     }
 
-    /// Puts a record there, and takes out what is before it. `opened`: how often what workers may
-    /// open had changed before it was written.
+    /// Appends a snapshot and removes the packets before it. `opened`: value of
+    /// [`opener::changes`] before the snapshot was made.
     ///
     /// # Errors
-    /// There is no room.
+    /// The socket buffer is full.
     pub(super) fn record(&mut self, record: &Record<'_>, opened: u64) -> io::Result<()> {
         let began = Instant::now();
         let first = self.number;
@@ -270,10 +275,10 @@ impl Journal {
         send_bytes(&self.write, letter, body, fds, true)
     }
 
-    /// The service ends: the service manager keeps nothing.
+    /// Removes the content from the service manager, when the service ends.
     pub(super) fn end(self) {
         forget(self.generation);
-        // It may have been told in vain.
+        // The service manager may not act on the message, so the socket is emptied as well.
         while keeper_link::peek_number(&self.read).is_some() {
             keeper_link::drop_one(&self.read);
         }
@@ -286,7 +291,7 @@ fn forget(generation: u64) {
     }
 }
 
-/// How far a journal is, for the same process with another program.
+/// Serialized counters of a store, for exec.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct SavedJournal {
     generation: u64,
@@ -294,10 +299,10 @@ pub(super) struct SavedJournal {
     behind: usize,
 }
 
-/// Reads what is in a journal.
+/// Parser of a store's packets.
 #[derive(Default)]
 struct Reader {
-    /// Of the last packet.
+    /// Sequence number of the last packet.
     number: u64,
     arriving: Option<Arriving>,
     record: Option<Arriving>,
@@ -305,7 +310,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Whether this packet was not there before.
+    /// Returns true if the packet was not received from a newer socket already.
     fn is_new(&self, packet: &Packet) -> bool {
         number_of(&packet.body).is_some_and(|number| number > self.number)
     }
@@ -321,7 +326,7 @@ impl Reader {
             }
             return;
         }
-        // A record that did not come to its end counts for nothing.
+        // An incomplete snapshot is discarded.
         self.arriving = None;
         if let Some(worker) = packet.body.get(8..12).and_then(<[u8]>::first_chunk) {
             let worker = u32::from_le_bytes(*worker);
@@ -350,7 +355,7 @@ mod tests {
         Journal::of_before(write, read, &SavedJournal { generation: 1, number: 1, behind: 0 })
     }
 
-    /// A record that says so, with so many descriptors.
+    /// A snapshot with the value `says` and these descriptors.
     fn record(says: u32, fds: &[OwnedFd]) -> Record<'_> {
         let mut parcel = Parcel::new();
         parcel.add("says", true, &says).unwrap();
@@ -364,15 +369,16 @@ mod tests {
         Packet { letter: b'I', body: text.into(), fds: vec![pipe().unwrap().0.into()] }
     }
 
-    /// What the next one finds, if it is killed after each packet that it moves but the last one,
-    /// and so is the one after it.
+    /// Content that is found after two supervisors in a row were killed during the move, each
+    /// after a packet was queued in the new socket and with or without its removal from the old
+    /// one.
     fn found(journal: Journal) -> Option<(u32, Vec<String>)> {
         let (mut pairs, mut count) = (vec![(1, journal.write, journal.read)], 0);
         loop {
             let mut next = self::journal();
             let moved =
                 pairs.iter().find_map(|(_, _, read)| keeper_link::peek(read).ok().flatten());
-            // It has moved one and is killed: with it taken away, or not.
+            // A packet is moved, then the supervisor is killed before or after the removal.
             if let Some(packet) = moved.filter(|_| count < 3) {
                 let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
                 next.put(packet.letter, &packet.body, &fds).unwrap();
@@ -409,7 +415,7 @@ mod tests {
         one.change(7, &change("b")).unwrap();
         one.change(7, &change("c")).unwrap();
         assert_eq!(found(one), Some((2, vec!["b".into(), "c".into()])));
-        // Killed while it puts a record there.
+        // Killed while it writes a snapshot.
         let mut one = journal();
         one.record(&record(1, &[]), 0).unwrap();
         one.change(7, &change("a")).unwrap();
@@ -418,10 +424,10 @@ mod tests {
         one.put(b'D', &body, &[memory.as_fd()]).unwrap();
         one.number += 1;
         assert_eq!(found_with(&mut one), Some((1, vec!["a".into()])));
-        // It goes on from there.
+        // Changes are appended after the recovery.
         one.change(7, &change("b")).unwrap();
         assert_eq!(found(one), Some((1, vec!["a".into(), "b".into()])));
-        // Killed while it takes one out: some of its descriptors are left.
+        // Killed while it removes a snapshot: some packets with its descriptors remain.
         let mut one = journal();
         record(1, &fds).send(&one.write, &mut one.number).unwrap();
         one.change(7, &change("a")).unwrap();
@@ -430,7 +436,7 @@ mod tests {
         assert_eq!(found(one), Some((2, vec![])));
     }
 
-    /// The same, and it stays.
+    /// Like [`found`], but the content stays in the store.
     fn found_with(journal: &mut Journal) -> Option<(u32, Vec<String>)> {
         let copy = self::journal();
         let mut packets = Vec::new();
@@ -458,7 +464,7 @@ mod tests {
         one.record(&record(2, &[]), 0).unwrap();
         assert!(one.deadline().is_none());
         assert_eq!(io::Read::read(&mut pipe_read, &mut [0]).unwrap(), 0, "nobody has it any more");
-        // A lot of changes want one at once.
+        // A large amount of changes triggers a snapshot at once.
         let long = "x".repeat(16_000);
         while !one.needs_record() {
             one.change(7, &change(&long)).unwrap();

@@ -1,4 +1,4 @@
-//! What a service manager asks for: that the configuration is read again, and that all is alive.
+//! Requests of the service manager: configuration reload and watchdog.
 
 use super::say::say;
 use super::state::{Keeper, Reading};
@@ -10,15 +10,15 @@ use crate::notify;
 use std::time::Instant;
 
 impl Keeper {
-    /// A signal asks for the configuration to be read again.
+    /// Records a reload request (SIGHUP).
     pub(super) fn read_again(&mut self) {
         if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
             notify::tell(&notify::reloading());
         }
     }
 
-    /// Tells the worker, if there is one that serves and stays. What a worker did not come to, the
-    /// next one does.
+    /// Sends a pending reload request to the server process, if one serves and no upgrade runs.
+    /// If a server process ends before it has reloaded, the next one receives the request.
     pub(super) fn have_it_read(&mut self) {
         let (Some(reading), None) = (self.reading, &self.upgrade) else { return };
         let Some(worker) = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())
@@ -40,16 +40,16 @@ impl Keeper {
         }
     }
 
-    /// The worker has read it, or refused it.
+    /// Reports the result of a reload to the service manager.
     pub(super) fn has_read(&mut self, outcome: &str) {
-        // Another signal may have come meanwhile.
+        // A signal that came during the reload has set `Reading::Wanted` again, which stays.
         let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
         if self.reading.take_if(told).is_some() {
             notify::tell(&notify::ready(outcome));
         }
     }
 
-    /// Says that the service is alive if it is, and has a worker that hangs give way to another.
+    /// Feeds the service manager's watchdog, and aborts a server process that hangs.
     pub(super) fn watch(&mut self, now: Instant) {
         let Some(watchdog) = &mut self.watchdog else { return };
         let is_handed_over =
@@ -74,7 +74,7 @@ impl Keeper {
         notify::tell(notify::WATCHDOG);
     }
 
-    /// The worker answers.
+    /// Feeds the watchdog after the server process's answer to a liveness check.
     pub(super) fn is_alive(&mut self, status: &str) {
         let pid = self.worker.as_ref().map(Worker::pid);
         if let (Some(watchdog), Some(pid)) = (&mut self.watchdog, pid)

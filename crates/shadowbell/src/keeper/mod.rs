@@ -1,46 +1,51 @@
-//! The keeper (`serve`, unless `--no-keeper`): a process that starts the one that serves, its
-//! worker, and starts another when that dies or is to be replaced.
+//! Supervisor process (`serve`, unless `--no-keeper`): starts the server process, restarts it
+//! after a crash, and replaces it on upgrade.
 //!
-//! It does no I/O, and reads nothing that guests or their VMMs have written. One thread does all of
-//! it but for what may take long: images are opened, and descriptors closed, by others. The command
-//! line is its worker's to understand; the keeper looks for its own option only.
+//! The supervisor does no I/O and parses nothing that guests or their VMMs have written. One
+//! thread does all of its work, except for two jobs that may block: other threads open images and
+//! close descriptors. The server process parses the command line; the supervisor looks for its
+//! own options only.
 //!
-//! # How a worker is replaced
+//! # Upgrade
 //!
-//! 1. The keeper starts the new worker, which reads the command line, starts its threads, and says
-//!    which versions of a state it reads. It has [`PREPARE`] for that.
-//! 2. The old worker gets one end of a socket, whose other end the new one has. It comes to rest,
-//!    and sends its state.
-//! 3. The new one restores it and says so. The old one *commits*: it says so to the new one and to
-//!    the keeper, drops all that it has, says that it is gone, and ends.
-//! 4. The new one, which has waited for that, serves.
+//! 1. The supervisor starts the new server process. The new process parses the command line,
+//!    starts its threads, and reports which state versions it reads, all within [`PREPARE`].
+//! 2. The old process receives one end of a socket pair; the new process has the other end. The
+//!    old process quiesces and sends its state.
+//! 3. The new process restores the state and reports that. The old process *commits*: it reports
+//!    the commit to the new process and to the supervisor, drops everything, reports that too,
+//!    and ends.
+//! 4. The new process waits for that report, then serves.
 //!
-//! If all three know how, controllers go one by one ([`to_worker::MOVE`]): then 2 and 3 are so for each
-//! of them, and between the first and the last both workers serve. If one of them dies there, the
-//! keeper ends the other one, and starts a third one that goes on with what both have left
+//! If supervisor, old and new process all support it, controllers are moved to the new process
+//! one by one ([`to_worker::MOVE`]): steps 2 and 3 apply to each controller, and both processes
+//! serve between the first and the last of them. If one of the two processes dies meanwhile, the
+//! supervisor kills the other and starts a third one, which recovers from the checkpoints of both
 //! (`both_end` in [`upgrading`]).
 //!
-//! Of a server with disks that can not be handed over the old worker comes to rest, and a worker of
-//! the new program goes on as after its death ([`by_recovery`]).
+//! If the server has disks that cannot be handed over, the old process quiesces and is killed,
+//! and a process of the new program recovers as after a crash ([`by_recovery`]).
 //!
-//! Until the old one commits, it can go on, and does if anything fails or takes too long. From then
-//! on it can not. So nobody ever serves together with the other, and whoever dies on the way is
-//! seen by the end of its socket.
+//! Until the commit, the old process can resume, and does so after any error or timeout. After
+//! the commit it cannot. So two processes never serve the same controller, and the death of a
+//! process is seen at the end of its socket.
 //!
-//! # When a worker dies
+//! # Crash of the server process
 //!
-//! A worker has the keeper hold what another one needs to go on for its clients ([`items`]): the
-//! descriptors, and bodies that the keeper does not read. When it is ended by a signal, the keeper
-//! starts another one and gives it all that. Until that one says that it has taken it, the keeper
-//! keeps it for a further attempt; from then on, what the new one has it hold counts. A worker that
-//! can not go on says why and ends: then the next one begins anew, and the clients have lost their
+//! A server process sends a checkpoint to the supervisor ([`items`]): the descriptors and opaque
+//! data that the next process needs to continue for the connected clients. If a signal ends the
+//! server process, the supervisor starts another one and sends it the checkpoint. The supervisor
+//! keeps the checkpoint for further attempts until the new process reports that it has recovered;
+//! from then on the new process's own checkpoint is valid. A process that cannot recover reports
+//! the reason and ends: the next one then starts without a checkpoint, and the clients lose their
 //! controllers.
 //!
-//! # When the program is replaced, and when the keeper itself dies
+//! # Upgrade and crash of the supervisor
 //!
-//! After an upgrade the keeper becomes the new program as well, by exec ([`renewing`]). If a service
-//! manager keeps descriptors for it, the keeper may be killed, and another one goes on for it
-//! ([`journal`], [`resuming`]). Both go by a [`record`] of all that a keeper is.
+//! After an upgrade the supervisor executes the new program too ([`renewing`]). If a service
+//! manager stores descriptors for the supervisor, the supervisor may be killed, and the next one
+//! continues ([`journal`], [`resuming`]). Both use a snapshot of the supervisor's state
+//! ([`record`]).
 //!
 //! [`items`]: crate::items
 
@@ -94,11 +99,11 @@ use worker::Worker;
 pub(crate) use command_line::is_asked_for;
 pub(crate) use renewing::{CHECK, check};
 
-/// Keeps a worker until it ends, or a signal ends both.
+/// Supervises a server process until it ends or a signal ends the service.
 pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
-    // It holds the descriptors of all guests for the time after its worker's death.
+    // The supervisor holds the descriptors of all guests for recovery.
     descriptor_limit::raise();
-    // Nobody's memory is to hold it up when that is given back.
+    // Closing the last descriptor of guest memory frees it, which must not block this thread.
     late_close::enable();
     let keeper = match command_line::take_left(&mut arguments) {
         Some(left) => Keeper::go_on(arguments, left),
@@ -115,17 +120,17 @@ pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
 }
 
 impl Keeper {
-    /// One that has nothing yet.
+    /// Creates a supervisor without a server process and without sockets.
     fn bare(arguments: Vec<OsString>) -> io::Result<Self> {
         let others = [SIGCHLD, SIGUSR1, SIGUSR2, SIGHUP];
-        // Without a file there is nothing to read again.
+        // Without a configuration file there is nothing to reload, so SIGHUP keeps its default.
         let count = others.len() - usize::from(!has_file(&arguments));
         let Meanings { ends, others } = Meanings::new(&others[..count]);
         let signals = Caught::catch(&[&ends[..], &others].concat())?;
         Ok(Self {
             arguments,
-            // The path, and not the file that runs: another may have taken its place when a worker
-            // is started anew.
+            // The path, not `/proc/self/exe`: a restart uses the file that is installed at that
+            // time.
             program: std::env::current_exe()?,
             signals,
             ends,
@@ -161,7 +166,7 @@ impl Keeper {
         Ok(keeper)
     }
 
-    /// From now on it can be asked.
+    /// Opens the control socket. Without it, only signals control the supervisor.
     fn listen(&mut self) {
         let control = Control::listen().inspect_err(|error| {
             say(&format!(
@@ -172,7 +177,7 @@ impl Keeper {
         self.control = control.ok();
     }
 
-    /// All signals that mean something to it.
+    /// All signals that the supervisor handles.
     fn all_signals(&self) -> Vec<i32> {
         [&self.ends[..], &self.others].concat()
     }
@@ -182,7 +187,7 @@ impl Keeper {
             while let Some(signal) = self.signals.next() {
                 self.take_signal(signal);
             }
-            // What a worker has said last counts before its end.
+            // Last messages of a server process are handled before its exit.
             self.hear_workers();
             self.look_for_ends();
             self.look_at_the_clock(Instant::now());
@@ -207,7 +212,7 @@ impl Keeper {
         }
     }
 
-    /// Until something happens, or the clock says so.
+    /// Waits for a descriptor, a signal or the next deadline.
     fn wait(&self) {
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
         let deadlines = deadlines.chain(self.leaving.iter().map(|(_, until)| *until));
@@ -218,7 +223,7 @@ impl Keeper {
         let deadlines = deadlines.chain(self.rest.deadline()).chain(replacement);
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
-            // Not a moment before it.
+            // Slightly longer, so that the deadline has passed when `poll` returns.
             let wait = next.saturating_duration_since(Instant::now()) + Duration::from_micros(100);
             Timespec::try_from(wait).ok()
         });
@@ -230,17 +235,18 @@ impl Keeper {
         let waits = self.worker.as_ref().filter(|worker| worker.has_more_to_hear());
         let link = waits.and_then(Worker::link);
         fds.extend(link.map(|link| PollFd::from_borrowed_fd(link, PollFlags::OUT)));
-        // Whatever it says, everything is looked at.
+        // The result does not matter: the main loop checks everything.
         let _ = poll(&mut fds, timeout.as_ref());
     }
 
-    /// All that have not ended.
+    /// All server processes that have not ended.
     fn workers(&self) -> impl Iterator<Item = &Worker> {
         let workers = self.worker.iter().chain(self.upgrade.iter().map(|upgrade| &upgrade.new));
         workers.chain(self.leaving.iter().map(|(worker, _)| worker))
     }
 
-    /// Whether somebody else than a worker asks: what that may have is not its own to say.
+    /// Returns true if the client is no server process. A server process must not extend its own
+    /// permissions.
     fn is_outside(&self, client: &OwnedFd) -> bool {
         let peer = rustix::net::sockopt::socket_peercred(client).ok();
         let pid = peer.map(|peer| peer.pid.as_raw_pid().cast_unsigned());
@@ -264,7 +270,7 @@ impl Keeper {
         }
     }
 
-    /// A signal ends it all; a second one does not wait for the guests.
+    /// Ends the service on a signal; kills the server processes on a second one.
     fn end(&mut self) {
         self.ended += 1;
         if self.ended > 1 {
@@ -279,7 +285,8 @@ impl Keeper {
         match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
             None => {}
             Some(Step::Preparing) => self.upgrade_failed("the server is to end"),
-            // It is over in a moment, one way or the other; then there is one to be told.
+            // The upgrade completes or fails shortly; `END` is sent to the process that then
+            // serves.
             Some(Step::HandingOver | Step::Moving | Step::Committed) => return,
         }
         match &self.worker {
@@ -321,14 +328,16 @@ impl Keeper {
                         worker.why = Some(packet.text());
                     }
                 }
-                // Of the program that serves, and of no other: that is not the worker's to say.
+                // Upgrade to the current program only: a server process must not choose a
+                // program.
                 to_keeper::UPGRADE => self.begin_upgrade(None, packet.fd()),
                 to_keeper::GOES_ON => self.upgrade_failed(&packet.text()),
                 to_keeper::MOVING => {
                     if let Some(upgrade) = &mut self.upgrade {
                         upgrade.until = Instant::now() + MOVE;
                         if std::mem::replace(&mut upgrade.step, Step::Moving) == Step::Moving {
-                            // Once is enough for the record.
+                            // `MOVING` is repeated; the snapshot is written for the first one
+                            // only.
                             continue;
                         }
                     }
@@ -385,7 +394,7 @@ impl Keeper {
         }
     }
 
-    /// The worker serves.
+    /// Records that the server process serves, and reports readiness to the service manager.
     fn serves(&mut self, status: &str) {
         self.restart = None;
         let died = self.died.take();
@@ -428,7 +437,7 @@ impl Keeper {
                 self.upgrade_failed(&format!("the new process was not ready within {limit} s"));
             }
             Step::HandingOver => {
-                // The old one sees that, and goes on.
+                // The old process sees the end of the socket, and resumes.
                 upgrade.why = Some("the running process did not hand over".to_owned());
                 upgrade.until = now + HAND_OVER;
                 upgrade.new.kill();
@@ -437,7 +446,7 @@ impl Keeper {
             Step::Committed => {
                 upgrade.until = now + LEAVE;
                 match &mut self.worker {
-                    // The new one waits for its end.
+                    // The new process waits for the old one's end.
                     Some(worker) if upgrade.why.is_none() => {
                         worker.kill();
                         upgrade.why = Some("the new process does not begin to serve".to_owned());

@@ -1,14 +1,16 @@
-//! Opens images for a worker that may open nothing by itself: see `serve/sandbox`.
+//! Open broker: opens images for a server process whose sandbox forbids `open` (see
+//! `serve/sandbox`).
 //!
-//! Each worker that asks for it has a thread here, which ends with the worker's end of the socket:
-//! a file system that does not answer holds up the worker's question, and not the keeper. A worker
-//! says what was named to it before it is in its sandbox; from then on it is asked questions only.
-//! What is opened is a regular file, a block device or the character device of an NVMe namespace
-//! that
+//! Each server process that requests it has a thread in the supervisor, which ends when the
+//! server process closes its socket. So a hung file system delays the answer to the server
+//! process, and not the supervisor. A server process registers its paths before it enters its
+//! sandbox; afterwards it only sends open requests. Only regular files, block devices and
+//! character devices of NVMe namespaces are opened, and only if
 //!
-//! * the command line or the configuration file names, or that is below a directory of `--allow`;
-//! * somebody who may ask the keeper has [granted](grant), as `shadowbell ctl` does;
-//! * or was opened for a worker before: then it may be called otherwise by now.
+//! * the command line or the configuration file names them, or they are below a directory of
+//!   `--allow`;
+//! * a client of the supervisor has [granted](grant) them, as `shadowbell ctl` does;
+//! * or they were opened for an earlier server process: their path may have changed since then.
 
 use super::say::say;
 use crate::disk_spec;
@@ -31,22 +33,22 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The most paths that can be granted: one that is granted anew is the newest.
+/// Maximum number of granted paths. The oldest is dropped; a repeated grant renews a path.
 const MOST: usize = 4096;
 
-/// What all workers may have, whoever it was named to.
+/// Permissions that all server processes share.
 static SHARED: Mutex<Shared> = Mutex::new(Shared { granted: Vec::new(), opened: Vec::new() });
 
-/// How often that has changed.
+/// Change counter of [`SHARED`].
 static CHANGES: AtomicU64 = AtomicU64::new(0);
 
 struct Shared {
     granted: Vec<PathBuf>,
-    /// Device and inode number.
+    /// Device and inode numbers of opened images.
     opened: Vec<(u64, u64)>,
 }
 
-/// What is at this path, without symbolic links in it, may be opened from now on.
+/// Permits the image at `path`, which contains no symbolic links, from now on.
 pub(super) fn grant(path: PathBuf) {
     let granted = &mut SHARED.lock().granted;
     granted.retain(|other| *other != path);
@@ -57,11 +59,11 @@ pub(super) fn grant(path: PathBuf) {
     CHANGES.fetch_add(1, Ordering::Release);
 }
 
-/// Who answers. Taken as a whole while nobody may: a question that was read is answered then, and
-/// another one stays in its socket.
+/// Read-locked from the receipt of a request to its answer. While it is write-locked ([`pause`])
+/// no request is half done, and further ones stay in their sockets.
 static WORK: RwLock<()> = RwLock::new(());
 
-/// All that answer.
+/// All open brokers.
 static ALL: Mutex<Vec<Arc<Opener>>> = Mutex::new(Vec::new());
 
 struct Opener {
@@ -69,14 +71,14 @@ struct Opener {
     named: Mutex<Named>,
 }
 
-/// What the openers know, apart from what was named to each.
+/// Serialized shared permissions.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SavedShared {
     granted: Vec<Bytes>,
     opened: Vec<(u64, u64)>,
 }
 
-/// What was named to one worker, written down.
+/// Serialized permissions of one server process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct SavedNamed {
     files: Vec<Bytes>,
@@ -85,27 +87,27 @@ pub(super) struct SavedNamed {
     is_complete: bool,
 }
 
-/// Nobody answers from now on until this is dropped; unless somebody is at it.
+/// Blocks all brokers until the result is dropped. `None` if a request is being answered.
 pub(super) fn pause() -> Option<impl Sized> {
     WORK.try_write()
 }
 
-/// What all workers may have, to be written down.
+/// Returns the shared permissions for serialization.
 pub(super) fn shared() -> SavedShared {
     let shared = SHARED.lock();
     let granted = shared.granted.iter().map(|path| bytes_of(path)).collect();
     SavedShared { granted, opened: shared.opened.clone() }
 }
 
-/// How often that has changed.
+/// Returns how often the shared permissions have changed.
 pub(super) fn changes() -> u64 {
     CHANGES.load(Ordering::Acquire)
 }
 
-/// The sockets of all openers, and what was named at each.
+/// Returns the sockets of all brokers, and the permissions of each.
 ///
 /// # Errors
-/// The system has no more descriptors.
+/// The descriptor limit is reached.
 pub(super) fn openers() -> io::Result<Vec<(OwnedFd, SavedNamed)>> {
     let save = |opener: &Arc<Opener>| {
         let named = opener.named.lock();
@@ -121,14 +123,14 @@ pub(super) fn openers() -> io::Result<Vec<(OwnedFd, SavedNamed)>> {
     ALL.lock().iter().map(save).collect()
 }
 
-/// What an earlier process has written down.
+/// Restores shared permissions of an earlier supervisor.
 pub(super) fn restore_shared(saved: SavedShared) {
     let mut shared = SHARED.lock();
     shared.granted = saved.granted.into_iter().map(path_of).collect();
     shared.opened = saved.opened;
 }
 
-/// Answers where an earlier process has answered.
+/// Starts a broker on a socket of an earlier supervisor.
 pub(super) fn restore(socket: OwnedFd, saved: SavedNamed) {
     let all = |paths: Vec<Bytes>| paths.into_iter().map(path_of).collect();
     let named = Named {
@@ -148,7 +150,7 @@ pub(super) fn path_of(bytes: Bytes) -> PathBuf {
     OsString::from_vec(bytes.0).into()
 }
 
-/// Answers the questions of a worker at this socket until that is closed.
+/// Starts a broker that answers a server process until the socket is closed.
 pub(super) fn start(socket: OwnedFd) {
     start_with(socket, Named::default());
 }
@@ -167,9 +169,9 @@ fn start_with(socket: OwnedFd, named: Named) {
     }
 }
 
-/// Starts a thread that answers a worker.
+/// Starts a thread that answers a server process.
 pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    // It is the keeper that is to have them, also if it has them wait.
+    // Signals are for the supervisor's main thread, which may block them during exec.
     let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
     let _ = block_signals(&signals);
     let thread = std::thread::Builder::new().name(name.into()).stack_size(256 << 10);
@@ -178,13 +180,13 @@ pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Res
     started.map(drop)
 }
 
-/// Whoever has read a question keeps this until it is answered.
+/// Marks a request as in flight, from its receipt to its answer: see [`pause`].
 pub(super) fn working() -> impl Sized {
     WORK.read()
 }
 
 impl Opener {
-    /// Answers the next question. Whether there may be another one.
+    /// Answers the next request. Returns false after the end of the socket.
     fn answers(&self) -> bool {
         let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
         let _ = poll(&mut fds, None);
@@ -201,7 +203,7 @@ impl Opener {
     }
 }
 
-/// What was named to one worker.
+/// Permissions that one server process registered.
 #[derive(Default)]
 struct Named {
     files: Vec<PathBuf>,
@@ -253,7 +255,7 @@ fn answer(socket: &OwnedFd, named: &mut Named, packet: Packet) -> io::Result<()>
         _ => Err(Errno::INVAL.into()),
     };
     match outcome {
-        // It is closed here as soon as it was sent: nobody else may have what it opens.
+        // The supervisor drops its copy at once; only the server process holds the open image.
         Ok(file) => keeper_link::send(socket, opening::OPENED, "", Some(file.as_fd())),
         Err(error) => match error.raw_os_error() {
             Some(errno) => keeper_link::send(socket, opening::ERRNO, errno.to_string(), None),
@@ -263,7 +265,8 @@ fn answer(socket: &OwnedFd, named: &mut Named, packet: Packet) -> io::Result<()>
 }
 
 impl Named {
-    /// What the configuration file names by now may be had as well: it is the operator's.
+    /// Adds the images that the configuration file names now. The file belongs to the operator,
+    /// so its content may extend the permissions.
     fn read_config(&mut self) {
         let Some(Ok(text)) = self.config.as_ref().map(std::fs::read_to_string) else { return };
         for path in disks_of(&text).iter().filter_map(|disk| disk_spec::file(disk)) {
@@ -276,7 +279,7 @@ impl Named {
     }
 }
 
-/// A descriptor that names what is at `path`.
+/// Opens `path` with `O_PATH` and remembers it as opened.
 fn name(named: &mut Named, path: &Path) -> io::Result<OwnedFd> {
     let image = open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     if named.config.as_ref().is_some_and(|config| path.canonicalize().is_ok_and(|p| p == *config)) {
@@ -292,15 +295,15 @@ fn name(named: &mut Named, path: &Path) -> io::Result<OwnedFd> {
     Ok(image)
 }
 
-/// The image that `image` names, opened anew.
+/// Opens the image that an `O_PATH` descriptor names.
 fn reopen(named: &Named, image: BorrowedFd<'_>, access: Access) -> io::Result<OwnedFd> {
     check(named, image)?;
     let path = format!("/proc/self/fd/{}", image.as_raw_fd());
     Ok(open_image(Path::new(&path), access)?.into())
 }
 
-/// What the namespace says whose character device `image` names, as JSON: a process in a sandbox
-/// gives a device no admin commands.
+/// Returns the Identify data of the namespace whose character device `image` names, as JSON. A
+/// sandboxed process cannot send admin commands to a device.
 fn identify(named: &Named, image: BorrowedFd<'_>, access: Access) -> io::Result<String> {
     check(named, image)?;
     let path = format!("/proc/self/fd/{}", image.as_raw_fd());
@@ -308,7 +311,7 @@ fn identify(named: &Named, image: BorrowedFd<'_>, access: Access) -> io::Result<
     Ok(serde_json::to_string(&facts)?)
 }
 
-/// Whether it may be opened. Its device and inode number.
+/// Checks that an image may be opened, and returns its device and inode number.
 fn check(named: &Named, image: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
     let about = fstat(image)?;
     let id = (about.st_dev, about.st_ino);
@@ -355,7 +358,7 @@ mod tests {
             receive(&self.0, false).unwrap().unwrap()
         }
 
-        /// The first letter of what can be read there, by the way that images take.
+        /// Returns the first byte of the image, opened as server processes do.
         fn first(&self, path: &Path) -> Result<u8, String> {
             let told = |packet: Packet| match packet.letter {
                 opening::OPENED => Ok(packet.fd().unwrap()),
@@ -408,12 +411,12 @@ mod tests {
         assert_eq!(worker.first(&path("below")), Err(format!("errno {}", libc::EISDIR)));
         assert_eq!(worker.first(Path::new("/dev/null")), Err(format!("errno {}", libc::ENODEV)));
         assert_eq!(worker.first(&path("none")), Err(format!("errno {}", libc::ENOENT)));
-        // A descriptor that it has got in another way.
+        // A descriptor that was not opened by the broker.
         let flags = OFlags::PATH | OFlags::CLOEXEC;
         let other = open(path("other"), flags, Mode::empty()).unwrap();
         let answer = worker.ask(opening::OPEN, "w", Some(other.as_fd()));
         assert_eq!(answer.letter, opening::REFUSED);
-        // No image has anything to say of itself, and nothing else is asked.
+        // A regular file has no Identify data (ENOTTY), and other files are refused.
         let image = open(path("image"), flags, Mode::empty()).unwrap();
         for (named, expected) in [(&image, libc::ENOTTY.to_string()), (&other, String::new())] {
             let answer = worker.ask(opening::IDENTIFY, "w", Some(named.as_fd()));
@@ -424,17 +427,17 @@ mod tests {
         }
         let null = open("/dev/null", flags, Mode::empty()).unwrap();
         assert_eq!(worker.ask(opening::OPEN, "w", Some(null.as_fd())).letter, opening::ERRNO);
-        // Nothing is named any more, but by who may.
+        // Registration is closed; only a grant adds paths.
         assert_eq!(worker.ask(opening::FILE, path("other"), None).letter, opening::REFUSED);
         refused("other");
         grant(path("granted"));
         assert_eq!(worker.first(&path("granted")), Ok(b'g'));
-        // What the configuration comes to name counts when it is read again.
+        // Images that were added to the configuration file are permitted once it is reloaded.
         config(&format!("{:?}", path("later")));
         refused("later");
         assert_eq!(worker.first(&path("config")), Ok(b'['));
         assert_eq!(worker.first(&path("later")), Ok(b'l'));
-        // By another name, and for another worker.
+        // After a rename, and for another server process.
         std::fs::rename(path("image"), path("renamed")).unwrap();
         let (ours, theirs) = pair().unwrap();
         start(theirs);

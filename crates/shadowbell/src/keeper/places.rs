@@ -1,9 +1,11 @@
-//! Does for a worker what has to do with paths: see `serve/sandbox`.
+//! Path broker: creates and removes sockets and files for a server process in a sandbox (see
+//! `serve/sandbox`).
 //!
-//! Each worker that asks for it has a thread here, which acts as the worker's user. A worker says
-//! what it may ask for before it is in its sandbox ([`Places`]): sockets in certain directories,
-//! whose files come and go there, and nothing else than sockets; one file of counters, one of a
-//! trace, one socket by TCP. So it can neither read what is there nor write anything else.
+//! Each server process that requests it has a thread in the supervisor, which acts with the
+//! server process's user id. Before it enters its sandbox, a server process registers what it may
+//! request ([`Places`]): sockets in certain directories, one statistics file, one trace file, and
+//! one TCP socket. In these directories only socket files are created and removed. So the server
+//! process can neither read nor write other files through the broker.
 
 use super::opener::working;
 use super::say::say;
@@ -31,7 +33,7 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-/// All that answer.
+/// All path brokers.
 static ALL: Mutex<Vec<Arc<Answerer>>> = Mutex::new(Vec::new());
 
 struct Answerer {
@@ -39,14 +41,14 @@ struct Answerer {
     places: Mutex<Option<Places>>,
 }
 
-/// What one worker may ask for, written down.
+/// Serialized permissions of one server process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct SavedPlaces(Option<Places>);
 
-/// The sockets of all, and what may be asked for at each.
+/// Returns the sockets of all brokers, and the permissions of each.
 ///
 /// # Errors
-/// The system has no more descriptors.
+/// The descriptor limit is reached.
 pub(super) fn all() -> io::Result<Vec<(OwnedFd, SavedPlaces)>> {
     let save = |answerer: &Arc<Answerer>| {
         let places = answerer.places.lock().clone();
@@ -55,12 +57,12 @@ pub(super) fn all() -> io::Result<Vec<(OwnedFd, SavedPlaces)>> {
     ALL.lock().iter().map(save).collect()
 }
 
-/// Answers the questions of a worker at this socket until that is closed.
+/// Starts a broker that answers a server process until the socket is closed.
 pub(super) fn start(socket: OwnedFd) {
     restore(socket, SavedPlaces(None));
 }
 
-/// Answers where an earlier process has answered.
+/// Starts a broker on a socket of an earlier supervisor.
 pub(super) fn restore(socket: OwnedFd, saved: SavedPlaces) {
     let answerer = Arc::new(Answerer { socket, places: Mutex::new(saved.0) });
     ALL.lock().push(Arc::clone(&answerer));
@@ -76,8 +78,8 @@ pub(super) fn restore(socket: OwnedFd, saved: SavedPlaces) {
     }
 }
 
-/// Makes this thread, and no other, act as that user. (It stays ours to signals: whoever is that
-/// user does not end the keeper.)
+/// Makes this thread, and no other, act as the server process's user. Only the effective user id
+/// changes, so that this user cannot send signals to the supervisor.
 fn becomes(places: &Places) -> io::Result<()> {
     let Some((uid, gid, groups)) = &places.user else { return Ok(()) };
     let (uid, gid) = (Uid::from_raw(*uid), Gid::from_raw(*gid));
@@ -91,7 +93,7 @@ fn becomes(places: &Places) -> io::Result<()> {
     Ok(set_thread_res_uid(ours, uid, ours)?)
 }
 
-/// What comes of a question: descriptors, and words.
+/// Answer to a request: descriptors and a text.
 type Outcome = Result<(Vec<OwnedFd>, OsString), Failure>;
 
 enum Failure {
@@ -106,7 +108,7 @@ impl<E: Into<io::Error>> From<E> for Failure {
 }
 
 impl Answerer {
-    /// Answers the next question. Whether there may be another one.
+    /// Answers the next request. Returns false after the end of the socket.
     fn answers(&self) -> bool {
         let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
         let _ = poll(&mut fds, None);
@@ -140,7 +142,7 @@ impl Answerer {
     fn outcome(&self, packet: Packet) -> Outcome {
         let mut places = self.places.lock();
         let Some(places) = &*places else {
-            // Once: it is named before the worker is in its sandbox.
+            // Registered once, before the server process enters its sandbox.
             let (PLACES, Some(memory)) = (packet.letter, packet.fd()) else {
                 return Err(Errno::INVAL.into());
             };
@@ -197,7 +199,7 @@ impl Answerer {
 }
 
 impl Places {
-    /// Whether sockets come and go where this path is.
+    /// Returns true if sockets may be created and removed in this path's directory.
     fn is_for_sockets(&self, path: &Path) -> bool {
         let Some(Ok(directory)) = path.parent().map(directory) else { return false };
         let mut directories = self.directories.iter();
@@ -205,7 +207,7 @@ impl Places {
             || self.is_own_directory(&directory)
     }
 
-    /// Whether it is the directory of a server for its control socket.
+    /// Returns true if the path is a server's directory for its control socket.
     fn is_own_directory(&self, path: &Path) -> bool {
         let control = self.control.as_ref().map(|control| path_of(&control.0));
         let (Some(parent), Some(Component::Normal(_))) =
@@ -217,7 +219,7 @@ impl Places {
     }
 }
 
-/// Without symbolic links.
+/// Resolves symbolic links of a directory's path.
 fn directory(path: &Path) -> io::Result<PathBuf> {
     if path.as_os_str().is_empty() { Path::new(".").canonicalize() } else { path.canonicalize() }
 }
@@ -238,7 +240,7 @@ fn listen(places: &Places, kind: Kind, path: &Path) -> Outcome {
         }
     }
     let at = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
-    // Where there is no directory, it says so.
+    // If the directory does not exist, `bind` reports that.
     if at.parent().is_some_and(|parent| directory(parent).is_ok()) && !places.is_for_sockets(&at) {
         let text = format!("the sandbox lets no socket be at {}", path.display());
         return Err(io::Error::other(text).into());
@@ -270,13 +272,13 @@ fn trace(path: &Path, keep: bool) -> io::Result<File> {
     if keep {
         let mut kept = path.as_os_str().to_owned();
         kept.push(".before");
-        // There may be none any more.
+        // The file may not exist.
         let _ = std::fs::rename(path, kept);
     }
     TraceFile::create_file(path)
 }
 
-/// What is in memory that a worker has sent. It may change it meanwhile, and harms itself.
+/// Reads a memfd of a server process. Concurrent changes only affect that process's own request.
 fn contents(memory: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     if rustix::fs::fcntl_get_seals(memory).is_err() {
         return Err(Errno::INVAL.into());
@@ -287,7 +289,7 @@ fn contents(memory: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
 }
 
 fn json(what: &impl Serialize) -> OsString {
-    // Numbers and strings: it can not fail.
+    // Numbers and strings only: serialization cannot fail.
     serde_json::to_string(what).unwrap_or_default().into()
 }
 
@@ -319,7 +321,7 @@ mod tests {
         }
     }
 
-    /// A worker that was taken over asks for what was not named to it.
+    /// A compromised server process sends requests outside of its registered permissions.
     #[test]
     fn nothing_but_what_was_named_is_done() {
         let directory = tempfile::tempdir().unwrap();
@@ -333,7 +335,7 @@ mod tests {
         let (ours, theirs) = keeper_link::pair().unwrap();
         start(theirs);
         let worker = Asks(ours);
-        // Nothing is done before it is said what may be.
+        // Requests before the registration are refused.
         let path = at("sockets/a");
         assert_eq!(worker.listen(Kind::Plain, &path).letter, ERRNO);
         let places = Places {
@@ -345,7 +347,7 @@ mod tests {
         };
         let places = serde_json::to_string(&places).unwrap();
         assert_eq!(worker.ask(PLACES, "", Some(&places)).letter, DONE);
-        // Once.
+        // A second registration is refused.
         assert_eq!(worker.ask(PLACES, "", Some(&places)).letter, ERRNO);
         for refused in ["elsewhere/a", "sockets/link/a", "sockets/../elsewhere/a", "run/a"] {
             let answer = worker.listen(Kind::Private, &at(refused));
@@ -361,7 +363,7 @@ mod tests {
         drop(UnixStream::connect(&path).unwrap());
         assert_eq!(worker.listen(Kind::Private, &at("run/vm/control.sock")).letter, DONE);
         assert_eq!((mode(&at("run/vm")), mode(&at("run/vm/control.sock"))), (0o700, 0o600));
-        // Neither files nor sockets of others go.
+        // Regular files, and sockets outside of the directories, are not removed.
         let other = UnixListener::bind(at("elsewhere/b")).unwrap();
         for (name, goes) in [("sockets/file", false), ("elsewhere/b", false), ("sockets/a", true)] {
             use std::os::unix::fs::MetadataExt;

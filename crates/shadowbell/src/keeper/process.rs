@@ -1,4 +1,4 @@
-//! A process that a keeper has started, or that another one has before it.
+//! Server process handle: a child of this process, or of an earlier supervisor.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -9,12 +9,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ExitStatus};
 
-/// A process.
+/// A process, by its id and a pidfd.
 pub(super) struct Process {
     pid: Pid,
-    /// It names the process for whoever is not its parent.
+    /// Pidfd, which identifies the process also for a supervisor that is not its parent.
     fd: Option<OwnedFd>,
-    /// How it ends is told to this process.
+    /// The process is a child of this one, so its exit status can be read.
     is_child: bool,
     ended: Option<ExitStatus>,
 }
@@ -27,12 +27,12 @@ impl From<Child> for Process {
 }
 
 impl Process {
-    /// A child of this process, which has another program by now.
+    /// Restores a child that this process started before exec.
     pub(super) fn of_before(pid: Pid, fd: Option<OwnedFd>) -> Self {
         Self { pid, fd, is_child: true, ended: None }
     }
 
-    /// A child of another process, which has ended.
+    /// Restores a child of a supervisor that has died.
     pub(super) fn of_another(pid: Pid, fd: Option<OwnedFd>) -> Self {
         Self { pid, fd, is_child: false, ended: None }
     }
@@ -41,17 +41,17 @@ impl Process {
         self.pid
     }
 
-    /// What names it.
+    /// The pidfd, if there is one.
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)
     }
 
-    /// What shows its end, if no signal does.
+    /// Descriptor to poll for the exit, if no SIGCHLD reports it.
     pub(super) fn shows_end(&self) -> Option<BorrowedFd<'_>> {
         self.fd().filter(|_| !self.is_child && self.ended.is_none())
     }
 
-    /// How it has ended, if it has.
+    /// Returns the exit status if the process has ended.
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
         if self.ended.is_none() {
             self.ended = self.look(WaitOptions::NOHANG);
@@ -60,7 +60,7 @@ impl Process {
     }
 
     fn look(&self, how: WaitOptions) -> Option<ExitStatus> {
-        // Nobody is told how the child of another one has ended.
+        // The exit status of another process's child is unknown: it counts as killed.
         let killed = || ExitStatus::from_raw(Signal::KILL.as_raw());
         if self.is_child {
             return match rustix::io::retry_on_intr(|| waitpid(Some(self.pid), how)) {
@@ -78,12 +78,12 @@ impl Process {
         }
     }
 
-    /// Sends it a signal, in vain if it has ended.
+    /// Sends a signal. Does nothing after the end of the process.
     pub(super) fn signal(&self, signal: Signal) {
         if self.ended.is_some() {
             return;
         }
-        // The number of a child is its own until its end was looked at.
+        // A child's pid is not reused before `waitpid`, so `kill` is safe without a pidfd.
         let _ = match &self.fd {
             Some(fd) => pidfd_send_signal(fd, signal),
             None if self.is_child => kill_process(self.pid, signal),
@@ -91,7 +91,7 @@ impl Process {
         };
     }
 
-    /// Ends it at once, and waits until it has.
+    /// Sends SIGKILL and waits for the end.
     pub(super) fn kill(&mut self) {
         self.signal(Signal::KILL);
         while self.ended.is_none() {

@@ -1,10 +1,10 @@
-//! What a keeper is, written down: for the same process with another program, and for another
-//! process after its death. It is a state as those of servers are (`shadowbell-state`): sections,
-//! of which one that is not known is refused if it is mandatory, and a version.
+//! Snapshot of the supervisor's state: for the same process after exec, and for another process
+//! after a crash. It has the format of server states (`shadowbell-state`): a version, and
+//! sections, of which an unknown one is refused if it is mandatory.
 //!
-//! It travels through a socket for packets, together with its descriptors: the first packet has a
-//! memfd with the bytes, and says how many descriptors follow. Each packet has a number, by which
-//! one that is there twice is known.
+//! A snapshot is sent over a packet socket together with its descriptors. The first packet has a
+//! memfd with the bytes and the number of descriptors that follow. Each packet has a sequence
+//! number, by which a reader recognizes duplicates.
 
 use crate::keeper_link::{MOST_FDS, Packet, send_bytes};
 use crate::saved_items::Fds;
@@ -14,32 +14,32 @@ use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, OwnedFd};
 
-/// The first packet of a record.
+/// Type of a snapshot's first packet.
 const RECORD: u8 = b'D';
-/// More of its descriptors.
+/// Type of a packet with further descriptors of a snapshot.
 const MORE: u8 = b'd';
 
-/// A record that was written.
+/// A serialized snapshot.
 pub(super) struct Record<'a> {
     pub(super) bytes: Vec<u8>,
     pub(super) fds: Fds<'a>,
 }
 
 impl Record<'_> {
-    /// Its bytes, in memory that another process can read.
+    /// Returns a memfd with the bytes.
     ///
     /// # Errors
-    /// The system's.
+    /// A system call fails.
     pub(super) fn memory(&self) -> io::Result<OwnedFd> {
         let mut file = File::from(memfd_create("shadowbell-keeper", MemfdFlags::CLOEXEC)?);
         file.write_all(&self.bytes)?;
         Ok(file.into())
     }
 
-    /// Sends it, its packets numbered from `number` on, which is that of the next one then.
+    /// Sends the snapshot. Its packets are numbered from `number` on, which is advanced.
     ///
     /// # Errors
-    /// The system's; there was no room.
+    /// A system call fails, or the socket buffer is full.
     pub(super) fn send(&self, socket: impl AsFd, number: &mut u64) -> io::Result<()> {
         let memory = self.memory()?;
         let mut body = number.to_le_bytes().to_vec();
@@ -54,7 +54,7 @@ impl Record<'_> {
     }
 }
 
-/// A record that arrives.
+/// A partly received snapshot.
 pub(super) struct Arriving {
     memory: OwnedFd,
     count: usize,
@@ -62,7 +62,7 @@ pub(super) struct Arriving {
 }
 
 impl Arriving {
-    /// Takes a packet: of a record that begins, or one more of it.
+    /// Adds a packet to the snapshot `before`, or begins a new one.
     pub(super) fn take(before: Option<Self>, packet: Packet) -> Option<Self> {
         let body = packet.body.get(8..)?;
         let mut fds = packet.fds;
@@ -80,7 +80,7 @@ impl Arriving {
         }
     }
 
-    /// Whether this packet is one of a record.
+    /// Returns true if the packet belongs to a snapshot.
     pub(super) fn is_of(packet: &Packet) -> bool {
         matches!(packet.letter, RECORD | MORE)
     }
@@ -89,19 +89,19 @@ impl Arriving {
         self.fds.len() >= self.count
     }
 
-    /// Its sections.
+    /// Decodes the sections.
     ///
     /// # Errors
-    /// [`StateError`].
+    /// The bytes or descriptors do not make up a valid state.
     pub(super) fn read(self) -> Result<Parcel, StateError> {
         Parcel::decode(&bytes_in(self.memory)?, self.fds)
     }
 }
 
-/// What is in this memory.
+/// Reads the content of a memfd.
 ///
 /// # Errors
-/// The system's.
+/// A system call fails.
 pub(super) fn bytes_in(memory: OwnedFd) -> io::Result<Vec<u8>> {
     let mut file = File::from(memory);
     let mut bytes = Vec::new();

@@ -1,4 +1,4 @@
-//! A keeper that is about to become another program.
+//! Pending exec of a new program by the supervisor.
 
 use super::say::say;
 use super::upgrade::tell_outcome;
@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-/// How long the answer may take, and how long a moment for the rest may be waited for.
+/// Time limit for the new program's answer, and for the wait for a quiet moment after it.
 pub(super) const LIMIT: Duration = Duration::from_secs(10);
-/// How often it is looked for such a moment.
+/// Interval at which the supervisor checks for an answer or a quiet moment.
 pub(super) const LOOK: Duration = Duration::from_millis(20);
 
-/// A file, as it is now.
+/// Device, inode, modification time and size of a file, by which a replaced file is detected.
 pub(super) type Identity = (u64, u64, i64, i64, u64);
 
 pub(super) fn identity(program: &Path) -> io::Result<Identity> {
@@ -22,22 +22,22 @@ pub(super) fn identity(program: &Path) -> io::Result<Identity> {
     Ok((about.dev(), about.ino(), about.mtime(), about.mtime_nsec(), about.size()))
 }
 
-/// A keeper that is about to become another program.
+/// Pending exec of a new program by the supervisor.
 pub(super) struct Renewal {
     pub(super) program: PathBuf,
-    /// Who waits for the outcome of the upgrade, and what that is.
+    /// Requester of the upgrade, and the result that it receives.
     pub(super) asker: Option<OwnedFd>,
     pub(super) outcome: String,
     pub(super) step: Step,
     pub(super) until: Instant,
 }
 
-/// How far it is.
+/// Progress of a pending exec.
 pub(super) enum Step {
     Wanted,
-    /// The program is asked.
+    /// The program was started to check the snapshot.
     Asked(Child, Identity),
-    /// It can go on.
+    /// The program accepts the snapshot.
     Can(Identity),
 }
 
@@ -46,7 +46,7 @@ impl Renewal {
         Self { program, asker, outcome, step: Step::Wanted, until: Instant::now() + LIMIT }
     }
 
-    /// When there is something to do.
+    /// Time of the next step.
     pub(super) fn deadline(&self) -> Instant {
         match self.step {
             Step::Asked(..) => self.until,
@@ -54,7 +54,7 @@ impl Renewal {
         }
     }
 
-    /// It does not come to that: the upgrade was one all the same.
+    /// Gives up the exec and reports the upgrade, which has succeeded for the server process.
     pub(super) fn ends(mut self, why: Option<&str>) {
         if let Step::Asked(child, _) = &mut self.step {
             let _ = child.kill();

@@ -1,14 +1,13 @@
-//! The keeper becomes another program, as the same process: by exec, when a worker of that program
-//! serves.
+//! Exec of the new program by the supervisor, after a server process of that program serves. The
+//! process id stays the same.
 //!
-//! Nothing may fail between exec and the moment that the new program has what the old one had. So
-//! before it the new program is started once to read a record as the one that it will get
-//! ([`CHECK`]), and says whether it could go on from there. Until exec the old program goes on
-//! whatever happens, and after a failed one as well.
+//! An error after exec could not be undone. So before exec the new program is started once with a
+//! snapshot ([`CHECK`]) and reports whether it could continue from it. Until exec, and after a
+//! failed exec, the old program continues.
 //!
-//! It is done while one worker serves and nothing else is under way. What a worker, a client or who
-//! asks says meanwhile stays in its socket, signals wait, and a worker that ends stays a child whose
-//! end nobody has looked at.
+//! Exec happens only while one server process serves and no upgrade or restart runs. Messages of
+//! the server process and of clients stay in their sockets, signals are blocked, and a server
+//! process that ends stays a zombie until the new program waits for it.
 
 use super::command_line::{AS_KEEPER, with_left};
 use super::record::Arriving;
@@ -28,13 +27,13 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-/// The only word on the command line of a program that is asked whether it could go on.
+/// Command-line argument of a program that is started to check a snapshot.
 pub(crate) const CHECK: &str = "keeper-check";
 
-/// What it answers if it can.
+/// Answer of a program that accepts the snapshot.
 const CAN: &str = "can go on";
 
-/// Answers whether this program could go on from the record that is its standard input.
+/// Prints whether this program could continue from the snapshot on its standard input.
 pub(crate) fn check() -> std::process::ExitCode {
     let answer = match io::stdin().as_fd().try_clone_to_owned() {
         Ok(memory) => match saved::check(memory) {
@@ -48,7 +47,7 @@ pub(crate) fn check() -> std::process::ExitCode {
 }
 
 impl Keeper {
-    /// Becomes another program, if that is wanted and can be.
+    /// Advances a pending exec, or gives it up.
     pub(super) fn renew(&mut self, now: Instant) {
         let Some(mut renewal) = self.renewal.take() else { return };
         if self.ended != 0 || self.over.is_some() {
@@ -68,7 +67,7 @@ impl Keeper {
         }
     }
 
-    /// The next step, if it can be taken now.
+    /// Takes the next step, if its condition holds.
     fn proceed(&mut self, renewal: &mut Renewal, now: Instant) -> Result<(), String> {
         match &mut renewal.step {
             Step::Wanted => {
@@ -95,7 +94,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// Starts the program to be asked.
+    /// Starts the program with a snapshot on its standard input.
     fn ask(&self, program: &Path) -> io::Result<(Child, Identity)> {
         let identity = identity(program)?;
         let memory = self.record(None).map_err(io::Error::other)?.memory()?;
@@ -105,7 +104,7 @@ impl Keeper {
         Ok((command.spawn()?, identity))
     }
 
-    /// One worker serves, and nothing else is under way.
+    /// Returns true if one server process serves and no upgrade or restart runs.
     fn is_quiet(&self) -> bool {
         let worker = self.worker.as_ref();
         worker.is_some_and(|worker| worker.serves_since.is_some() && !worker.has_more_to_hear())
@@ -116,7 +115,7 @@ impl Keeper {
             && self.left.is_none()
     }
 
-    /// Becomes another program, if this is the moment for it.
+    /// Executes the program if the supervisor is quiet now.
     fn become_another(&mut self, renewal: &mut Renewal) -> Result<(), String> {
         if !self.is_quiet() {
             return Ok(());
@@ -128,19 +127,19 @@ impl Keeper {
         outcome
     }
 
-    /// Signals wait meanwhile.
+    /// Executes the program. Signals are blocked.
     fn execute(&mut self, renewal: &mut Renewal) -> Result<(), String> {
-        // Those that came before; what they ask for may be the end of this.
+        // Signals from before the block are handled first: one may end the service.
         if let Some(signal) = self.signals.next() {
             self.take_signal(signal);
             return Ok(());
         }
-        // Somebody opens an image for a worker.
+        // If a broker answers a request, the exec is tried again later.
         let Some(_paused) = opener::pause() else { return Ok(()) };
         let text = |error: &dyn std::fmt::Display| error.to_string();
         if !matches!(renewal.step, Step::Can(before) if identity(&renewal.program).is_ok_and(|now| now == before))
         {
-            // It was replaced once more.
+            // The file was replaced again, so it is checked again.
             renewal.step = Step::Wanted;
             return Ok(());
         }
@@ -155,13 +154,13 @@ impl Keeper {
         Err(format!("{}: {error}", renewal.program.display()))
     }
 
-    /// Returns only if it can not be.
+    /// Sends the snapshot to a socket and executes the program. Returns only on failure.
     fn leave_to(&self, program: &Path, held: &Held) -> io::Error {
         let send = || {
             let (ours, theirs) = keeper_link::pair()?;
             let record = self.record(Some(held)).map_err(io::Error::other)?;
             record.send(&ours, &mut 0)?;
-            // It closes by itself if this fails.
+            // `theirs` is inherited, and closed by its drop if exec fails.
             fcntl_setfd(&theirs, FdFlags::empty())?;
             Ok(theirs)
         };
@@ -171,10 +170,10 @@ impl Keeper {
         }
     }
 
-    /// Goes on as what this process was, with another program.
+    /// Creates the supervisor from the snapshot that this process sent before exec.
     ///
     /// # Errors
-    /// There is nothing to go on from.
+    /// There is no complete snapshot at the descriptor `left`.
     pub(super) fn go_on(arguments: Vec<OsString>, left: RawFd) -> io::Result<Self> {
         let nothing = || {
             io::Error::other(format!(
@@ -201,10 +200,10 @@ impl Keeper {
     }
 }
 
-/// What a program has answered, which has ended.
+/// Reads the answer of a program that has ended.
 fn answer_of(child: &mut Child) -> String {
     let Some(output) = child.stdout.take() else { return String::new() };
-    // It may have left it to another one.
+    // A child of the program may still hold the pipe open: the read must not block.
     let _ = rustix::io::ioctl_fionbio(&output, true);
     let mut answer = [0; 512];
     let len = { output }.read(&mut answer).unwrap_or_default();

@@ -1,17 +1,17 @@
-//! A worker that is to go on for one that was ended for it.
+//! Pending recovery by a new server process after a planned kill of the old one.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// A worker that is to go on for one that was ended for it.
+/// Pending recovery by a new server process after a planned kill of the old one.
 pub(super) struct Replacement {
-    /// Its program.
+    /// Program of the new process.
     pub(super) program: PathBuf,
-    /// Who waits for the outcome.
+    /// Requester of the upgrade, who receives the result.
     pub(super) asker: Option<OwnedFd>,
-    /// When the upgrade was asked for.
+    /// Time of the request.
     pub(super) began: Instant,
-    /// Until when it has to go on.
+    /// Time limit for the recovery.
     pub(super) until: Instant,
 }

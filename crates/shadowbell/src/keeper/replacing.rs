@@ -1,4 +1,4 @@
-//! What a keeper does when a worker has ended.
+//! Exit of a server process: restart, recovery or end of the service.
 
 use super::deaths::Next;
 use super::say::say;
@@ -14,21 +14,21 @@ impl Keeper {
         self.leaving.retain_mut(|(worker, _)| worker.ended().is_none());
         let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
         let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
-        // What they have said since they were last heard.
+        // Messages that were sent after the last read and before the exit.
         self.hear_workers();
         if let Some(status) = new {
             self.new_has_ended(status);
         }
         let Some((status, pid)) = old else { return };
-        // Another one may have taken its place meanwhile.
+        // The messages may have made the new process the current one.
         let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
         if let Some(upgrade) = &mut self.upgrade {
             match upgrade.step {
                 Step::Preparing => {
                     self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
                 }
-                // It may have committed, and not have come to say so. The new one knows: it goes
-                // on, or ends.
+                // The old process may have committed without reporting that to the supervisor.
+                // The new process knows: it serves, or ends.
                 Step::HandingOver => {
                     upgrade.step = Step::Committed;
                     upgrade.until = Instant::now() + LEAVE;
@@ -41,7 +41,7 @@ impl Keeper {
                     let what = format!("process {pid}, which served, {}", how(status));
                     return self.both_end(&what, is_killed(status));
                 }
-                // As it should.
+                // The expected exit of the old process.
                 Step::Committed => {
                     upgrade.left = worker.leaves(Some(status)).filter(|_| !upgrade.new.has_taken);
                     return;
@@ -60,22 +60,23 @@ impl Keeper {
                 }
                 self.worker_has_died(&what, worker.has_served(), is_killed(status));
             }
-            // It has said why, if it had to. One that is to go on after another that died is tried
-            // again: a disk may still be locked by what the dead one has under way.
+            // The process has reported the reason, if there was an error. A process that was to
+            // recover is retried: the dead one's I/O may still hold locks of a disk.
             Some(code)
                 if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
             {
                 self.over = Some(u8::try_from(code).unwrap_or(exit::FAILED));
             }
             Some(_) => {
-                // It can not go on with what was left; it has said why.
+                // The process has reported why it cannot recover: retry without the checkpoint.
                 self.left = None;
                 self.worker_has_died(&what, None, false);
             }
         }
     }
 
-    /// None serves any more; the last one had served for so long, if it had.
+    /// Restarts after the death of the only server process, or ends the service. `served`: time
+    /// of service, if the process served.
     pub(super) fn worker_has_died(
         &mut self,
         what: &str,
@@ -122,7 +123,7 @@ impl Keeper {
         }
     }
 
-    /// Starts a worker after another one has died.
+    /// Starts a server process after the death of another one.
     pub(super) fn start_again(&mut self) {
         let started = match &self.left {
             Some(left) => Worker::start_to_recover(&self.program, &self.arguments, left),
@@ -131,7 +132,7 @@ impl Keeper {
         match started {
             Ok(worker) => {
                 self.worker = Some(worker);
-                // Before it is told anything.
+                // The process must be in the fd store before the supervisor sends it anything.
                 self.write_record();
             }
             Err(error) => {

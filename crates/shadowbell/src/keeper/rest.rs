@@ -1,25 +1,25 @@
-//! A keeper that has nothing to do holds nothing that it can have again: one stands beside each
-//! server, and sleeps for most of its life.
+//! Memory trim of an idle supervisor. Each server has a supervisor, which sleeps most of the
+//! time, so it drops the pages of its program that the kernel can load again from the file.
 
 use std::time::{Duration, Instant};
 
-/// After so long without anything to do.
+/// Idle time before a trim.
 const QUIET: Duration = Duration::from_millis(200);
-/// It has not touched enough of the program since the last time to be worth it.
+/// Resident file pages, in bytes, below which a trim is not worth its cost.
 const LITTLE: u64 = 1 << 20;
 
-/// Whether it is small.
+/// Timer of the next trim.
 #[derive(Debug, Default)]
 pub(super) struct Rest {
-    /// When it is to be made so, if nothing happens.
+    /// Time of the trim, unless an event postpones it.
     at: Option<Instant>,
 }
 
 impl Rest {
-    /// Something has happened, or it is time.
+    /// Trims if it is time; otherwise an event has occurred, and the timer is restarted.
     pub(super) fn look(&mut self, now: Instant) {
         if self.at.take().is_some_and(|at| at <= now) {
-            // Without it the keeper is larger, and no worse.
+            // An error only costs memory.
             let _ = shadowbell_memory::let_go_of_program();
         } else if held().is_some_and(|bytes| bytes > LITTLE) {
             self.at = Some(now + QUIET);
@@ -31,7 +31,7 @@ impl Rest {
     }
 }
 
-/// The bytes of files that this process holds.
+/// Bytes of resident file pages of this process.
 fn held() -> Option<u64> {
     let counts = std::fs::read_to_string("/proc/self/statm").ok()?;
     let pages: u64 = counts.split(' ').nth(2)?.parse().ok()?;

@@ -1,5 +1,5 @@
-//! A keeper that goes on for one that was killed, and what it does for that while it lives: see
-//! [`journal`](super::journal).
+//! Adoption of a killed supervisor's state from the fd store, and the writes to the store for the
+//! next supervisor: see [`journal`](super::journal).
 
 use super::journal::{self, Found, Journal};
 use super::opener;
@@ -11,8 +11,8 @@ use shadowbell_state::StateError;
 use std::time::Instant;
 
 impl Keeper {
-    /// Goes on for the one that was killed, if there was one. Whether that is so: then there is a
-    /// worker, or one will be started.
+    /// Adopts the state of a killed supervisor, if there is one. Returns true if it was adopted:
+    /// a server process then exists or is going to be started.
     pub(super) fn resume(&mut self) -> bool {
         if !journal::is_wanted() {
             return false;
@@ -54,8 +54,8 @@ impl Keeper {
                 worker.keep(&packet.body, packet.fds);
             }
         }
-        // The service manager may have ended them already. What they have said is heard, and their
-        // end is seen, as ever.
+        // The service manager may have killed the processes already. Their queued messages and
+        // their exit are handled as usual.
         all.iter().for_each(|worker| worker.process.signal(Signal::KILL));
         if self.worker.is_none() && self.restart.is_none() && self.upgrade.is_none() {
             self.restart = Some(Instant::now());
@@ -63,7 +63,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// Writes down what this keeper is, if somebody keeps that.
+    /// Writes a snapshot to the fd store, if there is one.
     pub(super) fn write_record(&mut self) {
         if self.journal.is_none() {
             return;
@@ -80,7 +80,8 @@ impl Keeper {
         }
     }
 
-    /// A worker has said something, and it was done.
+    /// Writes a snapshot after the message `letter` of a server process, if the message changed
+    /// state that only a snapshot stores.
     pub(super) fn has_heard(&mut self, letter: u8) {
         let is_noted = matches!(
             letter,
@@ -98,7 +99,7 @@ impl Keeper {
         }
     }
 
-    /// Writes a record if one is due.
+    /// Writes a snapshot if one is due.
     pub(super) fn bring_journal_up_to_date(&mut self, now: Instant) {
         let Some(journal) = &self.journal else { return };
         if journal.needs_record() || journal.deadline().is_some_and(|due| due <= now) {

@@ -1,4 +1,4 @@
-//! What a keeper is, as a [record](super::record) has it.
+//! Serialization of the supervisor's state: the content of a [snapshot](super::record).
 
 use super::clock::Clock;
 use super::control::Control;
@@ -22,7 +22,7 @@ const KEEPER: &str = "keeper";
 const OPENED: &str = "opened";
 const HELD: &str = "held";
 
-/// What a keeper is.
+/// Serialized [`Keeper`].
 #[derive(Debug, Serialize, Deserialize)]
 struct SavedKeeper {
     program: Bytes,
@@ -31,7 +31,8 @@ struct SavedKeeper {
     deaths: Vec<u64>,
     died: Option<u64>,
     restart: Option<u64>,
-    /// The configuration is to be read again; this worker was told so.
+    /// Pending reload: the outer option is set if one is pending, the inner one has the process
+    /// id of the server process that received the request.
     reading: Option<Option<u32>>,
     watchdog: Option<SavedWatchdog>,
     worker: Option<SavedWorker>,
@@ -45,7 +46,7 @@ struct SavedUpgrade {
     new: SavedWorker,
     step: Step,
     why: Option<String>,
-    /// Earlier releases do not know it.
+    /// Unknown to earlier releases.
     #[serde(default)]
     is_shared: bool,
     left: Option<SavedLeft>,
@@ -65,7 +66,7 @@ struct SavedWorker {
     program: Bytes,
     serves_since: Option<u64>,
     answers: bool,
-    /// Earlier releases do not know it.
+    /// Unknown to earlier releases.
     #[serde(default)]
     moves: bool,
     #[serde(default)]
@@ -75,30 +76,30 @@ struct SavedWorker {
     items: SavedItems,
     is_broken: bool,
     has_opener: bool,
-    /// An earlier release has none.
+    /// Missing in snapshots of earlier releases.
     #[serde(default)]
     has_places: bool,
     in_parts: bool,
 }
 
-/// What only the same process can go on with.
+/// State that is only valid for the same process, after exec.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct SavedHeld {
     control: Option<FdRef>,
     clients: Vec<FdRef>,
     openers: Vec<(FdRef, SavedNamed)>,
-    /// An earlier release has none.
+    /// Missing in snapshots of earlier releases.
     #[serde(default)]
     places: Vec<(FdRef, SavedPlaces)>,
-    /// Both ends of the journal, and how far it is.
+    /// Both ends of the fd store's socket pair, and its counters.
     journal: Option<(FdRef, FdRef, SavedJournal)>,
-    /// Who is to hear what came of an upgrade.
+    /// Requester of an upgrade, who receives its result.
     asker: Option<FdRef>,
-    /// What.
+    /// Result of that upgrade.
     outcome: String,
 }
 
-/// What the same process goes on with, apart from what a [`Keeper`] has by itself.
+/// State for exec that is not part of [`Keeper`].
 #[derive(Default)]
 pub(super) struct Held {
     pub(super) openers: Vec<(OwnedFd, SavedNamed)>,
@@ -107,10 +108,10 @@ pub(super) struct Held {
     pub(super) outcome: String,
 }
 
-/// Whether this program could go on from the record in this memory.
+/// Checks that this program could continue from the snapshot in this memfd.
 ///
 /// # Errors
-/// Why not.
+/// The snapshot has an unknown format or section.
 pub(super) fn check(memory: OwnedFd) -> Result<(), StateError> {
     let mut parcel = Parcel::decode(&bytes_in(memory)?, Vec::new())?;
     section::<SavedKeeper>(&mut parcel, KEEPER)?;
@@ -167,7 +168,7 @@ impl Worker {
         let fd = saved.process.map(|fd| fds.take(fd)).transpose()?;
         let mut items = Items::restore(saved.items, fds)?;
         if !is_child {
-            // Its packets may be gone by now.
+            // Packets with the rest of an open transaction may be lost, so it is discarded.
             items.close();
         }
         Ok(Self {
@@ -196,10 +197,10 @@ impl Worker {
 }
 
 impl Keeper {
-    /// Writes down what it is; `held` is for the same process only.
+    /// Makes a snapshot. `held`: state for exec, which only the same process can use.
     ///
     /// # Errors
-    /// It can not be written.
+    /// Serialization fails.
     pub(super) fn record<'a>(&'a self, held: Option<&'a Held>) -> Result<Record<'a>, StateError> {
         let clock = Clock::look();
         let mut fds = Fds::new();
@@ -260,10 +261,10 @@ impl Keeper {
         Ok(Record { bytes: parcel.encode(fds.len())?, fds })
     }
 
-    /// Becomes what was written down: by this process (`is_same`), or by one that was killed.
+    /// Restores a snapshot of this process before exec (`is_same`), or of a killed supervisor.
     ///
     /// # Errors
-    /// [`StateError`]: it is of another form.
+    /// The snapshot has an unknown format or section.
     pub(super) fn restore(
         &mut self,
         mut parcel: Parcel,

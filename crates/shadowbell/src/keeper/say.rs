@@ -1,13 +1,13 @@
-//! What a keeper says.
+//! Log lines of the supervisor.
 
 use crate::logging;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 
-/// Whether somebody else keeps the time of each line.
+/// True if the log goes to the systemd journal, which adds timestamps.
 static IS_JOURNAL: OnceLock<bool> = OnceLock::new();
 
-/// A line of the log. Whoever reads it may stand still: that holds up the keeper, and no guest.
+/// Writes a line to the log. A reader of stderr that hangs blocks the supervisor, and no guest.
 pub(super) fn say(line: &str) {
     let is_journal = *IS_JOURNAL.get_or_init(logging::is_journal);
     let time = if is_journal { String::new() } else { format!("{} ", logging::now()) };

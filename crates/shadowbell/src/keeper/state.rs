@@ -1,4 +1,4 @@
-//! What a keeper is. What it does is in the modules beside this one.
+//! State of the supervisor. The other modules of this folder implement its operations.
 
 use super::control::Control;
 use super::deaths::Deaths;
@@ -14,32 +14,32 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
+/// Time limit for the preparation of a new server process. The old one serves meanwhile.
 pub(super) const PREPARE: Duration = Duration::from_secs(10);
-/// How long the old worker may take to hand over, or not. It has limits of its own, far shorter.
+/// Time limit for the old process's handover. The old process has far shorter limits of its own.
 pub(super) const HAND_OVER: Duration = Duration::from_secs(10);
-/// How long it may take until the first controller has gone, when they go one by one: before that
-/// each of them comes to rest once.
+/// Time limit until the first controller was moved, if controllers are moved one by one. Before
+/// that, the old process quiesces each of them once.
 pub(super) const REHEARSE: Duration = Duration::from_secs(60);
-/// How long the two may take from one controller to the next, when these go one by one.
+/// Time limit from one controller to the next, if controllers are moved one by one.
 pub(super) const MOVE: Duration = Duration::from_secs(10);
-/// How long the old worker may take to end once it has handed over, and the new one to serve. Then
-/// it is ended.
+/// Time limit for the old process's exit after the handover, and for the new process to serve.
+/// After that it is killed.
 pub(super) const LEAVE: Duration = Duration::from_secs(2);
 
-/// How far it is that the configuration is read again.
+/// Progress of a configuration reload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reading {
-    /// A worker is to be told, when there is one that serves and stays.
+    /// The request waits for a server process that serves while no upgrade runs.
     Wanted,
-    /// This one was told.
+    /// The request was sent to the server process with this id.
     Told(u32),
 }
 
-/// A keeper.
+/// The supervisor.
 pub(super) struct Keeper {
     pub(super) arguments: Vec<OsString>,
-    /// The program of the next worker.
+    /// Program of the next server process.
     pub(super) program: PathBuf,
     pub(super) signals: Caught,
     pub(super) ends: Vec<i32>,
@@ -47,33 +47,33 @@ pub(super) struct Keeper {
     pub(super) control: Option<Control>,
     pub(super) worker: Option<Worker>,
     pub(super) upgrade: Option<Upgrade>,
-    /// It is about to become another program.
+    /// Pending exec of a new program.
     pub(super) renewal: Option<Renewal>,
-    /// A worker is to go on for one that was ended for it.
+    /// Pending recovery after a planned kill.
     pub(super) replacement: Option<Replacement>,
-    /// They have handed over, and are about to end.
+    /// Old processes that have handed over and are about to end, each with its deadline.
     pub(super) leaving: Vec<(Worker, Instant)>,
     pub(super) deaths: Deaths,
-    /// When a worker has died, since which none has served.
+    /// Time of the first death since a server process last served.
     pub(super) died: Option<Instant>,
-    /// What the last worker that has begun has left for the next one.
+    /// Checkpoint of the last server process, for the next one.
     pub(super) left: Option<Left>,
-    /// Where the service manager keeps all that, if it does.
+    /// Copy of this state in the service manager's fd store, if it has one.
     pub(super) journal: Option<Journal>,
-    /// When to start a worker, if there is none.
+    /// Time of the next start, if no server process runs.
     pub(super) restart: Option<Instant>,
-    /// Where the worker serves.
+    /// Sockets at which the server process serves.
     pub(super) sockets: Vec<PathBuf>,
-    /// A first worker has served.
+    /// A server process has served, so the service manager was told that the service is ready.
     pub(super) is_ready: bool,
-    /// The configuration is to be read again.
+    /// Pending reload of the configuration.
     pub(super) reading: Option<Reading>,
-    /// Makes it small when there is nothing to do.
+    /// Trims this process's memory when it is idle.
     pub(super) rest: Rest,
-    /// The service manager wants to know whether all this is alive.
+    /// Watchdog of the service manager, if it is enabled.
     pub(super) watchdog: Option<Watchdog>,
-    /// Signals that are to end all this.
+    /// Number of signals to end the service received so far.
     pub(super) ended: u32,
-    /// The exit status, once it is over.
+    /// Exit status, once the service has ended.
     pub(super) over: Option<u8>,
 }

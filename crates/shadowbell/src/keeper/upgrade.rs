@@ -1,4 +1,4 @@
-//! An upgrade that is under way.
+//! State of a running upgrade.
 
 use super::say::say;
 use super::worker::{Left, Worker};
@@ -8,40 +8,40 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
-/// How far it is.
+/// Progress of an upgrade.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Step {
-    /// The new one prepares.
+    /// The new process prepares.
     Preparing,
-    /// The old one hands over, or not.
+    /// The old process hands over, or resumes.
     HandingOver,
-    /// The old one hands over one controller after the other, and can not go on with all any more.
+    /// The old process has moved a part of its controllers, and cannot resume all of them.
     Moving,
-    /// The old one can not go on any more.
+    /// The old process has committed and cannot resume.
     Committed,
 }
 
-/// An upgrade that is under way.
+/// A running upgrade.
 pub(super) struct Upgrade {
     pub(super) new: Worker,
-    /// The old worker's end of the socket between the two, until it is given to it.
+    /// Old process's end of the socket between the two, until it was sent to it.
     pub(super) transfer: Option<UnixStream>,
-    /// The other end, until the new one has it.
+    /// New process's end of that socket, until it was sent to it.
     pub(super) its: Option<UnixStream>,
     pub(super) step: Step,
     pub(super) began: Instant,
     pub(super) until: Instant,
-    /// Who waits for the outcome.
+    /// Requester, who receives the result.
     pub(super) asker: Option<OwnedFd>,
-    /// Why the new one was ended.
+    /// Reason for a kill of the new process.
     pub(super) why: Option<String>,
-    /// The new one goes on for a part: what both have left counts.
+    /// The new process serves a part of the controllers: the checkpoints of both are valid.
     pub(super) is_shared: bool,
-    /// What the old one has left, if it has ended; until the new one has taken over.
+    /// Checkpoint of the old process after its exit, until the new one has recovered.
     pub(super) left: Option<Left>,
 }
 
-/// Tells who asked for an upgrade what came of it; the log, if nobody did.
+/// Sends an upgrade's result to its requester. A failure is logged as well.
 pub(super) fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
     let (letter, text) = match outcome {
         Ok(text) => (answer::YES, text),

@@ -1,5 +1,5 @@
-//! An upgrade: another worker is started and prepared, and the one that serves hands over to it, or
-//! goes on. Who dies on the way is seen by its end.
+//! Upgrade of the server process: a new process is started and prepared, and the old one hands
+//! over to it or resumes. The death of either process is seen at its exit.
 
 use super::renewal::Renewal;
 use super::state::{HAND_OVER, Keeper, LEAVE, PREPARE, REHEARSE};
@@ -15,7 +15,7 @@ use std::process::ExitStatus;
 use std::time::Instant;
 
 impl Keeper {
-    /// Starts the worker that is to take over.
+    /// Starts the new server process of an upgrade.
     pub(super) fn begin_upgrade(&mut self, program: Option<PathBuf>, asker: Option<OwnedFd>) {
         let refusal = match &self.worker {
             _ if self.ended != 0 => Some("the server is to end"),
@@ -62,14 +62,15 @@ impl Keeper {
         })
     }
 
-    /// The new worker is prepared, and reads these state versions.
+    /// Asks the old process to hand over: the new one is prepared and reads these state versions.
     pub(super) fn hand_over(&mut self, versions: &str) {
         let Some(upgrade) = &mut self.upgrade else { return };
         let (Some(worker), Some(transfer)) = (&self.worker, upgrade.transfer.take()) else {
             return;
         };
         upgrade.step = Step::HandingOver;
-        // One that does not know how is told what every release knows.
+        // A process that does not support per-controller moves receives the request that every
+        // release supports.
         let moves = worker.moves && upgrade.new.moves;
         let (letter, most) = match moves {
             true if worker.can_rest => (to_worker::REPLACE, REHEARSE),
@@ -80,7 +81,7 @@ impl Keeper {
         worker.say(letter, versions, Some(transfer.as_fd()));
     }
 
-    /// The new worker has ended before it served.
+    /// Handles the exit of a new process before it served.
     pub(super) fn new_has_ended(&mut self, status: ExitStatus) {
         let Some(upgrade) = &mut self.upgrade else { return };
         let why = upgrade.why.take().or_else(|| upgrade.new.why.take()).unwrap_or_else(|| {
@@ -92,7 +93,7 @@ impl Keeper {
         });
         match upgrade.step {
             Step::Preparing => self.upgrade_failed(&why),
-            // The old one says what it comes to: it may have committed a moment ago.
+            // The old process decides: it may have committed a moment ago.
             Step::HandingOver => upgrade.why = Some(why),
             Step::Moving => {
                 let what =
@@ -104,7 +105,7 @@ impl Keeper {
         }
     }
 
-    /// The new worker has ended, and the old one can not go on any more.
+    /// Recovers after the exit of the new process, if the old one has committed.
     pub(super) fn new_has_died(&mut self, why: &str, status: ExitStatus) {
         let Some(Upgrade { mut new, asker, mut left, is_shared, .. }) = self.upgrade.take() else {
             return;
@@ -119,8 +120,8 @@ impl Keeper {
         self.worker_has_died(&what, None, is_killed(status));
     }
 
-    /// Controllers go one by one, and one of the two processes has died, as `what` says, or does not
-    /// go on: the other one is ended as well, and a third one goes on for both.
+    /// Ends both processes of a per-controller move after one of them has died or hangs (`what`).
+    /// A third process recovers the controllers of both.
     pub(super) fn both_end(&mut self, what: &str, is_killed: bool) {
         if let Some(old) = &mut self.worker {
             old.kill();
@@ -128,8 +129,9 @@ impl Keeper {
         if let Some(upgrade) = &mut self.upgrade {
             upgrade.new.kill();
         }
-        // What they have said since they were last heard. If the new one has come to serve all of
-        // it, it is the worker by now, and its end is seen as that of any other.
+        // Messages that were sent after the last read. If the new process has reported that it
+        // serves all controllers, it is the current process now, and its exit is handled as
+        // usual.
         self.hear_workers();
         let Some(Upgrade { mut new, asker, why, left, is_shared, .. }) = self.upgrade.take() else {
             return;
@@ -148,7 +150,7 @@ impl Keeper {
         self.worker_has_died(what, served, is_killed);
     }
 
-    /// What counts of what the new worker and the one before have left.
+    /// Selects or merges the checkpoints of the new and the old process.
     fn left_by_both(
         &mut self,
         new: &mut Worker,
@@ -162,15 +164,15 @@ impl Keeper {
         if !is_shared {
             return old;
         }
-        // The newer program reads what both have written.
+        // The newer program reads the checkpoints of both.
         self.program.clone_from(&new.program);
         new.leaves_with(old)
     }
 
-    /// The worker goes on.
+    /// Kills the new process and reports the failure. The old process continues.
     pub(super) fn upgrade_failed(&mut self, why: &str) {
         let Some(mut upgrade) = self.upgrade.take() else { return };
-        // What the new one says of itself is nearer to the reason than that it is gone.
+        // The reason that the new process sent is more specific than its exit status.
         while let Some(packet) = upgrade.new.hear(self.journal.as_mut()) {
             if packet.letter == to_keeper::FAILED {
                 upgrade.new.why = Some(packet.text());
@@ -184,7 +186,7 @@ impl Keeper {
         }
     }
 
-    /// The new worker serves.
+    /// Makes the new process the current one: it serves.
     pub(super) fn upgraded(&mut self, status: &str) {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         let old = self.worker.take();

@@ -1,38 +1,38 @@
-//! When the service manager is told that the service is alive, and when a worker has to show that.
+//! Watchdog of the service manager, and liveness checks of the server process for it.
 
 use super::clock::Clock;
 use crate::notify;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// What the service manager waits for, if it does.
+/// Timers of the watchdog.
 pub(super) struct Watchdog {
-    /// How often it is told.
+    /// Interval of the notifications.
     every: Duration,
-    /// When a worker is asked next.
+    /// Time of the next liveness check.
     next: Instant,
-    /// The worker that was asked, and by when it has to answer.
+    /// Server process of the check in flight, and its deadline.
     asked: Option<(u32, Instant)>,
-    /// A worker that did not answer, and was ended.
+    /// Server process that missed a deadline and was aborted.
     given_up: Option<u32>,
 }
 
-/// What there is to do.
+/// Action that is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Due {
     Nothing,
-    /// The worker is to be asked.
+    /// Send a liveness check to the server process.
     Visit,
-    /// The service manager is to be told: nothing keeps this process from its work, and there is
-    /// no worker that could answer.
+    /// Notify the service manager: the supervisor runs, and no server process can be checked.
     Alive,
-    /// The worker has not answered in time: it is to be ended, and then another one goes on.
+    /// Abort the server process, which missed the deadline. Another one recovers.
     Hangs,
-    /// It has not, and can not be ended either. The service manager sees what it can do.
+    /// The server process missed the deadline again after its abort. Without notifications the
+    /// service manager restarts the service.
     Lost,
 }
 
-/// How far it is.
+/// Serialized timers.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SavedWatchdog {
     next: u64,
@@ -41,20 +41,20 @@ pub(super) struct SavedWatchdog {
 }
 
 impl Watchdog {
-    /// How far it is.
+    /// Returns the timers for serialization.
     pub(super) fn save(&self, clock: &Clock) -> SavedWatchdog {
         let asked = self.asked.map(|(pid, until)| (pid, clock.write(until)));
         SavedWatchdog { next: clock.write(self.next), asked, given_up: self.given_up }
     }
 
-    /// Goes on from there.
+    /// Restores timers.
     pub(super) fn restore(&mut self, saved: &SavedWatchdog, clock: &Clock) {
         self.next = clock.read(saved.next).min(self.next);
         self.asked = saved.asked.map(|(pid, until)| (pid, clock.read(until)));
         self.given_up = saved.given_up;
     }
 
-    /// What the service manager wants, by the environment.
+    /// Creates the watchdog that the environment (`WATCHDOG_USEC`) requests.
     pub(super) fn wanted() -> Option<Self> {
         notify::watchdog().map(|every| Self::new(every, Instant::now()))
     }
@@ -63,21 +63,22 @@ impl Watchdog {
         Self { every, next: now + every, asked: None, given_up: None }
     }
 
-    /// When there is something to do.
+    /// Time of the next action.
     pub(super) fn deadline(&self) -> Instant {
         self.asked.map_or(self.next, |(_, until)| until)
     }
 
-    /// What there is to do `now`; `worker` is the one that can be asked, if there is one.
+    /// Returns the action that is due at `now`. `worker`: the server process that can be checked.
     pub(super) fn due(&mut self, now: Instant, worker: Option<u32>) -> Due {
         match self.asked {
-            // It has ended, or is about to hand over, and that has limits of its own.
+            // The process has ended, or hands over, which has limits of its own.
             Some((pid, _)) if Some(pid) != worker => {
                 self.asked = None;
                 return Due::Alive;
             }
             Some((pid, until)) if until <= now => {
-                // Who has not had a processor itself does not know that the other one had.
+                // The supervisor itself ran late, so the server process may not have had CPU time
+                // either.
                 if now - until > self.every / 4 {
                     self.asked = Some((pid, now + self.every / 4));
                     return Due::Nothing;
@@ -99,7 +100,7 @@ impl Watchdog {
         if worker.is_some() { Due::Visit } else { Due::Alive }
     }
 
-    /// This worker has answered; whether it was asked.
+    /// Records an answer. Returns true if a check of this server process was in flight.
     pub(super) fn answered(&mut self, worker: u32) -> bool {
         self.asked.take_if(|(pid, _)| *pid == worker).is_some()
     }
@@ -124,7 +125,7 @@ mod tests {
             assert!(!watchdog.answered(2) && watchdog.answered(1) && !watchdog.answered(1));
             assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
         }
-        // Nobody serves: whoever starts, or hands over, has limits of its own.
+        // No process to check: starts and handovers have limits of their own.
         now += EVERY;
         assert_eq!(watchdog.due(now, None), Due::Alive);
         assert_eq!(watchdog.deadline(), now + EVERY);
@@ -138,10 +139,10 @@ mod tests {
         let late = watchdog.deadline();
         assert!(late < began + 2 * EVERY, "else the service manager is the first");
         assert_eq!(watchdog.due(late, Some(1)), Due::Hangs);
-        // It did not even end.
+        // The aborted process does not end.
         assert_eq!(watchdog.due(began + 2 * EVERY, Some(1)), Due::Visit);
         assert_eq!(watchdog.due(watchdog.deadline(), Some(1)), Due::Lost);
-        // Another one answers.
+        // A new process answers.
         let now = watchdog.deadline();
         assert_eq!(watchdog.due(now, Some(2)), Due::Visit);
         assert!(watchdog.answered(2));
@@ -154,7 +155,7 @@ mod tests {
         assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Visit);
         assert_eq!(watchdog.due(began + EVERY, None), Due::Alive);
         assert_eq!(watchdog.due(began + 2 * EVERY, Some(2)), Due::Visit);
-        // All of the machine stood still.
+        // The whole machine was suspended.
         let now = began + 10 * EVERY;
         assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);
         assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);

@@ -1,4 +1,4 @@
-//! A worker, as its keeper has it.
+//! Server process as seen by the supervisor: its handle, its messages and its checkpoint.
 
 use super::command_line::is_verb;
 use super::journal::Journal;
@@ -19,58 +19,59 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// What a worker has left for the one that goes on for it.
+/// Checkpoint of a dead server process.
 #[derive(Default)]
 pub(super) struct Left {
     pub(super) items: Items,
-    /// It has died by a fault: what it had in hand may be the reason.
+    /// The process died by a fault, so a command that was in flight may be the cause.
     pub(super) by_fault: bool,
 }
 
-/// A process that serves, or is to.
+/// A server process.
 pub(super) struct Worker {
     pub(super) process: Process,
-    /// Until it has closed its end.
+    /// Socket to the process, until it closes its end.
     pub(super) link: Option<OwnedFd>,
-    /// Its program.
+    /// Program that the process runs.
     pub(super) program: PathBuf,
-    /// Since when it serves.
+    /// Time at which the process reported that it serves.
     pub(super) serves_since: Option<Instant>,
-    /// It answers when it is asked whether it is alive. One of an earlier release does not.
+    /// The process answers liveness checks. Earlier releases do not.
     pub(super) answers: bool,
-    /// It can hand over, and take over, one controller after the other.
+    /// The process can move controllers, in both directions, one by one.
     pub(super) moves: bool,
-    /// It can come to rest for good, so that another one goes on for it.
+    /// The process can quiesce for good, so that another one recovers.
     pub(super) can_rest: bool,
-    /// It goes on for another one, and says that what it has left itself counts.
+    /// The process has recovered, and reported that its own checkpoint is valid from then on.
     pub(super) has_taken: bool,
-    /// Why it can not go on, as it says itself.
+    /// Reason that the process reported for a failure.
     pub(super) why: Option<String>,
-    /// What it has left for the time after its death.
+    /// Checkpoint that the process has sent so far.
     pub(super) items: Items,
-    /// That is of no use: something of it could not be kept.
+    /// The checkpoint is unusable: a change could not be stored.
     pub(super) is_broken: bool,
-    /// It asks for images to be opened.
+    /// The process has an open broker.
     pub(super) has_opener: bool,
-    /// It asks for sockets and files.
+    /// The process has a path broker.
     pub(super) has_places: bool,
-    /// What it is still to be told of what another one has left.
+    /// Parts of another process's checkpoint that are still to be sent.
     pub(super) parts: VecDeque<Part>,
-    /// The next packet was looked at, and is to go.
+    /// The next packet in the socket was handled and is to be removed.
     pub(super) is_seen: bool,
-    /// A change of items has begun that comes in several packets, and a record says so. If the
-    /// keeper is killed, such a change is lost if some of them were taken from the socket.
+    /// A checkpoint change of several packets has begun, and a snapshot records that. If the
+    /// supervisor is killed after it has removed some of the packets from the socket, the change
+    /// is known to be lost.
     pub(super) in_parts: bool,
 }
 
 impl Worker {
-    /// Starts one by the arguments of this process, and tells it `how` it begins.
+    /// Starts a server process with the arguments of this process. `how`: value of [`AS_WORKER`].
     ///
     /// # Errors
-    /// The system's.
+    /// The program cannot be started.
     pub(super) fn start(program: &Path, arguments: &[OsString], how: &str) -> io::Result<Self> {
         let (ours, theirs) = keeper_link::pair()?;
-        // A worker that does not read must not hold up its keeper.
+        // A server process that does not read its socket must not block the supervisor.
         rustix::io::ioctl_fionbio(&ours, true)?;
         let mut command = Command::new(program);
         let mut words = arguments.iter();
@@ -80,14 +81,14 @@ impl Worker {
             command.arg(word);
             if !is_verb_there && is_verb(word) {
                 command.args([AS_WORKER, how]);
-                // Releases before take the first for the keeper's own only with the second.
+                // Earlier releases accept `--as-worker` only together with `--keeper`.
                 if !arguments.iter().any(|word| word == "--keeper") {
                     command.arg("--keeper");
                 }
                 is_verb_there = true;
             }
         }
-        // What a service manager has given to the keeper is not its worker's.
+        // Socket activation variables are for the supervisor only.
         for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
             command.env_remove(name);
         }
@@ -112,10 +113,11 @@ impl Worker {
         })
     }
 
-    /// Starts one that goes on with what another has `left`; it is to be [told](Self::pass_on).
+    /// Starts a server process that recovers from the checkpoint `left`, which
+    /// [`pass_on`](Self::pass_on) sends to it.
     ///
     /// # Errors
-    /// The system's.
+    /// The program cannot be started.
     pub(super) fn start_to_recover(
         program: &Path,
         arguments: &[OsString],
@@ -126,12 +128,12 @@ impl Worker {
             worker.say(to_worker::FAULT, "", None);
         }
         worker.parts = left.items.parts().into();
-        // It changes what it changes.
+        // Until the process has recovered, its changes apply to the old checkpoint.
         worker.items = left.items.clone();
         Ok(worker)
     }
 
-    /// Tells it what there is room for of what another one has left.
+    /// Sends parts of the old checkpoint until the socket is full.
     pub(super) fn pass_on(&mut self) {
         while let (Some(link), Some(part)) = (&self.link, self.parts.front()) {
             let packet = part.packet();
@@ -139,30 +141,30 @@ impl Worker {
             {
                 Ok(()) => drop(self.parts.pop_front()),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                // Its end is seen elsewhere.
+                // The exit of the process is handled by `look_for_ends`.
                 Err(_) => self.parts.clear(),
             }
         }
     }
 
-    /// Whether it waits for room to be told more.
+    /// Returns true if parts of the old checkpoint are still to be sent.
     pub(super) fn has_more_to_hear(&self) -> bool {
         !self.parts.is_empty()
     }
 
-    /// Whether it has begun: who goes on after it goes on with what it has left, or not at all.
+    /// Returns true if only this process's own checkpoint is valid: it has recovered, or serves.
     pub(super) fn has_begun(&self) -> bool {
         self.has_taken || self.serves_since.is_some()
     }
 
-    /// What it has left, if another one can go on with that. It has ended so, or was ended.
+    /// Takes the checkpoint if it is complete. `ended`: exit status, or `None` if it was killed.
     pub(super) fn leaves(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
         let items = std::mem::take(&mut self.items);
         let left = Left { items, by_fault: ended.is_some_and(is_fault) };
         Some(left).filter(|left| left.items.contains(COMPLETE))
     }
 
-    /// What it has left together with another one, which goes on for a part of what this one had.
+    /// Takes the checkpoint, merged with the one of the old process of a per-controller move.
     pub(super) fn leaves_with(&mut self, older: Option<Left>) -> Option<Left> {
         let ended = self.process.ended();
         let (mut left, older) = (self.leaves(ended)?, older?);
@@ -171,18 +173,19 @@ impl Worker {
         Some(left)
     }
 
-    /// It goes on for the one before, of which nothing counts any more.
+    /// Records that the process has recovered: the old process's part of the checkpoint is
+    /// dropped.
     pub(super) fn takes(&mut self) {
         self.has_taken = true;
         drop(self.items.take_older());
     }
 
-    /// Another one goes on: nothing is left for later.
+    /// Drops the checkpoint, since another process has taken over.
     pub(super) fn leaves_nothing(&mut self) {
         self.items = Items::default();
     }
 
-    /// How long it has served.
+    /// Returns the time of service so far.
     pub(super) fn has_served(&self) -> Option<Duration> {
         self.serves_since.map(|since| since.elapsed())
     }
@@ -191,21 +194,23 @@ impl Worker {
         self.process.pid().as_raw_pid().cast_unsigned()
     }
 
-    /// Where it can be heard.
+    /// Socket from which the process's messages are read.
     pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
         self.link.as_ref().map(AsFd::as_fd)
     }
 
-    /// Says something; in vain if it is dead.
+    /// Sends a message. Does nothing if the process is dead.
     pub(super) fn say(&self, letter: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
         if let Some(link) = &self.link {
             let _ = keeper_link::send(link, letter, body, fd);
         }
     }
 
-    /// What it has said, if anything. What it wants kept is kept. With a journal each packet stays
-    /// in the socket until the next call: by then it is in the journal, or there is a record of
-    /// what it has brought about, as [`Journal::needs_record`] asks.
+    /// Returns the next message; checkpoint changes and broker requests are handled here.
+    ///
+    /// If there is an fd store, each packet stays in the socket until the next call. By then the
+    /// packet is in the store, or a snapshot contains its effect, as [`Journal::needs_record`]
+    /// demands.
     pub(super) fn hear(&mut self, mut journal: Option<&mut Journal>) -> Option<Packet> {
         loop {
             let link = self.link.as_ref()?;
@@ -228,14 +233,16 @@ impl Worker {
             match packet.letter {
                 to_keeper::ITEMS => {}
                 to_keeper::PLACES => {
-                    // The same.
+                    // One path broker per process: its permissions are registered before the
+                    // sandbox.
                     if !std::mem::replace(&mut self.has_places, true) {
                         packet.fd().into_iter().for_each(places::start);
                     }
                     continue;
                 }
                 to_keeper::OPENER => {
-                    // Once: what it may have is named before it is in its sandbox.
+                    // One open broker per process: its permissions are registered before the
+                    // sandbox.
                     if !std::mem::replace(&mut self.has_opener, true) {
                         packet.fd().into_iter().for_each(opener::start);
                     }
@@ -247,20 +254,20 @@ impl Worker {
                 let (begins, ends) = Items::begins_and_ends(&packet.body);
                 if !self.items.is_open() {
                     if !begins && !self.in_parts {
-                        // The end of a change that there is a record of.
+                        // The last packet of a change that a snapshot contains.
                         continue;
                     }
                     if !ends && !std::mem::replace(&mut self.in_parts, true) {
                         journal.wants_record();
                     }
                     if journal.needs_record() {
-                        // And then this once more.
+                        // The packet is read again after the snapshot.
                         self.is_seen = false;
                         packet.letter = 0;
                         return Some(packet);
                     }
                 }
-                // In parts it is not put there: all of it is in the next record.
+                // A change of several packets is not stored: the next snapshot contains it.
                 if begins && ends && journal.change(self.pid(), &packet).is_err() {
                     journal.wants_record();
                 }
@@ -277,7 +284,7 @@ impl Worker {
         }
     }
 
-    /// Keeps what belongs to a change of items.
+    /// Applies a packet of a checkpoint change.
     pub(super) fn keep(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) {
         if self.is_broken {
             return;
@@ -293,26 +300,26 @@ impl Worker {
         }
     }
 
-    /// How it has ended, if it has.
+    /// Returns the exit status if the process has ended.
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
         self.process.ended()
     }
 
-    /// Ends it as a fault would, so that what it has in hand is looked at as the reason.
+    /// Ends the process with SIGABRT, so that its commands in flight are suspected as the cause.
     pub(super) fn abort(&self) {
-        // Its end is seen elsewhere.
+        // The exit of the process is handled by `look_for_ends`.
         self.process.signal(Signal::ABORT);
-        // One that somebody has stopped does not come to it before it goes on.
+        // A stopped process receives SIGABRT only after SIGCONT.
         self.process.signal(Signal::CONT);
     }
 
-    /// Ends it at once, and waits until it has.
+    /// Kills the process and waits for its end.
     pub(super) fn kill(&mut self) {
         self.process.kill();
     }
 }
 
-/// How a process ended, for a sentence.
+/// Describes an exit status in a sentence's predicate.
 pub(super) fn how(status: ExitStatus) -> String {
     use std::os::unix::process::ExitStatusExt;
     match (status.signal(), status.code()) {
@@ -324,13 +331,13 @@ pub(super) fn how(status: ExitStatus) -> String {
     }
 }
 
-/// Whether a process has ended itself by a signal: by a panic or an access to no memory.
+/// Returns true if the process ended by a fault of its own, such as a panic or SIGSEGV.
 fn is_fault(status: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     status.signal().is_some() && !is_killed(status)
 }
 
-/// Whether a process was ended from outside: by who may, or for want of memory.
+/// Returns true if the process was killed from outside: by a user, or for lack of memory.
 pub(super) fn is_killed(status: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     status.signal() == Some(signal_hook::consts::SIGKILL)
@@ -370,14 +377,14 @@ mod tests {
         journal.record(&Record { bytes, fds: Vec::new() }, opener::changes()).unwrap();
     }
 
-    /// A change in three packets, and a keeper that is killed at each step of it.
+    /// A change of three packets, and a supervisor that is killed at each step of it.
     #[test]
     fn a_change_in_parts_counts_once_or_is_known_to_be_lost() {
         crate::descriptor_limit::raise();
         let all: Vec<OwnedFd> = (0..600).map(|_| io::pipe().unwrap().0.into()).collect();
         let fds: Vec<_> = all.iter().map(AsFd::as_fd).collect();
         let changes = [Change::Put { key: "port/0", body: b"new", fds: &fds }];
-        // How many steps it takes before it is killed.
+        // Number of steps before the kill.
         for steps in 0..4 {
             let (ours, theirs) = keeper_link::pair().unwrap();
             let mut memory = Vec::new();
@@ -390,16 +397,16 @@ mod tests {
             record(&mut journal);
             let mut before = worker(&ours, Items::default(), false);
             match steps {
-                // It was not looked at.
+                // No packet was read.
                 0 => {}
-                // A record says that it begins.
+                // A snapshot records the begin of the change.
                 1 => assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0),
-                // Some of it was taken.
+                // Some packets were removed from the socket.
                 2 => {
                     assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0);
                     keeper_link::drop_one(&ours);
                 }
-                // All of it was, and there is a record, and its end is in the socket still.
+                // A snapshot contains the change, and its last packet is still in the socket.
                 _ => {
                     assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0);
                     record(&mut journal);

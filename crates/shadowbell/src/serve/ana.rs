@@ -1,4 +1,4 @@
-//! The states of ANA groups, which change while hosts use the controllers.
+//! ANA state changes while hosts use the controllers.
 
 use super::changes::Changes;
 use super::registry::ServedController;
@@ -9,25 +9,28 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 use tracing::info;
 
-/// How long what is under way at the namespaces may take.
+/// Time limit for commands in flight on the namespaces of the group.
 const UNDER_WAY: Duration = Duration::from_secs(30);
 
 impl Changes {
-    /// Has an ANA group have this state for a controller. Whether it had another.
+    /// Sets the ANA state of a group for a controller. Returns false if the group has that state
+    /// already.
     ///
     /// # Errors
-    /// There is no such group; or what was under way takes too long.
+    /// The controller or the group does not exist, or commands in flight take too long.
     pub(super) fn set_ana(&self, id: &str, group: u32, state: AnaWord) -> anyhow::Result<bool> {
         let _turn = self.turn();
         let served = self.find(id)?;
         self.alter_ana(&served, group, state)
     }
 
-    /// The same, for whoever has the turn. A keeper is told first: whoever goes on after a death
-    /// has the state that was asked for, and tells the host.
+    /// Like [`set_ana`](Self::set_ana), for a caller that holds the change lock.
+    ///
+    /// The checkpoint is updated before the controller, so that after a crash the next process
+    /// has the new state and reports it to the host.
     ///
     /// # Errors
-    /// As above.
+    /// As for [`set_ana`](Self::set_ana).
     pub(super) fn alter_ana(
         &self,
         served: &ServedController,
@@ -63,7 +66,7 @@ impl Changes {
         });
         info!("{}: ANA group {group} is {state}", served.name);
         match end.recv_timeout(UNDER_WAY) {
-            // Without an answer the controller has gone.
+            // The channel is closed without a message if the controller was removed.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(true),
             Err(RecvTimeoutError::Timeout) => Err(anyhow!(
                 "ANA group {group} of {} is {state} for all that comes, and something that was \

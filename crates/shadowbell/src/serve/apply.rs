@@ -1,4 +1,4 @@
-//! Has a running server be what a configuration says: `ctl apply`, and SIGHUP.
+//! Reconfiguration of a running server from a configuration: `ctl apply` and SIGHUP.
 
 use super::args::Args;
 use super::changes::{Changes, Prepared};
@@ -14,11 +14,11 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use tracing::{error, info, warn};
 
-/// Has the controllers be those of `config`, and limits that several disks share as it says; with
-/// `dry_run` nothing is done. Of what else is in it, nothing.
+/// Changes the controllers and the limit groups to those of `config`. With `dry_run` the plan is
+/// only computed. All other settings of `config` are ignored.
 ///
 /// # Errors
-/// It is not possible; then everything is as it was, if the sentence does not say otherwise.
+/// The change is not possible. Nothing was changed unless the error says otherwise.
 pub(super) fn apply(
     changes: &Changes,
     config: ServerConfig,
@@ -50,15 +50,15 @@ pub(super) fn apply(
     Err(anyhow!("only a part was done: {}", failed.join("; ")))
 }
 
-/// A namespace that is to come: of which controller, its number, and what it is to be.
+/// A namespace to add: its controller, its NSID, and its disk.
 type Coming<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
 
-/// What of a plan was prepared before anything is taken away.
+/// The part of a plan that was prepared before anything is removed.
 struct Ready<'a> {
     going: Vec<Arc<ServedController>>,
     controllers: Vec<Prepared>,
     namespaces: Vec<(Coming<'a>, Arc<dyn Disk>)>,
-    /// What they need is free only when something else has gone.
+    /// Controllers and namespaces whose socket or disk is in use until a removal.
     late_controllers: Vec<&'a SocketConfig>,
     late_namespaces: Vec<Coming<'a>>,
 }
@@ -98,7 +98,7 @@ impl<'a> Ready<'a> {
         Ok(Self { going, controllers, namespaces, late_controllers, late_namespaces })
     }
 
-    /// Does it all. What could not be done.
+    /// Carries out the plan and returns the errors.
     fn carry_out(self, changes: &Changes, plan: &Plan) -> Vec<anyhow::Error> {
         let mut failed = Vec::new();
         let mut before = Vec::new();
@@ -131,7 +131,7 @@ impl<'a> Ready<'a> {
         for asked in self.late_controllers.into_iter().chain(&plan.replace) {
             let Err(error) = serve(asked) else { continue };
             failed.push(error);
-            // What it was, if it can be that again.
+            // The controller could not be replaced: serve the previous one again, if possible.
             if let Some(before) = before.iter().find(|before| before.id() == asked.id()) {
                 failed.extend(serve(before).err());
             }
@@ -146,21 +146,21 @@ impl<'a> Ready<'a> {
     }
 }
 
-/// A configuration file that can be read again.
+/// A configuration file that can be reloaded.
 pub(super) struct Reload {
     args: Args,
     settings: Settings,
 }
 
 impl Reload {
-    /// That of `args`, which gave `config`. `None`: there is no file.
+    /// The file that `args` names and that contained `config`. `None` if there is no file.
     pub(super) fn of(args: &Args, config: &ServerConfig) -> Option<Arc<Self>> {
         let args = args.has_file().then(|| args.clone())?;
         Some(Arc::new(Self { args, settings: Settings::of(config) }))
     }
 
-    /// Reads it on a thread of its own, because disks may take long to open: `done` runs there
-    /// when all is over, whatever came of it, and gets that in a sentence.
+    /// Reloads the file on a thread of its own, because disks may take long to open. That thread
+    /// finally calls `done` with the result in a sentence.
     pub(super) fn start(
         self: &Arc<Self>,
         changes: &Arc<Changes>,
@@ -174,7 +174,7 @@ impl Reload {
         }
     }
 
-    /// What came of it; the log has it too.
+    /// Reloads the file, logs the result and returns it.
     fn run(&self, changes: &Changes) -> String {
         match self.read(changes) {
             Ok(said) => {

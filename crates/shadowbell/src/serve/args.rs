@@ -1,4 +1,4 @@
-//! The command line of `serve`.
+//! Command line of `serve`.
 
 use super::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
@@ -222,7 +222,7 @@ Exit status:
   1  it can not go on, or a disk may have lost what it was given
   2  it can not be served as asked: the command line, the file, a disk or a path";
 
-/// What a controller is like.
+/// Properties of a controller.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(id = "controller", multiple = true)]
 pub(super) struct ControllerArgs {
@@ -259,7 +259,7 @@ pub(super) struct ControllerArgs {
     read_only: bool,
 }
 
-/// The threads that do the work.
+/// I/O threads.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(id = "pool", multiple = true)]
 pub(super) struct PoolArgs {
@@ -281,21 +281,21 @@ pub(super) struct PoolArgs {
 }
 
 impl Args {
-    /// Whether a file says what is to be served.
+    /// Returns true if a configuration file was given.
     pub(super) fn has_file(&self) -> bool {
         self.config.is_some()
     }
 
-    /// What the process is to give up.
+    /// Options of the sandbox.
     pub(super) fn sandbox(&self) -> sandbox::Asked {
         let (mode, user, allow) = (self.sandbox, self.user.clone(), self.allow.clone());
         sandbox::Asked { mode, user, allow, config: self.config.clone() }
     }
 
-    /// What is to be served.
+    /// Configuration from the command line and the file.
     ///
     /// # Errors
-    /// The configuration file, or a combination of options, makes no sense.
+    /// The file is invalid, or the options contradict each other.
     pub(crate) fn config(self) -> anyhow::Result<ServerConfig> {
         let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
         let names = self.config.as_deref().or(self.socket.as_deref());
@@ -352,7 +352,7 @@ impl Args {
 }
 
 impl ControllerArgs {
-    /// A controller with these disks.
+    /// Configuration of a controller with these disks.
     #[must_use]
     fn config(self, disks: Vec<String>) -> ControllerConfig {
         ControllerConfig {
@@ -386,7 +386,7 @@ fn existing_group(text: &str) -> Result<String, String> {
     socket_access::parse_group(text).map(|_| text.to_owned())
 }
 
-/// Whether a file can be created at `path`, as far as that can be known without doing it.
+/// Checks that a file can be created at `path`, as far as possible without creating it.
 fn check_output(path: &Path) -> anyhow::Result<()> {
     if path == Path::new("-") {
         return Err(anyhow!("standard output is no place for it; a file of that name is `./-`"));

@@ -1,4 +1,4 @@
-//! What comes from the process that served before, on its way to be restored here.
+//! Restore of the controllers that another process hands over.
 
 use super::event::EventSender;
 use super::making;
@@ -20,11 +20,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use tracing::warn;
 
-/// What the other one serves, which is what is asked for here, or is taken from there; and whether
-/// that is so.
+/// Controllers that the old process serves, after a check that they match the configuration. The
+/// flag is true if they were changed at run time, and so were taken from the old process.
 ///
 /// # Errors
-/// It is something else.
+/// The old process serves other controllers than this one is configured for.
 pub(super) fn what_is_served(
     config: &ServerConfig,
     parcel: &mut Parcel,
@@ -42,7 +42,7 @@ pub(super) fn what_is_served(
     Ok((asked, is_changed))
 }
 
-/// A controller of the other one, which is to be restored.
+/// A controller of the old process that is to be restored.
 pub(super) struct Arriving {
     pub(super) served: ServedController,
     pub(super) device: ControllerDevice,
@@ -51,10 +51,10 @@ pub(super) struct Arriving {
 }
 
 impl Arriving {
-    /// Makes it, without its socket.
+    /// Creates the controller, without its socket.
     ///
     /// # Errors
-    /// It can not be served here.
+    /// A disk cannot be adopted, or the state does not fit the configuration.
     pub(super) fn take(
         parcel: &mut Parcel,
         asked: &SocketConfig,
@@ -91,13 +91,13 @@ fn section<T: serde::de::DeserializeOwned>(parcel: &mut Parcel, name: &str) -> a
     parcel.take(name)?.with_context(|| format!("the state has no section {name}"))
 }
 
-/// Says why, while the other process still waits: it only sees that this one has gone.
+/// Reports the reason to the supervisor before the old process only sees the end of the socket.
 pub(super) fn refused(link: &WorkerLink, why: anyhow::Error) -> anyhow::Error {
     link.say(to_keeper::FAILED, &exit::line(&why));
     why
 }
 
-/// Records doorbells in a new file; that of the other process is kept beside it.
+/// Starts the doorbell trace in a new file. The old process's file is kept beside it.
 pub(super) fn begin_trace(server: &Server, config: &ServerConfig) {
     if let Err(error) = server.trace(config, true) {
         warn!("doorbells are not recorded any more: {error:#}");

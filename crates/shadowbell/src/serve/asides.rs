@@ -1,5 +1,5 @@
-//! What answers beside the guests: the socket for `top`, and the control socket. Both rest together
-//! while another process may take over, and go on together.
+//! Management endpoints: control socket and statistics socket. Both stop together before a
+//! handover to another process, and start together.
 
 use super::config_file::Settings;
 use super::control::{ControlSocket, Resting, View};
@@ -15,35 +15,35 @@ use std::sync::Arc;
 use std::time::Instant;
 use tracing::{info, warn};
 
-/// The sockets while nobody answers.
+/// Sockets of the endpoints while no thread serves them.
 pub(super) struct Asides {
     stats: Option<RestingStats>,
-    /// `None`: the one before has none.
+    /// `None` if the previous process had no control socket.
     control: Option<Resting>,
 }
 
-/// The threads that answer.
+/// Threads that serve the endpoints.
 pub(super) struct Answering {
     stats: Option<StatsSocket>,
     control: Option<ControlSocket>,
 }
 
-/// What the control socket can do with the process.
+/// Operations of the control socket on the process.
 #[derive(Clone)]
 pub(super) struct Powers {
     pub(super) keeper_pid: Option<u32>,
     pub(super) end: Arc<dyn Fn() + Send + Sync>,
     pub(super) serves_since: Instant,
     pub(super) upgrade_error: Arc<Mutex<Option<String>>>,
-    /// In a sandbox: the only way to the keeper.
+    /// Connection to the supervisor, for a sandboxed process, which cannot open one.
     pub(super) asks: Option<Asker>,
 }
 
 impl Asides {
-    /// Listens where that was asked for.
+    /// Creates the configured sockets.
     ///
     /// # Errors
-    /// A path can not be had, in a sentence.
+    /// A socket cannot be created.
     pub(super) fn listen(config: &ServerConfig, keeper_pid: Option<u32>) -> anyhow::Result<Self> {
         let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
         Ok(Self {
@@ -52,7 +52,8 @@ impl Asides {
         })
     }
 
-    /// The same for a server that goes on where another has died, whatever can not be had.
+    /// Creates the sockets for recovery after a crash. Errors are logged, and guests are still
+    /// served.
     pub(super) fn listen_again(config: &ServerConfig, keeper_pid: Option<u32>) -> Self {
         let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose();
         let stats = stats.unwrap_or_else(|why| {
@@ -64,10 +65,10 @@ impl Asides {
         Self { stats: stats.map(RestingStats::new), control: control.ok() }
     }
 
-    /// Writes down what another process needs to go on.
+    /// Serializes the sockets for another process.
     ///
     /// # Errors
-    /// The system has no more descriptors.
+    /// The descriptor limit is reached.
     pub(super) fn save(&self, parcel: &mut Parcel) -> anyhow::Result<()> {
         if let Some(stats) = &self.stats {
             let saved = stats.save(parcel.descriptors())?;
@@ -80,10 +81,10 @@ impl Asides {
         Ok(())
     }
 
-    /// The other side of [`save`](Self::save).
+    /// Restores the sockets that [`save`](Self::save) has serialized.
     ///
     /// # Errors
-    /// What was written down makes no sense.
+    /// The serialized form is invalid.
     pub(super) fn restore(parcel: &mut Parcel) -> anyhow::Result<Self> {
         let stats = parcel.take(transfer::STATS)?;
         let stats = stats.map(|saved| RestingStats::restore(saved, parcel.descriptors()));
@@ -92,7 +93,7 @@ impl Asides {
         Ok(Self { stats: stats.transpose()?, control: control.transpose()? })
     }
 
-    /// Lets go of them: another process has them.
+    /// Drops the sockets without removing their files: another process serves them.
     pub(super) fn leave(self) {
         if let Some(stats) = self.stats {
             stats.leave();
@@ -102,18 +103,18 @@ impl Asides {
         }
     }
 
-    /// Answers whoever comes from here on, and who is there.
+    /// Starts the threads, for new and for queued clients.
     ///
     /// # Errors
-    /// The system has no more threads or descriptors; or, where the process before had no control
-    /// socket, it can not be had.
+    /// A thread cannot be started, or the descriptor limit is reached.
     pub(super) fn start(
         self,
         server: &Server,
         config: &ServerConfig,
         powers: &Powers,
     ) -> anyhow::Result<Answering> {
-        // The process before may have none. Guests need none.
+        // The previous process may have had no control socket. An error is not fatal, since
+        // guests do not need one.
         let control = match self.control {
             Some(control) => Ok(control),
             None => listen_control(config, powers.keeper_pid),
@@ -164,9 +165,9 @@ fn start_control(
 }
 
 impl Answering {
-    /// Ends the threads. What they had.
+    /// Stops the threads and returns their sockets.
     pub(super) fn rest(self) -> Asides {
-        // `None` of a thread is that it has panicked, which ends the process.
+        // A thread that has panicked returns `None`; the panic ends the process.
         Asides {
             control: self.control.and_then(ControlSocket::rest),
             stats: self.stats.and_then(StatsSocket::rest),

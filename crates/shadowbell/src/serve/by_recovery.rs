@@ -1,9 +1,9 @@
-//! An upgrade of a server with disks that can not be handed over to another process: qcow2 images,
-//! exports, namespaces of other controllers. What the keeper holds for the time after a death is
-//! enough to go on with them. So the server comes to rest for good, with nothing under way at a
-//! disk, and has the keeper end it: the next process does what it would do after a death.
+//! Upgrade of a server with disks that cannot be handed over to another process: qcow2 images,
+//! NBD exports, namespaces of other controllers. The checkpoint at the supervisor suffices to
+//! recover them. So the server quiesces for good, with no command in flight at a disk, and lets
+//! the supervisor kill it: the next process recovers as after a crash.
 //!
-//! Before that the successor has shown that it begins, and that it would serve the same.
+//! Before that, the new process has shown that it starts and accepts the same configuration.
 
 use super::hand_over::{REST, reads_ours, rest_all, what_is_served};
 use super::move_out::{PREPARES, expect, send};
@@ -19,12 +19,12 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use tracing::{debug, info};
 
-/// How long the keeper may take to end the process.
+/// Time limit for the supervisor to kill this process.
 const ENDS: Duration = Duration::from_secs(5);
-/// How often it is looked whether the keeper is there.
+/// Interval at which messages of the supervisor are polled.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Whether the server has a disk that can not be handed over, whatever is tried.
+/// Returns true if the server has a disk that can never be handed over.
 pub(super) fn is_needed(server: &Server) -> bool {
     server.disks().iter().any(|disk| {
         let outcome = disk.hand_over(&mut Descriptors::default());
@@ -32,10 +32,10 @@ pub(super) fn is_needed(server: &Server) -> bool {
     })
 }
 
-/// Comes to rest for good. The process ends in here.
+/// Quiesces for good and waits for the supervisor's kill. Returns only on failure.
 ///
 /// # Errors
-/// Why not: the server goes on as it was.
+/// The reason for the failure. The server has resumed.
 pub(super) fn rest_for_good(
     server: &Server,
     transfer: &UnixStream,
@@ -59,7 +59,7 @@ pub(super) fn rest_for_good(
     let since = Instant::now();
     while since.elapsed() < ENDS {
         if link.told().is_some() {
-            // The service is to end: whoever goes on finds all of it with the keeper.
+            // The service is to end. The checkpoint stays at the supervisor.
             std::process::exit(i32::from(exit::FAILED));
         }
         std::thread::sleep(LOOK);
@@ -68,10 +68,10 @@ pub(super) fn rest_for_good(
     Err(anyhow!("the keeper did not end this process within {} s", ENDS.as_secs()))
 }
 
-/// Why the keeper does not hold what that takes.
+/// Explains why the checkpoint does not suffice for this upgrade.
 ///
 /// # Errors
-/// That.
+/// Always: the reason.
 pub(super) fn is_possible(server: &Server) -> anyhow::Result<()> {
     for disk in server.disks() {
         disk.keep(&mut Descriptors::default()).context(

@@ -1,8 +1,8 @@
-//! Controllers that come and go while the server runs.
+//! Addition and removal of controllers while the server runs.
 //!
-//! One change is made at a time, on whatever thread asks for it, and none while another process may
-//! take over. What is needed is opened before anything is taken away, so a change that is not
-//! possible leaves everything as it was.
+//! One change runs at a time, on the thread that requests it, and none during a handover. The new
+//! disks and sockets are opened before the old ones are removed, so a change that fails leaves
+//! the server unchanged.
 
 use super::event::EventSender;
 use super::flush::flush;
@@ -25,26 +25,26 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
-/// How long a client may take to be let go of, and disks to be closed.
+/// Time limit for the disconnect of a client, and for the close of disks.
 const GONE: Duration = Duration::from_secs(5);
 
-/// Adds controllers and takes them away.
+/// Adds and removes controllers.
 pub(super) struct Changes {
     pool: Pool,
     events: EventSender,
-    /// Whether disks are opened so that they can be handed over.
+    /// Disks are opened in a way that permits a handover.
     lasting: bool,
     registry: Arc<Registry>,
-    /// The reactor's, once it serves.
+    /// Handle of the reactor, once it runs.
     handle: Mutex<Option<Handle>>,
     next: AtomicUsize,
-    /// Whose turn it is.
+    /// Lock that serializes changes.
     turn: Mutex<()>,
-    /// What a keeper holds of it.
+    /// Checkpoint at the supervisor, if there is one.
     kept: OnceLock<Arc<Kept>>,
 }
 
-/// A controller that could be served.
+/// A controller that is ready to be served.
 pub(super) struct Prepared {
     served: ServedController,
     device: ControllerDevice,
@@ -63,30 +63,30 @@ impl Changes {
         Self { pool, events, lasting, registry, handle, next, turn, kept }
     }
 
-    /// The sockets are served from here on.
+    /// Sets the reactor that serves the sockets.
     pub(super) fn serve(&self, handle: Handle) {
         *self.handle.lock() = Some(handle);
     }
 
-    /// So many controllers come from another process: who comes later gets another number.
+    /// Reserves the indices of `count` controllers that come from another process.
     pub(super) fn expect(&self, count: usize) {
         self.next.store(count, Ordering::Relaxed);
     }
 
-    /// A keeper holds what is served, and is told of changes.
+    /// Sets the checkpoint that is updated with each change.
     pub(super) fn keep_with(&self, kept: Arc<Kept>) {
         let _ = self.kept.set(kept);
     }
 
-    /// Nothing changes as long as what this returns is there. `None`: a change takes too long.
+    /// Blocks changes until the result is dropped. `None` if a running change takes too long.
     pub(super) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
         self.turn.try_lock_for(Duration::from_secs(1))
     }
 
-    /// Serves another controller. Whether it was not there yet.
+    /// Adds a controller. Returns false if it is served already.
     ///
     /// # Errors
-    /// It can not be served; or one of its id is there, and is another.
+    /// The controller cannot be served, or its id belongs to a different controller.
     pub(super) fn add(&self, asked: SocketConfig) -> anyhow::Result<bool> {
         let _turn = self.turn.lock();
         if let Some(served) = self.registry.find(&asked.id()) {
@@ -103,10 +103,10 @@ impl Changes {
         Ok(true)
     }
 
-    /// Serves a controller no more. One that has a client only if that is `forced`.
+    /// Removes a controller; `forced` is required if it has a client.
     ///
     /// # Errors
-    /// It is not there, or has a client.
+    /// The controller does not exist, or has a client.
     pub(super) fn remove(&self, id: &str, forced: bool) -> anyhow::Result<()> {
         let _turn = self.turn.lock();
         let served = self.find(id)?;
@@ -119,20 +119,20 @@ impl Changes {
         self.take_away(served)
     }
 
-    /// Whose turn it is, for changes that are made of several.
+    /// Takes the lock, for a change that consists of several.
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock()
     }
 
-    /// What is served.
+    /// Controllers that are served.
     pub(super) fn registry(&self) -> &Registry {
         &self.registry
     }
 
-    /// The controller that requests call so.
+    /// Finds a controller by the id that a request gives.
     ///
     /// # Errors
-    /// There is none.
+    /// The controller does not exist.
     pub(super) fn find(&self, id: &str) -> anyhow::Result<Arc<ServedController>> {
         self.registry.find_by_any(id).ok_or_else(|| {
             exit::not_there(anyhow!(
@@ -141,28 +141,28 @@ impl Changes {
         })
     }
 
-    /// What a keeper holds, if there is one.
+    /// Checkpoint at the supervisor, if there is one.
     pub(super) fn kept(&self) -> Option<&Arc<Kept>> {
         self.kept.get()
     }
 
-    /// How a disk is opened here.
+    /// Opens a disk; in a way that permits a handover if the server needs that.
     ///
     /// # Errors
-    /// It can not be.
+    /// The disk cannot be opened.
     pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
         if self.lasting { disk_spec::open_lasting(spec) } else { disk_spec::open(spec) }
     }
 
-    /// What is served is not what the configuration says any more.
+    /// Records that the controllers differ from the configuration.
     pub(super) fn set_changed(&self) {
         self.registry.set_changed();
     }
 
-    /// Opens all that a controller needs, and serves nothing yet.
+    /// Opens everything that a controller needs, without serving it.
     ///
     /// # Errors
-    /// It can not be served.
+    /// The controller cannot be served.
     pub(super) fn prepare(&self, asked: SocketConfig) -> anyhow::Result<Prepared> {
         let index = self.next.fetch_add(1, Ordering::Relaxed);
         let events = self.events.of(index);
@@ -181,10 +181,10 @@ impl Changes {
         Ok(Prepared { served, device, listener })
     }
 
-    /// Serves a controller.
+    /// Serves a prepared controller.
     ///
     /// # Errors
-    /// The server itself does not serve yet.
+    /// The server does not serve yet.
     pub(super) fn commit(&self, prepared: Prepared) -> anyhow::Result<()> {
         let Prepared { served, device, listener } = prepared;
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
@@ -200,10 +200,10 @@ impl Changes {
         Ok(())
     }
 
-    /// Ends a controller. Returns when its disks are free, or after a while.
+    /// Ends a controller. Returns when its disks are closed, or after a time limit.
     ///
     /// # Errors
-    /// The server itself does not serve yet.
+    /// The server does not serve yet.
     pub(super) fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
         let index = served.index;
@@ -212,7 +212,7 @@ impl Changes {
             kept.will_remove(index);
         }
         if let Some(port) = served.port() {
-            // It is told, or the reactor has ended.
+            // The channel is closed without a message if the reactor has ended.
             let _ = handle.remove(port).recv_timeout(GONE);
         }
         self.registry.remove(&served.id);
@@ -222,13 +222,14 @@ impl Changes {
             if let Err(error) = flush(&*namespace.disk) {
                 warn!("{name}: {} can not be flushed: {error}", namespace.disk.name());
             }
-            // Others may have it.
+            // Disks of a subsystem are shared with other controllers, so their close is not
+            // awaited.
             if served.asked().controller.subsystem.is_none() {
                 disks.push(Arc::downgrade(&namespace.disk));
             }
         }
         drop(served);
-        // Workers let go of it when they come to that, and whoever looks at it has it for a moment.
+        // I/O threads drop the disk when they handle the removal; statistics may hold it briefly.
         let until = Instant::now() + GONE;
         while disks.iter().any(|disk| disk.strong_count() != 0) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));

@@ -1,7 +1,7 @@
-//! The configuration file of `shadowbell serve --config`: many controllers for one process.
+//! Configuration file of `shadowbell serve --config`, with many controllers for one process.
 //!
-//! A file is taken as a whole or not at all. Everything that is wrong with it is reported
-//! at once, as far as the file can be understood, each with the number of its line.
+//! A file is accepted or refused as a whole. All errors that can be found are reported together,
+//! each with its line number.
 
 use super::sandbox::open_config;
 use super::server_config::{
@@ -28,10 +28,10 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
 
-/// The largest file that is read: a line for each of more controllers than a process can have.
+/// Maximum size of the file: a line each for more controllers than a process can serve.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// The file, as written.
+/// Deserialized file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
@@ -57,7 +57,7 @@ struct File {
     controller: Option<Vec<Spanned<ControllerTable>>>,
 }
 
-/// A `[[limit-group]]`: its name, and limits as a disk has them.
+/// A `[[limit-group]]`: its name, and limits with the keys of disk options.
 #[derive(Debug, Deserialize)]
 struct GroupTable {
     name: String,
@@ -103,10 +103,10 @@ struct DiskTable {
     nsid: Option<u32>,
 }
 
-/// Reads a configuration file. What it names is not opened.
+/// Reads a configuration file. Disks and sockets are not opened.
 ///
 /// # Errors
-/// Everything that is wrong with it, a line each, with the number of the line in the file.
+/// All errors of the file, one per line, with line numbers.
 pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
     let name = path.display();
     let refuse = |why: fmt::Arguments<'_>| bad_input(anyhow!("{name}: {why}"));
@@ -127,7 +127,7 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
     parse(&text, &name.to_string()).map_err(|why| bad_input(anyhow!(why)))
 }
 
-/// Understands `text`, the content of the file `name`.
+/// Parses `text`, the content of the file `name`.
 pub(super) fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
@@ -148,11 +148,11 @@ fn line_of(text: &str, offset: usize) -> usize {
     text.as_bytes().iter().take(offset).filter(|byte| **byte == b'\n').count() + 1
 }
 
-/// Finds what is wrong.
+/// Validates a file and collects its errors.
 struct Check<'a> {
     text: &'a str,
     name: &'a str,
-    /// The names of the limit groups.
+    /// Names of the limit groups.
     groups: HashSet<String>,
     wrong: Vec<(usize, String)>,
 }
@@ -167,7 +167,7 @@ impl Check<'_> {
         self.wrong.push((line, why.into()));
     }
 
-    /// The number, if it is in the range or not given.
+    /// Returns the number. A number outside of the range is reported.
     fn number<T: Copy + PartialOrd + fmt::Display>(
         &mut self,
         what: &str,
@@ -184,7 +184,7 @@ impl Check<'_> {
     }
 
     fn file(&mut self, file: File) -> ServerConfig {
-        // A file that was cut off or has another purpose must not take all controllers away.
+        // An empty, truncated or unrelated file must not remove all controllers.
         if file.controller.is_none() {
             let why = "it has no controller: begin one with `[[controller]]`; or say \
                        `controller = []`, and they come later, by `shadowbell ctl controller add`";
@@ -294,7 +294,8 @@ impl Check<'_> {
                 }
             }
             let served = SocketConfig { id, socket, controller, worker, origin };
-            // Of the others the sockets are compared.
+            // Controllers without an id are identified by their sockets, which are compared
+            // below.
             if let Some(id) = &served.id
                 && let Some(first) = ids.insert(id.clone(), line)
             {
@@ -398,7 +399,7 @@ impl Check<'_> {
             }
             uuid
         });
-        // A name that is misspelt would be a group without limits.
+        // An unknown name is refused: a misspelt one would be a group without limits.
         let (_, limits) = DiskLimits::split(&disk).unwrap_or_default();
         if let Some(group) = limits.group.filter(|group| !self.groups.contains(group)) {
             let why = format!(
@@ -411,7 +412,7 @@ impl Check<'_> {
     }
 }
 
-/// An id is a word that can be part of a path.
+/// Checks an id, which must fit into a path component of the HTTP API.
 pub(super) fn check_id(id: &str) -> Result<(), String> {
     let fits = (1..=100).contains(&id.len());
     let is_fine = |b: u8| b.is_ascii_alphanumeric() || b"-_.:".contains(&b);
@@ -423,7 +424,7 @@ pub(super) fn check_id(id: &str) -> Result<(), String> {
     }
 }
 
-/// Namespaces have their numbers in the order of the disks.
+/// Checks that the NSIDs are valid and ascend in the order of the disks.
 pub(super) fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
     let all: Vec<_> = nsids(disks).collect();
     let fits = |nsid: &u32| (1..=MAX_NAMESPACES as u32).contains(nsid);

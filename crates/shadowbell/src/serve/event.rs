@@ -1,8 +1,8 @@
-//! What happens to the controllers, on its way to the log.
+//! Queue of controller events for the log.
 //!
-//! The reactor's thread and the workers see it happen, under locks and with no time to ask a
-//! controller for its counters. So they leave it in a short queue, and a thread of its own makes
-//! the lines.
+//! The reactor thread and the I/O threads send events while they hold locks and cannot query a
+//! controller's counters. So they put events into a bounded queue, and a separate thread formats
+//! the log lines.
 
 use shadowbell_controller::Event;
 use shadowbell_frontend::vfio_user::ClientEvent;
@@ -11,23 +11,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvError, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Instant;
 
-/// Events that may wait in the queue, before one is lost.
+/// Capacity of the queue. Events beyond it are lost.
 const CAPACITY: usize = 1024;
 
-/// What happened to a controller.
+/// Event of a controller.
 #[derive(Clone, Debug)]
 pub(super) enum ServerEvent {
-    /// To the device around it.
+    /// Event of the vfio-user device.
     Client(ClientEvent),
-    /// To itself.
+    /// Event of the controller itself.
     Controller(Event),
-    /// Something that the queue had no room for.
+    /// Events were lost because the queue was full.
     Lost,
-    /// There will be no more.
+    /// No more events follow.
     End,
 }
 
-/// The queue: what happened, and to which controller.
+/// Queue of events, each with its controller's index.
 pub(super) struct EventQueue {
     sender: SyncSender<(usize, ServerEvent)>,
     receiver: Receiver<(usize, ServerEvent)>,
@@ -39,12 +39,12 @@ impl EventQueue {
         Self { sender, receiver }
     }
 
-    /// For the events of the controller of this number.
+    /// Creates a sender for the controller with this index.
     pub(super) fn sender(&self, index: usize) -> EventSender {
         EventSender { index, sender: self.sender.clone(), lost: Arc::default() }
     }
 
-    /// Waits for the next one, until `deadline` if there is one.
+    /// Waits for the next event, at most until `deadline`.
     pub(super) fn next(
         &self,
         deadline: Option<Instant>,
@@ -58,7 +58,7 @@ impl EventQueue {
     }
 }
 
-/// Where a controller's events go.
+/// Sender of one controller's events.
 #[derive(Clone)]
 pub(super) struct EventSender {
     index: usize,
@@ -67,12 +67,12 @@ pub(super) struct EventSender {
 }
 
 impl EventSender {
-    /// For the events of the controller of another number.
+    /// Creates a sender for the controller with another index.
     pub(super) fn of(&self, index: usize) -> Self {
         Self { index, sender: self.sender.clone(), lost: Arc::default() }
     }
 
-    /// Never waits: who calls this serves guests.
+    /// Sends an event. Never blocks, because callers serve guests.
     pub(super) fn send(&self, event: ServerEvent) {
         if self.lost.load(Ordering::Relaxed)
             && self.sender.try_send((self.index, ServerEvent::Lost)).is_ok()
@@ -84,7 +84,7 @@ impl EventSender {
         }
     }
 
-    /// Sends that there will be no more, and waits until there is room for it.
+    /// Sends the end marker. Blocks while the queue is full.
     pub(super) fn end(&self) {
         let _ = self.sender.send((self.index, ServerEvent::End));
     }

@@ -1,4 +1,4 @@
-//! Logs what guests do, a line each, on a thread of its own.
+//! Log lines for events of guests, written by a separate thread.
 
 use super::event::{EventQueue, EventSender, ServerEvent};
 use super::registry::{Registry, ServedController};
@@ -13,18 +13,18 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 
-/// A guest creates its queues one after the other: how long after one of them their number is
-/// logged.
+/// Delay between the creation of a queue and the log line with the number of queues. A guest
+/// creates its queues one after the other, so only the last number is logged.
 const QUEUES_SETTLE: Duration = Duration::from_millis(100);
 
-/// The thread; dropping this waits until all that happened before is logged.
+/// The log thread. A drop waits until all earlier events are logged.
 pub(super) struct EventLog(Option<(EventSender, JoinHandle<()>)>);
 
 impl EventLog {
-    /// Starts to log what happens in `server`; there is one for each.
+    /// Starts the log thread of a server. Each server has one.
     ///
     /// # Errors
-    /// The system has no more threads.
+    /// The thread cannot be started.
     pub(super) fn start(server: &mut Server) -> io::Result<Self> {
         let Some(events) = server.take_events() else { return Ok(Self(None)) };
         let sender = events.sender(0);
@@ -38,23 +38,23 @@ impl EventLog {
 impl Drop for EventLog {
     fn drop(&mut self) {
         if let Some((sender, thread)) = self.0.take() {
-            // The controllers have senders too, and the thread has the controllers: that none is
-            // left would never come to pass.
+            // The channel never closes by itself: the controllers have senders, and the thread
+            // holds the controllers. So the end is an event.
             sender.end();
             let _ = thread.join();
         }
     }
 }
 
-/// What the log says of a guest so far.
+/// State of a guest as logged so far.
 struct Guest {
     name: String,
-    /// Not to be kept by this: it may be taken away.
+    /// Weak, so that a removed controller is freed.
     served: Weak<ServedController>,
-    /// Counters when the one before it left. (When it came is logged late, perhaps after its first
-    /// commands; and without a client nothing is counted.)
+    /// Counters at the last disconnect. The counters at a connect would be read late, perhaps
+    /// after the first commands; between a disconnect and the next connect they do not change.
     before: Counts,
-    /// Queues that it was last logged to have.
+    /// Number of queues in the last log line.
     queues: usize,
 }
 
@@ -74,7 +74,7 @@ impl Guest {
 struct LogWriter {
     registry: Arc<Registry>,
     guests: BTreeMap<usize, Guest>,
-    /// Guests that are creating queues: how many they have, and when to log it.
+    /// Guests that create queues: the number so far, and when it is logged.
     new_queues: BTreeMap<usize, (usize, Instant)>,
 }
 
@@ -94,7 +94,7 @@ impl LogWriter {
         }
     }
 
-    /// Logs how many queues a guest has, for those that `are` done with creating them.
+    /// Logs the number of queues of the guests for which `are` returns true.
     fn log_new_queues(&mut self, are: impl Fn(usize, Instant) -> bool) {
         let guests = &mut self.guests;
         self.new_queues.retain(|index, (queues, until)| {
@@ -111,13 +111,13 @@ impl LogWriter {
         });
     }
 
-    /// Knows the guest of this number from here on, if there is one.
+    /// Adds the guest of the controller with this index, if the controller exists.
     fn meet(&mut self, index: usize) {
         if self.guests.contains_key(&index) {
             return;
         }
         if let Some(served) = self.registry.numbered(index) {
-            // Instead of those that were taken away.
+            // Removed controllers make room.
             self.guests.retain(|_, guest| guest.served.strong_count() != 0);
             self.guests.insert(index, Guest::new(&served));
         }
@@ -127,7 +127,7 @@ impl LogWriter {
         self.guests.get(&index)?.served.upgrade()
     }
 
-    /// What a namespace is on.
+    /// Name of a namespace's disk.
     fn disk(&self, index: usize, nsid: u32) -> Option<String> {
         let namespaces = self.served(index)?.controller.namespaces();
         let found = namespaces.iter().find(|(of, _)| *of == nsid);
@@ -212,7 +212,7 @@ impl LogWriter {
                 error!("{name}: the controller can not go on until the guest resets it: {why}");
             }
             ServerEvent::Controller(Event::QueueCreated(_)) | ServerEvent::End => {}
-            // A kind that came with a later controller is worth a line of its own.
+            // Event kinds that this match does not know are logged as they are.
             ServerEvent::Controller(event) => info!("{name}: {event:?}"),
             ServerEvent::Lost => warn!("{name}: more has happened than could be logged"),
         }

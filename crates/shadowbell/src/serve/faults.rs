@@ -1,10 +1,10 @@
-//! A server that does wrong on purpose: `--faults`, in a build with the cargo feature `faults`.
+//! Fault injection: `--faults`, in a build with the cargo feature `faults`.
 
 use super::server::Server;
 use shadowbell_controller::faults::{Faults, Injected};
 use tracing::{info, warn};
 
-/// What is to go wrong.
+/// Options for fault injection.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(super) struct FaultArgs {
     /// Do wrong on purpose, to test hosts: `drop-after:every=100,delay=2ms:rate=1/50,seed=7`
@@ -26,11 +26,11 @@ pub(super) struct FaultArgs {
     attempt: Vec<String>,
 }
 
-/// What was injected so far, by controller.
+/// Injected faults so far, by controller.
 pub(super) struct InjectedFaults(Vec<(String, Injected)>);
 
 impl FaultArgs {
-    /// Attempts what was asked for, and logs what comes of it.
+    /// Attempts the operations of `--attempt`, and logs their results.
     pub(super) fn attempt(&self) {
         for what in &self.attempt {
             let outcome = match what.split_once(':') {
@@ -50,7 +50,7 @@ impl FaultArgs {
         }
     }
 
-    /// Injects faults into every controller from here on.
+    /// Starts fault injection for all controllers.
     pub(super) fn begin(&self, server: &Server) -> InjectedFaults {
         let Some(faults) = &self.faults else { return InjectedFaults(Vec::new()) };
         warn!("faults are injected: no disk that is served here is to be relied on");
@@ -63,7 +63,7 @@ impl FaultArgs {
 }
 
 impl InjectedFaults {
-    /// Logs how many there were.
+    /// Logs the numbers of injected faults.
     pub(super) fn report(&self) {
         for (name, injected) in &self.0 {
             info!("{name}: {} faults injected", injected.total());

@@ -1,4 +1,4 @@
-//! A disk's flush, waited for.
+//! Synchronous flush of a disk.
 
 use anyhow::{anyhow, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -6,13 +6,13 @@ use shadowbell_backend::{Disk, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::time::{Duration, Instant};
 
-/// What no disk takes that is there: one that is somewhere else may be gone for good.
+/// Time limit. Local disks are always faster; a remote disk may be unreachable forever.
 const MOST: Duration = Duration::from_secs(600);
 
-/// Waits until everything that was written to `disk` is on stable storage.
+/// Waits until all data written to `disk` is on stable storage.
 ///
 /// # Errors
-/// It can not be, or the disk does not answer for ten minutes.
+/// The disk reports an error, or does not answer for ten minutes.
 pub(super) fn flush(disk: &dyn Disk) -> anyhow::Result<()> {
     flush_within(disk, MOST)
 }
@@ -42,7 +42,7 @@ fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {
             Err(errno) => return Err(errno.into()),
         }
         if Instant::now() >= until {
-            // To take it apart might wait for the same.
+            // The queue is leaked, because its drop might wait for the same flush.
             std::mem::forget(queue);
             bail!(
                 "it has not answered for {} s; what was written last may be lost",
@@ -59,7 +59,7 @@ mod tests {
     use std::io::{self, PipeReader, PipeWriter};
     use std::os::fd::{AsFd, BorrowedFd};
 
-    /// Never ends anything.
+    /// A disk that never completes a request.
     #[derive(Debug)]
     struct Mute;
 

@@ -1,5 +1,6 @@
-//! The server comes to rest, and hands over to its successor in another process; or goes on. (If both
-//! know how, its controllers go one by one: [`move_out`](super::move_out).)
+//! Handover of all controllers at once: the server quiesces and hands over to a new process, or
+//! resumes. (If both processes support it, controllers are moved one by one:
+//! [`move_out`](super::move_out).)
 
 use super::asides::Asides;
 use super::registry::ServedController;
@@ -17,16 +18,15 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 use tracing::{debug, info};
 
-/// How long clients may be kept waiting for nothing: until then the successor has to have taken
-/// over. QEMU holds its big lock while it waits for an answer.
+/// Time limit for the pause of clients until the new process has taken over. QEMU holds its big
+/// lock while it waits for a reply.
 pub(super) const REST: Duration = Duration::from_millis(200);
 
-/// Hands over to whoever is at the other end of `transfer`, and reads the state versions
-/// `versions`. When this returns without an error, nothing is touched any more, and the process
-/// is to end.
+/// Hands over to the process at the other end of `transfer`, which reads the state versions
+/// `versions`. After success this process accesses no disk or guest any more, and must end.
 ///
 /// # Errors
-/// Why not: the server goes on as it was.
+/// The reason for the failure. The server has resumed.
 pub(super) fn hand_over(
     server: &mut Server,
     resting: &Asides,
@@ -46,21 +46,21 @@ pub(super) fn hand_over(
         debug!("goes on after {} us", began.elapsed().as_micros());
         return Err(why);
     }
-    // From here on there is no way back: the other one knows.
+    // Committed: the new process serves, and this one cannot resume.
     abort_point(AbortPoint::Committed);
     link.say(to_keeper::HANDED_OVER, "");
     server.leave(reactor);
     debug!("handed over {} us after the clients were at rest", began.elapsed().as_micros());
-    // It can not fail but for a successor that is dead.
+    // Fails only if the new process is dead.
     let _ = transfer::say(transfer, GONE);
     info!("another process goes on");
     Ok(())
 }
 
-/// Stops nobody for what is known to be impossible.
+/// Checks the versions and the disks before any client is paused.
 ///
 /// # Errors
-/// That.
+/// The handover is not possible.
 pub(super) fn is_possible(server: &Server, versions: &str) -> anyhow::Result<()> {
     reads_ours(versions)?;
     for disk in server.disks() {
@@ -69,10 +69,10 @@ pub(super) fn is_possible(server: &Server, versions: &str) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Whether a process that reads these versions reads what this one writes.
+/// Checks that the new process reads the state version that this one writes.
 ///
 /// # Errors
-/// It does not.
+/// The versions do not match.
 pub(super) fn reads_ours(versions: &str) -> anyhow::Result<()> {
     let versions = parse_versions(versions).context("the new process reads no state")?;
     if !versions.contains(&VERSION) {
@@ -86,10 +86,10 @@ pub(super) fn reads_ours(versions: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Has these controllers come to rest.
+/// Quiesces these controllers.
 ///
 /// # Errors
-/// One of them does not in time. They are to be resumed.
+/// A controller does not quiesce in time. The caller must resume all of them.
 pub(super) fn rest_all(all_served: &[Arc<ServedController>], until: Instant) -> anyhow::Result<()> {
     let (rests, all) = channel();
     for (index, served) in all_served.iter().enumerate() {
@@ -115,7 +115,7 @@ pub(super) fn rest_all(all_served: &[Arc<ServedController>], until: Instant) -> 
     Ok(())
 }
 
-/// Writes everything down, sends it, and commits once the successor has it.
+/// Sends the state of everything, and commits once the new process has it.
 fn pass_on(
     server: &Server,
     resting: &Asides,
@@ -136,7 +136,7 @@ fn pass_on(
         add_controller(&mut parcel, index, served)?;
     }
     transfer.set_write_timeout(Some(left(until)))?;
-    // From the moment that the other one has them.
+    // Before the new process opens the disks, whose locks this process still holds.
     server.share_locks(true);
     let outcome = commit(&parcel, transfer, until);
     if outcome.is_err() {
@@ -145,17 +145,18 @@ fn pass_on(
     outcome
 }
 
-/// What the new one has to find in its configuration, or to take from here.
+/// List of the served controllers. The new process compares it with its configuration, or takes
+/// the changed configuration from it.
 ///
 /// # Errors
-/// It can not be written.
+/// Serialization fails.
 pub(super) fn what_is_served(server: &Server) -> anyhow::Result<Parcel> {
     let mut parcel = Parcel::new();
     let controllers = server.controllers();
     let asked: Vec<_> = controllers.iter().map(|served| served.asked()).collect();
     parcel.add(transfer::SERVED, true, &transfer::served_of(asked.iter().map(|asked| &**asked)))?;
     if server.registry().is_changed() {
-        // The configuration does not say it.
+        // Changed at run time, so the configuration file does not contain it.
         let asked: Vec<_> = asked.iter().map(|asked| &**asked).collect();
         parcel.add(transfer::ASKED, true, &asked)?;
         parcel.add(transfer::GROUPS, false, &limits::groups())?;
@@ -163,10 +164,10 @@ pub(super) fn what_is_served(server: &Server) -> anyhow::Result<Parcel> {
     Ok(parcel)
 }
 
-/// Writes down a controller that is at rest, with its disks.
+/// Adds the state of a quiesced controller and its disks.
 ///
 /// # Errors
-/// It can not be written.
+/// Serialization fails, or a disk cannot be handed over.
 pub(super) fn add_controller(
     parcel: &mut Parcel,
     index: usize,
@@ -182,7 +183,7 @@ pub(super) fn add_controller(
     Ok(())
 }
 
-/// The new one has ended.
+/// Error for a new process that has ended.
 pub(super) fn ended() -> anyhow::Error {
     anyhow!("the new process has ended before it took over")
 }
@@ -202,7 +203,7 @@ fn commit(parcel: &Parcel, transfer: &UnixStream, until: Instant) -> anyhow::Res
     transfer::say(transfer, COMMIT).map_err(|_| ended())
 }
 
-/// How long until then; a timeout of zero would be none.
+/// Time until `until`, at least 1 ms because a socket timeout of zero means none.
 pub(super) fn left(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }

@@ -1,4 +1,4 @@
-//! The end of a process whose keeper has ended, while it does not look at its keeper yet.
+//! Exit of this process when its supervisor dies, before the main loop polls the supervisor.
 
 use super::worker_link::WorkerLink;
 use crate::exit;
@@ -8,16 +8,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How often it is looked whether this is over.
+/// Interval at which the thread checks whether it was dropped.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Ends the process if its keeper ends, whatever the process waits for: a disk may be somewhere
-/// else, and what answers for it may say nothing. Until this is dropped.
+/// Thread that ends the process when the supervisor dies, until it is dropped. During start-up
+/// the main thread may wait for a remote disk that does not answer.
 pub(super) struct KeeperWatch(Arc<AtomicBool>);
 
 impl KeeperWatch {
+    /// Starts the thread.
+    ///
     /// # Errors
-    /// The system's.
+    /// The thread cannot be started, or the descriptor limit is reached.
     pub(super) fn start(link: &WorkerLink) -> anyhow::Result<Self> {
         let link = link.as_fd().try_clone_to_owned()?;
         let is_over = Arc::new(AtomicBool::new(false));
@@ -25,7 +27,7 @@ impl KeeperWatch {
         let watch = move || {
             let timeout = Timespec::try_from(LOOK).ok();
             while !its.load(Ordering::Acquire) {
-                // Nothing is read here: only its end is looked for.
+                // Only the end of the connection is polled; messages are not read.
                 let mut fds = [PollFd::from_borrowed_fd(link.as_fd(), PollFlags::empty())];
                 let seen = poll(&mut fds, timeout.as_ref());
                 let has_ended = fds.iter().any(|fd| fd.revents().contains(PollFlags::HUP));

@@ -1,14 +1,16 @@
-//! Has the keeper hold what the next process needs, should this one die.
+//! Checkpoint for recovery: sends the supervisor everything that the next process needs if this
+//! one dies.
 //!
-//! Items: [`fence`](FENCE); `old`, by which a [store](super::store) says that the others are old;
-//! `disk/N.M`, `controller/N` and `port/N`, each with descriptors of its own; `file/N.M`, the files
-//! of a client's memory if they are many; and, when all of them are there, what is served, which
-//! names the others.
+//! The checkpoint consists of items: [`fence`](FENCE); `old`, by which a [store](super::store)
+//! marks the other items as outdated; `disk/N.M`, `controller/N` and `port/N`, each with
+//! descriptors; `file/N.M`, the files of a client's memory if there are many; and, once all of
+//! them are sent, the list of what is served ([`COMPLETE`]), which names the others.
 //!
-//! A change while the server runs has an order in which every moment is one to go on from. What
-//! comes is there before it is named, and what goes is named no more before it goes. While a
-//! namespace changes, the disks of before and after are both named: which of them counts is what
-//! the record of the controller says, which has the namespaces that its guest may have seen.
+//! Changes at run time are ordered so that the checkpoint is valid at every moment: a new item is
+//! sent before the list names it, and the list no longer names an item before it is deleted.
+//! While a namespace changes, the list names both the old and the new disk. The state of the
+//! controller, which has the namespaces that its guest may have seen, decides which of the two is
+//! used.
 
 use super::registry::ServedController;
 use super::server_config::SocketConfig;
@@ -32,34 +34,35 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use tracing::info;
 
-/// Shows when all that the process had under way has ended; without a body.
+/// Item with the fence descriptor, which shows that all I/O of the process has ended. No body.
 pub(super) const FENCE: &str = "fence";
 
-/// What is served, and by which state version the other items are written.
+/// List of what is served, and the state version of the other items.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Complete {
     pub(super) version: u32,
     pub(super) served: Vec<Served>,
-    /// It is not what the configuration says.
+    /// True if the list differs from the configuration.
     pub(super) is_changed: bool,
     pub(super) controllers: Vec<KeptController>,
     pub(super) groups: Vec<Group>,
 }
 
-/// A controller that the keeper holds.
+/// A controller in the checkpoint.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct KeptController {
-    /// Its number, by which its items are called.
+    /// Index, which is part of its items' keys.
     pub(super) index: usize,
-    /// As it was asked for, apart from its disks.
+    /// Configuration, apart from its disks.
     pub(super) asked: SocketConfig,
-    /// Those of its namespaces, and of a namespace that is being changed both, the new one first.
+    /// Disks of its namespaces. A namespace that is being changed has two, the new one first.
     pub(super) disks: Vec<KeptDisk>,
-    /// Namespaces of whose change the guest may not know yet.
+    /// Namespaces that are being changed, so that the guest may have seen the old or the new
+    /// state.
     pub(super) changing: Vec<u32>,
 }
 
-/// A disk that the keeper holds, and the namespace that it makes.
+/// A disk in the checkpoint, and the properties of its namespace.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct KeptDisk {
     key: String,
@@ -71,19 +74,20 @@ pub(super) struct KeptDisk {
 }
 
 impl KeptController {
-    /// How it is asked for, with these of its disks.
+    /// Configuration of the controller with these of its disks.
     pub(super) fn as_asked(&self, disks: &[&KeptDisk]) -> SocketConfig {
         let mut asked = self.asked.clone();
         let is_same = asked.controller.disks.len() == disks.len()
             && asked.controller.disks.iter().zip(disks).all(|(one, kept)| one.disk == kept.disk);
-        // What was never changed stays as it was asked for.
+        // Without a change the original configuration is kept, which may leave UUIDs and NSIDs
+        // out.
         if !is_same || !self.changing.is_empty() {
             asked.controller.disks = disks.iter().map(|kept| kept.config()).collect();
         }
         asked
     }
 
-    /// The disk of a namespace that the guest has seen like this.
+    /// Disk of a namespace that the guest has seen with these properties.
     pub(super) fn disk_of(&self, seen: &SeenNamespace) -> Option<&KeptDisk> {
         self.disks.iter().find(|kept| {
             (kept.nsid, kept.uuid) == (seen.nsid, seen.uuid)
@@ -93,24 +97,24 @@ impl KeptController {
 }
 
 impl KeptDisk {
-    /// What its item is called.
+    /// Key of its item.
     pub(super) fn key(&self) -> &str {
         &self.key
     }
 
-    /// How it is asked for.
+    /// Configuration of the disk.
     pub(super) fn config(&self) -> DiskConfig {
         DiskConfig { disk: self.disk.clone(), uuid: Some(self.uuid), nsid: Some(self.nsid) }
     }
 }
 
-/// The way to what the keeper holds. It is there before any disk is opened.
+/// Checkpoint before and while it is completed. Created before any disk is opened.
 pub(super) struct Keeping {
     kept: Arc<Kept>,
     fence: OwnedFd,
 }
 
-/// What the keeper holds, for all who change it.
+/// Checkpoint, shared by everything that changes it.
 pub(super) struct Kept {
     store: Store,
     state: Mutex<State>,
@@ -118,34 +122,34 @@ pub(super) struct Kept {
 
 #[derive(Default)]
 struct State {
-    /// It holds something of which the next process can make use.
+    /// The next process can recover from the checkpoint.
     is_possible: bool,
-    /// Everything is there.
+    /// All items are sent.
     is_complete: bool,
-    /// What is served is not what the configuration says.
+    /// The served controllers differ from the configuration.
     is_changed: bool,
     controllers: BTreeMap<usize, KeptController>,
-    /// Files of a client's memory that it holds apart from the client's record, by controller.
+    /// Keys of the `file/N.M` items, by controller.
     files: BTreeMap<usize, BTreeSet<String>>,
-    /// Controllers whose socket is not there yet.
+    /// Controllers whose `port` item is not sent yet.
     coming: BTreeMap<usize, KeptController>,
-    /// How many disks there have been.
+    /// Number of disks so far, for unique keys.
     disks: u64,
 }
 
 impl Keeping {
+    /// Creates the checkpoint and its fence.
+    ///
     /// # Errors
-    /// The system has no more descriptors.
+    /// The descriptor limit is reached.
     pub(super) fn new(link: &WorkerLink) -> io::Result<Self> {
         let kept = Kept { store: link.store()?, state: Mutex::default() };
         Ok(Self { kept: Arc::new(kept), fence: shadowbell_backend::fence()? })
     }
 
-    /// From here on the keeper holds what the next process needs, to be [completed]. If that can
-    /// not be had, the log says so, and the service is as good as without. `is_changed`: what is
-    /// served is not what the configuration says.
-    ///
-    /// [completed]: Keeping::complete
+    /// Sends the items of all controllers; [`complete`](Keeping::complete) makes them valid. If
+    /// an item cannot be sent, that is logged, and the service continues without recovery.
+    /// `is_changed`: the served controllers differ from the configuration.
     pub(super) fn begin(
         &self,
         controllers: &[Arc<ServedController>],
@@ -162,10 +166,10 @@ impl Keeping {
         }
     }
 
-    /// As [`begin`](Self::begin), for controllers that come [one by one](Self::keep_one).
+    /// Like [`begin`](Self::begin), for controllers that are added [one by one](Self::keep_one).
     ///
     /// # Errors
-    /// The keeper does not take it.
+    /// The supervisor does not accept the items.
     pub(super) fn begin_with_none(&self, is_changed: bool) -> anyhow::Result<()> {
         self.kept.store.begin((FENCE, self.fence.as_fd()))?;
         let mut state = self.kept.state.lock();
@@ -173,10 +177,10 @@ impl Keeping {
         Ok(())
     }
 
-    /// Holds one more controller, which comes from another process.
+    /// Sends the items of one more controller, which comes from another process.
     ///
     /// # Errors
-    /// It can not be had.
+    /// A disk does not support recovery, or an item cannot be sent.
     pub(super) fn keep_one(
         &self,
         served: &ServedController,
@@ -189,22 +193,22 @@ impl Keeping {
         Ok(())
     }
 
-    /// What the keeper holds counts for the controllers that it holds so far, which are at rest.
+    /// Makes the checkpoint valid for the controllers so far, which are quiesced.
     ///
     /// # Errors
-    /// It is not there: whoever goes on after this process's death would not know of them.
+    /// The list cannot be sent, so that a recovering process would not know of these controllers.
     pub(super) fn name_all(&self) -> anyhow::Result<()> {
         self.kept.state.lock().is_complete = true;
         self.kept.try_publish().context("the keeper does not take what it is to hold")
     }
 
-    /// What the keeper holds is all that there is: the next process may go on with it.
+    /// Makes the checkpoint valid: all controllers are in it.
     pub(super) fn complete(&self) {
         self.kept.state.lock().is_complete = true;
         self.kept.publish();
     }
 
-    /// What the keeper holds, for whoever changes what is served.
+    /// Shared checkpoint, for changes at run time.
     pub(super) fn kept(&self) -> Arc<Kept> {
         Arc::clone(&self.kept)
     }
@@ -215,7 +219,7 @@ impl Keeping {
         reactor: &mut Reactor,
         ports: &[PortId],
     ) -> anyhow::Result<()> {
-        // What is known to be impossible costs nobody anything.
+        // Disks without support for recovery are found before any item is sent.
         for disk in controllers.iter().flat_map(|served| served.disks()) {
             disk.keep(&mut Descriptors::default())?;
         }
@@ -228,8 +232,9 @@ impl Keeping {
 }
 
 impl Kept {
-    /// Holds a controller that is about to be served, as [`port_recorder`](Self::port_recorder)
-    /// says. Whether that can be had; if not, there is nothing any more for the next process.
+    /// Sends the items of a controller before it is served;
+    /// [`port_recorder`](Self::port_recorder) adds the socket. Returns false if that failed:
+    /// there is no checkpoint any more.
     pub(super) fn add(self: &Arc<Self>, served: &ServedController) -> bool {
         if !self.is_possible() {
             return false;
@@ -246,12 +251,12 @@ impl Kept {
         }
     }
 
-    /// Keeps the socket of a controller, and names the controller as soon as it has it.
+    /// Recorder for a controller's socket. The first record adds the controller to the list.
     pub(super) fn port_recorder(self: &Arc<Self>, index: usize) -> Box<dyn PortRecorder> {
         Box::new(PortRecord { kept: Arc::clone(self), index })
     }
 
-    /// A controller is about to go: it is named no more.
+    /// Removes a controller from the list, before it is removed.
     pub(super) fn will_remove(&self, index: usize) {
         let mut state = self.state.lock();
         state.controllers.remove(&index);
@@ -261,7 +266,7 @@ impl Kept {
         self.publish();
     }
 
-    /// It has gone, with these namespaces.
+    /// Deletes the items of a removed controller, which had these disks.
     pub(super) fn removed(&self, index: usize, disks: &[KeptDisk]) {
         if self.is_possible() {
             let own = [transfer::controller(index), transfer::port(index)];
@@ -272,14 +277,14 @@ impl Kept {
         }
     }
 
-    /// The disks of a controller.
+    /// Disks of a controller.
     pub(super) fn disks(&self, index: usize) -> Vec<KeptDisk> {
         let state = self.state.lock();
         state.controllers.get(&index).map(|kept| kept.disks.clone()).unwrap_or_default()
     }
 
-    /// A namespace is about to be on this disk, or to go: until [`settle`](Self::settle) that is
-    /// as likely as that it stays what it is.
+    /// Records that a namespace is about to get another disk, or to be removed (`None`). Until
+    /// [`settle`](Self::settle), a recovery may find the guest in the old or the new state.
     pub(super) fn will_change(
         &self,
         index: usize,
@@ -304,8 +309,8 @@ impl Kept {
         self.publish();
     }
 
-    /// The change has come to its end: it was `done`, or all is as it was. The controller is as
-    /// `asked` for now.
+    /// Records the end of a change: it was `done`, or nothing has changed. `asked`: the
+    /// controller's configuration now.
     pub(super) fn settle(&self, index: usize, nsid: u32, done: bool, asked: &SocketConfig) {
         let mut gone = Vec::new();
         let mut state = self.state.lock();
@@ -316,7 +321,7 @@ impl Kept {
             let (of_it, others): (Vec<_>, Vec<_>) =
                 kept.disks.drain(..).partition(|disk| disk.nsid == nsid);
             kept.disks = others;
-            // The new one is the first of two.
+            // If there are two disks, the new one is the first.
             let stays = if done { of_it.first() } else { of_it.last() };
             let stays = stays.filter(|_| is_there).cloned();
             gone = of_it;
@@ -330,7 +335,7 @@ impl Kept {
         }
     }
 
-    /// A namespace is asked for by `spec` from here on, and a controller as `asked`.
+    /// Updates a namespace's disk specification and its controller's configuration.
     pub(super) fn say_otherwise(
         &self,
         index: usize,
@@ -349,7 +354,7 @@ impl Kept {
         self.say_again();
     }
 
-    /// A controller is asked for like this from here on, with the same disks.
+    /// Updates a controller's configuration; the disks stay the same.
     pub(super) fn ask_otherwise(&self, index: usize, asked: &SocketConfig) {
         let mut state = self.state.lock();
         if let Some(kept) = state.controllers.get_mut(&index) {
@@ -359,7 +364,7 @@ impl Kept {
         self.say_again();
     }
 
-    /// What is not of a controller has changed.
+    /// Sends the list again after a change that concerns no controller.
     pub(super) fn say_again(&self) {
         self.state.lock().is_changed = true;
         self.publish();
@@ -369,23 +374,23 @@ impl Kept {
         self.state.lock().is_possible
     }
 
-    /// The next process can make no use of what the keeper holds.
+    /// Invalidates the checkpoint for good.
     fn give_up(&self, why: &anyhow::Error) {
         info!("if this process dies, its clients lose their controllers: {why:#}");
         self.state.lock().is_possible = false;
-        // Not what a process before has left, either.
+        // A checkpoint of the previous process is invalidated as well.
         let _ = self.store.delete(COMPLETE);
     }
 
-    /// Whether the next process could go on with what the keeper holds.
+    /// Returns true if the next process could recover from the checkpoint.
     pub(super) fn holds_all(&self) -> bool {
         let state = self.state.lock();
         state.is_possible && state.is_complete
     }
 
-    /// Names all that there is.
+    /// Sends the list of what is served.
     fn publish(&self) {
-        // The store says itself what it could not take.
+        // The store logs its errors.
         let _ = self.try_publish();
     }
 
@@ -402,7 +407,7 @@ impl Kept {
             controllers,
             groups: limits::groups(),
         };
-        // Under the lock, so that what comes later stays.
+        // The lock is held, so that lists are sent in the order of the changes.
         self.store.put_state(COMPLETE, &complete, &Descriptors::default())
     }
 
@@ -440,7 +445,7 @@ impl Kept {
         let named = key.clone();
         config.disk.on_change(Box::new(move || {
             if let Some(disk) = weak.upgrade() {
-                // The store says itself what it could not take.
+                // The store logs its errors.
                 let _ = put_disk(&store, &named, &*disk);
             }
         }));
@@ -456,7 +461,7 @@ fn put_disk(store: &Store, key: &str, disk: &dyn Disk) -> anyhow::Result<()> {
     Ok(store.put_state(key, &state, &fds)?)
 }
 
-/// Puts there what is written down of a controller.
+/// Recorder that sends a controller's state.
 struct Record {
     store: Store,
     key: String,
@@ -464,19 +469,19 @@ struct Record {
 
 impl Recorder for Record {
     fn record(&self, state: &SavedController, fds: Descriptors) {
-        // The store says itself what it could not take.
+        // The store logs its errors.
         let _ = self.store.put_state(&self.key, state, &fds);
     }
 }
 
-/// The same of a socket.
+/// Recorder that sends a socket's state.
 struct PortRecord {
     kept: Arc<Kept>,
     index: usize,
 }
 
 impl PortRecord {
-    /// Lasting descriptors are items of their own, and change together with what names them.
+    /// Sends the state. Lasting descriptors are items of their own, in the same transaction.
     fn put(&self, state: &SavedPort, fds: &mut Descriptors) {
         let body = match serde_json::to_vec(state) {
             Ok(body) => body,
@@ -500,7 +505,7 @@ impl PortRecord {
         let files = files.iter().map(|(key, fds)| Change::Put { key, body: &[], fds });
         let gone = removed.iter().map(|key| Change::Delete { key });
         let changes: Vec<_> = gone.chain(files).chain([port]).collect();
-        // The store says itself what it could not take.
+        // The store logs its errors.
         let _ = self.kept.store.change(&changes);
         drop(changes);
         let mut state = self.kept.state.lock();

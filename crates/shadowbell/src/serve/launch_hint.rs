@@ -1,17 +1,17 @@
-//! The arguments that make a VMM use what is served.
+//! Command-line arguments for VMMs, printed at start-up.
 
 use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::OfferedDoorbells;
 use crate::{logging, paste, shell};
 use std::path::{Path, PathBuf};
 
-/// The name of the socket in a directory, as SPDK has it.
+/// Socket name in a directory, as in SPDK.
 const IN_DIRECTORY: &str = "cntrl";
 
-/// Where a controller is, and who can use it there.
+/// Socket of a controller, with what SPDK needs.
 struct Endpoint {
     socket: PathBuf,
-    /// The directory that SPDK is given, and whether the doorbells are as its client wants them.
+    /// Directory for SPDK, and whether doorbells are mapped as SPDK's client requires.
     spdk: Option<(PathBuf, bool)>,
 }
 
@@ -26,7 +26,7 @@ impl Endpoint {
     }
 }
 
-/// Prints, on standard output, the arguments to paste; nothing with `--quiet`.
+/// Prints the arguments to standard output, except with `--quiet`.
 pub(super) fn show(config: &ServerConfig) {
     if !logging::is_talkative() {
         return;
@@ -56,7 +56,8 @@ fn text(endpoints: &[Endpoint]) -> String {
         text.push_str("For SPDK, whose memory must be one file (-g in most of its programs):\n\n");
         for (directory, mapped) in spdk {
             let id = format!("trtype:VFIOUSER traddr:{}", directory.display());
-            // It does without shadow doorbells here, and gives up where it can not map the others.
+            // SPDK's client does not use shadow doorbells, and fails if it cannot map the
+            // doorbell page.
             let lacks = if *mapped { "" } else { "    # needs `--doorbells mapped` here" };
             text.push_str(&format!("  -r {}{lacks}\n", shell::word(&id)));
         }

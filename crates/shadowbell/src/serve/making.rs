@@ -1,4 +1,4 @@
-//! What a controller and its socket are made of.
+//! Builds a controller and its socket from the configuration.
 
 use super::event::{EventSender, ServerEvent};
 use super::places;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::warn;
 
-/// How the controller of this socket is carried to its guest, and where it tells what happens.
+/// Transport properties of a controller, and the receiver of its events.
 pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
     let events = events.clone();
     Carrier {
@@ -28,8 +28,8 @@ pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
     }
 }
 
-/// Has the controller served where that was asked for. With a disk that may hold its worker up it
-/// gets a thread of its own, if nothing was asked for.
+/// Assigns the controller to its configured I/O thread. Without a configured one, a controller
+/// with a disk that may block its I/O thread gets a thread of its own.
 pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::Result<()> {
     let disks = &served.controller.disks;
     match served.worker {
@@ -43,10 +43,10 @@ pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::R
     Ok(())
 }
 
-/// Gives a controller a thread of its own, because a disk of it may hold up who serves it.
+/// Gives a controller an I/O thread of its own, because one of its disks may block the thread.
 pub(super) fn set_apart(controller: &Controller) {
     match controller.isolate() {
-        // It has one, or another process is about to give it one.
+        // The controller has a thread of its own already, or a handover is running.
         Ok(()) | Err(RelocateError::Placed | RelocateError::Frozen) => {}
         Err(error) => warn!(
             "{}: {error}; so other controllers wait as well if a disk of it does not answer",
@@ -55,8 +55,8 @@ pub(super) fn set_apart(controller: &Controller) {
     }
 }
 
-/// Where the socket of a controller tells what happens.
-/// `client` says from then on whether one is connected.
+/// Event handler of a controller's socket. It also stores in `client` whether a client is
+/// connected.
 pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> ClientEventHandler {
     let client = Arc::clone(client);
     Arc::new(move |event| {
@@ -69,7 +69,7 @@ pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> Cl
     })
 }
 
-/// Opens what a controller needs.
+/// Opens the disks of a controller.
 pub(super) fn open_one(served: &SocketConfig, lasting: bool) -> anyhow::Result<Config> {
     let open = if lasting { disk_spec::open_lasting } else { disk_spec::open };
     let location = served.absolute_socket();
@@ -78,7 +78,7 @@ pub(super) fn open_one(served: &SocketConfig, lasting: bool) -> anyhow::Result<C
     with_origin(served, config.map_err(ConfigureError::into_error))
 }
 
-/// Listens at the socket of a controller.
+/// Creates the socket of a controller.
 pub(super) fn bind_one(served: &SocketConfig) -> anyhow::Result<Listener> {
     let listener = places::listen(&served.socket, Kind::Controller).map_err(|error| match error {
         BindError::System { .. } => error.into(),

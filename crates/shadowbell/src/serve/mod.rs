@@ -1,50 +1,50 @@
-//! `shadowbell serve`: controllers for virtual machines, behind vfio-user sockets.
+//! `shadowbell serve`: NVMe controllers for virtual machines, over vfio-user sockets.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `asides` | what answers beside the guests |
-//! | `apply` | has a running server be what a configuration says |
-//! | `plan` | what that takes |
-//! | `pool_orders` | what guests want done with their pools |
-//! | `changes` | controllers that come and go while it runs |
-//! | `namespaces` | their namespaces, which come, go and change |
-//! | `control` | the control socket and the metrics |
-//! | `registry` | the controllers that are served |
-//! | `args` | the command line |
-//! | `config_file` | the file of `--config` |
-//! | `server_config` | what both of them come to |
-//! | `making` | what a controller and its socket are made of |
-//! | `socket_access` | who may connect to the sockets of controllers |
-//! | `server` | what runs: workers, a reactor, controllers; from start to stop |
-//! | `flush` | a disk's flush, waited for |
-//! | `event` | what happens to the controllers, on its way to the log |
-//! | `event_log` | logs what guests do |
-//! | `launch_hint` | the arguments to give to QEMU and Cloud Hypervisor |
-//! | `stats_file` | the counters, as a file of JSON |
-//! | `stats_socket` | the counters for `top`, while the server runs |
-//! | `reactor_thread` | the thread that serves the sockets, and takes a rest |
-//! | `by_recovery` | a server that gives way to another process as if it had died |
-//! | `hand_over`, `take_over` | a server and its successor in another process |
-//! | `move_out`, `move_in` | the same, one controller after the other |
-//! | `arriving` | what comes to a successor |
-//! | `transfer` | what these two say to each other |
-//! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
-//! | `recover` | that other process |
-//! | `places` | what a keeper makes for this process: sockets, and files that are written |
-//! | `phases` | how long each part of its beginning took |
-//! | `pulse` | whether all threads still answer, for a service manager that wants to know |
-//! | `sizes` | namespaces that follow the sizes of their disks |
-//! | `sandbox` | what the process gives up before it reads anything of a guest's |
-//! | `worker_link` | what is said to a keeper, if there is one |
+//! | `asides` | management endpoints: control socket and statistics socket |
+//! | `apply` | reconfiguration of a running server from a configuration |
+//! | `plan` | comparison of a configuration with what is served |
+//! | `pool_orders` | Namespace Management and Format requests of guests with a pool |
+//! | `changes` | addition and removal of controllers at run time |
+//! | `namespaces` | addition, removal and change of namespaces at run time |
+//! | `control` | control socket and metrics |
+//! | `registry` | served controllers |
+//! | `args` | command line |
+//! | `config_file` | configuration file of `--config` |
+//! | `server_config` | configuration from either of them |
+//! | `making` | builds a controller and its socket from the configuration |
+//! | `socket_access` | mode and group of the controllers' sockets |
+//! | `server` | I/O threads, reactor and controllers, from start to stop |
+//! | `flush` | synchronous flush of a disk |
+//! | `event` | queue of controller events for the log |
+//! | `event_log` | log lines for events of guests |
+//! | `launch_hint` | command-line arguments for QEMU, Cloud Hypervisor and SPDK |
+//! | `stats_file` | statistics as a JSON file |
+//! | `stats_socket` | statistics for `top` |
+//! | `reactor_thread` | thread that serves the vfio-user sockets |
+//! | `by_recovery` | upgrade by recovery in the new process |
+//! | `hand_over`, `take_over` | upgrade with a handover of all controllers at once |
+//! | `move_out`, `move_in` | upgrade with a handover of one controller after the other |
+//! | `arriving` | restore of controllers that are handed over |
+//! | `transfer` | protocol of a handover |
+//! | `keeping`, `store` | checkpoint at the supervisor, for recovery |
+//! | `recover` | recovery after the death of a server process |
+//! | `places` | sockets and output files, created by the supervisor |
+//! | `phases` | start-up timing |
+//! | `pulse` | liveness checks for a service manager |
+//! | `sizes` | automatic resize of namespaces |
+//! | `sandbox` | restriction of the process before it reads guest data |
+//! | `worker_link` | connection to the supervisor |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
-//! Threads: the workers, one reactor for all sockets, one that makes log lines of what happens, one
-//! that writes the log (so that a terminal that blocks can not hold up a guest, see
-//! `crate::log_thread`), one that answers `top` if it may ask, one that has the control socket, one
-//! that hears of disks with new sizes, and the main thread, which waits for signals. None of them
-//! has a timer while nobody asks.
+//! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines
+//! for events; one that writes the log, so that a blocked terminal cannot block a guest (see
+//! `crate::log_thread`); one for the statistics socket, if there is one; one for the control
+//! socket; one that polls disks for new sizes; and the main thread, which waits for signals.
+//! Without clients none of them has a timer.
 
 mod ana;
 mod apply;
@@ -119,10 +119,10 @@ use std::time::Instant;
 use tracing::{debug, error, info, warn};
 use worker_link::{Role, WorkerLink};
 
-/// Serves until a signal ends it.
+/// Serves until a signal ends the service.
 ///
 /// # Errors
-/// What was asked for can not be served; or the service came to an end by itself.
+/// The configuration cannot be served, or the service has failed.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     if let Some(file) = &args.check {
         return check(file);
@@ -136,7 +136,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     outcome
 }
 
-/// Reads a configuration file, and says whether it makes sense.
+/// Validates a configuration file.
 fn check(file: &Path) -> anyhow::Result<ExitCode> {
     let config = config_file::read(file)?;
     for served in &config.controllers {
@@ -158,14 +158,15 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let asked = args.sandbox();
     let mut config = args.config()?;
     let reload = Reload::of(&given, &config);
-    // Those of a process that goes on for another are locked when that one has let go of them.
+    // A process that recovers or takes over locks the pools once the old process has unlocked
+    // them.
     let is_first = keeper.is_none_or(|(role, _)| role == Role::Start);
     pool::open_all(
         config.controllers.iter().filter_map(|one| one.controller.pool.as_ref()),
         is_first,
     )?;
     config.add_attached()?;
-    // As many as the system says now: it is not asked in the sandbox.
+    // The number of CPUs is read here, because the sandbox forbids the system call.
     config.pool.workers = config.pool.count();
     descriptor_limit::raise();
     limits::set_groups(&config.groups);
@@ -177,22 +178,22 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     }
     socket_access::set(&config.socket_access);
     warn_of_memory(&config);
-    // Before there is anything that a signal would leave behind.
+    // Before sockets exist, whose files an unhandled signal would leave behind.
     let mut signals =
         EndSignals::catch(if reload.is_some() { &[SIGUSR1, SIGHUP] } else { &[SIGUSR1] })?;
     let handle = signals.handle();
     let ended = move || handle.close();
     let link = keeper.map(|(_, link)| link);
-    // Before any disk is opened.
+    // Before any disk is opened, so that the fence covers all I/O.
     let keeping = link.map(Keeping::new).transpose()?;
     let keeper_pid = link.and_then(|_| rustix::process::getppid());
     let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
     phases.ended("configuration");
-    // The files are not to be had in the sandbox.
+    // The sandbox forbids to open these files.
     let places =
         config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
     subsystems::open(places).map_err(exit::bad_input)?;
-    // Before there is another thread, and before anything is read that comes from outside.
+    // Before other threads are started, and before any untrusted data is read.
     let contained = sandbox::enter(&asked, &config, link)?;
     logging::begin();
     phases.ended("sandbox");
@@ -200,20 +201,21 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
         (Some((Role::Successor, link)), Some(keeping)) => {
             match take_over::take_over(&config, link, keeping, ended)? {
                 Some(taken) => taken,
-                // The other process goes on, and knows why.
+                // The old process resumes, and has reported the reason.
                 None => return Ok(ExitCode::from(exit::FAILED)),
             }
         }
         (Some((Role::Recover, link)), Some(keeping)) => {
             match recover::recover(&config, link, keeping, ended, &mut phases)? {
-                // The guests need them less than anything else.
+                // The endpoints are created after the controllers serve, so that guests wait
+                // less.
                 Some(server) => (server, Asides::listen_again(&config, keeper_pid)),
-                // It is to end.
+                // The service is to end.
                 None => return Ok(ExitCode::from(exit::FAILED)),
             }
         }
         _ => {
-            // A disk may be somewhere else, and what answers for it may say nothing.
+            // A remote disk may not answer, so the open may block when the supervisor dies.
             let _watch = link.map(KeeperWatch::start).transpose()?;
             let asides = Asides::listen(&config, keeper_pid)?;
             let keep = keeping.as_ref().map(|keeping| {
@@ -277,7 +279,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     if link.is_none() {
         notify::tell(notify::STOPPING);
     }
-    // They remove their files.
+    // The endpoints remove their socket files.
     drop(answering.map(Answering::rest));
     let outcome = server.stop();
     drop(event_log);
@@ -290,7 +292,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     Ok(if is_kept && !is_left { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
 }
 
-/// Says so if the disks in memory can not all be filled.
+/// Warns if the `mem:` disks together are larger than the memory of the machine.
 fn warn_of_memory(config: &ServerConfig) {
     let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
     let sizes = disks.filter_map(|disk| disk_spec::memory_of(&disk.disk));
@@ -308,13 +310,13 @@ fn warn_of_memory(config: &ServerConfig) {
     }
 }
 
-/// What ends the wait.
+/// Reason for the end of [`wait`].
 enum End<'a> {
-    /// A signal, the keeper, or the end of the service.
+    /// A signal, a message of the supervisor, or a failure of the reactor.
     Asked,
-    /// The keeper is gone.
+    /// The supervisor has died.
     Left,
-    /// There is another process to hand over to.
+    /// Handover to another process is requested.
     Successor(&'a WorkerLink, Packet),
 }
 
@@ -335,7 +337,7 @@ fn wait<'a>(
         match signals.wait_beside(link.map(AsFd::as_fd), pulse.next())? {
             Wake::End => return Ok(End::Asked),
             Wake::Time => pulse.look(server),
-            // A keeper has the same signal, if all processes of the service have, and says so.
+            // A signal to the process group reaches the supervisor too, which sends `READ`.
             Wake::Signal(SIGHUP) if link.is_some() => {}
             Wake::Signal(SIGHUP) => {
                 notify::tell(&notify::reloading());
@@ -366,7 +368,7 @@ fn wait<'a>(
     }
 }
 
-/// Hands over to the process that the keeper names. Whether that goes on; if not, this one does.
+/// Hands over to the process that the supervisor names. Returns false if this process continues.
 fn hand_over(
     server: &mut Server,
     answering: &mut Option<Answering>,
@@ -383,7 +385,7 @@ fn hand_over(
     let Some(resting) = answering.take().map(Answering::rest) else { return Ok(false) };
     let changes = Arc::clone(server.changes());
     let outcome = match changes.pause() {
-        // Both processes may die on the way, and have to be held for that.
+        // If either process dies meanwhile, recovery needs a complete checkpoint.
         Some(_paused) if may_rest && can_move(server) => {
             by_recovery::rest_for_good(server, &transfer, &versions, link)
         }
@@ -398,19 +400,19 @@ fn hand_over(
         resting.leave();
         return Ok(true);
     };
-    // Before the new one sees that there is nothing to come, and ends.
+    // The reason is sent before the new process sees the end of the socket and ends.
     link.say(to_keeper::GOES_ON, &exit::line(&why));
     drop(transfer);
     *answering = Some(resting.start(server, config, powers)?);
     Ok(false)
 }
 
-/// Whether controllers can be handed over one by one.
+/// Returns true if controllers can be handed over one by one.
 fn can_move(server: &Server) -> bool {
     server.registry().count() != 0 && server.changes().kept().is_some_and(|kept| kept.holds_all())
 }
 
-/// Writes the counters where they were asked for, or else logs them.
+/// Writes the statistics to the configured file, or to the log.
 fn report(config: &ServerConfig, server: &Server) {
     let report = stats_file::Report::of(&server.controllers());
     match &config.stats_json {

@@ -1,9 +1,10 @@
-//! Takes over from another process one controller after the other: the other side of
+//! Takeover from another process, one controller after the other: the counterpart of
 //! [`move_out`](super::move_out).
 //!
-//! The first one is taken in and touched by nobody until the other process says that there is no way
-//! back. From then on this process serves what it has got so far, and needs the other one for the
-//! rest: should anything fail, it ends, and the keeper has a third one go on for both.
+//! The first controller is restored but not served until the old process commits. From then on
+//! this process serves the controllers that it has, and the old process serves the rest: after an
+//! error this process ends, and the supervisor starts a third process that recovers all
+//! controllers.
 
 use super::arriving::{Arriving, begin_trace, refused, what_is_served};
 use super::asides::Asides;
@@ -26,7 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{debug, error, info};
 
-/// How long a request of a client may hold up the next controller.
+/// Time limit for the reactor to pause, which a request of a client may delay.
 const REST: Duration = Duration::from_secs(5);
 
 struct MoveIn<'a, F> {
@@ -37,20 +38,20 @@ struct MoveIn<'a, F> {
     asked: Vec<SocketConfig>,
     events: EventSender,
     server: Server,
-    /// The sockets while they rest. Clients would notice if this were dropped.
+    /// Reactor while it is paused. A drop would disconnect its clients.
     resting: Option<Reactor>,
-    /// What runs when serving comes to its end; until it begins.
+    /// Callback for the end of the reactor, until the reactor starts.
     ended: Option<F>,
-    /// The other process can not go on with all of it any more.
+    /// The old process has committed, and cannot resume all controllers.
     is_committed: bool,
 }
 
-/// Takes over from who is at the other end of `transfer`, and has sent `parcel`, which says what is
-/// to come. `None` if that one goes on instead. If it comes to a point from which there is no way,
-/// it ends the process.
+/// Takes over from the process at the other end of `transfer`, which has sent the list `parcel`
+/// of its controllers. `None` if the old process continues instead. Ends this process if an error
+/// occurs after the commit.
 ///
 /// # Errors
-/// What the other one serves can not be served here.
+/// A controller of the old process cannot be served.
 pub(super) fn move_in<F: FnOnce() + Send + 'static>(
     config: &ServerConfig,
     link: &WorkerLink,
@@ -93,14 +94,15 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
         Ok(None) if !is_committed => return Ok(None),
         Err(why) if !is_committed => return Err(refused(link, why)),
         other => {
-            // The clients are the next process's: nothing may be taken apart.
+            // The third process recovers the clients: nothing may be closed in order, only by
+            // exit.
             let why = other.err().unwrap_or_else(|| anyhow!("the process before has ended"));
             error!("{why:#}");
             link.say(to_keeper::FAILED, &exit::line(&why));
             std::process::exit(i32::from(exit::FAILED));
         }
     };
-    // Nothing of the predecessor counts from here on.
+    // The old process's checkpoint is invalid from now on.
     link.say(to_keeper::TAKEN, "");
     abort_point(AbortPoint::Taken);
     begin_trace(&moving.server, config);
@@ -110,7 +112,7 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
 }
 
 impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
-    /// Takes all that comes. `None`: the other one is not there any more.
+    /// Receives all controllers. `None` if the old process closes the connection.
     fn run(&mut self) -> anyhow::Result<Option<Asides>> {
         transfer::say(self.transfer, HAVE).ok();
         loop {
@@ -133,7 +135,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         }
     }
 
-    /// Serves the controller that has come. False if the other one does.
+    /// Restores a controller and serves it. Returns false if the old process serves it.
     fn one(&mut self, index: usize, mut parcel: Parcel) -> anyhow::Result<bool> {
         let mut phases = Phases::begin();
         let asked = self.asked.get(index).context("the state has another number")?;
@@ -170,7 +172,8 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         let restored = served.controller.restore_at_rest(&saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
         phases.ended("queues");
-        // Who goes on after this process's death has to find it here, and not where it was.
+        // From this checkpoint on, a recovery takes the controller from here instead of from the
+        // old process's checkpoint.
         self.keeping.name_all()?;
         abort_point(AbortPoint::Kept);
         if self.ended.is_some() {
@@ -193,7 +196,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         Ok(true)
     }
 
-    /// What answers beside the guests comes last.
+    /// Receives the management endpoints, which are last.
     fn rest(&self, mut parcel: Parcel) -> anyhow::Result<Asides> {
         let asides = Asides::restore(&mut parcel)?;
         parcel.finish()?;
@@ -202,7 +205,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         }
         transfer::say(self.transfer, HAVE).ok();
         if !matches!(transfer::hear(self.transfer), Ok(Some(GONE))) {
-            // It died on its way out, when it had nothing under way any more.
+            // The old process died on exit, with no command in flight any more.
             debug!("the predecessor has ended without a word");
         }
         Ok(asides)

@@ -1,14 +1,15 @@
-//! Hands over to the successor in another process one controller after the other, so that each guest
-//! waits for its own controller only.
+//! Handover to a new process, one controller after the other, so that each guest waits only for
+//! its own controller.
 //!
-//! First all of them show that they come to rest in time, one by one, and go on. Until the first one
-//! is handed over everything can go on as it was. From then on two processes serve, and there is no
-//! way back: the keeper knows, and should one of the two die, it ends the other, and a third one goes
-//! on with what both have left. Of a controller that is the newer one's, as soon as that has it
-//! held; what this one has left of it is good until then, for it stays at rest here.
+//! First each controller in turn quiesces and resumes, which proves that it quiesces in time.
+//! Until the first controller is handed over, this process can resume everything. From then on
+//! two processes serve, and neither can take the other's controllers: the supervisor knows that,
+//! and if one of the two dies, it kills the other, and a third process recovers from both
+//! checkpoints. For a controller the new process's checkpoint is used as soon as it exists. Until
+//! then the old process's checkpoint is valid, because the controller stays quiesced there.
 //!
-//! A disk that becomes slow meanwhile holds up nobody else: its controller is served here until it
-//! comes to rest in time.
+//! A disk that becomes slow during the handover delays no other controller: its controller is
+//! served here until it quiesces in time.
 
 use super::asides::Asides;
 use super::hand_over::{REST, add_controller, ended, is_possible, left, rest_all, what_is_served};
@@ -28,20 +29,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 
-/// How long the new process may take for what no guest waits for.
+/// Time limit for preparations of the new process, during which no guest waits.
 pub(super) const PREPARES: Duration = Duration::from_secs(5);
-/// How long it may take for a controller once there is no way back.
+/// Time limit for the new process to take a controller after the commit.
 const TAKES: Duration = Duration::from_secs(5);
-/// How often the keeper is told that there is no end yet.
+/// Interval of progress messages to the supervisor.
 const SAYS: Duration = Duration::from_secs(1);
-/// After how long a controller that has not come to rest is tried again.
+/// Delay before the next attempt with a controller that did not quiesce in time.
 const AGAIN: Duration = Duration::from_millis(500);
 
-/// Why a controller is not handed over.
+/// Reason why a controller was not handed over.
 enum Failed {
-    /// It did not come to rest in time, and goes on.
+    /// The controller did not quiesce in time, and was resumed.
     Slow(anyhow::Error),
-    /// It can not be done.
+    /// The handover failed.
     Refused(anyhow::Error),
 }
 
@@ -49,20 +50,20 @@ struct MoveOut<'a> {
     server: &'a Server,
     transfer: &'a UnixStream,
     link: &'a WorkerLink,
-    /// There is no way back.
+    /// The first controller was handed over, so this process cannot resume all controllers.
     is_committed: bool,
-    /// The sockets while they rest. Clients would notice if this were dropped.
+    /// Reactor while it is paused. A drop would disconnect its clients.
     resting: Option<Reactor>,
-    /// What was let go of, until the process ends: to take it apart would take time.
+    /// Devices that were handed over. Leaked at exit, because their drop takes time.
     gone: Vec<Box<dyn Device>>,
 }
 
-/// Hands over to whoever is at the other end of `transfer`, and reads the state versions
-/// `versions`. When this returns without an error, nothing is touched any more, and the process
-/// is to end. If it comes to a point from which there is no way, it ends the process.
+/// Hands over to the process at the other end of `transfer`, which reads the state versions
+/// `versions`. After success this process accesses no disk or guest any more, and must end. Ends
+/// this process if an error occurs after the commit.
 ///
 /// # Errors
-/// Why not: the server goes on as it was.
+/// The reason for the failure. The server has resumed.
 pub(super) fn move_out(
     server: &mut Server,
     resting: &Asides,
@@ -80,7 +81,8 @@ pub(super) fn move_out(
         Ok(()) => {}
         Err(why) if !is_committed => return Err(why),
         Err(why) => {
-            // The clients that are left are the next process's: nothing may be taken apart.
+            // The third process recovers the remaining clients: nothing may be closed in order,
+            // only by exit.
             error!("{why:#}");
             link.say(to_keeper::FAILED, &exit::line(&why));
             std::process::exit(i32::from(exit::FAILED));
@@ -92,7 +94,7 @@ pub(super) fn move_out(
         server.leave(reactor);
     }
     debug!("handed over one by one in {} us", began.elapsed().as_micros());
-    // It can not fail but for a successor that is dead.
+    // Fails only if the new process is dead.
     let _ = transfer::say(transfer, GONE);
     std::mem::forget(gone);
     info!("another process goes on");
@@ -113,7 +115,7 @@ impl MoveOut<'_> {
         let mut told = 0;
         let mut said = Instant::now();
         while let Some((index, served)) = waiting.pop_front() {
-            // The keeper waits for a word.
+            // The supervisor ends both processes if it receives no progress message.
             if self.is_committed && said.elapsed() > SAYS {
                 self.link.say(to_keeper::MOVING, "");
                 said = Instant::now();
@@ -126,7 +128,7 @@ impl MoveOut<'_> {
                         told += 1;
                     }
                     waiting.push_back((index, served));
-                    // The keeper may be gone.
+                    // The supervisor may have died meanwhile.
                     if self.link.told() == Some(Told::Gone) {
                         return Err(anyhow!("the keeper has ended"));
                     }
@@ -141,15 +143,15 @@ impl MoveOut<'_> {
         self.expect(HAVE, TAKES)
     }
 
-    /// Shows that a controller comes to rest in time. It goes on.
+    /// Quiesces a controller and resumes it, which proves that it quiesces in time.
     fn rehearse(&self, served: &Arc<ServedController>) -> anyhow::Result<()> {
         let (reactor, outcome) = self.rest(served, Instant::now() + REST)?;
         self.go_on(served, reactor);
         outcome
     }
 
-    /// Has the sockets come to rest, and this controller. Whether it does; it is to
-    /// [go on](Self::go_on) in any case.
+    /// Pauses the reactor and quiesces this controller. The inner result tells if the controller
+    /// quiesced; the caller must [resume](Self::go_on) both in any case.
     fn rest(
         &self,
         served: &Arc<ServedController>,
@@ -169,7 +171,7 @@ impl MoveOut<'_> {
         self.server.sockets_go_on(reactor);
     }
 
-    /// Hands over a controller.
+    /// Hands over one controller.
     fn one(&mut self, index: usize, served: &Arc<ServedController>) -> Result<(), Failed> {
         let until = Instant::now() + REST;
         let mut phases = Phases::begin();
@@ -190,7 +192,7 @@ impl MoveOut<'_> {
         outcome.map_err(Failed::Refused)?;
         phases.ended("state");
         if let Some(reactor) = self.resting.take() {
-            // Others may have the same limits.
+            // Other controllers may share the limits.
             served.wait_for_limits(true);
             self.server.sockets_go_on(reactor);
         }
@@ -201,7 +203,7 @@ impl MoveOut<'_> {
         Ok(())
     }
 
-    /// Writes it down, sends it, makes sure that there is no way back, and lets go of it.
+    /// Sends the controller's state, commits if it is the first one, and releases the controller.
     fn pass_on(
         &mut self,
         index: usize,
@@ -215,7 +217,7 @@ impl MoveOut<'_> {
         let port = reactor.save_port(socket, parcel.descriptors())?;
         parcel.add(&transfer::port(index), true, &port.context("a controller has no socket")?)?;
         add_controller(&mut parcel, index, served)?;
-        // From the moment that the other one has them.
+        // Before the new process opens the disks, whose locks this process still holds.
         served.disks().for_each(|disk| disk.share_lock(true));
         let time = if self.is_committed { TAKES } else { left(until) };
         let outcome = self.send(&parcel, time);
@@ -227,7 +229,7 @@ impl MoveOut<'_> {
                 return outcome;
             }
             self.is_committed = true;
-            // Before the other one can have begun.
+            // The supervisor must know before the new process can begin to serve.
             self.link.say(to_keeper::MOVING, "");
             abort_point(AbortPoint::Moving);
             transfer::say(self.transfer, COMMIT).map_err(|_| ended())?;
@@ -248,19 +250,19 @@ impl MoveOut<'_> {
     }
 }
 
-/// Sends something to the new one.
+/// Sends state to the new process.
 ///
 /// # Errors
-/// It is gone, or does not read it in time.
+/// The new process has ended, or does not read in time.
 pub(super) fn send(transfer: &UnixStream, parcel: &Parcel, time: Duration) -> anyhow::Result<()> {
     transfer.set_write_timeout(Some(time))?;
     parcel.send(transfer).map_err(|error| ended().context(error.to_string()))
 }
 
-/// Waits for a letter of the new one.
+/// Waits for a message of the new process.
 ///
 /// # Errors
-/// It is gone, or does not say it in time.
+/// The new process has ended, or does not send the message in time.
 pub(super) fn expect(transfer: &UnixStream, letter: u8, time: Duration) -> anyhow::Result<()> {
     transfer.set_read_timeout(Some(time))?;
     match transfer::hear(transfer) {

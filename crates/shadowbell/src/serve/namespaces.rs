@@ -1,7 +1,7 @@
-//! Namespaces that come, go and change while their controller is used.
+//! Addition, removal and change of namespaces while their controller is in use.
 //!
-//! As with controllers there is one change at a time. A keeper is told before of what it comes to,
-//! and after that what it came to.
+//! As for controllers, one change runs at a time. The checkpoint is updated before each change
+//! with the state that may come, and after it with the state that it has led to.
 
 use super::changes::Changes;
 use super::making::set_apart;
@@ -20,23 +20,24 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 use tracing::{info, warn};
 
-/// How long workers may take to let go of a disk.
+/// Time limit for I/O threads to release a disk.
 const WORKERS: Duration = Duration::from_secs(30);
 
-/// What of a namespace is to be another.
+/// A change of one property of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum NamespaceChange {
-    /// Its size: so many bytes, or as many as its file has.
+    /// Size in bytes; `None` for the size of its file.
     Size(Option<u64>),
-    /// Its disk.
+    /// Disk specification.
     Disk(String),
-    /// Whether it takes no writes.
+    /// Read-only or not.
     ReadOnly(bool),
-    /// How much it takes in a second.
+    /// Rate limits.
     Limits(DiskLimits),
 }
 
-/// A namespace of a controller that is served, and what it is asked for by.
+/// A namespace of a served controller, with its configuration and its position in the list of
+/// disks.
 struct Found {
     at: usize,
     disk: DiskConfig,
@@ -44,10 +45,10 @@ struct Found {
 }
 
 impl Changes {
-    /// Adds a namespace to a controller. Whether it was not there yet.
+    /// Adds a namespace to a controller. Returns false if it exists already.
     ///
     /// # Errors
-    /// It can not be; or one of this NSID is there, and is another.
+    /// The namespace cannot be served, or its NSID belongs to a different namespace.
     pub(super) fn add_namespace(
         &self,
         id: &str,
@@ -79,10 +80,10 @@ impl Changes {
         Ok(true)
     }
 
-    /// Opens a disk that a controller is to have.
+    /// Opens a disk for a controller.
     ///
     /// # Errors
-    /// It can not be opened.
+    /// The disk cannot be opened.
     pub(super) fn open_for(
         &self,
         served: &ServedController,
@@ -97,11 +98,11 @@ impl Changes {
         Ok(disk)
     }
 
-    /// Adds a namespace whose disk is open, and whose number is free. For whoever has the
-    /// [turn](Self::turn), as all that follows.
+    /// Adds a namespace whose disk is open, and whose NSID is free. The caller holds the
+    /// [lock](Self::turn).
     ///
     /// # Errors
-    /// The controller can not have it.
+    /// The controller does not accept the namespace.
     pub(super) fn commit_namespace(
         &self,
         served: &ServedController,
@@ -131,7 +132,7 @@ impl Changes {
     /// Removes a namespace of a controller.
     ///
     /// # Errors
-    /// It is not there, or is the last one.
+    /// The namespace does not exist, or is the only one.
     pub(super) fn remove_namespace(&self, id: &str, nsid: u32) -> anyhow::Result<()> {
         let _turn = self.turn();
         let served = self.find(id)?;
@@ -139,11 +140,11 @@ impl Changes {
         self.take_namespace(&served, nsid)
     }
 
-    /// Takes a namespace of a pool away, of which the pool says that the guest has it no more. For
-    /// whoever has the turn.
+    /// Removes a namespace of a pool after the guest has deleted or detached it. Unlike
+    /// [`take_namespace`](Self::take_namespace), also the last one. The caller holds the lock.
     ///
     /// # Errors
-    /// It is not there; or something is under way at its disk for too long.
+    /// The namespace does not exist, or its commands in flight take too long.
     pub(super) fn drop_namespace(
         &self,
         served: &ServedController,
@@ -153,7 +154,7 @@ impl Changes {
         let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
         let mut after = asked.clone();
         after.controller.disks.remove(found.at);
-        // It may come back, and a guest need not have flushed what it wrote.
+        // The namespace may be attached again, and guests need not flush before a detach.
         if let Err(error) = super::flush::flush(&*found.namespace.disk) {
             warn!("{}: {} can not be flushed: {error}", served.name, found.namespace.disk.name());
         }
@@ -163,10 +164,10 @@ impl Changes {
         })
     }
 
-    /// The same, for whoever has the turn.
+    /// Like [`remove_namespace`](Self::remove_namespace), for a caller that holds the lock.
     ///
     /// # Errors
-    /// As above.
+    /// As for [`remove_namespace`](Self::remove_namespace).
     pub(super) fn take_namespace(
         &self,
         served: &ServedController,
@@ -185,7 +186,7 @@ impl Changes {
         let mut after = asked.clone();
         after.controller.disks.remove(found.at);
         let name = found.namespace.disk.name();
-        // A guest need not have flushed what it wrote.
+        // Guests need not flush before a removal.
         super::flush::flush(&*found.namespace.disk)
             .with_context(|| format!("{name} can not be flushed, so it is not removed"))?;
         drop(found);
@@ -196,10 +197,10 @@ impl Changes {
         Ok(())
     }
 
-    /// Changes a namespace of a controller. Whether it was not so already.
+    /// Changes a namespace of a controller. Returns false if it has this property already.
     ///
     /// # Errors
-    /// It is not there, or can not be that.
+    /// The namespace does not exist, or the change is not possible.
     pub(super) fn change_namespace(
         &self,
         id: &str,
@@ -212,10 +213,10 @@ impl Changes {
         self.alter_namespace(&served, nsid, change)
     }
 
-    /// The same, for whoever has the turn.
+    /// Like [`change_namespace`](Self::change_namespace), for a caller that holds the lock.
     ///
     /// # Errors
-    /// As above.
+    /// As for [`change_namespace`](Self::change_namespace).
     pub(super) fn alter_namespace(
         &self,
         served: &ServedController,
@@ -286,7 +287,7 @@ impl Changes {
         Ok(true)
     }
 
-    /// A namespace is asked for otherwise from here on, and its disk is that already.
+    /// Records a changed disk specification. The disk itself has changed already.
     fn say_otherwise(
         &self,
         served: &ServedController,
@@ -307,10 +308,10 @@ impl Changes {
         self.set_changed();
     }
 
-    /// The limits of a group. Whether they were not so already.
+    /// Sets the limits of a group. Returns false if it has these limits already.
     ///
     /// # Errors
-    /// It has no such name.
+    /// The name is invalid.
     pub(super) fn limit_group(&self, name: &str, wanted: Limits) -> anyhow::Result<bool> {
         let _turn = self.turn();
         limits::check_name(name).map_err(|why| exit::bad_input(anyhow!(why)))?;
@@ -327,7 +328,7 @@ impl Changes {
         Ok(true)
     }
 
-    /// Has the controller do it, waits for that, and keeps it.
+    /// Applies a change to the controller, waits for its end, and updates the checkpoint.
     fn change(
         &self,
         served: &ServedController,
@@ -376,10 +377,10 @@ impl Changes {
     }
 }
 
-/// Who is told of the end of a change.
+/// Callback for the end of a change.
 type Done = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
 
-/// What of a disk may have changed, for the log: ` (64.0 MiB, read-only, iops=100, as db)`.
+/// Describes a disk for the log: ` (64.0 MiB, read-only, iops=100, as db)`.
 fn about(disk: &dyn Disk, spec: &str) -> String {
     let info = disk.info();
     let mut said = vec![ByteSize(info.bytes()).display().iec().to_string()];
@@ -393,7 +394,7 @@ fn about(disk: &dyn Disk, spec: &str) -> String {
     format!(" ({})", said.join(", "))
 }
 
-/// What a controller is, as somebody would ask for it who leaves nothing of its namespaces open.
+/// Configuration of a controller with all NSIDs and UUIDs of its namespaces filled in.
 pub(super) fn explicit(served: &ServedController) -> SocketConfig {
     let mut asked = (*served.asked()).clone();
     let namespaces = served.controller.namespaces();
@@ -411,7 +412,7 @@ fn find(served: &ServedController, asked: &SocketConfig, nsid: u32) -> Option<Fo
     Some(Found { at, disk, namespace })
 }
 
-/// A namespace of a pool is its guest's.
+/// Refuses a namespace of a pool, which only the guest manages.
 fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
     let pool = asked.controller.pool.as_ref().and_then(pool::opened);
     match pool.is_some_and(|pool| pool.index().find(nsid).is_some()) {
@@ -422,7 +423,8 @@ fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
     }
 }
 
-/// The namespaces of a controller that is one of several are not changed for one of them.
+/// Refuses a controller of a subsystem, since all controllers of a subsystem share its
+/// namespaces.
 fn check_alone(served: &ServedController) -> anyhow::Result<()> {
     match &served.asked().controller.subsystem {
         None => Ok(()),
@@ -442,7 +444,7 @@ fn missing(served: &ServedController, nsid: u32) -> anyhow::Error {
     ))
 }
 
-/// Why a disk can not be another one, as an answer.
+/// Converts a refused change of a disk to an error with an exit status.
 fn refused(error: ResizeError) -> anyhow::Error {
     match error {
         ResizeError::System { .. } => error.into(),
@@ -451,7 +453,7 @@ fn refused(error: ResizeError) -> anyhow::Error {
     }
 }
 
-/// Why a controller does not do it, as an answer.
+/// Converts a change that the controller refused to an error with an exit status.
 fn impossible(error: NamespaceError) -> anyhow::Error {
     match error {
         NamespaceError::Config(_) | NamespaceError::NoRoom => exit::bad_input(error),

@@ -1,9 +1,9 @@
-//! How long each part of a process's beginning took, while clients wait.
+//! Durations of start-up and handover phases, while clients wait.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// The phases so far, one after the other.
+/// Phases so far, in their order.
 #[derive(Debug)]
 pub(super) struct Phases {
     last: Instant,
@@ -15,7 +15,7 @@ impl Phases {
         Self { last: Instant::now(), ended: Vec::new() }
     }
 
-    /// This phase is over, and the next one begins.
+    /// Ends a phase and begins the next one.
     pub(super) fn ended(&mut self, name: &'static str) {
         let now = Instant::now();
         self.ended.push((name, now - self.last));

@@ -1,5 +1,5 @@
-//! Sockets, and the files that are written: by the keeper, if there is one that does it, and
-//! otherwise by this process. What is asked for and what is allowed is in [`crate::place_link`].
+//! Sockets and output files: created by the path broker of the supervisor, if it has one, and
+//! otherwise by this process. The protocol is in [`crate::place_link`].
 
 use crate::keeper_link::{self, Packet, send_bytes};
 use crate::place_link::{
@@ -21,23 +21,23 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// How long a keeper may take to say that it does all this.
+/// Time limit for the supervisor's first answer. An earlier release does not answer.
 const ANSWERS: Duration = Duration::from_secs(5);
 
-/// The way to the thread of the keeper's that does it.
+/// Connection to the path broker.
 struct Keeper {
-    /// One question at a time.
+    /// Locked during a request and its answer.
     socket: Mutex<OwnedFd>,
-    /// The same, for what has no answer.
+    /// Duplicate for requests without an answer.
     unanswered: OwnedFd,
 }
 
 static KEEPER: OnceLock<Keeper> = OnceLock::new();
 
-/// From now on the keeper does it, whose thread is at the other end of this socket.
+/// Uses the path broker at the other end of this socket from now on.
 ///
 /// # Errors
-/// It does not, in a sentence.
+/// The supervisor has no path broker or refuses.
 pub(super) fn begin(socket: OwnedFd, places: &Places) -> Result<(), String> {
     let begin = || -> io::Result<()> {
         let memory = memory(&serde_json::to_vec(places)?)?;
@@ -54,7 +54,7 @@ pub(super) fn begin(socket: OwnedFd, places: &Places) -> Result<(), String> {
         let (Some(keeper), Ok(made)) = (KEEPER.get(), serde_json::to_string(&made)) else { return };
         match keeper.socket.try_lock() {
             Some(socket) => drop(ask(&socket, REMOVE, made, None)),
-            // Guests do not wait for a question that takes long, for a file system that hangs.
+            // Another request may be slow, on a hung file system: guests do not wait for it.
             None => {
                 let body = made.as_bytes();
                 let _ = send_bytes(&keeper.unanswered, REMOVE_UNANSWERED, body, &[], true);
@@ -64,12 +64,12 @@ pub(super) fn begin(socket: OwnedFd, places: &Places) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether the keeper does it.
+/// Returns true if the supervisor creates sockets and files.
 pub(super) fn are_the_keeper_s() -> bool {
     KEEPER.get().is_some()
 }
 
-/// Why something was not done.
+/// Reason for a refused request.
 enum Refusal {
     System(io::Error),
     Socket(NoSocket),
@@ -116,7 +116,7 @@ fn ask(
     })
 }
 
-/// Memory with these bytes.
+/// Creates a memfd with these bytes.
 fn memory(bytes: &[u8]) -> io::Result<OwnedFd> {
     let mut memory = File::from(memfd_create("shadowbell-places", MemfdFlags::CLOEXEC)?);
     memory.write_all(bytes)?;
@@ -124,11 +124,11 @@ fn memory(bytes: &[u8]) -> io::Result<OwnedFd> {
     Ok(memory.into())
 }
 
-/// Listens at `path`. A keeper has given the socket the access of its `kind` already; otherwise it
-/// is to be given.
+/// Creates a socket at `path`. The path broker also sets its owner and mode by `kind`; without a
+/// broker the caller must do that.
 ///
 /// # Errors
-/// The path can not be had.
+/// The socket cannot be created.
 pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
     let Some(keeper) = KEEPER.get() else { return Listener::bind(path) };
     let system = |source| BindError::System { path: path.to_owned(), what: "created", source };
@@ -154,10 +154,10 @@ pub(super) fn remove_directory(path: &Path) {
     };
 }
 
-/// Listens where the metrics were asked for.
+/// Creates the TCP socket for metrics, and returns its address.
 ///
 /// # Errors
-/// The system's.
+/// The address cannot be bound.
 pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, SocketAddr)> {
     let Some(keeper) = KEEPER.get() else {
         let listener = TcpListener::bind(address)?;
@@ -170,17 +170,17 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
     Ok((packet.fd().ok_or_else(nonsense)?.into(), address))
 }
 
-/// Writes the counters where they were asked for.
+/// Writes the statistics file.
 ///
 /// # Errors
-/// The system's.
+/// The file cannot be written.
 pub(super) fn write_counters(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let Some(keeper) = KEEPER.get() else { return whole_file::write(path, bytes) };
     let memory = memory(bytes)?;
     ask(&keeper.socket.lock(), COUNTERS, "", Some(&memory)).map(drop).map_err(Refusal::into_error)
 }
 
-/// The file of a new trace at `path`; with `keep` the one before is kept beside it.
+/// Creates the file of a new trace at `path`. With `keep`, the previous file is renamed.
 ///
 /// # Errors
 /// As [`TraceFile::create_file`].
@@ -189,7 +189,7 @@ pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
         if keep {
             let mut kept = path.to_owned().into_os_string();
             kept.push(".before");
-            // There may be none any more.
+            // The file may not exist.
             let _ = rustix::fs::renameat(rustix::fs::CWD, path, rustix::fs::CWD, kept);
         }
         return TraceFile::create_file(path);
@@ -199,10 +199,10 @@ pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
     Ok(packet.fd().ok_or_else(nonsense)?.into())
 }
 
-/// The two ends of a socket for packets.
+/// Creates a pair of packet sockets.
 ///
 /// # Errors
-/// The system's.
+/// The descriptor limit is reached.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let Some(keeper) = KEEPER.get() else { return keeper_link::pair() };
     let mut packet = ask(&keeper.socket.lock(), PAIR, "", None).map_err(Refusal::into_error)?;

@@ -1,8 +1,8 @@
-//! What has to be done so that a server serves what a configuration says, and what is otherwise
-//! then.
+//! Comparison of a configuration with a running server: the steps that lead to it, and the
+//! differences for the operator.
 //!
-//! A controller that differs in its namespaces alone stays, with its client, if each difference is
-//! one that a guest can be told of: a namespace more or less, other limits, writes or none.
+//! A controller whose namespaces alone differ keeps its client, if a guest can be notified of
+//! each difference: an added or removed namespace, other limits, or a change of read-only.
 
 use super::namespaces::{NamespaceChange, explicit};
 use super::registry::{Registry, ServedController};
@@ -18,40 +18,41 @@ use bytesize::ByteSize;
 use clap::ValueEnum;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-/// What makes a server serve what a file says.
+/// Steps that make a server serve a configuration.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     pub(super) add: Vec<SocketConfig>,
-    /// Of those that go, by id.
+    /// Ids of the controllers to remove.
     pub(super) remove: Vec<String>,
-    /// They stay under their id, and are not what they were.
+    /// Controllers whose id stays and whose configuration changes, so that their clients are
+    /// lost.
     pub(super) replace: Vec<SocketConfig>,
-    /// They stay, and so do their clients; by id, with what happens to their namespaces.
+    /// Controllers that keep their clients: id, and the changes of their namespaces.
     pub(super) change: Vec<(String, Vec<Step>)>,
     pub(super) unchanged: usize,
-    /// Those whose client would lose something, by id.
+    /// Ids of controllers whose connected client would lose something.
     pub(super) busy: Vec<String>,
-    /// What that would be, for a sentence.
+    /// Controllers and namespaces that connected clients would lose, as text.
     pub(super) lost: Vec<String>,
-    /// What is otherwise then of controllers that are there before and after, and of groups.
+    /// Differences of controllers that exist before and after, and of limit groups.
     pub(super) differences: Vec<Difference>,
 }
 
-/// What happens to a namespace of a controller that stays.
+/// Change of a namespace or an ANA state of a controller that stays.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// It comes.
+    /// Add a namespace.
     Add(u32, DiskConfig),
-    /// It goes.
+    /// Remove a namespace.
     Remove(u32),
-    /// It becomes another.
+    /// Change a namespace.
     Change(u32, NamespaceChange),
-    /// An ANA group has this state for the controller.
+    /// Set the ANA state of a group.
     Ana(u32, AnaWord),
 }
 
 impl Plan {
-    /// What has to be done so that `wanted` is what is served, with limits as in `groups`.
+    /// Compares what is served with the controllers `wanted` and the limit groups `groups`.
     pub(super) fn of(registry: &Registry, wanted: Vec<SocketConfig>, groups: &[Group]) -> Self {
         let mut plan = Self::default();
         let ids: HashSet<String> = wanted.iter().map(SocketConfig::id).collect();
@@ -96,7 +97,7 @@ impl Plan {
         self.change.push((served.id.clone(), steps));
     }
 
-    /// A controller loses something, which its client is to be asked for.
+    /// Records that a controller's client, if there is one, would lose something.
     fn loses(&mut self, served: &ServedController, what: impl FnOnce() -> String) {
         if !served.has_client() {
             return;
@@ -108,14 +109,14 @@ impl Plan {
     }
 }
 
-/// Whether a namespace can be had so that it takes writes.
+/// Returns true if a namespace's disk can be changed to writable.
 fn takes_writes(served: &ServedController, nsid: u32) -> bool {
     let namespaces = served.controller.namespaces();
     let found = namespaces.iter().find(|(other, _)| *other == nsid);
     found.is_some_and(|(_, namespace)| namespace.disk.with_writes(true).is_ok())
 }
 
-/// What makes a controller another without taking it from its client. `None`: nothing does.
+/// Steps that change a controller without a disconnect. `None` if that is not possible.
 fn steps(
     before: &SocketConfig,
     after: &SocketConfig,
@@ -126,7 +127,7 @@ fn steps(
         && before.controller.is_same_but_disks(&with_ana_of(before, after));
     let ana = states(before, after);
     let (before, after) = (disks(before), disks(after));
-    // A controller has one namespace at least, also in between.
+    // A controller always has a namespace, so one of them must exist before and after.
     if !is_same || !after.keys().any(|nsid| before.contains_key(nsid)) {
         return None;
     }
@@ -145,7 +146,7 @@ fn steps(
     Some(steps)
 }
 
-/// A controller as it is after, with the states of before.
+/// Configuration `after` with the ANA states of `before`, for a comparison of the rest.
 fn with_ana_of(before: &SocketConfig, after: &SocketConfig) -> ControllerConfig {
     let mut wanted = after.controller.clone();
     if let (Some(before), Some(after)) = (&before.controller.subsystem, &mut wanted.subsystem) {
@@ -154,7 +155,7 @@ fn with_ana_of(before: &SocketConfig, after: &SocketConfig) -> ControllerConfig 
     wanted
 }
 
-/// The states of ANA groups that are others.
+/// Steps for ANA states that differ.
 fn states(before: &SocketConfig, after: &SocketConfig) -> Vec<Step> {
     let both = before.controller.subsystem.as_ref().zip(after.controller.subsystem.as_ref());
     let changes = both.map(|(before, after)| {
@@ -166,7 +167,7 @@ fn states(before: &SocketConfig, after: &SocketConfig) -> Vec<Step> {
     changes.unwrap_or_default()
 }
 
-/// What makes a namespace another. `None`: nothing does.
+/// Steps that change a namespace. `None` if that is not possible.
 fn changes(
     before: &DiskConfig,
     after: &DiskConfig,
@@ -190,7 +191,7 @@ fn changes(
     Some(changes)
 }
 
-/// A disk as it is written, in what can change and the rest.
+/// A disk specification, split into the options that can change at run time and the rest.
 struct Parts {
     bare: String,
     limits: DiskLimits,
@@ -206,12 +207,12 @@ impl Parts {
     }
 }
 
-/// The disks of a controller by the numbers of their namespaces.
+/// Disks of a controller by NSID.
 fn disks(of: &SocketConfig) -> BTreeMap<u32, &DiskConfig> {
     nsids(&of.controller.disks).zip(&of.controller.disks).collect()
 }
 
-/// What is otherwise of a controller, without its id.
+/// Differences of a controller, without its id.
 fn differences(
     before: &SocketConfig,
     after: &SocketConfig,
@@ -229,7 +230,7 @@ fn differences(
     let nsids: BTreeSet<u32> = before.keys().chain(after.keys()).copied().collect();
     for nsid in nsids {
         let (from, to) = (before.get(&nsid), after.get(&nsid));
-        // A UUID that one of them leaves open is that of the other.
+        // A UUID that one of the two leaves out is not compared.
         let is_both =
             from.zip(to).is_none_or(|(from, to)| from.uuid.is_some() && to.uuid.is_some());
         let text = |disk: &&DiskConfig| {
@@ -244,7 +245,7 @@ fn differences(
     all.into_iter()
 }
 
-/// What can be said of a controller, but for its disks, under the names of the file.
+/// Properties of a controller without its disks, under the keys of the configuration file.
 fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 11] {
     let config = &of.controller;
     let doorbells = config.doorbells.to_possible_value().map(|value| value.get_name().to_owned());
@@ -299,7 +300,7 @@ mod tests {
     fn what_a_guest_can_be_told_of_does_not_take_its_controller() {
         let before = "disks = [\"/a.img\", \"/b.img?direct=on&iops=5\"]";
         assert_eq!(between(before, before), Some(vec![]));
-        // Other words for the same.
+        // The same configuration, written differently.
         let same = "disks = [\"/a.img?read-only=off\", \"/b.img?iops=5&direct=on\"]";
         assert_eq!(between(before, same), Some(vec![]));
         let after = "disks = [\"/a.img?read-only=on\", { disk = \"/c.img\", nsid = 4 }]";

@@ -1,8 +1,9 @@
-//! Carries out what hosts order of their [pools](crate::pool): a thread for each pool.
+//! Execution of namespace management, Format NVM and Sanitize commands of guests with a
+//! [pool](crate::pool), on a thread for each pool.
 //!
-//! Namespaces come and go by [`Changes`], as those that `shadowbell ctl` adds: so a keeper knows of
-//! them. The index is written first. Should the process die in between, the next one has the
-//! controller be what the index says, before it carries out anything else.
+//! Namespaces are attached and detached through [`Changes`], like those of `shadowbell ctl`, so
+//! the checkpoint is updated as well. The pool's index is written first. If the process dies in
+//! between, the next one makes the controller match the index before it executes other commands.
 
 use super::changes::Changes;
 use super::namespaces::explicit;
@@ -24,16 +25,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 
-/// How often it is looked whether the process before has let go of the pool, or of a change.
+/// Interval at which the thread checks whether the previous process has unlocked the pool.
 const LOOK: Duration = Duration::from_millis(20);
-/// After an order the thread rests for as long as that took, and no longer than this: so a host has
-/// half of what the storage can do.
+/// Maximum pause after a command. The thread pauses for as long as the command took, so that a
+/// guest uses at most half of the storage's performance, unless the command is longer than this.
 const REST: Duration = Duration::from_millis(100);
 
-/// Begins to carry out what is ordered of the pools of these controllers.
+/// Starts the threads for the pools of the server's controllers.
 ///
 /// # Errors
-/// The system has no more threads.
+/// A thread cannot be started.
 pub(super) fn begin(server: &Server) -> io::Result<()> {
     for served in server.controllers() {
         let Some(pool) = served.asked().controller.pool.as_ref().and_then(pool::opened) else {
@@ -61,11 +62,11 @@ pub(super) fn begin(server: &Server) -> io::Result<()> {
 struct Carrier {
     pool: Arc<HostPool>,
     changes: Arc<Changes>,
-    /// Of the controller.
+    /// Id of the controller.
     id: String,
 }
 
-/// What went wrong, for the log, and how the command ends.
+/// A failed command: the error for the log, and the status for the guest.
 struct Failed(anyhow::Error, Status);
 
 impl From<anyhow::Error> for Failed {
@@ -93,7 +94,7 @@ impl Carrier {
         self.changes.find(&self.id)
     }
 
-    /// The process before may have the pool for a while.
+    /// Locks the pool, which the previous process may hold for a while.
     fn wait_for_lock(&self) {
         let mut is_told = false;
         while let Err(error) = self.pool.lock() {
@@ -104,7 +105,7 @@ impl Carrier {
         }
     }
 
-    /// Nobody else changes the namespaces meanwhile.
+    /// Locks out other changes of controllers and namespaces.
     fn turn(&self) -> MutexGuard<'_, ()> {
         loop {
             if let Some(turn) = self.changes.pause() {
@@ -113,7 +114,7 @@ impl Carrier {
         }
     }
 
-    /// Has all be as the index says, and goes on with what was under way.
+    /// Makes everything match the index, and continues an interrupted Sanitize.
     fn resume(&self) {
         let outcome = self.mend();
         if let Err(error) = outcome {
@@ -122,11 +123,11 @@ impl Carrier {
         self.go_on_sanitizing();
     }
 
-    /// Has the controller and the files be as the index says.
+    /// Makes the files and the controller match the index.
     fn mend(&self) -> anyhow::Result<()> {
         let index = self.pool.index();
         for nsid in (1..=MOST).filter(|nsid| index.find(*nsid).is_none()) {
-            // It was about to be created, or was deleted.
+            // A leftover of an interrupted creation or deletion.
             if !is_vacant(&self.pool, nsid) {
                 let _turn = self.turn();
                 self.take_away(nsid)?;
@@ -141,7 +142,7 @@ impl Carrier {
         self.match_controller()
     }
 
-    /// Has the controller have what is attached, if a sanitize operation lets it, and nothing else.
+    /// Attaches and detaches namespaces to match the index and the state of a Sanitize operation.
     fn match_controller(&self) -> anyhow::Result<()> {
         let index = self.pool.index();
         let is_barred = self.is_barred();
@@ -166,7 +167,7 @@ impl Carrier {
         matches!(self.pool.index().sanitize.phase, Phase::InProgress | Phase::Failed)
     }
 
-    /// The namespaces of the pool that the controller has.
+    /// Namespaces of the pool that are attached to the controller.
     fn own(&self, served: &ServedController) -> Vec<u32> {
         let asked = explicit(served);
         let Some(spec) = &asked.controller.pool else { return Vec::new() };
@@ -174,7 +175,7 @@ impl Carrier {
         disks.filter_map(|disk| disk.nsid).collect()
     }
 
-    /// The controller has this namespace from here on.
+    /// Attaches a namespace to the controller.
     fn give(&self, entry: &Entry) -> anyhow::Result<()> {
         let served = self.served()?;
         let wanted = pool_disks::disk(&self.pool, entry);
@@ -182,7 +183,7 @@ impl Carrier {
         self.changes.commit_namespace(&served, entry.nsid, &wanted, disk)
     }
 
-    /// It has it no more, if it had it.
+    /// Detaches a namespace from the controller, if it is attached.
     fn take_away(&self, nsid: u32) -> anyhow::Result<()> {
         let served = self.served()?;
         if !served.controller.namespaces().iter().any(|(other, _)| *other == nsid) {
@@ -192,7 +193,7 @@ impl Carrier {
     }
 
     fn carry_out(&self, PoolOrder { act, .. }: &PoolOrder) -> PoolOutcome {
-        // The process is about to be replaced: the host may try again.
+        // A handover is running: the host may retry.
         let Some(_turn) = self.changes.pause() else { return Err(Status::COMMAND_INTERRUPTED) };
         let outcome = match act {
             PoolAct::Create { uuid, blocks, block_size, metadata } => {
@@ -249,7 +250,7 @@ impl Carrier {
     }
 
     fn delete(&self, nsid: u32) -> Result<(), Failed> {
-        // It is gone with this, whatever comes in between.
+        // The deletion is final once the index is written, also after a crash.
         self.pool.change(|index| index.namespaces.retain(|entry| entry.nsid != nsid))?;
         self.take_away(nsid)?;
         vacate(&self.pool, nsid)?;
@@ -299,7 +300,7 @@ impl Carrier {
         Ok(())
     }
 
-    /// Formats the namespace that the index says is being formatted.
+    /// Formats the namespace whose format the index records.
     fn format_one(
         &self,
         nsid: u32,
@@ -340,7 +341,7 @@ impl Carrier {
         Ok(self.match_controller()?)
     }
 
-    /// Sanitizes until that has ended, if an operation is under way.
+    /// Performs a pending Sanitize operation until its end.
     fn go_on_sanitizing(&self) {
         if self.pool.index().sanitize.phase != Phase::InProgress {
             return;
@@ -367,7 +368,7 @@ impl Carrier {
 
     fn sanitize(&self) -> anyhow::Result<()> {
         let index = self.pool.index();
-        // A process before may have had one of them.
+        // A recovered controller may still have namespaces that Sanitize must detach.
         {
             let _turn = self.turn();
             self.match_controller()?;

@@ -1,7 +1,7 @@
-//! Whether all threads still answer, for a service manager that wants to know (`WatchdogSec=`).
+//! Liveness check of all threads, for the watchdog of a service manager (`WatchdogSec=`).
 //!
-//! A keeper is asked by the service manager, and asks its worker. A process without a keeper is
-//! asked itself. Nobody is woken more often than that takes.
+//! With a supervisor, the supervisor feeds the watchdog and requests checks of the server
+//! process. Without one, the process checks itself. No other timer exists for it.
 
 use super::server::Server;
 use super::worker_link::WorkerLink;
@@ -10,26 +10,26 @@ use crate::notify;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How often a process without a keeper says that it is alive.
+/// Watchdog timer of a process without a supervisor.
 pub(super) struct Pulse {
-    /// None: nobody wants to know.
+    /// Interval; `None` if there is no watchdog.
     every: Option<Duration>,
     next: Option<Instant>,
 }
 
 impl Pulse {
-    /// What the service manager wants. Who has a keeper is asked by that.
+    /// Creates the timer that the service manager requests. With a supervisor there is none.
     pub(super) fn wanted(link: Option<&WorkerLink>) -> Self {
         let every = if link.is_some() { None } else { notify::watchdog() };
         Self { every, next: every.map(|every| Instant::now() + every) }
     }
 
-    /// When it is to be said next.
+    /// Time of the next check.
     pub(super) fn next(&self) -> Option<Instant> {
         self.next
     }
 
-    /// The time has come: it is said when all threads have answered, and not if one hangs.
+    /// Starts a check. The watchdog is fed once all threads have answered, so not if one hangs.
     pub(super) fn look(&mut self, server: &Server) {
         self.next = self.every.map(|every| Instant::now() + every);
         let registry = Arc::clone(server.registry());
@@ -41,7 +41,7 @@ impl Pulse {
 }
 
 impl WorkerLink {
-    /// Tells the keeper when all threads have answered.
+    /// Starts a check, and reports to the supervisor once all threads have answered.
     pub(super) fn visit(&self, server: &Server) {
         let link = self.clone();
         let registry = Arc::clone(server.registry());

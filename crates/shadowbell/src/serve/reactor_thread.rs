@@ -1,4 +1,5 @@
-//! The thread that serves the sockets, and how its reactor is taken out of it while it rests.
+//! Thread that runs the reactor of the vfio-user sockets, and the pause that takes the reactor
+//! out of the thread.
 
 use parking_lot::{Condvar, Mutex};
 use shadowbell_vfio_user::server::{Ended, Handle, Reactor};
@@ -18,25 +19,25 @@ struct Shared {
     changed: Condvar,
 }
 
-/// What both threads know of the reactor.
+/// Owner of the reactor, shared by both threads.
 enum State {
-    /// The thread has it. `rest`: it is asked to come to rest.
+    /// The thread runs it. `rest`: a pause is requested.
     Serving { rest: bool },
-    /// It is at rest; nobody has taken it yet.
+    /// Paused, and not taken out yet.
     Resting(Reactor),
-    /// It was taken out, or has come to its end.
+    /// Taken out, or ended.
     Away,
-    /// It is given back, and is to go on.
+    /// Put back, to be resumed by the thread.
     Back(Reactor),
-    /// It does not come back.
+    /// Taken out for good: the thread ends.
     Over,
 }
 
 impl ReactorThread {
-    /// Serves. `ended` runs when that came to an end other than by [`rest`](Self::rest).
+    /// Starts the thread. `ended` is called on it when the reactor has ended.
     ///
     /// # Errors
-    /// The system has no more threads.
+    /// The thread cannot be started.
     pub(super) fn start(
         reactor: Reactor,
         ended: impl FnOnce() + Send + 'static,
@@ -54,16 +55,16 @@ impl ReactorThread {
         Ok(Self { handle, shared, thread })
     }
 
-    /// The way to the reactor.
+    /// Handle of the reactor.
     pub(super) fn handle(&self) -> Handle {
         self.handle.clone()
     }
 
-    /// Has the reactor come to rest, and takes it out. `None` if it does not in time: then it goes
-    /// on.
+    /// Pauses the reactor and takes it out. `None` if it does not pause in time; then it
+    /// continues.
     pub(super) fn rest(&self, until: Instant) -> Option<Reactor> {
         let mut state = self.shared.state.lock();
-        // It may not have come to what it was given back.
+        // The thread may not have taken the reactor back after the last pause.
         while matches!(*state, State::Back(_)) {
             if self.shared.changed.wait_until(&mut state, until).timed_out() {
                 return None;
@@ -82,7 +83,7 @@ impl ReactorThread {
         match std::mem::replace(&mut *state, State::Away) {
             State::Resting(reactor) => Some(reactor),
             State::Serving { .. } => {
-                // Should it come to rest now, the thread has it go on.
+                // If the reactor pauses after this timeout, the thread resumes it.
                 *state = State::Serving { rest: false };
                 self.handle.thaw();
                 None
@@ -94,23 +95,24 @@ impl ReactorThread {
         }
     }
 
-    /// Has the reactor that was taken out go on.
+    /// Puts the reactor back, and the thread resumes it.
     pub(super) fn go_on(&self, reactor: Reactor) {
         *self.shared.state.lock() = State::Back(reactor);
         self.shared.changed.notify_all();
     }
 
-    /// The reactor that was taken out does not come back.
+    /// Ends the thread without the reactor that was taken out.
     pub(super) fn leave(self) {
         *self.shared.state.lock() = State::Over;
         self.shared.changed.notify_all();
         let _ = self.thread.join();
     }
 
-    /// Ends the service, and waits for the end. Outside: the thread has panicked.
+    /// Stops the reactor and waits for the thread. The outer error means that the thread has
+    /// panicked.
     ///
     /// # Errors
-    /// The service had come to its end by itself.
+    /// The reactor had failed before.
     pub(super) fn stop(self) -> std::thread::Result<io::Result<()>> {
         self.handle.stop();
         self.thread.join()
@@ -124,7 +126,7 @@ impl Shared {
             let mut state = self.state.lock();
             match outcome {
                 Ok(Ended::Frozen) if matches!(*state, State::Serving { rest: true }) => {}
-                // Nobody waits for it any more.
+                // The pause has timed out, so the reactor continues.
                 Ok(Ended::Frozen) => continue,
                 Ok(Ended::Stopped) | Err(_) => {
                     *state = State::Away;
@@ -158,7 +160,7 @@ mod tests {
     use shadowbell_vfio_user::server::Limits;
     use std::time::Duration;
 
-    /// Controllers that go one by one have it rest again before its thread has come to go on.
+    /// Per-controller handover pauses the reactor again before the thread has resumed it.
     #[test]
     fn a_rest_may_follow_another_at_once() {
         let reactor = Reactor::new(Limits::default()).unwrap();

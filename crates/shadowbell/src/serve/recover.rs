@@ -1,16 +1,16 @@
-//! A server that goes on where another process has died.
+//! Recovery after the death of a server process.
 //!
-//! The dead process has had the keeper hold everything ([`keeping`](super::keeping)). This one
-//! rebuilds all of it and touches nothing; has the keeper hold its own; says that it has taken it,
-//! from where on only that counts; and goes on. Until it says so it may fail or die, and the next
-//! one does the same again.
+//! The dead process has sent a checkpoint to the supervisor ([`keeping`](super::keeping)). This
+//! process rebuilds everything without accessing disks or guests, sends its own checkpoint,
+//! reports `TAKEN`, from which on only its own checkpoint is valid, and serves. Until `TAKEN` it
+//! may fail or die, and the next process recovers from the same checkpoint again.
 //!
-//! If a process has died that had handed over a part of what it had, there are the records of two
-//! ([`Sources`]): of a controller the newer one counts.
+//! If a process has died in a per-controller handover, there are the checkpoints of two processes
+//! ([`Sources`]). For each controller the newer one is used.
 //!
-//! What the dead process had given to the system may still be under way, and may reach the disk or
-//! a guest's memory. So before anything is repeated, all of it has to have ended: see
-//! `shadowbell_backend::recover`. Nothing bounds this wait but the disk.
+//! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
+//! disk or a guest's memory. So all of it must have ended before any command is repeated: see
+//! `shadowbell_backend::recover`. Only the disk limits the duration of this wait.
 
 use super::arriving::begin_trace;
 use super::event::EventQueue;
@@ -44,12 +44,12 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use tracing::{debug, info, warn};
 
-/// How often it is looked whether a disk that another process has is free.
+/// Interval at which a locked disk is tried again.
 const LOOK: Duration = Duration::from_millis(1);
-/// After how long somebody is told what is waited for.
+/// Delay before a log line names the reason for a wait.
 const TELL: Duration = Duration::from_millis(100);
 
-/// What was rebuilt, and does nothing yet.
+/// Rebuilt server, before it serves.
 struct Rebuilt {
     server: Server,
     reactor: Reactor,
@@ -57,18 +57,18 @@ struct Rebuilt {
     controllers: Vec<Recovered>,
 }
 
-/// A controller, as it was recorded.
+/// State of a controller in the checkpoint.
 struct Recovered {
     saved: SavedController,
     fds: Descriptors,
-    /// Namespaces of whose change its guest may not know.
+    /// Namespaces whose change the guest may not have been notified of.
     changing: Vec<u32>,
 }
 
-/// Goes on for the process that has died. `None`: the service is to end.
+/// Recovers the controllers of the dead process. `None`: the service is to end.
 ///
 /// # Errors
-/// It can not; its clients have lost their controllers.
+/// The recovery fails. The supervisor then starts without a checkpoint, and clients are lost.
 pub(super) fn recover(
     config: &ServerConfig,
     link: &WorkerLink,
@@ -103,7 +103,7 @@ pub(super) fn recover(
         announced.push((saved, changing));
     }
     phases.ended("queues");
-    // Everything is at rest, and the keeper holds all of it.
+    // All controllers are quiesced, and the supervisor has their checkpoint.
     keeping.complete();
     abort_point(AbortPoint::Kept);
     link.say(to_keeper::TAKEN, "");
@@ -130,7 +130,7 @@ pub(super) fn recover(
     Ok(Some(server))
 }
 
-/// Makes everything from what the dead process was, when nothing of it is under way any more.
+/// Rebuilds the server from a checkpoint, after all I/O of the dead process has ended.
 fn rebuild(
     config: &ServerConfig,
     items: Items,
@@ -215,13 +215,13 @@ fn rebuild(
     Ok(Rebuilt { server, reactor, ports, controllers })
 }
 
-/// What processes have left.
+/// Checkpoint of one process.
 struct Source {
     items: Items,
     complete: Complete,
 }
 
-/// What there is to go on from: of one process, or of two, the newer one first.
+/// Checkpoints to recover from: of one process, or of two, the newer one first.
 struct Sources(Vec<Source>);
 
 impl Sources {
@@ -237,12 +237,12 @@ impl Sources {
         Ok(Self(sources.collect::<Result<_, _>>()?))
     }
 
-    /// What names all controllers: that of the process that had them all.
+    /// List of all controllers: that of the oldest process, which had all of them.
     fn all(&self) -> anyhow::Result<&Complete> {
         Ok(&self.0.last().context("nothing was left")?.complete)
     }
 
-    /// The controllers, each as the newest process has it, and which that is.
+    /// Controllers from the newest checkpoint that has them, with the index of that checkpoint.
     fn controllers(&self) -> anyhow::Result<Vec<(usize, KeptController)>> {
         let newest = |kept: &KeptController| {
             let socket = kept.asked.absolute_socket();
@@ -256,7 +256,7 @@ impl Sources {
     }
 }
 
-/// An item's state, and its descriptors.
+/// Decodes an item, and returns its state and descriptors.
 fn take<T: DeserializeOwned>(items: &mut Items, key: &str) -> anyhow::Result<(T, Descriptors)> {
     let item = items.remove(key).with_context(|| format!("the state has no section {key}"))?;
     let (body, fds) = item.read()?;
@@ -265,17 +265,17 @@ fn take<T: DeserializeOwned>(items: &mut Items, key: &str) -> anyhow::Result<(T,
     Ok((state, Descriptors::from(fds)))
 }
 
-/// Waits for what the dead process has under way, and for the keeper, who may have it end.
+/// Wait for the end of the dead process's I/O, which a message of the supervisor may cut short.
 struct Fence<'a> {
     link: &'a WorkerLink,
     since: Instant,
     is_told: Cell<bool>,
-    /// What the keeper has said, if there is no more reason to wait.
+    /// Reason to give up the wait, received from the supervisor.
     gone: Cell<Option<Told>>,
 }
 
 impl Fence<'_> {
-    /// Waits until everybody who has the other end is gone.
+    /// Waits until no process has the other end of `end` open.
     fn wait_for(&self, end: &OwnedFd) -> anyhow::Result<()> {
         while !is_wrong(WrongOrder::NoFence) && !self.poll(Some(end.as_fd()), TELL) {
             if !self.goes_on("what the dead process has under way at its disks") {
@@ -285,14 +285,14 @@ impl Fence<'_> {
         Ok(())
     }
 
-    /// Waits a moment; whether to wait any longer.
+    /// Waits a moment. Returns false if the wait is to be given up.
     fn wait_for_lock(&self, disk: &str) -> bool {
         self.poll(None, LOOK);
         let what = format!("what the dead process has under way at {disk}");
         self.since.elapsed() < TELL || self.goes_on(&what)
     }
 
-    /// Says what is waited for, once. False if that is in vain.
+    /// Logs the reason for the wait once. Returns false if the wait is to be given up.
     fn goes_on(&self, what: &str) -> bool {
         if !self.is_told.replace(true) && self.gone.get().is_none() {
             warn!("waits for {what}");
@@ -300,7 +300,7 @@ impl Fence<'_> {
         self.gone.get().is_none()
     }
 
-    /// Waits for so long at most. Whether it is the end of `end`.
+    /// Waits for at most `most`. Returns true if the other end of `end` is closed.
     fn poll(&self, end: Option<BorrowedFd<'_>>, most: Duration) -> bool {
         let fds = [self.link.as_fd()].into_iter().chain(end);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();

@@ -1,4 +1,4 @@
-//! The controllers that are served, for all who look at them.
+//! Registry of the served controllers.
 
 use super::server_config::SocketConfig;
 use parking_lot::RwLock;
@@ -8,22 +8,22 @@ use shadowbell_vfio_user::server::PortId;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// A controller that is served.
+/// A served controller.
 pub(super) struct ServedController {
-    /// Its number, which no other one gets.
+    /// Index, which is never reused.
     pub(super) index: usize,
-    /// What it is, as somebody would ask for it.
+    /// Current configuration.
     asked: RwLock<Arc<SocketConfig>>,
-    /// What the reactor calls it.
+    /// Id of its socket in the reactor.
     port: OnceLock<PortId>,
-    /// Its socket, as it was written.
+    /// Path of its socket as configured, for messages.
     pub(super) name: String,
-    /// What requests call it.
+    /// Id in requests.
     pub(super) id: String,
-    /// Its socket, from the root.
+    /// Absolute path of its socket.
     pub(super) socket: String,
     pub(super) controller: Controller,
-    /// Whether a client is connected.
+    /// True while a client is connected.
     pub(super) client: Arc<AtomicBool>,
 }
 
@@ -46,34 +46,34 @@ impl ServedController {
         }
     }
 
-    /// Its disks, in the order of their namespaces.
+    /// Disks in the order of the namespaces.
     pub(super) fn disks(&self) -> impl Iterator<Item = Arc<dyn Disk>> {
         self.controller.namespaces().into_iter().map(|(_, namespace)| namespace.disk)
     }
 
-    /// Whether requests wait until the limits of its disks allow them.
+    /// Enables the rate limits of its disks, or disables them so that waiting requests proceed.
     pub(super) fn wait_for_limits(&self, is_so: bool) {
         for disk in self.disks() {
             disk.limiters().iter().for_each(|limiter| limiter.open(!is_so));
         }
     }
 
-    /// What it is, as somebody would ask for it.
+    /// Current configuration.
     pub(super) fn asked(&self) -> Arc<SocketConfig> {
         Arc::clone(&self.asked.read())
     }
 
-    /// It has changed.
+    /// Replaces the configuration.
     pub(super) fn set_asked(&self, asked: SocketConfig) {
         *self.asked.write() = Arc::new(asked);
     }
 
-    /// It is served.
+    /// Sets the id of its socket in the reactor.
     pub(super) fn set_port(&self, port: PortId) {
         let _ = self.port.set(port);
     }
 
-    /// What the reactor calls it.
+    /// Id of its socket in the reactor.
     pub(super) fn port(&self) -> Option<PortId> {
         self.port.get().copied()
     }
@@ -87,11 +87,11 @@ fn plural(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
 
-/// All of them, in the order in which they came.
+/// Served controllers, in the order of their addition.
 #[derive(Default)]
 pub(super) struct Registry {
     controllers: RwLock<Vec<Arc<ServedController>>>,
-    /// They are not those of the configuration any more.
+    /// The controllers differ from the configuration.
     changed: AtomicBool,
 }
 
@@ -101,17 +101,17 @@ impl Registry {
         Self { controllers, changed: AtomicBool::new(false) }
     }
 
-    /// As of now.
+    /// Current controllers.
     pub(super) fn all(&self) -> Vec<Arc<ServedController>> {
         self.controllers.read().clone()
     }
 
-    /// How many there are.
+    /// Number of controllers.
     pub(super) fn count(&self) -> usize {
         self.controllers.read().len()
     }
 
-    /// What is served, in a few words.
+    /// Short status text.
     pub(super) fn summary(&self) -> String {
         let all = self.controllers.read();
         let clients = all.iter().filter(|served| served.has_client()).count();
@@ -119,12 +119,12 @@ impl Registry {
         format!("serves {count} controller{}, {clients} to a client", plural(count))
     }
 
-    /// The one that requests call so.
+    /// Finds a controller by its id.
     pub(super) fn find(&self, id: &str) -> Option<Arc<ServedController>> {
         self.controllers.read().iter().find(|served| served.id == id).cloned()
     }
 
-    /// The same; or the one at the socket of this path from the root.
+    /// Finds a controller by its id or by the absolute path of its socket.
     pub(super) fn find_by_any(&self, id: &str) -> Option<Arc<ServedController>> {
         let at_socket = || {
             let all = self.controllers.read();
@@ -133,7 +133,7 @@ impl Registry {
         self.find(id).or_else(at_socket)
     }
 
-    /// The one of this number.
+    /// Finds a controller by its index.
     pub(super) fn numbered(&self, index: usize) -> Option<Arc<ServedController>> {
         self.controllers.read().iter().find(|served| served.index == index).cloned()
     }
@@ -145,7 +145,7 @@ impl Registry {
         served
     }
 
-    /// One comes from another process, which has served it by the same number.
+    /// Inserts a controller that is handed over, at its index.
     pub(super) fn join(&self, served: Arc<ServedController>) {
         let mut all = self.controllers.write();
         let place = all.partition_point(|other| other.index < served.index);
@@ -161,7 +161,7 @@ impl Registry {
         self.changed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether one has come or gone since the configuration was read.
+    /// Returns true if the controllers differ from the configuration.
     pub(super) fn is_changed(&self) -> bool {
         self.changed.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! What runs: workers, a reactor and controllers, from start to stop.
+//! Running server: I/O threads, reactor and controllers, from start to stop.
 
 use super::changes::Changes;
 use super::event::EventQueue;
@@ -19,25 +19,25 @@ use std::sync::Arc;
 use std::time::Instant;
 use tracing::{error, info};
 
-/// All that runs.
+/// A server: I/O threads, reactor and controllers.
 pub(super) struct Server {
     controllers: Arc<Registry>,
     changes: Arc<Changes>,
     events: Option<EventQueue>,
-    /// None: it was never started, or it has ended.
+    /// `None` before the start and after the end.
     reactor: Option<ReactorThread>,
-    /// Keeps the workers.
+    /// Owns the I/O threads.
     pool: Pool,
     tracer: Arc<Tracer>,
 }
 
 impl Server {
-    /// Starts to serve what `config` asks for; all of it, or nothing. If it is `lasting`, in
-    /// a way that can be handed over; what that names is called before anybody is served. `ended`
-    /// runs when serving came to its end, on a thread of its own.
+    /// Starts to serve `config`, entirely or not at all. If `lasting` is given, disks are opened
+    /// in a way that permits a handover, and `lasting` is called before any client is served.
+    /// `ended` is called on the reactor thread when the reactor has ended.
     ///
     /// # Errors
-    /// The first thing that can not be done, with the place where it was asked for.
+    /// The first error, with the line of the configuration that it concerns.
     pub(super) fn start(
         config: &ServerConfig,
         lasting: Option<impl FnOnce(&[Arc<ServedController>], &mut Reactor, &[PortId])>,
@@ -76,7 +76,7 @@ impl Server {
         Ok(server)
     }
 
-    /// One that does not serve yet.
+    /// Creates a server that does not serve yet.
     pub(super) fn resting(
         controllers: Vec<ServedController>,
         events: EventQueue,
@@ -91,11 +91,11 @@ impl Server {
         Self { controllers, changes, events: Some(events), reactor: None, pool, tracer }
     }
 
-    /// Records doorbells and measures commands, if that is asked for. If this `is_next`, the trace of the process before
-    /// is kept beside it.
+    /// Starts the configured doorbell trace and latency measurement. If this process `is_next`
+    /// after another one, the other one's trace file is kept.
     ///
     /// # Errors
-    /// The file can not be made.
+    /// The file cannot be created.
     pub(super) fn trace(&self, config: &ServerConfig, is_next: bool) -> anyhow::Result<()> {
         if config.measure {
             self.tracer.measure(true);
@@ -110,10 +110,10 @@ impl Server {
         &self.tracer
     }
 
-    /// Serves the sockets of `reactor`.
+    /// Starts the reactor.
     ///
     /// # Errors
-    /// The system has no more threads.
+    /// The thread cannot be started.
     pub(super) fn serve(
         &mut self,
         reactor: Reactor,
@@ -125,10 +125,10 @@ impl Server {
         Ok(())
     }
 
-    /// Has the sockets come to rest.
+    /// Pauses the reactor and disables rate limits.
     ///
     /// # Errors
-    /// They do not, in a sentence; then they go on.
+    /// A request of a client takes too long. The reactor then continues.
     pub(super) fn rest(&self, until: Instant) -> anyhow::Result<Reactor> {
         self.wait_for_limits(false);
         let reactor = self.rest_sockets(until);
@@ -138,35 +138,36 @@ impl Server {
         reactor
     }
 
-    /// The same, with all else as it was.
+    /// Pauses the reactor only.
     ///
     /// # Errors
-    /// As of [`rest`](Self::rest).
+    /// As for [`rest`](Self::rest).
     pub(super) fn rest_sockets(&self, until: Instant) -> anyhow::Result<Reactor> {
         let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
         reactor.context("a request of a client was under way for too long; try again")
     }
 
-    /// Has the sockets go on.
+    /// Resumes the reactor.
     pub(super) fn sockets_go_on(&self, reactor: Reactor) {
         if let Some(thread) = &self.reactor {
             thread.go_on(reactor);
         }
     }
 
-    /// Whether requests wait until the limits of their disks allow them. Who rests does not.
+    /// Enables or disables the rate limits of all disks. They are disabled to quiesce without
+    /// delay.
     fn wait_for_limits(&self, is_so: bool) {
         self.controllers().iter().for_each(|served| served.wait_for_limits(is_so));
     }
 
-    /// Goes on after a rest: the controllers, and then the sockets.
+    /// Resumes rate limits and controllers, then the reactor.
     pub(super) fn go_on(&self, reactor: Reactor) {
         self.wait_for_limits(true);
         self.controllers().iter().for_each(|served| served.controller.resume());
         self.sockets_go_on(reactor);
     }
 
-    /// Lets go of everything, without a word to any client: another process goes on.
+    /// Drops the sockets without disconnecting clients, which another process serves.
     pub(super) fn leave(&mut self, reactor: Reactor) {
         reactor.hand_over();
         if let Some(thread) = self.reactor.take() {
@@ -174,53 +175,54 @@ impl Server {
         }
     }
 
-    /// Has the workers, the thread of the control planes and the reactor come by, one after the
-    /// other: `ended` runs when all have, on the reactor's thread, and never if one of them hangs.
+    /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one
+    /// after the other. `ended` is called on the reactor thread after the last one, so never if
+    /// one hangs.
     pub(super) fn visit(&self, ended: impl FnOnce() + Send + 'static) {
         let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
         self.pool.visit(move || handle.visit(ended));
     }
 
-    /// All disks.
+    /// Disks of all controllers.
     pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
         self.controllers().iter().flat_map(|served| served.disks().collect::<Vec<_>>()).collect()
     }
 
-    /// Whether another process has the disks, too.
+    /// Sets whether another process may lock the disks too.
     pub(super) fn share_locks(&self, shared: bool) {
         self.disks().iter().for_each(|disk| disk.share_lock(shared));
     }
 
-    /// The controllers, in the order of the configuration.
+    /// Controllers, in the order of the configuration.
     pub(super) fn controllers(&self) -> Vec<Arc<ServedController>> {
         self.controllers.all()
     }
 
-    /// The same, for who looks at them while they change.
+    /// Registry of the controllers.
     pub(super) fn registry(&self) -> &Arc<Registry> {
         &self.controllers
     }
 
-    /// Who adds controllers and takes them away.
+    /// Changes at run time.
     pub(super) fn changes(&self) -> &Arc<Changes> {
         &self.changes
     }
 
-    /// Threads that do the I/O.
+    /// Number of I/O threads.
     pub(super) fn workers(&self) -> usize {
         self.pool.len()
     }
 
-    /// What happens from here on, for the log; there is one.
+    /// Takes the event queue. `None` after the first call.
     pub(super) fn take_events(&mut self) -> Option<EventQueue> {
         self.events.take()
     }
 
-    /// Lets all clients go and removes the sockets. Returns when no client's memory is touched any
-    /// more.
+    /// Disconnects all clients and removes the sockets. Afterwards no client's memory is
+    /// accessed.
     ///
     /// # Errors
-    /// The reactor had come to its end by itself.
+    /// The reactor had failed before.
     pub(super) fn stop(&mut self) -> anyhow::Result<()> {
         let Some(thread) = self.reactor.take() else { return Ok(()) };
         match thread.stop() {
@@ -229,7 +231,7 @@ impl Server {
         }
     }
 
-    /// Has the disks keep what they were given. Whether all of them do.
+    /// Flushes all disks. Returns false if a flush failed.
     #[must_use]
     pub(super) fn flush(&self) -> bool {
         let mut all = true;
@@ -243,7 +245,7 @@ impl Server {
     }
 }
 
-/// Opens what the controllers need. Creates nothing.
+/// Opens the disks of all controllers. Creates no sockets.
 fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
     if let Some(why) = disk_asked_for_twice(&server.controllers) {
         return Err(bad_input(anyhow!(why)));

@@ -1,4 +1,4 @@
-//! What `serve` is asked for, whoever asked: the command line or a configuration file.
+//! Configuration of `serve`, from the command line or a configuration file.
 
 use super::socket_access::SocketAccess;
 use crate::control::place::Place;
@@ -15,73 +15,73 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Workers that a process may have.
+/// Maximum number of I/O threads.
 pub(super) const MAX_WORKERS: u16 = shadowbell_controller::MAX_WORKERS as u16;
-/// The longest that a worker polls for nothing, in microseconds: after a second it does not matter
-/// any more what a wakeup costs.
+/// Maximum polling time of an idle I/O thread, in microseconds. After a second of idleness the
+/// cost of a wakeup does not matter.
 pub(super) const MAX_POLL_US: u32 = 1_000_000;
-/// Trace records of each worker if nothing is said: 8 MiB.
+/// Default number of trace records per I/O thread: 8 MiB.
 pub(super) const TRACE_RECORDS: u32 = 1 << 18;
 
-/// What is to be served, checked as far as that is possible without opening anything.
+/// Validated configuration. Disks and sockets are not opened yet.
 #[derive(Debug)]
 pub(crate) struct ServerConfig {
-    /// The controllers.
+    /// Controllers.
     pub controllers: Vec<SocketConfig>,
-    /// Their workers.
+    /// Options of the I/O threads.
     pub pool: PoolOptions,
-    /// Where to record doorbells, and how many records of each worker.
+    /// File of the doorbell trace, and the number of records per I/O thread.
     pub trace: Option<(PathBuf, u32)>,
-    /// Whether commands are measured, by namespace.
+    /// Latency measurement by namespace.
     pub measure: bool,
-    /// Where to write counters.
+    /// Statistics file.
     pub stats_json: Option<PathBuf>,
-    /// Where `top` may ask for them.
+    /// Statistics socket for `top`.
     pub stats_socket: Option<PathBuf>,
-    /// Where it can be controlled.
+    /// Name and path for the control socket.
     pub control: Place,
-    /// What it is called if it is given no name.
+    /// Name of the server if none is configured.
     pub default_name: String,
-    /// Where metrics are, by TCP.
+    /// TCP address of the metrics.
     pub metrics: Option<SocketAddr>,
-    /// Limits that several disks share.
+    /// Limit groups.
     pub groups: Vec<Group>,
-    /// Who may connect to the sockets of controllers.
+    /// Mode and group of the controllers' sockets.
     pub socket_access: SocketAccess,
-    /// The workers poll because doorbells are mapped, and nobody has asked for it.
+    /// I/O threads always poll because doorbells are mapped, and no polling option was given.
     pub polls_for_mapped: bool,
 }
 
 /// A controller and its socket.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SocketConfig {
-    /// What requests call it, if not by its socket.
+    /// Id in requests. Default: its socket.
     #[serde(default)]
     pub id: Option<String>,
-    /// Where it listens, as it was written.
+    /// Path of the socket as configured.
     pub socket: PathBuf,
-    /// What it is.
+    /// Properties of the controller.
     pub controller: ControllerConfig,
-    /// Who serves it, if not any worker.
+    /// I/O thread that serves it. `None` for any.
     pub worker: Option<WorkerChoice>,
-    /// Where it was asked for, if that helps (`vms.toml:12`).
+    /// Place in the configuration file (`vms.toml:12`).
     pub origin: Option<String>,
 }
 
 impl SocketConfig {
-    /// What requests call it: the path of its socket from the root, if nothing else was said.
+    /// Id in requests: the configured one, or the absolute path of the socket.
     #[must_use]
     pub(crate) fn id(&self) -> String {
         self.id.clone().unwrap_or_else(|| self.known_socket())
     }
 
-    /// The path of its socket from the root, as it is known.
+    /// Absolute path of the socket itself, also if a directory is configured.
     #[must_use]
     pub(crate) fn known_socket(&self) -> String {
         known_path(&self.absolute_socket()).to_string_lossy().into_owned()
     }
 
-    /// Whether both are the same controller at the same socket.
+    /// Returns true if both are the same controller at the same socket.
     #[must_use]
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.known_socket() == other.known_socket()
@@ -89,14 +89,14 @@ impl SocketConfig {
             && self.worker == other.worker
     }
 
-    /// What it takes for itself: a socket, and disks.
+    /// Exclusive resources: the socket and the disks.
     #[must_use]
     pub(crate) fn takes(&self) -> Vec<String> {
         let disks = self.controller.disks.iter().map(DiskConfig::takes);
         disks.chain([self.known_socket()]).collect()
     }
 
-    /// What it takes for the namespace of this number.
+    /// Exclusive resource of a namespace: its disk.
     #[must_use]
     pub(crate) fn takes_for(&self, nsid: u32) -> Option<String> {
         let disks = &self.controller.disks;
@@ -104,11 +104,11 @@ impl SocketConfig {
         disks.get(at).map(DiskConfig::takes)
     }
 
-    /// The path of the socket from the root: it names the controller for good.
+    /// Absolute path of the configured socket, which identifies the controller.
     #[must_use]
     pub(crate) fn absolute_socket(&self) -> PathBuf {
         let path = self_as_is::absolute(&self.socket);
-        // Without the symbolic links of the directory, if there is one.
+        // Symbolic links of the directory are resolved, if it exists.
         match (path.parent().map(Path::canonicalize), path.file_name()) {
             (Some(Ok(directory)), Some(name)) => directory.join(name),
             _ => path,
@@ -116,17 +116,17 @@ impl SocketConfig {
     }
 }
 
-/// Who serves a controller.
+/// I/O thread of a controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "`worker` is the number of a worker, from 0, or \"own\"")]
 pub(crate) enum WorkerChoice {
-    /// The worker of this number.
+    /// The I/O thread with this number.
     Shared(usize),
     /// A thread that serves no other controller.
     Own(Own),
 }
 
-/// The word for a thread that serves no other controller.
+/// The keyword for a thread that serves no other controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Own {
@@ -147,10 +147,10 @@ pub(super) enum Poll {
     Never,
 }
 
-/// The options of the pool, whoever gave them.
+/// Checks and combines the options of the I/O threads.
 ///
 /// # Errors
-/// A sentence about options that contradict each other.
+/// The options contradict each other.
 pub(super) fn pool_options(
     workers: Option<u16>,
     pin: Vec<usize>,
@@ -184,10 +184,10 @@ pub(super) fn pool_options(
 }
 
 impl ServerConfig {
-    /// Adds the namespaces of pools that are attached.
+    /// Adds the attached namespaces of pools.
     ///
     /// # Errors
-    /// A pool is not there, or a namespace of it has the number of another disk.
+    /// A pool is missing, or one of its namespaces has the NSID of a disk.
     pub(super) fn add_attached(&mut self) -> anyhow::Result<()> {
         for served in &mut self.controllers {
             if let Some(spec) = &served.controller.pool {
@@ -201,8 +201,8 @@ impl ServerConfig {
         Ok(())
     }
 
-    /// Has the workers poll if that was left open and a client is to map its doorbells: nothing
-    /// wakes a worker when one is written. `is_open`: nothing was said of polling.
+    /// Selects constant polling if no polling option was given (`is_open`) and a controller has
+    /// mapped doorbells, since a write to a mapped doorbell wakes no thread.
     #[must_use]
     pub(super) fn settled(mut self, is_open: bool) -> Self {
         let is_mapped = |one: &SocketConfig| one.controller.doorbells == OfferedDoorbells::Mapped;
@@ -214,8 +214,8 @@ impl ServerConfig {
     }
 }
 
-/// Why a file or device of these controllers can not be served, which is asked for more than once
-/// and is to be written. Its lock would say that another program has it.
+/// Returns an error text if two controllers share a writable file or device. The lock of the file
+/// would report another program instead.
 #[must_use]
 pub(super) fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<String> {
     let mut seen: HashMap<PathBuf, (&str, String, bool, Option<&str>)> = HashMap::new();

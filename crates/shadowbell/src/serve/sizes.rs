@@ -1,8 +1,8 @@
-//! Disks whose storage has another size by now: their namespaces follow, and hosts are told.
+//! Automatic resize of namespaces whose storage has changed its size.
 //!
-//! Only a disk that is told by its storage says so (`Disk::takes_new_size`). All others are asked
-//! when somebody asks for that (`ctl namespace resize`), which is what is done here without being
-//! asked.
+//! Only disks whose storage reports a size change are resized automatically
+//! (`Disk::takes_new_size`). For all other disks the operator runs `ctl namespace resize`, which
+//! performs the same operation.
 
 use super::changes::Changes;
 use super::namespaces::NamespaceChange;
@@ -12,12 +12,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use tracing::warn;
 
-/// Follows the sizes of disks until it is dropped.
+/// Thread that resizes namespaces, until it is dropped.
 pub(super) struct SizeWatch(Arc<AtomicBool>);
 
 impl SizeWatch {
+    /// Starts the thread.
+    ///
     /// # Errors
-    /// The system's, if it has no more threads.
+    /// The thread cannot be started.
     pub(super) fn start(server: &Server) -> anyhow::Result<Self> {
         let is_over = Arc::new(AtomicBool::new(false));
         let (its, changes) = (Arc::clone(&is_over), Arc::downgrade(server.changes()));
@@ -40,7 +42,7 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
         if is_over.load(Ordering::Acquire) {
             return;
         }
-        // Nobody is kept from letting go of disks while this sleeps.
+        // Only a weak reference is held while waiting, so that disks can be closed.
         let Some(changes) = changes.upgrade() else { return };
         look(&changes);
     }

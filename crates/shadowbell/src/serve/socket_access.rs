@@ -1,4 +1,4 @@
-//! Who may connect to the sockets of controllers.
+//! Mode and group of the controllers' sockets.
 
 use rustix::fs::{AtFlags, CWD, chownat};
 use rustix::process::Gid;
@@ -8,22 +8,22 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// What was asked for, for all sockets of the process.
+/// Configured access for all controller sockets of the process.
 static ACCESS: OnceLock<SocketAccess> = OnceLock::new();
 
-/// The mode and the group of sockets. `None` leaves it to the system.
+/// Mode and group of sockets. `None` leaves the system's default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SocketAccess {
-    /// As `chmod` has it.
+    /// Permission bits.
     pub(crate) mode: Option<u32>,
-    /// A name or a number.
+    /// Group name or number.
     pub(crate) group: Option<String>,
 }
 
-/// A mode as `chmod` takes it, in octal digits.
+/// Parses a mode in octal digits, as `chmod` does.
 ///
 /// # Errors
-/// It is none.
+/// The text is no mode.
 pub(crate) fn parse_mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
         Ok(mode) if mode <= 0o777 => Ok(mode),
@@ -31,10 +31,10 @@ pub(crate) fn parse_mode(text: &str) -> Result<u32, String> {
     }
 }
 
-/// The number of a group.
+/// Returns the number of a group.
 ///
 /// # Errors
-/// There is none of that name here.
+/// /etc/group has no group of that name.
 pub(crate) fn parse_group(text: &str) -> Result<u32, String> {
     if let Ok(number) = text.parse() {
         return Ok(number);
@@ -49,24 +49,24 @@ pub(crate) fn parse_group(text: &str) -> Result<u32, String> {
     })
 }
 
-/// Sockets that are made from here on have this access.
+/// Sets the access of sockets that are created from now on.
 pub(super) fn set(access: &SocketAccess) {
     let _ = ACCESS.set(access.clone());
 }
 
-/// Gives a socket that was just made the access that was asked for.
+/// Applies the configured access to a new socket.
 ///
 /// # Errors
-/// The system's, or that there is no such group.
+/// The group does not exist, or a system call fails.
 pub(super) fn give(path: &Path) -> io::Result<()> {
     ACCESS.get().map_or(Ok(()), |access| access.give_to(path))
 }
 
 impl SocketAccess {
-    /// As [`give`].
+    /// Applies this access to a new socket.
     ///
     /// # Errors
-    /// The system's, or that there is no such group.
+    /// The group does not exist, or a system call fails.
     pub(crate) fn give_to(&self, path: &Path) -> io::Result<()> {
         if let Some(group) = &self.group {
             let number = parse_group(group).map_err(io::Error::other)?;

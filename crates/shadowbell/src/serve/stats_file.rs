@@ -1,4 +1,4 @@
-//! The counters of what is served, as a file of JSON (`--stats-json`).
+//! Statistics as a JSON file (`--stats-json`).
 
 use super::places;
 use super::registry::ServedController;
@@ -11,55 +11,55 @@ use std::io::{self, Read};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Sums over the I/O queues of all controllers, present and past, and the counters of each.
+/// Sums over the I/O queues of all controllers, deleted ones included, and the counters of each.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Report {
     /// Commands fetched.
     pub commands: u64,
     /// Completions posted.
     pub completions: u64,
-    /// Doorbell writes that trapped, of both kinds.
+    /// Trapped doorbell writes, of SQs and CQs.
     pub doorbell_mmio_writes: u64,
-    /// Doorbells rung by a descriptor instead.
+    /// Doorbells rung by an eventfd.
     pub doorbell_events: u64,
     /// Interrupts raised.
     pub interrupts: u64,
     /// Batches of completions without an interrupt.
     pub interrupts_suppressed: u64,
-    /// Times that EventIdx was set so that the host rings, of both kinds.
+    /// Updates of EventIdx that make the host ring, of SQs and CQs.
     pub event_idx_armed: u64,
-    /// Times that commands were fetched.
+    /// Batches of fetched commands.
     pub batches: u64,
-    /// Each controller's.
+    /// Counters by controller.
     pub controllers: Vec<ControllerReport>,
 }
 
-/// The counters of one controller.
+/// Counters of a controller.
 #[derive(Debug, Serialize)]
 pub(super) struct ControllerReport {
-    /// The path of its socket.
+    /// Path of the socket.
     pub socket: String,
-    /// Its serial number.
+    /// Serial number.
     pub serial: String,
-    /// What its disks counted of how they work, where they do.
+    /// Counters of disks that have some.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskReport>,
-    /// All that it counted.
+    /// All counters of the controller.
     #[serde(flatten)]
     pub stats: Stats,
 }
 
-/// The counters of a disk.
+/// Counters of a disk.
 #[derive(Debug, Serialize)]
 pub(super) struct DiskReport {
-    /// What it is called.
+    /// Name of the disk.
     pub disk: String,
-    /// By name.
+    /// Counters by name.
     #[serde(flatten)]
     pub counters: BTreeMap<&'static str, u64>,
 }
 
-/// Of the disks of a controller that count something.
+/// Reports of a controller's disks that have counters.
 fn disks(controller: &Controller) -> Vec<DiskReport> {
     let reports = controller.namespaces().into_iter().map(|(_, namespace)| {
         let disk = namespace.disk;
@@ -106,21 +106,21 @@ impl fmt::Display for Report {
     }
 }
 
-/// Writes a report, so that a reader of `path` finds a whole one at any time.
+/// Writes a report atomically: a reader of `path` finds either the old or the new one.
 ///
 /// # Errors
-/// The system's; a file is as it was then.
+/// A system call fails. An existing file is unchanged then.
 pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
     let mut json = serde_json::to_vec_pretty(report)?;
     json.push(b'\n');
     places::write_counters(path, &json)
 }
 
-/// Whether a report may take the place of what is at `path`: of nothing, or of an earlier one. A
-/// disk whose path slipped in here would be lost.
+/// Checks that a report may replace the file at `path`: it is missing, empty or a JSON object.
+/// Without the check, a disk's path that was given here by mistake would be overwritten.
 ///
 /// # Errors
-/// A sentence that says why not.
+/// The file has other content.
 pub(super) fn check(path: &Path) -> anyhow::Result<()> {
     let mut first = [0];
     if path.is_file() && std::fs::File::open(path)?.read(&mut first)? != 0 && first != *b"{" {
@@ -203,7 +203,7 @@ mod tests {
         serde_json::from_slice::<serde_json::Value>(&std::fs::read(&file).unwrap()).unwrap();
         let mode = rustix::fs::Mode::RWXU;
         rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
-        // Without anybody who reads it, it would wait.
+        // Without a reader, a blocking open of the FIFO would wait.
         write(&fifo, &Report::default()).unwrap_err();
         assert!(!std::fs::symlink_metadata(&fifo).unwrap().is_file());
     }

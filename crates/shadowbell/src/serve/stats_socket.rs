@@ -1,11 +1,11 @@
-//! The statistics socket (`--stats-socket`), which `shadowbell top` reads: it answers each line,
-//! whatever it says, with one line of JSON, a [`Snapshot`].
+//! Statistics socket (`--stats-socket`) for `shadowbell top`: answers each line with one line of
+//! JSON, a [`Snapshot`]. The content of the line is ignored.
 //!
-//! The client sets the pace: there is no timer, and nothing is counted for it. The workers are
-//! asked for what they have counted anyway, by a message that they answer between two passes, at
-//! most once in [`FRESH`]. A client that does not read its answer is disconnected after
-//! [`WRITE_TIMEOUT`]; other clients wait meanwhile, and guests do not. Only the user that the
-//! server runs as, and root, are answered.
+//! The client determines the rate: there is no timer, and nothing extra is counted. The I/O
+//! threads are asked for their counters by a message that they answer between two passes, at most
+//! once per [`FRESH`]. A client that does not read its answer is disconnected after
+//! [`WRITE_TIMEOUT`]; other clients wait meanwhile, but guests do not. Only root and the server's
+//! own user are answered.
 
 use super::places;
 use super::registry::Registry;
@@ -31,19 +31,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::{debug, warn};
 
-/// How long an answer is good for another client.
+/// Time for which an answer is reused for other clients.
 const FRESH: Duration = Duration::from_millis(50);
-/// How long a client may take to read its answer.
+/// Time limit for a client to read its answer.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(1);
-/// Clients that may be connected at once; one more is disconnected.
+/// Maximum number of clients. Further ones are disconnected.
 const MAX_CLIENTS: usize = 8;
-/// How long to wait when the system has no descriptor for a client.
+/// Delay before the next accept if the system has no descriptor for a client.
 const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 
-/// Listens where `top` may ask.
+/// Creates the socket.
 ///
 /// # Errors
-/// The path can not be had, in a sentence.
+/// The socket cannot be created.
 pub(super) fn listen(path: &Path) -> anyhow::Result<Listener> {
     let listener = places::listen(path, Kind::Plain).map_err(|error| match error {
         BindError::System { .. } => anyhow::Error::from(error),
@@ -52,38 +52,38 @@ pub(super) fn listen(path: &Path) -> anyhow::Result<Listener> {
     listener.map_err(|error| error.context("--stats-socket"))
 }
 
-/// The thread that answers; dropping this ends it.
+/// The thread that answers. A drop ends it.
 pub(super) struct StatsSocket {
     stop: EventFd,
     thread: Option<JoinHandle<RestingStats>>,
 }
 
-/// The socket and its clients while nobody answers.
+/// Socket and clients while no thread serves them.
 pub(super) struct RestingStats {
     socket: Listener,
     began: Instant,
     clients: Vec<UnixStream>,
 }
 
-/// The same on its way to another process.
+/// Serialized [`RestingStats`], for another process.
 #[derive(Serialize, Deserialize)]
 pub(super) struct SavedStats {
     socket: SavedListener,
-    /// Since the beginning, in nanoseconds.
+    /// Nanoseconds since the start of the counters.
     elapsed: u64,
     clients: Vec<FdRef>,
 }
 
 impl RestingStats {
-    /// Nobody has asked yet.
+    /// Wraps a new socket without clients.
     pub(super) fn new(socket: Listener) -> Self {
         Self { socket, began: Instant::now(), clients: Vec::new() }
     }
 
-    /// What another process needs to go on.
+    /// Serializes the socket and its clients for another process.
     ///
     /// # Errors
-    /// The system has no more descriptors.
+    /// The descriptor limit is reached.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedStats> {
         let clients = self.clients.iter();
         let clients: io::Result<Vec<_>> =
@@ -95,8 +95,8 @@ impl RestingStats {
         })
     }
 
-    /// The other side of [`save`](Self::save). Until this is [started](StatsSocket::start) the
-    /// other process may go on.
+    /// Restores what [`save`](Self::save) has serialized. Until this is
+    /// [started](StatsSocket::start), the other process may resume.
     ///
     /// # Errors
     /// A descriptor is missing.
@@ -112,7 +112,7 @@ impl RestingStats {
         })
     }
 
-    /// Lets go of it: another process has it.
+    /// Drops the socket without removing its file: another process serves it.
     pub(super) fn leave(mut self) {
         self.socket.set_lent(true);
     }
@@ -123,10 +123,10 @@ fn since(began: Instant) -> u64 {
 }
 
 impl StatsSocket {
-    /// Answers whoever comes from here on, and who is there.
+    /// Starts the thread, for new and for connected clients.
     ///
     /// # Errors
-    /// The system has no more threads or descriptors.
+    /// The thread cannot be started, or the descriptor limit is reached.
     pub(super) fn start(mut resting: RestingStats, server: &Server) -> io::Result<Self> {
         resting.socket.set_lent(false);
         let stop = EventFd::new()?;
@@ -142,7 +142,7 @@ impl StatsSocket {
         Ok(Self { stop, thread: Some(thread) })
     }
 
-    /// Ends the thread. `None`: it has panicked.
+    /// Stops the thread and returns the socket. `None` if the thread has panicked.
     pub(super) fn rest(mut self) -> Option<RestingStats> {
         self.stop.signal();
         self.thread.take()?.join().ok()
@@ -161,7 +161,7 @@ impl Drop for StatsSocket {
 struct Answerer {
     controllers: Arc<Registry>,
     began: Instant,
-    /// The last answer, and since when it is one.
+    /// Last answer and its time.
     answer: Option<(Instant, Vec<u8>)>,
     clients: Vec<UnixStream>,
 }
@@ -216,7 +216,7 @@ impl Answerer {
         }
     }
 
-    /// Answers a client that has sent something; whether it stays connected.
+    /// Answers a client that has sent something. Returns false if it is to be disconnected.
     fn serve_client(&mut self, client: &mut UnixStream) -> bool {
         let mut request = [0; 4096];
         match receive_now(client, &mut request) {
@@ -234,7 +234,7 @@ impl Answerer {
             let rows = served.iter().map(|s| Row::of(&s.name, &s.controller));
             let controllers = rows.collect();
             let snapshot = Snapshot { version: VERSION, at_ns, controllers };
-            // Numbers and strings: it can not fail.
+            // Numbers and strings only: serialization cannot fail.
             let mut line = serde_json::to_vec(&snapshot).unwrap_or_default();
             line.push(b'\n');
             self.answer = Some((Instant::now(), line));
@@ -243,7 +243,7 @@ impl Answerer {
     }
 }
 
-/// Writes to a client, as long as it has time to read. The standard library takes `send` for it,
+/// Writes to a client by `write`, within the socket's timeout. The standard library uses `send`,
 /// which the sandbox would have to allow.
 fn write_all(client: &UnixStream, mut bytes: &[u8]) -> Result<(), Errno> {
     while !bytes.is_empty() {
@@ -253,7 +253,7 @@ fn write_all(client: &UnixStream, mut bytes: &[u8]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// What a client has sent. Does not wait.
+/// Receives from a client. Does not block.
 fn receive_now(client: &UnixStream, into: &mut [u8]) -> Result<usize, Errno> {
     let mut nothing = RecvAncillaryBuffer::default();
     let into = &mut [IoSliceMut::new(into)];

@@ -1,4 +1,4 @@
-//! What the keeper holds for the time after this process's death.
+//! Transport of checkpoint changes to the supervisor.
 
 use crate::items::{self, COMPLETE, Change, Items};
 use crate::keeper_link::{self, to_keeper};
@@ -11,19 +11,19 @@ use std::sync::Arc;
 use std::time::Duration;
 use tracing::error;
 
-/// Shows that the rest is old: its descriptor, an eventfd, is signalled as soon as a change did not
-/// get there. A keeper that hears nothing can not be told, and may die before it could be.
+/// Key of the item that marks a checkpoint as outdated. Its descriptor, an eventfd, is signalled
+/// as soon as a change could not be sent. A message would not suffice: a supervisor that does not
+/// read its socket cannot be told, and may die before it reads.
 const OLD: &str = "old";
 
-/// The way to what the keeper holds for this process. Any thread may use it; what one puts there
-/// takes effect as a whole.
+/// Sender of checkpoint changes, usable from any thread. A change of several items is atomic.
 #[derive(Clone, Debug)]
 pub(super) struct Store(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
     link: OwnedFd,
-    /// See [`OLD`].
+    /// Eventfd of the item [`OLD`].
     old: EventFd,
     state: Mutex<State>,
 }
@@ -32,24 +32,23 @@ struct Shared {
 enum State {
     #[default]
     Kept,
-    /// Something could not be put there, and the keeper does not know yet.
+    /// A change was lost, and the supervisor does not know that yet.
     Lost,
-    /// The keeper knows that what it has is of no use.
+    /// The supervisor knows that the checkpoint is invalid.
     Over,
 }
 
 impl Store {
-    /// The one of the keeper at the other end of `link`.
+    /// Creates a sender for the supervisor at the other end of `link`.
     ///
     /// # Errors
-    /// The system has no more descriptors.
+    /// The descriptor limit is reached.
     pub(super) fn new(link: OwnedFd) -> io::Result<Self> {
         let old = EventFd::new()?;
         Ok(Self(Arc::new(Shared { link, old, state: Mutex::default() })))
     }
 
-    /// Puts there what the rest begins with: `fence`, which has no body, and what
-    /// [`is_old`] looks for.
+    /// Sends the first items: `fence`, which has no body, and the item for [`is_old`].
     ///
     /// # Errors
     /// As [`put`](Self::put).
@@ -61,16 +60,17 @@ impl Store {
         ])
     }
 
-    /// Puts an item there, in place of the one with this key.
+    /// Sends an item, which replaces the one with the same key.
     ///
     /// # Errors
-    /// The keeper did not take it in time, now or before. Then what it has is of no use: it is told
-    /// as soon as it listens, and the next process finds it [old](is_old).
+    /// This or an earlier change was not accepted in time. The checkpoint is invalid from then
+    /// on: the supervisor is told once it reads, and the next process finds the checkpoint
+    /// [outdated](is_old).
     pub(super) fn put(&self, key: &str, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.change(&[Change::Put { key, body, fds }])
     }
 
-    /// Takes an item away.
+    /// Deletes an item.
     ///
     /// # Errors
     /// As [`put`](Self::put).
@@ -78,7 +78,7 @@ impl Store {
         self.change(&[Change::Delete { key }])
     }
 
-    /// Puts a state there, with its descriptors.
+    /// Serializes a state and sends it with its descriptors.
     ///
     /// # Errors
     /// As [`put`](Self::put).
@@ -93,7 +93,7 @@ impl Store {
         self.put(key, &body, &fds)
     }
 
-    /// Changes several items together.
+    /// Sends changes of several items, which take effect together.
     ///
     /// # Errors
     /// As [`put`](Self::put).
@@ -102,9 +102,9 @@ impl Store {
         if *state == State::Kept {
             let Err(error) = self.send(changes, false) else { return Ok(()) };
             *state = State::Lost;
-            // Before anything is done of which only this change would have told.
+            // Before the caller does anything that only this change would have recorded.
             self.0.old.signal();
-            // If it is gone, that is noticed elsewhere.
+            // The death of the supervisor is reported by the main loop.
             if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) {
                 error!(
                     "the keeper does not take what it is to hold ({error}): if this process dies, \
@@ -129,15 +129,15 @@ impl Store {
     }
 }
 
-/// Whether a change did not get there, of the process that left `items`. A release before this one
-/// does not say so.
+/// Returns true if the checkpoint `items` is outdated, since its process could not send a change.
+/// An earlier release does not record that.
 ///
 /// # Errors
-/// The system's.
+/// A system call fails.
 pub(super) fn is_old(items: &mut Items) -> io::Result<bool> {
     let Some(item) = items.remove(OLD) else { return Ok(false) };
     let ends = item.read()?.1;
-    // Not taken: whoever tries next has to see it, too.
+    // `EventFd::wait` does not consume the signal, so a further attempt sees it too.
     let is_signalled = |end| EventFd::from_fd(end)?.wait(Some(Duration::ZERO));
     ends.into_iter().try_fold(false, |is, end| Ok(is || is_signalled(end)?))
 }
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
     use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
-    /// A store, and the keeper's end.
+    /// A store, and the supervisor's end of its socket.
     fn store() -> (Store, OwnedFd) {
         let (keeper, worker) = keeper_link::pair().unwrap();
         let timeout = Some(Duration::from_millis(20));
@@ -155,7 +155,7 @@ mod tests {
         (Store::new(worker).unwrap(), keeper)
     }
 
-    /// What the keeper holds, once it has listened to all that was said.
+    /// Reads all packets into the supervisor's copy of the items.
     fn hear(keeper: &OwnedFd, items: &mut Items) {
         while let Ok(Some(packet)) = keeper_link::receive(keeper, true) {
             assert_eq!(packet.letter, to_keeper::ITEMS);
@@ -210,7 +210,7 @@ mod tests {
         hear(&keeper, &mut items);
         assert!(items.contains(COMPLETE), "it could not be told");
         assert!(is_old(&mut items).unwrap());
-        // The next change would make it good, but not what was missed before.
+        // The next change could be sent, but the missed ones are still lost.
         store.put("a", b"", &[]).unwrap_err();
         hear(&keeper, &mut items);
         assert!(!items.contains(COMPLETE));

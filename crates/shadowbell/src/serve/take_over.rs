@@ -1,4 +1,4 @@
-//! A server that goes on where another process has come to rest.
+//! Takeover from a quiesced server process, of all controllers at once.
 
 use super::arriving::{Arriving, begin_trace, refused, what_is_served};
 use super::asides::Asides;
@@ -19,7 +19,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Instant;
 use tracing::{debug, info};
 
-/// What was taken in, and does nothing yet.
+/// Restored state, before it is served.
 struct Taken {
     server: Server,
     reactor: Reactor,
@@ -29,10 +29,11 @@ struct Taken {
     fds: Descriptors,
 }
 
-/// Takes over from whoever the keeper names. `None` if that one goes on instead.
+/// Takes over from the process that the supervisor names. `None` if that process continues
+/// instead.
 ///
 /// # Errors
-/// What it serves can not be served here; or, after it has handed over, not any more.
+/// The old process's controllers cannot be served; or a failure after it has handed over.
 pub(super) fn take_over(
     config: &ServerConfig,
     link: &WorkerLink,
@@ -64,7 +65,7 @@ pub(super) fn take_over(
     }
     match transfer::hear(&transfer) {
         Ok(Some(GONE)) => {}
-        // It died on its way out, when it had nothing under way any more.
+        // The old process died on exit, with no command in flight any more.
         _ => debug!("the predecessor has ended without a word"),
     }
     let Taken { mut server, mut reactor, controllers, ports, asides, mut fds } = taken;
@@ -75,10 +76,10 @@ pub(super) fn take_over(
         let restored = served.controller.restore_at_rest(saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
     }
-    // Everything is at rest, and the keeper holds all of it.
+    // All controllers are quiesced, and the supervisor has their checkpoint.
     keeping.complete();
     abort_point(AbortPoint::Kept);
-    // What the predecessor has the keeper hold is of no use from here on.
+    // The old process's checkpoint is invalid from now on.
     link.say(to_keeper::TAKEN, "");
     abort_point(AbortPoint::Taken);
     server.controllers().iter().for_each(|served| served.controller.resume());
@@ -89,7 +90,7 @@ pub(super) fn take_over(
     Ok(Some((server, asides)))
 }
 
-/// The socket to the process that is to hand over.
+/// Receives the socket to the old process.
 fn predecessor(link: &WorkerLink) -> anyhow::Result<UnixStream> {
     match link.hear() {
         Some(packet) if packet.letter == to_worker::TAKE_OVER => {
@@ -100,7 +101,7 @@ fn predecessor(link: &WorkerLink) -> anyhow::Result<UnixStream> {
     }
 }
 
-/// Makes everything from what the other one was. It may still go on: nobody will know of this then.
+/// Restores the state. The old process may still resume, so nothing visible is done.
 fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Result<Taken> {
     let (controllers_asked, is_changed) = what_is_served(config, &mut parcel)?;
     let asides = Asides::restore(&mut parcel)?;

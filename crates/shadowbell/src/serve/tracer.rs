@@ -1,4 +1,4 @@
-//! The trace of a server: into the file of `--trace`, or into memory when `ctl` asks for it.
+//! Doorbell trace of a server: into the file of `--trace`, or into memory by `ctl trace on`.
 
 use super::places;
 use super::server_config::TRACE_RECORDS;
@@ -11,7 +11,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What is recorded of a server, or was.
+/// Controls the doorbell trace and the latency measurement.
 pub(super) struct Tracer {
     pool: Pool,
     state: Mutex<State>,
@@ -20,7 +20,7 @@ pub(super) struct Tracer {
 #[derive(Default)]
 struct State {
     on: bool,
-    /// What was recorded last, or is being recorded.
+    /// The current or the last trace.
     kept: Option<Kept>,
 }
 
@@ -30,10 +30,10 @@ struct Kept {
     in_memory: bool,
 }
 
-/// How it is with the trace.
+/// State of the trace.
 pub(super) struct TraceStatus {
     pub(super) on: bool,
-    /// Of the trace that there is: the records of each worker, and its length in bytes.
+    /// Records per I/O thread, and size in bytes, of the current or last trace.
     pub(super) kept: Option<(u32, u64)>,
 }
 
@@ -42,11 +42,11 @@ impl Tracer {
         Self { pool, state: Mutex::default() }
     }
 
-    /// Records in a new file at `path`. If this `is_next`, the trace of the process before is kept
-    /// beside it.
+    /// Starts a trace into a new file at `path`. If this process `is_next` after another one, the
+    /// other one's file is kept.
     ///
     /// # Errors
-    /// The file can not be made.
+    /// The file cannot be created.
     pub(super) fn start_in(&self, path: &Path, records: u32, is_next: bool) -> anyhow::Result<()> {
         let make = || places::new_trace(path, is_next);
         let file = TraceFile::create_in(make, self.workers(), CLAIMABLE as u16, records);
@@ -60,17 +60,16 @@ impl Tracer {
         Ok(())
     }
 
-    /// Records in memory, if nothing is recorded yet; what was recorded before is given up. `false`:
-    /// it is on already.
+    /// Starts a trace in memory, and drops the last one. Returns false if a trace is on.
     ///
     /// # Errors
-    /// There is not so much memory for it.
+    /// The memory cannot be allocated.
     pub(super) fn start(&self, records: Option<u32>) -> io::Result<bool> {
         let mut state = self.state.lock();
         if state.on {
             return Ok(false);
         }
-        // Before there is another one.
+        // The last trace is freed before the new one is allocated.
         state.kept = None;
         let records = records.unwrap_or(TRACE_RECORDS);
         let file = TraceFile::in_memory(self.workers(), CLAIMABLE as u16, records)?;
@@ -79,7 +78,7 @@ impl Tracer {
         Ok(true)
     }
 
-    /// Records nothing more, and keeps what was recorded. `false`: it is off already.
+    /// Stops the trace and keeps its records. Returns false if no trace is on.
     pub(super) fn stop(&self) -> bool {
         let mut state = self.state.lock();
         if state.on {
@@ -88,7 +87,7 @@ impl Tracer {
         std::mem::take(&mut state.on)
     }
 
-    /// Measures commands from here on, or does so no more. `false`: it is so already.
+    /// Turns latency measurement on or off. Returns false if that changes nothing.
     pub(super) fn measure(&self, on: bool) -> bool {
         let changes = self.pool.measures() != on;
         self.pool.measure(on);
@@ -105,12 +104,12 @@ impl Tracer {
         TraceStatus { on: state.on, kept }
     }
 
-    /// What was recorded last, or is being recorded.
+    /// File of the current or the last trace.
     pub(super) fn file(&self) -> Option<Arc<TraceFile>> {
         self.state.lock().kept.as_ref().map(|kept| Arc::clone(&kept.file))
     }
 
-    /// How much of each worker is being recorded in memory: another process begins so.
+    /// Records per I/O thread of a running in-memory trace, which the next process starts again.
     pub(super) fn in_memory(&self) -> Option<u32> {
         let state = self.state.lock();
         let kept = state.kept.as_ref().filter(|kept| state.on && kept.in_memory);

@@ -1,8 +1,8 @@
-//! What a server and its successor say to each other: a state, and three letters.
+//! Protocol of a handover between two server processes: one state, and three one-byte messages.
 //!
-//! Or several states, if both know how: first what is served; then one controller after the other,
-//! each with the three letters ([`HAVE`] and [`COMMIT`] only with the first one, after which there is
-//! no way back) and [`DONE`]; and then the rest.
+//! For a per-controller handover there are several states: first the list of what is served; then
+//! each controller with the three messages and [`DONE`] ([`HAVE`] and [`COMMIT`] only for the
+//! first one, after which the old process cannot resume); then the management endpoints.
 
 use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::ControllerConfig;
@@ -11,28 +11,28 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::os::unix::net::UnixStream;
 
-/// The new one has taken the state in, and touches nothing yet.
+/// New process: the state is restored, but not served yet.
 pub(super) const HAVE: u8 = b'h';
-/// The old one will not go on.
+/// Old process: it will not resume.
 pub(super) const COMMIT: u8 = b'c';
-/// The old one touches nothing any more.
+/// Old process: it accesses no disk or guest any more.
 pub(super) const GONE: u8 = b'g';
-/// The new one serves this controller.
+/// New process: it serves the controller.
 pub(super) const DONE: u8 = b'd';
 
-/// Controllers come one by one: how many.
+/// Section with the number of controllers, of a per-controller handover.
 pub(super) const MOVES: &str = "moves";
-/// This one does: its place among them.
+/// Section with the index of a controller, of a per-controller handover.
 pub(super) const MOVED: &str = "moved";
-/// What is served: has to be the same in both.
+/// Section with the list of what is served, which must match in both processes.
 pub(super) const SERVED: &str = "serve";
-/// The controllers as they were asked for, if that is not what the configuration says.
+/// Section with the controllers' configuration, if it differs from the configuration file.
 pub(super) const ASKED: &str = "asked";
-/// The limits of groups, with that.
+/// Section with the limits of groups, which accompanies [`ASKED`].
 pub(super) const GROUPS: &str = "limit-groups";
-/// The socket for `top`.
+/// Section of the statistics socket.
 pub(super) const STATS: &str = "stats-socket";
-/// The control socket.
+/// Section of the control socket.
 pub(super) const CONTROL: &str = "control-socket";
 
 pub(super) fn controller(index: usize) -> String {
@@ -43,7 +43,7 @@ pub(super) fn port(index: usize) -> String {
     format!("port/{index}")
 }
 
-/// What the files of a client's memory begin with, if they are apart from the port.
+/// Key prefix of a client's memory files, if they are stored apart from the port.
 pub(super) fn client_files(index: usize) -> String {
     format!("file/{index}.")
 }
@@ -60,7 +60,7 @@ pub(super) fn disk(controller: usize, index: usize) -> String {
     format!("disk/{controller}.{index}")
 }
 
-/// A controller, as far as it has to be the same in both.
+/// Properties of a controller that must match in both processes.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Served {
     socket: String,
@@ -68,12 +68,12 @@ pub(super) struct Served {
     read_only: bool,
 }
 
-/// All of them, in their order.
+/// Properties of all configured controllers, in their order.
 pub(super) fn served(config: &ServerConfig) -> Vec<Served> {
     served_of(config.controllers.iter())
 }
 
-/// The same of these.
+/// Properties of these controllers.
 pub(super) fn served_of<'a>(asked: impl Iterator<Item = &'a SocketConfig>) -> Vec<Served> {
     let all = asked.map(|served| {
         let ControllerConfig { disks, read_only, .. } = &served.controller;
@@ -86,7 +86,7 @@ pub(super) fn served_of<'a>(asked: impl Iterator<Item = &'a SocketConfig>) -> Ve
     all.collect()
 }
 
-/// Why the new one can not go on with what the old one served, if it can not.
+/// Explains why the new process cannot continue for the old one, if the lists differ.
 pub(super) fn difference(old: &[Served], new: &[Served]) -> Option<String> {
     if old.len() != new.len() {
         return Some(format!(
@@ -111,7 +111,7 @@ pub(super) fn say(transfer: &UnixStream, letter: u8) -> io::Result<()> {
     Ok(rustix::io::retry_on_intr(|| rustix::io::write(transfer, &[letter])).map(drop)?)
 }
 
-/// The next letter; `None` if the other one is gone.
+/// Receives a message; `None` after the end of the connection.
 pub(super) fn hear(transfer: &UnixStream) -> io::Result<Option<u8>> {
     let mut letter = [0];
     match rustix::io::retry_on_intr(|| rustix::io::read(transfer, &mut letter)) {

@@ -1,4 +1,4 @@
-//! What a worker and its keeper say to each other, from the worker's side.
+//! Server process's connection to its supervisor.
 
 use super::places;
 use super::store::Store;
@@ -16,38 +16,38 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a keeper may take to listen. It is one thread that always does.
+/// Send timeout. The supervisor's main thread always reads, so it is exceeded only by a fault.
 const LISTENS: Duration = Duration::from_secs(2);
 
-/// How a worker begins.
+/// Start mode of a server process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Role {
-    /// It serves at once.
+    /// Serve at once.
     Start,
-    /// It takes over from another.
+    /// Take over from a running process.
     Successor,
-    /// It goes on for another that has died.
+    /// Recover after the death of a process.
     Recover,
 }
 
-/// Why a worker need not begin.
+/// Reason to give up a start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Told {
     /// The service is to end.
     End,
-    /// The keeper is gone.
+    /// The supervisor has died.
     Gone,
 }
 
-/// The way to the keeper, which ends with it.
+/// Connection to the supervisor. It is closed when the supervisor dies.
 #[derive(Clone)]
 pub(super) struct WorkerLink(Arc<OwnedFd>);
 
 impl WorkerLink {
-    /// The keeper is at the other end of the standard input.
+    /// Takes the connection from standard input.
     ///
     /// # Errors
-    /// Nobody is.
+    /// Standard input is no such socket.
     pub(super) fn take() -> anyhow::Result<Self> {
         let link = io::stdin().as_fd().try_clone_to_owned()?;
         let kind = rustix::net::sockopt::socket_type(&link);
@@ -68,21 +68,21 @@ impl WorkerLink {
         Ok(link)
     }
 
-    /// What the keeper holds for the time after this process's death.
+    /// Creates a sender of checkpoint changes.
     ///
     /// # Errors
-    /// The system has no more descriptors.
+    /// The descriptor limit is reached.
     pub(super) fn store(&self) -> io::Result<Store> {
         Store::new(self.0.try_clone()?)
     }
 
-    /// What the process before has left, and how it has died. `None`: the service is to end.
+    /// Receives the dead process's checkpoint and kind of death. `None`: the service is to end.
     ///
     /// # Errors
-    /// It does not arrive.
+    /// The supervisor has died, or a packet is invalid.
     pub(super) fn items(&self) -> anyhow::Result<Option<(Items, Death)>> {
         let mut items = Items::default();
-        // A keeper of an earlier release does not say it.
+        // An earlier release of the supervisor does not send the kind of death.
         let mut death = Death::Killed;
         loop {
             match keeper_link::receive(&self.0, false)? {
@@ -99,33 +99,33 @@ impl WorkerLink {
         }
     }
 
-    /// Who asks the keeper for an upgrade.
+    /// Creates a requester of upgrades.
     ///
     /// # Errors
-    /// The system has no more descriptors.
+    /// The descriptor limit is reached.
     pub(super) fn asker(&self) -> io::Result<Asker> {
         Ok(Asker(Arc::new(Self(Arc::new(self.0.try_clone()?)))))
     }
 
-    /// Says something; in vain if the keeper is gone, which is noticed elsewhere.
+    /// Sends a message. An error is ignored: the main loop sees the supervisor's death.
     pub(super) fn say(&self, letter: u8, body: &str) {
         let _ = keeper_link::send(&self.0, letter, body, None);
     }
 
-    /// The same, from a thread that waits for nobody: a keeper that does not listen misses it.
+    /// Sends a message without blocking. It is lost if the socket is full.
     pub(super) fn say_now(&self, letter: u8, body: &str) {
         let _ = keeper_link::send_bytes(&self.0, letter, body.as_bytes(), &[], true);
     }
 
-    /// Gives the keeper a descriptor.
+    /// Sends a descriptor.
     ///
     /// # Errors
-    /// The keeper is gone.
+    /// The supervisor has died.
     pub(super) fn give(&self, letter: u8, fd: OwnedFd) -> io::Result<()> {
         keeper_link::send(&self.0, letter, "", Some(fd.as_fd()))
     }
 
-    /// These are the sockets, and they are served: what, in a few words.
+    /// Reports the sockets, and that they are served. `what`: a short status.
     pub(super) fn serves<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
         for socket in sockets {
             let known = keeper_link::known_path(socket);
@@ -134,7 +134,7 @@ impl WorkerLink {
         self.say(to_keeper::SERVING, what);
     }
 
-    /// Whether there is no more reason to begin. Takes what the keeper has said, and does not wait.
+    /// Reads queued messages and returns a reason to give up, if there is one. Does not block.
     pub(super) fn told(&self) -> Option<Told> {
         loop {
             match keeper_link::receive(&self.0, true) {
@@ -146,21 +146,21 @@ impl WorkerLink {
         }
     }
 
-    /// What the keeper says next; `None` if it is gone.
+    /// Receives the next message; `None` after the supervisor's death.
     pub(super) fn hear(&self) -> Option<Packet> {
         keeper_link::receive(&self.0, false).ok().flatten()
     }
 }
 
-/// Asks the keeper for an upgrade, where nothing else can be asked of it.
+/// Requester of upgrades, for a sandboxed process that cannot connect to the supervisor.
 #[derive(Clone)]
 pub(super) struct Asker(Arc<WorkerLink>);
 
 impl Asker {
-    /// Asks for one. The keeper, for its answer.
+    /// Requests an upgrade, and returns a client that receives the result.
     ///
     /// # Errors
-    /// The system's.
+    /// The descriptor limit is reached, or the supervisor has died.
     pub(super) fn upgrade(&self) -> io::Result<Keeper> {
         let (ours, theirs) = places::pair()?;
         self.0.give(to_keeper::UPGRADE, theirs)?;

@@ -1,4 +1,4 @@
-//! The subsystems of a configuration file, and which controllers they have.
+//! NVM subsystems of a configuration file, and their controllers.
 
 use crate::ana_word::{AnaGroups, AnaWord};
 use crate::controller_config::{ControllerConfig, DiskConfig, nsids as nsids_of};
@@ -20,7 +20,7 @@ pub(super) struct SubsystemTable {
     ana_groups: Vec<Vec<u32>>,
 }
 
-/// The states of the ANA groups for a controller: one for all, or one for each.
+/// ANA states of the groups for a controller: one for all groups, or one for each.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(
     untagged,
@@ -32,20 +32,20 @@ pub(super) enum AnaStates {
     Each(Vec<AnaWord>),
 }
 
-/// A subsystem, as far as the file was read.
+/// A subsystem, with what was read so far.
 struct Known {
     table: SubsystemTable,
-    /// Controllers that it has.
+    /// Number of its controllers so far.
     count: u16,
-    /// Their disks, and whether they take no writes.
+    /// Disks of its controllers, and whether they are read-only.
     disks: Option<(Vec<DiskConfig>, bool)>,
 }
 
-/// The subsystems by name.
+/// Subsystems by name.
 pub(super) struct Subsystems(BTreeMap<String, Known>);
 
 impl Subsystems {
-    /// Those of these tables; `refuse` is told what is wrong with one.
+    /// Subsystems of these tables. `refuse` is called for each error.
     pub(super) fn new(
         tables: Vec<Spanned<SubsystemTable>>,
         mut refuse: impl FnMut(&Spanned<SubsystemTable>, String),
@@ -74,10 +74,10 @@ impl Subsystems {
         Self(all)
     }
 
-    /// The place of the next controller of a subsystem.
+    /// Adds a controller to a subsystem and returns its properties there.
     ///
     /// # Errors
-    /// It can not have one, in a sentence.
+    /// The controller does not fit the subsystem.
     pub(super) fn place(
         &mut self,
         name: &str,

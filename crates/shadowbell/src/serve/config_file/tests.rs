@@ -198,7 +198,7 @@ fn what_is_written_is_read_as_the_same() {
     assert_eq!(again.control.name.as_deref(), Some("vms"));
     let once_more: Vec<_> = again.controllers.iter().cloned().map(std::sync::Arc::new).collect();
     assert_eq!(write(&Settings::of(&again), "vms", &once_more), written);
-    // What was changed since then.
+    // A setting that was changed at run time.
     assert!(!again.measure);
     let measured = write(&Settings::of(&again).with_measure(true), "vms", &once_more);
     assert!(parse(&measured, "measured.toml").unwrap().measure, "{measured}");
@@ -285,7 +285,7 @@ fn controllers_of_a_subsystem_have_their_places_in_order() {
     let places: Vec<_> =
         places.map(|place| place.map(|place| (&place.name[..], place.cntlid))).collect();
     assert_eq!(places, [Some(("pair", 1)), None, Some(("pair", 2))]);
-    // What is served, as a file, is read as the same.
+    // The written configuration is read as the same.
     let served: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
     let again = write(&Settings::of(&config), "x", &served);
     let again = parse(&again, "x").unwrap();
@@ -293,7 +293,7 @@ fn controllers_of_a_subsystem_have_their_places_in_order() {
         config.controllers.iter().map(|one| one.controller.clone()).collect::<Vec<_>>()
     };
     assert_eq!(all(&again), all(&config));
-    // The disk is that of both, and of nobody else.
+    // Both controllers of the subsystem share the disk; that is no conflict.
     let twice = crate::serve::server_config::disk_asked_for_twice(&config.controllers);
     assert_eq!(twice, None);
 

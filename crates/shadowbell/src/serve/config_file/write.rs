@@ -1,4 +1,4 @@
-//! The other way: what is served, as a configuration file.
+//! Writer of a configuration file from the state of a running server.
 
 use crate::ana_word::AnaWord;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What of a configuration is not of its controllers.
+/// Server-wide settings of a configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::serve) struct Settings {
     pool: PoolOptions,
@@ -45,8 +45,8 @@ impl Settings {
         }
     }
 
-    /// Whether a file with these settings says something that is not so `now`. What it leaves open
-    /// may be what a command line has said.
+    /// Returns true if a file with these settings contradicts the settings `now`. Settings that
+    /// the file leaves out do not count, since the command line may have set them.
     pub(in crate::serve) fn say_otherwise(&self, now: &Self) -> bool {
         fn differs<T: PartialEq>(said: Option<&T>, now: Option<&T>) -> bool {
             said.is_some() && said != now
@@ -65,7 +65,7 @@ impl Settings {
             || differs(self.access.group.as_ref(), now.access.group.as_ref())
     }
 
-    /// The same, with commands measured or not.
+    /// Copy with latency measurement on or off.
     pub(in crate::serve) fn with_measure(&self, measure: bool) -> Self {
         Self { measure, ..self.clone() }
     }
@@ -141,7 +141,7 @@ enum Disk {
     },
 }
 
-/// A file from which a server called `name` serves these.
+/// Writes a file from which a server called `name` serves these controllers.
 pub(in crate::serve) fn write(
     settings: &Settings,
     name: &str,
@@ -174,7 +174,7 @@ pub(in crate::serve) fn write(
         subsystem: subsystems(controllers),
         controller: controllers.iter().map(|asked| controller(asked)).collect(),
     };
-    // Numbers and texts: it can not fail.
+    // Numbers and texts only: serialization cannot fail.
     toml::to_string(&file).unwrap_or_default()
 }
 
@@ -182,7 +182,7 @@ fn group(group: Group) -> BTreeMap<&'static str, String> {
     group.limits.texts().chain([("name", group.name)]).collect()
 }
 
-/// Each once, in the order of their controllers.
+/// Each subsystem once, in the order of the controllers.
 fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Subsystem> {
     let mut all: Vec<Subsystem> = Vec::new();
     for place in controllers.iter().filter_map(|asked| asked.controller.subsystem.as_ref()) {
@@ -226,7 +226,7 @@ fn controller(asked: &SocketConfig) -> Controller {
     }
 }
 
-/// Without those of its pool, which says by itself what is attached.
+/// Disks of a controller without those of its pool, whose own file lists the attached ones.
 fn given(config: &ControllerConfig) -> Vec<DiskConfig> {
     let is_of_pool =
         |disk: &&DiskConfig| config.pool.as_ref().is_some_and(|spec| pool_disks::is_of(spec, disk));

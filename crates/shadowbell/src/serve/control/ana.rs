@@ -1,4 +1,4 @@
-//! The states of ANA groups.
+//! ANA state requests.
 
 use super::requested::{find, problem};
 use super::view::View;
@@ -31,11 +31,11 @@ pub(super) fn set_ana(
     view.changes.set_ana(id, group, wanted.state).map_err(problem)?;
     let served = find(view, id)?;
     let group = groups(&served).find(|its| its.group == group);
-    // A group that has no namespace is none that a guest sees.
+    // Guests see only groups with namespaces.
     group.ok_or_else(|| Problem::new(Code::NotFound, "the group has no namespace"))
 }
 
-/// The groups of a controller that have namespaces.
+/// ANA groups of a controller that have namespaces.
 pub(super) fn groups(served: &ServedController) -> impl Iterator<Item = AnaGroup> {
     let groups = served.controller.ana_groups().into_iter();
     groups.map(|group| AnaGroup {

@@ -1,6 +1,6 @@
-//! What is answered, and what the document says of it.
+//! Request handlers and the OpenAPI document.
 //!
-//! A function each, which may wait: they run on threads of their own.
+//! A handler is one function. Handlers may block, so they run on threads of their own.
 
 use super::ana;
 use super::controllers;
@@ -20,10 +20,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use utoipa::OpenApi;
 
-/// What is answered: as a whole, or in pieces.
+/// Response body: complete, or streamed.
 pub(super) type Body = Either<Full<Bytes>, TraceBody>;
 
-/// An answer, whatever it is about.
+/// A response.
 #[derive(Debug)]
 pub(super) struct Answer {
     pub(super) status: u16,
@@ -34,7 +34,7 @@ pub(super) struct Answer {
 const JSON: &str = "application/json";
 const OCTETS: &str = "application/octet-stream";
 
-/// What is complete.
+/// Complete response body.
 fn whole(body: Vec<u8>) -> Body {
     Body::Left(Full::new(body.into()))
 }
@@ -47,7 +47,7 @@ impl From<TraceBody> for Answer {
 
 impl Answer {
     fn json(status: u16, body: &impl Serialize) -> Self {
-        // Numbers and strings: it can not fail.
+        // Numbers and strings only: serialization cannot fail.
         let mut body = serde_json::to_vec(body).unwrap_or_default();
         body.push(b'\n');
         Self { status, content_type: JSON, body: whole(body) }
@@ -58,7 +58,7 @@ impl Answer {
     }
 }
 
-/// The document of the requests and their answers.
+/// OpenAPI document of the requests and responses.
 #[derive(OpenApi)]
 #[openapi(
     info(
@@ -102,7 +102,7 @@ impl Answer {
 )]
 struct Document;
 
-/// The document, as JSON.
+/// The OpenAPI document as JSON.
 pub(super) fn document() -> String {
     let mut text = Document::openapi().to_pretty_json().unwrap_or_default();
     text.push('\n');
@@ -112,7 +112,7 @@ pub(super) fn document() -> String {
 /// Carries out a request.
 ///
 /// # Errors
-/// Why not.
+/// The problem that the response reports.
 pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, Problem> {
     Ok(match route {
         Route::Status => Answer::json(200, &server::status(view)),
@@ -189,7 +189,7 @@ mod tests {
     use hyper::Method;
     use std::collections::BTreeSet;
 
-    /// `BLESS=1 cargo test -p shadowbell --lib document` writes it anew.
+    /// `BLESS=1 cargo test -p shadowbell --lib document` updates the file.
     #[test]
     fn the_document_in_docs_is_that_of_the_types() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/openapi.json");

@@ -1,4 +1,4 @@
-//! Controllers: what they are, and how they come and go.
+//! Controller requests: list, add and remove.
 
 use super::ana;
 use super::requested::{find, problem, uuid};
@@ -72,7 +72,7 @@ pub(super) fn remove_controller(view: &View, id: &str, force: bool) -> Result<()
     view.changes.remove(id, force).map_err(problem)
 }
 
-/// A controller as it was asked for by a request.
+/// Converts a controller from a request to a configuration.
 pub(super) fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
     let socket = PathBuf::from(&spec.socket);
     if !socket.is_absolute() {
@@ -112,7 +112,7 @@ pub(super) fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, Str
     config_file::check_nsids(&controller.disks)?;
     let mut asked =
         SocketConfig { id: None, socket, controller, worker: worker.transpose()?, origin: None };
-    // A socket is an id without being given.
+    // Without an explicit id, the socket is the id.
     if asked.id() != id {
         config_file::check_id(id)?;
         asked.id = Some(id.to_owned());

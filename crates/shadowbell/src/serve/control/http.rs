@@ -1,9 +1,10 @@
-//! Connections of HTTP, and how much of them there may be.
+//! HTTP connections and their limits.
 //!
-//! hyper understands the protocol; what is here are the bounds. A client of the control socket is
-//! our own user's or root's, and still may be slow, or wrong: it has [`CLIENTS`] connections in
-//! all, [`HEAD`] to send the head of a request, as long for its body, and [`CONNECTION`] until it
-//! has read all answers. Beyond that it is hung up on. One more client waits in the socket.
+//! hyper implements the protocol; this module sets the limits. A client of the control socket
+//! runs as our user or as root, but may still be slow or faulty. All clients together have
+//! [`CLIENTS`] connections. A client has [`HEAD`] to send the head of a request, the same time
+//! for the body, and [`CONNECTION`] until it has read all responses. After that the connection is
+//! closed. Further clients wait in the listen queue.
 
 use super::answers::{Answer, Body, answer};
 use super::routes::{self, Via};
@@ -29,25 +30,25 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
-/// Clients that may be connected at once, to each of the two sockets.
+/// Maximum number of connections, for each of the two sockets.
 const CLIENTS: usize = 16;
-/// How long the head of a request may take, from the end of the one before; and its body.
+/// Time limit for the head of a request, counted from the end of the last one, and for the body.
 const HEAD: Duration = Duration::from_secs(10);
-/// How long a connection may last.
+/// Maximum duration of a connection.
 const CONNECTION: Duration = Duration::from_secs(60);
-/// The longest head of a request.
+/// Maximum size of a request's head.
 const HEAD_BYTES: usize = 16 << 10;
-/// The longest body: a configuration file, and the quotes around it.
+/// Maximum size of a body: a configuration file as a JSON string.
 const BODY_BYTES: usize = 2 << 20;
-/// How long a request that is under way may take while another process waits to go on.
+/// Time limit for requests in flight before a handover to another process.
 const LEAVE: Duration = Duration::from_millis(50);
-/// How long to wait when the system has no descriptor for a client.
+/// Delay before the next accept if the system has no descriptor for a client.
 const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 
 /// Serves until `stop` is dropped or signalled.
 ///
 /// # Errors
-/// The system's, from the beginning.
+/// A socket cannot be registered with the runtime.
 pub(super) async fn serve(
     control: Option<OwnedFd>,
     metrics: Option<OwnedFd>,
@@ -77,7 +78,7 @@ pub(super) async fn serve(
     Ok(())
 }
 
-/// A socket that listens.
+/// A listening socket.
 enum Listening {
     Unix(UnixListener),
     Tcp(TcpListener),
@@ -112,7 +113,7 @@ async fn accept(socket: Listening, via: Via, view: Arc<View>, graceful: Arc<Grac
     }
 }
 
-/// A client is gone already, or the system has no room for one.
+/// Handles an error of `accept`: the client has disconnected, or the system lacks resources.
 async fn not_accepted(error: &io::Error) {
     let full = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
     if full.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error())) {
@@ -121,7 +122,7 @@ async fn not_accepted(error: &io::Error) {
     }
 }
 
-/// One client, to its end.
+/// Serves one client until it disconnects.
 fn connection(
     stream: Wire,
     via: Via,
@@ -155,7 +156,7 @@ async fn respond(
         Err(refused) => Err(refused),
         Ok(route) => match read(body).await {
             Err(problem) => Err(problem.into()),
-            // It may wait for workers, or for the system.
+            // A handler may wait for I/O threads or for the system.
             Ok(body) => {
                 let work = tokio::task::spawn_blocking(move || answer(&view, route, &body));
                 let failed = || Problem::new(Code::Failed, "the server has failed at this request");
@@ -184,7 +185,7 @@ fn response(answer: Answer) -> Response<Body> {
     response
 }
 
-/// The whole body of a request.
+/// Reads the body of a request.
 async fn read(body: Incoming) -> Result<Bytes, Problem> {
     let bad = |why: String| Problem::new(Code::BadRequest, why);
     match timeout(HEAD, Limited::new(body, BODY_BYTES).collect()).await {

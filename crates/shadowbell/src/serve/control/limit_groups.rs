@@ -1,4 +1,4 @@
-//! Limits that several namespaces share.
+//! Limit group requests: limits that several namespaces share.
 
 use super::requested::problem;
 use super::view::View;

@@ -1,4 +1,4 @@
-//! Whether commands are measured, by namespace: on and off.
+//! Latency measurement requests: state, on and off.
 
 use super::view::View;
 use crate::control::api::Measure;

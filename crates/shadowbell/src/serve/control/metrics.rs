@@ -1,14 +1,14 @@
-//! `/metrics`: what the server has counted, in the text of OpenMetrics 1.0.
+//! `/metrics`: counters of the server in the text format OpenMetrics 1.0.
 //!
-//! Nothing is counted for it: these are the counters that [`Stats`] has, which are read where they
-//! are counted. No worker is asked or woken.
+//! The values are the counters of [`Stats`], which are read in place. No I/O thread is asked or
+//! woken.
 //!
-//! A queue that is deleted takes its counters with it. Their sum goes on as `queue="deleted"`, so
-//! sums over all queues never go back.
+//! The counters of a deleted queue are added to `queue="deleted"`, so that sums over all queues
+//! never decrease.
 //!
-//! The format is lines of three kinds, and what is hard about it is the choice of names; so there
-//! is no library here. A server of 256 controllers has thirty thousand samples, so labels are written
-//! once for what has many of them.
+//! The format is simple and the names are ours to choose, so no library is used. A server with
+//! 256 controllers has thirty thousand samples, so labels that many samples share are formatted
+//! once.
 
 use super::view::{View, namespaces_of};
 use crate::control::api::Namespace;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// The kind of a family.
+/// Type of a metric family.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Counter,
@@ -41,19 +41,19 @@ impl Kind {
         }
     }
 
-    /// What the name of a sample has after that of its family.
+    /// Suffix of a sample's name after the family's name.
     fn suffix(self) -> &'static str {
         match self {
             Self::Counter => "_total",
-            // What it consists of has endings of its own.
+            // The samples of a histogram have suffixes of their own.
             Self::Gauge | Self::Histogram => "",
             Self::Info => "_info",
         }
     }
 }
 
-/// Labels as they are written, up to the brace after them: there may be more. What has many samples
-/// has them made once.
+/// Formats labels without the closing brace, so that a caller can append more. Labels that many
+/// samples share are formatted once.
 fn labels(labels: &[(&'static str, &str)]) -> String {
     let mut text = String::with_capacity(96);
     for (n, (name, value)) in labels.iter().enumerate() {
@@ -78,13 +78,13 @@ fn labels(labels: &[(&'static str, &str)]) -> String {
     text
 }
 
-/// The text, family by family.
+/// Output text, written family by family.
 struct Text(String);
 
 impl Text {
-    /// Begins a family. Its unit is the end of its name, if it has one.
+    /// Begins a family. If its name ends in a unit, the unit is declared.
     fn family(&mut self, kind: Kind, name: &'static str, help: &str) -> Family<'_> {
-        // Writing to a string can not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(self.0, "# TYPE {name} {}", kind.name());
         if let Some(unit) = ["bytes", "seconds"].iter().find(|unit| name.ends_with(*unit)) {
             let _ = writeln!(self.0, "# UNIT {name} {unit}");
@@ -101,12 +101,12 @@ struct Family<'a> {
 }
 
 impl Family<'_> {
-    /// A sample with these labels, as [`labels`] writes them.
+    /// Writes a sample. `labels`: formatted by [`labels`].
     fn sample(&mut self, labels: &str, value: u64) {
         self.sample_of(labels, if labels.is_empty() { "" } else { "}" }, value);
     }
 
-    /// The same, with how the labels end.
+    /// Writes a sample with `end` after the labels.
     fn sample_of(&mut self, labels: &str, end: &str, value: u64) {
         let mut digits = itoa::Buffer::new();
         let value = digits.format(value);
@@ -117,14 +117,14 @@ impl Family<'_> {
         }
     }
 
-    /// How many commands took no longer than each doubling of a time, and all of them together.
+    /// Writes a histogram with a bucket for each power of two of nanoseconds.
     fn distribution(&mut self, labels: &str, latency: &Distribution) {
         let mut below = 0_u64;
-        // Writing to a string can not fail.
+        // Writing to a string cannot fail.
         for (bucket, count) in latency.counts.iter().enumerate() {
             below = below.saturating_add(*count);
             let end = bucket_end(bucket);
-            // The last bucket has no end.
+            // The last bucket has no upper bound.
             if end.is_power_of_two() && bucket + 1 < BUCKETS {
                 let le = end as f64 / 1e9;
                 let _ = writeln!(self.text, "{}_bucket{labels},le=\"{le}\"}} {below}", self.name);
@@ -136,9 +136,9 @@ impl Family<'_> {
         let _ = writeln!(self.text, "{}_sum{labels}}} {seconds}", self.name);
     }
 
-    /// A sample that is no whole number.
+    /// Writes a sample with a fractional value.
     fn real(&mut self, labels: &str, value: f64) {
-        // Writing to a string can not fail.
+        // Writing to a string cannot fail.
         let end = if labels.is_empty() { "" } else { "}" };
         let _ = writeln!(self.text, "{}{}{labels}{end} {value}", self.name, self.kind.suffix());
     }
@@ -183,9 +183,9 @@ impl Counted {
         }
     }
 
-    /// About how long its text is.
+    /// Estimated size of the controller's text.
     fn text_bytes(&self) -> usize {
-        // Lines of a queue, and other lines, of about so many bytes.
+        // Number of lines, for queues and for the rest, times the average length.
         ((self.sqs.len() + self.cqs.len()) * 9 + 32) * 104
     }
 
@@ -417,7 +417,8 @@ fn namespaces(text: &mut Text, all: &[Counted]) {
     }
 }
 
-/// What is measured by namespace, or was. Nothing of those that are not there any more.
+/// Writes the measured latencies of existing namespaces, also after the measurement was turned
+/// off.
 fn measured(text: &mut Text, all: &[Counted]) {
     let mut kinds = Vec::new();
     for Counted { served, stats, labels: of_controller, .. } in all {
@@ -467,7 +468,7 @@ fn measured(text: &mut Text, all: &[Counted]) {
 }
 
 fn workers(text: &mut Text, all: &[Counted]) {
-    // Each controller tells of its workers, which it may share.
+    // Several controllers may list the same I/O thread, so duplicates are removed.
     let workers = all.iter().flat_map(|counted| counted.stats.workers.iter());
     let workers: BTreeMap<usize, &SleepStats> = workers.map(|w| (w.worker, w)).collect();
     let of = |n: usize| labels(&[("worker", &n.to_string())]);

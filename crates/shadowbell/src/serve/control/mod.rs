@@ -1,24 +1,24 @@
-//! The control socket: HTTP/1.1 with JSON for `shadowbell ctl` and other programs, and `/metrics`.
+//! Control socket: HTTP/1.1 with JSON for `shadowbell ctl` and other programs, and `/metrics`.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `http` | connections, and how much of them there may be |
-//! | `routes` | what a request asks for |
-//! | `view` | what it sees of the server |
-//! | `answers` | what is answered, with its documentation |
-//! | `trace` | the same for what is recorded of doorbells |
-//! | `metrics` | the counters, for Prometheus |
-//! | `wire` | sockets, by few system calls |
+//! | `http` | connections and their limits |
+//! | `routes` | request paths and methods |
+//! | `view` | the part of the server that requests see |
+//! | `answers` | request handlers and the OpenAPI document |
+//! | `trace` | handlers for the doorbell trace |
+//! | `metrics` | counters for Prometheus |
+//! | `wire` | socket I/O with few system calls |
 //!
-//! One thread (`sb-api`) has the sockets. What takes time is done by threads that exist while there
-//! is something for them, [`BLOCKING`] at most. None of them holds a lock that the reactor or a
-//! worker takes. There is no timer while nobody is connected.
+//! One thread (`sb-api`) serves the sockets. Requests that may block run on threads that exist
+//! only while there is work, [`BLOCKING`] at most. No such thread holds a lock that the reactor
+//! or an I/O thread takes. Without clients there is no timer.
 //!
-//! When a server is replaced, the listening sockets go to the successor; requests that are under
-//! way have 50 ms to end, and a connection between two requests is closed, as it may be at any
-//! time. Who connects meanwhile waits in the socket.
+//! When a server is replaced, the listening sockets are passed to the new process. Requests in
+//! flight have 50 ms to end, and an idle connection is closed, which HTTP permits at any time.
+//! Clients that connect meanwhile wait in the listen queue.
 
 mod ana;
 mod answers;
@@ -60,33 +60,33 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tracing::{debug, info, warn};
 
-/// Threads that wait for workers or carry something out.
+/// Maximum number of threads for requests that may block.
 const BLOCKING: usize = 4;
 
-/// The sockets while nobody answers.
+/// Sockets while no thread serves them.
 pub(super) struct Resting {
-    /// What the server is called.
+    /// Name of the server.
     name: String,
-    /// `None`: there is none, and metrics only.
+    /// `None` if there is no control socket, but only the metrics socket.
     socket: Option<Socket>,
     metrics: Option<TcpListener>,
-    /// Where, if this process has made it.
+    /// Address of the metrics socket, if this process has created it.
     metrics_at: Option<SocketAddr>,
-    /// When the counters began.
+    /// Start of the counters.
     began: Instant,
-    /// Records of each worker of the trace in memory that was being made.
+    /// Records per I/O thread of the in-memory trace, if one was on.
     tracing: Option<u32>,
-    /// Whether commands were measured, by the process before.
+    /// Latency measurement of the previous process: on or off.
     measures: Option<bool>,
 }
 
 struct Socket {
     listener: Listener,
-    /// After the socket, which is in it.
+    /// Removed after the socket in it, so declared after it.
     directory: Option<OwnDirectory>,
 }
 
-/// A directory that was made for the socket, and is removed if it is empty in the end.
+/// A directory that was created for the socket, and is removed at the end if it is empty.
 struct OwnDirectory(PathBuf);
 
 impl Drop for OwnDirectory {
@@ -95,32 +95,32 @@ impl Drop for OwnDirectory {
     }
 }
 
-/// The same on its way to another process.
+/// Serialized [`Resting`], for another process.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Saved {
     name: String,
     socket: Option<SavedListener>,
     directory: Option<PathBuf>,
     metrics: Option<FdRef>,
-    /// Since the counters began, in nanoseconds.
+    /// Nanoseconds since the start of the counters.
     elapsed: u64,
-    /// What is logged, if that was changed.
+    /// Log filter, if it was changed at run time.
     log_filter: Option<String>,
-    /// Records of each worker of the trace in memory that is being made.
+    /// Records per I/O thread of the in-memory trace, if one is on.
     #[serde(default)]
     tracing: Option<u32>,
-    /// Whether commands are measured.
+    /// Latency measurement: on or off.
     #[serde(default)]
     measures: Option<bool>,
 }
 
 impl Resting {
-    /// Listens where that was asked for; `default_name` is the server's if it was given none.
-    /// `pid` is a number that tells it from another server of the same name.
+    /// Creates the sockets. `default_name`: name of the server if none is configured. `pid`:
+    /// number that is appended if another server has the same name.
     ///
     /// # Errors
-    /// What was asked for can not be had. The usual place is not asked for: a line in the log
-    /// says that it can not be had.
+    /// A configured socket cannot be created. If the default control socket cannot be created, a
+    /// warning is logged instead.
     pub(super) fn listen(
         place: &Place,
         default_name: &str,
@@ -151,7 +151,7 @@ impl Resting {
             return Ok(of(name, None));
         };
         let outcome = match listen_in(&directory, &name) {
-            // Another server's, which has the same name by chance.
+            // Another server has the same default name.
             Err(BindError::InUse { .. }) if place.name.is_none() => {
                 let own = format!("{name}.{pid}");
                 info!(
@@ -172,10 +172,10 @@ impl Resting {
         }
     }
 
-    /// What another process needs to go on.
+    /// Serializes the sockets and settings for another process.
     ///
     /// # Errors
-    /// The system has no more descriptors.
+    /// The descriptor limit is reached.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<Saved> {
         let metrics = self.metrics.as_ref().map(TcpListener::try_clone).transpose()?;
         Ok(Saved {
@@ -190,7 +190,7 @@ impl Resting {
         })
     }
 
-    /// The other side of [`save`](Self::save).
+    /// Restores what [`save`](Self::save) has serialized.
     ///
     /// # Errors
     /// A descriptor is missing.
@@ -216,14 +216,15 @@ impl Resting {
         })
     }
 
-    /// Says whether another process has the sockets, too.
+    /// Marks the sockets as shared with another process, so that a drop does not remove their
+    /// files.
     fn set_lent(&mut self, is_lent: bool) {
         if let Some(socket) = &mut self.socket {
             socket.listener.set_lent(is_lent);
         }
     }
 
-    /// Lets go of it: another process has it.
+    /// Drops the sockets without removing their files: another process serves them.
     pub(super) fn leave(mut self) {
         self.set_lent(true);
     }
@@ -240,7 +241,7 @@ impl Resting {
         self.began
     }
 
-    /// Where the metrics are.
+    /// Address of the metrics socket.
     pub(super) fn metrics(&self) -> Option<SocketAddr> {
         self.metrics_at
     }
@@ -258,12 +259,12 @@ fn refused(error: BindError) -> anyhow::Error {
     }
 }
 
-/// Listens in the directory of the server `name`, which is made if it is not there.
+/// Creates the control socket of the server `name`, and the directories for it.
 fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
     let path = place::socket(directory, name);
     let own = directory.join(name);
     if places::are_the_keeper_s() {
-        // It makes the directory, too.
+        // The supervisor creates the directory, too.
         let listener = private(&path)?;
         return Ok(Socket { listener, directory: Some(OwnDirectory(own)) });
     }
@@ -278,8 +279,8 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
     Ok(Socket { listener, directory: Some(OwnDirectory(own)) })
 }
 
-/// A socket that only its user can connect to. (In the moment until that is so, another user can;
-/// such a client is not answered, as whose process it is tells.)
+/// Creates a socket for its own user only. Another user can connect before the mode is set; such
+/// a client is recognized by its peer credentials, and gets no answer.
 fn private(path: &Path) -> Result<Listener, BindError> {
     let listener = places::listen(path, Kind::Private)?;
     if places::are_the_keeper_s() {
@@ -292,17 +293,17 @@ fn private(path: &Path) -> Result<Listener, BindError> {
     }
 }
 
-/// The thread that answers; dropping this ends it.
+/// The thread that serves the sockets. A drop ends the thread.
 pub(super) struct ControlSocket {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<Resting>>,
 }
 
 impl ControlSocket {
-    /// Answers whoever comes from here on. `None`: there is nowhere to come to.
+    /// Starts the thread. `None` if there is no socket to serve.
     ///
     /// # Errors
-    /// The system has no more threads or descriptors.
+    /// A thread cannot be started, or the descriptor limit is reached.
     pub(super) fn start(mut resting: Resting, view: Arc<View>) -> io::Result<Option<Self>> {
         resting.set_lent(false);
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -333,7 +334,7 @@ impl ControlSocket {
             if let Err(error) = runtime.block_on(http::serve(control, metrics, view, until)) {
                 warn!("the control socket can not be served: {error}");
             }
-            // What still waits for a worker ends by itself.
+            // Requests that still wait for an I/O thread end by themselves.
             runtime.shutdown_background();
             resting.tracing = tracer.in_memory();
             resting.measures = Some(tracer.measures());
@@ -342,7 +343,7 @@ impl ControlSocket {
         Ok(Some(Self { stop: Some(stop), thread: Some(thread) }))
     }
 
-    /// Ends the thread. `None`: it has panicked.
+    /// Stops the thread and returns the sockets. `None` if the thread has panicked.
     pub(super) fn rest(mut self) -> Option<Resting> {
         drop(self.stop.take());
         self.thread.take()?.join().ok()

@@ -1,4 +1,4 @@
-//! Namespaces of a controller: what they are, and how they come, go and change.
+//! Namespace requests: list, add, remove and change.
 
 use super::requested::{find, problem, uuid};
 use super::view::{View, namespaces_of};

@@ -1,4 +1,4 @@
-//! Pages that a controller would give its host.
+//! Out-of-band Identify and Get Log Page requests.
 
 use super::requested::find;
 use super::view::View;

@@ -1,4 +1,4 @@
-//! What a request names, and why it can not be had.
+//! Lookup of controllers by id, and conversion of errors to problems.
 
 use super::view::View;
 use crate::control::api::{Code, Problem};
@@ -14,7 +14,7 @@ pub(super) fn find(view: &View, id: &str) -> Result<Arc<ServedController>, Probl
     })
 }
 
-/// An error of a change, as an answer.
+/// Converts an error of a change to a problem.
 pub(super) fn problem(error: anyhow::Error) -> Problem {
     let code = match exit::status(&error) {
         exit::BAD_INPUT => Code::BadRequest,

@@ -1,19 +1,19 @@
-//! What a request asks for, by its method and its path.
+//! Routes: the mapping of a request's method and path to an operation.
 
 use crate::control::api::{Code, Problem};
 use hyper::{Method, Uri};
 use percent_encoding::percent_decode_str;
 
-/// The socket that a request has come by.
+/// Socket by which a request arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Via {
-    /// The control socket.
+    /// Control socket.
     Socket,
-    /// TCP, where metrics are all that there is.
+    /// TCP socket, which serves only the metrics.
     Tcp,
 }
 
-/// What is asked for.
+/// Requested operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Route {
     Status,
@@ -47,11 +47,11 @@ pub(super) enum Route {
     Metrics,
 }
 
-/// Why a request is refused before anything is done.
+/// A request without a route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Refused {
     pub(super) problem: Problem,
-    /// The methods that are there.
+    /// Methods that the path supports.
     pub(super) allow: Option<&'static str>,
 }
 
@@ -61,10 +61,10 @@ impl From<Problem> for Refused {
     }
 }
 
-/// What `method` of `uri` is.
+/// Returns the operation of a method and a path.
 ///
 /// # Errors
-/// There is no such path, or it has no such method.
+/// The path does not exist, or does not support the method.
 pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refused> {
     let path = uri.path();
     let missing = || Problem::new(Code::NotFound, format!("there is no path {path}")).into();
@@ -166,7 +166,7 @@ pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refus
     }
 }
 
-/// A part of a path. `None`: it is no text.
+/// Decodes a path component. `None` if it is not UTF-8.
 fn decode(part: &str) -> Option<String> {
     percent_decode_str(part).decode_utf8().ok().map(|text| text.into_owned())
 }
@@ -190,7 +190,7 @@ mod tests {
             let refused = ask(Via::Socket, Method::GET, path).unwrap_err();
             assert_eq!(refused.problem.status(), 404, "{path}");
         }
-        // By TCP there is nothing but numbers.
+        // TCP serves only the metrics.
         for path in ["/v1/status", "/v1/openapi.json", "/"] {
             assert_eq!(ask(Via::Tcp, Method::GET, path).unwrap_err().problem.status(), 404);
         }

@@ -1,4 +1,4 @@
-//! The server as a whole: what it is, what it serves, its log, its end.
+//! Server-wide requests: status, configuration, statistics, log level, upgrade and shutdown.
 
 use super::metrics;
 use super::requested::problem;
@@ -170,7 +170,7 @@ pub(super) fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
     };
     let last_error = Arc::clone(&view.upgrade_error);
     *last_error.lock() = None;
-    // Its answer comes when this process has ended, or goes on.
+    // The result comes when this process is replaced, or when the upgrade has failed.
     let wait = move || {
         if let Err(error) = outcome() {
             *last_error.lock() = Some(exit::line(&error));

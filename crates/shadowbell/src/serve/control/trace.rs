@@ -1,4 +1,4 @@
-//! What is recorded of doorbells: on, off, and what there is.
+//! Doorbell trace requests: on, off, and download.
 
 use super::view::View;
 use crate::control::api::{Code, Problem, Trace, TraceChange};
@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::task::{self, Poll};
 use tracing::info;
 
-/// What is sent at a time.
+/// Bytes per frame of the body.
 const PIECE: usize = 256 << 10;
-/// The fewest and the most records of a worker, as `serve --trace-records` has them.
+/// Permitted number of records per I/O thread, as for `serve --trace-records`.
 const RECORDS: std::ops::RangeInclusive<u32> = 1024..=1 << 24;
 
 /// Whether doorbells are recorded
@@ -75,7 +75,7 @@ pub(super) fn trace_records(view: &View) -> Result<TraceBody, Problem> {
     Ok(TraceBody { file, at: 0 })
 }
 
-/// A trace, in pieces: it can be longer than what should be held twice.
+/// Streamed body with a trace, which may be too large for a second copy in memory.
 #[derive(Debug)]
 pub(super) struct TraceBody {
     file: Arc<TraceFile>,
@@ -93,7 +93,7 @@ impl Body for TraceBody {
         if self.is_end_stream() {
             return Poll::Ready(None);
         }
-        // In memory, or written so recently that it is.
+        // The file is in memory or in the page cache, so the read does not block for long.
         let mut piece = vec![0; PIECE];
         let got = self.file.copy_at(self.at, &mut piece).and_then(|got| match got {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),

@@ -1,4 +1,4 @@
-//! What the control socket sees of the server.
+//! Interface of the control socket to the server.
 
 use crate::control::api::{LimitSpec, Namespace};
 use crate::limits::DiskLimits;
@@ -12,29 +12,29 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What the control socket sees of the server, and can do with it.
+/// The part of the server that requests read and control.
 pub(in crate::serve) struct View {
     pub(in crate::serve) name: String,
-    /// When the counters began.
+    /// Start of the counters.
     pub(in crate::serve) began: Instant,
-    /// When this process began to serve.
+    /// Time at which this process began to serve.
     pub(in crate::serve) serves_since: Instant,
     pub(in crate::serve) workers: usize,
     pub(in crate::serve) keeper_pid: Option<u32>,
     pub(in crate::serve) controllers: Arc<Registry>,
     pub(in crate::serve) changes: Arc<Changes>,
-    /// What is not of its controllers.
+    /// Server-wide settings.
     pub(in crate::serve) settings: Settings,
     /// Ends the service.
     pub(in crate::serve) end: Box<dyn Fn() + Send + Sync>,
-    /// Why the last upgrade has failed.
+    /// Reason for the failure of the last upgrade.
     pub(in crate::serve) upgrade_error: Arc<Mutex<Option<String>>>,
     pub(in crate::serve) tracer: Arc<Tracer>,
-    /// The way to the keeper, if that is the only one.
+    /// Connection to the supervisor, for a sandboxed process.
     pub(in crate::serve) asks: Option<Asker>,
 }
 
-/// The namespaces of a controller, as they are now.
+/// Current namespaces of a controller.
 pub(super) fn namespaces_of(
     served: &ServedController,
 ) -> impl Iterator<Item = Namespace> + use<'_> {

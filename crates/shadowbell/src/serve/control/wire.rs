@@ -1,5 +1,5 @@
-//! A client of either kind, for hyper: it gets by with `read` and `write`. What tokio has for each
-//! kind takes other system calls for the same, each of which the sandbox would have to allow.
+//! Client connection for hyper that needs only the system calls `read` and `write`. tokio's own
+//! streams use further system calls, each of which the sandbox would have to allow.
 
 use rustix::net::Shutdown;
 use std::io;
@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 
-/// A client.
+/// A client connection.
 pub(super) enum Wire {
     Unix(UnixStream),
     Tcp(TcpStream),
@@ -25,7 +25,7 @@ impl Wire {
         }
     }
 
-    /// Has `call` made when it need not wait.
+    /// Performs `call` once it does not block.
     fn poll_call(
         &self,
         context: &mut Context<'_>,

@@ -1,4 +1,4 @@
-//! What was asked for.
+//! Options of the sandbox.
 
 use super::user::User;
 use std::path::PathBuf;
@@ -15,14 +15,14 @@ pub(in crate::serve) enum Mode {
     Off,
 }
 
-/// What was asked for.
+/// Options of the sandbox.
 #[derive(Clone, Debug, Default)]
 pub(in crate::serve) struct Asked {
     pub(in crate::serve) mode: Mode,
-    /// Whose process it is to be.
+    /// User that the process becomes.
     pub(in crate::serve) user: Option<User>,
-    /// Directories in which more may be opened, and sockets made.
+    /// Directories in which images may be opened and sockets created.
     pub(in crate::serve) allow: Vec<PathBuf>,
-    /// The configuration file, which may be read again.
+    /// Configuration file, which may be reloaded.
     pub(in crate::serve) config: Option<PathBuf>,
 }

@@ -1,10 +1,10 @@
-//! The system calls that a process in the sandbox may make. What each is for is in docs/sandbox.md.
+//! System calls that the sandbox allows. docs/sandbox.md has the purpose of each.
 
 use libc::c_long;
 
-/// Those of every process, by what they are for.
+/// System calls of every process, by purpose.
 static CALLS: &[&[c_long]] = &[
-    // Memory of guests, of disks, of the program.
+    // Memory of guests, disks and the program.
     &[
         libc::SYS_mmap,
         libc::SYS_munmap,
@@ -14,7 +14,7 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_brk,
         libc::SYS_memfd_create,
     ],
-    // Files that are open.
+    // Open files.
     &[
         libc::SYS_read,
         libc::SYS_write,
@@ -33,7 +33,7 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_newfstatat,
         libc::SYS_fstatfs,
     ],
-    // What the system says of this process and of devices.
+    // Procfs and sysfs.
     &[
         libc::SYS_openat,
         #[cfg(target_arch = "x86_64")]
@@ -41,7 +41,7 @@ static CALLS: &[&[c_long]] = &[
         #[cfg(not(target_arch = "x86_64"))]
         libc::SYS_readlinkat,
     ],
-    // Clients, the control socket, the keeper, a successor.
+    // Clients, the control socket, the supervisor, the next process at an upgrade.
     &[
         libc::SYS_accept4,
         libc::SYS_sendmsg,
@@ -84,7 +84,7 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_gettid,
         libc::SYS_getpid,
     ],
-    // Faults and the end.
+    // Faults and exit.
     &[
         libc::SYS_rt_sigaction,
         libc::SYS_rt_sigprocmask,
@@ -92,9 +92,9 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_tgkill,
         libc::SYS_exit_group,
     ],
-    // Chance.
+    // Random numbers.
     &[libc::SYS_getrandom],
-    // In a build for tests: a process that is to die at a certain point.
+    // In a build with fault injection: a process that is to die at a certain point.
     #[cfg(feature = "faults")]
     &[
         libc::SYS_kill,
@@ -103,7 +103,7 @@ static CALLS: &[&[c_long]] = &[
     ],
 ];
 
-/// More of them, for a process that makes its sockets and files by itself.
+/// Further system calls of a process that creates its sockets and files itself.
 static BY_ITSELF: &[&[c_long]] = &[
     // Paths.
     &[
@@ -143,7 +143,7 @@ static BY_ITSELF: &[&[c_long]] = &[
     ],
 ];
 
-/// All that a process may make that does its paths `by_itself`, or has a keeper for that.
+/// All allowed system calls. `by_itself`: the process creates sockets and files itself.
 pub(super) fn all(by_itself: bool) -> impl Iterator<Item = c_long> {
     let more = if by_itself { BY_ITSELF } else { &[] };
     CALLS.iter().chain(more).copied().flatten().copied()

@@ -1,8 +1,7 @@
-//! The files that the process can reach by a path, and TCP: Landlock.
+//! Landlock rules: file access by path, TCP, and signals.
 //!
-//! Images are none of them: the keeper opens those. What is left is the directories of sockets, in
-//! which these come and go; those of the files that it writes; and what the system says of this
-//! process and of devices.
+//! Images need no rule, since the supervisor opens them. The rules permit directories in which
+//! sockets are created and removed, output files, and parts of procfs and sysfs.
 
 use super::asked::Asked;
 use super::opening::{self, Allowed};
@@ -23,15 +22,15 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use tracing::warn;
 
-/// The newest that is made use of: files, TCP, and signals to others and sockets without a file.
+/// Newest Landlock ABI in use: files, TCP, signals to other processes and abstract sockets.
 const KNOWN: ABI = ABI::V6;
 
-/// What it takes to have sockets in a directory.
+/// Access that creating and removing sockets in a directory requires.
 fn sockets() -> BitFlags<AccessFs> {
     AccessFs::MakeSock | AccessFs::RemoveFile | AccessFs::ReadDir
 }
 
-/// What it takes to write files anew in a directory.
+/// Access that replacing files in a directory requires.
 fn outputs() -> BitFlags<AccessFs> {
     let write = AccessFs::MakeReg | AccessFs::RemoveFile | AccessFs::WriteFile | AccessFs::Truncate;
     write | reading()
@@ -41,21 +40,21 @@ fn reading() -> BitFlags<AccessFs> {
     AccessFs::ReadFile | AccessFs::ReadDir
 }
 
-/// What is read: what the system says of this process, of memory, and of block devices.
+/// Readable paths: this process, a memory limit, and block devices.
 const READ: [&str; 3] = ["/proc/self", "/proc/sys/vm/max_map_count", "/sys/devices"];
 
-/// All that is needed to give up the rest.
+/// Prepared Landlock rules.
 pub(super) struct Files {
     rules: RulesetCreated,
     known: Vec<PathFd>,
-    /// The keeper makes sockets and writes files.
+    /// The supervisor creates sockets and output files.
     pub(super) by_keeper: bool,
 }
 
-/// Has the keeper open images from now on, and finds what may be reached otherwise.
+/// Makes the supervisor open images from now on, and prepares the rules for other paths.
 ///
 /// # Errors
-/// It can not be, in a sentence.
+/// There is no supervisor or no Landlock.
 pub(super) fn prepare(
     asked: &Asked,
     config: &ServerConfig,
@@ -65,7 +64,7 @@ pub(super) fn prepare(
         return Err("there is no keeper, which would open them (`--no-keeper`)".to_owned());
     };
     let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
-    // Whether there is any, before the keeper is asked for anything.
+    // Landlock is probed before anything is requested from the supervisor.
     ruleset().map_err(|error| format!("Landlock: {error}"))?;
     opening::begin(link, &allowed(asked, config))?;
     let by_keeper = ask_for_places(asked, config, link)
@@ -75,7 +74,7 @@ pub(super) fn prepare(
     Ok(Files { rules, known, by_keeper })
 }
 
-/// Has the keeper make sockets and write files from now on.
+/// Makes the supervisor create sockets and output files from now on.
 fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Result<(), String> {
     let (ours, theirs) = keeper_link::pair().map_err(|error| error.to_string())?;
     link.give(to_keeper::PLACES, theirs).map_err(|error| error.to_string())?;
@@ -98,7 +97,7 @@ fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Re
     )
 }
 
-/// The images that the process may have.
+/// Images that the process may request.
 fn allowed(asked: &Asked, config: &ServerConfig) -> Allowed {
     let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
     let paths = disks.filter_map(|disk| disk_spec::file(&disk.disk));
@@ -112,7 +111,7 @@ fn allowed(asked: &Asked, config: &ServerConfig) -> Allowed {
 }
 
 fn ruleset() -> Result<RulesetCreated, RulesetError> {
-    // Whether there is Landlock at all; what is newer than the first of it may be missing.
+    // ABI 1 is required; newer features are used if the kernel has them.
     let first = Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     first.handle_access(AccessFs::from_all(ABI::V1))?.create()?;
     Ruleset::default()
@@ -122,7 +121,7 @@ fn ruleset() -> Result<RulesetCreated, RulesetError> {
         .create()
 }
 
-/// The rules, if the system has any.
+/// Creates the rules.
 fn rules(
     asked: &Asked,
     config: &ServerConfig,
@@ -130,7 +129,7 @@ fn rules(
 ) -> Result<RulesetCreated, RulesetError> {
     let rules = ruleset()?
         .add_rules(path_beneath_rules(READ, reading()))?
-        // In a build for tests: where it says when it is to die.
+        // In a build with fault injection: the directory with the abort points.
         .add_rules(path_beneath_rules(shadowbell_state::abort_directory(), outputs()))?;
     if by_keeper {
         return Ok(rules);
@@ -139,7 +138,7 @@ fn rules(
         .add_rules(path_beneath_rules(socket_directories(asked, config), sockets()))?
         .add_rules(path_beneath_rules(written(config), outputs()))?;
     let control = config.control.path.is_none().then(place::settle).flatten();
-    // Each server has a directory in there.
+    // Each server has a directory in the common one.
     let control = control.filter(|directory| make(directory));
     let of_control = sockets() | AccessFs::MakeDir | AccessFs::RemoveDir;
     let rules = rules.add_rules(path_beneath_rules(control, of_control))?;
@@ -153,12 +152,12 @@ fn make(directory: &Path) -> bool {
     DirBuilder::new().recursive(true).mode(0o755).create(directory).is_ok()
 }
 
-/// Where sockets come and go.
+/// Directories in which sockets are created and removed.
 fn socket_directories(asked: &Asked, config: &ServerConfig) -> Vec<PathBuf> {
     let controllers = config.controllers.iter().map(|served| &served.socket);
     let others = config.stats_socket.iter().chain(&config.control.path);
     let of_sockets = controllers.chain(others).map(|socket| {
-        // One for SPDK is in that directory.
+        // A directory stands for the socket in it, as in SPDK.
         if socket.is_dir() { socket.clone() } else { directory_of(socket) }
     });
     let mut all: Vec<_> = of_sockets.chain(asked.allow.iter().cloned()).collect();
@@ -167,7 +166,7 @@ fn socket_directories(asked: &Asked, config: &ServerConfig) -> Vec<PathBuf> {
     all
 }
 
-/// What is written: files by another that takes their place, and what is no file by itself.
+/// Output paths. A regular file is replaced, which needs its directory; other files are opened.
 fn written(config: &ServerConfig) -> Vec<PathBuf> {
     let trace = config.trace.as_ref().map(|(path, _)| path);
     let files = config.stats_json.iter().chain(trace);
@@ -182,10 +181,10 @@ fn directory_of(path: &Path) -> PathBuf {
 }
 
 impl Files {
-    /// Gives up the rest.
+    /// Applies the rules to this process.
     ///
     /// # Errors
-    /// The system's.
+    /// The kernel refuses the rules.
     pub(super) fn restrict(self) -> Result<Held, RulesetError> {
         let status = self.rules.restrict_self()?;
         let held = match status.landlock {
@@ -201,10 +200,10 @@ impl Files {
     }
 }
 
-/// What is given up. To be kept for as long as the process lives.
+/// Applied rules. Must live as long as the process.
 pub(super) struct Held {
     pub(super) held: &'static str,
-    /// What the rules for /proc are for: the system makes it anew when nobody has it, and the rules
-    /// would not be for that.
+    /// Open paths of the rules. The kernel recreates inodes of /proc that are not in use, and the
+    /// rules would not apply to the new inode.
     _known: Vec<PathFd>,
 }

@@ -1,4 +1,4 @@
-//! The filter of system calls: seccomp.
+//! Seccomp filter of system calls.
 
 use super::calls;
 use anyhow::Context;
@@ -10,29 +10,29 @@ use seccompiler::{
 use std::collections::BTreeMap;
 use syscalls::Sysno;
 
-/// What not every server needs.
+/// Options of the filter.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Needs {
-    /// A keeper tells the service manager what is to be told.
+    /// A supervisor exists, so this process does not notify the service manager itself.
     pub(super) keeper: bool,
-    /// Metrics by TCP.
+    /// Metrics are served over TCP.
     pub(super) tcp: bool,
-    /// No keeper makes its sockets and writes its files.
+    /// The process creates its sockets and files itself.
     pub(super) by_itself: bool,
 }
 
-/// From now on a call that is not among [those](calls::all), or has other arguments than it may
-/// have, ends the process.
+/// Installs the filter: a system call that is not [allowed](calls::all), or has other arguments
+/// than permitted, ends the process from now on.
 ///
 /// # Errors
-/// The system has no filters.
+/// The kernel does not support seccomp filters.
 pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     let calls = calls::all(needs.by_itself).map(|call| Ok((call, rules(call, needs)?)));
     let calls: BTreeMap<_, _> = calls.collect::<Result<_, seccompiler::BackendError>>()?;
-    // The arguments of `clone3` are in memory, where a filter can not see them: whoever finds that
-    // it is not there takes `clone`. The C library asks on which processors a thread may run when
-    // it is asked for the stack of one, and does without. Of two filters the stricter one counts.
+    // `clone3` passes its arguments in memory, where a filter cannot check them: with ENOSYS, the
+    // C library falls back to `clone`. `sched_getaffinity` is called by `pthread_getattr_np`,
+    // which tolerates the error. The stricter one of two filters applies.
     let missing = [libc::SYS_clone3, libc::SYS_sched_getaffinity].map(|call| (call, Vec::new()));
     let missing = BTreeMap::from(missing);
     let calls: BTreeMap<_, _> = calls.into_iter().chain(missing.clone()).collect();
@@ -46,12 +46,12 @@ pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The name of a system call. It is in a table.
+/// Name of a system call, from a static table: signal-safe.
 fn name_of(number: usize) -> Option<&'static str> {
     Sysno::new(number).map(|call| call.name())
 }
 
-/// What the arguments of a call are to be: one of these. Any, if there are none.
+/// Argument rules of a system call, of which one must match. None means any arguments.
 fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::BackendError> {
     let is = |argument, value| SeccompCondition::new(argument, Len::Dword, Op::Eq, value);
     let is_not = |argument, value| SeccompCondition::new(argument, Len::Dword, Op::Ne, value);
@@ -64,9 +64,9 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
     };
     let only = |condition| Ok(vec![SeccompRule::new(vec![condition])?]);
     match call {
-        // No code but the program's.
+        // No executable mappings.
         libc::SYS_mmap | libc::SYS_mprotect => only(without(2, libc::PROT_EXEC as u64)?),
-        // A thread, and no process.
+        // Threads only, no processes.
         libc::SYS_clone => only(with(0, libc::CLONE_THREAD as u64)?),
         libc::SYS_socket => {
             let mut kinds = vec![(libc::AF_UNIX, libc::SOCK_STREAM)];
@@ -97,19 +97,19 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
             ],
         ),
         libc::SYS_prctl => one_of(0, &[libc::PR_SET_NAME as u64]),
-        // It stays who ends the process.
+        // The SIGSYS handler, which ends the process, cannot be replaced.
         libc::SYS_rt_sigaction => only(is_not(0, libc::SIGSYS as u64)?),
         libc::SYS_kill | libc::SYS_tgkill => one_of(0, &[u64::from(std::process::id())]),
         _ => Ok(Vec::new()),
     }
 }
 
-/// How long a file is.
+/// Ioctl that returns a file's size.
 const FIOQSIZE: u64 = 0x5460;
-/// How long a block of a device is.
+/// Ioctl that returns a block device's block size.
 const BLKSSZGET: u64 = 0x1268;
-/// A command to a namespace whose character device is a disk. io_uring takes the same ones; those
-/// to a controller are the keeper's to give.
+/// Ioctl with an I/O command for a namespace's character device. io_uring passes the same
+/// commands. Admin commands are left to the supervisor.
 const NVME_IOCTL_IO_CMD: u64 = 0xc048_4e43;
-/// How long a device is.
+/// Ioctl that returns a block device's size.
 const BLKGETSIZE64: u64 = 0x8008_1272;

@@ -1,15 +1,17 @@
-//! What a process that serves can do at most, whatever becomes of it (`serve --sandbox`).
+//! Sandbox of the server process (`serve --sandbox`): limits the damage if the process is
+//! compromised.
 //!
-//! Guests, their VMMs and images are untrusted, and this process is what they reach. So before it
-//! reads anything of theirs, and while it has one thread, it gives up what it does not need:
+//! Guests, their VMMs and images are untrusted, and the server process reads their data. So
+//! before it reads any of it, and while it has one thread, the process drops privileges that it
+//! does not need:
 //!
-//! | what | how | module |
+//! | privilege | mechanism | module |
 //! |---|---|---|
-//! | its user | `--user` | `user` |
-//! | new privileges | `PR_SET_NO_NEW_PRIVS` | |
-//! | files, TCP, signals to others | Landlock; images are opened by the keeper | `files`, `opening` |
-//! | system calls | a seccomp filter; what it forbids ends the process | `calls`, `filter` |
-//! | core dumps, more descriptors, priorities | limits | `enter` |
+//! | user | `--user` | `user` |
+//! | gain of privileges | `PR_SET_NO_NEW_PRIVS` | |
+//! | files, TCP, signals to others | Landlock; images by the supervisor | `files`, `opening` |
+//! | system calls | seccomp filter; a forbidden call ends the process | `calls`, `filter` |
+//! | core dumps, more descriptors, priorities | resource limits | `enter` |
 //!
 //! The command line and the configuration file are read before that.
 
@@ -39,14 +41,14 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{info, warn};
 
-/// Images are opened by the keeper, which can not be asked for anything else either. To be kept for
-/// as long as the process lives.
+/// Proof that file access is restricted and the supervisor opens images. Must live as long as the
+/// process.
 pub(super) struct Contained(#[expect(dead_code, reason = "it is kept")] Held);
 
-/// Gives up what is not needed for `config`. This is the only thread.
+/// Enters the sandbox. The process must have one thread.
 ///
 /// # Errors
-/// It can not be had as it was asked for.
+/// The sandbox is required (`--sandbox on`), or a user was requested, and that is not possible.
 pub(super) fn enter(
     asked: &Asked,
     config: &ServerConfig,
@@ -101,10 +103,10 @@ pub(super) fn enter(
     Ok(files.map(Contained))
 }
 
-/// It holds for files.
+/// File access is restricted.
 static HOLDS_FOR_FILES: AtomicBool = AtomicBool::new(false);
 
-/// Says what to do about a socket that can not be made, if the sandbox may be why.
+/// Adds a remedy to the error of a socket that the sandbox may have prevented.
 pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
     let mut causes = why.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
     let is_denied = causes.any(|cause| cause.kind() == io::ErrorKind::PermissionDenied);
@@ -117,14 +119,14 @@ pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
     )
 }
 
-/// Why what is to be served can not live in a sandbox.
+/// Reason why the configuration cannot be served in a sandbox.
 fn hindrance(config: &ServerConfig) -> Option<String> {
     let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
     let mut disks = disks.map(|disk| &disk.disk);
     disks.find_map(|disk| Some(format!("{disk} {}", disk_spec::outside(disk)?)))
 }
 
-/// Reads what is not to be asked for any more.
+/// Caches system values that the sandbox makes unreadable.
 fn settle() {
     place::settle();
     self_as_is::settle();
@@ -132,10 +134,10 @@ fn settle() {
     read_limits();
 }
 
-/// What a process of this kind never needs.
+/// Sets resource limits that a server process never needs to exceed.
 fn limit() {
     let none = Rlimit { current: Some(0), maximum: Some(0) };
-    // Guests' memory and descriptors do not belong into files.
+    // A core dump would write guests' memory to a file.
     let _ = setrlimit(Resource::Core, none);
     let _ = setrlimit(Resource::Msgqueue, none);
     let _ = setrlimit(Resource::Rtprio, none);

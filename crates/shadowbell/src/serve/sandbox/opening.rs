@@ -1,4 +1,4 @@
-//! The keeper opens images for this process.
+//! Images, opened by the open broker of the supervisor.
 
 use crate::keeper_link::{self, Packet, opening, to_keeper};
 use crate::serve::worker_link::WorkerLink;
@@ -15,21 +15,21 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// How long a keeper may take to say that it opens images.
+/// Time limit for the supervisor's first answer. An earlier release does not answer.
 const ANSWERS: Duration = Duration::from_secs(5);
 
-/// The way to the thread of the keeper's that opens them; one question at a time.
+/// Connection to the open broker, locked during a request and its answer.
 struct Opening(Mutex<OwnedFd>);
 
 static OPENING: OnceLock<Opening> = OnceLock::new();
 
-/// Opens images by [`OPENING`].
+/// Opener of images that uses [`OPENING`].
 struct ByKeeper(&'static Opening);
 
-/// Opens a file that is no image, for reading: the configuration.
+/// Opens the configuration file for reading.
 ///
 /// # Errors
-/// The system's.
+/// The file cannot be opened.
 pub(in crate::serve) fn open_config(path: &Path) -> io::Result<File> {
     match OPENING.get() {
         Some(opening) => opening.open(opening.name(path)?.as_fd(), Access::Read),
@@ -37,21 +37,21 @@ pub(in crate::serve) fn open_config(path: &Path) -> io::Result<File> {
     }
 }
 
-/// What may be opened.
+/// Permitted paths.
 #[derive(Debug, Default)]
 pub(super) struct Allowed {
     /// Files and devices.
     pub(super) files: Vec<PathBuf>,
-    /// All that is below.
+    /// Directories, with all files below.
     pub(super) directories: Vec<PathBuf>,
-    /// The configuration file, and what it comes to name.
+    /// Configuration file; the images that it names when it is reloaded are permitted too.
     pub(super) config: Option<PathBuf>,
 }
 
-/// From now on the keeper opens images, these and no others.
+/// Makes the supervisor open images from now on, and registers the permitted paths.
 ///
 /// # Errors
-/// It does not, in a sentence.
+/// The supervisor has no open broker or refuses.
 pub(super) fn begin(link: &WorkerLink, allowed: &Allowed) -> Result<(), String> {
     let begin = || -> io::Result<bool> {
         let (ours, theirs) = keeper_link::pair()?;
@@ -91,7 +91,7 @@ impl Opening {
         body: impl AsRef<OsStr>,
         fd: Option<BorrowedFd<'_>>,
     ) -> io::Result<OwnedFd> {
-        // What this process has no room for did not arrive.
+        // The kernel drops a descriptor beyond this process's limit.
         understand(self.say(letter, body, fd)?)?.fd().ok_or_else(|| Errno::MFILE.into())
     }
 
@@ -124,7 +124,7 @@ impl Opening {
     }
 }
 
-/// An answer that is no refusal.
+/// Converts a refusal to an error.
 fn understand(packet: Packet) -> io::Result<Packet> {
     let nonsense = || io::Error::other("the keeper says something else");
     match packet.letter {

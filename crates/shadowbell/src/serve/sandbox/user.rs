@@ -1,4 +1,4 @@
-//! The user that the process becomes.
+//! User that the server process becomes (`--user`).
 
 use crate::control::place;
 use crate::serve::server_config::ServerConfig;
@@ -10,7 +10,7 @@ use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use std::fmt;
 use std::os::unix::fs::DirBuilderExt;
 
-/// A user, and the groups of this user.
+/// A user and its groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct User {
     name: String,
@@ -25,10 +25,10 @@ impl fmt::Display for User {
     }
 }
 
-/// The user of this name, or `UID:GID`.
+/// Looks up a user name in /etc/passwd, or parses `UID:GID`.
 ///
 /// # Errors
-/// There is none.
+/// The user does not exist.
 pub(crate) fn parse_user(text: &str) -> Result<User, String> {
     if let Some((uid, gid)) = text.split_once(':')
         && let (Ok(uid), Ok(gid)) = (uid.parse(), gid.parse())
@@ -58,7 +58,7 @@ fn find(name: &str, users: &str, groups: &str) -> Option<User> {
 }
 
 impl User {
-    /// Who this is to the system, as a process that serves `config`.
+    /// User id, group id and further groups. The group of the controllers' sockets is added.
     pub(super) fn ids(&self, config: &ServerConfig) -> (u32, u32, Vec<u32>) {
         let SocketAccess { group, .. } = &config.socket_access;
         let of_sockets = group.as_deref().and_then(|group| parse_group(group).ok());
@@ -67,12 +67,12 @@ impl User {
     }
 }
 
-/// Makes this thread, which is the only one, that user's.
+/// Changes this thread, the only one of the process, to the user.
 ///
 /// # Errors
-/// It can not be, in a sentence.
+/// The change is not permitted, or could be reverted.
 pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<()> {
-    // Where it is does not change with the user.
+    // The control socket's directory is determined before, since it depends on the user.
     let directory = place::settle();
     if geteuid().as_raw() == user.uid {
         return Ok(());
@@ -91,7 +91,7 @@ pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<
         });
         given.with_context(|| own.display().to_string())?;
     }
-    // What root may have without being asked: memory that rings work on.
+    // Root may lock memory without a limit, and io_uring needs locked memory.
     let all = Rlimit { current: None, maximum: None };
     let _ = setrlimit(Resource::Memlock, all);
     let (uid, gid, groups) = user.ids(config);
