@@ -152,7 +152,7 @@ impl Controller {
     /// [`QueueError`], if the controller does not work after the reset.
     pub fn reset(&self) -> Result<(), QueueError> {
         self.attached.check(0)?;
-        reset(&self.attached, self.attached.state().generation(), "asked for by the program");
+        reset(&self.attached, self.attached.state().generation(), "requested by the program");
         self.attached.check(0)
     }
 

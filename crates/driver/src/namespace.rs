@@ -67,7 +67,7 @@ impl Namespace {
         let known = BlockMetadata::of(&identity, format, elbaf);
         let metadata = known.ok().flatten().filter(|_| size.is_some_and(|s| s <= max_transfer));
         let unusable = match (size, known) {
-            (None, _) => Some("has a block size that is none"),
+            (None, _) => Some("has an invalid block size"),
             (_, Err(what)) => Some(what),
             (Some(size), _) if size > max_transfer => Some("has blocks longer than a transfer"),
             (_, Ok(Some(metadata))) if !metadata.is_protection_alone() => {

@@ -228,7 +228,7 @@ impl AsyncShared {
 
 /// Wakers to call or drop after an [`Op`] was freed. Done without the lock, because a waker's code
 /// may call back into this queue: wake another future, or drop one.
-#[must_use = "somebody may wait for the free op"]
+#[must_use = "a future may wait for the free op"]
 #[derive(Default)]
 pub(super) struct Freed {
     pub(super) next: Option<Waker>,

@@ -62,7 +62,7 @@ struct Remains {
 pub(super) enum FileError {
     #[error(transparent)]
     Map(#[from] MapError),
-    #[error("it is in more files than the {MAX_MAPPINGS} that are taken of one client")]
+    #[error("it is in more than {MAX_MAPPINGS} files, the limit of one client")]
     TooMany,
     #[error(transparent)]
     OverBudget(#[from] OverBudget),
