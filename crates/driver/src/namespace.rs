@@ -266,8 +266,9 @@ impl Namespace {
     /// deallocate them. The bit is set only if the controller supports it (DLFEAT, bit 3), because
     /// SPDK's target refuses the command otherwise.
     ///
-    /// The controller writes protection information that matches zeroes, unless the blocks may be
-    /// deallocated: then protection information reads as FFh, which disables its checks.
+    /// If the blocks have protection information, the controller inserts one that matches zeroes,
+    /// unless the blocks may be deallocated: then protection information reads as FFh, which
+    /// disables its checks.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).

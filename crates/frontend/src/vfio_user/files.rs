@@ -101,7 +101,7 @@ pub(super) struct Files {
     whole: HashMap<Key, Weak<Mapping>>,
     /// Number of entries in `whole` at which dead entries are removed.
     sweep_at: usize,
-    /// Its reference count is the number of single mappings plus one.
+    /// Counter of single mappings: the reference count is their number plus one.
     singles: Arc<()>,
     account: Account,
 }

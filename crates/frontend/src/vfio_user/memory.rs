@@ -535,7 +535,7 @@ mod tests {
         let mut fds = Descriptors::default();
         assert!(memory.record(&mut fds).unwrap().written.is_none());
         let gone = fds.take_changes();
-        assert_eq!(gone.len(), 600, "and not what nobody was given");
+        assert_eq!(gone.len(), 600, "and no descriptor that was never stored");
         for change in gone {
             let LastingChange::Remove(number) = change else { panic!("{change:?}") };
             kept.remove(&number).unwrap();
