@@ -2,7 +2,7 @@
 
 use crate::admin::{Admin, AdminCommands, identify_namespaces};
 use crate::attach::{Attached, attach};
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::device::Registers;
 use crate::dma::{BufferPool, DmaError, SharedMemory};
 use crate::error::{AttachError, DetachError, QueueError};

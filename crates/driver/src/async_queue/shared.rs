@@ -1,7 +1,7 @@
 //! State that futures share with the thread that drives the queue.
 
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::command::Command;
 use crate::completion::Completion;
 use crate::dma::{Buffer, BufferPool, DmaError};

@@ -6,7 +6,7 @@ mod recoverable;
 use self::interrupt_wait::InterruptWait;
 use self::recoverable::RecoverableQueue;
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::command::Command;
 use crate::completion::{Completion, Token};
 use crate::dma::Buffer;

@@ -2,7 +2,7 @@
 //! failed controller. See [`recovery`](crate::recovery).
 
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::completion::Completion;
 use crate::controller_state::Condition;
 use crate::dma::Buffer;

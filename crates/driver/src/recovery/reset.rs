@@ -2,7 +2,7 @@
 
 use super::stats::count;
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::configure::configure_again;
 use crate::controller_state::{Condition, Phase};
 use crate::device::StateError;

@@ -4,7 +4,7 @@ use super::reset::{reset, went_away};
 use super::stats::count;
 use super::watchdog::Watched;
 use crate::admin::{AdminCommands, LogRequest, identify_namespaces, read_log_page};
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::controller_state::Condition;
 use crate::transport::TransportError;
 use shadowbell_spec::log::{ChangedNamespaces, lid};
