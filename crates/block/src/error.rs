@@ -20,7 +20,9 @@ pub enum OpenError {
         device: String,
     },
     /// The format of the namespace's blocks is not supported by the driver.
-    #[error("namespace {nsid} {what}, which the driver can not handle; format it without")]
+    #[error(
+        "namespace {nsid} {what}, which the driver does not support; format it with another LBA format"
+    )]
     Unusable {
         /// Namespace identifier.
         nsid: u32,
@@ -71,7 +73,7 @@ pub enum BlockError {
     #[error("{0}")]
     Admin(Arc<CommandError>),
     /// The device has returned none of the buffers, so no command can be submitted.
-    #[error("the device gives no buffer back; attach again")]
+    #[error("the device has returned no buffer; detach and attach again")]
     BuffersLost,
     /// A command completed without its buffer or with a too short one: a bug of this crate.
     #[error("a buffer does not fit its command, which is a defect of the block layer")]

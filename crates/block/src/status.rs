@@ -136,7 +136,7 @@ impl Support {
                 if error.status().is_some_and(|status| refused.contains(&status.code())) {
                     self.is_possible.store(false, Ordering::Relaxed);
                 }
-                tracing::debug!("which blocks are allocated is not known: {error}");
+                tracing::debug!("the allocation status is unknown: {error}");
                 None
             }
         }

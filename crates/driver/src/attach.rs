@@ -6,12 +6,12 @@
 //! pairs.
 
 use crate::admin::{identify_controller, identify_namespaces};
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::configure::{
     configure_doorbells, know_extended_formats, max_transfer, request_events, request_queues,
 };
 use crate::controller_info::ControllerInfo;
-use crate::enabled::EnabledController;
+use crate::enabled_controller::EnabledController;
 use crate::error::{AttachError, CommandError};
 use crate::io_queues::io_queue_memory;
 use crate::namespace::Namespace;

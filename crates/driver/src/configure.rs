@@ -69,7 +69,7 @@ pub(crate) fn configure_doorbells(
     match wanted {
         Doorbells::Auto | Doorbells::Mapped if has_page => (Doorbells::Mapped, None),
         Doorbells::Mapped => {
-            tracing::info!("the doorbells of {name} can not be mapped, using plain ones");
+            tracing::info!("the doorbells of {name} cannot be mapped, using plain ones");
             (Doorbells::Mmio, None)
         }
         _ => (Doorbells::Mmio, None),
@@ -108,7 +108,7 @@ pub(crate) fn know_extended_formats(admin: &AdminPlane, identity: &IdentifyContr
     let set = Sqe::set_features(0, fields, 0);
     if let Err(error) = admin.succeed(set, AdminData::ToController(behavior.as_bytes())) {
         // Not fatal: namespaces with other formats work.
-        tracing::info!("blocks with guards of 64 bits stay unknown to this host: {error}");
+        tracing::info!("extended protection information formats are not enabled: {error}");
     }
 }
 
@@ -126,7 +126,9 @@ pub(crate) fn request_events(
     if let Err(error) = set {
         // The feature is mandatory, but events that are enabled by default arrive without it, so
         // the failure is only logged.
-        tracing::info!("asynchronous events stay as the controller has them: {error}");
+        tracing::info!(
+            "asynchronous events are not configured, the defaults of the controller apply: {error}"
+        );
     }
     let requests = EVENT_REQUESTS.min(identity.aerl.saturating_add(1));
     let sent = admin.queue.request_events(requests);
@@ -142,11 +144,11 @@ pub(crate) fn configure_again(admin: &AdminPlane, info: &ControllerInfo) -> Resu
     let why = |error: CommandError| error.to_string();
     let identity = identify_controller(admin).map_err(why)?;
     if (identity.sn, identity.mn) != (info.identity.sn, info.identity.mn) {
-        return Err("another controller is in its place".into());
+        return Err("another controller has replaced it (other serial or model number)".into());
     }
     let granted = request_queues(admin, info.granted).map_err(why)?;
     if granted < info.granted {
-        return Err(format!("it grants {granted} queue pairs, and {} before", info.granted));
+        return Err(format!("it grants {granted} queue pairs instead of {}", info.granted));
     }
     if info.shadow.is_some() {
         shadow_doorbells(admin)?;

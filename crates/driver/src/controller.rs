@@ -2,7 +2,7 @@
 
 use crate::admin::{Admin, AdminCommands, identify_namespaces};
 use crate::attach::{Attached, attach};
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::device::Registers;
 use crate::dma::{BufferPool, DmaError, SharedMemory};
 use crate::error::{AttachError, DetachError, QueueError};
@@ -152,7 +152,7 @@ impl Controller {
     /// [`QueueError`], if the controller does not work after the reset.
     pub fn reset(&self) -> Result<(), QueueError> {
         self.attached.check(0)?;
-        reset(&self.attached, self.attached.state().generation(), "asked for by the program");
+        reset(&self.attached, self.attached.state().generation(), "requested by the program");
         self.attached.check(0)
     }
 

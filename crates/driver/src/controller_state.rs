@@ -143,8 +143,8 @@ impl ControllerState {
         self.over.get()
     }
 
-    /// Checks that queue `qid` is usable. No reset is in progress, because the caller holds the
-    /// lock of the I/O queues.
+    /// Checks that queue `qid` is usable. A caller that holds the lock of the I/O queues sees no
+    /// reset; without the lock, a reset in progress is reported as [`QueueError::Detached`].
     pub(crate) fn usable(&self, qid: u16) -> Result<(), QueueError> {
         match self.condition() {
             Condition::Live => Ok(()),

@@ -78,7 +78,7 @@ impl Device {
         if page_size.is_none() && page > LARGEST_PAGE {
             return Err(unsupported(format!(
                 "supports no memory pages below {page} bytes (CAP.MPSMIN), of which every queue takes \
-                 two; set `page_size` if that is meant so"
+                 two; set `page_size` to accept that"
             )));
         }
         if cap.mqes() == 0 {

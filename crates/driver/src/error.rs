@@ -34,7 +34,7 @@ pub enum AttachError {
         device: String,
     },
     /// The controller lacks a feature that this driver needs.
-    #[error("attach: {device} {what}, which this driver can not use")]
+    #[error("attach: {device} {what}, which this driver does not support")]
     Unsupported {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
@@ -82,7 +82,7 @@ pub enum AttachError {
     #[error("attach: no event descriptor for an interrupt: {0}; raise the limit of open files")]
     Event(io::Error),
     /// No thread is available for the watchdog.
-    #[error("attach: no thread to watch the controller with: {0}; or turn recovery off")]
+    #[error("attach: no thread for the watchdog: {0}; or disable recovery")]
     Thread(io::Error),
 }
 
@@ -127,7 +127,7 @@ pub enum CommandError {
         source: DmaError,
     },
     /// The returned data violate the specification or are inconsistent.
-    #[error("{device} answered {command} with nonsense: {what}")]
+    #[error("{device} returned invalid data for {command}: {what}")]
     Nonsense {
         /// [`Transport::name`](crate::Transport::name).
         device: String,
@@ -200,7 +200,7 @@ pub enum QueueError {
         qid: u16,
     },
     /// The queue failed and cannot be used any more.
-    #[error("queue {qid} failed earlier: {why}; detach and attach again")]
+    #[error("queue {qid} failed: {why}; detach, and attach again when the device is available")]
     Failed {
         /// Identifier of the queue.
         qid: u16,
@@ -258,7 +258,9 @@ pub enum RequestError {
         blocks: u64,
     },
     /// The format of the namespace's blocks is not supported by this driver.
-    #[error("namespace {nsid} {what}, which this driver can not handle; format it without")]
+    #[error(
+        "namespace {nsid} {what}, which this driver does not support; format it with another LBA format"
+    )]
     Unusable {
         /// Namespace identifier.
         nsid: u32,

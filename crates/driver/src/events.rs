@@ -1,7 +1,7 @@
 //! Delivery of asynchronous events on a sleeping thread.
 
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use shadowbell_memory::EventFd;
 use shadowbell_spec::event::AsyncEvent;
 use std::fmt;

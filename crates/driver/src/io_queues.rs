@@ -237,7 +237,7 @@ impl IoQueueTable {
         if self.vectors.remove(&vector)
             && let Err(error) = admin.device.transport.set_irq(vector.into(), None)
         {
-            tracing::debug!(vector, "an interrupt could not be taken down: {error}");
+            tracing::debug!(vector, "an interrupt could not be disconnected: {error}");
         }
     }
 
@@ -292,7 +292,7 @@ fn set_doorbell_eventfds(admin: &AdminPlane, info: &ControllerInfo, core: &mut C
             core.sq_doorbell.set_eventfd(sq);
             core.cq_doorbell.set_eventfd(cq);
         }
-        Err(error) => tracing::info!(qid, "doorbells are written, because {error}"),
+        Err(error) => tracing::info!(qid, "no doorbell eventfds, using register writes: {error}"),
     }
 }
 

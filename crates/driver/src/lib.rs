@@ -15,7 +15,7 @@
 //! | `controller_info`, `controller_state` | results of Identify; live, resetting or failed |
 //! | `io_queues` | creating and deleting I/O queues |
 //! | `configure` | features that are set when attaching, and again after a reset |
-//! | `enabled`, `attached` | a controller before Identify, and with its queues |
+//! | `enabled_controller`, `attached_controller` | a controller before Identify, and with queues |
 //! | [`recovery`] | Abort, queue recreation and controller reset after command timeouts |
 //! | `queue_pair` | [`QueuePair`], of one thread: submit, ring, pop; no lock, no allocation |
 //! | `attach`, `controller` | from a device to a [`Controller`], and its methods |
@@ -95,7 +95,7 @@ mod readme {}
 mod admin;
 pub mod async_queue;
 mod attach;
-mod attached;
+mod attached_controller;
 mod command;
 mod completion;
 mod configure;
@@ -105,7 +105,7 @@ mod controller_state;
 mod copy_limits;
 mod device;
 mod dma;
-mod enabled;
+mod enabled_controller;
 mod error;
 mod events;
 #[cfg(all(feature = "vfio", feature = "vfio-user"))]
@@ -115,9 +115,9 @@ mod metadata;
 mod namespace;
 mod namespace_metadata;
 mod options;
-mod processors;
 mod prp;
 mod queue;
+mod queue_map;
 mod queue_pair;
 pub mod recovery;
 mod transport;
@@ -137,8 +137,8 @@ pub use events::EventListener;
 pub use metadata::{BlockMetadata, MetadataCommand, ProtectionError};
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};
-pub use processors::QueueMap;
 pub use queue::{QueueStats, SpinPolicy};
+pub use queue_map::QueueMap;
 pub use queue_pair::QueuePair;
 pub use recovery::{Recovery, RecoveryStats};
 #[cfg(feature = "vfio-user")]

@@ -67,7 +67,7 @@ impl Namespace {
         let known = BlockMetadata::of(&identity, format, elbaf);
         let metadata = known.ok().flatten().filter(|_| size.is_some_and(|s| s <= max_transfer));
         let unusable = match (size, known) {
-            (None, _) => Some("has a block size that is none"),
+            (None, _) => Some("has an invalid block size"),
             (_, Err(what)) => Some(what),
             (Some(size), _) if size > max_transfer => Some("has blocks longer than a transfer"),
             (_, Ok(Some(metadata))) if !metadata.is_protection_alone() => {
@@ -266,8 +266,9 @@ impl Namespace {
     /// deallocate them. The bit is set only if the controller supports it (DLFEAT, bit 3), because
     /// SPDK's target refuses the command otherwise.
     ///
-    /// The controller writes protection information that matches zeroes, unless the blocks may be
-    /// deallocated: then protection information reads as FFh, which disables its checks.
+    /// If the blocks have protection information, the controller inserts one that matches zeroes,
+    /// unless the blocks may be deallocated: then protection information reads as FFh, which
+    /// disables its checks.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).

@@ -33,7 +33,7 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 #[non_exhaustive]
 pub enum StartError {
     /// The I/O threads could not be started: no thread or descriptor is available.
-    #[error("the workers can not be started: {0}")]
+    #[error("the I/O threads could not be started: {0}")]
     Workers(io::Error),
     /// The configuration of the controller is invalid.
     #[error(transparent)]
@@ -109,7 +109,7 @@ impl InProcess {
         receiver.recv_timeout(RELEASE_TIMEOUT).map_err(|_| TransportError::Gone {
             device: self.name.clone(),
             doing,
-            source: "what is in flight does not end".into(),
+            source: "the commands in flight do not end".into(),
         })
     }
 }
@@ -158,7 +158,7 @@ impl Transport for InProcess {
     }
 
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
-        const DOING: &str = "taking memory back";
+        const DOING: &str = "unmapping memory";
         self.wait(DOING, |done| {
             let unmapped = self.controller.unmap_dma(iova, len, done);
             unmapped.map_err(|error| self.failed(DOING, error))

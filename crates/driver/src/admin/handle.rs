@@ -5,7 +5,7 @@ use super::identify;
 use super::lba_status::{self, AllocatedBlocks};
 use super::log::{LogRequest, read_log_page};
 use super::plane::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::device::Registers;
 use crate::error::CommandError;
 use crate::queue::QueueStats;

@@ -94,7 +94,7 @@ pub(super) fn active_namespaces(admin: &dyn AdminCommands) -> Result<Vec<u32>, C
         }
         if all.len() > MAX_NAMESPACES {
             tracing::warn!(
-                "{} has more than {MAX_NAMESPACES} namespaces; the rest is left out",
+                "{} has more than {MAX_NAMESPACES} namespaces; the others are ignored",
                 admin.plane().name()
             );
             all.truncate(MAX_NAMESPACES);
@@ -128,7 +128,7 @@ pub(crate) fn identify_namespaces(
             Ok(identity) => identity,
             // The namespace was detached meanwhile, or its command set has no such structure.
             Err(error) if error.status().is_some() => {
-                tracing::warn!(nsid, "a namespace is left out: {error}");
+                tracing::warn!(nsid, "a namespace is ignored: {error}");
                 continue;
             }
             Err(error) => return Err(error),
@@ -147,7 +147,7 @@ pub(crate) fn identify_namespaces(
             Ok(elbaf) => elbaf,
             // The namespace was deleted or formatted meanwhile; an event will report the change.
             Err(error) if error.status().is_some() => {
-                tracing::warn!(nsid, "a namespace is left out: {error}");
+                tracing::warn!(nsid, "a namespace is ignored: {error}");
                 continue;
             }
             Err(error) => return Err(error),
@@ -155,7 +155,10 @@ pub(crate) fn identify_namespaces(
         let described = (identity, elbaf, ids.as_ref());
         let namespace = Namespace::new(nsid, controller, described, max_transfer);
         if let Some(what) = namespace.unusable() {
-            tracing::warn!(nsid, "a namespace {what}: it can be looked at but not used");
+            tracing::warn!(
+                nsid,
+                "a namespace {what}: it can be identified, but not read or written"
+            );
         }
         namespaces.push(namespace);
     }

@@ -263,7 +263,7 @@ impl std::fmt::Debug for Io {
             Stage::New { ticket: None, .. } => "new",
             Stage::New { .. } => "waiting for a free slot",
             Stage::NewWithMetadata(_) => "new or waiting, with metadata",
-            Stage::Active(_) => "under way",
+            Stage::Active(_) => "queued or in flight",
             Stage::Refused(_) => "refused",
             Stage::Over => "over",
         };

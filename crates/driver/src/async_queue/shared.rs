@@ -1,7 +1,7 @@
 //! State that futures share with the thread that drives the queue.
 
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::command::Command;
 use crate::completion::Completion;
 use crate::dma::{Buffer, BufferPool, DmaError};
@@ -228,7 +228,7 @@ impl AsyncShared {
 
 /// Wakers to call or drop after an [`Op`] was freed. Done without the lock, because a waker's code
 /// may call back into this queue: wake another future, or drop one.
-#[must_use = "somebody may wait for the free op"]
+#[must_use = "a future may wait for the free op"]
 #[derive(Default)]
 pub(super) struct Freed {
     pub(super) next: Option<Waker>,

@@ -73,8 +73,8 @@ impl Worker {
         self.queue.outstanding()
     }
 
-    /// True if the queue has failed, or is closed and has no outstanding commands before their
-    /// timeout.
+    /// True if the queue has failed, or is to be closed and its outstanding commands have completed
+    /// or timed out.
     pub(super) fn is_over(&self, shared: &AsyncShared) -> bool {
         self.failed
             || self.closing.is_some_and(|since| {

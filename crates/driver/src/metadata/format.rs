@@ -35,11 +35,11 @@ impl BlockMetadata {
         let guard = match (elbaf & 0x7f, elbaf >> 7 & 3) {
             (0, 0) => GuardKind::Crc16,
             (0, 2) => GuardKind::Crc64,
-            (0, _) => return Err("has guards of 32 bits"),
+            (0, _) => return Err("has 32-bit guards"),
             _ => return Err("has storage tags"),
         };
         if protection > 3 {
-            return Err("has protection information of a type that is none");
+            return Err("has protection information of an invalid type");
         }
         if protection != 0 && guard.size() > usize::from(format.ms) {
             return Err("has less metadata than its protection information takes");

@@ -516,7 +516,7 @@ impl Core {
                 qid = self.qid,
                 head,
                 sq_id,
-                "the controller reports a submission queue head or identifier that can not be; \
+                "the controller reports an impossible submission queue head or identifier; \
                  ignored, and not logged again"
             );
         }

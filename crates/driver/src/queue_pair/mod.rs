@@ -6,7 +6,7 @@ mod recoverable;
 use self::interrupt_wait::InterruptWait;
 use self::recoverable::RecoverableQueue;
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::command::Command;
 use crate::completion::{Completion, Token};
 use crate::dma::Buffer;
@@ -399,7 +399,7 @@ impl QueuePair {
                 // Completions that arrived before the hang-up can still be taken.
                 if !self.is_ready() {
                     let device = self.controller.name();
-                    let why = format!("{device} went away; attach again when it is back");
+                    let why = format!("lost the connection to {device}");
                     went_away(&self.controller, &why);
                     self.handle_state_change()?;
                 }

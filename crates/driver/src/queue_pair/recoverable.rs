@@ -2,7 +2,7 @@
 //! failed controller. See [`recovery`](crate::recovery).
 
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::completion::Completion;
 use crate::controller_state::Condition;
 use crate::dma::Buffer;
@@ -243,11 +243,7 @@ impl RecoverableQueue {
         count(&controller.counters.repeated, restarted.repeated);
         count(&controller.counters.ended, restarted.ended);
         if restarted.ended != 0 {
-            tracing::warn!(
-                qid,
-                "{} commands were ended, which may have had their effect or not",
-                restarted.ended
-            );
+            tracing::warn!(qid, "{} commands were ended with an unknown outcome", restarted.ended);
         }
         io_queues.recreate(admin, info, &mut self.core, self.layout, &self.event)?;
         // A failed register write is reported by the next call that rings.

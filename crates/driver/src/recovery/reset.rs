@@ -2,7 +2,7 @@
 
 use super::stats::count;
 use crate::admin::AdminCommands;
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::configure::configure_again;
 use crate::controller_state::{Condition, Phase};
 use crate::device::StateError;
@@ -35,7 +35,7 @@ impl From<StateError> for ResetError {
 pub(crate) fn went_away(controller: &AttachedController, why: &str) {
     if controller.state().set_gone(Phase::Live, why) {
         count(&controller.counters.removed, 1);
-        tracing::error!("{why}; everything that is under way ends");
+        tracing::error!("{why}; all outstanding commands end");
         controller.plane().queue.fail_all();
     }
 }
@@ -63,9 +63,9 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
                 return state.end_reset();
             }
             Err(ResetError::Gone(why)) => {
-                let why = format!("{name} went away: {why}");
+                let why = format!("{name} failed during a reset: {why}");
                 count(&counters.removed, 1);
-                tracing::error!("{why}; everything that is under way ends");
+                tracing::error!("{why}; all outstanding commands end");
                 state.set_gone(Phase::Resetting, &why);
                 return admin.queue.fail_all();
             }
@@ -77,8 +77,8 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
     }
     count(&counters.given_up, 1);
     let quiet = admin.device.disable().is_ok() || admin.device.transport.reset().is_ok();
-    let why = format!("{name} could not be reset ({last}) and was given up");
-    tracing::error!("{why}; everything that is under way ends");
+    let why = format!("{name} failed, because it could not be reset ({last})");
+    tracing::error!("{why}; all outstanding commands end");
     admin.queue.fail_all();
     state.give_up(&why, quiet);
 }

@@ -4,7 +4,7 @@ use super::reset::{reset, went_away};
 use super::stats::count;
 use super::watchdog::Watched;
 use crate::admin::{AdminCommands, LogRequest, identify_namespaces, read_log_page};
-use crate::attached::AttachedController;
+use crate::attached_controller::AttachedController;
 use crate::controller_state::Condition;
 use crate::transport::TransportError;
 use shadowbell_spec::log::{ChangedNamespaces, lid};
@@ -51,7 +51,7 @@ pub(crate) fn check_status(controller: &AttachedController) -> bool {
             reset(controller, generation, "its NVM subsystem was reset (CSTS.NSSRO)");
         }
         Ok(csts) if !csts.rdy() => {
-            reset(controller, generation, "it is disabled, by nobody here (CSTS.RDY)");
+            reset(controller, generation, "it is disabled, but not by this driver (CSTS.RDY)");
         }
         Ok(_) => {}
     }
@@ -80,6 +80,6 @@ fn read_namespaces(controller: &AttachedController) {
             tracing::info!("the namespaces of {} changed, and were read again", controller.name());
             controller.set_changed_namespaces(namespaces);
         }
-        Err(error) => tracing::warn!("the namespaces changed, and were not read: {error}"),
+        Err(error) => tracing::warn!("the namespaces changed, but could not be read: {error}"),
     }
 }

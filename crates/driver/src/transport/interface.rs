@@ -105,7 +105,7 @@ pub trait Transport: Send + Sync {
 #[non_exhaustive]
 pub enum TransportError {
     /// The device is unreachable: all further operations fail until the program attaches again.
-    #[error("{device} went away during {doing}: {source}; attach again when it is back")]
+    #[error("lost the connection to {device} ({doing}: {source})")]
     Gone {
         /// [`Transport::name`].
         device: String,

@@ -131,8 +131,8 @@ impl VfioUser {
         }
         Err(TransportError::Gone {
             device: self.name.clone(),
-            doing: "a look at the memory shared with it",
-            source: "its server has taken pages out of that memory".into(),
+            doing: "checking shared memory",
+            source: "its server has removed pages from the memory".into(),
         })
     }
 
@@ -252,7 +252,7 @@ impl Transport for VfioUser {
         let Some(fd) = mapping.fd() else {
             return Err(TransportError::Unsupported {
                 device: self.name.clone(),
-                what: "way to memory without a descriptor; share memory made by Mapping::shared",
+                what: "support for memory without a descriptor; share memory of Mapping::shared",
             });
         };
         let iova = mapping.address() as u64;
@@ -273,7 +273,7 @@ impl Transport for VfioUser {
         self.shared.lock().retain(|(shared, _)| *shared != iova);
         self.client
             .dma_unmap(DmaUnmap::Range { iova, len })
-            .map_err(|e| self.failed("taking memory back", e))
+            .map_err(|e| self.failed("unmapping memory", e))
     }
 
     fn irq_vectors(&self) -> u32 {

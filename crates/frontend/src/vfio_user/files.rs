@@ -62,7 +62,7 @@ struct Remains {
 pub(super) enum FileError {
     #[error(transparent)]
     Map(#[from] MapError),
-    #[error("it is in more files than the {MAX_MAPPINGS} that are taken of one client")]
+    #[error("it is in more than {MAX_MAPPINGS} files, the limit of one client")]
     TooMany,
     #[error(transparent)]
     OverBudget(#[from] OverBudget),
@@ -101,7 +101,7 @@ pub(super) struct Files {
     whole: HashMap<Key, Weak<Mapping>>,
     /// Number of entries in `whole` at which dead entries are removed.
     sweep_at: usize,
-    /// Its reference count is the number of single mappings plus one.
+    /// Counter of single mappings: the reference count is their number plus one.
     singles: Arc<()>,
     account: Account,
 }

@@ -276,10 +276,12 @@ impl Memory {
         let files: HashMap<u64, _> = files.collect();
         for WrittenRange { iova, len, file, offset, writable } in ranges {
             let refused = |why: &dyn std::fmt::Display| {
-                RestoreError::Client(format!("its memory at IOVA {iova:#x} can not be had: {why}"))
+                RestoreError::Client(format!(
+                    "its memory at IOVA {iova:#x} cannot be mapped: {why}"
+                ))
             };
             let file = match file.map(|number| files.get(&number)) {
-                Some(None) => return Err(refused(&"its file is not there")),
+                Some(None) => return Err(refused(&"its file is missing")),
                 file => file.flatten().map(Arc::clone),
             };
             let protection = if writable { Protection::ReadWrite } else { Protection::Read };
@@ -533,7 +535,7 @@ mod tests {
         let mut fds = Descriptors::default();
         assert!(memory.record(&mut fds).unwrap().written.is_none());
         let gone = fds.take_changes();
-        assert_eq!(gone.len(), 600, "and not what nobody was given");
+        assert_eq!(gone.len(), 600, "and no descriptor that was never stored");
         for change in gone {
             let LastingChange::Remove(number) = change else { panic!("{change:?}") };
             kept.remove(&number).unwrap();

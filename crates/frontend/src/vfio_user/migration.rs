@@ -43,7 +43,7 @@ impl ControllerDevice {
 
     fn take_in(&mut self, stream: &[u8]) -> Result<Announcement, String> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
-        let missing = |name: &str| format!("section {name} is not there");
+        let missing = |name: &str| format!("section {name} is missing");
         let mut parcel = Parcel::decode(stream, Vec::new()).map_err(|e| text(&e))?;
         let function = parcel.take::<MigratedFunction>(FUNCTION).map_err(|e| text(&e))?;
         let function = function.ok_or_else(|| missing(FUNCTION))?;
@@ -83,7 +83,7 @@ impl Migration for ControllerDevice {
 
     fn save_state(&mut self) -> Result<Vec<u8>, Errno> {
         self.stream().map_err(|why| {
-            self.log.warn(format_args!("the controller can not be migrated: {why}"));
+            self.log.warn(format_args!("the controller cannot be migrated: {why}"));
             Errno::OPNOTSUPP
         })
     }
@@ -102,9 +102,9 @@ impl Migration for ControllerDevice {
             }
             Err(why) => {
                 self.log.warn(format_args!(
-                    "a client has sent the state of a controller that can not go on here: {why}; \
-                     it has to come from a server with the same disks, serial number, queues and \
-                     release, or the release before"
+                    "a client has sent a migration state that this server cannot load: {why}; the source \
+                     must be a server with the same disks, serial number, queues and release, or the \
+                     release before"
                 ));
                 Err(Errno::INVAL)
             }

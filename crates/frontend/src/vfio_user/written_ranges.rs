@@ -219,7 +219,7 @@ pub(super) fn read(
     saved: &SavedRanges,
     fds: &mut Descriptors,
 ) -> Result<(Vec<WrittenRange>, HashMap<u64, OwnedFd>), RestoreError> {
-    let other = || RestoreError::Client("its ranges are not where they should be".to_owned());
+    let other = || RestoreError::Client("the table of its memory ranges is invalid".to_owned());
     let fd = fds.take(saved.memory)?;
     let len = u64::from(saved.slots) * SLOT as u64;
     let mut ranges = Vec::new();
@@ -253,8 +253,8 @@ pub(super) fn read(
 
 pub(super) fn too_many_files() -> SaveError {
     SaveError::Client(
-        "its memory is in more files than descriptors are kept of one client: let this process \
-         have more files open (`ulimit -n`, or LimitNOFILE= of systemd)"
+        "its memory is in more files than the descriptor limit of one client: raise the limit of \
+         open files (`ulimit -n`, or LimitNOFILE= of systemd)"
             .into(),
     )
 }

@@ -28,7 +28,7 @@ impl Window {
         index: u32,
     ) -> io::Result<Option<(Self, RegionInfo)>> {
         let info = RegionInfo::parse(&sys::region_info(device, index)?)
-            .ok_or_else(|| io::Error::other("the kernel says nothing about the region"))?;
+            .ok_or_else(|| io::Error::other("the kernel returned no region description"))?;
         let usable = info.readable && info.writable && info.size != 0;
         let window = Self { offset: info.offset, size: info.size };
         Ok(usable.then_some((window, info)))
@@ -72,9 +72,9 @@ pub(super) struct Bar {
 pub(super) enum BarError {
     #[error("its BAR0 has {0} bytes, too few for an NVMe controller")]
     Small(u64),
-    #[error("its BAR0 can not be read and written")]
+    #[error("its BAR0 is not readable and writable")]
     Missing,
-    #[error("its BAR0 can not be mapped: {0}")]
+    #[error("its BAR0 cannot be mapped: {0}")]
     Map(#[from] MapError),
     #[error("its BAR0: {0}")]
     System(#[from] io::Error),
@@ -250,6 +250,6 @@ mod tests {
         file.set_len(0).unwrap();
         let error = bar.read32(file.as_fd(), 0x1c).unwrap_err();
         assert!(is_gone(&error), "{error}");
-        assert!(bar.ring(file.as_fd(), 0x1000, 1).is_ok(), "nobody waits for a doorbell");
+        assert!(bar.ring(file.as_fd(), 0x1000, 1).is_ok(), "doorbell writes are posted");
     }
 }

@@ -35,9 +35,7 @@ pub enum VfioError {
         driver: String,
     },
     /// The function is bound to no driver.
-    #[error(
-        "{address} is not bound to vfio-pci; hand it to programs with `shadowbell bind {address}`"
-    )]
+    #[error("{address} is not bound to vfio-pci; bind it with `shadowbell bind {address}`")]
     Unbound {
         /// Address of the function.
         address: PciAddress,
@@ -67,8 +65,8 @@ pub enum VfioError {
     },
     /// The user lacks permission to open the VFIO files.
     #[error(
-        "{address} can not be opened, because {} is not for this user; run as root, or give it \
-         away with `chown $USER {}`",
+        "{address} cannot be opened: no permission for {}; run as root, or change the owner with \
+         `chown $USER {}`",
         path.display(),
         path.display()
     )]
@@ -79,7 +77,7 @@ pub enum VfioError {
         path: PathBuf,
     },
     /// The VFIO files do not exist.
-    #[error("{address} can not be opened, because there is no {}; load VFIO with `modprobe vfio-pci`",
+    #[error("{address} cannot be opened, because there is no {}; load VFIO with `modprobe vfio-pci`",
         path.display())]
     NoVfio {
         /// Address of the function.
@@ -97,7 +95,7 @@ pub enum VfioError {
     },
     /// The platform cannot remap interrupts, so the kernel does not pass the device to programs.
     #[error(
-        "the kernel refuses {address} to programs because this machine can not remap interrupts; \
+        "the kernel refuses {address} to programs because this machine cannot remap interrupts; \
          switch interrupt remapping on in the firmware, or if the device is trusted, \
          `echo 1 >/sys/module/{module}/parameters/allow_unsafe_interrupts`"
     )]
@@ -108,7 +106,7 @@ pub enum VfioError {
         module: &'static str,
     },
     /// The device or the VFIO interface lacks a feature that this driver needs.
-    #[error("{address} can not be driven: {what}")]
+    #[error("{address} is not supported: {what}")]
     Unsupported {
         /// Address of the function.
         address: PciAddress,
@@ -116,7 +114,7 @@ pub enum VfioError {
         what: String,
     },
     /// A system call failed.
-    #[error("{address} can not be opened: {doing}: {source}")]
+    #[error("{address} cannot be opened: {doing}: {source}")]
     System {
         /// Address of the function.
         address: PciAddress,
@@ -132,7 +130,7 @@ fn in_words(others: &[(String, String)]) -> String {
     let words: Vec<_> =
         others.iter().map(|(address, driver)| format!("{address} ({driver})")).collect();
     match words.split_last() {
-        None => "devices that a kernel driver has".to_owned(),
+        None => "devices that are bound to kernel drivers".to_owned(),
         Some((last, [])) => last.clone(),
         Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
     }
@@ -143,12 +141,12 @@ pub(super) fn explain_map(error: io::Error, len: u64, limit: Option<u64>) -> io:
     let why = match error.raw_os_error() {
         Some(libc::ENOMEM) => match limit {
             Some(limit) => format!(
-                "{len} bytes can not be locked in memory, of which this user may lock {limit} in \
+                "{len} bytes cannot be locked in memory, of which this user may lock {limit} in \
                  all; raise the limit (`ulimit -l unlimited`, LimitMEMLOCK=infinity) or run as root"
             ),
-            None => format!("{len} bytes can not be locked in memory: there is not enough of it"),
+            None => format!("{len} bytes cannot be locked in memory: there is not enough memory"),
         },
-        Some(libc::ENOSPC) => "the kernel maps no more pieces for one program; raise \
+        Some(libc::ENOSPC) => "the kernel has reached its limit of DMA mappings; raise \
                                /sys/module/vfio_iommu_type1/parameters/dma_entry_limit"
             .to_owned(),
         _ => return error,

@@ -162,7 +162,7 @@ mod tests {
         space.give_back(0x2_0000, 4096);
         space.give_back(u64::MAX, u64::MAX);
         space.give_back(5, 0);
-        assert_eq!(space.available(), before, "what is free can not be given back");
+        assert_eq!(space.available(), before, "freeing free addresses has no effect");
     }
 
     proptest! {

@@ -105,7 +105,7 @@ impl Vfio {
         let bar = Bar::open(device.as_fd()).map_err(|error| unsupported(error.to_string()))?;
         let (config, _) = Window::find(device.as_fd(), vfio::VFIO_PCI_CONFIG_REGION_INDEX)
             .map_err(failed("asking about its configuration space"))?
-            .ok_or_else(|| unsupported("its configuration space can not be changed".into()))?;
+            .ok_or_else(|| unsupported("its configuration space is not writable".into()))?;
         let (irq_flags, count) = sys::irq_info(device.as_fd(), vfio::VFIO_PCI_MSIX_IRQ_INDEX)
             .map_err(failed("asking about MSI-X"))?;
         let eventfd = irq_flags & vfio::VFIO_IRQ_INFO_EVENTFD != 0;
@@ -247,12 +247,12 @@ impl Transport for Vfio {
     }
 
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
-        const DOING: &str = "taking memory back";
+        const DOING: &str = "unmapping memory";
         let mut space = self.iova.lock();
         let gone = self.space.unmap(iova, len).map_err(|e| self.failed(DOING, e))?;
         if gone != len {
             // The IOVA range is not freed, because a part of it may still be mapped.
-            let why = format!("{gone} of {len} bytes were taken back");
+            let why = format!("{gone} of {len} bytes were unmapped");
             return Err(self.failed(DOING, io::Error::new(io::ErrorKind::InvalidInput, why)));
         }
         space.give_back(iova, len);

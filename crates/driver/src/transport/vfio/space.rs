@@ -74,7 +74,7 @@ fn open_below(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
             (file, iommufd) => {
                 let why = file.err().or(iommufd.err());
                 tracing::debug!(
-                    "{} is not opened by its character device but by its group: {}",
+                    "{}: opening the IOMMU group, because the character device failed: {}",
                     function.address,
                     why.map(|why| why.to_string()).unwrap_or_default()
                 );
@@ -159,7 +159,7 @@ fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
     })?;
     let answer = sys::iommu_info(container.as_fd());
     let info = IommuInfo::parse(&answer.map_err(failed("asking about its IOMMU"))?)
-        .ok_or_else(|| unsupported("the kernel says nothing about the IOMMU".into()))?;
+        .ok_or_else(|| unsupported("the kernel returned no IOMMU description".into()))?;
     let ranges = info.ranges.unwrap_or_else(|| CLASSIC.to_vec());
     let iova = IovaSpace::new(ranges, info.granule);
     let name = CString::new(address.to_string())

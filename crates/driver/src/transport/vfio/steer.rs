@@ -1,7 +1,7 @@
 //! Interrupt affinity of a VFIO function.
 
 use super::address::PciAddress;
-use crate::processors::{QueueMap, list};
+use crate::queue_map::{QueueMap, list};
 use std::io;
 use std::path::{Path, PathBuf};
 

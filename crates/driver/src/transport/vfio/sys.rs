@@ -94,11 +94,11 @@ fn answer(fd: BorrowedFd<'_>, request: c_ulong, head: &[u8], fixed: usize) -> io
             return Ok(bytes);
         }
         if wanted > LONGEST {
-            return Err(io::Error::other(format!("an answer of {wanted} bytes is not believed")));
+            return Err(io::Error::other(format!("a reply of {wanted} bytes exceeds the limit")));
         }
         len = wanted;
     }
-    Err(io::Error::other("an answer that grows each time it is asked for"))
+    Err(io::Error::other("the reply grows with each request"))
 }
 
 fn size_of_u32<T>() -> u32 {
@@ -328,7 +328,7 @@ pub(super) fn ioas_ranges(
             Err(error) => return Err(error),
         }
     }
-    Err(io::Error::other("a list of ranges that grows each time it is asked for"))
+    Err(io::Error::other("the list of ranges grows with each request"))
 }
 
 /// Maps all of `mapping` at `iova`, for the devices of an I/O address space.

@@ -124,7 +124,7 @@ pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
                 "/dev/vfio/$(basename $(readlink /sys/bus/pci/devices/{}/iommu_group))",
                 config::pci_address(0)
             );
-            refused_to_others(guest, "true", &list, &["is not for this user", "chown"])?;
+            refused_to_others(guest, "true", &list, &["no permission for", "chown"])?;
             let limited = format!("ulimit -l 64; {list}");
             refused_to_others(guest, &format!("chown other {group}"), &limited, &["ulimit -l"])?;
             // With enough it is a user's as much as root's.

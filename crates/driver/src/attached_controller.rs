@@ -4,7 +4,7 @@ use crate::admin::{AdminCommands, AdminData, AdminPlane, AdminResult};
 use crate::controller_info::ControllerInfo;
 use crate::controller_state::{Condition, ControllerState, Phase};
 use crate::dma::{BufferPool, DmaError};
-use crate::enabled::EnabledController;
+use crate::enabled_controller::EnabledController;
 use crate::error::{CommandError, DetachError, QueueError};
 use crate::namespace::Namespace;
 use crate::recovery::{Counters, Recovery, TimeoutTicks, Watchdog};
