@@ -1,17 +1,17 @@
 //! NBD export as a disk.
 
-use crate::caretaker;
+use crate::block_status::tell_extents;
+use crate::connections::{Connections, Connector, Handle};
 use crate::error::OpenError;
 use crate::export::Export;
-use crate::holes::tell_extents;
-use crate::hub::{Handle, Hub, Way};
-use crate::journal::Journal;
 use crate::kept::{KEY, KeptExport, UNSETTLED, reach, refused, settle};
 use crate::link::Link;
 use crate::queue::NbdQueue;
+use crate::reconnect;
 use crate::replay::{ReplayError, flush};
 use crate::shared::Shared;
 use crate::stream::{Patient, Stream};
+use crate::unflushed::Unflushed;
 use crate::uri::NbdSpec;
 use parking_lot::Mutex;
 use serde::Deserialize;
@@ -94,7 +94,7 @@ impl NbdDisk {
             })
         })?;
         disk.info = kept.as_it_was(&disk.info).map_err(|why| refused(spec, why.to_owned()))?;
-        disk.hub().shared.journal.lock().has_lost = is_lost.get();
+        disk.connections().shared.unflushed.lock().has_lost = is_lost.get();
         Ok(disk)
     }
 
@@ -112,21 +112,21 @@ impl NbdDisk {
         let name = spec.to_string();
         let system = |source| OpenError::System { disk: name.clone(), source };
         let stop = EventFd::new().map_err(system)?;
-        let way = Way::new(spec)?;
-        let (stream, export) = way.connect(&stop)?;
+        let connector = Connector::new(spec)?;
+        let (stream, export) = connector.connect(&stop)?;
         let info = info(spec, &export, export.size)?;
         first(&stream, &export, &stop)?;
-        let journal = if export.has(transmission::SEND_FLUSH) {
-            Journal::new(spec.replay)
+        let unflushed = if export.has(transmission::SEND_FLUSH) {
+            Unflushed::new(spec.replay)
         } else {
-            Journal::needless()
+            Unflushed::needless()
         };
-        let shared = Shared::new(name.clone(), export.clone(), journal).map_err(system)?;
+        let shared = Shared::new(name.clone(), export.clone(), unflushed).map_err(system)?;
         let mut streams = vec![stream];
         if export.has(transmission::CAN_MULTI_CONN) {
             while streams.len() < spec.connections {
                 // The server may have a lower limit.
-                match way.connect(&stop) {
+                match connector.connect(&stop) {
                     Ok((stream, _)) => streams.push(stream),
                     Err(error) => {
                         tracing::info!("{error}; using {} connections", streams.len());
@@ -141,25 +141,25 @@ impl NbdDisk {
             link.install(stream, &export, &shared);
             links.push(Mutex::new(link));
         }
-        let hub = Arc::new(Hub {
-            way,
+        let connections = Arc::new(Connections {
+            connector,
             shared: Arc::new(shared),
             links: links.into(),
             part: PART.min(export.most) / info.block_size * info.block_size,
             first: export,
         });
-        let of_thread = Arc::clone(&hub);
+        let of_thread = Arc::clone(&connections);
         let thread = std::thread::Builder::new().name("sb-nbd".into());
-        thread.spawn(move || caretaker::run(&of_thread)).map_err(system)?;
-        Ok(Self { handle: Arc::new(Handle(hub)), info })
+        thread.spawn(move || reconnect::run(&of_thread)).map_err(system)?;
+        Ok(Self { handle: Arc::new(Handle(connections)), info })
     }
 
-    fn hub(&self) -> &Hub {
+    fn connections(&self) -> &Connections {
         &self.handle.0
     }
 
     fn export(&self) -> Export {
-        self.hub().shared.export.lock().clone()
+        self.connections().shared.export.lock().clone()
     }
 
     /// Describes the export for the operator: `NBD with 4 connections, flushes, FUA, write zeroes`.
@@ -172,8 +172,8 @@ impl NbdDisk {
             (transmission::SEND_WRITE_ZEROES, "write zeroes"),
         ];
         let can = can.iter().filter(|(flag, _)| export.has(*flag)).map(|(_, what)| *what);
-        let tls = if self.hub().way.spec.secure.is_some() { " by TLS" } else { "" };
-        let mut words = vec![match self.hub().links.len() {
+        let tls = if self.connections().connector.spec.secure.is_some() { " by TLS" } else { "" };
+        let mut words = vec![match self.connections().links.len() {
             1 => format!("NBD{tls} with one connection"),
             many => format!("NBD{tls} with {many} connections"),
         }];
@@ -210,23 +210,23 @@ impl Disk for NbdDisk {
     }
 
     fn name(&self) -> String {
-        self.hub().shared.name.clone()
+        self.connections().shared.name.clone()
     }
 
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        tell_extents(self.hub(), offset, len, tell);
+        tell_extents(self.connections(), offset, len, tell);
     }
 
     fn is_full(&self) -> bool {
-        self.hub().shared.is_full.load(Ordering::Relaxed)
+        self.connections().shared.is_full.load(Ordering::Relaxed)
     }
 
     fn has_lost(&self) -> bool {
-        self.hub().shared.journal.lock().has_lost
+        self.connections().shared.unflushed.lock().has_lost
     }
 
     fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
-        if !self.info.read_only && self.hub().way.spec.settle.is_none() {
+        if !self.info.read_only && self.connections().connector.spec.settle.is_none() {
             return Err(HandOverError::Unfenced { disk: self.name(), why: UNSETTLED });
         }
         let kept = KeptExport::new(&self.info, self.has_lost());
@@ -234,32 +234,32 @@ impl Disk for NbdDisk {
     }
 
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
-        *self.hub().shared.on_loss.lock() = Some(changed);
+        *self.connections().shared.on_loss.lock() = Some(changed);
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        let shared = &self.hub().shared;
+        let shared = &self.connections().shared;
         vec![
-            ("connections", self.hub().links.len() as u64),
+            ("connections", self.connections().links.len() as u64),
             ("connections_lost", shared.losses.load(Ordering::Relaxed)),
             ("reconnections", shared.reconnections.load(Ordering::Relaxed)),
-            ("requests_replayed", shared.journal.lock().replayed),
+            ("requests_replayed", shared.unflushed.lock().replayed),
         ]
     }
 
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
-        let hub = self.hub();
+        let connections = self.connections();
         let disk = self.name();
         let mut there = self.export().size;
         // An open connection does not report a new size, so the server is asked on a new one.
         if there == self.info.bytes() || bytes.is_some_and(|bytes| bytes > there) {
-            match hub.way.look(&hub.shared.stop) {
+            match connections.connector.look(&connections.shared.stop) {
                 Ok(export) => there = export.size,
                 Err(error) => {
                     return Err(ResizeError::System { disk, source: io::Error::other(error) });
                 }
             }
-            hub.shared.export.lock().size = there;
+            connections.shared.export.lock().size = there;
         }
         let wanted = bytes.unwrap_or(there);
         if wanted > there {
@@ -278,7 +278,7 @@ impl Disk for NbdDisk {
 impl fmt::Debug for NbdDisk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NbdDisk")
-            .field("name", &self.hub().shared.name)
+            .field("name", &self.connections().shared.name)
             .field("info", &self.info)
             .finish_non_exhaustive()
     }

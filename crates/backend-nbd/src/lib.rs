@@ -7,19 +7,19 @@
 //! |---|---|
 //! | [`NbdSpec`] | specification of an export |
 //! | [`NbdDisk`] | the export as a disk: its properties |
-//! | `hub`, `shared` | connections of a disk, and their shared state |
-//! | `caretaker` | reconnection thread |
+//! | `connections`, `shared` | connections of a disk, and their shared state |
+//! | `reconnect` | reconnection thread |
 //! | `replay` | replay of writes that a server may have lost |
 //! | `queue`, `task` | queue of an I/O thread, and its requests split into subrequests |
 //! | `link` | a connection and its requests in flight |
-//! | `holes` | allocation state |
-//! | `user` | completions of a queue's subrequests |
+//! | `block_status` | allocation state |
+//! | `completion_queue` | completions of a queue's subrequests |
 //! | `receiver`, `coverage` | parser and checks of replies |
-//! | `part` | subrequests to the server, and their cookies |
-//! | `journal` | answered writes that are not flushed |
+//! | `subrequest` | subrequests to the server, and their cookies |
+//! | `unflushed` | answered writes that are not flushed |
 //! | `connect`, `negotiate`, `export` | connecting, handshake, properties of the export |
 //! | `stream` | socket input and output |
-//! | `secured`, `relay` | TLS in the handshake and afterwards |
+//! | `tls`, `tls_proxy` | TLS in the handshake and afterwards |
 //! | `kept` | crash recovery |
 //!
 //! The wire format is in `shadowbell-nbd`, which the server in `shadowbell-export` uses too.
@@ -80,29 +80,29 @@
 //! unflushed writes are in this process's memory. (For crash recovery see [`NbdDisk::recover`].)
 #![forbid(unsafe_code)]
 
-mod caretaker;
+mod block_status;
+mod completion_queue;
 mod connect;
+mod connections;
 mod coverage;
 mod disk;
 mod error;
 mod export;
-mod holes;
-mod hub;
-mod journal;
 mod kept;
 mod link;
 mod negotiate;
-mod part;
 mod queue;
 mod receiver;
-mod relay;
+mod reconnect;
 mod replay;
-mod secured;
 mod shared;
 mod stream;
+mod subrequest;
 mod task;
+mod tls;
+mod tls_proxy;
+mod unflushed;
 mod uri;
-mod user;
 
 pub use disk::NbdDisk;
 pub use error::OpenError;

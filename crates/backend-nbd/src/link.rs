@@ -1,13 +1,13 @@
 //! Connection to the server, with its requests in flight. The holder of the lock sends and receives
 //! for all queues of the connection, without blocking.
 
+use crate::completion_queue::{CompletionQueue, Ended};
 use crate::export::Export;
-use crate::journal::{Entry, Flush};
-use crate::part::{Owner, Part, Parts};
 use crate::receiver::Receiver;
 use crate::shared::Shared;
 use crate::stream::Stream;
-use crate::user::{Ended, User};
+use crate::subrequest::{Owner, Subrequest, Subrequests};
+use crate::unflushed::{Entry, Flush};
 use rustix::io::Errno;
 use shadowbell_backend::{DiskError, Lists};
 use shadowbell_nbd::wire::{self, command};
@@ -65,19 +65,19 @@ struct Connection {
 #[derive(Default)]
 pub(crate) struct Link {
     connection: Option<Connection>,
-    parts: Parts,
+    parts: Subrequests,
     /// Subrequests that are not sent, in order.
     waiting: Lists,
     /// Requests in flight at the server, and their data in bytes.
     in_flight: usize,
     bytes: usize,
-    users: Vec<Option<Arc<User>>>,
+    users: Vec<Option<Arc<CompletionQueue>>>,
     buffers: [Vec<Vec<u8>>; SIZES.len()],
 }
 
 impl Link {
     /// Adds a queue. Returns its number on this connection.
-    pub(crate) fn join(&mut self, user: &Arc<User>) -> std::io::Result<u32> {
+    pub(crate) fn join(&mut self, user: &Arc<CompletionQueue>) -> std::io::Result<u32> {
         if let Some(connection) = &self.connection {
             user.watch(connection.stream.as_fd())?;
         }
@@ -146,14 +146,14 @@ impl Link {
     }
 
     /// Adds a subrequest, which [`pump`](Self::pump) sends.
-    pub(crate) fn push(&mut self, part: Part) {
+    pub(crate) fn push(&mut self, part: Subrequest) {
         let slot = self.parts.insert(part);
         self.waiting.push_back(WAITING, slot);
     }
 
     /// Adds an automatic flush before all waiting subrequests.
     pub(crate) fn push_flush(&mut self) {
-        let slot = self.parts.insert(Part::new(command::FLUSH, 0, 0, 0, Vec::new()));
+        let slot = self.parts.insert(Subrequest::new(command::FLUSH, 0, 0, 0, Vec::new()));
         self.waiting.push_front(WAITING, slot);
     }
 
@@ -231,11 +231,11 @@ impl Link {
                 break;
             }
             if part.command == command::FLUSH || part.changes() {
-                let mut journal = shared.journal.lock();
+                let mut unflushed = shared.unflushed.lock();
                 if part.command == command::FLUSH {
-                    part.flushes = journal.end();
-                } else if journal.is_full() {
-                    journal.is_waited_for = true;
+                    part.flushes = unflushed.end();
+                } else if unflushed.is_full() {
+                    unflushed.is_waited_for = true;
                     break;
                 }
             }
@@ -359,7 +359,7 @@ impl Link {
     }
 
     /// Returns a subrequest to the waiting list; drops it if it has no owner and changes nothing.
-    fn again(&mut self, mut part: Part) {
+    fn again(&mut self, mut part: Subrequest) {
         if part.owner.is_none() && !part.changes() {
             return self.give_back(part.data);
         }
@@ -372,28 +372,28 @@ impl Link {
         self.waiting.push_front(WAITING, slot);
     }
 
-    fn finish(&mut self, part: Part, error: u32, shared: &Shared, own: &mut Option<Own<'_>>) {
-        let Part { command, flags, offset, len, mut data, owner, flushes, .. } = part;
+    fn finish(&mut self, part: Subrequest, error: u32, shared: &Shared, own: &mut Option<Own<'_>>) {
+        let Subrequest { command, flags, offset, len, mut data, owner, flushes, .. } = part;
         let changes = matches!(command, command::WRITE | command::WRITE_ZEROES | command::TRIM);
         if changes && error == 0 {
             shared.is_full.store(false, Ordering::Relaxed);
-            let mut journal = shared.journal.lock();
-            if journal.keeps(flags) {
+            let mut unflushed = shared.unflushed.lock();
+            if unflushed.keeps(flags) {
                 let data = Arc::new(std::mem::take(&mut data));
-                journal.add(Entry { command, flags, offset, len, data });
-                shared.flush_soon(&mut journal);
+                unflushed.add(Entry { command, flags, offset, len, data });
+                shared.flush_soon(&mut unflushed);
             }
         }
         if command == command::FLUSH {
-            let mut journal = shared.journal.lock();
+            let mut unflushed = shared.unflushed.lock();
             if owner.is_none() {
-                journal.flush = Flush::None;
+                unflushed.flush = Flush::None;
             }
-            let goes_on = error == 0 && journal.flushed(flushes);
+            let goes_on = error == 0 && unflushed.flushed(flushes);
             // An automatic flush has no owner that would see its error.
             let is_lost = error != 0 && owner.is_none();
-            shared.flush_soon(&mut journal);
-            drop(journal);
+            shared.flush_soon(&mut unflushed);
+            drop(unflushed);
             if is_lost {
                 shared.lose();
             }
@@ -442,7 +442,7 @@ impl Link {
             part.breaks += u32::from(is_broken);
             let is_own_flush = part.command == command::FLUSH && part.owner.is_none();
             if is_own_flush {
-                shared.journal.lock().flush = Flush::Wanted;
+                shared.unflushed.lock().flush = Flush::Wanted;
             }
             // A write without owner may have been executed, so it is sent again.
             if part.owner.is_none() && !part.changes() {

@@ -1,10 +1,10 @@
 //! Queue of an I/O thread on an export. It sends and receives without blocking.
 
-use crate::hub::Handle;
+use crate::completion_queue::{CompletionQueue, Ended};
+use crate::connections::Handle;
 use crate::link::Link;
-use crate::part::{Owner, Part};
+use crate::subrequest::{Owner, Subrequest};
 use crate::task::Task;
-use crate::user::{Ended, User};
 use parking_lot::Mutex;
 use shadowbell_backend::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks};
 use shadowbell_memory::Segments;
@@ -21,7 +21,7 @@ pub(crate) struct NbdQueue {
     handle: Arc<Handle>,
     /// Index of the connection.
     link: usize,
-    user: Arc<User>,
+    user: Arc<CompletionQueue>,
     /// Number of the queue on the connection.
     number: u32,
     bounds: Bounds,
@@ -37,13 +37,13 @@ pub(crate) struct NbdQueue {
 
 impl NbdQueue {
     pub(crate) fn new(handle: Arc<Handle>, info: &DiskInfo) -> io::Result<Self> {
-        let user = Arc::new(User::new()?);
-        let hub = &handle.0;
-        hub.shared.users.lock().push(Arc::downgrade(&user));
+        let user = Arc::new(CompletionQueue::new()?);
+        let connections = &handle.0;
+        connections.shared.users.lock().push(Arc::downgrade(&user));
         // The connection with the fewest queues.
         let users = |(_, link): &(usize, &Mutex<Link>)| link.lock().users();
-        let link = hub.links.iter().enumerate().min_by_key(users).map_or(0, |(at, _)| at);
-        let Some(place) = hub.links.get(link) else {
+        let link = connections.links.iter().enumerate().min_by_key(users).map_or(0, |(at, _)| at);
+        let Some(place) = connections.links.get(link) else {
             return Err(io::Error::other("there is no connection"));
         };
         let number = place.lock().join(&user)?;
@@ -64,19 +64,19 @@ impl NbdQueue {
     /// Processes completions if it `receives`, then starts and sends subrequests within the limits.
     fn turn(&mut self, receives: bool) {
         let Self { handle, link, tasks, bytes, parts, ended, number, .. } = self;
-        let hub = &handle.0;
-        let Some(link) = hub.links.get(*link) else { return };
+        let connections = &handle.0;
+        let Some(link) = connections.links.get(*link) else { return };
         let mut link = link.lock();
         if receives {
-            link.receive(&hub.shared, Some((*number, ended)));
+            link.receive(&connections.shared, Some((*number, ended)));
             for Ended { task: key, at, len, result, data } in ended.drain(..) {
                 *parts = parts.saturating_sub(1);
                 *bytes = bytes.saturating_sub(u64::from(len));
                 if let Some(task) = tasks.get_mut(key) {
                     task.ended(at, result, &data);
-                    if task.is_over(hub.part) {
+                    if task.is_over(connections.part) {
                         tasks.end(key);
-                    } else if task.next(hub.part).is_some() {
+                    } else if task.next(connections.part).is_some() {
                         // The flush after a write.
                         tasks.wait(key);
                     }
@@ -86,8 +86,8 @@ impl NbdQueue {
         }
         while let Some(key) = tasks.first_waiting() {
             let Some(task) = tasks.get_mut(key) else { break };
-            let Some(next) = task.next(hub.part) else {
-                if task.is_over(hub.part) {
+            let Some(next) = task.next(connections.part) else {
+                if task.is_over(connections.part) {
                     tasks.end(key);
                 }
                 tasks.stop_waiting(key);
@@ -106,11 +106,11 @@ impl NbdQueue {
             task.began(&next);
             *parts += 1;
             *bytes += u64::from(next.len);
-            let mut part = Part::new(next.command, next.flags, next.offset, next.len, buffer);
+            let mut part = Subrequest::new(next.command, next.flags, next.offset, next.len, buffer);
             part.owner = Some(Owner { user: *number, task: key, at: next.at });
             link.push(part);
         }
-        link.pump(&hub.shared, Some((*number, ended)));
+        link.pump(&connections.shared, Some((*number, ended)));
     }
 }
 
@@ -119,15 +119,15 @@ impl Queue for NbdQueue {
         if let Err(error) = request.check(&self.bounds, data) {
             return Submitted::Done(Err(error));
         }
-        let hub = &self.handle.0;
+        let connections = &self.handle.0;
         let is_durable = matches!(
             request.op,
             Op::Flush | Op::Write { fua: true } | Op::WriteZeroes { fua: true, .. }
         );
-        if is_durable && hub.shared.journal.lock().has_lost {
+        if is_durable && connections.shared.unflushed.lock().has_lost {
             return Submitted::Done(Err(DiskError::Io(libc::EIO)));
         }
-        let mut task = match Task::new(request, &hub.first, self.reads_zeroes) {
+        let mut task = match Task::new(request, &connections.first, self.reads_zeroes) {
             Ok(task) => task,
             Err(result) => return Submitted::Done(result),
         };
@@ -159,8 +159,9 @@ impl Queue for NbdQueue {
 
     fn cancel(&mut self, tag: u32) {
         let Some(key) = self.tasks.find(tag) else { return };
-        let hub = &self.handle.0;
-        let (Some(task), Some(link)) = (self.tasks.get_mut(key), hub.links.get(self.link)) else {
+        let connections = &self.handle.0;
+        let (Some(task), Some(link)) = (self.tasks.get_mut(key), connections.links.get(self.link))
+        else {
             return;
         };
         let mut link = link.lock();
@@ -168,13 +169,13 @@ impl Queue for NbdQueue {
         drop(link);
         self.parts = self.parts.saturating_sub(count);
         self.bytes = self.bytes.saturating_sub(bytes);
-        if count == 0 && task.next(hub.part).is_none() {
+        if count == 0 && task.next(connections.part).is_none() {
             // All subrequests have been sent and cannot be cancelled.
             return;
         }
         task.under_way = task.under_way.saturating_sub(count);
         task.outcome = task.outcome.and(Err(DiskError::Cancelled));
-        let is_over = task.is_over(hub.part);
+        let is_over = task.is_over(connections.part);
         self.tasks.stop_waiting(key);
         if is_over && self.tasks.end(key) {
             // The request ends in `reap`; the signal makes the caller call it.

@@ -1,7 +1,7 @@
 //! Parser of the server's replies: assigns results and data to subrequests. Any violation of the
 //! protocol ends the connection.
 
-use crate::part::{Part, Parts};
+use crate::subrequest::{Subrequest, Subrequests};
 use shadowbell_nbd::reply::{BadReply, Chunk, Incoming};
 use shadowbell_nbd::wire::{Reader, chunk};
 
@@ -73,7 +73,10 @@ impl Receiver {
     }
 
     /// Destinations of the next bytes: awaited data of a subrequest, then the input buffer.
-    pub(crate) fn room<'a>(&'a mut self, parts: &'a mut Parts) -> (&'a mut [u8], &'a mut [u8]) {
+    pub(crate) fn room<'a>(
+        &'a mut self,
+        parts: &'a mut Subrequests,
+    ) -> (&'a mut [u8], &'a mut [u8]) {
         if self.from == self.to {
             (self.from, self.to) = (0, 0);
         } else if self.from > 0 && self.to == self.input.len() {
@@ -109,8 +112,8 @@ impl Receiver {
     /// 0.
     pub(crate) fn advance(
         &mut self,
-        parts: &mut Parts,
-        mut done: impl FnMut(Part, u32),
+        parts: &mut Subrequests,
+        mut done: impl FnMut(Subrequest, u32),
     ) -> Result<(), Violation> {
         loop {
             let rest = self.input.get(self.from..self.to).unwrap_or_default();
@@ -189,7 +192,7 @@ impl Receiver {
         }
     }
 
-    fn head(&self, reply: Incoming, parts: &mut Parts) -> Result<State, Violation> {
+    fn head(&self, reply: Incoming, parts: &mut Subrequests) -> Result<State, Violation> {
         let (Incoming::Simple { cookie, .. } | Incoming::Chunk(Chunk { cookie, .. })) = reply;
         let slot = parts.find(cookie).ok_or(Violation::Cookie(cookie))?;
         let part = parts.get_mut(slot).ok_or(Violation::Cookie(cookie))?;
@@ -237,7 +240,7 @@ fn payload(
     chunk: Chunk,
     head: &[u8],
     allocation: Option<u32>,
-    parts: &mut Parts,
+    parts: &mut Subrequests,
 ) -> Result<State, Violation> {
     let wrong = Violation::Chunk { kind: chunk.kind, len: chunk.len };
     let is_last = chunk.flags & chunk::FLAG_DONE != 0;
@@ -277,7 +280,11 @@ fn payload(
     }
 }
 
-fn end(slot: u32, parts: &mut Parts, done: &mut impl FnMut(Part, u32)) -> Result<(), Violation> {
+fn end(
+    slot: u32,
+    parts: &mut Subrequests,
+    done: &mut impl FnMut(Subrequest, u32),
+) -> Result<(), Violation> {
     let part = parts.get(slot).ok_or(Violation::Gap)?;
     let error = part.error.unwrap_or(0);
     let is_whole = match part.is_question() {
@@ -300,10 +307,10 @@ mod tests {
     use shadowbell_nbd::reply::Head;
     use shadowbell_nbd::wire::{NbdError, command};
 
-    fn parts(command: u16, len: u32) -> (Parts, u64) {
-        let mut parts = Parts::default();
+    fn parts(command: u16, len: u32) -> (Subrequests, u64) {
+        let mut parts = Subrequests::default();
         let data = vec![0xee; if command == command::READ { len as usize } else { 0 }];
-        let slot = parts.insert(Part::new(command, 0, 1000, len, data));
+        let slot = parts.insert(Subrequest::new(command, 0, 1000, len, data));
         parts.get_mut(slot).unwrap().is_sent = true;
         let cookie = parts.request(slot).unwrap().cookie;
         (parts, cookie)
@@ -312,10 +319,10 @@ mod tests {
     /// Passes `bytes` in pieces to the receiver, as a socket would.
     fn feed(
         receiver: &mut Receiver,
-        parts: &mut Parts,
+        parts: &mut Subrequests,
         mut bytes: &[u8],
         piece: usize,
-    ) -> Result<Vec<(Part, u32)>, Violation> {
+    ) -> Result<Vec<(Subrequest, u32)>, Violation> {
         let mut ended = Vec::new();
         while !bytes.is_empty() {
             let (first, rest) = receiver.room(parts);
@@ -369,11 +376,12 @@ mod tests {
     #[test]
     fn long_data_go_where_they_belong_and_not_through_the_input() {
         for structured in [false, true] {
-            let mut table = Parts::default();
+            let mut table = Subrequests::default();
             let mut bytes = Vec::new();
             let long = 4 * LONG as u32;
             for _ in 0..8 {
-                let slot = table.insert(Part::new(command::READ, 0, 0, long, vec![0; 4 * LONG]));
+                let slot =
+                    table.insert(Subrequest::new(command::READ, 0, 0, long, vec![0; 4 * LONG]));
                 table.get_mut(slot).unwrap().is_sent = true;
                 let cookie = table.request(slot).unwrap().cookie;
                 match structured {
@@ -382,7 +390,7 @@ mod tests {
                 }
                 bytes.extend(vec![7; 4 * LONG]);
             }
-            let slot = table.insert(Part::new(command::WRITE, 0, 0, 512, vec![0; 512]));
+            let slot = table.insert(Subrequest::new(command::WRITE, 0, 0, 512, vec![0; 512]));
             table.get_mut(slot).unwrap().is_sent = true;
             bytes.extend(Head::simple(table.request(slot).unwrap().cookie, Ok(())).bytes());
             let mut receiver = Receiver::new(structured, Some(1));
@@ -396,7 +404,7 @@ mod tests {
                 input[..buffered.len()].copy_from_slice(buffered);
                 copied += buffered.len();
                 receiver.received(now.len(), first_len);
-                let done = |part: Part, error| {
+                let done = |part: Subrequest, error| {
                     assert!(
                         error == 0 && part.data.iter().all(|byte| *byte == 7 || part.len == 512)
                     );
@@ -494,9 +502,9 @@ mod tests {
                 (0..4_u64, 0..5_u16, 0..3_u16, 0..600_u32, 900..1700_u64), 0..20),
             piece in 1..2000_usize,
         ) {
-            let mut table = Parts::default();
+            let mut table = Subrequests::default();
             for _ in 0..3 {
-                let slot = table.insert(Part::new(command::READ, 0, 1000, 512, vec![0; 512]));
+                let slot = table.insert(Subrequest::new(command::READ, 0, 1000, 512, vec![0; 512]));
                 table.get_mut(slot).unwrap().is_sent = true;
             }
             let mut bytes = Vec::new();

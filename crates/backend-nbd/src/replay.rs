@@ -1,9 +1,9 @@
 //! Replay of writes that a restarted server may have lost.
 
-use crate::journal::Entry;
-use crate::part::{Part, Parts};
 use crate::receiver::Receiver;
 use crate::stream::Patient;
+use crate::subrequest::{Subrequest, Subrequests};
+use crate::unflushed::Entry;
 use shadowbell_nbd::wire::{NbdError, command};
 use std::io::{self, Read, Write};
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub(crate) fn replay(
 ) -> Result<(), ReplayError> {
     let mut rest = entries;
     let mut receiver = Receiver::new(structured, None);
-    let mut parts = Parts::default();
+    let mut parts = Subrequests::default();
     while !rest.is_empty() {
         // A server may execute concurrent requests in any order, so overlapping ones are not
         // batched.
@@ -51,7 +51,7 @@ pub(crate) fn replay(
         rest = later;
         for entry in batch {
             let Entry { command, flags, offset, len, data } = entry;
-            let slot = parts.insert(Part::new(*command, *flags, *offset, *len, Vec::new()));
+            let slot = parts.insert(Subrequest::new(*command, *flags, *offset, *len, Vec::new()));
             if let Some(part) = parts.get_mut(slot) {
                 part.is_sent = true;
             }

@@ -1,8 +1,8 @@
 //! State shared by all connections of a disk.
 
+use crate::completion_queue::CompletionQueue;
 use crate::export::Export;
-use crate::journal::{Flush, Journal};
-use crate::user::User;
+use crate::unflushed::{Flush, Unflushed};
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
 use std::sync::Weak;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub(crate) struct Shared {
     /// Name of the disk in messages.
     pub(crate) name: String,
-    pub(crate) journal: Mutex<Journal>,
+    pub(crate) unflushed: Mutex<Unflushed>,
     /// Latest known properties of the export.
     pub(crate) export: Mutex<Export>,
     /// A connection was lost, and no request is sent before the replay.
@@ -27,16 +27,16 @@ pub(crate) struct Shared {
     /// Ends all waits of the reconnection thread.
     pub(crate) stop: EventFd,
     /// Completion queues of all queues.
-    pub(crate) users: Mutex<Vec<Weak<User>>>,
+    pub(crate) users: Mutex<Vec<Weak<CompletionQueue>>>,
     /// Callback for lost data.
     pub(crate) on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
 }
 
 impl Shared {
-    pub(crate) fn new(name: String, export: Export, journal: Journal) -> std::io::Result<Self> {
+    pub(crate) fn new(name: String, export: Export, unflushed: Unflushed) -> std::io::Result<Self> {
         Ok(Self {
             name,
-            journal: Mutex::new(journal),
+            unflushed: Mutex::new(unflushed),
             export: Mutex::new(export),
             is_recovering: AtomicBool::new(false),
             losses: AtomicU64::new(0),
@@ -73,16 +73,16 @@ impl Shared {
     }
 
     /// Requests an automatic flush if there are enough unflushed writes.
-    pub(crate) fn flush_soon(&self, journal: &mut Journal) {
-        if journal.wants_flush() {
-            journal.flush = Flush::Wanted;
+    pub(crate) fn flush_soon(&self, unflushed: &mut Unflushed) {
+        if unflushed.wants_flush() {
+            unflushed.flush = Flush::Wanted;
             self.wake.signal();
         }
     }
 
     /// Discards the unflushed writes as lost. The caller must not hold their lock.
     pub(crate) fn lose(&self) {
-        let goes_on = self.journal.lock().lose();
+        let goes_on = self.unflushed.lock().lose();
         if let Some(changed) = &*self.on_loss.lock() {
             changed();
         }

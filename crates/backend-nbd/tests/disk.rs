@@ -412,7 +412,8 @@ fn requests_are_cancelled_while_the_server_is_away() {
     fake.kill();
     submit(&mut *queue, 3, write_op, 1024, MIB as u64 / 2, segments(&bytes, 0, MIB / 2));
     submit(&mut *queue, 4, Op::Flush, 0, 0, Segments::new());
-    // The caretaker or the queue sees the end of the connection; then both can be cancelled.
+    // The reconnection thread or the queue sees the end of the connection; then both can be
+    // cancelled.
     while queue.pending() > 0 {
         for tag in [1, 3, 4] {
             queue.cancel(tag);

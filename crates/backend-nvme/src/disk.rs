@@ -1,11 +1,11 @@
 //! Namespace of an SSD, attached by the driver, as a disk.
 
+use crate::disconnect::DisconnectMonitor;
 use crate::dma_share::DmaShares;
-use crate::hang_up::HangUpMonitor;
 use crate::kept;
 use crate::queue::{NoDevice, NvmeQueue};
 use crate::shared::NvmeDiskShared;
-use crate::transfers::DiskTransfers;
+use crate::transfer_stats::DiskTransferStats;
 use parking_lot::Mutex;
 use serde_json::Value;
 use shadowbell_backend::{Disk, DiskInfo, Extent, HandOverError, Queue, Tell};
@@ -122,16 +122,17 @@ impl NvmeDisk {
             return Err(OpenError::BlockSize { nsid, size });
         }
         let info = info(&namespace, options.read_only);
-        let hang_up = HangUpMonitor::start(transport.hang_up()).map_err(OpenError::System)?;
+        let disconnect =
+            DisconnectMonitor::start(transport.hang_up()).map_err(OpenError::System)?;
         let controller = Arc::new(Mutex::new(controller));
         let shares = DmaShares::new(Arc::clone(&controller), name);
         Ok(Self(Arc::new(NvmeDiskShared {
             namespace,
             info,
             shares: options.zero_copy.then(|| Arc::new(shares)),
-            hang_up,
+            disconnect,
             name: name.to_owned(),
-            transfers: DiskTransfers::default(),
+            transfers: DiskTransferStats::default(),
             depth: options.queue_depth,
             reports_allocated: OnceLock::new(),
             controller,
@@ -177,7 +178,7 @@ impl Disk for NvmeDisk {
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
         let mut controller = self.0.controller.lock();
         let pair = match controller.take_queue_pair() {
-            _ if self.0.hang_up.is_gone() => return Ok(Box::new(NoDevice)),
+            _ if self.0.disconnect.is_gone() => return Ok(Box::new(NoDevice)),
             Some(pair) => pair,
             // Replaces the queue pair of a dropped queue.
             None => match controller.create_queue_pair(self.0.depth) {

@@ -11,8 +11,8 @@
 //! | `shared` | state shared by all queues of a disk |
 //! | `dma_share` | guest memory that the SSD accesses directly |
 //! | `kept` | crash recovery |
-//! | `hang_up` | detection of a removed or disconnected SSD |
-//! | `transfers` | counters of zero-copy and copied transfers |
+//! | `disconnect` | detection of a removed or disconnected SSD |
+//! | `transfer_stats` | counters of zero-copy and copied transfers |
 //!
 //! # Zero-copy
 //!
@@ -38,14 +38,14 @@
 //! Controllers on SSDs that may hang should have a thread each (`shadowbell serve` does that).
 #![forbid(unsafe_code)]
 
+mod disconnect;
 mod disk;
 mod dma_share;
-mod hang_up;
 mod kept;
 mod queue;
 mod shared;
 mod task;
-mod transfers;
+mod transfer_stats;
 
 pub use disk::{NvmeDisk, OpenError, Options};
 

@@ -3,7 +3,7 @@
 use crate::dma_share::DmaShare;
 use crate::shared::NvmeDiskShared;
 use crate::task::{Next, Task, outcome};
-use crate::transfers::{QueueTransfers, Transfers};
+use crate::transfer_stats::{QueueTransferStats, TransferStats};
 use rustix::io::Errno;
 use shadowbell_backend::{Bounds, DiskError, Queue, Request, Submitted, Tasks};
 use shadowbell_driver::{Buffer, BufferPool, Completion, QueuePair};
@@ -47,14 +47,14 @@ pub(crate) struct NvmeQueue {
     parts: Box<[Part]>,
     /// The SSD was removed or disconnected.
     gone: bool,
-    transfers: Transfers,
-    published: Arc<QueueTransfers>,
+    transfers: TransferStats,
+    published: Arc<QueueTransferStats>,
 }
 
 impl NvmeQueue {
     pub(crate) fn new(shared: Arc<NvmeDiskShared>, pair: QueuePair) -> io::Result<Self> {
         let event = Arc::new(pair.waker()?);
-        shared.hang_up.add(&event);
+        shared.disconnect.add(&event);
         let block = u64::from(shared.info.block_size);
         let most = shared.namespace.max_transfer_bytes().max(block);
         let buffers = |count, size: u64| {
@@ -74,7 +74,7 @@ impl NvmeQueue {
             used: Vec::new(),
             tasks: Tasks::default(),
             gone: false,
-            transfers: Transfers::default(),
+            transfers: TransferStats::default(),
             published: shared.transfers.join(),
             shared,
         })
@@ -296,7 +296,7 @@ impl Queue for NvmeQueue {
             }
             if !any {
                 // All completions from before the disconnection have been processed.
-                if self.shared.hang_up.is_gone() {
+                if self.shared.disconnect.is_gone() {
                     self.fail(&"removed or disconnected; start the server again when it is back");
                 }
                 break;

@@ -1,8 +1,8 @@
 //! State shared by all queues of a disk.
 
+use crate::disconnect::DisconnectMonitor;
 use crate::dma_share::DmaShares;
-use crate::hang_up::HangUpMonitor;
-use crate::transfers::DiskTransfers;
+use crate::transfer_stats::DiskTransferStats;
 use parking_lot::Mutex;
 use shadowbell_backend::DiskInfo;
 use shadowbell_driver::{Controller, Namespace};
@@ -14,8 +14,8 @@ pub(crate) struct NvmeDiskShared {
     /// Memory that the SSD accesses directly; `None` if all data are copied.
     pub(crate) shares: Option<Arc<DmaShares>>,
     pub(crate) name: String,
-    pub(crate) transfers: DiskTransfers,
-    pub(crate) hang_up: HangUpMonitor,
+    pub(crate) transfers: DiskTransferStats,
+    pub(crate) disconnect: DisconnectMonitor,
     /// Entries per queue pair.
     pub(crate) depth: u32,
     /// Cached answer: the SSD reports allocated blocks.

@@ -19,26 +19,25 @@
 mod bounds;
 mod compare;
 mod disk;
-mod either_fd;
 mod error;
 mod extent;
 mod file;
 mod format;
 mod hand_over;
+mod index_lists;
 mod info;
 mod limit;
-mod lists;
 mod mem;
+mod merged_fd;
 mod metadata;
-mod new_size;
 mod null;
 mod regions;
 mod request;
+mod request_table;
 mod resize;
 mod size;
 #[allow(unsafe_code)]
 mod sys;
-mod tasks;
 mod uri;
 mod zoned;
 
@@ -56,21 +55,20 @@ pub use file::{NamespaceFacts, identify_namespace, is_namespace};
 pub use file::{RawCall, RawFile, RawStep, RawTransfer};
 pub use format::ImageFormat;
 pub use hand_over::HandOverError;
+pub use index_lists::Lists;
 pub use info::DiskInfo;
 pub use limit::{Clock, LimitedDisk, Limiter, Limits, Rate};
-pub use lists::Lists;
 pub use mem::MemDisk;
 pub use metadata::{Metadata, MetadataBuffer, MetadataDisk, MetadataFormat};
-pub use new_size::{SizeNews, tell_new_size};
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
-pub use resize::ResizeError;
+pub use request_table::Tasks;
+pub use resize::{ResizeError, SizeNews, tell_new_size};
 pub use size::parse_size;
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use sys::End;
 pub use sys::{fence, unpin};
-pub use tasks::Tasks;
 pub use uri::{FileSpec, adopt, open, open_lasting, recover};
 pub use zoned::{ZoneFormat, ZoneReport, ZonedDisk, Zones};
 

@@ -1,12 +1,12 @@
 //! Queue on the raw bytes of a formatted image, for guest ranges that the format maps unchanged.
 
-use super::atom::Atom;
 use super::flusher::Flusher;
 use super::image::ImageFile;
 use super::open::{engine, waits, zeroes};
 use super::options::Aio;
 use super::queue::FileQueue;
 use super::shared::{Alignment, FileShared, Hold, ranges};
+use super::write_atomicity::WriteAtomicity;
 use crate::disk::Queue;
 use crate::error::OpenError;
 use crate::info::DiskInfo;
@@ -54,8 +54,13 @@ impl ImageBytes {
             metadata: None,
             zoned: None,
         };
-        let atom =
-            Atom::of_file(&file, &image.metadata, image.is_block, direct.is_some(), block_size);
+        let atom = WriteAtomicity::of_file(
+            &file,
+            &image.metadata,
+            image.is_block,
+            direct.is_some(),
+            block_size,
+        );
         let shared = FileShared {
             // The image file holds the lock.
             hold: Hold::new(&file, &flusher, true),

@@ -1,6 +1,5 @@
 //! File-backed disk.
 
-use super::atom::Atom;
 use super::image::Wait;
 use super::kept;
 use super::open::open;
@@ -9,6 +8,7 @@ use super::queue::FileQueue;
 use super::raw::RawFile;
 use super::saved;
 use super::shared::FileShared;
+use super::write_atomicity::WriteAtomicity;
 use crate::disk::{Disk, Queue};
 use crate::error::OpenError;
 use crate::extent::{Tell, tell_of_file};
@@ -52,10 +52,10 @@ impl FileDisk {
     pub fn scripted(
         path: &Path,
         options: &FileOptions,
-    ) -> Result<(Self, super::script::Script), OpenError> {
+    ) -> Result<(Self, super::test_script::Script), OpenError> {
         let options = FileOptions { aio: super::options::Aio::Threads, ..options.clone() };
         let mut shared = open(path, &options)?;
-        let script = super::script::Script::new(Arc::clone(&shared.flusher));
+        let script = super::test_script::Script::new(Arc::clone(&shared.flusher));
         shared.script = Some(script.clone());
         Ok((Self { shared: Arc::new(shared), path: path.to_owned() }, script))
     }
@@ -186,15 +186,16 @@ impl Disk for FileDisk {
 
     fn remark(&self) -> Option<String> {
         let path = self.path.display();
-        let torn = (self.shared.atom == Atom::Nothing && !self.shared.info.read_only).then(|| {
-            format!(
-                "{path}: a loss of power may leave a block of {} bytes partly written, because \
+        let torn = (self.shared.atom == WriteAtomicity::Nothing && !self.shared.info.read_only)
+            .then(|| {
+                format!(
+                    "{path}: a loss of power may leave a block of {} bytes partly written, because \
                  the storage does not guarantee atomic writes of that size, and NVMe cannot \
                  report this to the host; leave out `block-size` for blocks that the storage \
                  writes atomically",
-                self.shared.info.block_size
-            )
-        });
+                    self.shared.info.block_size
+                )
+            });
         let slow = self.shared.no_uring.as_ref().map(|why| self.by_threads(why));
         let remarks: Vec<_> = slow.into_iter().chain(torn).collect();
         (!remarks.is_empty()).then(|| remarks.join(". "))

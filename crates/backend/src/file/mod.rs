@@ -46,15 +46,14 @@
 //! # Loss of power
 //!
 //! A block that is being written during a loss of power keeps its old or its new content: the
-//! storage guarantees that, or the write requests it ([`atom`]). If neither is possible, the disk
-//! reports a warning when it is opened.
+//! storage guarantees that, or the write requests it ([`write_atomicity`]). If neither is possible,
+//! the disk reports a warning when it is opened.
 //!
 //! # Limitation
 //!
 //! Verify reads through the page cache if the disk uses the page cache; it reaches the storage only
 //! with direct I/O.
 
-mod atom;
 mod bytes;
 mod device;
 mod disk;
@@ -69,12 +68,13 @@ mod queue;
 mod ranges;
 mod raw;
 mod saved;
-#[cfg(feature = "scripted")]
-mod script;
 mod shared;
 mod task;
+#[cfg(feature = "scripted")]
+mod test_script;
 #[cfg(test)]
 mod tests;
+mod write_atomicity;
 
 pub use bytes::{BytesQueue, ImageBytes};
 pub use disk::FileDisk;
@@ -83,6 +83,6 @@ pub use namespace::{NamespaceFacts, identify_namespace, is_namespace};
 pub use opener::{Access, Opener, open as open_image, open_images_by};
 pub use options::{Aio, Direct, FileOptions, Format};
 pub use raw::{RawCall, RawFile, RawStep, RawTransfer};
-#[cfg(feature = "scripted")]
-pub use script::Script;
 pub use shared::Alignment;
+#[cfg(feature = "scripted")]
+pub use test_script::Script;

@@ -1,12 +1,12 @@
 //! Opening of file-backed disks: probes of the file and its file system.
 
-use super::atom::Atom;
 use super::device::attribute;
 use super::flusher::{Flusher, Syncs};
 use super::image::{ImageFile, Kinds};
 use super::namespace::NamespaceFacts;
 use super::options::{Aio, FileOptions, Format};
 use super::shared::{Alignment, FileShared, Hold, ranges};
+use super::write_atomicity::WriteAtomicity;
 use crate::error::OpenError;
 use crate::format::ImageFormat;
 use crate::info::DiskInfo;
@@ -93,8 +93,10 @@ pub(super) fn take(
             zoned: None,
         },
         atom: match about {
-            Some(facts) => Atom::of_namespace(facts, block_size),
-            None => Atom::of_file(&file, &metadata, is_block, direct.is_some(), block_size),
+            Some(facts) => WriteAtomicity::of_namespace(facts, block_size),
+            None => {
+                WriteAtomicity::of_file(&file, &metadata, is_block, direct.is_some(), block_size)
+            }
         },
         ranges: ranges(direct, block_size),
         direct,

@@ -7,10 +7,10 @@ use super::task::{BOUNCE, Stage, Step, Task};
 use crate::bounds::Bounds;
 use crate::compare::compare;
 use crate::disk::Queue;
-use crate::lists::Lists;
+use crate::index_lists::Lists;
 use crate::request::{DiskError, Op, Request, Submitted};
+use crate::request_table::TagIndex;
 use crate::sys::{Key, Ring};
-use crate::tasks::TagIndex;
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -178,13 +178,13 @@ impl FileQueue {
 
     /// Executes a write inline if the thread's policy allows it. Returns the result if that ends
     /// the request.
-    fn write_here(&mut self, key: Key) -> Option<Result<(), DiskError>> {
+    fn write_inline(&mut self, key: Key) -> Option<Result<(), DiskError>> {
         let (task, ..) = self.ring.get(key)?;
         if task.stage != Stage::Straight || !matches!(task.op(), Op::Write { .. }) {
             return None;
         }
         let next = task.call()?;
-        let moved = self.ring.make_here(key, next.call, next.skip, next.offset, next.len)?;
+        let moved = self.ring.make_inline(key, next.call, next.skip, next.offset, next.len)?;
         self.advance(key, moved)
     }
 
@@ -259,8 +259,8 @@ impl Queue for FileQueue {
         let key = self.ring.insert(task, data.take());
         self.by_tag.set(tag, key);
         if self.entered.enter(request, key) {
-            if self.ring.writes_here()
-                && let Some(result) = self.write_here(key)
+            if self.ring.writes_inline()
+                && let Some(result) = self.write_inline(key)
             {
                 self.finish(key, result, &mut |_, _, segments| *data = segments);
                 return Submitted::Done(result);

@@ -325,7 +325,7 @@ mod tests {
                     let is_free = there[..at].iter().all(|(_, other, _)| !overlap(other, &request));
                     if is_free && !has_turn {
                         let answer = answers.iter().position(|answer| *answer == key);
-                        prop_assert!(answer.is_some(), "it waits, although no request is before it");
+                        prop_assert!(answer.is_some(), "it waits without a predecessor");
                         answers.remove(answer.unwrap_or_default());
                         there[at].2 = true;
                     }

@@ -4,9 +4,9 @@
 //! [`Task`] interprets the results as in a queue of the disk: a short transfer is continued, a read
 //! beyond a moved end is an error, and a full disk is recorded.
 
-use super::atom::Atom;
 use super::shared::{Alignment, FileShared};
 use super::task::{Stage, Step, Task};
+use super::write_atomicity::WriteAtomicity;
 use crate::request::{DiskError, Op, Request};
 use crate::sys::{Call, EngineKind};
 use shadowbell_memory::Segments;
@@ -61,7 +61,7 @@ impl RawFile {
             && shared.namespace.is_none()
             && shared.ranges.is_none()
             // The kernel accepts an atomic write only from one piece of this process's memory.
-            && shared.atom != Atom::Asked;
+            && shared.atom != WriteAtomicity::Asked;
         let align = shared.direct.filter(|_| is_plain)?;
         Some(Self { shared: Arc::clone(shared), align })
     }
@@ -187,7 +187,7 @@ mod tests {
         assert!(!has_one(FileShared { direct: None, ..direct(4) }), "the page cache");
         assert!(!has_one(FileShared { engine: EngineKind::Threads, ..direct(4) }));
         assert!(!has_one(FileShared { ranges: Some(Arc::default()), ..direct(4) }));
-        assert!(!has_one(FileShared { atom: Atom::Asked, ..direct(4) }));
+        assert!(!has_one(FileShared { atom: WriteAtomicity::Asked, ..direct(4) }));
         let limited =
             LimitedDisk::new(Arc::new(disk(direct(4))), Limiter::new(Limits::default()), None);
         assert!(limited.raw_file().is_none(), "requests would not wait for their limit");

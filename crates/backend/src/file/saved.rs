@@ -4,12 +4,12 @@
 //! in between. No probing is repeated, so the transfer is fast. Recorded states (lost data, a
 //! truncated file) are passed too.
 
-use super::atom::Atom;
 use super::flusher::Flusher;
 use super::namespace::NamespaceFacts;
 use super::open::{engine, syncs, zeroes};
 use super::options::FileOptions;
 use super::shared::{Alignment, FileShared, Hold, ranges};
+use super::write_atomicity::WriteAtomicity;
 use crate::info::DiskInfo;
 use crate::sys;
 use serde::{Deserialize, Serialize};
@@ -76,8 +76,8 @@ pub(super) fn adopt(
     let size = saved.info.block_size;
     let direct = saved.direct.is_some();
     let atom = match about {
-        Some(facts) => Atom::of_namespace(facts, size),
-        None => Atom::of_file(&file, &metadata, !saved.regular, direct, size),
+        Some(facts) => WriteAtomicity::of_namespace(facts, size),
+        None => WriteAtomicity::of_file(&file, &metadata, !saved.regular, direct, size),
     };
     Ok(FileShared {
         // The lock is shared until the process that passed it has ended.

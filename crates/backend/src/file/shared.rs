@@ -1,10 +1,10 @@
 //! State shared by all queues of a file-backed disk.
 
-use super::atom::Atom;
 use super::flusher::Flusher;
 use super::namespace::NamespaceFacts;
 use super::opener;
 use super::ranges::Ranges;
+use super::write_atomicity::WriteAtomicity;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request};
 use crate::sys::{EngineKind, NVME_STATUS};
@@ -46,7 +46,7 @@ pub(super) struct FileShared {
     /// written since.
     pub(super) full: AtomicU64,
     /// Power-fail atomicity of blocks.
-    pub(super) atom: Atom,
+    pub(super) atom: WriteAtomicity,
     /// Range locks, if neither file system nor device keeps blocks whole.
     pub(super) ranges: Option<Arc<Ranges>>,
     /// State shared with resized versions of the disk.
@@ -56,7 +56,7 @@ pub(super) struct FileShared {
     pub(super) zeroes: SharedBytes,
     /// Test script that ends the calls.
     #[cfg(feature = "scripted")]
-    pub(super) script: Option<super::script::Script>,
+    pub(super) script: Option<super::test_script::Script>,
 }
 
 /// Alignment of direct I/O, in bytes, powers of two.

@@ -1,7 +1,7 @@
 //! State machine of a request in the kernel: the next call, and the meaning of its result.
 
-use super::atom::Atom;
 use super::shared::{FileShared, is_passing};
+use super::write_atomicity::WriteAtomicity;
 use crate::request::{DiskError, Op, Request};
 use crate::sys::{Call, Memory, NVME_STATUS};
 use shadowbell_memory::Segments;
@@ -120,7 +120,8 @@ impl Task {
             request: *request,
             done: 0,
             retries: 0,
-            whole: shared.atom == Atom::Asked && request.len == u64::from(shared.info.block_size),
+            whole: shared.atom == WriteAtomicity::Asked
+                && request.len == u64::from(shared.info.block_size),
             syncs_after,
         };
         if matches!(stage, Stage::Bounced { .. }) {

@@ -3,11 +3,11 @@
 
 mod namespace;
 
-use super::atom::Atom;
 use super::flusher::Flusher;
 use super::options::Aio;
 use super::shared::{Alignment, FileShared, Hold};
 use super::task::{Step, Task};
+use super::write_atomicity::WriteAtomicity;
 use super::{FileDisk, open};
 use crate::disk::{Disk, Queue};
 use crate::info::DiskInfo;
@@ -33,7 +33,7 @@ pub(super) fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
     let file = Arc::new(file.into());
     let flusher = Flusher::new(Arc::clone(&file), true);
     FileShared {
-        atom: Atom::Storage,
+        atom: WriteAtomicity::Storage,
         ranges: None,
         hold: Hold::new(&file, &flusher, false),
         flusher,
@@ -68,7 +68,7 @@ pub(super) fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
 fn who_can_lose_a_part_of_a_block_is_told() {
     let mut shared = shared(memfd(8192), 8192);
     assert_eq!(disk(shared.resized(shared.info.clone(), 8192)).remark(), None);
-    shared.atom = Atom::Nothing;
+    shared.atom = WriteAtomicity::Nothing;
     let remark = disk(shared).remark().unwrap();
     assert!(remark.starts_with("test: a loss of power may leave a block"), "{remark}");
 }
@@ -78,10 +78,10 @@ fn a_write_of_one_block_asks_for_all_of_it_where_it_has_to() {
     let mut shared = shared(memfd(8192), 8192);
     (shared.info.block_size, shared.info.blocks) = (4096, 2);
     for (atom, op, len, expected) in [
-        (Atom::Asked, Op::Write { fua: false }, 4096, true),
-        (Atom::Asked, Op::Write { fua: true }, 4096, true),
-        (Atom::Asked, Op::Write { fua: false }, 8192, false),
-        (Atom::Storage, Op::Write { fua: false }, 4096, false),
+        (WriteAtomicity::Asked, Op::Write { fua: false }, 4096, true),
+        (WriteAtomicity::Asked, Op::Write { fua: true }, 4096, true),
+        (WriteAtomicity::Asked, Op::Write { fua: false }, 8192, false),
+        (WriteAtomicity::Storage, Op::Write { fua: false }, 4096, false),
     ] {
         shared.atom = atom;
         let (_, data) = buffer(len);

@@ -7,11 +7,11 @@
 use super::limiter::Limiter;
 use super::timer::Timer;
 use crate::disk::Queue;
-use crate::either_fd::either;
-use crate::lists::Lists;
+use crate::index_lists::Lists;
+use crate::merged_fd::merge;
 use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
-use crate::tasks::Tasks;
+use crate::request_table::Tasks;
 use crate::zoned::Zones;
 use shadowbell_memory::{DmaTable, Segments};
 use std::io;
@@ -41,7 +41,7 @@ pub(super) struct LimitedQueue {
     limiters: Arc<[Arc<Limiter>]>,
     timer: Arc<Timer>,
     /// Readable while the timer or that of the disk below is; `None` if the disk has no timer.
-    either: Option<OwnedFd>,
+    merged: Option<OwnedFd>,
     waiting: Tasks<Waiting>,
     /// Keys of waiting requests, one list per submission queue.
     by_source: Lists,
@@ -66,9 +66,9 @@ impl LimitedQueue {
     ) -> io::Result<Self> {
         let timer = Arc::new(Timer::new()?);
         limiters.iter().for_each(|limiter| limiter.add(&timer));
-        let either = inner.timer_fd().map(|of_disk| either([of_disk, timer.fd()])).transpose()?;
+        let merged = inner.timer_fd().map(|of_disk| merge([of_disk, timer.fd()])).transpose()?;
         Ok(Self {
-            either,
+            merged,
             inner,
             limiters,
             timer,
@@ -316,6 +316,6 @@ impl Queue for LimitedQueue {
     }
 
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.either.as_ref().map_or(self.timer.fd(), |either| either.as_fd()))
+        Some(self.merged.as_ref().map_or(self.timer.fd(), |merged| merged.as_fd()))
     }
 }

@@ -7,10 +7,10 @@ use super::locks::{Bell, Locks};
 use super::task::{Stage, Task, Way};
 use crate::bounds::Bounds;
 use crate::disk::Queue;
-use crate::either_fd::either;
 use crate::info::DiskInfo;
+use crate::merged_fd::merge;
 use crate::request::{DiskError, Op, Request, Submitted};
-use crate::tasks::Tasks;
+use crate::request_table::Tasks;
 use shadowbell_memory::{DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_spec::nvm::PRINFO_PRACT;
 use std::io;
@@ -76,7 +76,7 @@ impl MetadataQueue {
         (locks, cache): (Arc<Locks>, Arc<Cache>),
     ) -> io::Result<Self> {
         let bell = Arc::new(Bell::new()?);
-        let both = |timer| either([timer, bell.event().as_fd()]);
+        let both = |timer| merge([timer, bell.event().as_fd()]);
         Ok(Self {
             timer: inner.timer_fd().map(both).transpose()?,
             inner,

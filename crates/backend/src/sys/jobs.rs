@@ -1,6 +1,6 @@
 //! Queue of calls that wait for a thread.
 
-use crate::lists::Lists;
+use crate::index_lists::Lists;
 
 /// Number of the only list.
 const QUEUE: u32 = 0;

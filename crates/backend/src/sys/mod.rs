@@ -3,7 +3,7 @@
 
 mod call;
 mod fence;
-mod here;
+mod inline_writes;
 mod jobs;
 mod lock;
 mod namespace_ring;

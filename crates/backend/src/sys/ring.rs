@@ -9,7 +9,7 @@
 mod in_place;
 
 use super::call::{Kind, NO_SLOT, Prepared, Stuck};
-use super::here::Here;
+use super::inline_writes::InlineWrites;
 use super::namespace_ring::NamespaceRing;
 use super::passthrough::Namespace;
 use super::slot::{Call, Slot};
@@ -103,7 +103,7 @@ struct Blocking {
     /// Threads cannot be used, for example for lack of file descriptors.
     off: bool,
     /// Policy of inline writes by the ring's own thread.
-    here: Here,
+    inline: InlineWrites,
     /// Scratch list of calls that io_uring returned because they would block.
     again: Vec<u32>,
 }
@@ -135,7 +135,7 @@ impl<T> Ring<T> {
             writes: waits,
             direct,
             off: engine == EngineKind::Threads,
-            here: Here::default(),
+            inline: InlineWrites::default(),
             again: Vec::new(),
         };
         let engine = match engine {
@@ -160,7 +160,7 @@ impl<T> Ring<T> {
             direct: true,
             // Passthrough commands never block in the kernel.
             off: true,
-            here: Here::default(),
+            inline: InlineWrites::default(),
             again: Vec::new(),
         };
         let engine = match engine {

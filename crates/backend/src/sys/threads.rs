@@ -154,7 +154,7 @@ impl Threads {
         }
         let started = (0..more).take_while(|_| self.start()).count();
         if started < more || more == 0 {
-            self.run_here(more - started);
+            self.run_inline(more - started);
         }
     }
 
@@ -171,7 +171,7 @@ impl Threads {
 
     /// Handles `missing` threads that could not be created. If there is no thread at all, executes
     /// the calls on this thread.
-    fn run_here(&self, missing: usize) {
+    fn run_inline(&self, missing: usize) {
         let mut work = self.shared.work.lock();
         work.threads -= missing;
         if work.threads != 0 {

@@ -5,11 +5,11 @@ use super::task::{Kind, Stage, Task};
 use super::zones::{Piece, Zones};
 use crate::bounds::Bounds;
 use crate::disk::Queue;
-use crate::either_fd::either;
 use crate::info::DiskInfo;
+use crate::merged_fd::merge;
 use crate::metadata::Bell;
 use crate::request::{DiskError, Op, Request, Submitted};
-use crate::tasks::Tasks;
+use crate::request_table::Tasks;
 use shadowbell_memory::{DmaTable, Segments};
 use shadowbell_spec::zns::ZoneAction;
 use std::collections::HashMap;
@@ -51,7 +51,7 @@ impl ZonedQueue {
         info: &DiskInfo,
     ) -> io::Result<Self> {
         let bell = Arc::new(Bell::new()?);
-        let both = |timer| either([timer, bell.event().as_fd()]);
+        let both = |timer| merge([timer, bell.event().as_fd()]);
         let timer = inner.timer_fd().map(both).transpose()?;
         zones.enter();
         Ok(Self {

@@ -2,7 +2,8 @@
 //!
 //! Most file systems do not support non-blocking buffered writes, so such writes go to other
 //! threads. Passing a write to another thread and back takes longer than the write itself. A thread
-//! that serves only one queue therefore writes inline, unless a recent write was slow (`Here`).
+//! that serves only one queue therefore writes inline, unless a recent write was slow
+//! (`InlineWrites`).
 //!
 //! io_uring returns `EAGAIN` both for a file without support for non-blocking writes and for a
 //! write that would block this time. A repetition by `pwritev2` distinguishes the two.
@@ -16,17 +17,17 @@ use std::time::Instant;
 impl<T> Ring<T> {
     /// Allows inline calls: the thread of this ring may block briefly.
     pub(crate) fn may_wait(&mut self) {
-        self.blocking.here.may = true;
+        self.blocking.inline.may = true;
     }
 
-    /// True if [`make_here`](Self::make_here) may accept a write.
-    pub(crate) fn writes_here(&self) -> bool {
-        self.blocking.here.may && self.blocking.writes && !self.blocking.off
+    /// True if [`make_inline`](Self::make_inline) may accept a write.
+    pub(crate) fn writes_inline(&self) -> bool {
+        self.blocking.inline.may && self.blocking.writes && !self.blocking.off
     }
 
     /// Executes a write inline, with the arguments of [`prepare`](Self::prepare), and returns its
     /// result. `None` if the call has to be prepared instead.
-    pub(crate) fn make_here(
+    pub(crate) fn make_inline(
         &mut self,
         key: Key,
         call: Call,
@@ -35,7 +36,7 @@ impl<T> Ring<T> {
         len: u64,
     ) -> Option<i32> {
         let began = Instant::now();
-        if !self.writes_here() || !self.blocking.here.makes(began) {
+        if !self.writes_inline() || !self.blocking.inline.makes(began) {
             return None;
         }
         let Self { slots, blocking, .. } = self;
@@ -48,7 +49,7 @@ impl<T> Ring<T> {
         }
         let result = slot.write(&blocking.file, offset, 0);
         let now = Instant::now();
-        blocking.here.took(now.saturating_duration_since(began), now);
+        blocking.inline.took(now.saturating_duration_since(began), now);
         Some(result)
     }
 
@@ -56,18 +57,18 @@ impl<T> Ring<T> {
     /// A write that succeeds in the test goes to `into`.
     pub(super) fn ask_about_writes(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { slots, busy, blocking, .. } = self;
-        let Blocking { again, here, writes, file, .. } = blocking;
+        let Blocking { again, inline, writes, file, .. } = blocking;
         again.retain(|index| {
             let slot = &mut slots[*index as usize];
-            if here.can_ask || *writes || slot.kind != (Kind::Write { flags: 0 }) {
+            if inline.can_ask || *writes || slot.kind != (Kind::Write { flags: 0 }) {
                 return true;
             }
             let result = slot.write(file, slot.offset, libc::RWF_NOWAIT);
             if result < 0 {
-                (*writes, here.can_ask) = learn(-result);
+                (*writes, inline.can_ask) = learn(-result);
                 return true;
             }
-            here.can_ask = true;
+            inline.can_ask = true;
             slot.busy = false;
             *busy -= 1;
             into.push((Key { index: *index, generation: slot.generation }, result));
@@ -133,17 +134,17 @@ mod tests {
             let key = ring.insert((), Segments::from_bytes(&bytes));
             let write = |dsync| Call::Write { from: Memory::Data, dsync, whole: false };
             assert_eq!(
-                ring.make_here(key, write(false), 0, 512, 4096),
+                ring.make_inline(key, write(false), 0, 512, 4096),
                 None,
                 "no thread may block"
             );
             ring.may_wait();
-            let made = ring.make_here(key, write(false), 512, 512, 2048);
+            let made = ring.make_inline(key, write(false), 512, 512, 2048);
             assert_eq!(made, waits.then_some(2048));
-            assert_eq!(ring.make_here(key, write(true), 0, 0, 4096), None);
-            assert_eq!(ring.make_here(key, Call::Read(Memory::Data), 0, 0, 4096), None);
-            ring.blocking.here.took(Duration::from_secs(60), Instant::now());
-            assert_eq!(ring.make_here(key, write(false), 0, 0, 4096), None);
+            assert_eq!(ring.make_inline(key, write(true), 0, 0, 4096), None);
+            assert_eq!(ring.make_inline(key, Call::Read(Memory::Data), 0, 0, 4096), None);
+            ring.blocking.inline.took(Duration::from_secs(60), Instant::now());
+            assert_eq!(ring.make_inline(key, write(false), 0, 0, 4096), None);
             ring.remove(key).unwrap();
         }
         let mut found = [0; 2561];

@@ -1,6 +1,6 @@
 //! Table of the requests of a queue, for disks that execute requests in several calls.
 
-use crate::lists::Lists;
+use crate::index_lists::Lists;
 
 /// Tags from this value on are not indexed; they are found by a linear search.
 const INDEXED_TAGS: usize = 1 << 20;

@@ -21,7 +21,7 @@ const BUFFER: usize = 128 << 10;
 pub(crate) fn start(server: Stream, session: Session, name: String) -> io::Result<Stream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let (near, far) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    let relay = Relay {
+    let proxy = TlsProxy {
         server,
         session,
         user: Stream::new(far),
@@ -34,12 +34,12 @@ pub(crate) fn start(server: Stream, session: Session, name: String) -> io::Resul
     };
     std::thread::Builder::new().name("sb-nbd-tls".into()).spawn(move || {
         let _guard = AbortOnPanic::new();
-        run(relay, &name);
+        run(proxy, &name);
     })?;
     Ok(Stream::new(near))
 }
 
-struct Relay {
+struct TlsProxy {
     server: Stream,
     session: Session,
     user: Stream,
@@ -54,19 +54,19 @@ struct Relay {
 }
 
 /// Main loop of the thread: runs until one end is closed, then closes both.
-fn run(mut relay: Relay, name: &str) {
-    match relay.carry() {
+fn run(mut proxy: TlsProxy, name: &str) {
+    match proxy.carry() {
         Ok(()) => debug!("{name}: TLS connection closed"),
         // The user of the connection sees only its end, so the reason is logged.
         Err(error) => warn!("{name}: TLS connection to the server failed: {error}"),
     }
-    relay.session.close();
-    let _ = relay.session.flush(&mut Raw(&relay.server));
-    relay.server.end();
-    relay.user.end();
+    proxy.session.close();
+    let _ = proxy.session.flush(&mut Raw(&proxy.server));
+    proxy.server.end();
+    proxy.user.end();
 }
 
-impl Relay {
+impl TlsProxy {
     fn carry(&mut self) -> io::Result<()> {
         // The session may hold bytes that it has read from the socket already.
         let (mut from_server, mut from_user) = (true, true);

@@ -8,7 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 ///
 /// # Errors
 /// The error of `epoll_create1` or `epoll_ctl`.
-pub(crate) fn either(fds: [BorrowedFd<'_>; 2]) -> io::Result<OwnedFd> {
+pub(crate) fn merge(fds: [BorrowedFd<'_>; 2]) -> io::Result<OwnedFd> {
     let both = epoll::create(CreateFlags::CLOEXEC)?;
     for (nth, fd) in (0..).zip(fds) {
         epoll::add(&both, fd, EventData::new_u64(nth), EventFlags::IN)?;
@@ -24,9 +24,9 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn either_of_two_is_heard_and_quiet_again() {
+    fn a_merged_descriptor_is_readable_while_one_of_its_parts_is() {
         let events = [EventFd::new().unwrap(), EventFd::new().unwrap()];
-        let both = either([events[0].as_fd(), events[1].as_fd()]).unwrap();
+        let both = merge([events[0].as_fd(), events[1].as_fd()]).unwrap();
         let is_readable = || {
             let mut fds = [PollFd::new(&both, PollFlags::IN)];
             poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 1

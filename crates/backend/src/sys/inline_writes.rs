@@ -14,7 +14,7 @@ const AWAY: u32 = 8;
 
 /// State of the inline write policy.
 #[derive(Debug, Default)]
-pub(super) struct Here {
+pub(super) struct InlineWrites {
     pub(super) may: bool,
     /// End of the current pause.
     not_before: Option<Instant>,
@@ -22,7 +22,7 @@ pub(super) struct Here {
     pub(super) can_ask: bool,
 }
 
-impl Here {
+impl InlineWrites {
     /// True if the next write may be made inline.
     pub(super) fn makes(&mut self, now: Instant) -> bool {
         if self.not_before.is_some_and(|then| now < then) {
@@ -46,13 +46,14 @@ mod tests {
 
     #[test]
     fn who_was_slow_stays_away_for_a_while() {
-        let (mut here, now) = (Here { may: true, ..Here::default() }, Instant::now());
-        assert!(here.makes(now));
-        here.took(SLOW / 2, now);
-        assert!(here.makes(now));
-        here.took(SLOW, now);
-        assert!(!here.makes(now) && !here.makes(now + SLOW * (AWAY - 1)));
-        assert!(here.makes(now + SLOW * AWAY));
-        assert!(!Here::default().makes(now));
+        let (mut inline, now) =
+            (InlineWrites { may: true, ..InlineWrites::default() }, Instant::now());
+        assert!(inline.makes(now));
+        inline.took(SLOW / 2, now);
+        assert!(inline.makes(now));
+        inline.took(SLOW, now);
+        assert!(!inline.makes(now) && !inline.makes(now + SLOW * (AWAY - 1)));
+        assert!(inline.makes(now + SLOW * AWAY));
+        assert!(!InlineWrites::default().makes(now));
     }
 }

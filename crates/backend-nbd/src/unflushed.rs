@@ -42,7 +42,7 @@ pub(crate) enum Flush {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Journal {
+pub(crate) struct Unflushed {
     /// Entries in order of the replies. Of two overlapping entries that were not in flight at the
     /// same time, the later one was written later.
     entries: VecDeque<Entry>,
@@ -63,7 +63,7 @@ pub(crate) struct Journal {
     pub(crate) replayed: u64,
 }
 
-impl Journal {
+impl Unflushed {
     /// Creates a list that holds at most `most` bytes.
     pub(crate) fn new(most: u64) -> Self {
         Self { most, ..Self::default() }
@@ -147,63 +147,65 @@ mod tests {
         Entry { command: command::WRITE, flags, offset, len: 4096, data }
     }
 
-    fn offsets(journal: &Journal) -> Vec<u64> {
-        journal.entries().unwrap().iter().map(|entry| entry.offset).collect()
+    fn offsets(unflushed: &Unflushed) -> Vec<u64> {
+        unflushed.entries().unwrap().iter().map(|entry| entry.offset).collect()
     }
 
     #[test]
     fn a_flush_lets_go_of_what_was_answered_before_it_was_sent() {
-        let mut journal = Journal::new(1 << 20);
-        journal.add(write(0, 0));
-        journal.add(write(4096, 0));
-        let sent = journal.end();
-        journal.add(write(8192, 0));
-        assert!(!journal.flushed(sent));
-        assert_eq!(offsets(&journal), [8192]);
-        assert!(!journal.flushed(sent));
-        assert_eq!(offsets(&journal), [8192]);
-        journal.flushed(journal.end());
-        assert_eq!((offsets(&journal), journal.bytes), (vec![], 0));
+        let mut unflushed = Unflushed::new(1 << 20);
+        unflushed.add(write(0, 0));
+        unflushed.add(write(4096, 0));
+        let sent = unflushed.end();
+        unflushed.add(write(8192, 0));
+        assert!(!unflushed.flushed(sent));
+        assert_eq!(offsets(&unflushed), [8192]);
+        assert!(!unflushed.flushed(sent));
+        assert_eq!(offsets(&unflushed), [8192]);
+        unflushed.flushed(unflushed.end());
+        assert_eq!((offsets(&unflushed), unflushed.bytes), (vec![], 0));
     }
 
     #[test]
     fn a_durable_write_is_kept_only_if_something_older_could_undo_it() {
-        let mut journal = Journal::new(1 << 20);
-        assert!(!journal.keeps(flag::FUA) && journal.keeps(0));
-        journal.add(write(0, 0));
-        assert!(journal.keeps(flag::FUA));
-        assert!(!Journal::needless().keeps(0));
+        let mut unflushed = Unflushed::new(1 << 20);
+        assert!(!unflushed.keeps(flag::FUA) && unflushed.keeps(0));
+        unflushed.add(write(0, 0));
+        assert!(unflushed.keeps(flag::FUA));
+        assert!(!Unflushed::needless().keeps(0));
     }
 
     #[test]
     fn a_full_journal_wants_a_flush_and_is_bounded() {
-        let mut journal = Journal::new(16 << 10);
-        journal.add(write(0, 0));
-        assert!(!journal.wants_flush());
-        journal.add(write(0, 0));
-        assert!(journal.wants_flush() && !journal.is_full());
-        journal.add(write(0, 0));
-        journal.add(write(0, 0));
-        assert!(journal.is_full());
-        journal.is_waited_for = true;
-        assert!(journal.flushed(journal.end()));
-        assert!(!journal.is_full() && !journal.is_waited_for);
+        let mut unflushed = Unflushed::new(16 << 10);
+        unflushed.add(write(0, 0));
+        assert!(!unflushed.wants_flush());
+        unflushed.add(write(0, 0));
+        assert!(unflushed.wants_flush() && !unflushed.is_full());
+        unflushed.add(write(0, 0));
+        unflushed.add(write(0, 0));
+        assert!(unflushed.is_full());
+        unflushed.is_waited_for = true;
+        assert!(unflushed.flushed(unflushed.end()));
+        assert!(!unflushed.is_full() && !unflushed.is_waited_for);
     }
 
     #[test]
     fn one_that_keeps_nothing_knows_that_something_was_there() {
-        let mut journal = Journal::new(0);
-        assert!(journal.entries().is_some());
+        let mut unflushed = Unflushed::new(0);
+        assert!(unflushed.entries().is_some());
         for _ in 0..1000 {
-            journal.add(write(0, 0));
+            unflushed.add(write(0, 0));
         }
-        assert!(journal.entries().is_none() && journal.entries.len() == 1 && !journal.is_full());
-        let end = journal.end();
-        journal.add(write(0, 0));
-        journal.flushed(end);
-        assert!(journal.entries().is_none());
-        journal.flushed(journal.end());
-        assert!(journal.entries().is_some());
+        assert!(
+            unflushed.entries().is_none() && unflushed.entries.len() == 1 && !unflushed.is_full()
+        );
+        let end = unflushed.end();
+        unflushed.add(write(0, 0));
+        unflushed.flushed(end);
+        assert!(unflushed.entries().is_none());
+        unflushed.flushed(unflushed.end());
+        assert!(unflushed.entries().is_some());
     }
 
     #[test]

@@ -3,10 +3,10 @@
 //! The command is sent through a connection of the queues like other requests: it waits while the
 //! server is unavailable, and after a restart of the server it is not sent before the replay.
 
-use crate::hub::Hub;
+use crate::completion_queue::CompletionQueue;
+use crate::connections::Connections;
 use crate::link::Link;
-use crate::part::{Owner, Part};
-use crate::user::User;
+use crate::subrequest::{Owner, Subrequest};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_backend::{Extent, Tell};
@@ -21,9 +21,9 @@ const RANGE: u64 = 1 << 30;
 
 /// Sender of the command, registered with a connection like a queue.
 struct Asker<'a> {
-    hub: &'a Hub,
+    connections: &'a Connections,
     link: &'a Mutex<Link>,
-    user: Arc<User>,
+    user: Arc<CompletionQueue>,
     number: u32,
 }
 
@@ -34,19 +34,19 @@ impl Drop for Asker<'_> {
 }
 
 impl<'a> Asker<'a> {
-    fn new(hub: &'a Hub) -> Option<Self> {
-        let user = Arc::new(User::new().ok()?);
-        hub.shared.users.lock().push(Arc::downgrade(&user));
-        let link = hub.links.first()?;
+    fn new(connections: &'a Connections) -> Option<Self> {
+        let user = Arc::new(CompletionQueue::new().ok()?);
+        connections.shared.users.lock().push(Arc::downgrade(&user));
+        let link = connections.links.first()?;
         let number = link.lock().join(&user).ok()?;
-        Some(Self { hub, link, user, number })
+        Some(Self { connections, link, user, number })
     }
 
     /// Requests the extents from `offset` on.
     fn ask(&self, offset: u64, len: u32) -> Option<Vec<Extent>> {
-        let mut part = Part::new(command::BLOCK_STATUS, 0, offset, len, Vec::new());
+        let mut part = Subrequest::new(command::BLOCK_STATUS, 0, offset, len, Vec::new());
         part.owner = Some(Owner { user: self.number, task: 0, at: 0 });
-        let shared = &self.hub.shared;
+        let shared = &self.connections.shared;
         let mut ended = Vec::new();
         let mut link = self.link.lock();
         link.push(part);
@@ -98,12 +98,13 @@ fn extents(data: &[u8]) -> Vec<Extent> {
 }
 
 /// Reports the allocation state of the export; parts without a reply count as data.
-pub(crate) fn tell_extents(hub: &Hub, offset: u64, len: u64, tell: &mut Tell<'_>) {
+pub(crate) fn tell_extents(connections: &Connections, offset: u64, len: u64, tell: &mut Tell<'_>) {
     let (mut at, end) = (offset, offset.saturating_add(len));
-    let knows = hub.first.allocation.is_some() && hub.shared.export.lock().allocation.is_some();
-    let asker = if knows { Asker::new(hub) } else { None };
+    let knows = connections.first.allocation.is_some()
+        && connections.shared.export.lock().allocation.is_some();
+    let asker = if knows { Asker::new(connections) } else { None };
     // The range must be a multiple of the server's minimum block size.
-    let least = u64::from(hub.first.least.max(1));
+    let least = u64::from(connections.first.least.max(1));
     while at < end
         && let Some(asker) = &asker
         && at.is_multiple_of(least)

@@ -14,7 +14,7 @@ use std::os::unix::fs::MetadataExt;
 
 /// Mechanism that keeps a block whole across a loss of power.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Atom {
+pub(super) enum WriteAtomicity {
     /// The storage writes every block atomically.
     Storage,
     /// Each write of one block has to set `RWF_ATOMIC`.
@@ -28,7 +28,7 @@ const SECTOR: u32 = 512;
 /// `STATX_WRITE_ATOMIC` of Linux 6.11.
 const WRITE_ATOMIC: StatxFlags = StatxFlags::from_bits_retain(0x0001_0000);
 
-impl Atom {
+impl WriteAtomicity {
     /// Selects the mechanism for blocks of `block_size` bytes. `physical` is the physical block
     /// size, if known; `asked` is the smallest and the largest atomic write.
     fn of(block_size: u32, physical: Option<u32>, asked: Option<(u32, u32)>) -> Self {
@@ -88,19 +88,23 @@ mod tests {
     #[test]
     fn a_block_is_whole_where_somebody_says_so() {
         // Every device writes its sectors atomically.
-        assert_eq!(Atom::of(512, None, None), Atom::Storage);
+        assert_eq!(WriteAtomicity::of(512, None, None), WriteAtomicity::Storage);
         for (physical, asked, expected) in [
-            (None, None, Atom::Nothing),
-            (Some(512), None, Atom::Nothing),
-            (Some(4096), None, Atom::Storage),
-            (Some(16384), None, Atom::Storage),
-            (Some(512), Some((512, 2048)), Atom::Nothing),
-            (Some(512), Some((8192, 16384)), Atom::Nothing),
-            (Some(512), Some((512, 4096)), Atom::Asked),
-            (None, Some((4096, 65536)), Atom::Asked),
-            (Some(4096), Some((512, 4096)), Atom::Storage),
+            (None, None, WriteAtomicity::Nothing),
+            (Some(512), None, WriteAtomicity::Nothing),
+            (Some(4096), None, WriteAtomicity::Storage),
+            (Some(16384), None, WriteAtomicity::Storage),
+            (Some(512), Some((512, 2048)), WriteAtomicity::Nothing),
+            (Some(512), Some((8192, 16384)), WriteAtomicity::Nothing),
+            (Some(512), Some((512, 4096)), WriteAtomicity::Asked),
+            (None, Some((4096, 65536)), WriteAtomicity::Asked),
+            (Some(4096), Some((512, 4096)), WriteAtomicity::Storage),
         ] {
-            assert_eq!(Atom::of(4096, physical, asked), expected, "{physical:?} {asked:?}");
+            assert_eq!(
+                WriteAtomicity::of(4096, physical, asked),
+                expected,
+                "{physical:?} {asked:?}"
+            );
         }
     }
 }

@@ -10,22 +10,22 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 /// Thread that waits for a hang-up of the socket, if the SSD is connected by one.
-pub(crate) struct HangUpMonitor {
-    state: Arc<HangUpState>,
+pub(crate) struct DisconnectMonitor {
+    state: Arc<DisconnectState>,
     stop: EventFd,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct HangUpState {
+struct DisconnectState {
     gone: AtomicBool,
     /// Wake events of the disk's queues.
     events: Mutex<Vec<Weak<EventFd>>>,
 }
 
-impl HangUpMonitor {
+impl DisconnectMonitor {
     pub(crate) fn start(socket: Option<OwnedFd>) -> io::Result<Self> {
-        let state = Arc::new(HangUpState::default());
+        let state = Arc::new(DisconnectState::default());
         let stop = EventFd::new()?;
         let thread = match socket {
             None => None,
@@ -51,7 +51,7 @@ impl HangUpMonitor {
     }
 }
 
-impl Drop for HangUpMonitor {
+impl Drop for DisconnectMonitor {
     fn drop(&mut self) {
         self.stop.signal();
         if let Some(thread) = self.thread.take() {
@@ -60,7 +60,7 @@ impl Drop for HangUpMonitor {
     }
 }
 
-fn wait(socket: &OwnedFd, stop: &EventFd, state: &HangUpState) {
+fn wait(socket: &OwnedFd, stop: &EventFd, state: &DisconnectState) {
     let ended = PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL | PollFlags::RDHUP;
     loop {
         let mut fds = [

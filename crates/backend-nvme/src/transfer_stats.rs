@@ -8,19 +8,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// cache lines of their own, to avoid false sharing with other queues.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(crate) struct QueueTransfers {
+pub(crate) struct QueueTransferStats {
     in_place: AtomicU64,
     copied: AtomicU64,
 }
 
-impl QueueTransfers {
-    pub(crate) fn publish(&self, transfers: Transfers) {
+impl QueueTransferStats {
+    pub(crate) fn publish(&self, transfers: TransferStats) {
         self.in_place.store(transfers.in_place, Ordering::Relaxed);
         self.copied.store(transfers.copied, Ordering::Relaxed);
     }
 
-    fn get(&self) -> Transfers {
-        Transfers {
+    fn get(&self) -> TransferStats {
+        TransferStats {
             in_place: self.in_place.load(Ordering::Relaxed),
             copied: self.copied.load(Ordering::Relaxed),
         }
@@ -29,14 +29,14 @@ impl QueueTransfers {
 
 /// Counts of commands that transferred data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Transfers {
+pub(crate) struct TransferStats {
     /// Zero-copy commands: direct access of the SSD to guest memory.
     pub(crate) in_place: u64,
     /// Commands with a copy through a buffer.
     pub(crate) copied: u64,
 }
 
-impl Transfers {
+impl TransferStats {
     fn add(&mut self, other: Self) {
         self.in_place += other.in_place;
         self.copied += other.copied;
@@ -45,12 +45,12 @@ impl Transfers {
 
 /// Counters of all queues of a disk, including dropped ones.
 #[derive(Debug, Default)]
-pub(crate) struct DiskTransfers(Mutex<(Transfers, Vec<Arc<QueueTransfers>>)>);
+pub(crate) struct DiskTransferStats(Mutex<(TransferStats, Vec<Arc<QueueTransferStats>>)>);
 
-impl DiskTransfers {
+impl DiskTransferStats {
     /// Creates the counters of a new queue.
-    pub(crate) fn join(&self) -> Arc<QueueTransfers> {
-        let counts = Arc::new(QueueTransfers::default());
+    pub(crate) fn join(&self) -> Arc<QueueTransferStats> {
+        let counts = Arc::new(QueueTransferStats::default());
         let mut all = self.0.lock();
         let (past, there) = &mut *all;
         there.retain(|counts| {
@@ -64,7 +64,7 @@ impl DiskTransfers {
         counts
     }
 
-    pub(crate) fn sum(&self) -> Transfers {
+    pub(crate) fn sum(&self) -> TransferStats {
         let all = self.0.lock();
         let (mut sum, there) = (all.0, &all.1);
         there.iter().for_each(|counts| sum.add(counts.get()));
@@ -78,8 +78,8 @@ mod tests {
 
     #[test]
     fn queues_that_are_gone_still_count() {
-        let totals = DiskTransfers::default();
-        let transfers = |in_place, copied| Transfers { in_place, copied };
+        let totals = DiskTransferStats::default();
+        let transfers = |in_place, copied| TransferStats { in_place, copied };
         let one = totals.join();
         one.publish(transfers(5, 1));
         drop(one);

@@ -1,10 +1,10 @@
 //! Reconnection thread: replaces lost connections and does everything that blocks for long.
 
-use crate::hub::Hub;
-use crate::journal::Flush;
+use crate::connections::Connections;
 use crate::link::Loss;
 use crate::replay::{ReplayError, replay};
 use crate::stream::{Patient, Stream};
+use crate::unflushed::Flush;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_memory::AbortOnPanic;
 use shadowbell_nbd::wire::{Request, command};
@@ -27,25 +27,25 @@ const DRAIN: Duration = Duration::from_secs(10);
 const REPLAY: Duration = Duration::from_secs(120);
 
 /// Main loop of the thread, until the disk is closed.
-pub(crate) fn run(hub: &Hub) {
+pub(crate) fn run(connections: &Connections) {
     let _guard = AbortOnPanic::new();
-    let shared = &hub.shared;
+    let shared = &connections.shared;
     let mut pause = FIRST;
     let mut since: Option<Instant> = None;
     let mut said: Option<Instant> = None;
     loop {
-        if hub.links.iter().all(|link| link.lock().is_connected()) {
-            flush(hub);
-            if !watch(hub, None) {
+        if connections.links.iter().all(|link| link.lock().is_connected()) {
+            flush(connections);
+            if !watch(connections, None) {
                 break;
             }
             continue;
         }
         let lost = *since.get_or_insert_with(Instant::now);
-        match reconnect(hub) {
+        match reconnect(connections) {
             Ok(()) => {
                 pause = FIRST;
-                if hub.links.iter().all(|link| link.lock().is_connected()) {
+                if connections.links.iter().all(|link| link.lock().is_connected()) {
                     let took = lost.elapsed();
                     info!("{}: reconnected after {} ms", shared.name, took.as_millis());
                     (since, said) = (None, None);
@@ -57,14 +57,14 @@ pub(crate) fn run(hub: &Hub) {
                     said = Some(Instant::now());
                 }
                 pause = pause.min(most);
-                if !watch(hub, Some(pause)) {
+                if !watch(connections, Some(pause)) {
                     break;
                 }
                 pause *= 2;
             }
         }
     }
-    for link in &hub.links {
+    for link in &connections.links {
         if let Some(stream) = link.lock().stream() {
             let (flags, offset) = (0, 0);
             let leave = Request { flags, command: command::DISC, cookie: 0, offset, len: 0 };
@@ -76,25 +76,25 @@ pub(crate) fn run(hub: &Hub) {
 
 /// Sends a flush that frees unflushed writes. Queues may be idle, so this thread receives the
 /// reply.
-fn flush(hub: &Hub) {
-    let Some(link) = hub.links.first() else { return };
+fn flush(connections: &Connections) {
+    let Some(link) = connections.links.first() else { return };
     let mut link = link.lock();
-    let mut journal = hub.shared.journal.lock();
-    if journal.flush == Flush::Wanted {
-        journal.flush = Flush::UnderWay;
-        drop(journal);
+    let mut unflushed = connections.shared.unflushed.lock();
+    if unflushed.flush == Flush::Wanted {
+        unflushed.flush = Flush::UnderWay;
+        drop(unflushed);
         link.push_flush();
-        link.pump(&hub.shared, None);
+        link.pump(&connections.shared, None);
     }
 }
 
 /// Waits for an event, at most `pause`. Returns false if the disk is closed.
-fn watch(hub: &Hub, pause: Option<Duration>) -> bool {
-    let shared = &hub.shared;
+fn watch(connections: &Connections, pause: Option<Duration>) -> bool {
+    let shared = &connections.shared;
     let until = pause.map(|pause| Instant::now() + pause);
     loop {
         let streams: Vec<Option<Stream>> =
-            hub.links.iter().map(|link| link.lock().stream()).collect();
+            connections.links.iter().map(|link| link.lock().stream()).collect();
         let connected = || streams.iter().flatten();
         let mut fds = vec![PollFd::new(&shared.stop, PollFlags::IN)];
         // During a pause, pending work is known already.
@@ -102,8 +102,8 @@ fn watch(hub: &Hub, pause: Option<Duration>) -> bool {
         fds.push(PollFd::new(&shared.wake, wanted));
         fds.extend(connected().map(|stream| PollFd::new(stream, PollFlags::RDHUP)));
         // The reply to a flush that this thread has sent.
-        let flushing = match hub.links.first() {
-            Some(link) if shared.journal.lock().flush == Flush::UnderWay => link.lock().busy(),
+        let flushing = match connections.links.first() {
+            Some(link) if shared.unflushed.lock().flush == Flush::UnderWay => link.lock().busy(),
             _ => None,
         };
         if let Some((stream, sends)) = &flushing {
@@ -125,14 +125,14 @@ fn watch(hub: &Hub, pause: Option<Duration>) -> bool {
         }
         let gone: Vec<bool> = events.collect();
         let mut gone = gone.into_iter();
-        for (link, stream) in hub.links.iter().zip(&streams) {
+        for (link, stream) in connections.links.iter().zip(&streams) {
             if stream.is_some() && gone.next() == Some(true) {
                 link.lock().hung_up(shared);
             }
         }
         if flushing.is_some()
             && gone.next() == Some(true)
-            && let Some(link) = hub.links.first()
+            && let Some(link) = connections.links.first()
         {
             let mut link = link.lock();
             link.receive(shared, None);
@@ -151,24 +151,26 @@ struct Failure {
 }
 
 /// Makes a new connection in place of a lost one.
-fn reconnect(hub: &Hub) -> Result<(), Failure> {
-    let shared = &hub.shared;
+fn reconnect(connections: &Connections) -> Result<(), Failure> {
+    let shared = &connections.shared;
     if shared.is_recovering() {
-        drain(hub);
+        drain(connections);
     }
     let losses = shared.losses.load(Ordering::SeqCst);
-    let (stream, export) = hub
-        .way
+    let (stream, export) = connections
+        .connector
         .connect(&shared.stop)
         .map_err(|error| Failure { why: error.to_string(), most: LONGEST })?;
-    if let Some(what) = export.lacks(&hub.first, hub.part, hub.links.len()) {
+    if let Some(what) = export.lacks(&connections.first, connections.part, connections.links.len())
+    {
         let why = format!(
             "the server no longer supports {what}; start it with the same options as before"
         );
         return Err(Failure { why, most: LONGEST });
     }
     if shared.is_recovering() {
-        write_again(hub, &stream, export.structured).map_err(|why| Failure { why, most: SHORT })?;
+        write_again(connections, &stream, export.structured)
+            .map_err(|why| Failure { why, most: SHORT })?;
         if !shared.recovered(losses) {
             let why = "another connection was lost meanwhile".to_owned();
             return Err(Failure { why, most: SHORT });
@@ -180,7 +182,7 @@ fn reconnect(hub: &Hub) -> Result<(), Failure> {
     }
     shared.reconnections.fetch_add(1, Ordering::Relaxed);
     let mut stream = Some(stream);
-    for link in &hub.links {
+    for link in &connections.links {
         let mut link = link.lock();
         if !link.is_connected()
             && let Some(stream) = stream.take()
@@ -195,11 +197,11 @@ fn reconnect(hub: &Hub) -> Result<(), Failure> {
 
 /// Waits for replies on the remaining connections. Requests in flight at the server must end before
 /// the replay, which would otherwise overwrite their results.
-fn drain(hub: &Hub) {
-    let shared = &hub.shared;
+fn drain(connections: &Connections) {
+    let shared = &connections.shared;
     let until = Instant::now() + DRAIN;
     loop {
-        let busy: Vec<_> = hub.links.iter().map(|link| link.lock().busy()).collect();
+        let busy: Vec<_> = connections.links.iter().map(|link| link.lock().busy()).collect();
         let mut fds = vec![PollFd::new(&shared.stop, PollFlags::IN)];
         for (stream, sends) in busy.iter().flatten() {
             let out = if *sends { PollFlags::OUT } else { PollFlags::empty() };
@@ -210,7 +212,8 @@ fn drain(hub: &Hub) {
         }
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            for (link, _) in hub.links.iter().zip(&busy).filter(|(_, busy)| busy.is_some()) {
+            for (link, _) in connections.links.iter().zip(&busy).filter(|(_, busy)| busy.is_some())
+            {
                 link.lock().lose(shared, &Loss::Silent, None);
             }
             return;
@@ -220,7 +223,7 @@ fn drain(hub: &Hub) {
         if fds.first().is_some_and(|stop| !stop.revents().is_empty()) {
             return;
         }
-        for (link, _) in hub.links.iter().zip(&busy).filter(|(_, busy)| busy.is_some()) {
+        for (link, _) in connections.links.iter().zip(&busy).filter(|(_, busy)| busy.is_some()) {
             let mut link = link.lock();
             link.receive(shared, None);
             link.pump(shared, None);
@@ -229,9 +232,9 @@ fn drain(hub: &Hub) {
 }
 
 /// Replays the requests that the server has answered and may have lost.
-fn write_again(hub: &Hub, stream: &Stream, structured: bool) -> Result<(), String> {
-    let shared = &hub.shared;
-    let entries = shared.journal.lock().entries();
+fn write_again(connections: &Connections, stream: &Stream, structured: bool) -> Result<(), String> {
+    let shared = &connections.shared;
+    let entries = shared.unflushed.lock().entries();
     let outcome = match &entries {
         None => Err("`replay=off` keeps no data".to_owned()),
         Some(entries) => {
@@ -245,7 +248,7 @@ fn write_again(hub: &Hub, stream: &Stream, structured: bool) -> Result<(), Strin
         }
     };
     match outcome {
-        Ok(count) => shared.journal.lock().replayed += count,
+        Ok(count) => shared.unflushed.lock().replayed += count,
         Err(why) => {
             shared.lose();
             error!(

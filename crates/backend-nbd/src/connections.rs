@@ -5,10 +5,10 @@ use crate::error::OpenError;
 use crate::export::Export;
 use crate::link::Link;
 use crate::negotiate::{Greeted, NegotiationError, ask, ask_for_tls, greet, negotiate};
-use crate::relay;
-use crate::secured::Secured;
 use crate::shared::Shared;
 use crate::stream::{Patient, Stream};
+use crate::tls::TlsStream;
+use crate::tls_proxy;
 use crate::uri::{NbdSpec, Place, Secure};
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 /// Timeout for connecting and the handshake.
 const CONNECT: Duration = Duration::from_secs(10);
 
-pub(crate) struct Hub {
-    pub(crate) way: Way,
+pub(crate) struct Connections {
+    pub(crate) connector: Connector,
     pub(crate) shared: Arc<Shared>,
     pub(crate) links: Box<[Mutex<Link>]>,
     /// Properties from the first handshake; later connections must offer at least the same.
@@ -30,7 +30,7 @@ pub(crate) struct Hub {
 }
 
 /// Handle of the disk and its queues; dropping the last one ends the connections.
-pub(crate) struct Handle(pub(crate) Arc<Hub>);
+pub(crate) struct Handle(pub(crate) Arc<Connections>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
@@ -40,13 +40,13 @@ impl Drop for Handle {
 
 /// Parameters for connecting to the server.
 #[derive(Clone, Debug)]
-pub(crate) struct Way {
+pub(crate) struct Connector {
     pub(crate) spec: NbdSpec,
     /// TLS client configuration, if TLS is used.
     tls: Option<ClientTls>,
 }
 
-impl Way {
+impl Connector {
     /// Prepares connecting to the server of `spec`. Certificates are loaded now.
     ///
     /// # Errors
@@ -87,7 +87,7 @@ impl Way {
         &self,
         stop: &EventFd,
         plain: impl FnOnce(&mut Patient<'_>, Greeted) -> Result<Export, NegotiationError>,
-        secured: impl FnOnce(&mut Secured<'_>, Greeted) -> Result<Export, NegotiationError>,
+        secured: impl FnOnce(&mut TlsStream<'_>, Greeted) -> Result<Export, NegotiationError>,
     ) -> Result<(Stream, Export), OpenError> {
         let until = Instant::now() + CONNECT;
         let disk = || self.spec.to_string();
@@ -104,12 +104,12 @@ impl Way {
         let session = tls.session(&self.host());
         let session = session.map_err(|why| refused(NegotiationError::Tls(why)))?;
         let agree = |patient| {
-            let mut through = Secured::agree(patient, session)?;
+            let mut through = TlsStream::agree(patient, session)?;
             let export = secured(&mut through, greeted)?;
             Ok((through.into_session(), export))
         };
         let (session, export) = agree(patient).map_err(refused)?;
-        let relayed = relay::start(stream, session, disk());
+        let relayed = tls_proxy::start(stream, session, disk());
         let stream = relayed.map_err(|source| OpenError::System { disk: disk(), source })?;
         Ok((stream, export))
     }

@@ -18,7 +18,7 @@ pub(crate) struct Owner {
 
 /// A subrequest to the server.
 #[derive(Debug)]
-pub(crate) struct Part {
+pub(crate) struct Subrequest {
     pub(crate) command: u16,
     pub(crate) flags: u16,
     pub(crate) offset: u64,
@@ -41,7 +41,7 @@ pub(crate) struct Part {
     pub(crate) number: u64,
 }
 
-impl Part {
+impl Subrequest {
     pub(crate) fn new(command: u16, flags: u16, offset: u64, len: u32, data: Vec<u8>) -> Self {
         Self {
             command,
@@ -92,16 +92,16 @@ impl Part {
 
 /// Subrequests of a connection. The index of a place and its use count form the cookie.
 #[derive(Debug, Default)]
-pub(crate) struct Parts {
-    places: Vec<(u32, Option<Part>)>,
+pub(crate) struct Subrequests {
+    places: Vec<(u32, Option<Subrequest>)>,
     free: Vec<u32>,
     next: u64,
     /// By queue number: the places of its subrequests, one list per request.
     owned: Vec<Lists>,
 }
 
-impl Parts {
-    pub(crate) fn insert(&mut self, mut part: Part) -> u32 {
+impl Subrequests {
+    pub(crate) fn insert(&mut self, mut part: Subrequest) -> u32 {
         part.number = self.next;
         self.next += 1;
         let owner = part.owner;
@@ -121,15 +121,15 @@ impl Parts {
         slot
     }
 
-    pub(crate) fn get(&self, slot: u32) -> Option<&Part> {
+    pub(crate) fn get(&self, slot: u32) -> Option<&Subrequest> {
         self.places.get(slot as usize)?.1.as_ref()
     }
 
-    pub(crate) fn get_mut(&mut self, slot: u32) -> Option<&mut Part> {
+    pub(crate) fn get_mut(&mut self, slot: u32) -> Option<&mut Subrequest> {
         self.places.get_mut(slot as usize)?.1.as_mut()
     }
 
-    pub(crate) fn remove(&mut self, slot: u32) -> Option<Part> {
+    pub(crate) fn remove(&mut self, slot: u32) -> Option<Subrequest> {
         let (uses, place) = self.places.get_mut(slot as usize)?;
         let part = place.take()?;
         *uses = uses.wrapping_add(1);
@@ -177,7 +177,7 @@ impl Parts {
     }
 
     /// Places of all subrequests for which `holds` is true, in order of their creation.
-    pub(crate) fn all(&self, holds: impl Fn(&Part) -> bool) -> VecDeque<u32> {
+    pub(crate) fn all(&self, holds: impl Fn(&Subrequest) -> bool) -> VecDeque<u32> {
         let mut found: Vec<(u64, u32)> = Vec::new();
         for (slot, (_, part)) in self.places.iter().enumerate() {
             if let Some(part) = part
@@ -197,8 +197,8 @@ mod tests {
 
     #[test]
     fn a_cookie_is_good_for_one_use_of_a_place() {
-        let mut parts = Parts::default();
-        let read = || Part::new(command::READ, 0, 0, 512, vec![]);
+        let mut parts = Subrequests::default();
+        let read = || Subrequest::new(command::READ, 0, 0, 512, vec![]);
         let slot = parts.insert(read());
         let cookie = parts.request(slot).unwrap().cookie;
         assert_eq!(parts.find(cookie), None, "it was not sent");

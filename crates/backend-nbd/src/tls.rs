@@ -5,12 +5,12 @@ use shadowbell_tls::Session;
 use std::io::{self, IoSlice, Read, Write};
 
 /// Connection through TLS, with a deadline and a stop signal.
-pub(crate) struct Secured<'a> {
+pub(crate) struct TlsStream<'a> {
     patient: Patient<'a>,
     session: Session,
 }
 
-impl<'a> Secured<'a> {
+impl<'a> TlsStream<'a> {
     /// Performs the TLS handshake.
     ///
     /// # Errors
@@ -36,7 +36,7 @@ impl<'a> Secured<'a> {
     }
 }
 
-impl Read for Secured<'_> {
+impl Read for TlsStream<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         // Messages are read as a whole, so blocking for the rest is correct.
         match self.session.receive(&mut self.patient, into) {
@@ -46,7 +46,7 @@ impl Read for Secured<'_> {
     }
 }
 
-impl Write for Secured<'_> {
+impl Write for TlsStream<'_> {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         self.flush()?;
         let count = self.session.put(&[IoSlice::new(from)])?;

@@ -20,7 +20,7 @@ pub(crate) struct Ended {
     pub(crate) data: Vec<u8>,
 }
 
-pub(crate) struct User {
+pub(crate) struct CompletionQueue {
     ended: Mutex<Vec<Ended>>,
     /// `ended` has entries, or the queue has other work.
     signalled: AtomicBool,
@@ -29,7 +29,7 @@ pub(crate) struct User {
     set: OwnedFd,
 }
 
-impl User {
+impl CompletionQueue {
     pub(crate) fn new() -> io::Result<Self> {
         let event = EventFd::new()?;
         let set = epoll::create(CreateFlags::CLOEXEC)?;
@@ -81,7 +81,7 @@ impl User {
     }
 }
 
-impl AsFd for User {
+impl AsFd for CompletionQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.set.as_fd()
     }
