@@ -54,7 +54,7 @@ fn lacks(op: NvmOpcode, access: Access) -> bool {
 /// reserved.
 fn refused(op: NvmOpcode, access: Access) -> Option<Status> {
     let conflict = || lacks(op, access).then_some(Status::RESERVATION_CONFLICT.with_dnr());
-    access.way.refusal().or_else(conflict)
+    access.ana.refusal().or_else(conflict)
 }
 
 impl Engine {

@@ -167,7 +167,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         served.disks().for_each(|disk| disk.share_lock(false));
         self.keeping.keep_one(&served, reactor, port)?;
         phases.ended("records");
-        let restored = served.controller.restore_at_rest(&saved, &mut fds);
+        let restored = served.controller.restore_quiesced(&saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
         phases.ended("queues");
         // Who goes on after this process's death has to find it here, and not where it was.
