@@ -4,8 +4,8 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{GetLogPage, Identify};
 use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
 
-/// Structure that [`Controller::out_of_band`](crate::Controller::out_of_band) reads as an out-of-band
-/// admin command.
+/// Structure that [`Controller::out_of_band`](crate::Controller::out_of_band) reads, as an
+/// out-of-band admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutOfBandCommand {
