@@ -210,7 +210,7 @@ impl AdminServer {
 
     /// Posts pending completions, unless the controller is quiesced.
     pub(crate) fn post(&mut self, control: &Mutex<Control>, cx: &Context) {
-        let attached = self.attached.as_mut().filter(|_| !self.standing.rests);
+        let attached = self.attached.as_mut().filter(|_| !self.standing.quiesced);
         if let Some(Attach { queue, .. }) = attached {
             post(queue, control, cx);
         }

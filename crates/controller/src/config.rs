@@ -36,7 +36,7 @@ pub struct Config {
     pub serial: String,
     /// Model number: printable ASCII, at most 40 characters.
     pub model: String,
-    /// Namespaces of the controller; at least one, unless there is a [pool](Self::pool).
+    /// Namespaces of the controller; at least one, unless a [pool](Config::pool) is set.
     pub namespaces: Vec<NamespaceConfig>,
     /// NSIDs of `namespaces`, in ascending order, 1 to 256. If empty, the NSIDs are 1, 2, 3 and so
     /// on. A host identifies a namespace by its NSID, so a namespace must keep its NSID when

@@ -30,40 +30,40 @@ mod admin_server;
 pub mod config;
 mod context;
 mod control;
+mod control_plane;
 mod control_thread;
 mod controller;
+mod detached;
 mod doorbell_source;
 mod event;
 mod exec;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod inbox;
-mod inquiry;
 mod interrupt;
 mod journal;
 mod latch;
+pub mod latency_stats;
 mod lba_status;
-pub mod measured;
-mod migrated;
+mod migration_state;
 mod namespace;
 mod notice;
-mod plane;
+mod out_of_band;
 mod pool;
 mod queue;
 mod recorder;
 mod reservation_file;
 mod reservations;
+mod restore_error;
 mod route;
 mod saved;
 mod shared;
 pub mod stats;
 mod subsystem;
-mod successor;
 #[cfg(test)]
 mod test_disk;
 pub mod trace;
 mod uncorrectable;
-mod unserved;
 mod visit;
 mod worker;
 
@@ -73,18 +73,18 @@ pub use controller::{Announcement, BAR0_BYTES, Carrier, Controller, NewError};
 pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use exec::Quota;
-pub use inquiry::Inquiry;
-pub use migrated::MigratedController;
+pub use migration_state::MigrationState;
+pub use out_of_band::OutOfBandCommand;
 pub use pool::{
     NamespacePool, PoolAct, PoolDone, PoolNamespace, PoolOrder, PoolOutcome, PoolPort, PoolState,
     SanitizePhase, SanitizeStatus,
 };
 pub use recorder::Recorder;
+pub use restore_error::{RestoreError, SaveError};
 pub use route::RelocateError;
 pub use saved::{Death, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
-pub use successor::{RestoreError, SaveError};
 pub use worker::{
     CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, ThreadJob, Turns, WorkerThread,
 };

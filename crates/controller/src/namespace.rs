@@ -1,9 +1,9 @@
 //! Namespace of a controller: a disk, an NSID and the permanent identifiers.
 
 use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
+use crate::detached::{placeholder, placeholder_disk};
 use crate::pool::PoolState;
 use crate::subsystem::Member;
-use crate::unserved::{placeholder, unserved};
 use shadowbell_backend::{Disk, DiskInfo};
 use shadowbell_spec::identify::csi;
 use shadowbell_spec::status::Status;
@@ -192,8 +192,8 @@ impl Namespace {
     }
 
     /// Copy for Identify only, with a placeholder instead of the disk.
-    pub(crate) fn unserved(&self) -> Self {
-        Self { disk: unserved(self.info.clone()), ..self.clone() }
+    pub(crate) fn without_disk(&self) -> Self {
+        Self { disk: placeholder_disk(self.info.clone()), ..self.clone() }
     }
 
     /// Configuration of the namespace.

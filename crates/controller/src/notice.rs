@@ -48,7 +48,7 @@ pub(crate) enum Notice {
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     Condition(Condition),
     /// A command waits for exclusive execution.
-    WantsToBeAlone,
+    WantsExclusive,
     /// The admin queue has to be polled.
     AdminDoorbell,
     /// All I/O threads serve the changed namespace, and the old namespace's disk is unused.
@@ -126,7 +126,7 @@ pub(crate) enum Operation {
     /// End of the commands in flight before exclusive execution of a command.
     Pause,
     /// Exclusive execution of a command by an I/O thread.
-    Alone,
+    Exclusive,
     /// Checkpoint of changes made by exclusive commands.
     Recorded,
     /// Journal entries for the outcome of exclusive commands: a recovery would not repeat any.

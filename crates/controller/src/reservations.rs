@@ -54,16 +54,16 @@ pub(crate) struct Access {
     /// True if commands of the write group are allowed.
     pub(crate) write: bool,
     /// ANA state of the namespace's group, independent of reservations.
-    pub(crate) way: AnaState,
+    pub(crate) ana: AnaState,
 }
 
 impl Access {
     /// Unrestricted access.
-    pub(crate) const ALL: Self = Self { read: true, write: true, way: AnaState::Optimized };
+    pub(crate) const ALL: Self = Self { read: true, write: true, ana: AnaState::Optimized };
 
     /// True if some commands are refused. A non-optimized ANA state refuses none.
     pub(crate) fn restricts(self) -> bool {
-        !self.read || !self.write || self.way.refusal().is_some()
+        !self.read || !self.write || self.ana.refusal().is_some()
     }
 }
 

@@ -39,26 +39,26 @@ pub enum RelocateError {
 
 /// Message routing of a controller.
 #[derive(Default)]
-pub(crate) struct Route(Mutex<Way>);
+pub(crate) struct Route(Mutex<RouteState>);
 
 #[derive(Default)]
-struct Way {
+struct RouteState {
     /// I/O thread that serves the controller, instead of those at which its queues were placed.
     to: Option<usize>,
     /// I/O threads whose queues have not left yet, with the messages to send after the move.
     leaving: BTreeMap<usize, Vec<Message>>,
-    rest: Option<Rest>,
+    quiesce: Option<Quiesce>,
 }
 
 /// Routing state of a quiesced or quiescing controller.
-struct Rest {
+struct Quiesce {
     /// Queues of each I/O thread after they have left it.
     stopovers: Vec<Arc<Stopover>>,
     /// Messages to send after the quiesce, with the I/O thread number at placement.
     kept: Vec<(usize, Message)>,
 }
 
-impl Rest {
+impl Quiesce {
     /// Keeps a message to `worker`. Of several DMA tables only the last one is kept, as in a
     /// mailbox, because a client can map memory without limit while its controller is quiesced.
     fn keep(&mut self, worker: usize, message: Message) {
@@ -95,13 +95,13 @@ impl Route {
     /// Sends `message` to the I/O thread that serves queues placed at `worker`. The message is
     /// kept while the queues are moving or quiesced.
     pub(crate) fn send(&self, pool: &Pool, worker: usize, message: Message) {
-        let mut way = self.0.lock();
-        if let Some(rest) = &mut way.rest {
-            rest.keep(worker, message);
-        } else if let Some(kept) = way.leaving.get_mut(&worker) {
+        let mut state = self.0.lock();
+        if let Some(quiesce) = &mut state.quiesce {
+            quiesce.keep(worker, message);
+        } else if let Some(kept) = state.leaving.get_mut(&worker) {
             kept.push(message);
         } else {
-            pool.send(way.to.unwrap_or(worker), message);
+            pool.send(state.to.unwrap_or(worker), message);
         }
     }
 
@@ -114,22 +114,22 @@ impl Route {
         workers: impl IntoIterator<Item = usize>,
         leave: impl Fn(usize) -> Message,
     ) {
-        let mut way = self.0.lock();
-        if way.to.is_some() {
+        let mut state = self.0.lock();
+        if state.to.is_some() {
             return;
         }
-        way.to = Some(to);
+        state.to = Some(to);
         for worker in workers.into_iter().filter(|worker| *worker != to) {
             pool.send(worker, leave(worker));
-            way.leaving.insert(worker, Vec::new());
+            state.leaving.insert(worker, Vec::new());
         }
     }
 
     /// Sends the kept messages after the queues of `worker` have arrived.
     pub(crate) fn arrived(&self, pool: &Pool, worker: usize) {
-        let mut way = self.0.lock();
-        let to = way.to.unwrap_or(worker);
-        for message in way.leaving.remove(&worker).into_iter().flatten() {
+        let mut state = self.0.lock();
+        let to = state.to.unwrap_or(worker);
+        for message in state.leaving.remove(&worker).into_iter().flatten() {
             pool.send(to, message);
         }
     }
@@ -143,9 +143,9 @@ impl Route {
     /// I/O threads that may have queues of the controller: those of `workers`, where queues were
     /// placed, and the target of a move. Moving queues are at one of them, or already lost.
     pub(crate) fn everywhere(&self, workers: impl IntoIterator<Item = usize>) -> Vec<usize> {
-        let way = self.0.lock();
+        let state = self.0.lock();
         let mut all: BTreeSet<_> = workers.into_iter().collect();
-        all.extend(way.to);
+        all.extend(state.to);
         all.into_iter().collect()
     }
 
@@ -156,47 +156,47 @@ impl Route {
 
     /// Starts a quiesce: sends a message made by `leave` to each I/O thread that serves queues
     /// placed at `workers`. All later messages are kept.
-    pub(crate) fn begin_rest(
+    pub(crate) fn begin_quiesce(
         &self,
         pool: &Pool,
         workers: impl IntoIterator<Item = usize>,
         leave: impl Fn(Destination) -> Message,
     ) {
-        let mut way = self.0.lock();
-        let to = way.to;
+        let mut state = self.0.lock();
+        let to = state.to;
         let workers: BTreeSet<_> = workers.into_iter().map(|w| to.unwrap_or(w)).collect();
         let homes = workers.into_iter().filter_map(|worker| pool.destination(worker));
         let stopovers: Vec<_> = homes.map(Stopover::new).collect();
         for stopover in &stopovers {
             pool.send(stopover.worker(), leave(stopover.destination()));
         }
-        way.rest = Some(Rest { stopovers, kept: Vec::new() });
+        state.quiesce = Some(Quiesce { stopovers, kept: Vec::new() });
     }
 
     /// Starts quiesced, with restored queues.
-    pub(crate) fn begin_rest_with(&self, stopovers: Vec<Arc<Stopover>>) {
-        self.0.lock().rest = Some(Rest { stopovers, kept: Vec::new() });
+    pub(crate) fn begin_quiesced(&self, stopovers: Vec<Arc<Stopover>>) {
+        self.0.lock().quiesce = Some(Quiesce { stopovers, kept: Vec::new() });
     }
 
     /// Queues of a quiesced controller.
     pub(crate) fn stopovers(&self) -> Vec<Arc<Stopover>> {
-        self.0.lock().rest.iter().flat_map(|rest| rest.stopovers.iter().cloned()).collect()
+        self.0.lock().quiesce.iter().flat_map(|quiesce| quiesce.stopovers.iter().cloned()).collect()
     }
 
     /// Cancels a quiesce: sends a message made by `stay` to the I/O threads, which keep the queues
     /// that have not left.
-    pub(crate) fn call_off_rest(&self, pool: &Pool, stay: impl Fn() -> Message) {
-        let way = self.0.lock();
-        let stopovers = way.rest.iter().flat_map(|rest| &rest.stopovers);
+    pub(crate) fn cancel_quiesce(&self, pool: &Pool, stay: impl Fn() -> Message) {
+        let state = self.0.lock();
+        let stopovers = state.quiesce.iter().flat_map(|quiesce| &quiesce.stopovers);
         stopovers.for_each(|stopover| pool.send(stopover.worker(), stay()));
     }
 
     /// Drops the quiesced queues and the kept messages for good. The caller calls the returned
     /// function without a lock.
-    pub(crate) fn give_up_rest(&self) -> impl FnOnce() + Send + 'static {
-        let rest = self.0.lock().rest.take();
+    pub(crate) fn drop_quiesced(&self) -> impl FnOnce() + Send + 'static {
+        let quiesce = self.0.lock().quiesce.take();
         move || {
-            let Some(Rest { stopovers, kept }) = rest else { return };
+            let Some(Quiesce { stopovers, kept }) = quiesce else { return };
             stopovers.iter().for_each(|stopover| stopover.give_up());
             drop(kept);
         }
@@ -204,11 +204,11 @@ impl Route {
 
     /// Ends a quiesce: returns the queues to their I/O threads, then sends the kept messages. No
     /// queue may still be leaving.
-    pub(crate) fn end_rest(&self, pool: &Pool) {
-        let mut way = self.0.lock();
-        let Some(Rest { stopovers, kept }) = way.rest.take() else { return };
+    pub(crate) fn end_quiesce(&self, pool: &Pool) {
+        let mut state = self.0.lock();
+        let Some(Quiesce { stopovers, kept }) = state.quiesce.take() else { return };
         stopovers.iter().for_each(|stopover| stopover.send_back());
-        let to = way.to;
+        let to = state.to;
         for (worker, message) in kept {
             pool.send(to.unwrap_or(worker), message);
         }

@@ -2,7 +2,7 @@
 
 use crate::interrupt::{Coalescing, IrqTable};
 use crate::journal::{self, Journal, JournalPart};
-use crate::measured::{MeasuredCounters, MeasuredNamespace};
+use crate::latency_stats::{LatencyCounters, NamespaceLatency};
 use crate::saved::SavedCounters;
 use crate::stats::{
     CqCounters, CqStats, IoStats, PartCounters, SleepStats, SqCounters, SqStats, Stats,
@@ -38,7 +38,7 @@ struct Counted {
     /// Current counters, each written by one I/O thread.
     parts: Vec<Arc<PartCounters>>,
     /// Latency counters by NSID, each written by one thread.
-    measured: Vec<(u32, Arc<MeasuredCounters>)>,
+    measured: Vec<(u32, Arc<LatencyCounters>)>,
     sqs: Vec<Weak<SqCounters>>,
     cqs: Vec<Weak<CqCounters>>,
 }
@@ -70,7 +70,7 @@ pub(crate) struct ControllerShared {
     copy_formats: Arc<AtomicU16>,
     /// True if a command runs exclusively or waits for that: queues that arrive at an I/O thread
     /// must not fetch commands.
-    one_alone: AtomicBool,
+    exclusive: AtomicBool,
     /// Logical blocks that the host marked as uncorrectable. Each I/O thread has its own copy,
     /// which it updates while no command is in flight.
     uncorrectable: Mutex<Arc<Uncorrectable>>,
@@ -121,7 +121,7 @@ impl ControllerShared {
             head_wanted: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
             write_through: AtomicBool::new(false),
             copy_formats: Arc::default(),
-            one_alone: AtomicBool::new(false),
+            exclusive: AtomicBool::new(false),
             uncorrectable: Mutex::default(),
             mapped,
             irqs: Arc::new(IrqTable::new(MAX_QUEUES)),
@@ -249,13 +249,13 @@ impl ControllerShared {
         &self.copy_formats
     }
 
-    pub(crate) fn set_one_alone(&self, is_one: bool) {
-        self.one_alone.store(is_one, Ordering::Release);
+    pub(crate) fn set_exclusive(&self, exclusive: bool) {
+        self.exclusive.store(exclusive, Ordering::Release);
     }
 
     /// True if a command runs exclusively or waits for that.
-    pub(crate) fn is_one_alone(&self) -> bool {
-        self.one_alone.load(Ordering::Acquire)
+    pub(crate) fn is_exclusive(&self) -> bool {
+        self.exclusive.load(Ordering::Acquire)
     }
 
     /// Logical blocks that the host marked as uncorrectable.
@@ -294,9 +294,9 @@ impl ControllerShared {
 
     /// Latency counters of a namespace for one thread: new ones, or those that another thread no
     /// longer uses.
-    pub(crate) fn measured(&self, nsid: u32) -> Arc<MeasuredCounters> {
+    pub(crate) fn measured(&self, nsid: u32) -> Arc<LatencyCounters> {
         let mut counted = self.counted.lock();
-        let given_up = |(of, counters): &&(u32, Arc<MeasuredCounters>)| {
+        let given_up = |(of, counters): &&(u32, Arc<LatencyCounters>)| {
             *of == nsid && Arc::strong_count(counters) == 1
         };
         if let Some((_, counters)) = counted.measured.iter().find(given_up) {
@@ -304,7 +304,7 @@ impl ControllerShared {
             std::sync::atomic::fence(Ordering::Acquire);
             return Arc::clone(counters);
         }
-        let counters = Arc::new(MeasuredCounters::default());
+        let counters = Arc::new(LatencyCounters::default());
         counted.measured.push((nsid, Arc::clone(&counters)));
         counters
     }
@@ -413,10 +413,10 @@ impl Counted {
     }
 
     /// Latencies in ascending order of NSID.
-    fn measured(&self) -> Vec<MeasuredNamespace> {
+    fn measured(&self) -> Vec<NamespaceLatency> {
         let mut all = BTreeMap::new();
         for (nsid, counters) in &self.measured {
-            let empty = || MeasuredNamespace { nsid: *nsid, ..MeasuredNamespace::default() };
+            let empty = || NamespaceLatency { nsid: *nsid, ..NamespaceLatency::default() };
             counters.add_to(all.entry(*nsid).or_insert_with(empty));
         }
         all.into_values().collect()

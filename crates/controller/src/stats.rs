@@ -3,7 +3,7 @@
 //! The thread that serves a queue increments the counters without locks, and readers load them
 //! directly. A counter is incremented before the host can observe the counted event.
 
-use crate::measured::MeasuredNamespace;
+use crate::latency_stats::NamespaceLatency;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::{ControllerCounters, ControllerStats, Counter};
@@ -390,7 +390,7 @@ pub struct Stats {
     /// Latencies by namespace, of commands that began and ended while
     /// [`Pool::measure`](crate::Pool::measure) was on. Empty if it never was on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub measured: Vec<MeasuredNamespace>,
+    pub measured: Vec<NamespaceLatency>,
     /// Number of recoveries after a crash of the server process.
     pub recoveries: u64,
     /// I/O threads that serve this controller; each may serve others too.

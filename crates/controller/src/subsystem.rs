@@ -397,8 +397,8 @@ impl Member {
         let host = member.and_then(|member| member.host);
         let access = state.all.get(uuid).map_or(Access::ALL, |its| its.access(host));
         let group = self.ana_group(nsid);
-        let way = member.and_then(|member| member.ana.get(&group)).copied().unwrap_or_default();
-        Access { way, ..access }
+        let ana = member.and_then(|member| member.ana.get(&group)).copied().unwrap_or_default();
+        Access { ana, ..access }
     }
 
     /// Sets the initial ANA configuration: pairs of NSID and group for namespaces outside group 1,

@@ -149,8 +149,8 @@ fn a_guest_is_told_that_the_command_is_there() {
     let page = host.page(Sqe::identify(0, fields(cns::CSI_CONTROLLER), 0)).unwrap();
     let identity = IdentifyNvmController::read_from_bytes(&page).unwrap();
     assert_eq!(identity.aocs, IdentifyNvmController::REPORTS_ALLOCATED);
-    let page = shadowbell_controller::Inquiry::LogPage(lid::COMMANDS_SUPPORTED_EFFECTS);
-    let page = host.controller.inquire(page).unwrap();
+    let page = shadowbell_controller::OutOfBandCommand::LogPage(lid::COMMANDS_SUPPORTED_EFFECTS);
+    let page = host.controller.out_of_band(page).unwrap();
     let effects = CommandsSupportedEffects::read_from_bytes(&page).unwrap();
     assert!(effects.admin[0x86].csupp() && !effects.admin[0x86].lbcc());
 }

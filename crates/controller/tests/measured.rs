@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Host, Queue, TIMEOUT, config, meanwhile};
-use shadowbell_controller::measured::MeasuredNamespace;
+use shadowbell_controller::latency_stats::NamespaceLatency;
 use shadowbell_controller::trace::{Kind, TraceFile, read_trace};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Turns};
 use shadowbell_spec::Sqe;
@@ -20,7 +20,7 @@ fn attached(controller: Controller, turns: &mut Turns) -> (Host, Queue) {
 }
 
 /// How many commands of each kind there were, and their blocks and errors.
-fn counts(of: &MeasuredNamespace) -> [(u64, u64, u64); 3] {
+fn counts(of: &NamespaceLatency) -> [(u64, u64, u64); 3] {
     [&of.reads, &of.writes, &of.others].map(|kind| (kind.latency.count(), kind.blocks, kind.errors))
 }
 

@@ -2,7 +2,7 @@
 //! [`Snapshot`], answers.
 
 use serde::{Deserialize, Serialize};
-use shadowbell_controller::measured::{Distribution, MeasuredNamespace};
+use shadowbell_controller::latency_stats::{Distribution, NamespaceLatency};
 use shadowbell_controller::{Controller, Stats};
 use utoipa::ToSchema;
 
@@ -69,8 +69,8 @@ pub(crate) struct NamespaceRow {
 }
 
 impl NamespaceRow {
-    fn of(measured: &MeasuredNamespace, disk: String, block_size: u32) -> Self {
-        let MeasuredNamespace { nsid, reads, writes, others } = measured;
+    fn of(measured: &NamespaceLatency, disk: String, block_size: u32) -> Self {
+        let NamespaceLatency { nsid, reads, writes, others } = measured;
         let mut latency = Distribution::default();
         [reads, writes, others].iter().for_each(|kind| latency.merge(&kind.latency));
         let bytes = |blocks: u64| blocks.saturating_mul(block_size.into());
@@ -97,7 +97,7 @@ impl Row {
                 .namespaces()
                 .into_iter()
                 .map(|(nsid, namespace)| {
-                    let empty = MeasuredNamespace { nsid, ..MeasuredNamespace::default() };
+                    let empty = NamespaceLatency { nsid, ..NamespaceLatency::default() };
                     let measured = stats.measured.iter().find(|measured| measured.nsid == nsid);
                     let block_size = namespace.disk.info().block_size;
                     NamespaceRow::of(measured.unwrap_or(&empty), namespace.disk.name(), block_size)

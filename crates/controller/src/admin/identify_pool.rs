@@ -6,9 +6,9 @@ use super::identify::{
 };
 use super::pool_formats::{BlockFormat, add_formats, extended_formats};
 use super::sanitize;
+use crate::detached::placeholder;
 use crate::namespace::{Namespace, Namespaces, Promises};
 use crate::pool::{PoolNamespace, PoolState};
-use crate::unserved::placeholder;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
     ControllerList, IdentifyController, IdentifyIndependentNamespace, IdentifyNamespace,

@@ -1,7 +1,7 @@
 //! Control plane's side of the admin queue: completions, events and the error log. The admin queue
 //! server (`admin_server`) owns the queue and gets its orders from this module.
 
-use super::admin_progress::AdminProgress;
+use super::admin_checkpoint::AdminCheckpoint;
 use crate::admin::events::{AsyncEvents, Completion};
 use crate::admin::logs::{ErrorLog, ErrorRecord};
 use crate::latch::Latch;
@@ -98,7 +98,7 @@ pub(super) struct AdminPort {
     /// True if a command was fetched.
     used: bool,
     orders: Orders,
-    pub(super) progress: AdminProgress,
+    pub(super) checkpoint: AdminCheckpoint,
     pub(super) errors: ErrorLog,
     pub(super) events: AsyncEvents,
 }
@@ -107,7 +107,7 @@ impl AdminPort {
     /// Opens the admin queue of a controller that was enabled.
     pub(super) fn open(&mut self, attach: Attach) {
         (self.open, self.used) = (true, false);
-        self.progress = AdminProgress::default();
+        self.checkpoint = AdminCheckpoint::default();
         self.orders.attach = Some(attach);
     }
 
@@ -197,7 +197,7 @@ impl AdminPort {
 
     fn push(&mut self, completion: AdminCompletion) {
         if self.open {
-            self.progress.end(completion);
+            self.checkpoint.end(completion);
             self.orders.completions.push(completion);
         }
     }

@@ -3,7 +3,7 @@
 use super::admin::{Executed, Orders, Outcome};
 use super::commands::AdminCommands;
 use super::deferred::Deferred;
-use super::rest::Step;
+use super::quiesce_state::Step;
 use super::{Control, Standing};
 use crate::context::Context;
 use crate::queue::admin::AdminCompletion;
@@ -24,9 +24,9 @@ impl Control {
     /// Takes the orders for the admin queue server. `has_fetched` is true if it fetched a command.
     pub(crate) fn admin_orders(&mut self, has_fetched: bool) -> (Orders, Standing) {
         let orders = self.port.take_orders(has_fetched);
-        let (ready, begins) = (self.is_ready(), self.rest.step == Step::Working);
-        let rests = self.rest.step == Step::Resting;
-        (orders, Standing { ready, begins, rests, page_size: self.registers.page_size() })
+        let (ready, begins) = (self.is_ready(), self.quiesce.step == Step::Running);
+        let quiesced = self.quiesce.step == Step::Quiesced;
+        (orders, Standing { ready, begins, quiesced, page_size: self.registers.page_size() })
     }
 
     /// Executes an admin command that was fetched in reset generation `generation`. `data` is the
@@ -48,7 +48,7 @@ impl Control {
         let executed = commands.execute(&mut env, sqe, data);
         if !matches!(executed, Ok(Outcome::NotYet)) {
             let entries = u32::from(self.registers.aqa.asqs()) + 1;
-            self.port.progress.begin(sqe, entries, !matches!(executed, Ok(Outcome::Unplaced)));
+            self.port.checkpoint.begin(sqe, entries, !matches!(executed, Ok(Outcome::Unplaced)));
         }
         if let Err(status) = &executed {
             self.admin_failed(sqe, *status);
@@ -59,13 +59,13 @@ impl Control {
     /// Marks a command as completed by the admin queue server.
     pub(crate) fn admin_ended(&mut self, generation: u64, completion: AdminCompletion) {
         if generation == self.lifecycle.generation {
-            self.port.progress.end(completion);
+            self.port.checkpoint.end(completion);
         }
     }
 
     /// Marks completions as posted, with the completion queue's tail and phase after them.
     pub(crate) fn admin_posted(&mut self, at: (u16, bool), cids: &[u16]) {
-        self.port.progress.posted(at, cids);
+        self.port.checkpoint.posted(at, cids);
     }
 
     /// Logs that the data of an admin command could not be written to host memory.

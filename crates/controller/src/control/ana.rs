@@ -8,9 +8,9 @@
 
 use super::Control;
 use super::admin::{Data, Executed, Outcome};
+use super::ana_access::groups;
 use super::commands::AdminCommands;
 use super::deferred::{Callback, Deferred};
-use super::ways::groups;
 use crate::admin::ana::AnaChanges;
 use crate::admin::logs;
 use crate::context::Context;

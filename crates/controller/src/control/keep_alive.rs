@@ -3,7 +3,7 @@
 use super::Control;
 use super::deferred::Deferred;
 use super::io_queues::ended;
-use super::rest::Step;
+use super::quiesce_state::Step;
 use crate::context::Context;
 use crate::notice::Operation;
 use crate::worker::message::Message;
@@ -23,7 +23,7 @@ impl Control {
         // quiesced controller does not process Keep Alive commands, so the timer stops as well.
         let listens = self.is_ready()
             && self.registers.csts.shst() == SHST_NORMAL
-            && self.rest.step == Step::Working;
+            && self.quiesce.step == Step::Running;
         let timer = self.commands.keep_alive();
         if !listens {
             timer.restart(now);

@@ -5,9 +5,9 @@ use super::admin::Attach;
 use super::deferred::{Callback, Deferred};
 use super::diagnostics::hours;
 use super::io_queues::{QueueEnvironment, ended};
+use super::quiesce_state::Step;
 use super::registers::Registers;
 use super::reset::{Phase, ShutdownFlush, Waiter};
-use super::rest::Step;
 use crate::context::Context;
 use crate::control_thread::AdminDoorbellPoll;
 use crate::event::Event;
@@ -135,15 +135,15 @@ impl Control {
     /// threads and the admin queue server abort what is in flight. [`end_reset`](Self::end_reset)
     /// follows when all have finished.
     pub(super) fn begin_reset(&mut self, cx: &Context, full: bool, deferred: &mut Deferred) {
-        if self.rest.step == Step::Resting {
+        if self.quiesce.step == Step::Quiesced {
             // A quiesced controller's queues are at no I/O thread, and no command is in flight.
-            self.rest.step = Step::Working;
-            deferred.callbacks.push(Box::new(cx.route.give_up_rest()));
+            self.quiesce.step = Step::Running;
+            deferred.callbacks.push(Box::new(cx.route.drop_quiesced()));
         }
         self.log_queues();
         self.memory.shadow = None;
         self.queues.drop_eventfds();
-        self.forget_alone(cx);
+        self.drop_exclusive(cx);
         self.lifecycle.full_reset |= full;
         if self.lifecycle.phase == Phase::Resetting {
             return;
@@ -240,9 +240,9 @@ impl Control {
             overriding.function_reset();
         }
         if self.lifecycle.phase == Phase::Disabled {
-            if self.rest.step == Step::Resting {
-                self.rest.step = Step::Working;
-                deferred.callbacks.push(Box::new(cx.route.give_up_rest()));
+            if self.quiesce.step == Step::Quiesced {
+                self.quiesce.step = Step::Running;
+                deferred.callbacks.push(Box::new(cx.route.drop_quiesced()));
             }
             self.registers.power_on();
             self.reset_is_over(cx, waiter, &mut deferred);

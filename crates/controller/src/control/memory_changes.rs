@@ -2,8 +2,8 @@
 
 use super::Control;
 use super::deferred::{Callback, Deferred};
+use super::quiesce_state::Step;
 use super::reset::Phase;
-use super::rest::Step;
 use crate::context::Context;
 use crate::latch::Latch;
 use crate::notice::Notice;
@@ -78,7 +78,7 @@ impl Control {
         self.port.change_table(&table, latch_of_admin);
         // A quiesced controller's queues use no memory, and messages are kept until the quiesce
         // ends, so the latch must not wait for them.
-        let latch = latch.filter(|_| self.rest.step != Step::Resting);
+        let latch = latch.filter(|_| self.quiesce.step != Step::Quiesced);
         cx.send_all(self.queues.workers(), |controller| Message::Table {
             controller,
             table: Arc::clone(&table),

@@ -6,15 +6,17 @@
 //! the admin queue server (`admin_server`) accesses it, and gets [`Orders`].
 
 mod admin;
+mod admin_checkpoint;
 mod admin_execution;
-mod admin_progress;
-mod alone;
 mod ana;
+mod background;
 mod commands;
 pub(crate) mod control_override;
 mod deferred;
 mod diagnostics;
 mod dirty;
+mod exclusive;
+mod exclusive_state;
 mod io_queues;
 mod keep_alive;
 mod lifecycle;
@@ -23,23 +25,21 @@ mod memory_changes;
 mod namespace_changes;
 mod namespaces;
 mod notices;
-mod one_alone;
 mod pool;
 mod pool_events;
+mod quiesce;
+mod quiesce_state;
 mod recover;
 mod registers;
 mod relocation;
 mod reservations;
 mod reset;
-mod rest;
-mod resting;
 mod save;
 mod shared_features;
-mod tend;
 
 #[cfg(feature = "faults")]
 pub(crate) use admin::Executed;
-mod ways;
+mod ana_access;
 
 pub(crate) use admin::{Attach, Data, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
@@ -50,18 +50,18 @@ pub(crate) use registers::RegisterImage;
 
 use crate::context::Context;
 use crate::event::Event;
-use crate::inquiry::Inquiry;
+use crate::out_of_band::OutOfBandCommand;
 use crate::worker::message::Message;
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use control_override::ControlOverride;
+use exclusive_state::Exclusive;
 use io_queues::IoQueues;
 use memory::HostMemory;
 use namespace_changes::NamespaceChanges;
-use one_alone::OneAlone;
+use quiesce_state::Quiesce;
 use registers::{Effect, Registers};
 use reset::{Lifecycle, Phase};
-use rest::Rest;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 use std::any::Any;
@@ -75,7 +75,7 @@ pub(crate) struct Standing {
     /// True if new commands may start: no quiesce is requested.
     pub(crate) begins: bool,
     /// True if the controller is quiesced: host memory must not be written.
-    pub(crate) rests: bool,
+    pub(crate) quiesced: bool,
     /// CC.MPS in bytes.
     pub(crate) page_size: usize,
 }
@@ -90,9 +90,9 @@ pub(crate) struct Control {
     commands: AdminCommands,
     queues: IoQueues,
     namespace_changes: NamespaceChanges,
-    alone: OneAlone,
+    exclusive: Exclusive,
     overriding: Option<Box<dyn ControlOverride>>,
-    rest: Rest,
+    quiesce: Quiesce,
 }
 
 impl Control {
@@ -107,9 +107,9 @@ impl Control {
             commands,
             queues: IoQueues::new(cx.config.io_queues),
             namespace_changes: NamespaceChanges::default(),
-            alone: OneAlone::default(),
+            exclusive: Exclusive::default(),
             overriding: None,
-            rest: Rest::new(),
+            quiesce: Quiesce::new(),
         }
     }
 
@@ -241,9 +241,13 @@ impl Control {
     }
 
     /// Executes an out-of-band admin command.
-    pub(crate) fn inquire(&mut self, cx: &Context, inquiry: Inquiry) -> Result<Vec<u8>, Status> {
+    pub(crate) fn out_of_band(
+        &mut self,
+        cx: &Context,
+        command: OutOfBandCommand,
+    ) -> Result<Vec<u8>, Status> {
         let mut deferred = Deferred::default();
         let (commands, mut env) = self.split(cx, &mut deferred);
-        commands.inquire(&mut env, inquiry)
+        commands.out_of_band(&mut env, command)
     }
 }

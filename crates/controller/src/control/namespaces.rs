@@ -10,8 +10,8 @@ use super::Control;
 use super::deferred::{Callback, Deferred};
 use super::diagnostics::hours;
 use super::namespace_changes::{Change, Done, NamespaceError};
+use super::quiesce_state::Step;
 use super::reset::Phase;
-use super::rest::Step;
 use crate::config::{ConfigError, MAX_NAMESPACES, NamespaceConfig};
 use crate::context::Context;
 use crate::namespace::Namespace;
@@ -96,7 +96,7 @@ impl Control {
     }
 
     fn check_change(&self, nsid: u32) -> Result<(), NamespaceError> {
-        if self.rest.step != Step::Working {
+        if self.quiesce.step != Step::Running {
             Err(NamespaceError::Frozen)
         } else if self.is_changing(nsid) {
             Err(NamespaceError::Changing(nsid))
@@ -159,7 +159,7 @@ impl Control {
         if namespace.is_none() && cx.serving().barred().any(|barred| barred == nsid) {
             let identified = cx.identified();
             if let Some(there) = identified.get(nsid) {
-                cx.identify(identified.with(nsid, Some(there.unserved())));
+                cx.identify(identified.with(nsid, Some(there.without_disk())));
             }
             return;
         }

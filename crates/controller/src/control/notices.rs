@@ -56,8 +56,8 @@ impl Control {
                 }
             }
             // A reset drops the commands that wait.
-            Notice::WantsToBeAlone if self.is_ready() => self.alone.want(),
-            Notice::WantsToBeAlone => {}
+            Notice::WantsExclusive if self.is_ready() => self.exclusive.want(),
+            Notice::WantsExclusive => {}
             Notice::AdminDoorbell => {}
             Notice::SlowTurns { took } => self.too_slow(cx, took, deferred),
             Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
@@ -116,9 +116,9 @@ impl Control {
                 port.complete(cid, status, 0);
             }
             Operation::Flush { cid } | Operation::Feature { cid } => port.fail(cid, status, 0),
-            Operation::Pause | Operation::Alone => self.next_alone(cx, deferred),
-            Operation::Recorded => self.alone_recorded(cx, deferred),
-            Operation::Settled => self.alone_settled(cx),
+            Operation::Pause | Operation::Exclusive => self.next_exclusive(cx, deferred),
+            Operation::Recorded => self.exclusive_recorded(cx, deferred),
+            Operation::Settled => self.exclusive_settled(cx),
             Operation::SelfTest { run, nsid } => self.verified(cx, (run, nsid), status),
             Operation::Shutdown => {
                 let flush = std::mem::replace(&mut self.lifecycle.flush, ShutdownFlush::None);

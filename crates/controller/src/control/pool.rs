@@ -129,7 +129,7 @@ impl PoolCommands {
         let (state, identified) = (pool.state(), cx.identified());
         let is_given = |nsid: u32| identified.get(nsid).is_some() && state.get(nsid).is_none();
         let given = identified.iter().any(|namespace| is_given(namespace.nsid()));
-        let is_again = env.port.progress.is_replayed();
+        let is_again = env.port.checkpoint.is_replayed();
         let act = match opcode {
             AdminOpcode::NamespaceManagement => {
                 let uuid = self.uuid(is_again);

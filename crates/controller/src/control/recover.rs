@@ -2,14 +2,14 @@
 
 use super::Control;
 use super::deferred::Deferred;
+use super::quiesce_state::Step;
 use super::reset::Phase;
-use super::rest::Step;
 use super::save::restoring;
 use crate::context::Context;
 use crate::journal::RecoveredJournal;
 use crate::queue::admin::AdminQueue;
+use crate::restore_error::RestoreError;
 use crate::saved::{Recorded, SavedAdminQueue};
-use crate::successor::RestoreError;
 use shadowbell_memory::EventFd;
 use shadowbell_spec::regs::SHST_OCCURRING;
 use shadowbell_state::Descriptors;
@@ -22,7 +22,7 @@ impl Control {
         let is_enabled = self.lifecycle.phase == Phase::Ready;
         let registers = &self.registers;
         let place = (registers.aqa, registers.asq, registers.acq);
-        let admin = is_enabled.then(|| self.port.progress.save(place, self.port.is_used()));
+        let admin = is_enabled.then(|| self.port.checkpoint.save(place, self.port.is_used()));
         let parts = if is_enabled { self.queues.record(fds)? } else { Vec::new() };
         Ok(Recorded { control: self.describe(cx), admin, parts })
     }
@@ -43,17 +43,17 @@ impl Control {
     ) -> Result<usize, RestoreError> {
         let Recorded { control, admin, parts } = recorded;
         self.adopt(cx, control)?;
-        self.rest.step = Step::Resting;
+        self.quiesce.step = Step::Quiesced;
         if let Some(full) = control.resetting {
             // Commands in flight of the interrupted reset have ended with the dead process.
             (self.lifecycle.phase, self.lifecycle.full_reset) = (Phase::Resetting, full);
             self.memory.shadow = None;
             self.end_reset(cx, deferred);
-            cx.route.begin_rest_with(Vec::new());
+            cx.route.begin_quiesced(Vec::new());
             return Ok(0);
         }
         if !control.enabled {
-            cx.route.begin_rest_with(Vec::new());
+            cx.route.begin_quiesced(Vec::new());
             if self.registers.cc.en() && !self.registers.csts.cfs() {
                 self.enable(cx, deferred);
             }
@@ -65,8 +65,8 @@ impl Control {
         let restoring = restoring(cx, &self.registers, &self.memory, control.generation);
         let replays =
             self.queues.recover(cx, control.granted, parts, eventfds, &restoring, journal)?;
-        if cx.shared.is_one_alone() {
-            self.alone.want();
+        if cx.shared.is_exclusive() {
+            self.exclusive.want();
         }
         if self.registers.csts.shst() == SHST_OCCURRING {
             self.shut_down(cx, deferred);

@@ -2,7 +2,7 @@
 
 use super::Control;
 use super::deferred::Deferred;
-use super::rest::Step;
+use super::quiesce_state::Step;
 use crate::context::Context;
 use crate::event::Event;
 use crate::notice::Notice;
@@ -46,7 +46,7 @@ impl Control {
     }
 
     pub(super) fn check_relocation(&self, cx: &Context) -> Result<(), RelocateError> {
-        if self.rest.step != Step::Working {
+        if self.quiesce.step != Step::Running {
             Err(RelocateError::Frozen)
         } else if cx.route.is_diverted() {
             Err(RelocateError::Placed)

@@ -2,19 +2,19 @@
 
 use super::Control;
 use super::admin::Attach;
-use super::admin_progress::AdminProgress;
+use super::admin_checkpoint::AdminCheckpoint;
 use super::diagnostics::Diagnostics;
 use super::memory::HostMemory;
 use super::pool::PoolCommands;
+use super::quiesce_state::Step;
 use super::registers::Registers;
 use super::reset::{Lifecycle, Phase};
-use super::rest::Step;
 use crate::admin::events::AsyncEvents;
 use crate::admin::logs::ErrorLog;
 use crate::context::Context;
 use crate::queue::admin::AdminQueue;
+use crate::restore_error::{RestoreError, SaveError};
 use crate::saved::{SavedAdminQueue, SavedControl, SavedController, SavedPart};
-use crate::successor::{RestoreError, SaveError};
 use crate::uncorrectable::Uncorrectable;
 use crate::worker::relocation::{Opening, Restoring};
 use shadowbell_memory::EventFd;
@@ -28,7 +28,7 @@ impl Control {
     /// # Errors
     /// [`SaveError`] if the controller is not quiesced or cannot be transferred.
     pub(crate) fn save(&self, cx: &Context) -> Result<(SavedControl, bool), SaveError> {
-        if self.rest.step != Step::Resting {
+        if self.quiesce.step != Step::Quiesced {
             return Err(SaveError::AtWork);
         }
         if self.overriding.is_some() {
@@ -93,12 +93,12 @@ impl Control {
             self.isolate(cx)?;
         }
         let restoring = restoring(cx, &self.registers, &self.memory, control.generation);
-        self.rest.step = Step::Resting;
+        self.quiesce.step = Step::Quiesced;
         self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
     }
 
     /// Loads the state of a controller from another machine; the controller must be disabled, and
-    /// is quiesced afterwards. The state was [checked](crate::migrated::check).
+    /// is quiesced afterwards. The state was [checked](crate::migration_state::check).
     ///
     /// # Errors
     /// [`RestoreError`]; the controller must then be reset.
@@ -109,13 +109,13 @@ impl Control {
         admin: Option<&SavedAdminQueue>,
         parts: &mut [SavedPart],
     ) -> Result<(), RestoreError> {
-        if self.lifecycle.phase != Phase::Disabled || self.rest.step != Step::Working {
+        if self.lifecycle.phase != Phase::Disabled || self.quiesce.step != Step::Running {
             return Err(RestoreError::Invalid("the controller is in use"));
         }
         // This controller counts its own resets, so the saved generation is replaced.
         let generation = self.lifecycle.generation.wrapping_add(1);
         self.take_over(cx, &SavedControl { generation, ..control.clone() })?;
-        self.rest.step = Step::Resting;
+        self.quiesce.step = Step::Quiesced;
         if let Some(admin) = admin {
             self.registers.check_enable().map_err(RestoreError::Invalid)?;
             self.restore_admin(cx, admin)?;
@@ -192,7 +192,7 @@ impl Control {
     ) {
         let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
         let generation = self.lifecycle.generation;
-        self.port.progress = AdminProgress::recover(saved, queue.to_post());
+        self.port.checkpoint = AdminCheckpoint::recover(saved, queue.to_post());
         self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
         self.poll_admin_doorbells(cx);
         self.tell_ana(cx);

@@ -1,10 +1,10 @@
 //! Quiesce, restore, migration and crash recovery of a controller.
 
 use super::{Announcement, Controller};
-use crate::migrated::MigratedController;
+use crate::migration_state::MigrationState;
 use crate::recorder::Recorder;
+use crate::restore_error::{RestoreError, SaveError};
 use crate::saved::{Death, SavedController};
-use crate::successor::{RestoreError, SaveError};
 use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
@@ -19,14 +19,14 @@ impl Controller {
     /// The quiesce waits for pending operations of the carrier, such as a reset or an unmap. The
     /// carrier should not start new operations: they would run after `resume`, or never.
     pub fn freeze(&self, done: impl FnOnce() + Send + 'static) {
-        self.0.with(|control, _| control.begin_rest(Box::new(done)));
+        self.0.with(|control, _| control.begin_quiesce(Box::new(done)));
         self.0.schedule();
     }
 
     /// Ends the quiesce of [`freeze`](Self::freeze), or cancels it if it is not complete. The
     /// controller continues as before.
     pub fn resume(&self) {
-        let dropped = self.0.control().end_rest(&self.0.context);
+        let dropped = self.0.control().end_quiesce(&self.0.context);
         drop(dropped);
         self.0.schedule();
     }
@@ -55,7 +55,7 @@ impl Controller {
         saved: &SavedController,
         fds: &mut Descriptors,
     ) -> Result<(), RestoreError> {
-        self.restore_at_rest(saved, fds)?;
+        self.restore_quiesced(saved, fds)?;
         self.resume();
         Ok(())
     }
@@ -65,7 +65,7 @@ impl Controller {
     ///
     /// # Errors
     /// As for `restore`.
-    pub fn restore_at_rest(
+    pub fn restore_quiesced(
         &self,
         saved: &SavedController,
         fds: &mut Descriptors,
@@ -79,7 +79,7 @@ impl Controller {
     ///
     /// # Errors
     /// [`SaveError`].
-    pub fn save_for_migration(&self) -> Result<MigratedController, SaveError> {
+    pub fn save_for_migration(&self) -> Result<MigrationState, SaveError> {
         self.0.save_for_migration()
     }
 
@@ -89,10 +89,7 @@ impl Controller {
     ///
     /// # Errors
     /// [`RestoreError`]; the controller must then be reset, and has not accessed host memory.
-    pub fn load_migrated(
-        &self,
-        migrated: MigratedController,
-    ) -> Result<Announcement, RestoreError> {
+    pub fn load_migrated(&self, migrated: MigrationState) -> Result<Announcement, RestoreError> {
         self.0.load(migrated).map(Announcement)
     }
 

@@ -9,16 +9,16 @@ mod registers;
 use crate::config::{Config, ConfigError, MAX_NAMESPACES};
 use crate::context::Context;
 use crate::control::Callback;
+use crate::control_plane::ControllerInner;
 use crate::event::Listener;
-use crate::inquiry::Inquiry;
 use crate::namespace::{Namespaces, Promises};
 use crate::notice::{ControlHandle, ControlPlane};
-use crate::plane::ControllerInner;
+use crate::out_of_band::OutOfBandCommand;
+use crate::restore_error::RestoreError;
 use crate::route::RelocateError;
 use crate::saved::{SavedController, SavedPromises};
 use crate::shared::{ControllerShared, DOORBELL_BYTES};
 use crate::stats::Stats;
-use crate::successor::RestoreError;
 use crate::worker::{Pool, ThreadJob};
 use shadowbell_spec::Status;
 use shadowbell_spec::regs::DOORBELLS;
@@ -209,8 +209,8 @@ impl Controller {
     ///
     /// # Errors
     /// The completion status of the command.
-    pub fn inquire(&self, inquiry: Inquiry) -> Result<Vec<u8>, Status> {
-        self.0.control().inquire(&self.0.context, inquiry)
+    pub fn out_of_band(&self, command: OutOfBandCommand) -> Result<Vec<u8>, Status> {
+        self.0.control().out_of_band(&self.0.context, command)
     }
 
     /// Returns and resets the maximum number of pending notices. Used by the fuzz targets of this

@@ -171,7 +171,7 @@ impl Alone {
         if let Some((control, _)) = &self.with
             && !std::mem::replace(&mut self.is_asked_for, true)
         {
-            control.notify(Notice::WantsToBeAlone);
+            control.notify(Notice::WantsExclusive);
         }
     }
 

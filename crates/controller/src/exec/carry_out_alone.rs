@@ -25,7 +25,7 @@ impl Engine {
     pub(crate) fn let_ask(&mut self, control: &ControlHandle, shared: &Arc<ControllerShared>) {
         self.alone.with = Some((control.clone(), Arc::clone(shared)));
         self.review_marks();
-        if shared.is_one_alone() {
+        if shared.is_exclusive() {
             self.close(Closed::Alone);
         }
     }

@@ -55,7 +55,7 @@ fn lacks(op: NvmOpcode, access: Access) -> bool {
 /// without access to the namespace learns nothing about reservations.
 fn refused(op: NvmOpcode, access: Access) -> Option<Status> {
     let conflict = || lacks(op, access).then_some(Status::RESERVATION_CONFLICT.with_dnr());
-    access.way.refusal().or_else(conflict)
+    access.ana.refusal().or_else(conflict)
 }
 
 impl Engine {

@@ -2,7 +2,7 @@
 //! entries are read again from the queues, and the clock is read once per batch.
 
 use crate::config::MAX_NAMESPACES;
-use crate::measured::{CommandKind, MeasuredCounters};
+use crate::latency_stats::{CommandKind, LatencyCounters};
 use crate::shared::ControllerShared;
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::{Cqe, Sqe};
@@ -23,7 +23,7 @@ pub(super) struct Meter {
     /// Commands in flight, in a set-associative table by key.
     seen: Box<[[Seen; WAYS]]>,
     /// Counters by controller and namespace.
-    counters: HashMap<(u32, u32), Arc<MeasuredCounters>>,
+    counters: HashMap<(u32, u32), Arc<LatencyCounters>>,
     began: Instant,
 }
 

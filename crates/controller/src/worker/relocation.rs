@@ -315,7 +315,7 @@ impl Relocated {
             }
         }
         if replays.iter().any(Replay::has_to_be_alone) {
-            shared.set_one_alone(true);
+            shared.set_exclusive(true);
         }
         let new = Self::at_rest(with, worker, sqs, cqs, doorbell_eventfds);
         Ok(Some(Self { inheritance: Inheritance { replays, suspects }, ..new }))

@@ -7,7 +7,7 @@
 use super::ControllerDevice;
 use super::halt::Halt;
 use serde::{Deserialize, Serialize};
-use shadowbell_controller::{Announcement, MigratedController};
+use shadowbell_controller::{Announcement, MigrationState};
 use shadowbell_state::{Bytes, Parcel};
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::device::Done;
@@ -47,7 +47,7 @@ impl ControllerDevice {
         let mut parcel = Parcel::decode(stream, Vec::new()).map_err(|e| text(&e))?;
         let function = parcel.take::<MigratedFunction>(FUNCTION).map_err(|e| text(&e))?;
         let function = function.ok_or_else(|| missing(FUNCTION))?;
-        let controller = parcel.take::<MigratedController>(CONTROLLER).map_err(|e| text(&e))?;
+        let controller = parcel.take::<MigrationState>(CONTROLLER).map_err(|e| text(&e))?;
         let controller = controller.ok_or_else(|| missing(CONTROLLER))?;
         parcel.finish().map_err(|e| text(&e))?;
         let config = function.config.0.as_slice().try_into();

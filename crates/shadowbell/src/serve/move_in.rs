@@ -169,7 +169,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         served.disks().for_each(|disk| disk.share_lock(false));
         self.keeping.keep_one(&served, reactor, port)?;
         phases.ended("records");
-        let restored = served.controller.restore_at_rest(&saved, &mut fds);
+        let restored = served.controller.restore_quiesced(&saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
         phases.ended("queues");
         // From this checkpoint on, a recovery takes the controller from here instead of from the

@@ -73,7 +73,7 @@ pub(super) fn take_over(
     let is_changed = server.registry().is_changed();
     keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
     for (served, saved) in server.controllers().iter().zip(&controllers) {
-        let restored = served.controller.restore_at_rest(saved, &mut fds);
+        let restored = served.controller.restore_quiesced(saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
     }
     // All controllers are quiesced, and the supervisor has their checkpoint.

@@ -3,7 +3,7 @@
 use crate::live_stats::{NamespaceRow, Row, Snapshot};
 use crate::units::{bandwidth, count, nanoseconds, per_io};
 use serde_json::json;
-use shadowbell_controller::measured::Distribution;
+use shadowbell_controller::latency_stats::Distribution;
 
 /// The headings of [`Rates::lines`].
 pub(super) const HEADINGS: [&str; 13] = [

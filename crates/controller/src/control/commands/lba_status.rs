@@ -3,7 +3,7 @@
 use super::{AdminCommands, CommandEnvironment};
 use crate::context::Context;
 use crate::control::admin::{AdminPort, Data, Executed, Outcome};
-use crate::control::ways;
+use crate::control::ana_access;
 use crate::control_thread::TakesTurns;
 use crate::lba_status::{self, LbaStatusServer, Question};
 use shadowbell_spec::Sqe;
@@ -40,7 +40,7 @@ impl AdminCommands {
             }
             None => return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
         };
-        ways::check(env.cx, sqe.nsid)?;
+        ana_access::check(env.cx, sqe.nsid)?;
         let length = command.length();
         let list = size_of::<LbaStatusList>() as u64;
         if length > 4096 << env.cx.config.mdts || length < list {

@@ -4,6 +4,7 @@ mod lba_status;
 mod log_pages;
 
 use super::admin::{AdminPort, Data, Executed, Outcome};
+use super::ana_access::Ana;
 use super::control_override::ControlOverride;
 use super::deferred::Deferred;
 use super::diagnostics::{Diagnostics, hours, media};
@@ -12,7 +13,6 @@ use super::memory::HostMemory;
 use super::pool::{self, OrderContext, PoolCommands};
 use super::registers::Registers;
 use super::reset::Lifecycle;
-use super::ways::Ana;
 use crate::admin::features::{self, Effect, Features, Limits};
 use crate::admin::host_identifier::host_identifier_bytes;
 use crate::admin::identify::Identity;
@@ -24,8 +24,8 @@ use crate::admin::reservation_log::ReservationLog;
 use crate::config::Config;
 use crate::context::Context;
 use crate::event::Event;
-use crate::inquiry::Inquiry;
 use crate::notice::Operation;
+use crate::out_of_band::OutOfBandCommand;
 use crate::saved::SavedFeatures;
 use crate::worker::message::Message;
 use shadowbell_spec::Sqe;
@@ -213,15 +213,15 @@ impl AdminCommands {
     }
 
     /// Executes an out-of-band command, without side effects, and returns its data.
-    pub(super) fn inquire(
+    pub(super) fn out_of_band(
         &mut self,
         env: &mut CommandEnvironment<'_>,
-        inquiry: Inquiry,
+        command: OutOfBandCommand,
     ) -> Result<Vec<u8>, Status> {
-        let sqe = inquiry.command();
-        let executed = match inquiry {
-            Inquiry::Identify { .. } => self.identify(env, &sqe)?,
-            Inquiry::LogPage(_) => self.get_log_page(env, &sqe)?,
+        let sqe = command.sqe();
+        let executed = match command {
+            OutOfBandCommand::Identify { .. } => self.identify(env, &sqe)?,
+            OutOfBandCommand::LogPage(_) => self.get_log_page(env, &sqe)?,
         };
         match executed {
             Outcome::Data(data) => Ok(data.bytes),

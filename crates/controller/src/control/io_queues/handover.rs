@@ -4,8 +4,8 @@ use super::{CqRecord, IoQueues, QueueState, SqRecord};
 use crate::context::Context;
 use crate::journal::RecoveredJournal;
 use crate::queue::QueueLayout;
+use crate::restore_error::RestoreError;
 use crate::saved::{SavedCq, SavedDoorbell, SavedPart, SavedSq, SavedTruth};
-use crate::successor::RestoreError;
 use crate::worker::relocation::{Relocated, Restoring, Stopover};
 use shadowbell_memory::EventFd;
 use shadowbell_spec::regs::DoorbellKind;
@@ -75,7 +75,7 @@ impl IoQueues {
             stopovers.push(stopover(cx, serving, queues)?);
         }
         self.own(cx);
-        cx.route.begin_rest_with(stopovers);
+        cx.route.begin_quiesced(stopovers);
         Ok(())
     }
 
@@ -108,7 +108,7 @@ impl IoQueues {
             stopovers.push(stopover(cx, serving, queues)?);
         }
         self.own(cx);
-        cx.route.begin_rest_with(stopovers);
+        cx.route.begin_quiesced(stopovers);
         Ok(replays)
     }
 

@@ -14,7 +14,7 @@ use super::view::{View, namespaces_of};
 use crate::control::api::Namespace;
 use crate::serve::registry::ServedController;
 use shadowbell_controller::Stats;
-use shadowbell_controller::measured::{BUCKETS, Distribution, MeasuredNamespace, bucket_end};
+use shadowbell_controller::latency_stats::{BUCKETS, Distribution, NamespaceLatency, bucket_end};
 use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -431,7 +431,7 @@ fn measured(text: &mut Text, all: &[Counted]) {
                 continue;
             };
             let block_size = u64::from(namespace.disk.info().block_size);
-            let MeasuredNamespace { reads, writes, others, .. } = measured;
+            let NamespaceLatency { reads, writes, others, .. } = measured;
             for (kind, measured) in [("read", reads), ("write", writes), ("other", others)] {
                 let labels = format!("{of_controller},nsid=\"{nsid}\",kind=\"{kind}\"");
                 kinds.push((labels, block_size, measured));

@@ -3,7 +3,7 @@
 use super::requested::find;
 use super::view::View;
 use crate::control::api::{Code, Problem};
-use shadowbell_controller::Inquiry;
+use shadowbell_controller::OutOfBandCommand;
 
 /// What Identify shows the guest
 ///
@@ -23,7 +23,7 @@ use shadowbell_controller::Inquiry;
         (status = 404, description = "There is no such controller", body = Problem)
     ))]
 pub(super) fn identify(view: &View, id: &str, cns: u8, nsid: u32) -> Result<Vec<u8>, Problem> {
-    inquire(view, id, Inquiry::Identify { cns, nsid })
+    inquire(view, id, OutOfBandCommand::Identify { cns, nsid })
 }
 
 /// A log page, as the guest can read it
@@ -44,11 +44,15 @@ pub(super) fn identify(view: &View, id: &str, cns: u8, nsid: u32) -> Result<Vec<
         (status = 404, description = "There is no such controller", body = Problem)
     ))]
 pub(super) fn log_page(view: &View, id: &str, lid: u8) -> Result<Vec<u8>, Problem> {
-    inquire(view, id, Inquiry::LogPage(lid))
+    inquire(view, id, OutOfBandCommand::LogPage(lid))
 }
 
-pub(super) fn inquire(view: &View, id: &str, inquiry: Inquiry) -> Result<Vec<u8>, Problem> {
-    let outcome = find(view, id)?.controller.inquire(inquiry);
+pub(super) fn inquire(
+    view: &View,
+    id: &str,
+    inquiry: OutOfBandCommand,
+) -> Result<Vec<u8>, Problem> {
+    let outcome = find(view, id)?.controller.out_of_band(inquiry);
     outcome
         .map_err(|status| Problem::new(Code::BadRequest, format!("the controller says: {status}")))
 }

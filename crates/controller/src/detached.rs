@@ -29,10 +29,10 @@ pub(crate) fn placeholder(namespace: &PoolNamespace) -> NamespaceConfig {
     let mut info = DiskInfo::new(namespace.block_size, namespace.blocks);
     (info.volatile_cache, info.discard) = (true, true);
     info.metadata = namespace.metadata;
-    NamespaceConfig { disk: unserved(info), uuid: namespace.uuid }
+    NamespaceConfig { disk: placeholder_disk(info), uuid: namespace.uuid }
 }
 
 /// Placeholder disk with the given properties.
-pub(crate) fn unserved(info: DiskInfo) -> Arc<dyn Disk> {
+pub(crate) fn placeholder_disk(info: DiskInfo) -> Arc<dyn Disk> {
     Arc::new(Placeholder(info))
 }

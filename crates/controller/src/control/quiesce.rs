@@ -2,7 +2,7 @@
 
 use super::Control;
 use super::deferred::{Callback, Deferred};
-use super::rest::Step;
+use super::quiesce_state::Step;
 use crate::context::Context;
 use crate::notice::Notice;
 use crate::worker::message::Message;
@@ -11,32 +11,32 @@ use crate::worker::relocation::Departure;
 impl Control {
     /// Starts to quiesce the controller. `done` is called when it is quiesced, or dropped if the
     /// quiesce is cancelled.
-    pub(crate) fn begin_rest(&mut self, done: Callback) -> Deferred {
+    pub(crate) fn begin_quiesce(&mut self, done: Callback) -> Deferred {
         let mut deferred = Deferred::default();
-        if self.rest.step == Step::Resting {
+        if self.quiesce.step == Step::Quiesced {
             deferred.callbacks.push(done);
         } else {
-            self.rest.waiting.push(done);
+            self.quiesce.waiting.push(done);
         }
-        if self.rest.step == Step::Working {
-            self.rest.step = Step::Asked;
+        if self.quiesce.step == Step::Running {
+            self.quiesce.step = Step::Requested;
         }
         deferred
     }
 
     /// Continues a requested quiesce. `admin_is_quiet` is true if no admin command is in flight.
-    pub(crate) fn advance_rest(
+    pub(crate) fn advance_quiesce(
         &mut self,
         cx: &Context,
         admin_is_quiet: bool,
         deferred: &mut Deferred,
     ) {
-        if self.rest.step != Step::Asked || !admin_is_quiet || !self.is_quiet(cx) {
+        if self.quiesce.step != Step::Requested || !admin_is_quiet || !self.is_quiet(cx) {
             return;
         }
-        self.rest.step = Step::Leaving;
+        self.quiesce.step = Step::Leaving;
         let (controller, latch) = (cx.shared.id, cx.latch(Notice::Left));
-        cx.route.begin_rest(&cx.pool, self.queues.workers(), |to| {
+        cx.route.begin_quiesce(&cx.pool, self.queues.workers(), |to| {
             let departure = Departure { to, latch: latch.clone() };
             Message::Leave { controller, departure }
         });
@@ -51,7 +51,7 @@ impl Control {
             && cx.lba_status.is_quiet()
             && self.queues.is_quiet()
             && self.namespace_changes.is_quiet()
-            && self.alone.is_quiet()
+            && self.exclusive.is_quiet()
             && !self.port.has_orders()
             && !cx.route.is_leaving()
     }
@@ -59,35 +59,35 @@ impl Control {
     /// Completes the quiesce after the queues have left their I/O threads, or returns the queues
     /// if the quiesce was cancelled.
     pub(super) fn queues_left(&mut self, cx: &Context, deferred: &mut Deferred) {
-        match self.rest.step {
+        match self.quiesce.step {
             Step::Leaving => {
-                self.rest.step = Step::Resting;
-                deferred.callbacks.append(&mut self.rest.waiting);
+                self.quiesce.step = Step::Quiesced;
+                deferred.callbacks.append(&mut self.quiesce.waiting);
             }
             Step::Returning => {
-                cx.route.end_rest(&cx.pool);
-                let is_wanted = !self.rest.waiting.is_empty();
-                self.rest.step = if is_wanted { Step::Asked } else { Step::Working };
+                cx.route.end_quiesce(&cx.pool);
+                let is_wanted = !self.quiesce.waiting.is_empty();
+                self.quiesce.step = if is_wanted { Step::Requested } else { Step::Running };
             }
-            Step::Working | Step::Asked | Step::Resting => {}
+            Step::Running | Step::Requested | Step::Quiesced => {}
         }
     }
 
     /// Ends or cancels the quiesce. Returns the callbacks that waited for it; the caller drops them
     /// without the lock.
-    pub(crate) fn end_rest(&mut self, cx: &Context) -> Vec<Callback> {
+    pub(crate) fn end_quiesce(&mut self, cx: &Context) -> Vec<Callback> {
         let controller = cx.shared.id;
-        self.rest.step = match self.rest.step {
-            Step::Working | Step::Asked => Step::Working,
+        self.quiesce.step = match self.quiesce.step {
+            Step::Running | Step::Requested => Step::Running,
             Step::Leaving | Step::Returning => {
-                cx.route.call_off_rest(&cx.pool, || Message::Stay { controller });
+                cx.route.cancel_quiesce(&cx.pool, || Message::Stay { controller });
                 Step::Returning
             }
-            Step::Resting => {
-                cx.route.end_rest(&cx.pool);
-                Step::Working
+            Step::Quiesced => {
+                cx.route.end_quiesce(&cx.pool);
+                Step::Running
             }
         };
-        std::mem::take(&mut self.rest.waiting)
+        std::mem::take(&mut self.quiesce.waiting)
     }
 }

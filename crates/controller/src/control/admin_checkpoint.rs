@@ -11,7 +11,7 @@ use zerocopy::{IntoBytes, transmute};
 
 /// Admin queue positions and commands for checkpoints.
 #[derive(Debug)]
-pub(super) struct AdminProgress {
+pub(super) struct AdminCheckpoint {
     /// Submission queue position after the last started command.
     head: u16,
     /// Commands in flight, without Asynchronous Event Requests, which are stored elsewhere.
@@ -26,14 +26,14 @@ pub(super) struct AdminProgress {
     replays: usize,
 }
 
-impl Default for AdminProgress {
+impl Default for AdminCheckpoint {
     fn default() -> Self {
         let (under_way, ended) = (Vec::new(), Vec::new());
         Self { head: 0, under_way, ended, tail: 0, phase: true, replays: 0 }
     }
 }
 
-impl AdminProgress {
+impl AdminCheckpoint {
     /// Adds a started command of a queue with `entries` entries. If `stays` is true, the command
     /// is in flight until it [ends](Self::end).
     pub(super) fn begin(&mut self, sqe: &Sqe, entries: u32, stays: bool) {

@@ -5,7 +5,7 @@ use super::Control;
 use super::deferred::Deferred;
 use super::diagnostics::{hours, media, summary};
 use super::io_queues::QueueEnvironment;
-use super::rest::Step;
+use super::quiesce_state::Step;
 use crate::admin::persistent_events::{FATAL, ISOLATED, Moment, Own, RECOVERED};
 use crate::context::Context;
 use crate::notice::Operation;
@@ -52,8 +52,13 @@ impl Control {
     }
 
     /// Does the due work: a self-test piece or a health snapshot. Returns true if any was due.
-    pub(crate) fn tend(&mut self, cx: &Context, now: Instant, deferred: &mut Deferred) -> bool {
-        if !self.is_ready() || self.rest.step != Step::Working {
+    pub(crate) fn run_background(
+        &mut self,
+        cx: &Context,
+        now: Instant,
+        deferred: &mut Deferred,
+    ) -> bool {
+        if !self.is_ready() || self.quiesce.step != Step::Running {
             return false;
         }
         let wants_snapshot = self.commands.diagnostics.events.wants_snapshot(now);
@@ -81,7 +86,7 @@ impl Control {
 
     /// Time of the next due work.
     pub(super) fn next_due(&self) -> Option<Instant> {
-        let works = self.is_ready() && self.rest.step == Step::Working;
+        let works = self.is_ready() && self.quiesce.step == Step::Running;
         let diagnostics = &self.commands.diagnostics;
         let due = [diagnostics.self_test.next_at(), diagnostics.events.snapshot_due()];
         due.into_iter().flatten().min().filter(|_| works)

@@ -11,26 +11,26 @@ use super::deferred::Callback;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// Running.
-    Working,
+    Running,
     /// Quiesce requested: no admin command is started, and those in flight end.
-    Asked,
+    Requested,
     /// Queues are leaving their I/O threads.
     Leaving,
     /// Quiesced.
-    Resting,
+    Quiesced,
     /// Cancelled while queues were leaving: those that have left return.
     Returning,
 }
 
 /// Quiesce state and waiting callbacks.
-pub(super) struct Rest {
+pub(super) struct Quiesce {
     pub(super) step: Step,
     /// Callbacks, called when the controller is quiesced, or dropped when the quiesce is cancelled.
     pub(super) waiting: Vec<Callback>,
 }
 
-impl Rest {
+impl Quiesce {
     pub(super) fn new() -> Self {
-        Self { step: Step::Working, waiting: Vec::new() }
+        Self { step: Step::Running, waiting: Vec::new() }
     }
 }

@@ -1,4 +1,4 @@
-//! State of exclusive command execution; see `alone`.
+//! State of exclusive command execution; see `exclusive`.
 
 use crate::uncorrectable::Uncorrectable;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub(super) enum Stage {
 
 /// State of exclusive command execution.
 #[derive(Debug, Default)]
-pub(super) struct OneAlone {
+pub(super) struct Exclusive {
     pub(super) is_wanted: bool,
     pub(super) stage: Stage,
     /// I/O threads that may have queues of the controller.
@@ -28,7 +28,7 @@ pub(super) struct OneAlone {
     pub(super) marks: Arc<Uncorrectable>,
 }
 
-impl OneAlone {
+impl Exclusive {
     /// True if no exclusive command is waiting or running.
     pub(super) fn is_quiet(&self) -> bool {
         !self.is_wanted && self.stage == Stage::Nothing

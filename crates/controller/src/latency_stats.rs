@@ -47,7 +47,7 @@ pub fn bucket_end(bucket: usize) -> u64 {
 
 /// Counters of one namespace, written by one thread.
 #[derive(Debug, Default)]
-pub(crate) struct MeasuredCounters {
+pub(crate) struct LatencyCounters {
     reads: KindCounters,
     writes: KindCounters,
     others: KindCounters,
@@ -72,7 +72,7 @@ impl Default for KindCounters {
     }
 }
 
-impl MeasuredCounters {
+impl LatencyCounters {
     /// Counts a command that ended after `ns`. Called by one thread only.
     pub(crate) fn count(&self, kind: CommandKind, blocks: u32, is_error: bool, ns: u64) {
         let kind = match kind {
@@ -92,7 +92,7 @@ impl MeasuredCounters {
     }
 
     /// Adds the counters to `sum`.
-    pub(crate) fn add_to(&self, sum: &mut MeasuredNamespace) {
+    pub(crate) fn add_to(&self, sum: &mut NamespaceLatency) {
         self.reads.add_to(&mut sum.reads);
         self.writes.add_to(&mut sum.writes);
         self.others.add_to(&mut sum.others);
@@ -100,7 +100,7 @@ impl MeasuredCounters {
 }
 
 impl KindCounters {
-    fn add_to(&self, sum: &mut MeasuredKind) {
+    fn add_to(&self, sum: &mut KindLatency) {
         sum.errors += self.errors.get();
         sum.blocks += self.blocks.get();
         sum.latency.total_ns = sum.latency.total_ns.wrapping_add(self.total_ns.get());
@@ -113,20 +113,20 @@ impl KindCounters {
 
 /// Measured latencies of a namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MeasuredNamespace {
+pub struct NamespaceLatency {
     /// NSID.
     pub nsid: u32,
     /// Read and Compare.
-    pub reads: MeasuredKind,
+    pub reads: KindLatency,
     /// Write.
-    pub writes: MeasuredKind,
+    pub writes: KindLatency,
     /// All other commands; they count no blocks.
-    pub others: MeasuredKind,
+    pub others: KindLatency,
 }
 
 /// Measured latencies of one kind of command.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MeasuredKind {
+pub struct KindLatency {
     /// Commands that ended in an error.
     pub errors: u64,
     /// Logical blocks of the commands that succeeded.
@@ -212,13 +212,13 @@ mod tests {
 
     #[test]
     fn what_was_counted_is_read() {
-        let counters = MeasuredCounters::default();
+        let counters = LatencyCounters::default();
         (0..99).for_each(|_| counters.count(CommandKind::Read, 8, false, 10_000));
         counters.count(CommandKind::Read, 8, true, 1_000_000);
         counters.count(CommandKind::Other, 0, false, 5);
-        let mut sum = MeasuredNamespace::default();
+        let mut sum = NamespaceLatency::default();
         counters.add_to(&mut sum);
-        let MeasuredNamespace { reads, writes, others, .. } = &sum;
+        let NamespaceLatency { reads, writes, others, .. } = &sum;
         assert_eq!((reads.latency.count(), reads.errors, reads.blocks), (100, 1, 99 * 8));
         assert_eq!(reads.latency.total_ns, 99 * 10_000 + 1_000_000);
         assert_eq!((writes.latency.count(), writes.latency.quantile(0.5)), (0, None));
@@ -229,7 +229,7 @@ mod tests {
         // Difference to an earlier histogram.
         let before = sum.clone();
         counters.count(CommandKind::Read, 8, false, 20_000);
-        let mut sum = MeasuredNamespace::default();
+        let mut sum = NamespaceLatency::default();
         counters.add_to(&mut sum);
         let since = sum.reads.latency.since(&before.reads.latency);
         assert_eq!((since.count(), since.total_ns), (1, 20_000));

@@ -6,13 +6,13 @@
 use crate::admin::features::Features;
 use crate::config::MAX_NAMESPACES;
 use crate::context::Context;
+use crate::restore_error::RestoreError;
 use crate::saved::{
     SavedAdminQueue, SavedControl, SavedController, SavedCounters, SavedCq, SavedDoorbell, SavedSq,
     SavedTruth,
 };
 use crate::shared::{DOORBELL_BYTES, MAX_QUEUES};
 use crate::stats::{CqStats, IoStats, SqStats};
-use crate::successor::RestoreError;
 use crate::uncorrectable::MOST_BLOCKS;
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::RingSize;
@@ -25,13 +25,13 @@ const MOST_EVENTS: usize = 64;
 
 /// State of a quiesced controller for VM migration to an equal controller on another machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct MigratedController {
+pub struct MigrationState {
     controller: SavedController,
     /// Contents of the doorbell page.
     doorbells: Bytes,
 }
 
-impl MigratedController {
+impl MigrationState {
     pub(crate) fn new(mut controller: SavedController, doorbells: Vec<u8>) -> Self {
         // Descriptors and the state of this process are not migrated.
         controller.parts.iter_mut().for_each(|part| part.doorbell_eventfds.clear());

@@ -4,11 +4,11 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{GetLogPage, Identify};
 use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
 
-/// Structure that [`Controller::inquire`](crate::Controller::inquire) reads as an out-of-band
-/// admin command.
+/// Structure that [`Controller::out_of_band`](crate::Controller::out_of_band) reads, as an
+/// out-of-band admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Inquiry {
+pub enum OutOfBandCommand {
     /// Identify data structure of 4096 bytes.
     Identify {
         /// CNS value; see [`shadowbell_spec::identify::cns`].
@@ -21,9 +21,9 @@ pub enum Inquiry {
     LogPage(u8),
 }
 
-impl Inquiry {
+impl OutOfBandCommand {
     /// Equivalent admin command.
-    pub(crate) fn command(self) -> Sqe {
+    pub(crate) fn sqe(self) -> Sqe {
         match self {
             Self::Identify { cns, nsid } => {
                 Sqe::identify(nsid, Identify { cns, ..Identify::default() }, 0)

@@ -8,12 +8,12 @@ use crate::control::{Control, Deferred};
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::inbox::{Inbox, Notices};
 use crate::journal::RecoveredJournal;
-use crate::migrated::MigratedController;
+use crate::migration_state::MigrationState;
 use crate::notice::{ControlPlane, Notice};
 use crate::recorder::Recorder;
+use crate::restore_error::{RestoreError, SaveError};
 use crate::route::RelocateError;
 use crate::saved::{Death, Recorded, SavedController, SavedJournal, SavedPart};
-use crate::successor::{RestoreError, SaveError};
 use crate::worker::ThreadJob;
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
@@ -297,7 +297,7 @@ impl ControllerInner {
     }
 
     /// Snapshot of the quiesced controller for migration to another machine.
-    pub(crate) fn save_for_migration(&self) -> Result<MigratedController, SaveError> {
+    pub(crate) fn save_for_migration(&self) -> Result<MigrationState, SaveError> {
         if self.context.config.pool.is_some() {
             return Err(SaveError::Pool);
         }
@@ -308,12 +308,12 @@ impl ControllerInner {
         let mut registers = vec![0; doorbells.len()];
         let read = doorbells.read_into(0, &mut registers);
         read.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))?;
-        Ok(MigratedController::new(saved, registers))
+        Ok(MigrationState::new(saved, registers))
     }
 
     /// Loads a migrated state; the controller stays quiesced. Returns the vectors that have to be
     /// raised when the controller [runs](crate::Controller::run_migrated).
-    pub(crate) fn load(&self, migrated: MigratedController) -> Result<Vec<u16>, RestoreError> {
+    pub(crate) fn load(&self, migrated: MigrationState) -> Result<Vec<u16>, RestoreError> {
         let cx = &self.context;
         if cx.config.pool.is_some() {
             return Err(RestoreError::Invalid("the target has a namespace pool"));
@@ -422,7 +422,7 @@ impl TakesTurns for ControllerInner {
     fn turn(&self) -> Turn {
         let mut deferred = Deferred::default();
         // Exclusive commands can be repeated by a host at will, so their CPU time is charged.
-        let has_price = self.control.lock().has_one_alone() && !self.is_inline();
+        let has_price = self.control.lock().has_exclusive() && !self.is_inline();
         let began = has_price.then(processor_time);
         self.receive(&mut deferred);
         let mut admin = self.admin.lock();
@@ -432,17 +432,17 @@ impl TakesTurns for ControllerInner {
         }
         let turn = self.serve_admin(&mut admin, &mut deferred);
         let is_quiet = admin.server.is_quiet();
-        let may_be_alone = admin.budget.wait_until(Instant::now()).is_none();
+        let may_be_exclusive = admin.budget.wait_until(Instant::now()).is_none();
         drop(admin);
         let now = Instant::now();
         let mut control = self.control.lock();
-        if may_be_alone {
-            control.advance_alone(&self.context, &mut deferred);
-            if control.tend(&self.context, now, &mut deferred) {
+        if may_be_exclusive {
+            control.advance_exclusive(&self.context, &mut deferred);
+            if control.run_background(&self.context, now, &mut deferred) {
                 self.note_change();
             }
         }
-        control.advance_rest(&self.context, is_quiet, &mut deferred);
+        control.advance_quiesce(&self.context, is_quiet, &mut deferred);
         if control.watch_host(&self.context, now, &mut deferred) {
             self.note_change();
         }
