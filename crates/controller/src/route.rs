@@ -8,7 +8,7 @@
 
 use crate::worker::Pool;
 use crate::worker::message::Message;
-use crate::worker::relocation::{Destination, Stopover};
+use crate::worker::queue_move::{Destination, Stopover};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -58,7 +58,7 @@ impl Control {
         let latch = cx.latch(ended(self.lifecycle.generation, operation));
         if let Some(worker) = next {
             let (controller, latch) = (cx.shared.id, latch.clone());
-            cx.pool.send(worker, Message::Alone { controller, latch });
+            cx.pool.send(worker, Message::RunExclusive { controller, latch });
         }
         // Latches are let go of when the record is made.
         deferred.latches.push(latch);
@@ -85,7 +85,7 @@ impl Control {
         // Queues that have arrived somewhere meanwhile are closed as well.
         self.alone.workers.clear();
         for worker in cx.route.everywhere(self.queues.workers()) {
-            cx.pool.send(worker, Message::GoOn { controller: cx.shared.id });
+            cx.pool.send(worker, Message::EndExclusive { controller: cx.shared.id });
         }
     }
 

@@ -6,7 +6,7 @@ use super::rest::Step;
 use crate::context::Context;
 use crate::notice::Notice;
 use crate::worker::message::Message;
-use crate::worker::relocation::Departure;
+use crate::worker::queue_move::Departure;
 
 impl Control {
     /// Has the controller come to rest; `done` is called when it does, or dropped if that is called
