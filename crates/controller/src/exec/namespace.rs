@@ -1,4 +1,4 @@
-//! One worker's part of a namespace.
+//! Namespace of one controller on one I/O thread, with the queue to its disk.
 
 use super::quota::cost;
 use crate::namespace::{INACTIVE, Namespace, Namespaces};
