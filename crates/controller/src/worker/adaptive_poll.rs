@@ -120,7 +120,7 @@ impl Polls {
 /// longer than the maximum window for its next command would not notice, so the CPU is better left
 /// to other threads, unless the host keeps several commands in flight and the disks busy.
 #[derive(Debug)]
-pub(super) struct PollWindow {
+pub(super) struct AdaptivePoll {
     polling: Polling,
     /// Window while no request is in flight.
     host: Duration,
@@ -142,7 +142,7 @@ pub(super) struct PollWindow {
     crowded: bool,
 }
 
-impl PollWindow {
+impl AdaptivePoll {
     pub(super) fn new(polling: Polling) -> Self {
         let none = Duration::ZERO;
         let since = Instant::now();
@@ -300,7 +300,7 @@ mod tests {
 
     /// I/O thread in virtual time.
     struct Worker {
-        window: PollWindow,
+        window: AdaptivePoll,
         now: Instant,
         polled: Duration,
         sleeps: u32,
@@ -309,7 +309,7 @@ mod tests {
 
     impl Worker {
         fn new() -> Self {
-            let window = PollWindow::new(Polling::Adaptive(MOST));
+            let window = AdaptivePoll::new(Polling::Adaptive(MOST));
             Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
@@ -510,9 +510,9 @@ mod tests {
 
     #[test]
     fn nothing_is_learnt_where_nothing_is_to_be() {
-        let mut window = PollWindow::new(Polling::Always);
+        let mut window = AdaptivePoll::new(Polling::Always);
         assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::Look));
-        let mut window = PollWindow::new(Polling::Never);
+        let mut window = AdaptivePoll::new(Polling::Never);
         for _ in 0..100 {
             assert_eq!(window.next(|| (false, 0)), Next::Sleep);
             window.slept(Duration::from_micros(1));
