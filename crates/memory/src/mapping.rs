@@ -38,7 +38,7 @@ pub enum Protection {
 pub enum MapError {
     /// A length of 0, a length that exceeds the address space, or an offset that is not a
     /// multiple of the page size.
-    #[error("{len:#x} bytes at offset {offset:#x} can not be mapped: {why}")]
+    #[error("{len:#x} bytes at offset {offset:#x} cannot be mapped: {why}")]
     Shape {
         /// Requested length in bytes.
         len: u64,

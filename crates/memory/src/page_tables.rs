@@ -331,7 +331,7 @@ mod tests {
                 if let Some(look) = ask() {
                     waits += 1;
                     while !look.is_over() {
-                        assert!(std::time::Instant::now() < until, "nobody looks");
+                        assert!(std::time::Instant::now() < until, "no checks run");
                         std::thread::yield_now();
                     }
                 }
@@ -379,7 +379,7 @@ mod tests {
         // No checks run while no thread is awake; they continue when one is.
         drop(awake);
         while !WAITS.load(SeqCst) {
-            assert!(std::time::Instant::now() < until, "it goes on looking");
+            assert!(std::time::Instant::now() < until, "checks continue");
             std::thread::sleep(LATE);
         }
         let _awake = Awake::new();

@@ -348,7 +348,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                     };
                     let request = Request::decode(head).ok_or_else(|| {
                         ConnectionError::Protocol(
-                            "the client sent something that is no request".into(),
+                            "the client sent an invalid request (wrong magic number)".into(),
                         )
                     })?;
                     self.socket.input.consume(Request::SIZE);

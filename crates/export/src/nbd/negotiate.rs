@@ -99,7 +99,7 @@ fn begin_tls(socket: &mut ClientSocket, shared: &ServerShared) -> Result<(), Con
     // Plaintext after STARTTLS may be injected by a man in the middle, and must not count as sent
     // in TLS.
     if !socket.input.rest().is_empty() {
-        let why = "the client, or somebody in between, sent something before TLS began";
+        let why = "the client, or a man in the middle, sent data before TLS started";
         return Err(ConnectionError::Protocol(why.into()));
     }
     if let Some(tls) = &shared.tls {

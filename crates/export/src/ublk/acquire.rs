@@ -79,7 +79,9 @@ pub(super) fn was_never_started(
         });
     }
     let removed = control.command(control::DEL_DEV, header(id, 0), &mut []);
-    removed.map_err(|error| UblkError::of_command("removing what is left of it", error))?;
+    removed.map_err(|error| {
+        UblkError::of_command("removing the device that was never started", error)
+    })?;
     Ok(true)
 }
 
@@ -94,7 +96,7 @@ pub(super) fn take_over(
     let different = |why: String| UblkError::Different { id, why };
     if info.server_flags != SERVER_FLAGS || feature::is_foreign(info.flags) {
         return Err(if recover {
-            different("another program made it".into())
+            different("another program created it".into())
         } else {
             UblkError::Taken { id }
         });
@@ -107,7 +109,7 @@ pub(super) fn take_over(
         return Err(if dead { UblkError::Taken { id } } else { UblkError::Orphan { id } });
     }
     if info.flags & feature::USER_RECOVERY == 0 {
-        return Err(different("this kernel lets no device outlive its server".into()));
+        return Err(different("it has no user recovery, so it does not outlive its server".into()));
     }
     let mut there = Parameters { len: wanted.len, ..Parameters::default() };
     let read = control.command(control::GET_PARAMS, header(id, 0), there.as_mut_bytes());

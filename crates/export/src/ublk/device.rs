@@ -48,19 +48,19 @@ pub struct Options {
 #[non_exhaustive]
 pub enum WhyCopied {
     /// Zero copy is disabled by an option.
-    #[error("that is asked for")]
+    #[error("an option requests it")]
     Asked,
     /// The disk has no suitable file.
     #[error(
-        "the disk is not the bytes of a raw image or a block device that this program reads and \
-         writes past the page cache, by io_uring and without limits"
+        "the disk is not a raw image or a block device that this program accesses past the page \
+         cache, by io_uring and without limits"
     )]
     NoFile,
     /// The kernel does not support zero copy.
-    #[error("the kernel's driver has no UBLK_F_AUTO_BUF_REG as it is since Linux 6.17")]
+    #[error("the kernel's driver lacks UBLK_F_AUTO_BUF_REG in the form of Linux 6.17")]
     Kernel,
     /// The device that is taken over was created without zero copy.
-    #[error("the device was made for that by the process before this one")]
+    #[error("the device that was taken over was created without zero copy")]
     Device,
 }
 
@@ -70,7 +70,7 @@ pub enum WhyCopied {
 /// (CAP_SYS_RESOURCE), it has no effect.
 pub fn promise_progress() {
     if let Err(errno) = rustix::process::configure_io_flusher_behavior(true) {
-        tracing::debug!("not marked as a process that writes for the kernel: {errno}");
+        tracing::debug!("cannot mark the process as an I/O flusher: {errno}");
     }
 }
 
@@ -307,9 +307,7 @@ impl Ublk {
             let QueueStatus { straight, copied, .. } = &shared.status;
             let (straight, copied) =
                 (straight.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
-            tracing::info!(
-                "the data of {straight} requests were not copied, of {copied} they were"
-            );
+            tracing::info!("zero-copy for {straight} requests, and copies for {copied}");
         }
         shared.status.failures.count()
     }
@@ -330,8 +328,8 @@ impl Ublk {
             }
             if !warned {
                 tracing::warn!(
-                    "{} is in use, and is waited for; once more ends this program at once, and \
-                     leaves the device to --recover",
+                    "{} is in use, waiting for its users; a second signal ends this program \
+                     at once and leaves the device to --recover",
                     self.path.display()
                 );
                 warned = true;
@@ -346,7 +344,10 @@ impl Ublk {
         match rustix::fs::open(&self.path, flags, Mode::empty()) {
             Ok(file) => {
                 if let Err(errno) = rustix::fs::fsync(&file) {
-                    tracing::warn!("{}: not all of it is written: {errno}", self.path.display());
+                    tracing::warn!(
+                        "{}: writing back the cache failed: {errno}",
+                        self.path.display()
+                    );
                 }
             }
             Err(Errno::BUSY) => return false,
@@ -368,7 +369,7 @@ impl UblkShared {
     /// Records the end of a thread. The last one calls `on_end`.
     fn thread_ended(&self, queue: u16, outcome: io::Result<()>) {
         if let Err(error) = &outcome {
-            tracing::error!(queue, "requests are not taken any more: {error}");
+            tracing::error!(queue, "the queue takes no more requests: {error}");
             self.broken.store(true, Ordering::Release);
         }
         let last = self.left.fetch_sub(1, Ordering::AcqRel) == 1;
@@ -403,7 +404,7 @@ impl Drop for Ublk {
             Ok(()) => {}
             // Another process has removed the device.
             Err(error) if error.raw_os_error() == Some(Errno::NODEV.raw_os_error()) => {}
-            Err(error) => tracing::warn!("{} is not removed: {error}", self.path.display()),
+            Err(error) => tracing::warn!("cannot remove {}: {error}", self.path.display()),
         }
     }
 }

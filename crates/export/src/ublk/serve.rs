@@ -179,7 +179,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 Event::TagDone { tag, error } => {
                     self.left = self.left.saturating_sub(1);
                     if let Some(error) = error {
-                        tracing::debug!(tag, "not taken: {error}");
+                        tracing::debug!(tag, "tag refused: {error}");
                         self.refused.get_or_insert(error);
                     }
                 }
@@ -301,7 +301,10 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             if !queue.device().copies() {
                 let from = buffer.get(..read).unwrap_or_default();
                 if let Err(errno) = queue.device().copy_to(queue.number(), tag, from) {
-                    tracing::debug!(tag, "what was read is not taken: {errno}");
+                    tracing::debug!(
+                        tag,
+                        "the data of a read cannot be copied to the kernel: {errno}"
+                    );
                     result = -errno.raw_os_error();
                 }
                 if !buffer.is_empty() && buffers.len() < BATCH {

@@ -152,7 +152,7 @@ impl VhostUserBackend for Device {
 
     fn update_memory(&self, memory: Current) -> io::Result<()> {
         let outcome = guard(&memory).inspect_err(|error| {
-            tracing::warn!("the guest's memory can not be had: {error}");
+            tracing::warn!("the guest's memory cannot be mapped: {error}");
         });
         self.shared.touches.memory_changed(lengths(&memory).into_iter());
         *self.shared.memory.write() = Some(memory);

@@ -76,8 +76,8 @@ impl DeviceShared {
             || self.inflight.get().is_some_and(|region| region.is_poisoned());
         if lost {
             tracing::error!(
-                "memory of the guest is gone (its file was truncated, or there are no huge pages for \
-                 it), so its frontend is sent away"
+                "guest memory was lost (its file was truncated, or no huge pages are left), so the \
+                 frontend is disconnected"
             );
             self.hang_up();
         }

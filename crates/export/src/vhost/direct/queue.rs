@@ -544,7 +544,7 @@ impl<'a> DirectQueue<'a> {
                 }
                 if !is_cancelled {
                     let queue = self.context.index;
-                    tracing::warn!(queue, "requests of a queue that is stopped do not end");
+                    tracing::warn!(queue, "requests of a stopped queue do not complete");
                 }
                 for (slot, index) in self.slots.iter().zip(0..) {
                     if slot.since.is_some() {
