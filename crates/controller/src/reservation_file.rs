@@ -1,12 +1,12 @@
 //! The file in which reservations are kept.
 //!
-//! It has [two places](TwoPlaces), which take turns, so there is always one that counts, whenever
+//! It has [two places](AbSlots), which take turns, so there is always one that counts, whenever
 //! the power goes.
 
 use crate::reservations::{AllReservations, Reservations};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shadowbell_state::{HeadOrder, Newest, TwoPlaces};
+use shadowbell_state::{AbSlots, HeadOrder, Newest};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -14,8 +14,8 @@ use std::os::unix::fs::FileExt;
 const MAGIC: [u8; 8] = *b"SBRESV01";
 /// Bytes of a place. All that there can be is less: 128 registrants in each of 256 namespaces.
 const PLACE: u64 = 8 << 20;
-const PLACES: TwoPlaces =
-    TwoPlaces { magic: &MAGIC, order: HeadOrder::LengthFirst, place: PLACE, is_padded: false };
+const PLACES: AbSlots =
+    AbSlots { magic: &MAGIC, order: HeadOrder::LengthFirst, place: PLACE, is_padded: false };
 
 /// The file in which reservations are kept.
 #[derive(Debug)]

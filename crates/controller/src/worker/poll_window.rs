@@ -1,7 +1,7 @@
 //! How long a worker that has found nothing to do goes on looking before it sleeps.
 
 use crate::interrupt::HoldLimit;
-use shadowbell_memory::GiveWay;
+use shadowbell_memory::YieldBackoff;
 use std::time::{Duration, Instant};
 
 /// When a worker that has found nothing to do goes to sleep.
@@ -139,7 +139,7 @@ pub(super) struct PollWindow {
     ended: u64,
     /// When they began, or nearly.
     since: Instant,
-    others: GiveWay,
+    others: YieldBackoff,
     /// Somebody else wanted the processor since then, while a disk was waited for.
     crowded: bool,
 }
@@ -159,7 +159,7 @@ impl PollWindow {
             pending: false,
             ended: 0,
             since,
-            others: GiveWay::new(),
+            others: YieldBackoff::new(),
             crowded: false,
         }
     }
@@ -222,7 +222,7 @@ impl PollWindow {
         let waited = now.duration_since(self.since);
         if waited >= width {
             Next::Sleep
-        } else if self.pending && waited >= GiveWay::AFTER || self.idle >= POLITE_AFTER {
+        } else if self.pending && waited >= YieldBackoff::AFTER || self.idle >= POLITE_AFTER {
             Next::Yield
         } else {
             Next::Look
@@ -231,7 +231,7 @@ impl PollWindow {
 
     /// Others go first who want this processor. What to do then.
     pub(super) fn give_way(&mut self) -> Next {
-        let crowded = self.others.give_way(GiveWay::AFTER);
+        let crowded = self.others.backoff(YieldBackoff::AFTER);
         self.gave_way(crowded)
     }
 

@@ -1,6 +1,6 @@
 //! How long to look before sleeping.
 
-use shadowbell_memory::GiveWay;
+use shadowbell_memory::YieldBackoff;
 use std::time::Duration;
 
 /// Spin, then sleep: how long a thread that waits for completions polls before it sleeps until an
@@ -42,7 +42,7 @@ pub(crate) struct SpinWindow {
     /// Sleeps until it tries the most again, and how many that were the last time.
     until_try: u32,
     between: u32,
-    others: GiveWay,
+    others: YieldBackoff,
 }
 
 /// The smallest window that is worth having.
@@ -57,7 +57,7 @@ impl SpinWindow {
     pub(crate) fn new(policy: SpinPolicy) -> Self {
         let between = *BETWEEN.start();
         let window = policy.max;
-        Self { policy, window, missed: 0, until_try: between, between, others: GiveWay::new() }
+        Self { policy, window, missed: 0, until_try: between, between, others: YieldBackoff::new() }
     }
 
     /// For how long to poll now.
@@ -69,7 +69,7 @@ impl SpinWindow {
     /// whether somebody did or not: the controller is not kept by a thread that gives way, and is
     /// seen to have answered sooner by it than by one that has to be woken.
     pub(crate) fn give_way(&mut self, waited: Duration) {
-        self.others.give_way(waited);
+        self.others.backoff(waited);
     }
 
     fn is_trying(&self) -> bool {

@@ -1,7 +1,7 @@
 //! NBD server: the listening socket, and the threads of its clients.
 
 use super::address::Address;
-use super::clients::{Clients, NewClient, Peer};
+use super::admission::{Clients, NewClient, Peer};
 use super::connection;
 use super::handshake::Export;
 use super::options::Options;
@@ -217,7 +217,7 @@ impl Accept {
 
     fn admit(&mut self, socket: OwnedFd) {
         let peer = Peer::of(socket.as_fd());
-        if self.shared.agreed.is_full(peer) {
+        if self.shared.admitted.is_full(peer) {
             self.shared.log.warn("too many clients: further connections are refused");
             return;
         }

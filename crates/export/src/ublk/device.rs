@@ -1,6 +1,6 @@
 //! Lifecycle of a ublk device.
 
-use super::acquire::{add, find, header, take_over, was_never_started};
+use super::add_device::{add, find, header, take_over, was_never_started};
 use super::error::UblkError;
 use super::parameters::{LARGEST_BLOCK, aligned, parameters};
 use super::serve::{QueueStatus, Work, serve};
@@ -161,7 +161,7 @@ impl Ublk {
         let mut parameters = parameters(disk.geometry());
         let mut file = file_of(local, disk.geometry());
         let mut why_copied = why_copied(options.copy, file.is_some(), || {
-            control.features().is_ok_and(feature::is_straight)
+            control.features().is_ok_and(feature::is_zero_copy)
         });
         if let (Some((file, _)), None) = (&file, why_copied) {
             parameters = aligned(parameters, file.alignment().memory);
@@ -175,7 +175,7 @@ impl Ublk {
                 if !was_never_started(&mut control, id, &info, options.recover)? =>
             {
                 take_over(&mut control, id, &info, &parameters, options.recover)?;
-                if info.flags & feature::STRAIGHT == 0 {
+                if info.flags & feature::ZERO_COPY == 0 {
                     why_copied.get_or_insert(WhyCopied::Device);
                 }
                 (id, true)
@@ -289,9 +289,9 @@ impl Ublk {
 
     /// Number of completed zero-copy requests, and of other requests with data.
     #[must_use]
-    pub fn straight_and_copied(&self) -> (u64, u64) {
-        let QueueStatus { straight, copied, .. } = &self.shared.status;
-        (straight.load(Ordering::Relaxed), copied.load(Ordering::Relaxed))
+    pub fn zero_copy_counts(&self) -> (u64, u64) {
+        let QueueStatus { zero_copy, copied, .. } = &self.shared.status;
+        (zero_copy.load(Ordering::Relaxed), copied.load(Ordering::Relaxed))
     }
 
     /// Removes the device when it is no longer in use: a program that has it mounted or open may
@@ -301,13 +301,13 @@ impl Ublk {
         // The callback is for a stop by another process only.
         drop(self.shared.take_on_end());
         self.wait_until_unused();
-        let (shared, is_straight) = (Arc::clone(&self.shared), self.file.is_some());
+        let (shared, is_zero_copy) = (Arc::clone(&self.shared), self.file.is_some());
         drop(self);
-        if is_straight {
-            let QueueStatus { straight, copied, .. } = &shared.status;
-            let (straight, copied) =
-                (straight.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
-            tracing::info!("zero-copy for {straight} requests, and copies for {copied}");
+        if is_zero_copy {
+            let QueueStatus { zero_copy, copied, .. } = &shared.status;
+            let (zero_copy, copied) =
+                (zero_copy.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
+            tracing::info!("zero-copy for {zero_copy} requests, and copies for {copied}");
         }
         shared.status.failures.count()
     }
@@ -417,7 +417,7 @@ mod tests {
     #[test]
     fn a_kernel_that_can_not_leave_data_where_they_are_has_them_copied() {
         // Features of Linux 6.1, 6.12 and 7.2.
-        let on = |features: u64| why_copied(false, true, || feature::is_straight(features));
+        let on = |features: u64| why_copied(false, true, || feature::is_zero_copy(features));
         assert_eq!(on(0x1f), Some(WhyCopied::Kernel));
         assert_eq!(on(0x3ff), Some(WhyCopied::Kernel));
         assert_eq!(on(0xf_ffff), None);
@@ -433,7 +433,7 @@ mod tests {
         let Ok(mut control) = Control::new(file) else {
             return eprintln!("skipped: there is no io_uring here");
         };
-        assert!(!control.features().is_ok_and(feature::is_straight));
+        assert!(!control.features().is_ok_and(feature::is_zero_copy));
     }
 
     #[test]

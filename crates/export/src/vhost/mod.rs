@@ -25,10 +25,11 @@ mod backend;
 mod config;
 mod direct;
 mod fd_filter;
-mod guarded;
+mod guest_region;
 mod inflight;
 mod inflight_messages;
 mod memory;
+mod page_table_quota;
 mod queue;
 mod request;
 mod resubmit;
@@ -38,7 +39,6 @@ mod shared;
 mod sys;
 #[doc(hidden)]
 pub mod testing;
-mod touches;
 
 pub use crate::local_disk::LocalDisk;
 

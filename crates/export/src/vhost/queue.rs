@@ -363,7 +363,7 @@ impl BlkQueue {
             // Without a request in flight, no completion wakes this thread for the stalled
             // request.
             let is_stuck = self.stalled.is_some() && self.held.pieces == 0;
-            if is_stuck || device.touches.must_wait() {
+            if is_stuck || device.page_table_quota.must_wait() {
                 if self.io.prepare_sleep() {
                     self.io.wait(Some(Instant::now() + LOOK), |_| {});
                 }
@@ -390,7 +390,7 @@ impl BlkQueue {
     /// Takes requests from the queue, if it runs and as long as there are slots. Returns true if
     /// any was taken.
     fn take(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
-        if device.touches.must_wait() {
+        if device.page_table_quota.must_wait() {
             return false;
         }
         let memory = vring.memory();
@@ -427,13 +427,13 @@ impl BlkQueue {
         let size = measure(&chain);
         let Size { bytes, pieces } = self.held;
         let is_full = bytes + size.bytes > MAX_HELD
-            || pieces.saturating_add(size.pieces) > device.touches.most_in_flight();
-        if pieces > 0 && is_full || device.touches.must_wait() {
+            || pieces.saturating_add(size.pieces) > device.page_table_quota.most_in_flight();
+        if pieces > 0 && is_full || device.page_table_quota.must_wait() {
             return Some(chain);
         }
         let Some(slot) = self.io.tasks().reserve() else { return Some(chain) };
         let parsed = parse(&chain, &device.rules(), &device.id, size);
-        device.touches.add(size.pieces);
+        device.page_table_quota.add(size.pieces);
         match parsed {
             Ok(job) => {
                 self.held.bytes += size.bytes;
@@ -477,7 +477,7 @@ impl BlkQueue {
             let data = if for_guest && outcome.is_ok() { data.as_slice() } else { &[] };
             let len = put(&pending.chain, data, status);
             answer(vring, tracker.as_mut(), &pending.chain, len);
-            device.touches.add(pending.size.pieces);
+            device.page_table_quota.add(pending.size.pieces);
         });
         *answered |= !done.is_empty();
         done.drain(..).for_each(|slot| io.tasks().release(slot));

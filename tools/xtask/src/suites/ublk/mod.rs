@@ -98,7 +98,8 @@ fn stop(guest: &mut Guest, export: Export) -> Result<(u64, u64)> {
 }
 
 fn counts(said: &str) -> Result<(u64, u64)> {
-    let words = || said.split("zero-copy for ").nth(1).with_context(|| format!("no counts: {said}"));
+    let words =
+        || said.split("zero-copy for ").nth(1).with_context(|| format!("no counts: {said}"));
     let mut numbers = words()?.split_whitespace().filter_map(|word| word.parse().ok());
     Ok((numbers.next().context("how many went straight")?, numbers.next().context("and copied")?))
 }

@@ -22,16 +22,16 @@ pub(super) fn header(dev_id: u32, data: u64) -> ControlCommand {
     ControlCommand { dev_id, queue_id: u16::MAX, data, ..ControlCommand::default() }
 }
 
-/// Adds a device without a server and returns its number. With `straight`, its data is not copied
+/// Adds a device without a server and returns its number. With `zero_copy`, its data is not copied
 /// by the driver.
 pub(super) fn add(
     control: &mut Control,
     id: Option<u32>,
     queues: usize,
-    straight: bool,
+    zero_copy: bool,
 ) -> Result<u32, UblkError> {
     let dev_id = id.unwrap_or(u32::MAX);
-    let data = if straight { feature::STRAIGHT } else { 0 };
+    let data = if zero_copy { feature::ZERO_COPY } else { 0 };
     let mut info = DeviceInfo {
         queues: u16::try_from(queues).unwrap_or(u16::MAX).clamp(1, 4096),
         depth: DEPTH,
