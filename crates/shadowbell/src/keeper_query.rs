@@ -15,7 +15,7 @@ use std::time::Duration;
 pub(crate) struct Keeper(OwnedFd);
 
 /// Error text if the supervisor closes the connection.
-const GONE: &str = "the keeper has ended";
+const GONE: &str = "the supervisor has ended";
 
 impl Keeper {
     /// Creates a client of the supervisor at the other end of this socket.
@@ -73,7 +73,7 @@ impl Keeper {
                  or as root"
             }
         };
-        Err(bad_input(anyhow!("{}: no server with a keeper is there; {hint}", server.display())))
+        Err(bad_input(anyhow!("{}: no server with a supervisor found; {hint}", server.display())))
     }
 
     /// Upgrades the server to `program`, or restarts the current program. Returns a sentence that
@@ -107,7 +107,7 @@ pub(crate) fn program(option: &str, path: &Path) -> anyhow::Result<PathBuf> {
         .map_err(bad_input)?;
     let about = std::fs::metadata(&full)?;
     if !about.is_file() || about.permissions().mode() & 0o111 == 0 {
-        let why = anyhow!("{option} {}: it is no program that can be started", path.display());
+        let why = anyhow!("{option} {}: not an executable file", path.display());
         return Err(bad_input(why));
     }
     Ok(full)

@@ -36,7 +36,7 @@ impl Keeper {
         let (Some(left), Some(mut upgrade), Some(mut worker)) =
             (left, self.upgrade.take(), self.worker.take())
         else {
-            return self.upgrade_failed("what the next process needs could not be kept");
+            return self.upgrade_failed("the checkpoint for the next process is incomplete");
         };
         upgrade.new.kill();
         let pid = worker.pid();
@@ -44,7 +44,7 @@ impl Keeper {
         self.left = Some(left);
         self.sockets.clear();
         self.died = Some(Instant::now());
-        say(&format!("process {pid} rests, and another one goes on with its clients"));
+        say(&format!("process {pid} has quiesced; another process recovers its clients"));
         let replacement = Replacement {
             program: upgrade.new.program.clone(),
             asker: upgrade.asker.take(),
@@ -65,7 +65,7 @@ impl Keeper {
                 self.write_record();
             }
             Err(error) => {
-                let why = format!("{} can not be started: {error}", program.display());
+                let why = format!("cannot start {}: {error}", program.display());
                 match self.replacement.take() {
                     Some(replacement) => self.go_back(replacement, &why),
                     None => self.worker_has_died(&why, None, false),
@@ -87,7 +87,7 @@ impl Keeper {
         let Some(replacement) = self.replacement.take() else { return };
         let Some(worker) = &self.worker else { return };
         let text = format!(
-            "process {} serves ({}), {} ms after the upgrade began; its disks were opened anew",
+            "process {} serves ({}), {} ms after the upgrade began; its disks were reopened",
             worker.pid(),
             self.program.display(),
             replacement.began.elapsed().as_millis()
@@ -114,7 +114,7 @@ impl Keeper {
 
     /// Reports the failed upgrade and recovers with the program that served before.
     fn go_back(&mut self, replacement: Replacement, why: &str) {
-        let why = format!("{why}; the program that served before goes on with the clients");
+        let why = format!("{why}; the previous program recovers the clients");
         tell_outcome(replacement.asker, Err(&why));
         self.start_instead(Path::new(OURSELVES));
         if let Some(worker) = &mut self.worker {
@@ -132,7 +132,7 @@ impl Keeper {
         };
         worker.why.get_or_insert_with(|| {
             let limit = GOES_ON.as_secs();
-            format!("the new process did not go on within {limit} s")
+            format!("the new process did not recover within {limit} s")
         });
         // `look_for_ends` sees the exit and falls back.
         worker.kill();

@@ -463,7 +463,7 @@ mod tests {
         assert!(one.deadline().is_some(), "a record is due");
         one.record(&record(2, &[]), 0).unwrap();
         assert!(one.deadline().is_none());
-        assert_eq!(io::Read::read(&mut pipe_read, &mut [0]).unwrap(), 0, "nobody has it any more");
+        assert_eq!(io::Read::read(&mut pipe_read, &mut [0]).unwrap(), 0, "the last copy is closed");
         // A large amount of changes triggers a snapshot at once.
         let long = "x".repeat(16_000);
         while !one.needs_record() {

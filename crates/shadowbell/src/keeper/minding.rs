@@ -32,8 +32,8 @@ impl Keeper {
             worker.say(to_worker::READ, "", None);
             self.reading = Some(Reading::Told(worker.pid()));
         } else {
-            let why = "the process that serves is of an earlier release, and does not read its \
-                       configuration again; `shadowbell upgrade` first";
+            let why = "the server process is of an earlier release, which cannot reload its \
+                       configuration; run `shadowbell upgrade` first";
             say(&format!("warning: {why}"));
             self.reading = None;
             notify::tell(&notify::ready(why));
@@ -63,13 +63,13 @@ impl Keeper {
                 if let Some(worker) = worker {
                     let pid = worker.pid();
                     say(&format!(
-                        "error: process {pid} hangs: a thread that serves has not answered in \
-                         time; it is ended"
+                        "error: process {pid} hangs: a thread failed its liveness check; the \
+                         process is aborted"
                     ));
                     worker.abort();
                 }
             }
-            Due::Lost => return say("error: the process that hangs can not be ended"),
+            Due::Lost => return say("error: the hung process did not end after SIGABRT"),
         }
         notify::tell(notify::WATCHDOG);
     }

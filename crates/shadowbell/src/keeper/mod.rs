@@ -112,7 +112,7 @@ pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
     let status = match keeper {
         Ok(mut keeper) => keeper.run(),
         Err(error) => {
-            say(&format!("shadowbell: the keeper can not start: {error}"));
+            say(&format!("shadowbell: the supervisor cannot start: {error}"));
             exit::FAILED
         }
     };
@@ -170,8 +170,8 @@ impl Keeper {
     fn listen(&mut self) {
         let control = Control::listen().inspect_err(|error| {
             say(&format!(
-                "warning: `shadowbell upgrade` will not find this server: no socket can be had \
-                 ({error}); SIGUSR2 works"
+                "warning: `shadowbell upgrade` will not find this server: the supervisor has no \
+                 control socket ({error}); send it SIGUSR2 instead"
             ));
         });
         self.control = control.ok();
@@ -284,7 +284,7 @@ impl Keeper {
         notify::tell(notify::STOPPING);
         match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
             None => {}
-            Some(Step::Preparing) => self.upgrade_failed("the server is to end"),
+            Some(Step::Preparing) => self.upgrade_failed("the server is shutting down"),
             // The upgrade completes or fails shortly; `END` is sent to the process that then
             // serves.
             Some(Step::HandingOver | Step::Moving | Step::Committed) => return,
@@ -403,7 +403,7 @@ impl Keeper {
             worker.answers = !status.is_empty();
             if let Some(died) = died.filter(|_| worker.has_taken) {
                 let (pid, took) = (worker.pid(), died.elapsed().as_millis());
-                say(&format!("process {pid} goes on with the clients, {took} ms after that"));
+                say(&format!("process {pid} has recovered the clients, {took} ms after the crash"));
             }
         }
         self.replacement_serves();
@@ -442,14 +442,14 @@ impl Keeper {
                 upgrade.until = now + HAND_OVER;
                 upgrade.new.kill();
             }
-            Step::Moving => self.both_end("the upgrade did not come to its end", false),
+            Step::Moving => self.both_end("the upgrade did not complete in time", false),
             Step::Committed => {
                 upgrade.until = now + LEAVE;
                 match &mut self.worker {
                     // The new process waits for the old one's end.
                     Some(worker) if upgrade.why.is_none() => {
                         worker.kill();
-                        upgrade.why = Some("the new process does not begin to serve".to_owned());
+                        upgrade.why = Some("the new process does not start to serve".to_owned());
                     }
                     _ => upgrade.new.kill(),
                 }
@@ -477,7 +477,10 @@ impl Keeper {
             question::UPGRADE => {
                 let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
                 if program.is_some() && !self.is_outside(&client) {
-                    return tell_outcome(Some(client), Err("a worker names no program"));
+                    return tell_outcome(
+                        Some(client),
+                        Err("a server process must not choose the program of an upgrade"),
+                    );
                 }
                 return self.begin_upgrade(program, Some(client));
             }

@@ -165,7 +165,9 @@ fn start_with(socket: OwnedFd, named: Named) {
     });
     if let Err(error) = started {
         opener.ends();
-        say(&format!("error: no images can be opened for the process that serves: {error}"));
+        say(&format!(
+            "error: the server process cannot open images: no thread for the open broker: {error}"
+        ));
     }
 }
 
@@ -215,7 +217,7 @@ struct Named {
 fn answer(socket: &OwnedFd, named: &mut Named, packet: Packet) -> io::Result<()> {
     let outcome = match packet.letter {
         opening::FILE | opening::DIRECTORY | opening::CONFIG if named.is_complete => {
-            Err(io::Error::other("nothing more can be named"))
+            Err(io::Error::other("no more paths can be registered"))
         }
         opening::FILE => {
             named.files.push(packet.path());
@@ -336,8 +338,8 @@ fn check(named: &Named, image: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
     Err(io::Error::new(
         io::ErrorKind::PermissionDenied,
         format!(
-            "the sandbox lets the server have what it was started with, and what `shadowbell ctl` \
-             adds; `serve --allow {}` lets it have more",
+            "the sandbox permits only images that were named at the start or added by `shadowbell \
+             ctl`; restart `serve` with `--allow {}` to permit more",
             path.parent().unwrap_or(&path).display()
         ),
     ))

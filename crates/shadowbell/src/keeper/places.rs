@@ -74,7 +74,10 @@ pub(super) fn restore(socket: OwnedFd, saved: SavedPlaces) {
     });
     if let Err(error) = started {
         answerer.ends();
-        say(&format!("error: no sockets can be made for the process that serves: {error}"));
+        say(&format!(
+            "error: the server process cannot create sockets: no thread for the path broker: \
+             {error}"
+        ));
     }
 }
 
@@ -242,7 +245,7 @@ fn listen(places: &Places, kind: Kind, path: &Path) -> Outcome {
     let at = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
     // If the directory does not exist, `bind` reports that.
     if at.parent().is_some_and(|parent| directory(parent).is_ok()) && !places.is_for_sockets(&at) {
-        let text = format!("the sandbox lets no socket be at {}", path.display());
+        let text = format!("the sandbox permits no socket at {}", path.display());
         return Err(io::Error::other(text).into());
     }
     let listener = Listener::bind(&at).map_err(no)?;

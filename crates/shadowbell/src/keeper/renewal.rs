@@ -62,8 +62,8 @@ impl Renewal {
         }
         let mut outcome = self.outcome;
         if let Some(why) = why {
-            say(&format!("warning: the keeper goes on as the program that it is: {why}"));
-            outcome += &format!("; its keeper goes on as the program that it is: {why}");
+            say(&format!("warning: the supervisor keeps running the old program: {why}"));
+            outcome += &format!("; its supervisor keeps running the old program: {why}");
         }
         tell_outcome(self.asker, Ok(&outcome));
     }

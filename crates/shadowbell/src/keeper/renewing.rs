@@ -58,7 +58,7 @@ impl Keeper {
             Ok(()) => {
                 let limit = LIMIT.as_secs();
                 let why = match renewal.step {
-                    Step::Asked(..) => format!("the new one did not answer within {limit} s"),
+                    Step::Asked(..) => format!("the new program did not answer within {limit} s"),
                     _ => format!("there was no quiet moment within {limit} s"),
                 };
                 renewal.ends(Some(&why));
@@ -73,7 +73,7 @@ impl Keeper {
             Step::Wanted => {
                 let (child, identity) = self
                     .ask(&renewal.program)
-                    .map_err(|error| format!("the new one can not be asked: {error}"))?;
+                    .map_err(|error| format!("cannot start the new program: {error}"))?;
                 renewal.step = Step::Asked(child, identity);
             }
             Step::Asked(child, identity) => {
@@ -82,8 +82,10 @@ impl Keeper {
                 }
                 let answer = answer_of(child);
                 if answer != CAN {
-                    let why = if answer.is_empty() { "it does not know how" } else { &answer };
-                    return Err(format!("the new one can not go on from what it is: {why}"));
+                    let why = if answer.is_empty() { "no support for that" } else { &answer };
+                    return Err(format!(
+                        "the new program cannot continue from the supervisor's state: {why}"
+                    ));
                 }
                 renewal.step = Step::Can(*identity);
                 renewal.until = now + LIMIT;
@@ -177,7 +179,7 @@ impl Keeper {
     pub(super) fn go_on(arguments: Vec<OsString>, left: RawFd) -> io::Result<Self> {
         let nothing = || {
             io::Error::other(format!(
-                "{AS_KEEPER} is how a keeper becomes another program; leave it out"
+                "{AS_KEEPER} is an internal option of the supervisor; leave it out"
             ))
         };
         let left = take_inherited(left).ok_or_else(nothing)?;
@@ -193,8 +195,11 @@ impl Keeper {
         held.openers.into_iter().for_each(|(socket, named)| opener::restore(socket, named));
         held.places.into_iter().for_each(|(socket, saved)| places::restore(socket, saved));
         let program = keeper.program.display().to_string();
-        say(&format!("the keeper is {program} from now on"));
-        tell_outcome(held.asker, Ok(&format!("{}; its keeper is that program too", held.outcome)));
+        say(&format!("the supervisor now runs {program}"));
+        tell_outcome(
+            held.asker,
+            Ok(&format!("{}; its supervisor runs that program too", held.outcome)),
+        );
         unblock_signals(&keeper.all_signals())?;
         Ok(keeper)
     }

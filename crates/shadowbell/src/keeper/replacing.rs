@@ -85,37 +85,39 @@ impl Keeper {
     ) {
         self.sockets.clear();
         if self.ended != 0 {
-            say(&format!("error: {what} while the server was to end"));
+            say(&format!("error: {what} during shutdown"));
             self.over = Some(exit::FAILED);
             return;
         }
         let now = Instant::now();
         self.died.get_or_insert(now);
-        notify::tell(&notify::status("a process has died, and another one is to go on"));
+        notify::tell(&notify::status(
+            "the server process has died; another one is about to recover",
+        ));
         match self.deaths.add(now, served, is_killed, self.left.is_some()) {
             Next::Recover(Duration::ZERO) => {
-                say(&format!("error: {what}; another one goes on with its clients"));
+                say(&format!("error: {what}; another process recovers its clients"));
                 self.restart = Some(now);
             }
             Next::Recover(wait) => {
                 let wait_ms = wait.as_millis();
                 say(&format!(
-                    "error: {what}; another one goes on with its clients in {wait_ms} ms"
+                    "error: {what}; another process recovers its clients in {wait_ms} ms"
                 ));
                 self.restart = Some(now + wait);
             }
             Next::Start(wait) => {
                 self.left = None;
                 say(&format!(
-                    "error: {what}; it is started again in {} ms. The clients that it had have \
-                     lost their controllers",
+                    "error: {what}; it is restarted in {} ms without a checkpoint, so its clients \
+                     have lost their controllers",
                     wait.as_millis()
                 ));
                 self.restart = Some(now + wait);
             }
             Next::GiveUp => {
                 say(&format!(
-                    "error: {what}, the {}th in a minute; it is not started again",
+                    "error: {what}; after {} deaths within a minute it is not restarted",
                     self.deaths.count()
                 ));
                 self.over = Some(exit::FAILED);
@@ -137,7 +139,7 @@ impl Keeper {
             }
             Err(error) => {
                 let program = self.program.display().to_string();
-                let what = format!("{program} can not be started: {error}");
+                let what = format!("cannot start {program}: {error}");
                 self.worker_has_died(&what, None, false);
             }
         }

@@ -32,14 +32,12 @@ impl Keeper {
             (self.worker, self.upgrade, self.left, self.restart) = (None, None, None, None);
             self.leaving.clear();
             say(&format!(
-                "error: the keeper was killed, and what the service manager has kept of it is of \
-                 no use: {why}. The clients have lost their controllers"
+                "error: the supervisor was killed, and its state in the fd store is unusable: \
+                 {why}. The clients have lost their controllers"
             ));
             return false;
         }
-        say(
-            "error: the keeper was killed; this one goes on with what the service manager has kept",
-        );
+        say("error: the supervisor was killed; this one continues from the fd store");
         true
     }
 
@@ -110,7 +108,7 @@ impl Keeper {
 
 fn lost(error: &dyn std::fmt::Display) {
     say(&format!(
-        "error: the service manager can not keep what the keeper has: {error}. If the keeper is \
-         killed, its clients lose their controllers"
+        "error: cannot store the supervisor's state in the service manager's fd store: {error}. If \
+         the supervisor is killed, the clients lose their controllers"
     ));
 }

@@ -19,7 +19,7 @@ impl Keeper {
     pub(super) fn begin_upgrade(&mut self, program: Option<PathBuf>, asker: Option<OwnedFd>) {
         let refusal = match &self.worker {
             _ if self.ended != 0 => Some("the server is to end"),
-            _ if self.upgrade.is_some() => Some("another upgrade is under way"),
+            _ if self.upgrade.is_some() => Some("another upgrade is running"),
             Some(worker) if worker.serves_since.is_some() => None,
             _ => Some("the server does not serve yet; try again in a moment"),
         };
@@ -39,7 +39,7 @@ impl Keeper {
             }
             Err(error) => {
                 let program = program.display();
-                tell_outcome(asker, Err(&format!("{program} can not be started: {error}")));
+                tell_outcome(asker, Err(&format!("cannot start {program}: {error}")));
             }
         }
     }
@@ -96,8 +96,11 @@ impl Keeper {
             // The old process decides: it may have committed a moment ago.
             Step::HandingOver => upgrade.why = Some(why),
             Step::Moving => {
-                let what =
-                    format!("process {}, which serves a part, {}", upgrade.new.pid(), how(status));
+                let what = format!(
+                    "process {}, which serves a part of the controllers, {}",
+                    upgrade.new.pid(),
+                    how(status)
+                );
                 upgrade.why = Some(why);
                 self.both_end(&what, is_killed(status));
             }

@@ -293,8 +293,8 @@ impl Worker {
             self.is_broken = true;
             self.items = Items::default();
             say(&format!(
-                "error: if process {} dies, its clients lose their controllers, because what \
-                 the next one needs can not be kept: {error}",
+                "error: the clients will lose their controllers if process {} crashes: its \
+                 checkpoint cannot be stored: {error}",
                 self.pid()
             ));
         }
@@ -324,7 +324,7 @@ pub(super) fn how(status: ExitStatus) -> String {
     use std::os::unix::process::ExitStatusExt;
     match (status.signal(), status.code()) {
         (Some(SIGSYS), _) => {
-            "was ended for a system call that its sandbox forbids (signal 31)".to_owned()
+            "was killed for a system call that its sandbox forbids (signal 31)".to_owned()
         }
         (Some(signal), _) => format!("was ended by signal {signal}"),
         (None, code) => format!("ended with exit status {}", code.unwrap_or_default()),

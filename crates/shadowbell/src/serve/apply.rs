@@ -32,8 +32,8 @@ pub(super) fn apply(
     }
     if !plan.lost.is_empty() && !forced {
         return Err(exit::conflict(anyhow!(
-            "nothing was changed: {} would be taken from clients that are connected; end these \
-             first, or force this",
+            "nothing was changed: connected clients would lose {}; disconnect them first, or force \
+             the change",
             plan.lost.join(", ")
         )));
     }
@@ -47,7 +47,7 @@ pub(super) fn apply(
         return Ok(plan);
     }
     let failed: Vec<_> = failed.iter().map(exit::line).collect();
-    Err(anyhow!("only a part was done: {}", failed.join("; ")))
+    Err(anyhow!("only a part was applied: {}", failed.join("; ")))
 }
 
 /// A namespace to add: its controller, its NSID, and its disk.
@@ -170,7 +170,7 @@ impl Reload {
         let thread = std::thread::Builder::new().name("sb-reload".into());
         let started = thread.spawn(move || done(&ours.run(&changes)));
         if let Err(error) = started {
-            error!("the configuration is not read: the system has no more threads ({error})");
+            error!("the configuration is not reloaded: cannot start a thread ({error})");
         }
     }
 
@@ -190,21 +190,20 @@ impl Reload {
     }
 
     fn read(&self, changes: &Changes) -> anyhow::Result<String> {
-        let refused = "the configuration is refused, and all goes on as it was";
+        let refused = "the configuration is refused, and nothing was changed";
         let mut config = self.args.clone().config().context(refused)?;
         config.add_attached().context(refused)?;
         if Settings::of(&config) != self.settings {
             warn!(
-                "the configuration has changed in what is not of controllers and limit groups; \
-                 that counts when the server goes on in another process (`shadowbell upgrade`) or \
-                 is started again"
+                "server-wide settings of the configuration have changed; they take effect at the \
+                 next `shadowbell upgrade` or restart"
             );
         }
         let plan = apply(changes, config, false, false).context("the configuration")?;
         let Plan { add, remove, replace, change, unchanged, .. } = plan;
         Ok(format!(
-            "the configuration was read again; of its controllers {} come, {} go, {} are \
-             replaced, {} change, {unchanged} stay",
+            "the configuration was reloaded; controllers: {} added, {} removed, {} replaced, {} \
+             changed, {unchanged} unchanged",
             add.len(),
             remove.len(),
             replace.len(),

@@ -100,6 +100,6 @@ pub(super) fn refused(link: &WorkerLink, why: anyhow::Error) -> anyhow::Error {
 /// Starts the doorbell trace in a new file. The old process's file is kept beside it.
 pub(super) fn begin_trace(server: &Server, config: &ServerConfig) {
     if let Err(error) = server.trace(config, true) {
-        warn!("doorbells are not recorded any more: {error:#}");
+        warn!("the doorbell trace has ended: {error:#}");
     }
 }

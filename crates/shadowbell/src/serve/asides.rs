@@ -57,11 +57,11 @@ impl Asides {
     pub(super) fn listen_again(config: &ServerConfig, keeper_pid: Option<u32>) -> Self {
         let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose();
         let stats = stats.unwrap_or_else(|why| {
-            warn!("the counters can not be asked for: {why:#}");
+            warn!("there is no statistics socket: {why:#}");
             None
         });
         let control = listen_control(config, keeper_pid)
-            .inspect_err(|why| warn!("there is no control socket any more: {why:#}"));
+            .inspect_err(|why| warn!("there is no control socket: {why:#}"));
         Self { stats: stats.map(RestingStats::new), control: control.ok() }
     }
 
@@ -135,7 +135,7 @@ fn listen_control(config: &ServerConfig, keeper_pid: Option<u32>) -> anyhow::Res
     let pid = keeper_pid.unwrap_or_else(std::process::id);
     let resting = Resting::listen(&config.control, &config.default_name, pid, config.metrics)?;
     if let Some(address) = resting.metrics() {
-        info!("metrics are at http://{address}/metrics, for whoever can reach that");
+        info!("metrics are at http://{address}/metrics, without access control");
     }
     Ok(resting)
 }

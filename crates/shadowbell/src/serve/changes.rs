@@ -93,8 +93,7 @@ impl Changes {
             return match served.asked().is_same(&asked) {
                 true => Ok(false),
                 false => Err(exit::conflict(anyhow!(
-                    "there is a controller `{}` already, and it is not what is asked for; remove \
-                     it first",
+                    "a controller `{}` exists already, with other properties; remove it first",
                     served.id
                 ))),
             };
@@ -112,7 +111,8 @@ impl Changes {
         let served = self.find(id)?;
         if served.has_client() && !forced {
             return Err(exit::conflict(anyhow!(
-                "{} has a client, which would lose its disks; end it first, or force this",
+                "{} has a client, which would lose its disks; disconnect it first, or force the \
+                 removal",
                 served.name
             )));
         }
@@ -220,7 +220,7 @@ impl Changes {
         let mut disks: Vec<Weak<dyn Disk>> = Vec::new();
         for (_, namespace) in &served.controller.namespaces() {
             if let Err(error) = flush(&*namespace.disk) {
-                warn!("{name}: {} can not be flushed: {error}", namespace.disk.name());
+                warn!("{name}: cannot flush {}: {error}", namespace.disk.name());
             }
             // Disks of a subsystem are shared with other controllers, so their close is not
             // awaited.
@@ -237,7 +237,7 @@ impl Changes {
         if let Some((kept, disks)) = kept {
             kept.removed(index, &disks);
         }
-        info!("{name}: is served no more");
+        info!("{name}: removed");
         Ok(())
     }
 }

@@ -199,7 +199,7 @@ impl Keeping {
     /// The list cannot be sent, so that a recovering process would not know of these controllers.
     pub(super) fn name_all(&self) -> anyhow::Result<()> {
         self.kept.state.lock().is_complete = true;
-        self.kept.try_publish().context("the keeper does not take what it is to hold")
+        self.kept.try_publish().context("the supervisor does not accept the checkpoint")
     }
 
     /// Makes the checkpoint valid: all controllers are in it.
@@ -376,7 +376,7 @@ impl Kept {
 
     /// Invalidates the checkpoint for good.
     fn give_up(&self, why: &anyhow::Error) {
-        info!("if this process dies, its clients lose their controllers: {why:#}");
+        info!("the clients will lose their controllers if this process crashes: {why:#}");
         self.state.lock().is_possible = false;
         // A checkpoint of the previous process is invalidated as well.
         let _ = self.store.delete(COMPLETE);

@@ -49,7 +49,7 @@ pub(super) fn set_apart(controller: &Controller) {
         // The controller has a thread of its own already, or a handover is running.
         Ok(()) | Err(RelocateError::Placed | RelocateError::Frozen) => {}
         Err(error) => warn!(
-            "{}: {error}; so other controllers wait as well if a disk of it does not answer",
+            "{}: {error}; so a disk that does not answer will delay other controllers too",
             controller.config().serial
         ),
     }
@@ -89,7 +89,7 @@ pub(super) fn bind_one(served: &SocketConfig) -> anyhow::Result<Listener> {
             return Ok(listener);
         }
         socket_access::give(listener.path())
-            .with_context(|| format!("{}: its mode or its group", listener.path().display()))
+            .with_context(|| format!("{}: cannot set its mode or group", listener.path().display()))
             .map_err(bad_input)?;
         Ok(listener)
     });

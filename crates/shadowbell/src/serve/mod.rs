@@ -172,8 +172,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     limits::set_groups(&config.groups);
     if config.polls_for_mapped {
         info!(
-            "the workers poll, which takes a processor each: a client that maps its doorbells can \
-             not wake them; `--poll adaptive` has them sleep, and look once a millisecond"
+            "the I/O threads poll and use a CPU each, because a mapped doorbell cannot wake them; \
+             with `--poll adaptive` they sleep, and check once a millisecond"
         );
     }
     socket_access::set(&config.socket_access);
@@ -302,8 +302,8 @@ fn warn_of_memory(config: &ServerConfig) {
     if wanted > there {
         let text = |bytes| ByteSize(bytes).display().iec();
         warn!(
-            "the disks in memory have {} together, and the machine has {} of memory: guests that \
-             fill them have the system run out of it, and end whatever it chooses",
+            "the disks in memory have {} together, but the machine has {} of memory: guests that \
+             fill them cause the OOM killer to end processes",
             text(wanted),
             text(there)
         );
@@ -347,7 +347,9 @@ fn wait<'a>(
             Wake::Readable => {
                 let Some(link) = link else { continue };
                 let Some(packet) = link.hear() else {
-                    error!("the keeper has ended, and so this ends too: start it again");
+                    error!(
+                        "the supervisor has ended, so this process ends too: start the server again"
+                    );
                     return Ok(End::Left);
                 };
                 match packet.letter {
@@ -394,7 +396,7 @@ fn hand_over(
             move_out::move_out(server, &resting, &transfer, &versions, link)
         }
         Some(_paused) => hand_over::hand_over(server, &resting, &transfer, &versions, link),
-        None => Err(anyhow!("a controller is being added or taken away; try again")),
+        None => Err(anyhow!("a controller is being added or removed; try again")),
     };
     let Err(why) = outcome else {
         resting.leave();
@@ -418,7 +420,7 @@ fn report(config: &ServerConfig, server: &Server) {
     match &config.stats_json {
         Some(path) => match stats_file::write(path, &report) {
             Ok(()) => debug!("statistics are in {}", path.display()),
-            Err(error) => error!("statistics can not be written to {}: {error}", path.display()),
+            Err(error) => error!("cannot write statistics to {}: {error}", path.display()),
         },
         None => info!("{report}"),
     }

@@ -96,7 +96,7 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
         other => {
             // The third process recovers the clients: nothing may be closed in order, only by
             // exit.
-            let why = other.err().unwrap_or_else(|| anyhow!("the process before has ended"));
+            let why = other.err().unwrap_or_else(|| anyhow!("the old process has ended"));
             error!("{why:#}");
             link.say(to_keeper::FAILED, &exit::line(&why));
             std::process::exit(i32::from(exit::FAILED));
@@ -107,7 +107,7 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
     abort_point(AbortPoint::Taken);
     begin_trace(&moving.server, config);
     let took = began.elapsed().as_millis();
-    info!("goes on for the process before, one controller after the other in {took} ms");
+    info!("took over from the old process, one controller after the other, in {took} ms");
     Ok(Some((moving.server, asides)))
 }
 
@@ -119,7 +119,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
             let mut parcel = match Parcel::receive(self.transfer) {
                 Ok(parcel) => parcel,
                 Err(StateError::Io(error)) => {
-                    debug!("no more is handed over: {error}");
+                    debug!("the handover has ended: {error}");
                     return Ok(None);
                 }
                 Err(error) => return Err(error.into()),
@@ -138,7 +138,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
     /// Restores a controller and serves it. Returns false if the old process serves it.
     fn one(&mut self, index: usize, mut parcel: Parcel) -> anyhow::Result<bool> {
         let mut phases = Phases::begin();
-        let asked = self.asked.get(index).context("the state has another number")?;
+        let asked = self.asked.get(index).context("the state has an unknown controller index")?;
         let events = self.events.of(index);
         let arriving = Arriving::take(&mut parcel, asked, index, events, &self.pool)?;
         let Arriving { served, device, port, saved } = arriving;
@@ -148,8 +148,8 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         if self.resting.is_none() {
             self.resting = Some(self.server.rest_sockets(Instant::now() + REST)?);
         }
-        phases.ended("sockets at rest");
-        let reactor = self.resting.as_mut().context("the sockets do not rest")?;
+        phases.ended("reactor paused");
+        let reactor = self.resting.as_mut().context("the reactor is not paused")?;
         let port = reactor.restore(port, &mut fds, Box::new(device));
         let port = port.with_context(|| served.name.clone())?;
         served.set_port(port);
@@ -163,12 +163,12 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
             self.is_committed = true;
         }
         if !matches!(transfer::hear(self.transfer), Ok(Some(GONE))) {
-            bail!("the process before has ended while it handed over {}", served.name);
+            bail!("the old process has ended while it handed over {}", served.name);
         }
-        phases.ended("the other one");
+        phases.ended("old process");
         served.disks().for_each(|disk| disk.share_lock(false));
         self.keeping.keep_one(&served, reactor, port)?;
-        phases.ended("records");
+        phases.ended("checkpoint items");
         let restored = served.controller.restore_at_rest(&saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
         phases.ended("queues");
@@ -180,7 +180,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
             self.link.say(to_keeper::SHARED, "");
         }
         abort_point(AbortPoint::TakenOne);
-        phases.ended("names");
+        phases.ended("checkpoint list");
         let served = Arc::new(served);
         self.server.registry().join(Arc::clone(&served));
         served.controller.resume();
@@ -201,12 +201,12 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         let asides = Asides::restore(&mut parcel)?;
         parcel.finish()?;
         if self.server.controllers().len() != self.asked.len() {
-            bail!("the process before has not handed over all that it serves");
+            bail!("the old process has not handed over all controllers");
         }
         transfer::say(self.transfer, HAVE).ok();
         if !matches!(transfer::hear(self.transfer), Ok(Some(GONE))) {
             // The old process died on exit, with no command in flight any more.
-            debug!("the predecessor has ended without a word");
+            debug!("the old process has ended without its last message");
         }
         Ok(asides)
     }

@@ -97,7 +97,7 @@ pub(super) fn move_out(
     // Fails only if the new process is dead.
     let _ = transfer::say(transfer, GONE);
     std::mem::forget(gone);
-    info!("another process goes on");
+    info!("another process serves now");
     Ok(())
 }
 
@@ -124,13 +124,13 @@ impl MoveOut<'_> {
                 Ok(()) => {}
                 Err(Failed::Slow(why)) if self.is_committed => {
                     if told < 3 {
-                        warn!("{why:#}; it is served by this process until it does");
+                        warn!("{why:#}; this process serves it until then");
                         told += 1;
                     }
                     waiting.push_back((index, served));
                     // The supervisor may have died meanwhile.
                     if self.link.told() == Some(Told::Gone) {
-                        return Err(anyhow!("the keeper has ended"));
+                        return Err(anyhow!("the supervisor has ended"));
                     }
                     std::thread::sleep(AGAIN);
                 }
@@ -198,7 +198,7 @@ impl MoveOut<'_> {
         }
         abort_point(AbortPoint::LetGo);
         self.expect(DONE, TAKES).map_err(Failed::Refused)?;
-        phases.ended("the other one");
+        phases.ended("new process");
         debug!("{}: served by another process after {phases}", served.name);
         Ok(())
     }
@@ -210,7 +210,7 @@ impl MoveOut<'_> {
         served: &ServedController,
         until: Instant,
     ) -> anyhow::Result<()> {
-        let reactor = self.resting.as_mut().context("the sockets do not rest")?;
+        let reactor = self.resting.as_mut().context("the reactor is not paused")?;
         let mut parcel = Parcel::new();
         parcel.add(transfer::MOVED, true, &index)?;
         let socket = served.port().context("a controller has no socket")?;

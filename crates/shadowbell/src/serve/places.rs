@@ -46,7 +46,7 @@ pub(super) fn begin(socket: OwnedFd, places: &Places) -> Result<(), String> {
         set_socket_timeout(&socket, Timeout::Recv, None)?;
         answer.map(drop).map_err(Refusal::into_error)
     };
-    begin().map_err(|error| format!("the keeper makes no sockets ({error})"))?;
+    begin().map_err(|error| format!("the supervisor cannot create sockets ({error})"))?;
     let unanswered = socket.try_clone().map_err(|error| error.to_string())?;
     let _ = KEEPER.set(Keeper { socket: Mutex::new(socket), unanswered });
     remove_sockets_by(|path, file| {
@@ -85,7 +85,7 @@ impl Refusal {
 }
 
 fn nonsense() -> io::Error {
-    io::Error::other("the keeper says something else")
+    io::Error::other("unexpected answer of the supervisor")
 }
 
 fn ask(
@@ -99,7 +99,7 @@ fn ask(
         .map_err(Refusal::System)?;
     let Some(packet) = packet else {
         return Err(Refusal::System(io::Error::other(
-            "the keeper is of an earlier release, or has ended",
+            "the supervisor is of an earlier release, or has ended",
         )));
     };
     Err(match packet.letter {

@@ -49,7 +49,7 @@ pub(super) fn begin(server: &Server) -> io::Result<()> {
             while let Ok((order, done)) = orders.recv() {
                 let began = Instant::now();
                 let outcome = carrier.carry_out(&order);
-                debug!(?order, ?outcome, "an order of a pool");
+                debug!(?order, ?outcome, "a pool command");
                 done.end(outcome);
                 carrier.go_on_sanitizing();
                 std::thread::sleep(began.elapsed().min(REST));
@@ -214,7 +214,7 @@ impl Carrier {
             PoolAct::Sanitize(command) => self.begin_sanitizing(*command).map(|()| 0),
         };
         outcome.map_err(|Failed(why, status)| {
-            warn!("{}: an order of the guest's is not carried out: {why:#}", self.id);
+            warn!("{}: a pool command of the guest has failed: {why:#}", self.id);
             status
         })
     }
@@ -245,7 +245,7 @@ impl Carrier {
             let _ = vacate(&self.pool, nsid);
             return Err(error.into());
         }
-        info!("{}: the guest has made namespace {nsid} of {} bytes", self.id, entry.bytes());
+        info!("{}: the guest has created namespace {nsid} of {} bytes", self.id, entry.bytes());
         Ok(nsid)
     }
 
@@ -337,7 +337,7 @@ impl Carrier {
             index.sanitize =
                 SavedSanitize { phase: Phase::InProgress, command, passes: 0, nsid: 0 };
         })?;
-        info!("{}: the guest has all of its namespaces sanitized", self.id);
+        info!("{}: the guest has started a sanitize operation", self.id);
         Ok(self.match_controller()?)
     }
 
@@ -348,11 +348,11 @@ impl Carrier {
         }
         let outcome = self.sanitize();
         if let Err(error) = &outcome {
-            error!("{}: its namespaces can not be sanitized: {error:#}", self.id);
+            error!("{}: cannot sanitize its namespaces: {error:#}", self.id);
         }
         let _turn = self.turn();
         let (phase, said) = match outcome {
-            Ok(()) => (Phase::Successful, "is over"),
+            Ok(()) => (Phase::Successful, "has completed"),
             Err(_) => (Phase::Failed, "has failed"),
         };
         let ended = self.pool.change(|index| index.sanitize.phase = phase);

@@ -77,10 +77,10 @@ pub(super) fn recover(
     phases: &mut Phases,
 ) -> anyhow::Result<Option<Server>> {
     let began = Instant::now();
-    let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+    let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     phases.ended("threads");
     let Some((items, death)) = link.items()? else { return Ok(None) };
-    phases.ended("items");
+    phases.ended("checkpoint");
     let watch = KeeperWatch::start(link)?;
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
@@ -94,7 +94,7 @@ pub(super) fn recover(
     abort_point(AbortPoint::Rebuilt);
     let is_changed = server.registry().is_changed();
     keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
-    phases.ended("records");
+    phases.ended("own checkpoint");
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
         let Recovered { saved, mut fds, changing } = recovered;
@@ -108,7 +108,7 @@ pub(super) fn recover(
     abort_point(AbortPoint::Kept);
     link.say(to_keeper::TAKEN, "");
     abort_point(AbortPoint::Taken);
-    phases.ended("the keeper told");
+    phases.ended("supervisor notified");
     for (served, (_, changing)) in server.controllers().iter().zip(&announced) {
         served.controller.resume();
         changing.iter().for_each(|nsid| served.controller.announce_namespace(*nsid));
@@ -123,8 +123,8 @@ pub(super) fn recover(
     phases.ended("interrupts");
     begin_trace(&server, config);
     info!(
-        "goes on for the process that has died: controllers: {}, commands that were under way: \
-         {again}; that took {took} us",
+        "recovered from the death of a process: controllers: {}, commands in flight: {again}; that \
+         took {took} us",
         server.controllers().len()
     );
     Ok(Some(server))
@@ -141,7 +141,7 @@ fn rebuild(
     let mut sources = Sources::of(items)?;
     for source in &mut sources.0 {
         if store::is_old(&mut source.items)? {
-            bail!("what the keeper holds is old: it did not take what came later");
+            bail!("the checkpoint is outdated: the supervisor did not receive later changes");
         }
     }
     let is_changed = sources.all()?.is_changed;
@@ -239,7 +239,7 @@ impl Sources {
 
     /// List of all controllers: that of the oldest process, which had all of them.
     fn all(&self) -> anyhow::Result<&Complete> {
-        Ok(&self.0.last().context("nothing was left")?.complete)
+        Ok(&self.0.last().context("there is no checkpoint")?.complete)
     }
 
     /// Controllers from the newest checkpoint that has them, with the index of that checkpoint.
@@ -261,7 +261,7 @@ fn take<T: DeserializeOwned>(items: &mut Items, key: &str) -> anyhow::Result<(T,
     let item = items.remove(key).with_context(|| format!("the state has no section {key}"))?;
     let (body, fds) = item.read()?;
     let state = serde_json::from_slice(&body)
-        .with_context(|| format!("section {key} of the state can not be read"))?;
+        .with_context(|| format!("cannot decode section {key} of the state"))?;
     Ok((state, Descriptors::from(fds)))
 }
 
@@ -278,8 +278,8 @@ impl Fence<'_> {
     /// Waits until no process has the other end of `end` open.
     fn wait_for(&self, end: &OwnedFd) -> anyhow::Result<()> {
         while !is_wrong(WrongOrder::NoFence) && !self.poll(Some(end.as_fd()), TELL) {
-            if !self.goes_on("what the dead process has under way at its disks") {
-                bail!("the service is to end");
+            if !self.goes_on("I/O of the dead process at its disks") {
+                bail!("the service is shutting down");
             }
         }
         Ok(())
@@ -288,14 +288,14 @@ impl Fence<'_> {
     /// Waits a moment. Returns false if the wait is to be given up.
     fn wait_for_lock(&self, disk: &str) -> bool {
         self.poll(None, LOOK);
-        let what = format!("what the dead process has under way at {disk}");
+        let what = format!("I/O of the dead process at {disk}");
         self.since.elapsed() < TELL || self.goes_on(&what)
     }
 
     /// Logs the reason for the wait once. Returns false if the wait is to be given up.
     fn goes_on(&self, what: &str) -> bool {
         if !self.is_told.replace(true) && self.gone.get().is_none() {
-            warn!("waits for {what}");
+            warn!("waiting for {what}");
         }
         self.gone.get().is_none()
     }

@@ -134,16 +134,16 @@ pub(crate) enum Own {
     Own,
 }
 
-/// When a worker without work sleeps.
+/// Polling of an idle I/O thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Poll {
-    /// After polling for a time that grows while that pays, and shrinks while it does not
+    /// Poll before sleeping, for a time that grows while that pays off and shrinks otherwise
     #[default]
     Adaptive,
-    /// Never: a processor per worker
+    /// Poll without sleeping: one CPU per I/O thread
     Always,
-    /// At once
+    /// Sleep at once
     Never,
 }
 
@@ -161,7 +161,7 @@ pub(super) fn pool_options(
         None => pin.len(),
         Some(workers) if pin.len() > usize::from(workers) => {
             return Err(format!(
-                "{} processors to pin to are too many for {workers} workers: name at most one for \
+                "{} CPUs to pin to are too many for {workers} I/O threads: name at most one for \
                  each",
                 pin.len()
             ));

@@ -60,8 +60,8 @@ fn look(changes: &Changes) {
                 changes.change_namespace(&served.id, nsid, &NamespaceChange::Size(None))
             {
                 warn!(
-                    "{}: {name} may have another size, which namespace {nsid} can not have: \
-                     {error:#}; `shadowbell ctl namespace resize` tries again",
+                    "{}: cannot resize namespace {nsid} to a new size of {name}: {error:#}; try \
+                     again by `shadowbell ctl namespace resize`",
                     served.name
                 );
             }

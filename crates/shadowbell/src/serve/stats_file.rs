@@ -124,7 +124,7 @@ pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
 pub(super) fn check(path: &Path) -> anyhow::Result<()> {
     let mut first = [0];
     if path.is_file() && std::fs::File::open(path)?.read(&mut first)? != 0 && first != *b"{" {
-        bail!("{} exists and holds no counters; it is left alone", path.display());
+        bail!("{} exists and is no statistics file; choose another path", path.display());
     }
     Ok(())
 }

@@ -176,7 +176,7 @@ impl Answerer {
                     fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
                 match poll(&mut fds, None) {
                     Ok(_) | Err(Errno::INTR) => {}
-                    Err(errno) => return warn!("the counters can not be asked for: {errno}"),
+                    Err(errno) => return warn!("cannot serve the statistics socket: {errno}"),
                 }
                 let mut ready = fds.iter().map(|fd| !fd.revents().is_empty());
                 let mut next = || ready.next().unwrap_or_default();
@@ -205,14 +205,14 @@ impl Answerer {
             Err(_) => return,
         };
         if !is_ours(&stream) {
-            return warn!("another user has asked for the counters, and is not answered");
+            return warn!("refused a client of another user at the statistics socket");
         }
         let stream = UnixStream::from(stream);
         if self.clients.len() < MAX_CLIENTS && stream.set_write_timeout(Some(WRITE_TIMEOUT)).is_ok()
         {
             self.clients.push(stream);
         } else {
-            debug!("one too many has asked for the counters");
+            debug!("too many clients of the statistics socket");
         }
     }
 

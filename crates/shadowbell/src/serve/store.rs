@@ -107,16 +107,16 @@ impl Store {
             // The death of the supervisor is reported by the main loop.
             if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) {
                 error!(
-                    "the keeper does not take what it is to hold ({error}): if this process dies, \
-                     its clients lose their controllers; `shadowbell upgrade` starts one for which \
-                     it does"
+                    "the supervisor does not accept the checkpoint ({error}): the clients will \
+                     lose their controllers if this process crashes; run `shadowbell upgrade` to \
+                     start a process with a new checkpoint"
                 );
             }
         }
         if *state == State::Lost && self.send(&[Change::Delete { key: COMPLETE }], true).is_ok() {
             *state = State::Over;
         }
-        Err(io::Error::other("the keeper does not hold what it should"))
+        Err(io::Error::other("the checkpoint at the supervisor is incomplete"))
     }
 
     fn send(&self, changes: &[Change<'_>], now: bool) -> io::Result<()> {

@@ -41,7 +41,7 @@ pub(super) fn take_over(
     ended: impl FnOnce() + Send + 'static,
 ) -> anyhow::Result<Option<(Server, Asides)>> {
     let transfer = predecessor(link)?;
-    let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+    let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     link.say(to_keeper::PREPARED, &versions(&READABLE));
     let mut parcel = match Parcel::receive(&transfer) {
         Ok(parcel) => parcel,
@@ -57,7 +57,7 @@ pub(super) fn take_over(
     }
     let began = Instant::now();
     let taken = take_in(config, parcel, pool).map_err(|error| refused(link, error))?;
-    debug!("taken in after {} us", began.elapsed().as_micros());
+    debug!("restored after {} us", began.elapsed().as_micros());
     abort_point(AbortPoint::TakenIn);
     transfer::say(&transfer, HAVE).ok();
     if !matches!(transfer::hear(&transfer), Ok(Some(COMMIT))) {
@@ -66,7 +66,7 @@ pub(super) fn take_over(
     match transfer::hear(&transfer) {
         Ok(Some(GONE)) => {}
         // The old process died on exit, with no command in flight any more.
-        _ => debug!("the predecessor has ended without a word"),
+        _ => debug!("the old process has ended without its last message"),
     }
     let Taken { mut server, mut reactor, controllers, ports, asides, mut fds } = taken;
     server.share_locks(false);
@@ -86,7 +86,7 @@ pub(super) fn take_over(
     server.serve(reactor, ended)?;
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);
-    info!("goes on for the process before, {} us after its state came", took);
+    info!("took over from the old process, {} us after its state arrived", took);
     Ok(Some((server, asides)))
 }
 
@@ -94,10 +94,10 @@ pub(super) fn take_over(
 fn predecessor(link: &WorkerLink) -> anyhow::Result<UnixStream> {
     match link.hear() {
         Some(packet) if packet.letter == to_worker::TAKE_OVER => {
-            let fd = packet.fd().context("the keeper has sent no descriptor")?;
+            let fd = packet.fd().context("the supervisor has sent no descriptor")?;
             Ok(UnixStream::from(fd))
         }
-        _ => Err(anyhow!("the keeper has ended")),
+        _ => Err(anyhow!("the supervisor has ended")),
     }
 }
 

@@ -54,10 +54,10 @@ impl WorkerLink {
         if kind != Ok(rustix::net::SocketType::SEQPACKET) {
             let option = keeper_link::AS_WORKER;
             return Err(bad_input(anyhow!(
-                "{option} is how a keeper starts its worker; leave it out"
+                "{option} is an internal option of the supervisor; leave it out"
             )));
         }
-        let null = std::fs::File::open("/dev/null").context("/dev/null can not be opened")?;
+        let null = std::fs::File::open("/dev/null").context("cannot open /dev/null")?;
         rustix::stdio::dup2_stdin(null)?;
         set_socket_timeout(&link, Timeout::Send, Some(LISTENS))?;
         let link = Self(Arc::new(link));
@@ -94,7 +94,7 @@ impl WorkerLink {
                 Some(packet) if packet.letter == to_worker::END => return Ok(None),
                 Some(packet) if packet.letter == to_worker::FAULT => death = Death::Fault,
                 Some(_) => {}
-                None => bail!("the keeper has ended"),
+                None => bail!("the supervisor has ended"),
             }
         }
     }

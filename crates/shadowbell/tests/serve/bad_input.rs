@@ -230,7 +230,7 @@ fn the_exit_statuses_are_in_the_help() {
         "0  ended by a signal",
         "[[controller]]",
         "SIGUSR1",
-        "stays so, as SIGINT is",
+        "stay ignored, as SIGINT in",
     ] {
         assert!(help.contains(words), "{help}");
     }

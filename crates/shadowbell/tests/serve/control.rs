@@ -124,7 +124,7 @@ fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
         (&["status", "-s", "/nonexistent/x.sock"], 3, "no such control socket"),
         (&["controllers", "vm7"], 3, "there is no controller `vm7`"),
         (&["log-level", "loud=="], 2, "says nothing of what to log"),
-        (&["upgrade"], 4, "has no keeper"),
+        (&["upgrade"], 4, "has no supervisor"),
         (&["upgrade", "--binary", "/nonexistent/x"], 2, "--binary"),
         (&["frobnicate"], 2, "frobnicate"),
     ] {
@@ -422,7 +422,7 @@ fn the_sockets_of_controllers_are_for_whom_they_are_meant() {
 fn more_memory_than_there_is_and_who_polls_is_said() {
     let mut server = Server::start(&["mem:4TiB"], &["--doorbells", "mapped", "--workers", "1"]);
     server.says("the machine has");
-    server.says("the workers poll, which takes a processor each");
+    server.says("the I/O threads poll and use a CPU each");
     drop(server.attach());
     assert!(server.stop().success());
 }

@@ -191,7 +191,7 @@ fn the_other_server_may_be_killed_as_well() {
         std::thread::sleep(Duration::from_millis(80));
         crate::keeper::signal(worker(&below), Signal::KILL);
         kill(&server, Signal::KILL);
-        until("the other one", || below.stderr().contains("goes on for the process"));
+        until("the other one", || below.stderr().contains("recovered from the death of a process"));
     }
     load.lost_nothing();
     lost_nothing(&server);

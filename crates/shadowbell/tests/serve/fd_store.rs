@@ -260,8 +260,8 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
     }
     loads.into_iter().for_each(Load::lost_nothing);
     let log = service.log();
-    assert!(!log.contains("have lost") && !log.contains("can not keep"), "{log}");
-    assert_eq!(log.matches("error: the keeper was killed; this one goes on").count(), 20);
+    assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
+    assert_eq!(log.matches("error: the supervisor was killed; this one continues").count(), 20);
     drop(client);
     // In order, it leaves nothing behind.
     assert!(service.stop().success(), "{}", service.log());
@@ -269,7 +269,7 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
     assert!((0..3).all(|n| !service.socket(n).exists()));
     service.again();
     service.until_ready();
-    assert_eq!(service.log().matches("the keeper was killed").count(), 20);
+    assert_eq!(service.log().matches("the supervisor was killed").count(), 20);
     Client::attach(&service.socket(0)).write(1, 0, 1);
 }
 
@@ -318,7 +318,7 @@ fn a_keeper_may_be_killed_at_any_moment() {
     }
     load.lost_nothing();
     let log = service.log();
-    assert!(!log.contains("have lost") && !log.contains("can not keep"), "{log}");
+    assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
 }
 
 #[test]
@@ -344,7 +344,7 @@ fn what_is_of_no_use_is_forgotten() {
     }
     service.again();
     service.until_ready();
-    assert!(service.log().contains("is of no use: "), "{}", service.log());
+    assert!(service.log().contains("is unusable: "), "{}", service.log());
     drop(client);
     until("its socket", || UnixStream::connect(service.socket(0)).is_ok());
     Client::attach(&service.socket(0)).write(1, 0, 1);

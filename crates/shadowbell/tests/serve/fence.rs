@@ -89,9 +89,9 @@ fn a_process_that_writes_to_a_qcow2_image_has_not_gone_before_its_write() {
     let (late, pid) = Late::start_on(device, &[&disk], &[]);
     std::thread::sleep(Duration::from_millis(300));
     assert!(!has_ended(pid) || !late.writing.is_finished());
-    assert!(!late.server.stderr().contains("goes on for the process"), "too early");
+    assert!(!late.server.stderr().contains("recovered from the death of a process"), "too early");
     let (server, _device) = late.release();
-    server.says("goes on for the process");
+    server.says("recovered from the death of a process");
 }
 
 /// The other server has the late write in hand, and lets nobody in before it has ended.

@@ -130,9 +130,9 @@ fn a_worker_that_dies_again_and_again_is_given_up() {
     }
     assert_eq!(killed.len(), 8);
     assert_eq!(server.wait().code(), Some(1));
-    server.says("the 8th in a minute; it is not started again");
+    server.says("after 8 deaths within a minute it is not restarted");
     // At first it goes on with what it has left, which may be the reason; then no more.
-    server.says("goes on with the clients");
+    server.says("has recovered the clients");
     server.says("have lost their controllers");
 }
 
@@ -145,7 +145,7 @@ fn without_its_keeper_a_worker_ends() {
     server.signal(Signal::KILL);
     assert_eq!(server.wait().signal(), Some(9));
     until("the worker's end", || has_ended(worker));
-    server.says("the keeper has ended, and so this ends too");
+    server.says("the supervisor has ended, so this process ends too");
     // In good order. Who could remove the socket is gone; whoever comes next replaces it.
     let error = std::os::unix::net::UnixStream::connect(server.socket()).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
@@ -204,7 +204,7 @@ fn who_asks_for_an_upgrade_of_nothing_is_told() {
         command.arg("upgrade").arg(&target);
         let (status, _, errors) = finish(command);
         assert_eq!(status, Some(2), "{errors}");
-        assert!(errors.contains("no server with a keeper is there"), "{errors}");
+        assert!(errors.contains("no server with a supervisor found"), "{errors}");
     }
     let mut command = program();
     command.args(["upgrade", "1", "--binary", "/nonexistent"]);

@@ -57,7 +57,7 @@ impl Halfway {
             other
         });
         device.until_held();
-        server.says("it is served by this process until it does");
+        server.says("this process serves it until then");
         until("all others", || {
             server.stderr().matches("served by another process after").count() == COUNT - 1
         });

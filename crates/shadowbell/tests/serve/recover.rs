@@ -13,9 +13,9 @@ use std::time::Duration;
 /// Kills the worker, and returns when another one serves.
 pub(crate) fn kill(server: &Server, how: Signal) -> u32 {
     let before = worker(server);
-    let deaths = said(server, "goes on with the clients");
+    let deaths = said(server, "has recovered the clients");
     signal(before, how);
-    until("another worker", || said(server, "goes on with the clients") > deaths);
+    until("another worker", || said(server, "has recovered the clients") > deaths);
     let now = worker(server);
     assert_ne!(now, before);
     now
@@ -163,15 +163,15 @@ fn who_goes_on_may_be_killed_on_the_way() {
     client.write(2, 0, 8);
     for wait in [0, 5, 10, 20, 40] {
         let before = worker(&server);
-        let deaths = said(&server, "goes on with the clients");
+        let deaths = said(&server, "has recovered the clients");
         signal(before, Signal::KILL);
         until("the next one", || children(server.pid()).iter().any(|pid| *pid != before));
         let next = worker(&server);
         std::thread::sleep(Duration::from_millis(wait));
-        if said(&server, "goes on with the clients") == deaths && !has_ended(next) {
+        if said(&server, "has recovered the clients") == deaths && !has_ended(next) {
             signal(next, Signal::KILL);
         }
-        until("one that goes on", || said(&server, "goes on with the clients") > deaths);
+        until("one that goes on", || said(&server, "has recovered the clients") > deaths);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8), "after {wait} ms");
         // Nothing of this counts as a crash loop.
         std::thread::sleep(Duration::from_millis(60));
@@ -215,14 +215,14 @@ fn what_a_keeper_missed_is_not_gone_on_with() {
     let mut client = Client::attach(&socket(&server, 0));
     client.share(200);
     signal(server.pid(), Signal::STOP);
-    while said(&server, "the keeper does not take what it is to hold") == 0 {
+    while said(&server, "the supervisor does not accept the checkpoint") == 0 {
         client.share_anew(0, 100);
     }
     signal(worker(&server), Signal::KILL);
     signal(server.pid(), Signal::CONT);
-    server.says("what the keeper holds is old");
+    server.says("the checkpoint is outdated");
     server.says("have lost their controllers");
-    assert_eq!(said(&server, "goes on with the clients"), 0, "{}", server.stderr());
+    assert_eq!(said(&server, "has recovered the clients"), 0, "{}", server.stderr());
     drop(client);
     until("another one", || UnixStream::connect(socket(&server, 0)).is_ok());
     Client::attach(&socket(&server, 0)).write(2, 0, 1);

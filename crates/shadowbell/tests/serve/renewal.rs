@@ -96,7 +96,7 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
     for n in 0..20_u8 {
         let program = &programs[usize::from(n % 2)];
         let output = upgrade_to(&server, program);
-        assert!(output.contains("; its keeper is that program too"), "{output}");
+        assert!(output.contains("; its supervisor runs that program too"), "{output}");
         assert_eq!(runs(&server), *program);
         assert!(server.is_alive(), "it is the same process");
         // The worker is a child of it still: it goes on when that dies, and knows how.
@@ -123,7 +123,7 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
     assert_eq!(threads, 4);
     loads.into_iter().for_each(Load::lost_nothing);
     let log = server.stderr();
-    assert!(!log.contains("have lost") && !log.contains("goes on as the program"), "{log}");
+    assert!(!log.contains("have lost") && !log.contains("keeps running the old program"), "{log}");
     drop(client);
     assert!(server.stop().success(), "{}", server.stderr());
     assert!((0..4).all(|n| !socket(&server, n).exists()));
@@ -160,8 +160,8 @@ fn a_program_that_can_not_go_on_is_not_tried() {
     client.write(1, 0, 7);
     let old = runs(&server);
     for (script, why) in [
-        ("exit 2", "it does not know how"),
-        ("kill -9 $$", "it does not know how"),
+        ("exit 2", "no support for that"),
+        ("kill -9 $$", "no support for that"),
         (
             "echo 'the state has version 1, and this program reads versions 2 to 3'; exit 1",
             "this program reads versions 2 to 3",
@@ -174,7 +174,7 @@ fn a_program_that_can_not_go_on_is_not_tried() {
         let before = worker(&server);
         let wrapper = wrapper(&server, script);
         let output = upgrade_to(&server, &wrapper);
-        let words = "; its keeper goes on as the program that it is: ";
+        let words = "; its supervisor keeps running the old program: ";
         assert!(output.contains(words) && output.contains(why), "{script}: {output}");
         server.says(why);
         assert_eq!(runs(&server), old, "{script}");

@@ -84,7 +84,7 @@ fn everything_goes_on_in_the_sandbox() {
     let others = ["a.img", "b.img", "c.img"];
     others.iter().for_each(|name| drop(image(elsewhere.path(), name, 4 << 20)));
     let mut server = Server::start_in(directory, &["disk.img"], &["--keeper", "--sandbox", "on"]);
-    server.says("no new privileges");
+    server.says("privilege gain blocked");
     let mut guest = Client::attach(&server.socket());
     guest.write(1, 0, 1);
     let (status, _, errors) = ctl(&server, &["namespace", "add", "vm.sock", "2", &path("a.img")]);
@@ -269,7 +269,7 @@ fn a_keeper_makes_sockets_and_writes_files() {
     };
     let for_tests = if cfg!(feature = "faults") { 2 } else { 0 };
     // The log is written by a thread of its own.
-    server.says("the sandbox has ");
+    server.says("sandbox on: ");
     assert!(has(&server.stderr()) - for_tests <= 60, "{}", server.stderr());
     let at = |name: &str| server.directory().join(name);
     let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
@@ -392,9 +392,9 @@ fn what_can_not_live_in_it_is_said() {
     command.args(["serve", "--no-keeper", "--sandbox", "on", "mem:1MiB", "--socket"]).arg(&socket);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
-    assert!(errors.contains("there is no keeper"), "{errors}");
+    assert!(errors.contains("there is no supervisor"), "{errors}");
     let server = Server::start(&["mem:1MiB"], &["--no-keeper"]);
-    server.says("the sandbox does not hold for files: there is no keeper");
+    server.says("the sandbox does not restrict file access: there is no supervisor");
     assert_eq!(status_of(server.pid(), "Seccomp"), "2");
     let mut command = program();
     command.args(["serve", "mem:1MiB", "--user", "no such user", "--socket"]).arg(&socket);

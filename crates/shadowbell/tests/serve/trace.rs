@@ -275,7 +275,7 @@ fn a_trace_begins_and_ends_while_the_server_runs() {
     assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));
     let (status, _, errors) = ctl(&server, &["trace", "save", name]);
     assert_eq!(status, Some(3), "{errors}");
-    assert!(errors.contains("nothing was recorded"), "{errors}");
+    assert!(errors.contains("there is no doorbell trace"), "{errors}");
     assert!(!file.exists());
     work(&server);
     // It begins, and again is the same.

@@ -356,7 +356,10 @@ fn what_can_not_be_handed_over_is_said_and_kept() {
     let before = worker(&server);
     let (status, _, errors) = upgrade(&server.socket().display().to_string(), None);
     assert_eq!(status, Some(1), "{errors}");
-    assert!(errors.contains("no other process can go on") && errors.contains("settle"), "{errors}");
+    assert!(
+        errors.contains("not all disks can be recovered") && errors.contains("settle"),
+        "{errors}"
+    );
     assert_eq!(worker(&server), before);
 
     let server = self::server(1, &[]);

@@ -16,7 +16,7 @@ fn replaced(server: &mut Server) {
         let before = worker(server);
         let (status, output, errors) = upgrade(&socket, None);
         assert_eq!(status, Some(0), "{output}{errors}\n{}", server.stderr());
-        assert!(output.contains("its disks were opened anew"), "{output}");
+        assert!(output.contains("its disks were reopened"), "{output}");
         assert_ne!(worker(server), before);
     }
     load.lost_nothing();
@@ -70,8 +70,8 @@ fn the_program_before_goes_on_if_the_new_one_can_not() {
         let (status, output, errors) = upgrade(&socket, Some(&program));
         assert_eq!(status, Some(1), "{output}{errors}");
         assert!(errors.contains(why), "{errors}");
-        assert!(errors.contains("that served before goes on with the clients"), "{errors}");
-        until("the one before", || server.stderr().contains("goes on with the clients, "));
+        assert!(errors.contains("the previous program recovers the clients"), "{errors}");
+        until("the one before", || server.stderr().contains("has recovered the clients, "));
         assert_eq!(client.read(1, 0), 7);
         client.write(1, 8, 8);
         assert_ne!(worker(&server), before);

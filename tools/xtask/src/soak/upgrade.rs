@@ -224,7 +224,7 @@ fn once(asker: &Path, keeper: u32, program: &Path) -> Result<Outcome> {
     match output.status.code() {
         Some(0) => Ok(Outcome::Done),
         Some(1) if why.contains(" within ") => Ok(Outcome::PutOff),
-        Some(1) if why.contains("reads states of the versions") => Ok(Outcome::Refused(why)),
+        Some(1) if why.contains("reads state versions") => Ok(Outcome::Refused(why)),
         _ => bail!("shadowbell upgrade: {}: {why}", output.status),
     }
 }

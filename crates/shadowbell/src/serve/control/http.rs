@@ -99,7 +99,7 @@ async fn accept(socket: Listening, via: Via, view: Arc<View>, graceful: Arc<Grac
         let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
         match socket.accept().await {
             Ok(stream) if via == Via::Socket && !is_ours(&stream) => {
-                warn!("another user has connected to the control socket, and is not answered");
+                warn!("refused a client of another user at the control socket");
             }
             Ok(stream) => {
                 let client = connection(stream, via, &view, &graceful);
@@ -191,7 +191,7 @@ async fn read(body: Incoming) -> Result<Bytes, Problem> {
     match timeout(HEAD, Limited::new(body, BODY_BYTES).collect()).await {
         Ok(Ok(body)) => Ok(body.to_bytes()),
         Ok(Err(error)) => Err(bad(format!(
-            "the request's body can not be read: {error}; it has {BODY_BYTES} bytes at most"
+            "cannot read the request's body: {error}; it has {BODY_BYTES} bytes at most"
         ))),
         Err(_) => Err(bad(format!("the request's body did not come within {} s", HEAD.as_secs()))),
     }

@@ -322,7 +322,7 @@ impl ControlSocket {
         if let Some(records) = resting.tracing
             && let Err(error) = view.tracer.start(Some(records))
         {
-            warn!("doorbells are not recorded any more: {error}");
+            warn!("the doorbell trace has ended: {error}");
         }
         if let Some(on) = resting.measures {
             view.tracer.measure(on);
@@ -332,7 +332,7 @@ impl ControlSocket {
         let thread = thread.spawn(move || {
             let tracer = Arc::clone(&view.tracer);
             if let Err(error) = runtime.block_on(http::serve(control, metrics, view, until)) {
-                warn!("the control socket can not be served: {error}");
+                warn!("cannot serve the control socket: {error}");
             }
             // Requests that still wait for an I/O thread end by themselves.
             runtime.shutdown_background();

@@ -61,14 +61,14 @@ pub(super) fn prepare(
     link: Option<&WorkerLink>,
 ) -> Result<Files, String> {
     let Some(link) = link else {
-        return Err("there is no keeper, which would open them (`--no-keeper`)".to_owned());
+        return Err("there is no supervisor to open images (`--no-keeper`)".to_owned());
     };
     let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
     // Landlock is probed before anything is requested from the supervisor.
     ruleset().map_err(|error| format!("Landlock: {error}"))?;
     opening::begin(link, &allowed(asked, config))?;
     let by_keeper = ask_for_places(asked, config, link)
-        .inspect_err(|why| warn!("the sandbox leaves more than it has to: {why}"))
+        .inspect_err(|why| warn!("the sandbox permits the creation of sockets and files: {why}"))
         .is_ok();
     let rules = rules(asked, config, by_keeper).map_err(|error| format!("Landlock: {error}"))?;
     Ok(Files { rules, known, by_keeper })
@@ -189,12 +189,12 @@ impl Files {
         let status = self.rules.restrict_self()?;
         let held = match status.landlock {
             LandlockStatus::Available { effective_abi, .. } if effective_abi >= ABI::V6 => {
-                "files, TCP, signals to others"
+                "file access, TCP, signals"
             }
             LandlockStatus::Available { effective_abi, .. } if effective_abi >= ABI::V4 => {
-                "files, TCP"
+                "file access, TCP"
             }
-            _ => "files",
+            _ => "file access",
         };
         Ok(Held { held, _known: self.known })
     }

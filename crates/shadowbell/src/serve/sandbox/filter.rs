@@ -40,7 +40,7 @@ pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     let none = SeccompAction::Errno(libc::ENOSYS as u32);
     let missing = SeccompFilter::new(missing, SeccompAction::Allow, none, arch)?;
     let (allowed, missing) = (BpfProgram::try_from(allowed)?, BpfProgram::try_from(missing)?);
-    shadowbell_memory::sigsys::report(name_of).context("SIGSYS can not be caught")?;
+    shadowbell_memory::sigsys::report(name_of).context("cannot handle SIGSYS")?;
     apply_filter_all_threads(&missing)?;
     apply_filter_all_threads(&allowed)?;
     Ok(())

@@ -79,8 +79,10 @@ pub(super) fn begin(link: &WorkerLink, allowed: &Allowed) -> Result<(), String> 
     };
     match begin() {
         Ok(true) => Ok(()),
-        Ok(false) => Err("the keeper is of an earlier release, and opens no images".to_owned()),
-        Err(error) => Err(format!("the keeper opens no images ({error})")),
+        Ok(false) => {
+            Err("the supervisor is of an earlier release, which opens no images".to_owned())
+        }
+        Err(error) => Err(format!("the supervisor cannot open images ({error})")),
     }
 }
 
@@ -104,7 +106,7 @@ impl Opening {
         let socket = self.0.lock();
         keeper_link::send(&*socket, letter, body, fd)?;
         let packet = keeper_link::receive(&*socket, false)?;
-        packet.ok_or_else(|| io::Error::other("the keeper has ended"))
+        packet.ok_or_else(|| io::Error::other("the supervisor has ended"))
     }
 
     fn identify(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<NamespaceFacts> {
@@ -126,7 +128,7 @@ impl Opening {
 
 /// Converts a refusal to an error.
 fn understand(packet: Packet) -> io::Result<Packet> {
-    let nonsense = || io::Error::other("the keeper says something else");
+    let nonsense = || io::Error::other("unexpected answer of the supervisor");
     match packet.letter {
         opening::OPENED => Ok(packet),
         opening::ERRNO => {
@@ -164,7 +166,7 @@ mod tests {
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
         assert_eq!(refused.to_string(), "because");
         for (letter, body) in [(opening::ERRNO, "x"), (b'?', "")] {
-            assert!(error(letter, body).to_string().contains("something else"));
+            assert!(error(letter, body).to_string().contains("unexpected answer"));
         }
         for access in [Access::Read, Access::Write, Access::WriteAlone] {
             assert_eq!(opening::parse_access(opening::access(access).as_bytes()), Some(access));

@@ -118,7 +118,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
             }
             println!("         {} commands", number(&row, "/commands")?);
             // Where this kernel has Landlock, the keeper has opened the device.
-            ensure!(log.contains("the sandbox has"), "there is no sandbox: {log}");
+            ensure!(log.contains("sandbox on: "), "there is no sandbox: {log}");
             ensure!(!log.contains("by threads"), "io_uring takes no commands: {log}");
             Ok(())
         });
