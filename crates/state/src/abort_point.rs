@@ -69,9 +69,9 @@ points! {
     MessageAnswered = "message-answered",
     /// The memory and the disks of a process before are there.
     Rebuilt = "rebuilt",
-    /// The keeper has everything of this process.
+    /// The supervisor has everything of this process.
     Kept = "kept",
-    /// The keeper was told so.
+    /// The supervisor was told so.
     Taken = "taken",
     /// All that is served is at rest, to be handed over.
     AtRest = "at-rest",
@@ -97,11 +97,11 @@ points! {
     RequestFreed = "request-freed",
     /// The index of the used ring is stored.
     RequestAnswered = "request-answered",
-    /// Controllers go one by one, and the keeper was told that there is no way back.
+    /// Controllers go one by one, and the supervisor was told that there is no way back.
     Moving = "moving",
     /// One of them was let go of.
     LetGo = "let-go",
-    /// One of them is at rest in the process that is to go on, and the keeper knows that both
+    /// One of them is at rest in the process that is to go on, and the supervisor knows that both
     /// count.
     TakenOne = "taken-one",
 }

@@ -1,6 +1,6 @@
 //! ANA state changes while hosts use the controllers.
 
-use super::changes::Changes;
+use super::reconfigure::Changes;
 use super::registry::ServedController;
 use crate::ana_word::AnaWord;
 use crate::exit;

@@ -95,12 +95,12 @@ pub(crate) struct Args {
 
     /// Serve in the started process itself, without a supervisor: no `shadowbell upgrade`, and a
     /// crash ends the disks of all guests
-    #[arg(long, conflicts_with = "keeper")]
-    no_keeper: bool,
+    #[arg(long = "no-keeper", conflicts_with = "supervisor")]
+    no_supervisor: bool,
 
     /// Run a supervisor (the default)
-    #[arg(long, hide = true)]
-    keeper: bool,
+    #[arg(long = "keeper", hide = true)]
+    supervisor: bool,
 
     /// Drop privileges before the server process reads guest data: system calls, access to other
     /// files, new privileges. With auto as far as the system and the disks permit; file access
@@ -118,7 +118,7 @@ pub(crate) struct Args {
     allow: Vec<PathBuf>,
 
     /// Start mode, set by the supervisor
-    #[arg(long, value_enum, hide = true, conflicts_with = "no_keeper")]
+    #[arg(long, value_enum, hide = true, conflicts_with = "no_supervisor")]
     pub(super) as_worker: Option<Role>,
 
     #[cfg(feature = "faults")]

@@ -11,7 +11,7 @@ use super::server::Server;
 use super::transfer::{self, HAVE};
 use super::worker_link::WorkerLink;
 use crate::exit;
-use crate::keeper_link::to_keeper;
+use crate::supervisor::protocol::to_supervisor;
 use anyhow::{Context, anyhow, bail};
 use shadowbell_backend::HandOverError;
 use shadowbell_state::Descriptors;
@@ -55,7 +55,7 @@ pub(super) fn rest_for_good(
     }
     debug!("quiesced after {} us", began.elapsed().as_micros());
     info!("quiesced; another process recovers");
-    link.say(to_keeper::RESTS, "");
+    link.say(to_supervisor::RESTS, "");
     let since = Instant::now();
     while since.elapsed() < ENDS {
         if link.told().is_some() {

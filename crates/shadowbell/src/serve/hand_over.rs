@@ -2,13 +2,13 @@
 //! resumes. (If both processes support it, controllers are moved one by one:
 //! [`move_out`](super::move_out).)
 
-use super::asides::Asides;
+use super::endpoints::Endpoints;
 use super::registry::ServedController;
 use super::server::Server;
 use super::transfer::{self, COMMIT, GONE, HAVE};
 use super::worker_link::WorkerLink;
-use crate::keeper_link::{parse_versions, to_keeper};
 use crate::limits;
+use crate::supervisor::protocol::{parse_versions, to_supervisor};
 use anyhow::{Context, anyhow, bail};
 use shadowbell_state::{AbortPoint, Descriptors, Parcel, VERSION, abort_point};
 use shadowbell_vfio_user::Reactor;
@@ -29,7 +29,7 @@ pub(super) const REST: Duration = Duration::from_millis(200);
 /// The reason for the failure. The server has resumed.
 pub(super) fn hand_over(
     server: &mut Server,
-    resting: &Asides,
+    resting: &Endpoints,
     transfer: &UnixStream,
     versions: &str,
     link: &WorkerLink,
@@ -48,7 +48,7 @@ pub(super) fn hand_over(
     }
     // Committed: the new process serves, and this one cannot resume.
     abort_point(AbortPoint::Committed);
-    link.say(to_keeper::HANDED_OVER, "");
+    link.say(to_supervisor::HANDED_OVER, "");
     server.leave(reactor);
     debug!("handed over {} us after the quiesce began", began.elapsed().as_micros());
     // Fails only if the new process is dead.
@@ -118,7 +118,7 @@ pub(super) fn rest_all(all_served: &[Arc<ServedController>], until: Instant) -> 
 /// Sends the state of everything, and commits once the new process has it.
 fn pass_on(
     server: &Server,
-    resting: &Asides,
+    resting: &Endpoints,
     reactor: &mut Reactor,
     transfer: &UnixStream,
     until: Instant,

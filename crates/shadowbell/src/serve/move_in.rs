@@ -7,16 +7,16 @@
 //! controllers.
 
 use super::arriving::{Arriving, begin_trace, refused, what_is_served};
-use super::asides::Asides;
+use super::checkpointer::Checkpointer;
+use super::endpoints::Endpoints;
 use super::event::{EventQueue, EventSender};
-use super::keeping::Keeping;
-use super::phases::Phases;
 use super::server::Server;
 use super::server_config::{ServerConfig, SocketConfig};
+use super::startup_timing::Phases;
 use super::transfer::{self, COMMIT, DONE, GONE, HAVE};
 use super::worker_link::WorkerLink;
 use crate::exit;
-use crate::keeper_link::to_keeper;
+use crate::supervisor::protocol::to_supervisor;
 use anyhow::{Context, anyhow, bail};
 use shadowbell_controller::Pool;
 use shadowbell_state::{AbortPoint, Parcel, StateError, abort_point};
@@ -32,7 +32,7 @@ const REST: Duration = Duration::from_secs(5);
 
 struct MoveIn<'a, F> {
     link: &'a WorkerLink,
-    keeping: &'a Keeping,
+    checkpointer: &'a Checkpointer,
     transfer: &'a UnixStream,
     pool: Pool,
     asked: Vec<SocketConfig>,
@@ -55,12 +55,12 @@ struct MoveIn<'a, F> {
 pub(super) fn move_in<F: FnOnce() + Send + 'static>(
     config: &ServerConfig,
     link: &WorkerLink,
-    keeping: &Keeping,
+    checkpointer: &Checkpointer,
     ended: F,
     transfer: &UnixStream,
     mut parcel: Parcel,
     pool: Pool,
-) -> anyhow::Result<Option<(Server, Asides)>> {
+) -> anyhow::Result<Option<(Server, Endpoints)>> {
     let began = Instant::now();
     let (asked, is_changed) =
         what_is_served(config, &mut parcel).map_err(|error| refused(link, error))?;
@@ -76,7 +76,7 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
     let (ended, is_committed) = (Some(ended), false);
     let mut moving = MoveIn {
         link,
-        keeping,
+        checkpointer,
         transfer,
         pool,
         asked,
@@ -86,11 +86,11 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
         ended,
         is_committed,
     };
-    keeping.begin_with_none(is_changed).map_err(|error| refused(link, error))?;
+    checkpointer.begin_with_none(is_changed).map_err(|error| refused(link, error))?;
     let outcome = moving.run();
     let is_committed = moving.is_committed;
-    let asides = match outcome {
-        Ok(Some(asides)) => asides,
+    let endpoints = match outcome {
+        Ok(Some(endpoints)) => endpoints,
         Ok(None) if !is_committed => return Ok(None),
         Err(why) if !is_committed => return Err(refused(link, why)),
         other => {
@@ -98,22 +98,22 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
             // exit.
             let why = other.err().unwrap_or_else(|| anyhow!("the old process has ended"));
             error!("{why:#}");
-            link.say(to_keeper::FAILED, &exit::line(&why));
+            link.say(to_supervisor::FAILED, &exit::line(&why));
             std::process::exit(i32::from(exit::FAILED));
         }
     };
     // The old process's checkpoint is invalid from now on.
-    link.say(to_keeper::TAKEN, "");
+    link.say(to_supervisor::TAKEN, "");
     abort_point(AbortPoint::Taken);
     begin_trace(&moving.server, config);
     let took = began.elapsed().as_millis();
     info!("took over from the old process, one controller after the other, in {took} ms");
-    Ok(Some((moving.server, asides)))
+    Ok(Some((moving.server, endpoints)))
 }
 
 impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
     /// Receives all controllers. `None` if the old process closes the connection.
-    fn run(&mut self) -> anyhow::Result<Option<Asides>> {
+    fn run(&mut self) -> anyhow::Result<Option<Endpoints>> {
         transfer::say(self.transfer, HAVE).ok();
         loop {
             let mut parcel = match Parcel::receive(self.transfer) {
@@ -167,17 +167,17 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         }
         phases.ended("old process");
         served.disks().for_each(|disk| disk.share_lock(false));
-        self.keeping.keep_one(&served, reactor, port)?;
+        self.checkpointer.keep_one(&served, reactor, port)?;
         phases.ended("checkpoint items");
         let restored = served.controller.restore_at_rest(&saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
         phases.ended("queues");
         // From this checkpoint on, a recovery takes the controller from here instead of from the
         // old process's checkpoint.
-        self.keeping.name_all()?;
+        self.checkpointer.name_all()?;
         abort_point(AbortPoint::Kept);
         if self.ended.is_some() {
-            self.link.say(to_keeper::SHARED, "");
+            self.link.say(to_supervisor::SHARED, "");
         }
         abort_point(AbortPoint::TakenOne);
         phases.ended("checkpoint list");
@@ -197,8 +197,8 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
     }
 
     /// Receives the management endpoints, which are last.
-    fn rest(&self, mut parcel: Parcel) -> anyhow::Result<Asides> {
-        let asides = Asides::restore(&mut parcel)?;
+    fn rest(&self, mut parcel: Parcel) -> anyhow::Result<Endpoints> {
+        let endpoints = Endpoints::restore(&mut parcel)?;
         parcel.finish()?;
         if self.server.controllers().len() != self.asked.len() {
             bail!("the old process has not handed over all controllers");
@@ -208,6 +208,6 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
             // The old process died on exit, with no command in flight any more.
             debug!("the old process has ended without its last message");
         }
-        Ok(asides)
+        Ok(endpoints)
     }
 }

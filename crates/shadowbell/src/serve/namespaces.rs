@@ -3,8 +3,8 @@
 //! As for controllers, one change runs at a time. The checkpoint is updated before each change
 //! with the state that may come, and after it with the state that it has led to.
 
-use super::changes::Changes;
-use super::making::set_apart;
+use super::builder::set_apart;
+use super::reconfigure::Changes;
 use super::registry::ServedController;
 use super::server_config::SocketConfig;
 use crate::controller_config::{ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk};

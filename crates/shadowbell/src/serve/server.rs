@@ -1,10 +1,10 @@
 //! Running server: I/O threads, reactor and controllers, from start to stop.
 
-use super::changes::Changes;
+use super::builder::{bind_one, carrier, client_events, open_one, place, summary};
 use super::event::EventQueue;
 use super::flush::flush;
-use super::making::{bind_one, carrier, client_events, open_one, place, summary};
 use super::reactor_thread::ReactorThread;
+use super::reconfigure::Changes;
 use super::registry::{Registry, ServedController};
 use super::server_config::{ServerConfig, disk_asked_for_twice};
 use super::tracer::Tracer;

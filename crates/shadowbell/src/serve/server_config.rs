@@ -3,10 +3,10 @@
 use super::socket_access::SocketAccess;
 use crate::control::place::Place;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
-use crate::keeper_link::known_path;
 use crate::limits::Group;
 use crate::pool_disks;
 use crate::self_as_is;
+use crate::supervisor::protocol::known_path;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{Polling, PoolOptions};

@@ -1,6 +1,6 @@
 //! Statistics as a JSON file (`--stats-json`).
 
-use super::places;
+use super::path_broker;
 use super::registry::ServedController;
 use anyhow::bail;
 use serde::Serialize;
@@ -113,7 +113,7 @@ impl fmt::Display for Report {
 pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
     let mut json = serde_json::to_vec_pretty(report)?;
     json.push(b'\n');
-    places::write_counters(path, &json)
+    path_broker::write_counters(path, &json)
 }
 
 /// Checks that a report may replace the file at `path`: it is missing, empty or a JSON object.

@@ -7,13 +7,13 @@
 //! [`WRITE_TIMEOUT`]; other clients wait meanwhile, but guests do not. Only root and the server's
 //! own user are answered.
 
-use super::places;
+use super::path_broker;
 use super::registry::Registry;
 use super::server::Server;
 use crate::exit::bad_input;
-use crate::keeper_link::is_ours;
 use crate::live_stats::{Row, Snapshot, VERSION};
-use crate::place_link::Kind;
+use crate::path_broker::Kind;
+use crate::supervisor::protocol::is_ours;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SocketFlags, accept_with, recvmsg};
@@ -45,7 +45,7 @@ const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 /// # Errors
 /// The socket cannot be created.
 pub(super) fn listen(path: &Path) -> anyhow::Result<Listener> {
-    let listener = places::listen(path, Kind::Plain).map_err(|error| match error {
+    let listener = path_broker::listen(path, Kind::Plain).map_err(|error| match error {
         BindError::System { .. } => anyhow::Error::from(error),
         _ => bad_input(error),
     });

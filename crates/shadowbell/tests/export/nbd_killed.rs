@@ -66,11 +66,11 @@ fn a_disk_behind_an_export_that_is_killed_goes_on() {
 
 /// The export is a client of the server, and its driver notices nothing.
 #[test]
-fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
+fn an_export_goes_on_with_a_server_that_is_killed_under_its_supervisor() {
     let directory = tempfile::tempdir().unwrap();
     let (image, socket) = (directory.path().join("disk.img"), directory.path().join("vm.sock"));
     File::create(&image).unwrap().set_len(16 * MIB).unwrap();
-    let mut keeper = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+    let mut supervisor = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
         .args(["serve", "--keeper", "-q"])
         .arg(&image)
         .arg("--socket")
@@ -78,7 +78,7 @@ fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
         .spawn()
         .unwrap();
     let worker = || {
-        let children = format!("/proc/{0}/task/{0}/children", keeper.id());
+        let children = format!("/proc/{0}/task/{0}/children", supervisor.id());
         let children = std::fs::read_to_string(children).unwrap();
         children.split_whitespace().next().map(|pid| pid.parse::<u32>().unwrap())
     };
@@ -102,8 +102,8 @@ fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
     }
     load.lost_nothing();
     export.stop();
-    kill(keeper.id(), Signal::TERM);
-    assert!(keeper.wait().unwrap().success());
+    kill(supervisor.id(), Signal::TERM);
+    assert!(supervisor.wait().unwrap().success());
 }
 
 /// QEMU's client, with requests of which it waits for the answers until it has connected again.

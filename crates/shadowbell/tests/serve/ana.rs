@@ -2,9 +2,9 @@
 //! somebody says of it by the control socket, a file, or both, goes on over deaths and upgrades.
 
 use crate::harness::{Server, finish, image, program, until};
-use crate::keeper::children;
 use crate::recover::{kill, lost_nothing};
 use crate::shared::{CONFIG, serve_config, start};
+use crate::supervisor::children;
 use crate::upgrade::{Client, socket, upgrade};
 use rustix::process::Signal;
 use shadowbell_spec::Status;

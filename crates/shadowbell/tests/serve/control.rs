@@ -1,7 +1,7 @@
 //! The control socket, and `shadowbell ctl`.
 
 use crate::harness::{Server, attach, finish, image, program, run, until};
-use crate::keeper::{signal, worker};
+use crate::supervisor::{signal, worker};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use shadowbell_driver::AttachOptions;
@@ -238,7 +238,7 @@ fn whoever_asks_during_upgrades_is_answered() {
     // One that fails says so afterwards.
     let other = r#"{"binary":"/bin/false"}"#;
     let (status, body) = ask(&server, &request("POST", "/v1/upgrade", other));
-    // It is in a sandbox, and must not say what its keeper starts.
+    // It is in a sandbox, and must not say what its supervisor starts.
     assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
     let program = server.directory().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &program).unwrap();

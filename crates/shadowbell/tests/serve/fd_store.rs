@@ -1,8 +1,8 @@
-//! A keeper that is killed, and a service manager that has kept what it had: a stand-in for
+//! A supervisor that is killed, and a service manager that has kept what it had: a stand-in for
 //! systemd, which keeps descriptors and gives them to the next process.
 
 use crate::harness::{TIMEOUT, image, until};
-use crate::keeper::{children, has_ended, signal};
+use crate::supervisor::{children, has_ended, signal};
 use crate::upgrade::{Client, Load};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::net::{
@@ -171,7 +171,7 @@ impl Service {
         self.kept.lock().unwrap().fds.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Kills the keeper, and its workers too if `all`. The workers that there were.
+    /// Kills the supervisor, and its workers too if `all`. The workers that there were.
     fn kill(&mut self, all: bool) -> Vec<u32> {
         let workers = children(self.pid());
         signal(self.pid(), Signal::KILL);
@@ -239,7 +239,7 @@ fn pass_descriptors_on() {
 }
 
 #[test]
-fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
+fn a_supervisor_that_is_killed_comes_back_and_no_client_notices() {
     let mut service = Service::start(3);
     assert_eq!(service.kept(), ["shadowbell-keeper-1-w", "shadowbell-keeper-1-r"]);
     let mut client = Client::attach(&service.socket(2));
@@ -276,7 +276,7 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
 /// Killed on its way back, while another process takes over, while a new program does, and with
 /// the worker's last words unheard.
 #[test]
-fn a_keeper_may_be_killed_at_any_moment() {
+fn a_supervisor_may_be_killed_at_any_moment() {
     let mut service = Service::start(3);
     let mut client = Client::attach(&service.socket(0));
     client.write(1, 0, 0);

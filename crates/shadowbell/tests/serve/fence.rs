@@ -2,7 +2,7 @@
 
 use crate::disk_kinds::Export;
 use crate::harness::{Server, program, until};
-use crate::keeper::{has_ended, signal, worker};
+use crate::supervisor::{has_ended, signal, worker};
 use crate::upgrade::Client;
 use rustix::process::Signal;
 use shadowbell_testing::late::{LateDevice, be_the_daemon};

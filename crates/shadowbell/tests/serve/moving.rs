@@ -1,7 +1,7 @@
 //! Controllers go to another process one by one, and a disk becomes slow meanwhile.
 
 use crate::harness::{Server, program, until};
-use crate::keeper::{children, signal, worker};
+use crate::supervisor::{children, signal, worker};
 use crate::upgrade::{Client, socket, upgrade};
 use rustix::process::Signal;
 use shadowbell_testing::late::{LateDevice, be_the_daemon};

@@ -1,7 +1,7 @@
 //! What a service manager hears, over a socket as systemd has one.
 
 use crate::harness::{Server, TIMEOUT, attach, program, run, until};
-use crate::keeper::{children, has_ended, signal, worker};
+use crate::supervisor::{children, has_ended, signal, worker};
 use rustix::process::Signal;
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
@@ -72,8 +72,8 @@ impl Manager {
 #[test]
 fn the_service_manager_is_told() {
     let manager = Manager::new();
-    for keeper in [&["--keeper"][..], &[]] {
-        let mut server = manager.serve(keeper, None);
+    for supervisor in [&["--keeper"][..], &[]] {
+        let mut server = manager.serve(supervisor, None);
         assert_eq!(manager.hear(), "READY=1\nSTATUS=serves 1 controller, 0 with a client");
         assert!(server.stop().success());
         assert_eq!(manager.hear(), "STOPPING=1");
@@ -83,8 +83,8 @@ fn the_service_manager_is_told() {
 #[test]
 fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
     let manager = Manager::new();
-    for keeper in [&["--keeper"][..], &[]] {
-        let mut server = manager.serve(keeper, Some(Duration::from_millis(600)));
+    for supervisor in [&["--keeper"][..], &[]] {
+        let mut server = manager.serve(supervisor, Some(Duration::from_millis(600)));
         assert!(manager.hear_but_watchdog().starts_with("READY=1"));
         assert_eq!(manager.hear(), "WATCHDOG=1\nSTATUS=serves 1 controller, 0 with a client");
         let controller = server.attach();
@@ -110,7 +110,7 @@ fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
     assert!(server.stop().success());
 }
 
-/// Without a keeper, the service manager is who ends a process that hangs.
+/// Without a supervisor, the service manager is who ends a process that hangs.
 #[test]
 fn a_process_that_hangs_says_nothing() {
     let manager = Manager::new();
@@ -161,13 +161,13 @@ fn write_config(directory: &std::path::Path, controllers: u32) {
 
 #[test]
 fn a_signal_has_the_configuration_read_again() {
-    for keeper in [&["--keeper"][..], &[]] {
+    for supervisor in [&["--keeper"][..], &[]] {
         let manager = Manager::new();
         let directory = tempfile::tempdir().unwrap();
         write_config(directory.path(), 1);
         let mut command = Command::new("env");
         command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
-        command.args(["serve", "--config", "vms.toml"]).args(keeper);
+        command.args(["serve", "--config", "vms.toml"]).args(supervisor);
         let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
         assert!(manager.hear_but_watchdog().starts_with("READY=1"));
         let reload = || {
@@ -221,7 +221,7 @@ fn a_process_that_begins_reads_what_the_one_before_did_not_come_to() {
     let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
     assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     write_config(server.directory(), 2);
-    // It can not hear what its keeper says.
+    // It can not hear what its supervisor says.
     let before = worker(&server);
     signal(before, Signal::STOP);
     server.signal(Signal::HUP);

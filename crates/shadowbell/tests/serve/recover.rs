@@ -2,7 +2,7 @@
 
 use crate::disk_kinds::Export;
 use crate::harness::{Server, finish, program, until};
-use crate::keeper::{children, has_ended, signal, worker};
+use crate::supervisor::{children, has_ended, signal, worker};
 use crate::upgrade::{Client, Load, server, socket, upgrade};
 use rustix::process::Signal;
 use shadowbell_vfio_user::client::{Client as Peer, Options};
@@ -72,7 +72,7 @@ fn memory_in_many_pieces_is_there_in_the_next_process() {
     client.share(200);
     let maps = || std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
     assert!(maps().contains("client-ranges"), "{}", maps());
-    // What the keeper has of it, who hears of it a moment later.
+    // What the supervisor has of it, who hears of it a moment later.
     let held = || {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
         let files = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
@@ -93,7 +93,7 @@ fn memory_in_many_pieces_is_there_in_the_next_process() {
         client.share_anew(usize::from(n) * 20, 10);
     }
     lost_nothing(&server);
-    // The keeper has let go of what the client has taken back, and then of all of it.
+    // The supervisor has let go of what the client has taken back, and then of all of it.
     until("as many as before", || held() <= most);
     drop(client);
     until("none", || held() == 0);
@@ -207,10 +207,10 @@ fn what_nobody_can_go_on_with_is_said() {
     server.says("have lost their controllers");
 }
 
-/// A keeper that stands still for so long that the worker gives it up. It never hears that what it
-/// holds is old; the next worker knows it all the same, and begins anew.
+/// A supervisor that stands still for so long that the worker gives it up. It never hears that what
+/// it holds is old; the next worker knows it all the same, and begins anew.
 #[test]
-fn what_a_keeper_missed_is_not_gone_on_with() {
+fn what_a_supervisor_missed_is_not_gone_on_with() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.share(200);

@@ -1,21 +1,21 @@
-//! A keeper that becomes another program when its worker did.
+//! A supervisor that becomes another program when its worker did.
 
 use crate::control::ctl;
 use crate::harness::{Server, TIMEOUT, finish, program, until};
-use crate::keeper::{children, signal, worker};
 use crate::recover::kill;
+use crate::supervisor::{children, signal, worker};
 use crate::upgrade::{Client, Load, server, socket, upgrade};
 use rustix::process::Signal;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What the keeper runs.
+/// What the supervisor runs.
 fn runs(server: &Server) -> PathBuf {
     std::fs::read_link(format!("/proc/{}/exe", server.pid())).unwrap()
 }
 
-/// What the descriptors of the keeper are, in order.
+/// What the descriptors of the supervisor are, in order.
 fn descriptors(server: &Server) -> Vec<String> {
     let directory = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
     let place = |entry: std::io::Result<std::fs::DirEntry>| {
@@ -80,7 +80,7 @@ fn upgrade_to(server: &Server, program: &Path) -> String {
 }
 
 #[test]
-fn a_keeper_becomes_the_new_program_and_nobody_notices() {
+fn a_supervisor_becomes_the_new_program_and_nobody_notices() {
     let mut server = server(4, &["--stats-socket", "top.sock"]);
     let mut client = Client::attach(&socket(&server, 2));
     client.write(1, 0, 1);
@@ -231,7 +231,7 @@ fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
 }
 
 #[test]
-fn nobody_else_says_what_a_keeper_was() {
+fn nobody_else_says_what_a_supervisor_was() {
     let mut command = program();
     command.args(["serve", "--as-keeper", "77", "--keeper", "mem:1MiB", "--socket", "x"]);
     let (status, _, errors) = finish(command);

@@ -7,10 +7,10 @@ use shadowbell_driver::{AttachOptions, QueuePair};
 use shadowbell_spec::Status;
 use std::process::{Child, Command, Stdio};
 
-/// What the next process says to its keeper before it goes on, as strace writes it.
+/// What the next process says to its supervisor before it goes on, as strace writes it.
 const TAKEN: &str = "iov_base=\"A\"";
 
-/// Follows the processes that a keeper starts, and counts their system calls.
+/// Follows the processes that a supervisor starts, and counts their system calls.
 struct Strace(Child);
 
 impl Strace {
@@ -38,7 +38,7 @@ impl Strace {
     /// Leaves them alone again. How many calls the next process has made until it says that it has
     /// taken everything, and goes on.
     fn end(mut self, server: &Server) -> usize {
-        crate::keeper::signal(self.0.id(), Signal::INT);
+        crate::supervisor::signal(self.0.id(), Signal::INT);
         self.0.wait().unwrap();
         let calls = std::fs::read_to_string(server.directory().join("calls")).unwrap();
         let (before, _) = calls.split_once(TAKEN).expect("it says so");

@@ -2,8 +2,8 @@
 
 use crate::control::{ask, ctl, request};
 use crate::harness::{Server, finish, image, program, run, until};
-use crate::keeper::worker;
 use crate::recover::kill;
+use crate::supervisor::worker;
 use crate::upgrade::{Client, upgrade};
 use rustix::process::Signal;
 use serde_json::json;
@@ -33,7 +33,7 @@ fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
         assert!(errors.contains(&line) && errors.contains("SIGSYS"), "{call}: {errors}");
         assert!(!errors.contains("attempt"), "{errors}");
     }
-    // The keeper says so, too; and without a sandbox nothing is in the way.
+    // The supervisor says so, too; and without a sandbox nothing is in the way.
     let mut command = program();
     command.args(["serve", "null:1MiB", "--socket"]);
     command.arg(directory.path().join("vm.sock")).args(["--attempt", "socket"]);
@@ -253,9 +253,9 @@ fn a_directory_can_be_allowed() {
     assert!(server.stop().success());
 }
 
-/// As many system calls as the documentation says, and what belongs to paths by the keeper.
+/// As many system calls as the documentation says, and what belongs to paths by the supervisor.
 #[test]
-fn a_keeper_makes_sockets_and_writes_files() {
+fn a_supervisor_makes_sockets_and_writes_files() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 4 << 20);
     let options = [
@@ -353,10 +353,10 @@ fn a_keeper_makes_sockets_and_writes_files() {
     }
 }
 
-/// What only a process without a keeper does by itself.
+/// What only a process without a supervisor does by itself.
 #[cfg(all(feature = "faults", target_arch = "x86_64"))]
 #[test]
-fn with_a_keeper_there_are_no_paths() {
+fn with_a_supervisor_there_are_no_paths() {
     let directory = tempfile::tempdir().unwrap();
     for call in ["unlink", "renameat2", "mkdir", "chmod", "bind", "connect", "listen", "flock"] {
         let said = directory.path().join(call);
@@ -365,7 +365,7 @@ fn with_a_keeper_there_are_no_paths() {
         // Its own: the one before may still be about to end.
         command.arg(directory.path().join(format!("{call}.sock"))).args(["--attempt", call]);
         command.env("SHADOWBELL_RUN_DIR", directory.path());
-        let mut keeper = command
+        let mut supervisor = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(std::fs::File::create(&said).unwrap())
@@ -374,8 +374,8 @@ fn with_a_keeper_there_are_no_paths() {
         let line = format!("error: the sandbox forbids the system call {call} (");
         until(&line, || std::fs::read_to_string(&said).unwrap().contains(&line));
         // It would start another process, which does the same.
-        keeper.kill().unwrap();
-        keeper.wait().unwrap();
+        supervisor.kill().unwrap();
+        supervisor.wait().unwrap();
     }
 }
 

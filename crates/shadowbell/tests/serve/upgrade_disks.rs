@@ -1,9 +1,9 @@
 //! Upgrades of servers with disks that can not be handed over: the next process opens them anew.
 
-use crate::disk_kinds::{Export, is_consistent, keeper};
+use crate::disk_kinds::{Export, is_consistent, supervisor};
 use crate::harness::{Server, image, program, until};
-use crate::keeper::worker;
 use crate::recover::lost_nothing;
+use crate::supervisor::worker;
 use crate::upgrade::{Client, Load, fake, upgrade};
 use shadowbell_backend_qcow2::create;
 
@@ -38,7 +38,7 @@ fn a_server_with_an_export_is_replaced_under_a_verifying_load() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Export::start(file.to_str().unwrap());
-    replaced(&mut keeper(&below.uri("&settle=50ms")));
+    replaced(&mut supervisor(&below.uri("&settle=50ms")));
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn a_server_with_a_controller_of_another_is_replaced_under_a_verifying_load() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Server::start(&[file.to_str().unwrap()], &[]);
-    replaced(&mut keeper(&format!("vfio-user:{}/1", below.socket().display())));
+    replaced(&mut supervisor(&format!("vfio-user:{}/1", below.socket().display())));
 }
 
 /// A program that begins well and can not go on.

@@ -215,10 +215,10 @@ fn upgrade(
     Ok(())
 }
 
-/// Asks the keeper, and waits for what comes of it.
-fn once(asker: &Path, keeper: u32, program: &Path) -> Result<Outcome> {
+/// Asks the supervisor, and waits for what comes of it.
+fn once(asker: &Path, supervisor: u32, program: &Path) -> Result<Outcome> {
     let mut command = Command::new(asker);
-    command.args(["upgrade", &keeper.to_string(), "--binary"]).arg(program);
+    command.args(["upgrade", &supervisor.to_string(), "--binary"]).arg(program);
     let output = command.output().context("shadowbell upgrade")?;
     let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     match output.status.code() {

@@ -1,7 +1,7 @@
 //! ANA state requests.
 
-use super::requested::{find, problem};
-use super::view::View;
+use super::lookup::{find, problem};
+use super::state::ServerState;
 use crate::control::api::{AnaGroup, AnaStateChange, Code, Problem};
 use crate::serve::registry::ServedController;
 
@@ -23,13 +23,13 @@ use crate::serve::registry::ServedController;
         (status = 409, description = "The controller belongs to no subsystem", body = Problem)
     ))]
 pub(super) fn set_ana(
-    view: &View,
+    state: &ServerState,
     id: &str,
     group: u32,
     wanted: &AnaStateChange,
 ) -> Result<AnaGroup, Problem> {
-    view.changes.set_ana(id, group, wanted.state).map_err(problem)?;
-    let served = find(view, id)?;
+    state.changes.set_ana(id, group, wanted.state).map_err(problem)?;
+    let served = find(state, id)?;
     let group = groups(&served).find(|its| its.group == group);
     // Guests see only groups with namespaces.
     group.ok_or_else(|| Problem::new(Code::NotFound, "the group has no namespace"))

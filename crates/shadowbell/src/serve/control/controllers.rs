@@ -1,8 +1,8 @@
 //! Controller requests: list, add and remove.
 
 use super::ana;
-use super::requested::{find, problem, uuid};
-use super::view::{View, namespaces_of};
+use super::lookup::{find, problem, uuid};
+use super::state::{ServerState, namespaces_of};
 use crate::control::api::{Code, Controller, ControllerSpec, ControllerState, Problem};
 use crate::controller_config::{ControllerConfig, DiskConfig};
 use crate::serve::config_file::{self};
@@ -14,8 +14,8 @@ use std::path::PathBuf;
 /// List all controllers, in the order of the configuration
 #[utoipa::path(get, path = "/v1/controllers", operation_id = "controllers", tag = "controllers",
     responses((status = 200, description = "The controllers", body = Vec<Controller>)))]
-pub(super) fn controllers(view: &View) -> Vec<Controller> {
-    view.controllers.all().iter().map(|served| describe(served)).collect()
+pub(super) fn controllers(state: &ServerState) -> Vec<Controller> {
+    state.controllers.all().iter().map(|served| describe(served)).collect()
 }
 
 /// Describe a controller
@@ -26,8 +26,8 @@ pub(super) fn controllers(view: &View) -> Vec<Controller> {
         (status = 200, description = "The controller", body = Controller),
         (status = 404, description = "No such controller", body = Problem)
     ))]
-pub(super) fn controller(view: &View, id: &str) -> Result<Controller, Problem> {
-    find(view, id).map(|served| describe(&served))
+pub(super) fn controller(state: &ServerState, id: &str) -> Result<Controller, Problem> {
+    find(state, id).map(|served| describe(&served))
 }
 
 /// Add a controller
@@ -44,14 +44,14 @@ pub(super) fn controller(view: &View, id: &str) -> Result<Controller, Problem> {
         (status = 409, description = "Another controller has that id", body = Problem)
     ))]
 pub(super) fn add_controller(
-    view: &View,
+    state: &ServerState,
     id: &str,
     wanted: &ControllerSpec,
 ) -> Result<(bool, Controller), Problem> {
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
     let asked = asked(id, wanted).map_err(wrong)?;
-    let is_new = view.changes.add(asked).map_err(problem)?;
-    Ok((is_new, controller(view, id)?))
+    let is_new = state.changes.add(asked).map_err(problem)?;
+    Ok((is_new, controller(state, id)?))
 }
 
 /// Remove a controller
@@ -68,8 +68,8 @@ pub(super) fn add_controller(
         (status = 404, description = "No such controller", body = Problem),
         (status = 409, description = "A client is connected", body = Problem)
     ))]
-pub(super) fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> {
-    view.changes.remove(id, force).map_err(problem)
+pub(super) fn remove_controller(state: &ServerState, id: &str, force: bool) -> Result<(), Problem> {
+    state.changes.remove(id, force).map_err(problem)
 }
 
 /// Converts a controller from a request to a configuration.

@@ -1,7 +1,7 @@
 //! Limit group requests: limits that several namespaces share.
 
-use super::requested::problem;
-use super::view::View;
+use super::lookup::problem;
+use super::state::ServerState;
 use crate::control::api::{Code, LimitGroup, LimitSpec, Problem};
 use crate::limits::{self, DiskLimits};
 
@@ -30,7 +30,7 @@ pub(super) fn limit_group(group: &limits::Group) -> LimitGroup {
         (status = 400, description = "Invalid limits", body = Problem)
     ))]
 pub(super) fn set_limit_group(
-    view: &View,
+    state: &ServerState,
     name: &str,
     wanted: &LimitSpec,
 ) -> Result<LimitGroup, Problem> {
@@ -39,6 +39,6 @@ pub(super) fn set_limit_group(
     if limits.group.is_some() {
         return Err(wrong("a limit group cannot be in another one".to_owned()));
     }
-    view.changes.limit_group(name, limits.own).map_err(problem)?;
+    state.changes.limit_group(name, limits.own).map_err(problem)?;
     Ok(limit_group(&limits::Group { name: name.to_owned(), limits: limits.own }))
 }

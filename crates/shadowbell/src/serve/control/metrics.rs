@@ -10,7 +10,7 @@
 //! 256 controllers has thirty thousand samples, so labels that many samples share are formatted
 //! once.
 
-use super::view::{View, namespaces_of};
+use super::state::{ServerState, namespaces_of};
 use crate::control::api::Namespace;
 use crate::serve::registry::ServedController;
 use shadowbell_controller::Stats;
@@ -195,11 +195,11 @@ impl Counted {
 }
 
 /// All metrics of the server.
-pub(super) fn text(view: &View) -> String {
-    let counted: Vec<_> = view.controllers.all().into_iter().map(Counted::now).collect();
+pub(super) fn text(state: &ServerState) -> String {
+    let counted: Vec<_> = state.controllers.all().into_iter().map(Counted::now).collect();
     let mut text =
         Text(String::with_capacity(8192 + counted.iter().map(Counted::text_bytes).sum::<usize>()));
-    server(&mut text, view);
+    server(&mut text, state);
     controllers(&mut text, &counted);
     submission_queues(&mut text, &counted);
     completion_queues(&mut text, &counted);
@@ -211,10 +211,10 @@ pub(super) fn text(view: &View) -> String {
     text.0
 }
 
-fn server(text: &mut Text, view: &View) {
-    let labels = labels(&[("name", view.name.as_str()), ("version", env!("CARGO_PKG_VERSION"))]);
+fn server(text: &mut Text, state: &ServerState) {
+    let labels = labels(&[("name", state.name.as_str()), ("version", env!("CARGO_PKG_VERSION"))]);
     text.family(Kind::Info, "shadowbell_server", "The server.").sample(&labels, 1);
-    let uptime = view.serves_since.elapsed().as_secs_f64();
+    let uptime = state.serves_since.elapsed().as_secs_f64();
     text.family(
         Kind::Gauge,
         "shadowbell_uptime_seconds",
@@ -222,7 +222,7 @@ fn server(text: &mut Text, view: &View) {
     )
     .real("", uptime);
     text.family(Kind::Gauge, "shadowbell_workers", "Number of I/O threads.")
-        .sample("", view.workers as u64);
+        .sample("", state.workers as u64);
 }
 
 fn controllers(text: &mut Text, all: &[Counted]) {

@@ -1,7 +1,7 @@
 //! Namespace requests: list, add, remove and change.
 
-use super::requested::{find, problem, uuid};
-use super::view::{View, namespaces_of};
+use super::lookup::{find, problem, uuid};
+use super::state::{ServerState, namespaces_of};
 use crate::control::api::{Code, Namespace, NamespaceChange, NamespaceSpec, Problem, Size};
 use crate::controller_config::DiskConfig;
 
@@ -24,7 +24,7 @@ use crate::controller_config::DiskConfig;
         (status = 409, description = "Another namespace has that NSID", body = Problem)
     ))]
 pub(super) fn add_namespace(
-    view: &View,
+    state: &ServerState,
     id: &str,
     nsid: u32,
     wanted: &NamespaceSpec,
@@ -32,8 +32,8 @@ pub(super) fn add_namespace(
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
     let uuid = wanted.uuid.as_deref().map(uuid).transpose().map_err(wrong)?;
     let disk = DiskConfig::with(wanted.disk.clone(), uuid, Some(nsid));
-    let is_new = view.changes.add_namespace(id, nsid, &disk).map_err(problem)?;
-    Ok((is_new, namespace(view, id, nsid)?))
+    let is_new = state.changes.add_namespace(id, nsid, &disk).map_err(problem)?;
+    Ok((is_new, namespace(state, id, nsid)?))
 }
 
 /// Remove a namespace of a controller
@@ -51,8 +51,8 @@ pub(super) fn add_namespace(
         (status = 404, description = "No such controller or namespace", body = Problem),
         (status = 409, description = "The namespace is the only one of the controller", body = Problem)
     ))]
-pub(super) fn remove_namespace(view: &View, id: &str, nsid: u32) -> Result<(), Problem> {
-    view.changes.remove_namespace(id, nsid).map_err(problem)
+pub(super) fn remove_namespace(state: &ServerState, id: &str, nsid: u32) -> Result<(), Problem> {
+    state.changes.remove_namespace(id, nsid).map_err(problem)
 }
 
 /// Change a namespace: its size, its disk, read-only, or its limits
@@ -73,7 +73,7 @@ pub(super) fn remove_namespace(view: &View, id: &str, nsid: u32) -> Result<(), P
             body = Problem)
     ))]
 pub(super) fn change_namespace(
-    view: &View,
+    state: &ServerState,
     id: &str,
     nsid: u32,
     wanted: &NamespaceChange,
@@ -103,12 +103,12 @@ pub(super) fn change_namespace(
             return Err(Problem::new(Code::BadRequest, why));
         }
     };
-    view.changes.change_namespace(id, nsid, &change).map_err(problem)?;
-    namespace(view, id, nsid)
+    state.changes.change_namespace(id, nsid, &change).map_err(problem)?;
+    namespace(state, id, nsid)
 }
 
-pub(super) fn namespace(view: &View, id: &str, nsid: u32) -> Result<Namespace, Problem> {
-    let served = find(view, id)?;
+pub(super) fn namespace(state: &ServerState, id: &str, nsid: u32) -> Result<Namespace, Problem> {
+    let served = find(state, id)?;
     let found = namespaces_of(&served).find(|namespace| namespace.nsid == nsid);
     found.ok_or_else(|| Problem::new(Code::NotFound, format!("there is no namespace {nsid}")))
 }
@@ -116,6 +116,6 @@ pub(super) fn namespace(view: &View, id: &str, nsid: u32) -> Result<Namespace, P
 /// List all namespaces of all controllers
 #[utoipa::path(get, path = "/v1/namespaces", operation_id = "namespaces", tag = "controllers",
     responses((status = 200, description = "The namespaces", body = Vec<Namespace>)))]
-pub(super) fn namespaces(view: &View) -> Vec<Namespace> {
-    view.controllers.all().iter().flat_map(|served| namespaces_of(served)).collect()
+pub(super) fn namespaces(state: &ServerState) -> Vec<Namespace> {
+    state.controllers.all().iter().flat_map(|served| namespaces_of(served)).collect()
 }

@@ -1,15 +1,15 @@
 //! Server-wide requests: status, configuration, statistics, log level, upgrade and shutdown.
 
+use super::lookup::problem;
 use super::metrics;
-use super::requested::problem;
-use super::view::View;
+use super::state::ServerState;
 use crate::control::api::{Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade};
-use crate::keeper_query::{Keeper, program};
 use crate::live_stats::{self, Row, Snapshot};
-use crate::serve::apply::apply as apply_config;
 use crate::serve::config_file::{self, Settings};
+use crate::serve::reload::apply as apply_config;
 use crate::serve::server_config::SocketConfig;
 use crate::serve::stats_file;
+use crate::supervisor::client::{SupervisorClient, program};
 use crate::{exit, logging};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,19 +18,19 @@ use tracing::info;
 /// Status of the server
 #[utoipa::path(get, path = "/v1/status", operation_id = "status", tag = "server",
     responses((status = 200, description = "The status", body = Status)))]
-pub(super) fn status(view: &View) -> Status {
-    let served = view.controllers.all();
+pub(super) fn status(state: &ServerState) -> Status {
+    let served = state.controllers.all();
     Status {
-        name: view.name.clone(),
+        name: state.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
-        keeper_pid: view.keeper_pid,
-        uptime_seconds: view.serves_since.elapsed().as_secs_f64(),
-        workers: view.workers,
+        keeper_pid: state.supervisor_pid,
+        uptime_seconds: state.serves_since.elapsed().as_secs_f64(),
+        workers: state.workers,
         controllers: served.len(),
         clients: served.iter().filter(|served| served.has_client()).count(),
         log_filter: logging::filter(),
-        upgrade_error: view.upgrade_error.lock().clone(),
+        upgrade_error: state.upgrade_error.lock().clone(),
     }
 }
 
@@ -47,13 +47,13 @@ pub(super) fn status(view: &View) -> Status {
         (status = 400, description = "The file is invalid", body = Problem),
         (status = 409, description = "Connected clients would lose controllers or namespaces", body = Problem)
     ))]
-pub(super) fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
+pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem> {
     let config = config_file::parse(&wanted.toml, &wanted.file);
     let mut config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
     config.add_attached().map_err(problem)?;
-    let now = view.settings.with_measure(view.tracer.measures());
+    let now = state.settings.with_measure(state.tracer.measures());
     let later = Settings::of(&config).say_otherwise(&now);
-    let plan = apply_config(&view.changes, config, wanted.dry_run, wanted.force);
+    let plan = apply_config(&state.changes, config, wanted.dry_run, wanted.force);
     let plan = plan.map_err(problem)?;
     let ids = |all: &[SocketConfig]| all.iter().map(SocketConfig::id).collect();
     Ok(Plan {
@@ -75,10 +75,10 @@ pub(super) fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
 /// be used in any directory.
 #[utoipa::path(get, path = "/v1/config", operation_id = "configuration", tag = "server",
     responses((status = 200, description = "The file", body = Configuration)))]
-pub(super) fn configuration(view: &View) -> Configuration {
-    let controllers: Vec<_> = view.controllers.all().iter().map(|one| one.asked()).collect();
-    let settings = view.settings.with_measure(view.tracer.measures());
-    Configuration { toml: config_file::write(&settings, &view.name, &controllers) }
+pub(super) fn configuration(state: &ServerState) -> Configuration {
+    let controllers: Vec<_> = state.controllers.all().iter().map(|one| one.asked()).collect();
+    let settings = state.settings.with_measure(state.tracer.measures());
+    Configuration { toml: config_file::write(&settings, &state.name, &controllers) }
 }
 
 /// Statistics, as `serve --stats-json` writes them
@@ -87,16 +87,16 @@ pub(super) fn configuration(view: &View) -> Configuration {
 /// threads and disks.
 #[utoipa::path(get, path = "/v1/stats", operation_id = "stats", tag = "server",
     responses((status = 200, description = "The counters", body = serde_json::Value)))]
-pub(super) fn stats(view: &View) -> stats_file::Report {
-    stats_file::Report::of(&view.controllers.all())
+pub(super) fn stats(state: &ServerState) -> stats_file::Report {
+    stats_file::Report::of(&state.controllers.all())
 }
 
 /// Snapshot of the values that `shadowbell top` shows
 #[utoipa::path(get, path = "/v1/snapshot", operation_id = "snapshot", tag = "server",
     responses((status = 200, description = "A row for each controller", body = Snapshot)))]
-pub(super) fn snapshot(view: &View) -> Snapshot {
-    let at_ns = u64::try_from(view.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    let rows = view.controllers.all();
+pub(super) fn snapshot(state: &ServerState) -> Snapshot {
+    let at_ns = u64::try_from(state.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let rows = state.controllers.all();
     let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller));
     Snapshot { version: live_stats::VERSION, at_ns, controllers: rows.collect() }
 }
@@ -107,8 +107,8 @@ pub(super) fn snapshot(view: &View) -> Snapshot {
 #[utoipa::path(get, path = "/metrics", operation_id = "metrics", tag = "server",
     responses((status = 200, description = "The metrics", body = String,
         content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8")))]
-pub(super) fn metrics(view: &View) -> String {
-    metrics::text(view)
+pub(super) fn metrics(state: &ServerState) -> String {
+    metrics::text(state)
 }
 
 /// Log filter
@@ -142,33 +142,33 @@ pub(super) fn set_log_level(wanted: &LogLevel) -> Result<LogLevel, Problem> {
         (status = 409, description = "The server has no supervisor; or a program is named, and the server is in a sandbox",
             body = Problem)
     ))]
-pub(super) fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
-    let pid = view.keeper_pid.ok_or_else(|| {
+pub(super) fn upgrade(state: &ServerState, wanted: Upgrade) -> Result<Status, Problem> {
+    let pid = state.supervisor_pid.ok_or_else(|| {
         let why = "the server has no supervisor, which an upgrade needs: start it with `shadowbell \
                    serve` without `--no-keeper`";
         Problem::new(Code::Conflict, why)
     })?;
     let failed = |error: anyhow::Error| Problem::new(Code::Failed, exit::line(&error));
     let binary = wanted.binary.map(PathBuf::from);
-    let outcome: Box<dyn FnOnce() -> anyhow::Result<String> + Send> = match &view.asks {
+    let outcome: Box<dyn FnOnce() -> anyhow::Result<String> + Send> = match &state.asks {
         Some(_) if binary.is_some() => {
             let why = "a server in a sandbox cannot choose a program: use `shadowbell upgrade \
                        --binary`";
             return Err(Problem::new(Code::Conflict, why));
         }
         Some(asks) => {
-            let keeper = asks.upgrade().map_err(|error| failed(error.into()))?;
-            Box::new(move || keeper.outcome())
+            let supervisor = asks.upgrade().map_err(|error| failed(error.into()))?;
+            Box::new(move || supervisor.outcome())
         }
         None => {
-            let keeper = Keeper::find(Path::new(&pid.to_string())).map_err(failed)?;
+            let supervisor = SupervisorClient::find(Path::new(&pid.to_string())).map_err(failed)?;
             let binary = binary.as_deref().map(|path| program("`binary`", path)).transpose();
             let binary =
                 binary.map_err(|error| Problem::new(Code::BadRequest, exit::line(&error)))?;
-            Box::new(move || keeper.upgrade(binary.as_deref()))
+            Box::new(move || supervisor.upgrade(binary.as_deref()))
         }
     };
-    let last_error = Arc::clone(&view.upgrade_error);
+    let last_error = Arc::clone(&state.upgrade_error);
     *last_error.lock() = None;
     // The result comes when this process is replaced, or when the upgrade has failed.
     let wait = move || {
@@ -178,15 +178,15 @@ pub(super) fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
     };
     let thread = std::thread::Builder::new().name("sb-upgrade".into()).spawn(wait);
     thread.map_err(|error| Problem::new(Code::Failed, error.to_string()))?;
-    Ok(status(view))
+    Ok(status(state))
 }
 
 /// End the service, as SIGTERM does
 #[utoipa::path(post, path = "/v1/shutdown", operation_id = "shutdown", tag = "server",
     responses((status = 202, description = "The service ends", body = Status)))]
-pub(super) fn shutdown(view: &View) -> Status {
+pub(super) fn shutdown(state: &ServerState) -> Status {
     info!("shutdown was requested at the control socket");
-    let status = status(view);
-    (view.end)();
+    let status = status(state);
+    (state.end)();
     status
 }

@@ -1,6 +1,6 @@
 //! Doorbell trace requests: on, off, and download.
 
-use super::view::View;
+use super::state::ServerState;
 use crate::control::api::{Code, Problem, Trace, TraceChange};
 use crate::exit;
 use crate::serve::tracer::TraceStatus;
@@ -20,8 +20,8 @@ const RECORDS: std::ops::RangeInclusive<u32> = 1024..=1 << 24;
 /// State of the doorbell trace
 #[utoipa::path(get, path = "/v1/trace", operation_id = "trace", tag = "server",
     responses((status = 200, description = "The state", body = Trace)))]
-pub(super) fn trace(view: &View) -> Trace {
-    let TraceStatus { on, kept } = view.tracer.status();
+pub(super) fn trace(state: &ServerState) -> Trace {
+    let TraceStatus { on, kept } = state.tracer.status();
     Trace { on, records: kept.map(|(records, _)| records), bytes: kept.map(|(_, bytes)| bytes) }
 }
 
@@ -35,19 +35,19 @@ pub(super) fn trace(view: &View) -> Trace {
         (status = 200, description = "The new state", body = Trace),
         (status = 400, description = "Invalid number of records", body = Problem)
     ))]
-pub(super) fn set_trace(view: &View, wanted: &TraceChange) -> Result<Trace, Problem> {
+pub(super) fn set_trace(state: &ServerState, wanted: &TraceChange) -> Result<Trace, Problem> {
     if !wanted.on {
-        if view.tracer.stop() {
+        if state.tracer.stop() {
             info!("doorbell trace off");
         }
-        return Ok(trace(view));
+        return Ok(trace(state));
     }
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
     if wanted.records.is_some_and(|records| !RECORDS.contains(&records)) {
         let (fewest, most) = RECORDS.into_inner();
         return Err(wrong(format!("`records` is {fewest} to {most}")));
     }
-    match view.tracer.start(wanted.records) {
+    match state.tracer.start(wanted.records) {
         Ok(true) => info!("doorbell trace on"),
         Ok(false) => {}
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
@@ -55,7 +55,7 @@ pub(super) fn set_trace(view: &View, wanted: &TraceChange) -> Result<Trace, Prob
         }
         Err(error) => return Err(Problem::new(Code::Failed, exit::line(&error.into()))),
     }
-    Ok(trace(view))
+    Ok(trace(state))
 }
 
 /// Download the doorbell trace
@@ -67,8 +67,8 @@ pub(super) fn set_trace(view: &View, wanted: &TraceChange) -> Result<Trace, Prob
             content_type = "application/octet-stream"),
         (status = 404, description = "There is no trace", body = Problem)
     ))]
-pub(super) fn trace_records(view: &View) -> Result<TraceBody, Problem> {
-    let file = view.tracer.file().ok_or_else(|| {
+pub(super) fn trace_records(state: &ServerState) -> Result<TraceBody, Problem> {
+    let file = state.tracer.file().ok_or_else(|| {
         let why = "there is no doorbell trace; `shadowbell ctl trace on` starts one";
         Problem::new(Code::NotFound, why)
     })?;

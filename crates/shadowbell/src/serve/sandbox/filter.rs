@@ -14,7 +14,7 @@ use syscalls::Sysno;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Needs {
     /// A supervisor exists, so this process does not notify the service manager itself.
-    pub(super) keeper: bool,
+    pub(super) supervisor: bool,
     /// Metrics are served over TCP.
     pub(super) tcp: bool,
     /// The process creates its sockets and files itself.
@@ -70,7 +70,7 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
         libc::SYS_clone => only(with(0, libc::CLONE_THREAD as u64)?),
         libc::SYS_socket => {
             let mut kinds = vec![(libc::AF_UNIX, libc::SOCK_STREAM)];
-            if !needs.keeper {
+            if !needs.supervisor {
                 kinds.push((libc::AF_UNIX, libc::SOCK_DGRAM));
             }
             if needs.tcp {

@@ -19,11 +19,11 @@ mod asked;
 mod calls;
 mod files;
 mod filter;
-mod opening;
+mod open_broker;
 mod user;
 
 pub(super) use asked::{Asked, Mode};
-pub(super) use opening::open_config;
+pub(super) use open_broker::open_config;
 pub(super) use user::{User, parse_user};
 
 use super::server_config::ServerConfig;
@@ -85,10 +85,10 @@ pub(super) fn enter(
     disk_spec::contain();
     settle();
     limit();
-    let by_itself = !files.as_ref().is_some_and(|files| files.by_keeper);
+    let by_itself = !files.as_ref().is_some_and(|files| files.by_supervisor);
     let files = files.map(Files::restrict).transpose().context("Landlock")?;
     HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
-    let needs = Needs { keeper: link.is_some(), tcp: config.metrics.is_some(), by_itself };
+    let needs = Needs { supervisor: link.is_some(), tcp: config.metrics.is_some(), by_itself };
     let calls = match filter::install(needs) {
         Ok(()) => format!("{} system calls", calls::all(needs.by_itself).count()),
         Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),
