@@ -49,7 +49,7 @@ fn goes_away_and_comes_back(behind: &Path, options: &str) {
         queue.submit(gone.read(at * 8, 8).unwrap(), pool.take()).unwrap();
     }
     queue.ring().unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    shadowbell_testing::wait::moment();
     mount.end();
     for _ in 1..63 {
         let status = complete(&mut queue).status;

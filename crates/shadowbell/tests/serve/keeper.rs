@@ -4,6 +4,7 @@ use crate::harness::{Server, attach, finish, image, program, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
+use shadowbell_testing::wait::{moment, pause};
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
@@ -126,7 +127,7 @@ fn a_worker_that_dies_again_and_again_is_given_up() {
             signal(worker, Signal::ABORT);
         }
         assert!(killed.len() <= 8);
-        std::thread::sleep(std::time::Duration::from_millis(2));
+        pause();
     }
     assert_eq!(killed.len(), 8);
     assert_eq!(server.wait().code(), Some(1));
@@ -159,7 +160,7 @@ fn a_second_signal_does_not_wait() {
     // It can not end.
     signal(worker, Signal::STOP);
     server.signal(Signal::TERM);
-    std::thread::sleep(std::time::Duration::from_millis(50));
+    moment();
     assert!(server.is_alive());
     server.signal(Signal::TERM);
     assert_eq!(server.wait().code(), Some(1));
@@ -177,6 +178,7 @@ fn a_keeper_is_small_and_does_nothing() {
     // Who looks for another keeper asks this one, too, as other tests do.
     until("a second without a wakeup", || {
         let before = status("voluntary_ctxt_switches");
+        // The time in which a thread with a timer, or one that polls, would wake up.
         std::thread::sleep(std::time::Duration::from_secs(1));
         status("voluntary_ctxt_switches") == before
     });

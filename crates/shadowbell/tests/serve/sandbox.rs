@@ -365,17 +365,13 @@ fn with_a_keeper_there_are_no_paths() {
         // Its own: the one before may still be about to end.
         command.arg(directory.path().join(format!("{call}.sock"))).args(["--attempt", call]);
         command.env("SHADOWBELL_RUN_DIR", directory.path());
-        let mut keeper = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(std::fs::File::create(&said).unwrap())
-            .spawn()
-            .unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(std::fs::File::create(&said).unwrap());
+        let keeper = shadowbell_testing::process_group::ProcessGroup::spawn(&mut command).unwrap();
         let line = format!("error: the sandbox forbids the system call {call} (");
         until(&line, || std::fs::read_to_string(&said).unwrap().contains(&line));
         // It would start another process, which does the same.
-        keeper.kill().unwrap();
-        keeper.wait().unwrap();
+        drop(keeper);
     }
 }
 

@@ -3,11 +3,11 @@
 //!
 //! Three kinds need exclusive execution. A fused Compare and Write is atomic with respect to all
 //! other commands (NVM 1.1, "Compare and Write"). Write Uncorrectable changes the list of
-//! uncorrectable blocks, which all I/O threads have a copy of; so does a write to such blocks.
-//! All three are rare, so the cost is theirs alone: an I/O thread parks such a command and notifies
-//! the control plane. The control plane stops fetching on all I/O threads, waits until nothing is
-//! in flight, and lets one thread after the other execute its parked commands, one command at a
-//! time (`control::alone`). Completions are held until the control plane has recorded the changes.
+//! uncorrectable blocks, which all I/O threads have a copy of; so does a write to such blocks. All
+//! three are rare, so the cost is theirs alone: an I/O thread parks such a command and notifies the
+//! control plane. The control plane stops fetching on all I/O threads, waits until nothing is in
+//! flight, and lets one thread after the other execute its parked commands, one command at a time
+//! (`control::exclusive`). Completions are held until the control plane has recorded the changes.
 //!
 //! # Crash recovery
 //!
@@ -36,7 +36,8 @@ use std::sync::Arc;
 /// FUSE bits of the command flags.
 pub(super) const FUSE: u8 = 0b11;
 
-/// Progress of a fused operation on a disk with atomic compare-and-write (`exec/both.rs`).
+/// Progress of a fused operation on a disk with atomic compare-and-write
+/// (`exec/compare_and_write.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
     No,
@@ -72,7 +73,7 @@ pub(super) enum Step {
     /// The command itself.
     Plain,
     /// Compare and Write of a fused operation as one disk request.
-    Both,
+    CompareAndWrite,
     /// Compare with the data of the Write, to find out if a dead process has written them.
     Look,
 }
@@ -84,7 +85,7 @@ pub(super) struct Running {
     pub(super) waiting: Option<Latch>,
     pub(super) step: Step,
     /// True for the Compare of a fused operation on a disk that has atomic compare-and-write.
-    pub(super) can_both: bool,
+    pub(super) can_compare_and_write: bool,
 }
 
 /// Ended command whose completion is held back.
@@ -99,7 +100,7 @@ pub(super) type Decided = (u32, Decision);
 
 /// Exclusive commands of one engine.
 #[derive(Default)]
-pub(super) struct Alone {
+pub(super) struct Exclusive {
     /// Handle of the control plane, and the state shared by all I/O threads of the controller.
     pub(super) with: Option<(ControlHandle, Arc<ControllerShared>)>,
     /// True if the control plane was asked for exclusive execution.
@@ -112,7 +113,7 @@ pub(super) struct Alone {
     /// True if held completions may be posted.
     pub(super) is_released: bool,
     /// True during a controller reset: held completions are posted at once.
-    pub(super) is_given_up: bool,
+    pub(super) is_reset: bool,
     /// Commands that were aborted before they began.
     pub(super) ended: Vec<u32>,
     pub(super) decided: Vec<Decided>,
@@ -128,7 +129,7 @@ pub(super) struct Alone {
     pub(super) marks: Arc<Uncorrectable>,
 }
 
-impl Alone {
+impl Exclusive {
     /// Number of in-flight entries of parked, held and aborted commands.
     pub(super) fn entries(&self) -> usize {
         let halves = self.parked.iter().filter(|parked| parked.second.is_some()).count();
@@ -150,7 +151,7 @@ impl Alone {
         !self.ended.is_empty()
             || !self.decided.is_empty()
             || self.settling.is_some()
-            || (self.is_released || self.is_given_up) && !self.held.is_empty()
+            || (self.is_released || self.is_reset) && !self.held.is_empty()
             || self.granted.is_some() && self.running.is_none()
     }
 
@@ -251,12 +252,12 @@ mod tests {
 
     #[test]
     fn what_a_dead_process_had_begun_comes_first() {
-        let mut alone = Alone::default();
+        let mut exclusive = Exclusive::default();
         for tag in [1, 2] {
-            alone.park(Parked::new(tag, 0, Sqe::read(1, 0, 0, 0)));
+            exclusive.park(Parked::new(tag, 0, Sqe::read(1, 0, 0, 0)));
         }
-        alone.park_begun(Parked::new(3, 0, Sqe::write(1, 0, 0, 0)));
-        let order: Vec<_> = alone.parked.iter().map(|parked| parked.tag).collect();
+        exclusive.park_begun(Parked::new(3, 0, Sqe::write(1, 0, 0, 0)));
+        let order: Vec<_> = exclusive.parked.iter().map(|parked| parked.tag).collect();
         assert_eq!(order, [3, 1, 2]);
     }
 }

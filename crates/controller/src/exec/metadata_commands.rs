@@ -6,10 +6,10 @@
 
 use super::engine::{Engine, Started};
 use super::in_flight::{InFlight, Kind, Owner};
+use super::metadata::{fields, uses_extended, weigh_pieces};
 use super::namespace::NamespaceQueue;
 use super::resolve::resolve_flagged;
 use super::status::status_of;
-use super::with_metadata::{fields, uses_extended, weigh_pieces};
 use crate::admin::host_behavior::EXTENDED_FORMATS;
 use crate::queue::Permit;
 use shadowbell_backend::{Metadata, MetadataBuffer, MetadataFormat, Op, Request, Submitted};
@@ -137,10 +137,10 @@ impl Engine {
         let weight = (self.may_touch != u64::MAX).then_some(self.fresh_weight);
         let (pieces, places) = weigh_pieces(scratch, spans, budget, weight, sqe);
         let namespace: &NamespaceQueue = &self.namespaces[index];
-        if Self::is_forced(namespace, &request, sqe, self.write_through) {
+        if Self::is_fua_read(namespace, &request, sqe, self.write_through) {
             self.touch(places);
             let request = (request, Some(metadata));
-            return self.force(index, request, (kind, pieces), sqe, sq, permit);
+            return self.begin_fua_read(index, request, (kind, pieces), sqe, sq, permit);
         }
         let tag = self.in_flight.next_tag();
         let queue = &mut self.namespaces[index].queue;

@@ -1,4 +1,4 @@
-//! Retired disk queues: queues of a removed or changed namespace that still have requests in
+//! Draining disk queues: queues of a removed or changed namespace that still have requests in
 //! flight.
 
 use super::namespace::NamespaceQueue;
@@ -8,9 +8,9 @@ const FIRST: usize = 1 << 31;
 
 /// Disk queues without new requests.
 #[derive(Default)]
-pub(super) struct Retired(Vec<Option<NamespaceQueue>>);
+pub(super) struct Draining(Vec<Option<NamespaceQueue>>);
 
-impl Retired {
+impl Draining {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -2,9 +2,9 @@
 
 use super::controller_queues::ControllerQueues;
 use super::controller_queues::insert;
+use super::queue_move::{Departure, Relocated};
 use super::queue_set::QueueSet;
 use super::recovery::Recovery;
-use super::relocation::{Departure, Relocated};
 use super::replay::Inheritance;
 use crate::exec::Closed;
 use crate::latch::Latch;

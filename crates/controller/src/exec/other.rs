@@ -1,15 +1,15 @@
 //! All commands except Read and Write.
 
-use super::alone::Marked;
 use super::copy::{ALWAYS_ENABLED, ParsedCopy, parse_copy};
 use super::engine::{Engine, MAX_PLACES, Started};
+use super::exclusive_state::Marked;
 use super::in_flight::{InFlight, Kind, Owner};
-use super::long::{FLUSH, LongCommand, Part, piece};
+use super::metadata::submit_any;
+use super::multi_step::{FLUSH, MultiStepCommand, Part, piece};
 use super::namespace::index_of;
 use super::quota::cost;
 use super::resolve::read_list;
 use super::status::status_of;
-use super::with_metadata::submit_any;
 use crate::queue::Permit;
 use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_spec::Sqe;
@@ -29,7 +29,7 @@ enum Requests {
 impl Engine {
     #[cold]
     #[inline(never)]
-    pub(super) fn less_common(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+    pub(super) fn start_other(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         let Ok(op) = NvmOpcode::try_from(sqe.opcode) else {
             return Started::Failed(permit, Status::INVALID_OPCODE.with_dnr());
         };
@@ -82,10 +82,15 @@ impl Engine {
         match requests {
             Err(status) => Started::Failed(permit, status),
             Ok(Requests::One(index, request, kind))
-                if Self::is_forced(&self.namespaces[index], &request, sqe, self.write_through) =>
+                if Self::is_fua_read(
+                    &self.namespaces[index],
+                    &request,
+                    sqe,
+                    self.write_through,
+                ) =>
             {
                 self.scratch.rewind();
-                self.force(index, (request, metadata), (kind, 0), sqe, sq, permit)
+                self.begin_fua_read(index, (request, metadata), (kind, 0), sqe, sq, permit)
             }
             Ok(Requests::One(index, request, kind)) => {
                 let longest = self.namespaces[index].queue.longest_inline();
@@ -255,9 +260,9 @@ impl Engine {
         let entry = InFlight::new(owner, 0, kind).at(sqe.nsid, lba).of_requests();
         self.in_flight.insert(tag, entry);
         self.budget -= cost::of_command(0);
-        let Self { long, namespaces, in_flight, budget, .. } = self;
-        let command = LongCommand::new(tag, Some(sq), parts).with(metadata);
-        if !long.begin(command, namespaces, in_flight, budget) {
+        let Self { multi_step, namespaces, in_flight, budget, .. } = self;
+        let command = MultiStepCommand::new(tag, Some(sq), parts).with(metadata);
+        if !multi_step.begin(command, namespaces, in_flight, budget) {
             self.review_quota();
             self.last_tag = tag;
             return Started::Pending;

@@ -314,7 +314,7 @@ impl Relocated {
                 }
             }
         }
-        if replays.iter().any(Replay::has_to_be_alone) {
+        if replays.iter().any(Replay::needs_exclusive) {
             shared.set_exclusive(true);
         }
         let new = Self::at_rest(with, worker, sqs, cqs, doorbell_eventfds);

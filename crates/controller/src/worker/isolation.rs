@@ -1,6 +1,6 @@
 //! Isolation of slow controllers: detects controllers whose turns take too long.
 //!
-//! Most work of a turn is bounded (see `share` and `exec::quota`), but some depends on a peer: a
+//! Most work of a turn is bounded (see `drr` and `exec::quota`), but some depends on a peer: a
 //! page fault in memory shared by a client waits while the client punches holes, and a disk may
 //! execute long requests inline. A controller that takes long repeatedly is detected here, and
 //! moves to an I/O thread of its own.

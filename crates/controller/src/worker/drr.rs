@@ -16,7 +16,7 @@ const QUANTUM: i64 = 5_000;
 const DEBT: i64 = 40 * QUANTUM;
 /// Budget of a pass of the only active controller of a thread, in nanoseconds. It bounds the delay
 /// of a controller that becomes active.
-pub(crate) const ALONE: i64 = 100_000;
+pub(crate) const SOLE: i64 = 100_000;
 
 /// Remaining share of a controller.
 #[derive(Clone, Copy, Debug, Default)]

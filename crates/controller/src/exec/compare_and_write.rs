@@ -1,11 +1,12 @@
 //! Fused Compare and Write as one atomic disk request.
 //!
 //! With respect to commands of this server, a fused operation is atomic because it is executed
-//! [exclusively](super::alone). If the storage has other users, such as an image that several
-//! machines share, another machine may write between the Compare and the Write. So on a disk with
-//! atomic compare-and-write ([`Queue::compares_and_writes`]), the Write is replaced by that
-//! request once the Compare was equal. Namespaces with metadata, zones or uncorrectable blocks are
-//! excluded, because the request does not support these: there a plain Write follows the Compare.
+//! [exclusively](super::exclusive_state). If the storage has other users, such as an image that
+//! several machines share, another machine may write between the Compare and the Write. So on a
+//! disk with atomic compare-and-write ([`Queue::compares_and_writes`]), the Write is replaced by
+//! that request once the Compare was equal. Namespaces with metadata, zones or uncorrectable blocks
+//! are excluded, because the request does not support these: there a plain Write follows the
+//! Compare.
 //!
 //! If the atomic request finds different blocks, another user has written in between: the Compare
 //! ends with Compare Failure and the Write with Command Aborted due to Failed Fused Command. If it
@@ -33,8 +34,8 @@
 //! [`Queue::compares_and_writes`]: shadowbell_backend::Queue::compares_and_writes
 //! [`Decision::Try`]: crate::journal::Decision::Try
 
-use super::alone::{Asked, Held, Parked, Running, Step};
 use super::engine::{Engine, MAX_PLACES};
+use super::exclusive_state::{Asked, Held, Parked, Running, Step};
 use super::in_flight::{InFlight, Kind, Owner};
 use super::resolve::resolve_flagged;
 use super::status::status_of;
@@ -62,7 +63,7 @@ fn by_write(status: Status) -> Ends {
 
 impl Engine {
     /// True if the disk of a fused operation can execute it as one request.
-    pub(super) fn can_both(&self, sqe: &Sqe) -> bool {
+    pub(super) fn can_compare_and_write(&self, sqe: &Sqe) -> bool {
         let at = (sqe.nsid as usize).checked_sub(1);
         let Some(namespace) = at.and_then(|at| self.namespaces.get(at)) else { return false };
         namespace.queue.compares_and_writes()
@@ -74,7 +75,7 @@ impl Engine {
     /// Parks the fused operation in execution again, as the next command, for one more step: the
     /// atomic disk request (after the journal has its [`Decision::Try`]) or the look.
     pub(super) fn park_again(&mut self, asked: Asked, (sq, cid): (usize, u16), permit: Permit) {
-        let Some(Running { parked, waiting, .. }) = self.alone.running.take() else { return };
+        let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
         abort_point(AbortPoint::AloneEnded);
         let mut entry = InFlight::new(Owner::Command { sq, cid, permit }, 0, Kind::Other);
         entry.waiting = waiting;
@@ -83,41 +84,43 @@ impl Engine {
         debug_assert_eq!(tag, parked.tag, "the entry freed last is reused first");
         self.in_flight.insert(tag, entry.of_requests());
         if asked == Asked::Now {
-            self.alone.decided.push((tag, Decision::Try));
+            self.exclusive.decided.push((tag, Decision::Try));
         }
-        self.alone.parked.push_front(Parked { asked, ..parked });
+        self.exclusive.parked.push_front(Parked { asked, ..parked });
     }
 
     /// Starts the atomic request or the look of a fused operation. Returns the parked command if it
     /// is not fused or if neither of these steps applies.
-    pub(super) fn begin_both(&mut self, parked: Parked) -> Option<Parked> {
+    pub(super) fn begin_fused_step(&mut self, parked: Parked) -> Option<Parked> {
         let step = match parked.asked {
             Asked::Differs => Step::Look,
-            Asked::Now | Asked::Before if self.can_both(&parked.sqe) => Step::Both,
+            Asked::Now | Asked::Before if self.can_compare_and_write(&parked.sqe) => {
+                Step::CompareAndWrite
+            }
             _ => return Some(parked),
         };
         let Some((_, write)) = parked.second else { return Some(parked) };
         let entry = self.in_flight.remove(parked.tag)?;
         let Owner::Command { sq, cid, permit } = entry.owner else { return None };
-        let (waiting, can_both) = (entry.waiting, true);
-        self.alone.running = Some(Running { parked, waiting, step, can_both });
-        (self.alone.written, self.alone.dw0) = (None, 0);
+        let (waiting, can_compare_and_write) = (entry.waiting, true);
+        self.exclusive.running = Some(Running { parked, waiting, step, can_compare_and_write });
+        (self.exclusive.written, self.exclusive.dw0) = (None, 0);
         let prepared = match step {
             Step::Look => self.prepare_look(&write),
-            _ => self.prepare_both(&parked.sqe, &write),
+            _ => self.prepare_compare_and_write(&parked.sqe, &write),
         };
         match prepared {
             Ok(request) => self.submit_step(&request, (sq, cid), permit),
             Err(ends) => {
                 self.count_error(ends.0);
-                self.both_ended((sq, cid), permit, ends);
+                self.fused_ended((sq, cid), permit, ends);
             }
         }
         None
     }
 
     /// Builds the compare-and-write request; resolves the data of both commands into `scratch`.
-    fn prepare_both(&mut self, compare: &Sqe, write: &Sqe) -> Result<Request, Ends> {
+    fn prepare_compare_and_write(&mut self, compare: &Sqe, write: &Sqe) -> Result<Request, Ends> {
         self.touch(2 * MAX_PLACES);
         if let Some(status) = self.refusal(NvmOpcode::Compare, compare) {
             return Err(by_compare(status));
@@ -157,7 +160,7 @@ impl Engine {
 
     /// Submits a step of the operation in execution, with the data in `scratch`.
     fn submit_step(&mut self, request: &Request, (sq, cid): (usize, u16), permit: Permit) {
-        let Some(Running { parked: Parked { tag, sqe, .. }, .. }) = self.alone.running else {
+        let Some(Running { parked: Parked { tag, sqe, .. }, .. }) = self.exclusive.running else {
             return;
         };
         let (index, pieces) = (sqe.nsid as usize - 1, self.scratch.pieces().len());
@@ -178,7 +181,7 @@ impl Engine {
                 self.step_ended((sq, cid), permit, status);
             }
             Submitted::Pending => {
-                let owner = Owner::Alone { sq, cid, permit };
+                let owner = Owner::Exclusive { sq, cid, permit };
                 let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
                 self.keep(tag, request.len, entry.in_pieces(pieces));
             }
@@ -195,7 +198,7 @@ impl Engine {
 
     /// Handles the end of a step of the operation in execution.
     pub(super) fn step_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
-        let Some(Running { parked, step, .. }) = &self.alone.running else { return };
+        let Some(Running { parked, step, .. }) = &self.exclusive.running else { return };
         let is_different = status.code() == Status::COMPARE_FAILURE;
         let ends = match (step, parked.asked) {
             _ if status.is_success() => (status, status),
@@ -204,17 +207,19 @@ impl Engine {
             (_, Asked::Before) if is_different => {
                 return self.park_again(Asked::Differs, (sq, cid), permit);
             }
-            (Step::Both, _) if !is_different && status.code() != Status::ABORT_REQUESTED => {
+            (Step::CompareAndWrite, _)
+                if !is_different && status.code() != Status::ABORT_REQUESTED =>
+            {
                 by_write(status)
             }
             _ => by_compare(status),
         };
-        self.both_ended((sq, cid), permit, ends);
+        self.fused_ended((sq, cid), permit, ends);
     }
 
     /// Ends the two commands of an operation that was one disk request, with these statuses.
-    fn both_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, (first, other): Ends) {
-        let Some(Running { parked, waiting, .. }) = self.alone.running.take() else { return };
+    fn fused_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, (first, other): Ends) {
+        let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
         abort_point(AbortPoint::AloneEnded);
         let Parked { tag, sqe, second, .. } = parked;
         let mut entry = InFlight::new(Owner::Command { sq, cid, permit }, 0, Kind::Other);
@@ -225,12 +230,12 @@ impl Engine {
                 self.count_error(Status::FUSED_FAILED);
             }
             self.in_flight.fail(second, other);
-            self.alone.held.push(Held { tag: second, dw0: 0 });
+            self.exclusive.held.push(Held { tag: second, dw0: 0 });
             // This decision also contains the status of the first command, in case that the process
             // dies between the two journal writes.
             let dw0 = u32::from(first.bits());
-            self.alone.decided.push((second, Decision::End { status: other, dw0 }));
+            self.exclusive.decided.push((second, Decision::End { status: other, dw0 }));
         }
-        self.alone.decided.push((at, Decision::End { status: first, dw0: 0 }));
+        self.exclusive.decided.push((at, Decision::End { status: first, dw0: 0 }));
     }
 }

@@ -1,7 +1,7 @@
-//! Execution of [exclusive](super::alone) commands by an engine.
+//! Execution of [exclusive](super::exclusive_state) commands by an engine.
 
-use super::alone::{Asked, FUSE, Held, Marked, Parked, Running, Step, check_fused};
 use super::engine::{Closed, Engine, Started};
+use super::exclusive_state::{Asked, FUSE, Held, Marked, Parked, Running, Step, check_fused};
 use super::in_flight::{CompletedCommand, InFlight, Kind, Owner};
 use super::namespace::index_of;
 use crate::journal::Decision;
@@ -22,73 +22,73 @@ pub(crate) type FusedFailed = ((Permit, Permit), (Status, Status));
 
 impl Engine {
     /// Sets the control plane to which requests for exclusive execution are sent.
-    pub(crate) fn let_ask(&mut self, control: &ControlHandle, shared: &Arc<ControllerShared>) {
-        self.alone.with = Some((control.clone(), Arc::clone(shared)));
+    pub(crate) fn set_control(&mut self, control: &ControlHandle, shared: &Arc<ControllerShared>) {
+        self.exclusive.with = Some((control.clone(), Arc::clone(shared)));
         self.review_marks();
         if shared.is_exclusive() {
-            self.close(Closed::Alone);
+            self.close(Closed::Exclusive);
         }
     }
 
     /// Refreshes the copy of the uncorrectable blocks.
     pub(super) fn review_marks(&mut self) {
-        if let Some((_, shared)) = &self.alone.with {
-            self.alone.marks = shared.uncorrectable();
+        if let Some((_, shared)) = &self.exclusive.with {
+            self.exclusive.marks = shared.uncorrectable();
             self.flag_namespaces();
         }
     }
 
     /// Routes all commands of a namespace with uncorrectable blocks through the slow path.
     fn flag_namespaces(&mut self) {
-        let Self { namespaces, alone, .. } = self;
+        let Self { namespaces, exclusive, .. } = self;
         for (nsid, namespace) in (1..).zip(namespaces) {
-            namespace.set_marked(alone.marks.has_any_of(nsid));
+            namespace.set_marked(exclusive.marks.has_any_of(nsid));
         }
     }
 
     /// Stops fetching, because a command requires exclusive execution.
     pub(crate) fn pause(&mut self) {
-        self.close(Closed::Alone);
+        self.close(Closed::Exclusive);
     }
 
     /// True if nothing is in flight except commands that are parked for exclusive execution.
     pub(crate) fn is_drained(&self) -> bool {
-        self.in_flight.len() == self.alone.entries()
+        self.in_flight.len() == self.exclusive.entries()
     }
 
     /// Grants exclusive execution until the latch is released.
-    pub(crate) fn be_alone(&mut self, latch: Latch) {
-        self.alone.is_asked_for = false;
-        if self.alone.parked.is_empty() {
+    pub(crate) fn grant_exclusive(&mut self, latch: Latch) {
+        self.exclusive.is_asked_for = false;
+        if self.exclusive.parked.is_empty() {
             return drop(latch);
         }
-        self.alone.granted = Some(latch);
+        self.exclusive.granted = Some(latch);
     }
 
     /// Writes the postponed decisions, because the uncorrectable blocks are recorded now. The latch
     /// is released when the journal has them, so that a recovery does not repeat the changes.
     pub(crate) fn settle(&mut self, latch: Latch) {
-        self.alone.decided.append(&mut self.alone.late);
-        if !self.alone.decided.is_empty() {
-            self.alone.settling = Some(latch);
+        self.exclusive.decided.append(&mut self.exclusive.late);
+        if !self.exclusive.decided.is_empty() {
+            self.exclusive.settling = Some(latch);
         }
     }
 
     /// Ends exclusive execution: fetching continues and held completions are posted.
-    pub(crate) fn go_on(&mut self) {
-        self.alone.is_released = !self.alone.held.is_empty();
+    pub(crate) fn end_exclusive(&mut self) {
+        self.exclusive.is_released = !self.exclusive.held.is_empty();
         self.review_marks();
-        self.open(Closed::Alone);
+        self.open(Closed::Exclusive);
     }
 
     /// Takes the decisions, which the caller writes to the journal before they have an effect.
     pub(crate) fn take_decided(&mut self) -> Vec<(u32, Decision)> {
-        std::mem::take(&mut self.alone.decided)
+        std::mem::take(&mut self.exclusive.decided)
     }
 
     /// True if fetching is stopped for an exclusive command.
-    pub(crate) fn waits_for_one(&self) -> bool {
-        self.is_closed(Closed::Alone)
+    pub(crate) fn is_paused(&self) -> bool {
+        self.is_closed(Closed::Exclusive)
     }
 
     /// Consequence of uncorrectable blocks for a command on blocks `from..to` of namespace `index`.
@@ -99,13 +99,13 @@ impl Engine {
         (from, to): (u64, u64),
     ) -> Marked {
         let nsid = index as u32 + 1;
-        if !self.alone.marks.touches(nsid, from, to) {
+        if !self.exclusive.marks.touches(nsid, from, to) {
             return Marked::No;
         }
         match op {
             NvmOpcode::Read | NvmOpcode::Compare | NvmOpcode::Verify => Marked::Fails,
-            _ if self.alone.is_at_work() => {
-                self.alone.written = Some(BlockRange { nsid, from, to });
+            _ if self.exclusive.is_at_work() => {
+                self.exclusive.written = Some(BlockRange { nsid, from, to });
                 Marked::No
             }
             _ => Marked::Park,
@@ -117,7 +117,7 @@ impl Engine {
     #[inline(never)]
     pub(super) fn park(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         let tag = self.park_entry(sqe, sq, permit);
-        self.alone.park(Parked::new(tag, sq, *sqe));
+        self.exclusive.park(Parked::new(tag, sq, *sqe));
         self.review_quota();
         Started::Pending
     }
@@ -153,9 +153,9 @@ impl Engine {
         let second = Some((tags.1, plain(second)));
         let parked = Parked { second, ..Parked::new(tags.0, sq, plain(first)) };
         if was_asked {
-            self.alone.park_begun(Parked { asked: Asked::Before, ..parked });
+            self.exclusive.park_begun(Parked { asked: Asked::Before, ..parked });
         } else {
-            self.alone.park(parked);
+            self.exclusive.park(parked);
         }
         self.review_quota();
         Ok(tags)
@@ -165,25 +165,25 @@ impl Engine {
     pub(crate) fn park_second(&mut self, second: &Sqe, sq: usize, permit: Permit) -> Started {
         let sqe = Sqe { flags: second.flags & !FUSE, ..*second };
         let tag = self.park_entry(&sqe, sq, permit);
-        self.alone.park_begun(Parked::new(tag, sq, sqe));
+        self.exclusive.park_begun(Parked::new(tag, sq, sqe));
         self.review_quota();
         Started::Pending
     }
 
     /// Advances exclusive commands: posts ended ones, starts the next parked one.
-    pub(super) fn advance_alone(&mut self, ended: &mut impl FnMut(CompletedCommand)) {
-        for tag in std::mem::take(&mut self.alone.ended) {
+    pub(super) fn advance_exclusive(&mut self, ended: &mut impl FnMut(CompletedCommand)) {
+        for tag in std::mem::take(&mut self.exclusive.ended) {
             if let Some(end) = self.end(tag) {
                 ended(end);
             }
         }
         // The journal must have the decisions before the next step.
-        if !self.alone.decided.is_empty() {
+        if !self.exclusive.decided.is_empty() {
             return;
         }
-        drop(self.alone.settling.take());
-        if std::mem::take(&mut self.alone.is_released) || self.alone.is_given_up {
-            for Held { tag, dw0 } in std::mem::take(&mut self.alone.held) {
+        drop(self.exclusive.settling.take());
+        if std::mem::take(&mut self.exclusive.is_released) || self.exclusive.is_reset {
+            for Held { tag, dw0 } in std::mem::take(&mut self.exclusive.held) {
                 let Some(entry) = self.in_flight.remove(tag) else { continue };
                 let InFlight { owner, status, nsid, lba, .. } = entry;
                 if let Owner::Command { sq, cid, permit } = owner {
@@ -201,27 +201,28 @@ impl Engine {
                 }
             }
         }
-        if self.alone.granted.is_none() || self.alone.running.is_some() {
+        if self.exclusive.granted.is_none() || self.exclusive.running.is_some() {
             return;
         }
-        match self.alone.parked.pop_front() {
+        match self.exclusive.parked.pop_front() {
             Some(parked) => self.run(parked),
-            None => drop(self.alone.granted.take()),
+            None => drop(self.exclusive.granted.take()),
         }
     }
 
     /// Starts a parked command exclusively.
     fn run(&mut self, parked: Parked) {
-        let Some(parked) = self.begin_both(parked) else { return };
+        let Some(parked) = self.begin_fused_step(parked) else { return };
         let Parked { tag, sq, sqe, .. } = parked;
-        let can_both = parked.second.is_some() && self.can_both(&sqe);
+        let can_compare_and_write = parked.second.is_some() && self.can_compare_and_write(&sqe);
         let Some(InFlight { owner: Owner::Command { cid, permit, .. }, waiting, .. }) =
             self.in_flight.remove(tag)
         else {
             return;
         };
-        self.alone.running = Some(Running { parked, waiting, step: Step::Plain, can_both });
-        (self.alone.written, self.alone.dw0) = (None, 0);
+        self.exclusive.running =
+            Some(Running { parked, waiting, step: Step::Plain, can_compare_and_write });
+        (self.exclusive.written, self.exclusive.dw0) = (None, 0);
         let (permit, status) = match self.start(&sqe, sq, permit) {
             Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
             Started::Failed(permit, status) => {
@@ -232,26 +233,34 @@ impl Engine {
             Started::Fused(permit) => (permit, Status::INTERNAL),
             Started::Pending => {
                 debug_assert_eq!(self.last_tag, tag, "the entry freed last is reused first");
-                return self.in_flight.set_alone(self.last_tag);
+                return self.in_flight.set_exclusive(self.last_tag);
             }
         };
-        self.alone_ended((sq, cid), permit, status);
+        self.exclusive_ended((sq, cid), permit, status);
     }
 
     /// Handles the end of the command in execution: holds its completion, continues a fused pair.
-    pub(super) fn alone_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
-        let Some(Running { parked, step, can_both, .. }) = &self.alone.running else { return };
+    pub(super) fn exclusive_ended(
+        &mut self,
+        (sq, cid): (usize, u16),
+        permit: Permit,
+        status: Status,
+    ) {
+        let Some(Running { parked, step, can_compare_and_write, .. }) = &self.exclusive.running
+        else {
+            return;
+        };
         if *step != Step::Plain || parked.asked != Asked::No && !status.is_success() {
             return self.step_ended((sq, cid), permit, status);
         }
-        if *can_both && status.is_success() {
+        if *can_compare_and_write && status.is_success() {
             return self.park_again(Asked::Now, (sq, cid), permit);
         }
-        let Some(Running { parked, waiting, .. }) = self.alone.running.take() else { return };
+        let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
         abort_point(AbortPoint::AloneEnded);
         let Parked { tag, sqe, second, .. } = parked;
-        let dw0 = std::mem::take(&mut self.alone.dw0);
-        let written = self.alone.written.take().filter(|_| status.is_success());
+        let dw0 = std::mem::take(&mut self.exclusive.dw0);
+        let written = self.exclusive.written.take().filter(|_| status.is_success());
         let changes_marks =
             written.is_some() || sqe.opcode == u8::from(NvmOpcode::WriteUncorrectable);
         if let Some(written) = written {
@@ -263,24 +272,24 @@ impl Engine {
         match second {
             None => {}
             Some((second, sqe)) if status.is_success() => {
-                self.alone.decided.push((second, Decision::Begin));
-                self.alone.parked.push_front(Parked::new(second, sq, sqe));
+                self.exclusive.decided.push((second, Decision::Begin));
+                self.exclusive.parked.push_front(Parked::new(second, sq, sqe));
             }
             Some((second, _)) => {
                 let status = Status::FUSED_FAILED;
                 self.count_error(status);
                 self.in_flight.fail(second, status);
-                self.alone.held.push(Held { tag: second, dw0: 0 });
-                self.alone.decided.push((second, Decision::End { status, dw0: 0 }));
+                self.exclusive.held.push(Held { tag: second, dw0: 0 });
+                self.exclusive.decided.push((second, Decision::End { status, dw0: 0 }));
             }
         }
         let end = (at, Decision::End { status, dw0 });
         if changes_marks {
             // Until the change is recorded, a recovery has to repeat the command.
-            self.alone.late.push(end);
+            self.exclusive.late.push(end);
         } else {
             // The first command of a pair is decided last: its decision implies the second's.
-            self.alone.decided.push(end);
+            self.exclusive.decided.push(end);
         }
     }
 
@@ -289,7 +298,7 @@ impl Engine {
         let at = self.in_flight.next_tag();
         debug_assert_eq!(at, tag, "the entry freed last is reused first");
         self.in_flight.insert(at, entry.of_requests());
-        self.alone.held.push(Held { tag: at, dw0 });
+        self.exclusive.held.push(Held { tag: at, dw0 });
         at
     }
 
@@ -298,7 +307,7 @@ impl Engine {
     pub(super) fn write_uncorrectable(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         match self.check_uncorrectable(sqe) {
             Err(status) => Started::Failed(permit, status),
-            Ok(_) if !self.alone.is_at_work() => self.park(sqe, sq, permit),
+            Ok(_) if !self.exclusive.is_at_work() => self.park(sqe, sq, permit),
             Ok(BlockRange { nsid, from, to }) => {
                 let mut outcome = Ok(());
                 self.change_marks(|marks| outcome = marks.mark(nsid, from, to));
@@ -328,7 +337,7 @@ impl Engine {
     }
 
     fn change_marks(&mut self, change: impl FnOnce(&mut Uncorrectable)) {
-        if let Some((_, shared)) = &self.alone.with {
+        if let Some((_, shared)) = &self.exclusive.with {
             shared.change_uncorrectable(change);
         }
         self.review_marks();

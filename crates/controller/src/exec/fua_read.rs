@@ -5,11 +5,11 @@
 //! sequence: a flush of the whole disk, and the request of the command.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
-use super::long::FLUSH;
+use super::metadata::submit_any;
+use super::multi_step::FLUSH;
 use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::status::status_of;
-use super::with_metadata::submit_any;
 use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
@@ -28,7 +28,7 @@ enum Stage {
 
 /// Read, Compare or Verify with Force Unit Access.
 #[derive(Debug)]
-pub(super) struct ForcedRead {
+pub(super) struct FuaRead {
     /// In-flight entry of the command.
     pub(super) parent: u32,
     /// Index of the submission queue.
@@ -44,7 +44,7 @@ pub(super) struct ForcedRead {
     cancelled: bool,
 }
 
-impl ForcedRead {
+impl FuaRead {
     pub(super) fn new(
         (parent, sq): (u32, usize),
         namespace: usize,
@@ -113,9 +113,9 @@ fn submit(
 
 /// Forced reads of one engine.
 #[derive(Debug, Default)]
-pub(super) struct ForcedReads(Vec<ForcedRead>);
+pub(super) struct FuaReads(Vec<FuaRead>);
 
-impl ForcedReads {
+impl FuaReads {
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }
@@ -123,7 +123,7 @@ impl ForcedReads {
     /// Submits the flush of a command, which then continues in [`advance`](Self::advance).
     pub(super) fn begin(
         &mut self,
-        mut command: ForcedRead,
+        mut command: FuaRead,
         namespaces: &mut [NamespaceQueue],
         in_flight: &mut InFlightTable,
     ) {
@@ -169,7 +169,7 @@ impl ForcedReads {
     }
 
     /// Cancels these commands: requests that are not submitted yet are dropped.
-    pub(super) fn cancel(&mut self, which: impl Fn(&ForcedRead) -> bool) {
+    pub(super) fn cancel(&mut self, which: impl Fn(&FuaRead) -> bool) {
         self.0
             .iter_mut()
             .filter(|command| which(command))

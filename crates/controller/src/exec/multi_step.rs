@@ -6,10 +6,10 @@
 //! passes over the queues, within the controller's share of the turn.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
+use super::metadata::submit_any;
 use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::status::status_of;
-use super::with_metadata::submit_any;
 use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
@@ -18,16 +18,16 @@ use std::collections::VecDeque;
 /// Disk flush request.
 pub(super) const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
 
-/// Maximum number of in-flight requests of all long commands of a controller; the copies of a
+/// Maximum number of in-flight requests of all multi-step commands of a controller; the copies of a
 /// controller have the same limit for themselves.
-pub(super) const UNDER_WAY: u32 = 32;
+pub(super) const MAX_IN_FLIGHT: u32 = 32;
 
-/// Request of a long command, with the index of its namespace.
+/// Request of a multi-step command, with the index of its namespace.
 pub(super) type Part = (usize, Request);
 
 /// Command of many requests.
 #[derive(Debug)]
-pub(super) struct LongCommand {
+pub(super) struct MultiStepCommand {
     /// In-flight entry of the command.
     parent: u32,
     /// Index of the submission queue; `None` for a command of the controller itself.
@@ -44,8 +44,8 @@ pub(super) struct LongCommand {
     cancelled: bool,
 }
 
-impl LongCommand {
-    /// Creates a long command for the entry `parent`.
+impl MultiStepCommand {
+    /// Creates a multi-step command for the entry `parent`.
     pub(super) fn new(parent: u32, sq: Option<usize>, parts: Vec<Part>) -> Self {
         let parts = parts.into();
         Self { parent, sq, parts, metadata: None, next: 0, within: 0, left: 0, cancelled: false }
@@ -124,14 +124,14 @@ pub(super) fn piece(request: &Request, longest: u64) -> u64 {
 
 /// Long commands of one engine.
 #[derive(Debug, Default)]
-pub(super) struct LongCommands {
+pub(super) struct MultiStepCommands {
     /// Commands in order of arrival.
-    list: VecDeque<LongCommand>,
+    list: VecDeque<MultiStepCommand>,
     /// In-flight requests.
-    under_way: u32,
+    requests: u32,
 }
 
-impl LongCommands {
+impl MultiStepCommands {
     pub(super) fn len(&self) -> usize {
         self.list.len()
     }
@@ -139,16 +139,16 @@ impl LongCommands {
     /// Begins a command. True if it has ended already; then the caller ends its entry.
     pub(super) fn begin(
         &mut self,
-        mut command: LongCommand,
+        mut command: MultiStepCommand,
         namespaces: &mut [NamespaceQueue],
         in_flight: &mut InFlightTable,
         budget: &mut i64,
     ) -> bool {
         // An earlier command has precedence.
         if self.list.is_empty() {
-            let mut room = UNDER_WAY.saturating_sub(self.under_way);
+            let mut room = MAX_IN_FLIGHT.saturating_sub(self.requests);
             command.advance(namespaces, in_flight, budget, &mut room);
-            self.under_way += command.left;
+            self.requests += command.left;
             if command.is_over() {
                 return true;
             }
@@ -161,13 +161,13 @@ impl LongCommands {
     pub(super) fn part_ended(&mut self, parent: u32) {
         if let Some(command) = self.list.iter_mut().find(|command| command.parent == parent) {
             command.left -= 1;
-            self.under_way -= 1;
+            self.requests -= 1;
         }
     }
 
     /// True if a step is possible without waiting.
     pub(super) fn can_advance(&self) -> bool {
-        let has_room = self.under_way < UNDER_WAY;
+        let has_room = self.requests < MAX_IN_FLIGHT;
         self.list.iter().any(|command| command.is_over() || has_room && command.has_more())
     }
 
@@ -179,7 +179,7 @@ impl LongCommands {
         budget: &mut i64,
     ) -> Vec<u32> {
         let mut over = Vec::new();
-        let mut room = UNDER_WAY.saturating_sub(self.under_way);
+        let mut room = MAX_IN_FLIGHT.saturating_sub(self.requests);
         self.list.retain_mut(|command| {
             command.advance(namespaces, in_flight, budget, &mut room);
             if command.is_over() {
@@ -190,7 +190,7 @@ impl LongCommands {
             }
             !command.is_over()
         });
-        self.under_way = UNDER_WAY - room;
+        self.requests = MAX_IN_FLIGHT - room;
         over
     }
 
@@ -235,7 +235,7 @@ impl LongCommands {
     }
 }
 
-impl LongCommand {
+impl MultiStepCommand {
     fn has_unsubmitted(&self) -> bool {
         self.next < self.parts.len()
     }

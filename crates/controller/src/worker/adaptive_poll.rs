@@ -1,7 +1,7 @@
 //! Adaptive polling: time that an idle I/O thread polls before it sleeps.
 
 use crate::interrupt::HoldLimit;
-use shadowbell_memory::GiveWay;
+use shadowbell_memory::YieldBackoff;
 use std::time::{Duration, Instant};
 
 /// Polling mode of an idle I/O thread.
@@ -120,7 +120,7 @@ impl Polls {
 /// longer than the maximum window for its next command would not notice, so the CPU is better left
 /// to other threads, unless the host keeps several commands in flight and the disks busy.
 #[derive(Debug)]
-pub(super) struct PollWindow {
+pub(super) struct AdaptivePoll {
     polling: Polling,
     /// Window while no request is in flight.
     host: Duration,
@@ -137,12 +137,12 @@ pub(super) struct PollWindow {
     ended: u64,
     /// Start of the idle passes, to within [`PASSES`].
     since: Instant,
-    others: GiveWay,
+    others: YieldBackoff,
     /// True if another thread wanted the CPU during this wait for a disk.
     crowded: bool,
 }
 
-impl PollWindow {
+impl AdaptivePoll {
     pub(super) fn new(polling: Polling) -> Self {
         let none = Duration::ZERO;
         let since = Instant::now();
@@ -157,7 +157,7 @@ impl PollWindow {
             pending: false,
             ended: 0,
             since,
-            others: GiveWay::new(),
+            others: YieldBackoff::new(),
             crowded: false,
         }
     }
@@ -219,7 +219,7 @@ impl PollWindow {
         let waited = now.duration_since(self.since);
         if waited >= width {
             Next::Sleep
-        } else if self.pending && waited >= GiveWay::AFTER || self.idle >= POLITE_AFTER {
+        } else if self.pending && waited >= YieldBackoff::AFTER || self.idle >= POLITE_AFTER {
             Next::Yield
         } else {
             Next::Look
@@ -228,7 +228,7 @@ impl PollWindow {
 
     /// Yields the CPU to other threads. Returns the next action.
     pub(super) fn give_way(&mut self) -> Next {
-        let crowded = self.others.give_way(GiveWay::AFTER);
+        let crowded = self.others.backoff(YieldBackoff::AFTER);
         self.gave_way(crowded)
     }
 
@@ -300,7 +300,7 @@ mod tests {
 
     /// I/O thread in virtual time.
     struct Worker {
-        window: PollWindow,
+        window: AdaptivePoll,
         now: Instant,
         polled: Duration,
         sleeps: u32,
@@ -309,7 +309,7 @@ mod tests {
 
     impl Worker {
         fn new() -> Self {
-            let window = PollWindow::new(Polling::Adaptive(MOST));
+            let window = AdaptivePoll::new(Polling::Adaptive(MOST));
             Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
@@ -510,9 +510,9 @@ mod tests {
 
     #[test]
     fn nothing_is_learnt_where_nothing_is_to_be() {
-        let mut window = PollWindow::new(Polling::Always);
+        let mut window = AdaptivePoll::new(Polling::Always);
         assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::Look));
-        let mut window = PollWindow::new(Polling::Never);
+        let mut window = AdaptivePoll::new(Polling::Never);
         for _ in 0..100 {
             assert_eq!(window.next(|| (false, 0)), Next::Sleep);
             window.slept(Duration::from_micros(1));
