@@ -115,7 +115,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 use worker_link::{Role, WorkerLink};
 
@@ -281,6 +281,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     if link.is_none() {
         notify::tell(notify::STOPPING);
     }
+    // A disk that does not answer is not waited for if the supervisor is dead: no process would end this one.
+    let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
     // The endpoints remove their socket files.
     drop(answering.map(RunningEndpoints::rest));
     let outcome = server.stop();

@@ -1,4 +1,4 @@
-//! Exit of this process when its supervisor dies, before the main loop polls the supervisor.
+//! Exit of this process when its supervisor dies while the main loop does not poll the supervisor.
 
 use super::worker_link::WorkerLink;
 use crate::exit;
@@ -11,16 +11,20 @@ use std::time::Duration;
 /// Interval at which the thread checks whether it was dropped.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Thread that ends the process when the supervisor dies, until it is dropped. During start-up
-/// the main thread may wait for a remote disk that does not answer.
+/// Time that the end of the process may take after the death of its supervisor. Nothing is lost
+/// after it: under a supervisor, completed writes survive a kill of this process.
+pub(super) const GRACE: Duration = Duration::from_secs(5);
+
+/// Thread that ends the process when the supervisor dies, until it is dropped. At the start and at
+/// the end of the process, the main thread may wait for a remote disk that does not answer.
 pub(super) struct ParentWatch(Arc<AtomicBool>);
 
 impl ParentWatch {
-    /// Starts the thread.
+    /// Starts the thread, which ends the process this long after the death of the supervisor.
     ///
     /// # Errors
     /// The thread cannot be started, or the descriptor limit is reached.
-    pub(super) fn start(link: &WorkerLink) -> anyhow::Result<Self> {
+    pub(super) fn start(link: &WorkerLink, grace: Duration) -> anyhow::Result<Self> {
         let link = link.as_fd().try_clone_to_owned()?;
         let is_over = Arc::new(AtomicBool::new(false));
         let its = Arc::clone(&is_over);
@@ -31,7 +35,11 @@ impl ParentWatch {
                 let mut fds = [PollFd::from_borrowed_fd(link.as_fd(), PollFlags::empty())];
                 let seen = poll(&mut fds, timeout.as_ref());
                 let has_ended = fds.iter().any(|fd| fd.revents().contains(PollFlags::HUP));
-                if seen.is_ok() && has_ended && !its.load(Ordering::Acquire) {
+                if seen.is_ok() && has_ended {
+                    std::thread::sleep(grace);
+                    if its.load(Ordering::Acquire) {
+                        return;
+                    }
                     std::process::exit(i32::from(exit::FAILED));
                 }
             }

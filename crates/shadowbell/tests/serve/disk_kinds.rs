@@ -129,6 +129,20 @@ fn who_can_not_go_on_yet_ends_with_its_supervisor() {
     until("the worker's end", || has_ended(next));
 }
 
+/// A server process whose disk does not answer ends soon after its supervisor, without the last
+/// flush.
+#[test]
+fn a_serving_process_with_a_hung_disk_ends_with_its_supervisor() {
+    let export = Export::start("mem:4MiB");
+    let server = supervisor(&export.uri("&settle=0"));
+    drop(server.attach());
+    let process = worker(&server);
+    crate::supervisor::signal(export.child.id(), Signal::STOP);
+    crate::supervisor::signal(server.pid(), Signal::KILL);
+    until("the server process's end", || has_ended(process));
+    crate::supervisor::signal(export.child.id(), Signal::CONT);
+}
+
 /// The same of one that begins.
 #[test]
 fn who_can_not_begin_yet_ends_with_its_supervisor() {
