@@ -17,8 +17,8 @@ pub struct Limits {
     /// [`Handle::stop`](super::Handle::stop).
     pub stop: Duration,
     /// True if clients' descriptors are closed on the reactor's thread, and not on separate
-    /// threads. A client can block the whole server then. For deterministic runs of a reactor with
-    /// trusted descriptors.
+    /// threads. A client can block the whole server then. For fuzzing, which needs deterministic
+    /// runs and sends only harmless descriptors.
     pub close_at_once: bool,
 }
 
