@@ -1,52 +1,52 @@
-//! What an image says of itself: read and checked before the rest is looked at, because it may be
-//! made by somebody who wishes us ill. The limits are QEMU's.
+//! Header of an image: parsed and checked before any other access, because images are untrusted.
+//! The limits are QEMU's.
 
 use crate::error::OpenError;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Bytes of the header of version 2, and of the least of version 3.
+/// Length of the version 2 header, and minimum length of the version 3 header.
 const V2_LEN: usize = 72;
 const V3_LEN: usize = 104;
-/// Bits of a cluster's size.
+/// Valid cluster sizes, as powers of two.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// The most bytes of an L1 table and of a refcount table.
+/// Maximum length of the L1 table and of the refcount table in bytes.
 const MAX_L1: u64 = 32 << 20;
 const MAX_REFCOUNT_TABLE: u64 = 8 << 20;
-/// The longest name of a backing file.
+/// Maximum length of a backing file name.
 const MAX_NAME: usize = 1023;
-/// The largest disk.
+/// Maximum size of a disk.
 const MAX_SIZE: u64 = 1 << 62;
 
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_FEATURES: u32 = 0x6803_f857;
 const FEATURE_LEN: usize = 48;
 
-/// What an image says of itself.
+/// Parsed header of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) version: u32,
     pub(crate) cluster_bits: u32,
-    /// Bytes of the disk.
+    /// Size of the disk in bytes.
     pub(crate) size: u64,
-    /// The file of which it is the difference, and that one's format.
+    /// Name of the backing file, and its format if stated.
     pub(crate) backing: Option<(String, Option<String>)>,
     pub(crate) l1: Table,
     pub(crate) refcounts: Table,
-    /// Bits of a reference count, as a power of two.
+    /// Width of a reference count in bits, as a power of two.
     pub(crate) refcount_order: u32,
 }
 
-/// A table of numbers of 64 bits.
+/// Table of 64-bit entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Table {
-    /// Where it begins in the file.
+    /// Offset in the file.
     pub(crate) offset: u64,
     pub(crate) entries: u64,
 }
 
-/// What is wrong with an image.
+/// Reason why an image is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     Damaged(String),
@@ -69,7 +69,7 @@ fn damaged<T>(why: impl Into<String>) -> Result<T, Fault> {
     Err(Fault::Damaged(why.into()))
 }
 
-/// Reads the first cluster of `file`, or what there is of it.
+/// Reads the start of `file`: the largest possible cluster, or less if the file is shorter.
 pub(crate) fn read_start(file: &File) -> io::Result<Vec<u8>> {
     let mut start = vec![0; 1 << CLUSTER_BITS.end()];
     let mut len = 0;
@@ -86,7 +86,7 @@ pub(crate) fn read_start(file: &File) -> io::Result<Vec<u8>> {
 }
 
 impl Header {
-    /// The header of an image of `len` bytes that begins with `start`.
+    /// Parses the header of an image of `len` bytes that starts with `start`.
     pub(crate) fn parse(start: &[u8], len: u64) -> Result<Self, Fault> {
         if start.get(..4) != Some(b"QFI\xfb") {
             return damaged("it is no qcow2 image");
@@ -114,7 +114,7 @@ impl Header {
             ));
         }
         let cluster = 1_u64 << cluster_bits;
-        // What is in the first cluster and read by the names below.
+        // Extensions and names must be in the first cluster.
         let first = start.get(..start.len().min(cluster as usize)).unwrap_or_default();
         let header_len = if version == 3 { check_v3(first, cluster)? } else { V2_LEN };
 
@@ -161,7 +161,7 @@ impl Header {
     }
 }
 
-/// Checks what only version 3 has; the length of the header.
+/// Checks the fields that only version 3 has. Returns the length of the header.
 fn check_v3(first: &[u8], cluster: u64) -> Result<usize, Fault> {
     if first.len() < V3_LEN {
         return damaged("it ends inside of its header");
@@ -215,12 +215,12 @@ fn check_table(
     Ok(())
 }
 
-/// Walks the extensions after the header; the format of the backing file.
+/// Parses the header extensions. Returns the format of the backing file, if stated.
 fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> {
     let mut at = header_len;
     let mut format = None;
     loop {
-        // An image that ends here has zeroes there.
+        // A file that ends without an end marker has zeroes here.
         let Some(head) = first.get(at..at + 8) else { return Ok(format) };
         let (kind, len) = (be32(head, 0), be32(head, 4) as usize);
         if kind == 0 {
@@ -243,7 +243,7 @@ fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> 
     }
 }
 
-/// A number at a place that the caller knows to be there.
+/// Big-endian number at an offset that the caller has checked.
 fn be32(bytes: &[u8], at: usize) -> u32 {
     let digits = bytes.get(at..at + 4).and_then(|digits| digits.try_into().ok());
     digits.map_or(0, u32::from_be_bytes)
@@ -259,7 +259,7 @@ mod tests {
 
     const LEN: u64 = 1 << 20;
 
-    /// An image of 1 GiB with clusters of 64 KiB, as `qemu-img create` makes one.
+    /// Header of an image of 1 GiB with clusters of 64 KiB, like one of `qemu-img create`.
     fn image() -> Vec<u8> {
         let mut start = vec![0; 1 << 16];
         start[..4].copy_from_slice(b"QFI\xfb");

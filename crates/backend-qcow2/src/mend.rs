@@ -1,26 +1,24 @@
-//! The reference counts of an image whose process was killed.
+//! Repair of an image's reference counts after a crash.
 //!
-//! A cluster is counted before anything that refers to it is written; that is how the format's
-//! order of writes leaves clusters at most that are counted and used by nothing. Two moments of
-//! `imago`'s are none of this order: the table of a part of the disk that was never written is
-//! named in the L1 table before its own count is written; and a table that is evicted from the
-//! cache may hold a cluster whose count has changed a moment ago. A cluster that is used and counts
-//! as free would be given away a second time. So before anything is written to an image, of which
-//! nothing says whether its last user was killed, whatever its tables name is looked up in the
-//! counts, and what is 0 there is made 1. What is counted and not used stays so:
-//! `qemu-img check -r leaks` gives it back. The tables and the header are counted, too: an image
-//! that says that they are free would have them given away.
+//! A cluster is counted before a reference to it is written. With this order, a crash leaves only
+//! leaked clusters, which are counted and unused. `imago` violates the order in two cases: a new L2
+//! table is referenced in the L1 table before its own count is written; and a table that is evicted
+//! from the cache may refer to a cluster whose count was changed only in memory. A cluster that is
+//! used and counted as free would be allocated a second time. An image does not show whether its
+//! last user was killed. So before anything is written, all clusters that the tables refer to are
+//! looked up, and counts of 0 are set to 1. Leaked clusters remain (`qemu-img check -r leaks` frees
+//! them). The clusters of the header and of the tables are counted, too, otherwise an image that
+//! declares them as free would have them allocated again.
 //!
-//! If the storage ended in between (a loss of power, a file system that was shut down), tables may
-//! have got further than the length of the file. Nobody was told that what is missing is there, and
-//! it reads as zeroes; but `qemu-img check` has such an image for damaged, and does not repair it.
-//! So the file is made as long as its tables say.
+//! After a loss of power or a file system shutdown, tables may refer to clusters beyond the end of
+//! the file. The missing data were never flushed, and read as zeroes; but `qemu-img check` reports
+//! such an image as damaged and does not repair it. So the file is extended to the end of its last
+//! cluster.
 //!
-//! On the same way it is found out whether [each cluster has one use](crate::claims).
+//! The same pass finds out whether [each cluster has one use](crate::claims).
 //!
-//! The tables are the image's, which somebody else may have made: what makes no sense in them is
-//! passed over, as whoever reads it will find it out, and there are no more of them than the file
-//! has bytes.
+//! The tables are untrusted. Invalid entries are skipped, because accesses to them fail later, and
+//! the number of tables is limited by the size of the file.
 
 use crate::claims::{Claims, Overlap, clusters_of_compressed};
 use crate::error::OpenError;
@@ -32,31 +30,31 @@ use std::io::{self, IoSlice};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-/// Where a table or a cluster is, in an entry of the L1 table, of an L2 table.
+/// Offset of a table or a cluster in an L1 or L2 entry.
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// An L2 entry of a compressed cluster, which is never written here.
+/// Flag in the L2 entry of a compressed cluster, which this crate never writes.
 const COMPRESSED: u64 = 1 << 62;
-/// Clusters by which a file that lost its length may have grown, for each that is named behind its
-/// end, and besides: not all tables are written at the same time.
+/// Maximum growth of a file that lost its length: clusters per referenced cluster beyond its end,
+/// and additional clusters. Not all tables are written at the same time.
 const UNNAMED: u64 = 16;
 const LATELY: u64 = 1024;
-/// Blocks of counts that are in memory at once.
+/// Maximum number of refcount blocks in memory.
 const BLOCKS: usize = 256;
 
-/// What was found.
+/// Result of a repair.
 pub(crate) struct Mended {
-    /// How many clusters were used and not counted.
+    /// Number of clusters that were used and not counted.
     pub(crate) count: u64,
-    /// By how many bytes the file was shorter than its tables say.
+    /// Number of bytes by which the file was extended.
     pub(crate) missing: u64,
-    /// No cluster has two uses.
+    /// True if no cluster has two uses.
     pub(crate) is_sound: bool,
 }
 
-/// Counts whatever is used.
+/// Counts all used clusters.
 ///
 /// # Errors
-/// [`OpenError`]: the image can not be read or written, or is damaged.
+/// [`OpenError`]: the image cannot be read or written, or is damaged.
 pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<Mended, OpenError> {
     let name = || path.display().to_string();
     let outcome = Mending::new(file, header).and_then(|mut mending| {
@@ -77,7 +75,7 @@ pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<Men
     }
 }
 
-/// A block of counts.
+/// Refcount block.
 struct Block {
     offset: u64,
     bytes: Vec<u8>,
@@ -88,16 +86,16 @@ struct Mending<'a> {
     file: &'a ImageFile,
     header: &'a Header,
     refcounts: Vec<u64>,
-    /// By their place in the table of blocks.
+    /// Blocks by their index in the refcount table.
     blocks: BTreeMap<u64, Block>,
-    /// As many tables as this fit into what the file takes of its file system.
+    /// Maximum number of L2 tables, from the space that the file occupies in its file system.
     most_tables: u64,
     mended: u64,
-    /// Clusters in the file, with one that it ends in; of a device nobody asks.
+    /// Length of the file in clusters, rounded up; unlimited for a device.
     len: u64,
-    /// Behind the last cluster that is used.
+    /// End of the last used cluster.
     end: u64,
-    /// How many are used behind the file's end.
+    /// Number of references to clusters beyond the end of the file.
     beyond: u64,
     claims: Claims,
 }
@@ -114,7 +112,7 @@ impl<'a> Mending<'a> {
             header,
             refcounts: read_table(file, header.refcounts)?,
             blocks: BTreeMap::new(),
-            // Holes of an honest image are in its data.
+            // In a valid image only data have holes.
             most_tables: (taken >> header.cluster_bits).saturating_add(16),
             mended: 0,
             len: if file.is_block_device() {
@@ -128,7 +126,7 @@ impl<'a> Mending<'a> {
         })
     }
 
-    /// Why the image is damaged, if it is.
+    /// Counts all clusters. Returns the defect if the image is damaged.
     fn count_all(&mut self) -> io::Result<Option<String>> {
         let tables = match self.claim_tables()? {
             Ok(tables) => tables,
@@ -145,7 +143,7 @@ impl<'a> Mending<'a> {
         Ok(None)
     }
 
-    /// Counts the header and all tables. Where those are that name the clusters of the disk.
+    /// Counts the header and all tables. Returns the offsets of the L2 tables.
     fn claim_tables(&mut self) -> io::Result<Result<Vec<u64>, String>> {
         let cluster = 1_u64 << self.header.cluster_bits;
         let is_place = |at: &u64| *at != 0 && at.is_multiple_of(cluster);
@@ -175,7 +173,7 @@ impl<'a> Mending<'a> {
         Ok(Ok(l2))
     }
 
-    /// Counts what an entry of a table names; or why the image is damaged.
+    /// Counts the clusters of an L2 entry. Returns the defect if the image is damaged.
     fn count_data(&mut self, entry: u64) -> io::Result<Result<(), String>> {
         let bits = self.header.cluster_bits;
         let at = entry & OFFSET;
@@ -198,10 +196,10 @@ impl<'a> Mending<'a> {
         Ok(Ok(()))
     }
 
-    /// Has a cluster counted, if it is not. Whether it has a place for its count.
+    /// Counts a cluster if its count is 0. Returns false if it has no refcount block.
     fn count(&mut self, cluster: u64) -> io::Result<bool> {
         let order = self.header.refcount_order;
-        // Counts in a block.
+        // Number of counts per block.
         let per_block_bits = self.header.cluster_bits + 3 - order;
         let (nth, at) = (cluster >> per_block_bits, cluster & ((1 << per_block_bits) - 1));
         self.end = self.end.max(cluster + 1);
@@ -231,8 +229,8 @@ impl<'a> Mending<'a> {
         Ok(self.blocks.get_mut(&nth))
     }
 
-    /// Makes the file as long as its tables say, if it could have been so long: most of what it has
-    /// grown by is named. By how many bytes.
+    /// Extends the file to the end of its last cluster, if that is plausible: a large part of the
+    /// growth must be referenced. Returns the number of added bytes.
     fn lengthen(&self) -> io::Result<u64> {
         let grown = self.end.saturating_sub(self.len);
         if self.beyond == 0 || grown > self.beyond.saturating_mul(UNNAMED).saturating_add(LATELY) {
@@ -256,10 +254,10 @@ fn uncounted(at: u64) -> String {
     format!("the cluster at byte {at} is used, and has no place in the reference counts")
 }
 
-/// Makes a count 1 that is 0, of `2^order` bits; whether it was.
+/// Sets a count of `2^order` bits to 1 if it is 0. Returns true if it was.
 fn set_if_zero(block: &mut [u8], nth: usize, order: u32) -> bool {
     if order < 3 {
-        // Several in a byte, the first in its lowest bits.
+        // Several counts per byte, the first one in the lowest bits.
         let (bits, per_byte) = (1_usize << order, 8 >> order);
         let (at, shift) = (nth / per_byte, nth % per_byte * bits);
         let Some(byte) = block.get_mut(at) else { return false };
@@ -285,7 +283,7 @@ fn read_table(file: &ImageFile, table: Table) -> io::Result<Vec<u64>> {
     Ok(entries.map(u64::from_be_bytes).collect())
 }
 
-/// By the call that disks make, as the sandbox has no other.
+/// Writes with the system call of other disks, because the sandbox allows no other.
 fn write(file: &ImageFile, mut bytes: &[u8], mut offset: u64) -> io::Result<()> {
     while !bytes.is_empty() {
         let (piece, flags) = ([IoSlice::new(bytes)], ReadWriteFlags::empty());
@@ -299,7 +297,7 @@ fn write(file: &ImageFile, mut bytes: &[u8], mut offset: u64) -> io::Result<()> 
     Ok(())
 }
 
-/// Bytes of the file; zeroes beyond its end.
+/// Reads bytes of the file; bytes beyond its end are zeroes.
 fn read(file: &ImageFile, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len];
     let mut done = 0;
@@ -327,7 +325,7 @@ mod tests {
             assert!(set_if_zero(&mut block, count - 1, order));
             assert!(!set_if_zero(&mut block, count, order));
             assert_eq!(block.iter().map(|byte| byte.count_ones()).sum::<u32>(), 2, "{order}");
-            // Big-endian from 8 bits on, and from the lowest bit on below that.
+            // Big-endian from 8 bits on; below that, from the lowest bit of a byte on.
             let at = match order {
                 0 => (0, 1 << 3),
                 1 => (0, 1 << 6),

@@ -1,4 +1,4 @@
-//! Opening an image, and what it is the difference to.
+//! Opening an image and its backing files.
 
 use crate::error::OpenError;
 use crate::header::{Header, read_start};
@@ -12,32 +12,32 @@ use shadowbell_memory::contain_panic;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The longest chain of backing files.
+/// Maximum length of a chain of backing files.
 const MAX_CHAIN: usize = 64;
 
-/// An image that is open.
+/// Opened image.
 pub(crate) struct Opened {
     pub(crate) format: FormatAccess<FileStorage>,
     pub(crate) header: Header,
     /// The image's own file, which is locked.
     pub(crate) file: ImageFile,
-    /// Those of its backing files.
+    /// Backing files.
     pub(crate) below: Vec<ImageFile>,
-    /// The page cache is bypassed.
+    /// True if the page cache is bypassed.
     pub(crate) is_direct: bool,
-    /// The image's file, for what needs nothing else of the format; nothing without io_uring.
+    /// File of the fast path; `None` without io_uring.
     pub(crate) bytes: Option<ImageBytes>,
-    /// No cluster of the file is used twice.
+    /// True if no cluster of the file has two uses.
     pub(crate) is_sound: bool,
 }
 
-/// How the files are opened: the image first, then each that it is the difference to.
+/// Source of the files: the image first, then each backing file.
 pub(crate) trait Files {
-    /// Opens the next one, which is called `path`.
+    /// Opens the next file, which has this path.
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError>;
 }
 
-/// By their paths.
+/// Opens files by their paths.
 pub(crate) struct ByPath;
 
 impl Files for ByPath {
@@ -46,7 +46,7 @@ impl Files for ByPath {
     }
 }
 
-/// Opens the image at `path` with everything below it.
+/// Opens the image at `path` with its backing files.
 pub(crate) fn open(
     path: &Path,
     options: &FileOptions,
@@ -56,7 +56,7 @@ pub(crate) fn open(
     let header = read_header(path, &file)?;
     let mut is_sound = true;
     if !file.is_read_only() {
-        // Nothing in it says whether its last user was killed.
+        // The image does not show whether its last user was killed.
         let mended = mend(path, &file, &header)?;
         if mended.count != 0 {
             tracing::info!(
@@ -106,7 +106,7 @@ fn read_header(path: &Path, file: &ImageFile) -> Result<Header, OpenError> {
     Header::parse(&start, len).map_err(|fault| fault.of(&name))
 }
 
-/// Opens the backing file of the image at `path`, read-only, by the format that the image states.
+/// Opens the backing file of the image at `path`, read-only, with the format that the image states.
 fn open_backing(
     path: &Path,
     (name, format_name): &(String, Option<String>),
@@ -165,7 +165,7 @@ fn storage(file: &ImageFile, alignment: Option<Alignment>) -> io::Result<FileSto
     FileStorage::new(file.file().try_clone()?, alignment)
 }
 
-/// Has the crate open an image whose header was checked.
+/// Opens an image with a checked header by `imago`.
 fn format(
     path: &Path,
     file: &ImageFile,
