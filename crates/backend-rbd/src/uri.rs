@@ -1,15 +1,15 @@
-//! Images as people write them.
+//! Specifications of RBD images.
 
 use crate::error::OpenError;
 use percent_encoding::percent_decode_str;
 use std::fmt;
 use std::path::PathBuf;
 
-/// An image of a Ceph cluster, and how it is used: `rbd:pool/image`, `rbd:pool/image@snapshot`.
+/// Specification of an RBD image: `rbd:pool/image`, `rbd:pool/image@snapshot`.
 ///
 /// | option | value | default |
 /// |---|---|---|
-/// | `conf` | the cluster's configuration file | Ceph's: `/etc/ceph/ceph.conf` and others |
+/// | `conf` | configuration file of the cluster | Ceph's: `/etc/ceph/ceph.conf` and others |
 /// | `id` | the user, without `client.` | `admin` |
 /// | `namespace` | the namespace in the pool | none |
 /// | `read-only` | `on`, `off` | `off`; `on` for a snapshot |
@@ -27,13 +27,13 @@ pub struct RbdSpec {
 }
 
 impl RbdSpec {
-    /// Whether `spec` is written as an image is; it may make no sense nevertheless.
+    /// True if `spec` has the scheme of an RBD image. It may be invalid otherwise.
     #[must_use]
     pub fn is_one(spec: &str) -> bool {
         spec.starts_with("rbd:")
     }
 
-    /// What `spec` says.
+    /// Parses a specification.
     ///
     /// # Errors
     /// [`OpenError::Spec`].
