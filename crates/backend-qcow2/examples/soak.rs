@@ -153,7 +153,7 @@ fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
         return Ok(stamp);
     }
     let odd = words().zip(content(stamp, unit)).position(|(is, was)| is != was).unwrap_or(0);
-    Err(format!("unit {unit} begins with {stamp:#x} and is another one from byte {} on", odd * 8))
+    Err(format!("unit {unit} starts with {stamp:#x} and differs from byte {} on", odd * 8))
 }
 
 /// Progress of a worker process: last batch that was started, answered and flushed.
@@ -317,7 +317,7 @@ impl Watch {
         let options = format!("cluster_size={clusters}");
         let size = (UNITS * UNIT).to_string();
         let name = self.image();
-        let name = name.to_str().ok_or("the directory's name is no UTF-8")?;
+        let name = name.to_str().ok_or("the directory's name is not UTF-8")?;
         let made =
             self.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, name, &size], &[])?;
         if made.0 == 0 { Ok(()) } else { Err(made.1) }
@@ -417,7 +417,7 @@ impl Watch {
                 self.tally.leaked += 1;
                 let (code, text) = self.qemu_img(&["check", "-r", "leaks"], &[&image])?;
                 if code != 0 {
-                    return Err(format!("leaks can not be repaired: {text}"));
+                    return Err(format!("leaks cannot be repaired: {text}"));
                 }
             }
             _ => return Err(format!("qemu-img check (seed {seed}): {text}")),
@@ -468,7 +468,7 @@ impl Watch {
         let seconds = began.elapsed().as_secs_f64();
         println!(
             "{operations} operations in {seconds:.0} s ({:.0} a second), {kills} kills; checked \
-             each time: no corruption ({mended} were made good at the next opening), {leaked} with \
+             each time: no corruption ({mended} were repaired by the next open), {leaked} with \
              leaks, which were repaired; {compared} compared",
             *operations as f64 / seconds
         );
@@ -489,10 +489,10 @@ fn main() -> ExitCode {
             let mut watch = Watch { directory, seed, control, tally };
             match watch.run(operations.parse().unwrap_or(0)) {
                 Err(why) if control && why.contains("and may hold") => {
-                    println!("noticed, as it has to be: {why}");
+                    println!("the control run has failed as required: {why}");
                     Ok(())
                 }
-                Ok(()) if control => Err("nobody has noticed what was lost".to_owned()),
+                Ok(()) if control => Err("the control run has not detected the loss".to_owned()),
                 outcome => outcome,
             }
         }

@@ -24,6 +24,6 @@ pub fn create(path: &Path, size: u64) -> Result<(), OpenError> {
     };
     make().map_err(|source| {
         let path = path.display().to_string();
-        OpenError::System { path, what: "making it", source }
+        OpenError::System { path, what: "creating it", source }
     })
 }

@@ -15,6 +15,8 @@ use std::{fmt, io};
 
 /// Key of a qcow2 image in a checkpoint.
 const KEY: &str = "qcow2";
+/// Reason for a checkpoint of another disk type.
+const NO_STATE: &str = "its stored state is not that of a qcow2 image";
 
 /// qcow2 image.
 ///
@@ -53,16 +55,16 @@ impl Qcow2Disk {
         let kept = match kept {
             Some(Ok(kept)) => kept,
             Some(Err(error)) => return Err(refused(path, error.to_string())),
-            None => return Err(refused(path, "it was no qcow2 image".to_owned())),
+            None => return Err(refused(path, NO_STATE.to_owned())),
         };
         let opened = open::open(path, options, &mut Kept::new(&kept, fds, wait))?;
         let disk = Self::of(path, opened, kept.block_size)?;
         let image = disk.pool.image();
         if image.info.read_only && !kept.read_only {
-            return Err(refused(path, "it can not be written any more".to_owned()));
+            return Err(refused(path, "it is no longer writable".to_owned()));
         }
         if image.info.blocks != kept.blocks {
-            return Err(refused(path, "it has another size now".to_owned()));
+            return Err(refused(path, "it has another size".to_owned()));
         }
         image.set_lost(kept.lost);
         Ok(disk)
@@ -109,7 +111,7 @@ impl Qcow2Disk {
     pub fn describe(&self) -> String {
         let image = self.pool.image();
         let below = match &image.header.backing {
-            Some((name, _)) => format!(", the difference to {name}"),
+            Some((name, _)) => format!(", backing file {name}"),
             None => String::new(),
         };
         format!(

@@ -30,8 +30,8 @@ pub enum OpenError {
     },
     /// The image uses a feature that is not supported.
     #[error(
-        "{path}: it {what}, which is not supported; make an image without by `qemu-img convert -O \
-         qcow2 {path} {path}.new`"
+        "{path}: it {what}, which is not supported; convert it with `qemu-img convert -O qcow2 \
+         {path} {path}.new`"
     )]
     Unsupported {
         /// Path of the image.
@@ -41,9 +41,9 @@ pub enum OpenError {
     },
     /// The image has a backing file, and backing files are not allowed.
     #[error(
-        "{path}: it is the difference to the file `{backing}`, which a guest could read through it; \
-         allow that with `allow-backing=on`, or make one image of both by `qemu-img convert -O \
-         qcow2 {path} {path}.new`"
+        "{path}: it has the backing file `{backing}`, which the guest could read; allow that with \
+         `allow-backing=on`, or merge both into one image with `qemu-img convert -O qcow2 {path} \
+         {path}.new`"
     )]
     Backing {
         /// Path of the image.
@@ -53,9 +53,9 @@ pub enum OpenError {
     },
     /// The image does not state the format of its backing file.
     #[error(
-        "{path}: it does not say of which format its backing file `{backing}` is, and guessing would \
-         let whoever wrote that file choose what is opened; say it with `qemu-img rebase -u -b \
-         {backing} -F FORMAT {path}`"
+        "{path}: it does not state the format of its backing file `{backing}`, and detecting it \
+         would let the content of that file choose which files are opened; state it with \
+         `qemu-img rebase -u -b {backing} -F FORMAT {path}`"
     )]
     BackingFormat {
         /// Path of the image.
@@ -65,8 +65,8 @@ pub enum OpenError {
     },
     /// The size of the disk is not a multiple of the block size.
     #[error(
-        "{path}: the {size} bytes of its disk are no multiple of the block size of {block_size} \
-         bytes; leave out `block-size`, or enlarge the disk with `qemu-img resize`"
+        "{path}: the size of its disk, {size} bytes, is not a multiple of the block size of \
+         {block_size} bytes; leave out `block-size`, or enlarge the disk with `qemu-img resize`"
     )]
     NotBlockMultiple {
         /// Path of the image.

@@ -89,14 +89,14 @@ impl Header {
     /// Parses the header of an image of `len` bytes that starts with `start`.
     pub(crate) fn parse(start: &[u8], len: u64) -> Result<Self, Fault> {
         if start.get(..4) != Some(b"QFI\xfb") {
-            return damaged("it is no qcow2 image");
+            return damaged("it is not a qcow2 image");
         }
         if start.len() < V2_LEN {
             return damaged("it ends inside of its header");
         }
         let version = be32(start, 4);
         if !matches!(version, 2 | 3) {
-            return Err(Fault::Unsupported(format!("is of version {version} of the format")));
+            return Err(Fault::Unsupported(format!("has format version {version}")));
         }
         if version == 3 && start.len() < V3_LEN {
             return damaged("it ends inside of its header");
@@ -105,12 +105,12 @@ impl Header {
             0 => {}
             1 => return Err(Fault::Encrypted("AES")),
             2 => return Err(Fault::Encrypted("LUKS")),
-            _ => return Err(Fault::Encrypted("in a way that is not known")),
+            _ => return Err(Fault::Encrypted("by an unknown method")),
         }
         let cluster_bits = be32(start, 20);
         if !CLUSTER_BITS.contains(&cluster_bits) {
             return damaged(format!(
-                "its clusters have 2^{cluster_bits} bytes, and may have 2^9 to 2^21"
+                "its cluster size of 2^{cluster_bits} bytes is not between 2^9 and 2^21"
             ));
         }
         let cluster = 1_u64 << cluster_bits;
@@ -120,7 +120,7 @@ impl Header {
 
         let size = be64(start, 24);
         if size == 0 || size > MAX_SIZE {
-            return damaged(format!("its disk has {size} bytes"));
+            return damaged(format!("its disk size of {size} bytes is invalid"));
         }
         check_table(
             "L1 table",
@@ -149,10 +149,10 @@ impl Header {
                 let name = at.checked_add(len).and_then(|end| first.get(at..end));
                 match name.map(std::str::from_utf8) {
                     Some(Ok(name)) if !name.contains('\0') => Some((name.to_owned(), format)),
-                    _ => return damaged("the name of its backing file is none"),
+                    _ => return damaged("the name of its backing file is invalid"),
                 }
             }
-            _ => return damaged("the name of its backing file is none"),
+            _ => return damaged("the name of its backing file is invalid"),
         };
         let l1 = Table { offset: be64(start, 40), entries: be32(start, 36).into() };
         let refcounts = Table { offset: be64(start, 48), entries: bytes / 8 };
@@ -168,13 +168,13 @@ fn check_v3(first: &[u8], cluster: u64) -> Result<usize, Fault> {
     }
     let features = be64(first, 72);
     if features & 1 != 0 {
-        return damaged("it was not closed in order, and its reference counts are out of date");
+        return damaged("it was not closed properly, and its reference counts are out of date");
     }
     if features & 2 != 0 {
         return damaged("it is marked as corrupt");
     }
     for (bit, what) in [
-        (2, "keeps its data in another file"),
+        (2, "has an external data file"),
         (3, "has clusters that are compressed with zstd"),
         (4, "has extended L2 entries"),
     ] {
@@ -186,11 +186,11 @@ fn check_v3(first: &[u8], cluster: u64) -> Result<usize, Fault> {
         return Err(Fault::Unsupported(format!("has unknown features ({features:#x})")));
     }
     if be32(first, 96) > 6 {
-        return damaged("its reference counts have no width that there is");
+        return damaged("the width of its reference counts is invalid");
     }
     let len = be32(first, 100) as usize;
     if !(V3_LEN..=cluster as usize).contains(&len) || len > first.len() {
-        return damaged(format!("its header has {len} bytes"));
+        return damaged(format!("its header length of {len} bytes is invalid"));
     }
     Ok(len)
 }
@@ -204,10 +204,12 @@ fn check_table(
     len: u64,
 ) -> Result<(), Fault> {
     if bytes > most {
-        return damaged(format!("its {what} has {bytes} bytes, of which there may be {most}"));
+        return damaged(format!("its {what} has {bytes} bytes, more than the limit of {most}"));
     }
     if offset == 0 || !offset.is_multiple_of(cluster) {
-        return damaged(format!("its {what} is at byte {offset}, where no cluster begins"));
+        return damaged(format!(
+            "its {what} is at byte {offset}, which is not a valid cluster offset"
+        ));
     }
     if offset.checked_add(bytes).is_none_or(|end| end > len.next_multiple_of(cluster)) {
         return damaged(format!("its {what} is beyond the end of the file"));
@@ -232,10 +234,10 @@ fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> 
         match kind {
             EXTENSION_BACKING_FORMAT => match std::str::from_utf8(data) {
                 Ok(text) => format = Some(text.to_owned()),
-                Err(_) => return damaged("the format of its backing file is no text"),
+                Err(_) => return damaged("the format of its backing file is not UTF-8"),
             },
             EXTENSION_FEATURES if !len.is_multiple_of(FEATURE_LEN) => {
-                return damaged("the names of features in its header are cut off");
+                return damaged("the feature names in its header are incomplete");
             }
             _ => {}
         }
@@ -317,7 +319,7 @@ mod tests {
             format!("{:?}", Header::parse(&start, LEN).unwrap_err())
         };
         for (at, value, words) in [
-            (0, 0, "no qcow2"),
+            (0, 0, "not a qcow2"),
             (4, 4, "version 4"),
             (20, 8, "2^8"),
             (20, 64, "2^64"),
@@ -326,25 +328,25 @@ mod tests {
             (24, 1 << 40, "too small"),
             (32, 1, "AES"),
             (32, 2, "LUKS"),
-            (32, 3, "not known"),
-            (36, 1 << 30, "may be"),
+            (32, 3, "unknown method"),
+            (36, 1 << 30, "more than the limit"),
             (36, 1, "too small"),
-            (40, 0, "no cluster"),
-            (40, 77, "no cluster"),
+            (40, 0, "not a valid cluster"),
+            (40, 77, "not a valid cluster"),
             (40, 1 << 60, "beyond"),
-            (48, 0, "no cluster"),
+            (48, 0, "not a valid cluster"),
             (56, 0, "no refcount"),
-            (56, u64::from(u32::MAX), "may be"),
+            (56, u64::from(u32::MAX), "more than the limit"),
             (72, 1, "closed"),
             (72, 2, "corrupt"),
-            (72, 4, "another file"),
+            (72, 4, "external data file"),
             (72, 8, "zstd"),
             (72, 16, "extended"),
             (72, 32, "unknown"),
             (96, 7, "width"),
             (100, 103, "103"),
             (100, u64::from(u32::MAX), "bytes"),
-            (8, 1 << 40, "none"),
+            (8, 1 << 40, "backing file is invalid"),
         ] {
             let error = with(at, value);
             assert!(error.contains(words), "{at}: {value:#x}: {error}");

@@ -193,8 +193,8 @@ impl Image {
             let errno = errno.raw_os_error();
             if !self.is_direct && self.lost.swap(errno, Ordering::Release) == 0 {
                 tracing::error!(
-                    "{}: the system could not write everything back (error {errno}); what a guest \
-                     has written may be lost",
+                    "{}: write-back of the page cache has failed (error {errno}); data that the \
+                     guest has written may be lost",
                     self.name
                 );
                 if let Some(changed) = &*self.on_loss.lock() {
@@ -214,7 +214,7 @@ impl Image {
         if !self.info.read_only
             && let Err(error) = self.write_back()
         {
-            tracing::error!("{}: its tables could not be written at the end: {error}", self.name);
+            tracing::error!("{}: its tables could not be written on close: {error}", self.name);
         }
         let format = self.format.write().take();
         if self.broken.load(Ordering::Relaxed) {
@@ -262,7 +262,7 @@ impl Image {
         if now > longest {
             self.longest.fetch_max(now, Ordering::Release);
         } else if now < longest {
-            self.give_up("the file has become shorter");
+            self.give_up("the file was truncated");
             return Err(DiskError::Io(libc::EIO));
         }
         Ok(())
@@ -270,7 +270,7 @@ impl Image {
 
     fn give_up(&self, why: &str) {
         if !self.broken.swap(true, Ordering::Relaxed) {
-            tracing::error!("{}: {why}; nothing is read or written any more", self.name);
+            tracing::error!("{}: {why}; all further requests fail", self.name);
         }
     }
 
@@ -279,7 +279,7 @@ impl Image {
         f: impl FnOnce() -> Result<(), DiskError>,
     ) -> Result<(), DiskError> {
         contain_panic(f).unwrap_or_else(|why| {
-            self.give_up(&format!("the image is damaged, or its reader has a fault ({why})"));
+            self.give_up(&format!("the image is damaged, or imago has a bug ({why})"));
             Err(DiskError::Io(libc::EIO))
         })
     }

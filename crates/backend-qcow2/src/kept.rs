@@ -68,7 +68,7 @@ impl<'a> Kept<'a> {
 
 impl Files for Kept<'_> {
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
-        let named = self.files.next().ok_or_else(|| "it has other backing files now".to_owned());
+        let named = self.files.next().ok_or_else(|| "it has other backing files".to_owned());
         let named = named.and_then(|fd| self.fds.take(fd).map_err(|error| error.to_string()));
         let named = named.map_err(|why| refused(path, why))?;
         Ok(ImageFile::recover(path, named.as_fd(), read_only, self.wait)?)

@@ -70,7 +70,7 @@ pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<Men
         Ok((mended, None)) => Ok(mended),
         Ok((_, Some(why))) => Err(OpenError::Damaged { path: name(), why }),
         Err(source) => {
-            Err(OpenError::System { path: name(), what: "counting its clusters", source })
+            Err(OpenError::System { path: name(), what: "checking its reference counts", source })
         }
     }
 }
@@ -155,7 +155,7 @@ impl<'a> Mending<'a> {
         let l1 = read_table(self.file, self.header.l1)?;
         let l2: Vec<u64> = l1.iter().map(|entry| entry & OFFSET).filter(is_place).collect();
         if l2.len() as u64 > self.most_tables {
-            return Ok(Err("it names more tables than its file has room for".to_owned()));
+            return Ok(Err("it refers to more tables than fit into its file".to_owned()));
         }
         let all = (0..1)
             .chain(of_table(self.header.l1))
@@ -186,7 +186,7 @@ impl<'a> Mending<'a> {
         };
         if let Err(Overlap { cluster }) = claimed {
             return Ok(Err(format!(
-                "a part of the disk is at byte {}, where one of its own tables is",
+                "it refers to byte {} as data, where one of its own tables is",
                 cluster << bits
             )));
         }
@@ -251,7 +251,7 @@ impl<'a> Mending<'a> {
 }
 
 fn uncounted(at: u64) -> String {
-    format!("the cluster at byte {at} is used, and has no place in the reference counts")
+    format!("the cluster at byte {at} is used, and has no reference count")
 }
 
 /// Sets a count of `2^order` bits to 1 if it is 0. Returns true if it was.

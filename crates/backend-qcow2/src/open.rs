@@ -60,17 +60,17 @@ pub(crate) fn open(
         let mended = mend(path, &file, &header)?;
         if mended.count != 0 {
             tracing::info!(
-                "{}: whoever had it last was killed, and had not counted {} clusters that it \
-                 uses, which was made good",
+                "{}: repaired after a crash of its last user: {} clusters were in use and not \
+                 counted",
                 path.display(),
                 mended.count
             );
         }
         if mended.missing != 0 {
             tracing::warn!(
-                "{}: the file ended {} bytes before the last cluster that it uses, and was made as \
-                 long; what is there reads as zeroes. That is so after a loss of power, of what \
-                 nobody had flushed; if there was none, look whether the file was copied as a whole",
+                "{}: the file ended {} bytes before its last used cluster, and was extended by \
+                 zeroes. That is normal for unflushed data after a loss of power; otherwise check \
+                 that the file was copied completely",
                 path.display(),
                 mended.missing
             );
@@ -116,12 +116,12 @@ fn open_backing(
 ) -> Result<FormatAccess<FileStorage>, OpenError> {
     let shown = || path.display().to_string();
     if below.len() == MAX_CHAIN {
-        let why = format!("it has more than {MAX_CHAIN} backing files, or is one of its own");
+        let why = format!("it has more than {MAX_CHAIN} backing files, or they form a cycle");
         return Err(OpenError::Damaged { path: shown(), why });
     }
     let has_protocol = name.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
     if has_protocol {
-        let what = format!("is the difference to `{name}`, which is no file");
+        let what = format!("has the backing file `{name}`, which is not a local file");
         return Err(OpenError::Unsupported { path: shown(), what });
     }
     let at: PathBuf = path.parent().unwrap_or(Path::new("")).join(name);
@@ -150,12 +150,12 @@ fn open_backing(
             };
             match below.get(kept) {
                 Some(file) => format(&at, file, alignment, false, backing),
-                None => Err(OpenError::Damaged { path: shown(), why: "it is open no more".into() }),
+                None => Err(OpenError::Damaged { path: shown(), why: "it was closed".into() }),
             }
         }
         Some(other) => Err(OpenError::Unsupported {
             path: shown(),
-            what: format!("is the difference to `{name}`, an image of the format {other}"),
+            what: format!("has the backing file `{name}` of the format {other}"),
         }),
         None => Err(OpenError::BackingFormat { path: shown(), backing: name.clone() }),
     }

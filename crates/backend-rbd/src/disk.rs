@@ -51,7 +51,7 @@ impl RbdDisk {
         let kept = match state.get(KEY).map(KeptImage::deserialize) {
             Some(Ok(kept)) => kept,
             Some(Err(error)) => return Err(refused(spec, error.to_string())),
-            None => return Err(refused(spec, "it was no image of Ceph's")),
+            None => return Err(refused(spec, "its stored state is not that of an RBD image")),
         };
         let out = if is_wrong(WrongOrder::NoFence) { Vec::new() } else { kept.addresses.clone() };
         let named = spec.clone();
@@ -89,7 +89,7 @@ impl RbdDisk {
             // happens to writes without space (see `Image::open`), so the image is opened again.
             image = open(is_cached)?;
         }
-        let size = image.size().map_err(|source| failed("asking for its size", source))?;
+        let size = image.size().map_err(|source| failed("querying its size", source))?;
         let block_size = spec.block_size;
         let blocks = size / u64::from(block_size);
         if blocks == 0 || !size.is_multiple_of(block_size.into()) || size > i64::MAX as u64 {
@@ -135,7 +135,7 @@ impl Disk for RbdDisk {
             let system = |source| HandOverError::System { disk: self.name(), source };
             clients = addresses(&image.addresses().map_err(system)?);
             if clients.is_empty() {
-                let why = "the cluster does not say by what address it knows this client";
+                let why = "the cluster does not report the address of this client";
                 return Err(HandOverError::Unfenced { disk: self.name(), why });
             }
             opened.lasts.store(true, Ordering::Relaxed);

@@ -16,8 +16,8 @@ pub enum OpenError {
     },
     /// Ceph's libraries are not installed, or cannot be loaded.
     #[error(
-        "{disk}: Ceph's library can not be loaded ({why}); install librbd1 (Debian), librbd1 or \
-         ceph-common elsewhere"
+        "{disk}: Ceph's library cannot be loaded ({why}); install librbd1 (Debian), or librbd1 or \
+         ceph-common (elsewhere)"
     )]
     Library {
         /// Specification of the image.
@@ -36,7 +36,7 @@ pub enum OpenError {
         source: io::Error,
     },
     /// The disk of a dead process cannot be recovered.
-    #[error("{disk}: it can not be gone on with: {why}")]
+    #[error("{disk} cannot be recovered: {why}")]
     NotThatDisk {
         /// Specification of the image.
         disk: String,
@@ -45,8 +45,8 @@ pub enum OpenError {
     },
     /// The size of the image is not valid for a disk.
     #[error(
-        "{disk}: the {size} bytes of the image are no size of a disk with blocks of {block_size} \
-         bytes: it has to be a multiple of that, and at least one block; change it by `rbd resize`"
+        "{disk}: the size of the image, {size} bytes, is not valid with blocks of {block_size} \
+         bytes: it must be a multiple of that, and at least one block; change it with `rbd resize`"
     )]
     Size {
         /// Specification of the image.

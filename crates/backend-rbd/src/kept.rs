@@ -54,7 +54,7 @@ impl KeptImage {
     /// Disk properties that the guest has seen, if the disk `now` can provide them.
     pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
         if now.read_only != self.read_only {
-            return Err("it is opened for something else than before");
+            return Err("it has become read-only, or writable");
         }
         if now.block_size != self.block_size || now.blocks < self.blocks {
             return Err("it is smaller than it was");
@@ -89,7 +89,7 @@ pub(crate) fn reach<T: Send + 'static>(
         let attempt = thread::Builder::new().name("sb-rbd-open".into()).spawn(again);
         let attempt = attempt.map_err(|source| OpenError::Ceph {
             disk: spec.to_string(),
-            what: "a thread for opening the image",
+            what: "starting a thread for opening the image",
             source,
         })?;
         while !attempt.is_finished() {
@@ -109,7 +109,7 @@ pub(crate) fn reach<T: Send + 'static>(
 }
 
 fn still(spec: &RbdSpec, wait: Wait<'_>) -> Result<(), OpenError> {
-    if wait() { Ok(()) } else { Err(refused(spec, "it is not waited for any longer")) }
+    if wait() { Ok(()) } else { Err(refused(spec, "the wait was given up")) }
 }
 
 /// Creates the error for a disk that cannot be recovered.

@@ -253,7 +253,7 @@ impl Image {
         // SAFETY: pointers refer to values that live until the call returns, and handles are those
         // that Ceph has returned; a handle that Ceph has not returned is not used.
         let made = unsafe { (api.rados_create)(&mut image.cluster, id.as_ptr()) };
-        check("making a client of the cluster", made)?;
+        check("creating a client of the cluster", made)?;
         let conf = spec.conf.as_ref().map(|path| c_text(path.as_os_str().as_bytes()));
         let conf = conf.as_ref().map_or(std::ptr::null(), |path| path.as_ptr());
         // SAFETY: as above.
@@ -330,7 +330,7 @@ impl Image {
         for client in dead {
             let address = c_text(client);
             // SAFETY: as in `open`; the text is only read.
-            check("keeping the client before out of the cluster", unsafe {
+            check("adding the dead client to the blocklist", unsafe {
                 (self.api.rados_blocklist_add)(self.cluster, address.as_ptr().cast_mut(), 0)
             })?;
         }
@@ -339,7 +339,7 @@ impl Image {
         }
         // SAFETY: as in `open`.
         let known = unsafe { (self.api.rados_wait_for_latest_osdmap)(self.cluster) };
-        check("waiting until the cluster knows of that", known)
+        check("waiting for the map with the blocklist", known)
     }
 
     /// Addresses by which the cluster identifies this client, in Ceph's format.

@@ -51,7 +51,7 @@ impl fmt::Display for RbdSpec {
 
 fn text(what: &str, text: &str) -> Result<String, String> {
     let decoded = percent_decode_str(text).decode_utf8();
-    let decoded = decoded.map_err(|_| format!("its {what} is no UTF-8"))?.into_owned();
+    let decoded = decoded.map_err(|_| format!("its {what} is not UTF-8"))?.into_owned();
     if decoded.is_empty() {
         return Err(format!("its {what} is empty; write `rbd:POOL/IMAGE`"));
     }
@@ -143,7 +143,7 @@ mod tests {
             ("rbd:p/@s", "image is empty"),
             ("rbd:p/i@", "snapshot is empty"),
             ("rbd:p/%00", "zero byte"),
-            ("rbd:p/%ff", "no UTF-8"),
+            ("rbd:p/%ff", "not UTF-8"),
             ("rbd:p/i@s?read-only=off", "takes no writes"),
             ("rbd:p/i?read-only=1", "`on` or `off`"),
             ("rbd:p/i?block-size=1024", "512 or 4096"),

@@ -39,7 +39,7 @@ pub enum DecodeError {
         size: u32,
     },
     /// The size in a header exceeds the negotiated maximum.
-    #[error("a message of {size} bytes is longer than the {max} that are allowed")]
+    #[error("a message of {size} bytes exceeds the limit of {max} bytes")]
     TooLong {
         /// Size in the header.
         size: u32,
@@ -53,7 +53,7 @@ pub enum DecodeError {
         flags: u32,
     },
     /// A message has more than [`MAX_MESSAGE_FDS`] descriptors.
-    #[error("a message came with more than {MAX_MESSAGE_FDS} descriptors")]
+    #[error("a message has more than {MAX_MESSAGE_FDS} descriptors")]
     TooManyFds,
 }
 

@@ -11,19 +11,19 @@ use shadowbell_state::StateError;
 #[non_exhaustive]
 pub enum SaveError {
     /// The reactor is not frozen.
-    #[error("the server has to be frozen before its clients are handed over")]
+    #[error("the server has to be frozen before its clients move to another process")]
     NotFrozen,
     /// This client cannot be transferred, for the given reason.
-    #[error("this client can not be handed over because {0}")]
+    #[error("this client cannot move to another process: {0}")]
     Client(String),
     /// This device type does not support the transfer.
-    #[error("a device of this kind can not be handed over")]
+    #[error("this device type cannot move to another process")]
     Device,
     /// A descriptor cannot be duplicated.
-    #[error("a descriptor can not be handed over: {0}")]
+    #[error("a descriptor cannot be duplicated for another process: {0}")]
     Io(#[from] io::Error),
     /// The state cannot be serialized.
-    #[error("the state of a device can not be written: {0}")]
+    #[error("the state of the device cannot be serialized: {0}")]
     Json(#[from] serde_json::Error),
 }
 
@@ -32,16 +32,16 @@ pub enum SaveError {
 #[non_exhaustive]
 pub enum RestoreError {
     /// This client cannot be restored, for the given reason.
-    #[error("this client can not be taken over because {0}")]
+    #[error("this client cannot be restored: {0}")]
     Client(String),
     /// This device type does not support the transfer.
-    #[error("a device of this kind can not be taken over")]
+    #[error("this device type cannot be restored")]
     Device,
     /// A system call failed.
-    #[error("a socket can not be taken over: {0}")]
+    #[error("a socket cannot be restored: {0}")]
     Io(#[from] io::Error),
     /// The saved state cannot be parsed.
-    #[error("the saved state of a device can not be read: {0}")]
+    #[error("the saved state of the device is invalid: {0}")]
     Json(#[from] serde_json::Error),
     /// A descriptor is missing, or the state is invalid.
     #[error(transparent)]

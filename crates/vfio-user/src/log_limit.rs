@@ -36,7 +36,7 @@ impl LogLimit {
     pub fn warn(&self, line: impl fmt::Display) {
         match self.allow(Instant::now()) {
             Some(0) => warn!("{line}"),
-            Some(suppressed) => warn!("{line} ({suppressed} lines of this client were left out)"),
+            Some(suppressed) => warn!("{line} ({suppressed} lines of this client were suppressed)"),
             None => {}
         }
     }

@@ -149,7 +149,7 @@ impl Connection {
             if !header.is_reply() {
                 strays += 1;
                 if strays > MAX_STRAY {
-                    return Err(bad("it floods us with commands".into()));
+                    return Err(bad("the server floods the client with commands".into()));
                 }
                 drop(fds);
                 refuse(&self.socket, &header)?;
@@ -157,7 +157,7 @@ impl Connection {
             }
             if header.id != id || header.command != command {
                 let Header { id: got, command: to, .. } = header;
-                return Err(bad(format!("it answers message {got}, command {to} instead of {id}")));
+                return Err(bad(format!("it is for message {got}, command {to}, instead of {id}")));
             }
             if header.flags & header_flags::ERROR != 0 {
                 let errno = match i32::try_from(header.error) {
@@ -247,7 +247,7 @@ impl Connection {
         }
         let received = receive(self.socket.as_fd(), &mut self.decoder, &self.inspector);
         if self.inspector.closer().is_overloaded() {
-            let why = "it keeps sending descriptors that take their time to be closed".to_owned();
+            let why = "too many descriptors of the server wait to be closed".to_owned();
             return Err(ClientError::BadReply { command, why });
         }
         match received {

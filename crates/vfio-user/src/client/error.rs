@@ -36,7 +36,7 @@ pub enum ClientError {
         why: &'static str,
     },
     /// The server's limit of mapped memory ranges is reached. Nothing was sent.
-    #[error("the server takes {max} ranges of memory at once, and so many are shared already")]
+    #[error("the server allows {max} ranges of mapped memory, and all are in use")]
     TooManyMaps {
         /// Limit of the server.
         max: u32,
@@ -50,7 +50,7 @@ pub enum ClientError {
         limit: Duration,
     },
     /// The server's reply is invalid. The connection has ended.
-    #[error("the server's reply to {} makes no sense: {why}", command::name(*.command))]
+    #[error("the server's reply to {} is invalid: {why}", command::name(*.command))]
     BadReply {
         /// The command.
         command: u16,

@@ -53,12 +53,12 @@ enum Answer {
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
     let events = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
         Descriptor::Event(fd) => Ok(Arc::new(fd)),
-        _ => Err("a descriptor is no eventfd".to_owned()),
+        _ => Err("a descriptor is not an eventfd".to_owned()),
     });
     let events = events.collect::<Result<Vec<Arc<PeerFd>>, _>>()?;
     let (info, list) = reply.split::<wire::RegionIoFds>()?;
     if info.index != index {
-        return Err(format!("it is about region {}", info.index));
+        return Err(format!("it describes region {}", info.index));
     }
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
@@ -82,7 +82,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         let entry = usize::try_from(at * u64::from(each)).ok().and_then(|at| list.get(at..));
         let (entry, _) = entry
             .and_then(|entry| wire::IoFd::read_from_prefix(entry).ok())
-            .ok_or_else(|| format!("sub-region {at} is not all there"))?;
+            .ok_or_else(|| format!("sub-region {at} is incomplete"))?;
         let event = usize::try_from(entry.fd_index).unwrap_or(usize::MAX);
         if event >= events.len() {
             return Err(format!("sub-region {at} has descriptor {event} of {}", events.len()));

@@ -30,7 +30,7 @@ impl Client {
     pub fn migration_state(&self) -> Result<MigrationState, ClientError> {
         self.feature(feature_flags::GET | feature::MIG_DEVICE_STATE, &[], |reply| {
             let DeviceState { state, .. } = value(reply)?;
-            MigrationState::from_wire(state).ok_or_else(|| format!("it is in state {state}"))
+            MigrationState::from_wire(state).ok_or_else(|| format!("the state {state} is unknown"))
         })
     }
 

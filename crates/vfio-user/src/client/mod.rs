@@ -131,7 +131,7 @@ impl Client {
         let server = connection.request(command::VERSION, &payload, &[], |reply| {
             let (theirs, data) = reply.split::<wire::Version>()?;
             if theirs.major != version.major || theirs.minor > version.minor {
-                return Err(format!("it speaks version {}.{}", theirs.major, theirs.minor));
+                return Err(format!("it has protocol version {}.{}", theirs.major, theirs.minor));
             }
             Capabilities::from_version_data(data).map_err(|error| error.to_string())
         })?;
@@ -154,7 +154,7 @@ impl Client {
         self.connection.lock().request(command::DEVICE_GET_INFO, &[ask.as_bytes()], &[], |reply| {
             let (info, _) = reply.split::<wire::DeviceInfo>()?;
             if info.flags & wire::device_flags::PCI == 0 {
-                return Err("it is not a PCI device".into());
+                return Err("the device is not a PCI device".into());
             }
             Ok(DeviceInfo {
                 resettable: info.flags & wire::device_flags::RESET != 0,
@@ -200,7 +200,7 @@ impl Client {
             |reply| {
                 let (info, _) = reply.split::<wire::IrqInfo>()?;
                 if info.index != index {
-                    return Err(format!("it is about interrupt kind {}", info.index));
+                    return Err(format!("it describes interrupt index {}", info.index));
                 }
                 Ok(IrqInfo {
                     count: info.count,

@@ -69,12 +69,12 @@ enum Answer {
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
     let fds = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
         Descriptor::Memory(file) => Ok(Arc::new(file)),
-        _ => Err("a descriptor is of no memory and no local file".to_owned()),
+        _ => Err("a descriptor is neither memory nor a local file".to_owned()),
     });
     let fds = fds.collect::<Result<Vec<_>, _>>()?;
     let (info, _) = reply.split::<wire::RegionInfo>()?;
     if info.index != index {
-        return Err(format!("it is about region {}", info.index));
+        return Err(format!("it describes region {}", info.index));
     }
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {

@@ -144,7 +144,7 @@ impl Closer {
         match thread.spawn(move || closer.work(lane)) {
             Ok(_) => queue.at_work = true,
             // The waiting objects count for the limits, and the next call tries again.
-            Err(error) => warn!("no thread to close a peer's descriptors: {error}"),
+            Err(error) => warn!("no thread for closing a peer's descriptors: {error}"),
         }
     }
 

@@ -101,8 +101,8 @@ impl Inspector {
                 }
                 Err(what) => {
                     self.log.warn(format_args!(
-                        "the peer sent {what}, which is refused: what it shares has to be a memfd, \
-                         or a file of tmpfs, hugetlbfs or a local disk"
+                        "the peer sent {what}, which is refused: share a memfd, or a file on \
+                         tmpfs, hugetlbfs or a local disk"
                     ));
                     Descriptor::Foreign
                 }

@@ -42,7 +42,7 @@ pub(super) fn kind(fd: BorrowedFd<'_>, may_search: &mut bool) -> Result<Kind, St
     }
     let number = fd.as_raw_fd();
     let link = std::fs::read_link(format!("/proc/self/fd/{number}"))
-        .map_err(|error| format!("a descriptor of which /proc tells nothing ({error})"))?;
+        .map_err(|error| format!("a descriptor that cannot be found in /proc ({error})"))?;
     let link = link.to_string_lossy();
     if link == "anon_inode:[eventfd]" {
         return Ok(Kind::Event);

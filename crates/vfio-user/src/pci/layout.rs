@@ -168,7 +168,7 @@ impl Msix {
 #[non_exhaustive]
 pub enum FunctionError {
     /// A base address register has an index that 64-bit registers cannot have, or is a duplicate.
-    #[error("base address register {0} is not one of 0, 2 and 4, or there twice")]
+    #[error("base address register {0} is not 0, 2 or 4, or is a duplicate")]
     BarIndex(u8),
     /// A base address register has an invalid size.
     #[error("base address register {0} has a size that is not a power of two of at least 4096")]

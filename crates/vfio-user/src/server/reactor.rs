@@ -124,7 +124,7 @@ impl Port {
                     described.map(|(session, device)| (Some(session), device))
                 } else {
                     Err(SaveError::Client(
-                        "it was in the middle of a message when this process took over".to_owned(),
+                        "a part of a message was received before this process took over".to_owned(),
                     ))
                 }
             }
@@ -188,16 +188,16 @@ fn record(
     let (session, device, leaving) = match described {
         Ok((session, device)) => (session, device, leaving),
         Err(error) => {
-            log.warn(format_args!(
-                "should this process die, this client has lost its device: {error}"
-            ));
+            log.warn(format_args!("this client will not survive a crash of this server: {error}"));
             fds = Descriptors::default();
             (None, serde_json::Value::Null, true)
         }
     };
     let listener = match listener.map(|listener| listener.save(&mut fds)).transpose() {
         Ok(listener) => listener,
-        Err(error) => return log.warn(format_args!("a socket could not be recorded: {error}")),
+        Err(error) => {
+            return log.warn(format_args!("the checkpoint of a socket has failed: {error}"));
+        }
     };
     recorder.record(&SavedPort { listener, session, device, leaving }, fds);
 }
@@ -269,8 +269,8 @@ fn make_exchange() -> Option<Exchange> {
     if let Err(error) = &exchange {
         warn!(
             %error,
-            "io_uring can not be used: if this process is killed just as it answers a client, that \
-             client may wait for its answer for ever"
+            "io_uring is unavailable: if this process is killed while it answers a client, the \
+             client may wait for the reply for ever"
         );
     }
     exchange.ok()
@@ -563,7 +563,7 @@ impl Reactor {
             if matches!(port.state, State::Free) {
                 self.accept(id);
             } else {
-                debug!(port = id.0, "a client waits until the one that is attached has left");
+                debug!(port = id.0, "a client waits until the attached client has disconnected");
             }
         } else if let State::Attached(attachment) = &mut port.state
             && let Some(session) = attachment.take_session()
@@ -653,7 +653,7 @@ impl Reactor {
                 return self.set_timer(id);
             }
             if let Some(until) = port.admissions.wait(Instant::now()) {
-                debug!(port = id.0, "clients come and go too fast, so the next one waits");
+                debug!(port = id.0, "clients connect too often, so the next one waits");
                 port.retry = Some(until);
                 return self.set_timer(id);
             }
@@ -763,7 +763,7 @@ impl Reactor {
             State::Unfinished { sequence: awaited } if *awaited == sequence => self.leave(id),
             State::Leaving { sequence: awaited } if *awaited == sequence => {
                 if let Err(errno) = outcome {
-                    warn!(port = id.0, "the device did not let go of its client: {errno}");
+                    warn!(port = id.0, "the device has failed to release its client: {errno}");
                 }
                 self.free(id);
             }
@@ -780,7 +780,7 @@ impl Reactor {
         let Some(session) = attachment.close() else { return };
         match why {
             EndReason::Left | EndReason::Dropped => {
-                debug!(port = id.0, "the client is gone: {why}")
+                debug!(port = id.0, "the client has disconnected: {why}")
             }
             _ => port.log.warn(format_args!("the client of device {} is dropped: {why}", id.0)),
         }
@@ -898,7 +898,10 @@ impl Reactor {
             }
         }
         if self.stop.is_some_and(|until| until <= now) && !self.ports.is_empty() {
-            warn!(devices = self.ports.len(), "stopping although not all let go of their clients");
+            warn!(
+                devices = self.ports.len(),
+                "stopping although some devices have not released their clients"
+            );
             self.ports.clear();
             self.timers.clear();
         }

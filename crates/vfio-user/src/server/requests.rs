@@ -76,7 +76,7 @@ pub(super) enum Violation {
     NotVersion(u16),
     #[error("its VERSION could not be agreed to: {0}")]
     Disagreed(Errno),
-    #[error("it sent a reply that nobody asked for")]
+    #[error("it sent an unexpected reply")]
     UnexpectedReply,
 }
 

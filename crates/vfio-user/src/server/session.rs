@@ -36,9 +36,9 @@ const HIGH_WATER: usize = 64 * 1024;
 /// Reason why a connection has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum EndReason {
-    #[error("it left")]
+    #[error("it closed the connection")]
     Left,
-    #[error("it left in the middle of a message")]
+    #[error("it closed the connection in the middle of a message")]
     LeftHalfway,
     #[error("{0}")]
     Garbage(#[from] DecodeError),
@@ -46,7 +46,7 @@ pub(super) enum EndReason {
     Violation(#[from] Violation),
     #[error("its descriptors could not be received: too many are open in this process")]
     FdsLost,
-    #[error("it keeps sending descriptors that take their time to be closed")]
+    #[error("too many of its descriptors wait to be closed")]
     FdsStuck,
     #[error("its socket failed: {0}")]
     Socket(#[from] Errno),
@@ -56,7 +56,7 @@ pub(super) enum EndReason {
     MessageOverdue,
     #[error("it did not read its replies in time")]
     RepliesUnread,
-    #[error("the server lets go of it")]
+    #[error("the server ends the connection")]
     Dropped,
 }
 
