@@ -278,7 +278,7 @@ struct Tally {
     operations: u64,
     kills: u64,
     leaked: u64,
-    mended: u64,
+    repaired: u64,
     compared: u64,
 }
 
@@ -399,7 +399,7 @@ impl Watch {
         let image = self.image();
         // Before the image is opened: defects found now are repaired by opening it.
         let (code, _) = self.qemu_img(&["check", "-q"], &[&image])?;
-        self.tally.mended += u64::from(code == 2);
+        self.tally.repaired += u64::from(code == 2);
         let disk = open(&image)?;
         let bytes = memory(UNITS * UNIT);
         read_into(&disk, &bytes)?;
@@ -464,11 +464,11 @@ impl Watch {
     }
 
     fn say(&self, began: Instant) {
-        let Tally { operations, kills, leaked, mended, compared } = &self.tally;
+        let Tally { operations, kills, leaked, repaired, compared } = &self.tally;
         let seconds = began.elapsed().as_secs_f64();
         println!(
             "{operations} operations in {seconds:.0} s ({:.0} a second), {kills} kills; checked \
-             each time: no corruption ({mended} were repaired by the next open), {leaked} with \
+             each time: no corruption ({repaired} were repaired by the next open), {leaked} with \
              leaks, which were repaired; {compared} compared",
             *operations as f64 / seconds
         );

@@ -134,7 +134,7 @@ impl Image {
         // A read beyond the end of a truncated file has returned zeroes.
         let result = result.and_then(|()| self.check());
         if result.is_ok() {
-            self.learn(request);
+            self.fill_map(request);
         }
         self.note_room(request, result);
         result

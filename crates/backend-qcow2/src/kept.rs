@@ -15,7 +15,7 @@
 //! Answered writes are in the file: with checkpoints, a write is answered only after the tables
 //! that refer to its clusters are written (`Image::last`), and only then the fast path may
 //! overwrite these clusters. Unanswered requests were executed completely, in part, or not at all,
-//! and are executed again. Reference counts are [checked](crate::mend) before anything else is
+//! and are executed again. Reference counts are [checked](crate::repair) before anything else is
 //! written, as whenever an image is opened.
 
 use crate::error::OpenError;

@@ -10,15 +10,15 @@
 //! | `header` | parser and checks of the header |
 //! | `queue` | queue of an I/O thread, and the buffers of its requests |
 //! | `map` | locations of clusters that the fast path may access |
-//! | `learn` | filling the map |
-//! | `fast` | fast path: requests on mapped clusters by io_uring |
-//! | `claims` | detection of clusters with two uses |
+//! | `map_fill` | additions to the map |
+//! | `fast_path` | fast path: requests on mapped clusters by io_uring |
+//! | `overlap_check` | detection of clusters with two uses |
 //! | `pool` | threads of the slow path, shared by all queues of a disk |
 //! | `image` | slow path: requests as calls of `imago`, which implements the format |
 //! | `storage`, `sys` | the image's file as storage of `imago` |
 //! | `completions` | completion queue of the threads |
 //! | `kept` | crash recovery |
-//! | `mend` | repair of reference counts after a crash |
+//! | `repair` | repair of reference counts after a crash |
 //!
 //! The format (looking clusters up, allocating them, copy-on-write, reference counts) is
 //! implemented by the crate `imago`, which is written by an author of QEMU's block layer and is
@@ -47,7 +47,7 @@
 //! The order of writes keeps the image consistent, with two exceptions: leaked clusters, which are
 //! counted and unused (`qemu-img check -r leaks` frees them); and new L2 tables, which are
 //! referenced for a moment before they are counted. So when an image is opened for writing, all
-//! referenced clusters are checked, and counted if they are not (`mend`). That reads 1/8192 of the
+//! referenced clusters are checked, and counted if they are not (`repair`). That reads 1/8192 of the
 //! data in the image. `imago` does not sync between tables that depend on each other. So after a
 //! loss of power, tables may refer to clusters beyond the end of the file, which is then extended;
 //! flushed data are not affected.
@@ -68,24 +68,23 @@
 //! image that refers to its own tables as data is not opened for writing, and one that refers to a
 //! cluster twice is not written on the fast path. A panic in `imago` is an error of the disk, after
 //! which all requests fail.
-//! then on.
 #![deny(unsafe_code)]
 
-mod claims;
 mod completions;
 mod create;
 mod disk;
 mod error;
-mod fast;
+mod fast_path;
 mod header;
 mod image;
 mod kept;
-mod learn;
 mod map;
-mod mend;
+mod map_fill;
 mod open;
+mod overlap_check;
 mod pool;
 mod queue;
+mod repair;
 mod storage;
 // Trait methods that are `unsafe` to call; their bodies contain nothing unsafe.
 #[allow(unsafe_code)]

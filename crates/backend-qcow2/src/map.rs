@@ -46,7 +46,7 @@ pub(crate) struct Map {
     clusters: u64,
     slots: Box<[Slot]>,
     /// Locked while entries are added, because parts replace each other then.
-    learning: Mutex<()>,
+    filling: Mutex<()>,
     /// Locked by threads that wait for requests in flight, with the condition `left`.
     closing: Mutex<()>,
     left: Condvar,
@@ -57,7 +57,7 @@ struct Slot {
     /// Number of the part, or `NOBODY`.
     part: AtomicU64,
     /// True if the whole part was looked up once.
-    is_learnt: AtomicBool,
+    is_looked_up: AtomicBool,
     entries: OnceLock<Box<[AtomicU64]>>,
 }
 
@@ -74,7 +74,7 @@ impl Map {
         let clusters = size.div_ceil(1 << cluster_bits);
         let slot = || Slot {
             part: AtomicU64::new(NOBODY),
-            is_learnt: AtomicBool::new(false),
+            is_looked_up: AtomicBool::new(false),
             entries: OnceLock::new(),
         };
         let slots = clusters.div_ceil(PART).min(MAX_PARTS);
@@ -82,7 +82,7 @@ impl Map {
             cluster_bits,
             clusters,
             slots: (0..slots).map(|_| slot()).collect(),
-            learning: Mutex::default(),
+            filling: Mutex::default(),
             closing: Mutex::default(),
             left: Condvar::new(),
         }
@@ -190,8 +190,8 @@ impl Map {
     }
 
     /// Access for adding entries; `None` while another thread has it.
-    pub(crate) fn learning(&self) -> Option<Learning<'_>> {
-        Some(Learning { map: self, _alone: self.learning.try_lock()? })
+    pub(crate) fn fill(&self) -> Option<MapFill<'_>> {
+        Some(MapFill { map: self, _alone: self.filling.try_lock()? })
     }
 
     /// Allows writes to a mapped cluster. Must not be called while entries are added.
@@ -204,12 +204,12 @@ impl Map {
 }
 
 /// Exclusive access for adding entries.
-pub(crate) struct Learning<'a> {
+pub(crate) struct MapFill<'a> {
     map: &'a Map,
     _alone: MutexGuard<'a, ()>,
 }
 
-impl Learning<'_> {
+impl MapFill<'_> {
     /// Clusters to look up for a request for these bytes: whole parts that were never looked up,
     /// and in other parts the unmapped clusters of the request.
     pub(crate) fn unknown(&self, offset: u64, len: u64) -> Vec<std::ops::Range<u64>> {
@@ -244,7 +244,7 @@ impl Learning<'_> {
     fn take_place(&self, part: u64) -> bool {
         let Some(slot) = self.map.slot(part) else { return true };
         if slot.part.load(Ordering::Acquire) == part {
-            return slot.is_learnt.swap(true, Ordering::Relaxed);
+            return slot.is_looked_up.swap(true, Ordering::Relaxed);
         }
         let new = || (0..PART).map(|_| AtomicU64::new(0)).collect();
         let entries = slot.entries.get_or_init(new);
@@ -254,17 +254,17 @@ impl Learning<'_> {
                 && entry.compare_exchange(now, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok();
             if !free {
                 // Entries that were cleared until here are looked up again.
-                slot.is_learnt.store(false, Ordering::Relaxed);
+                slot.is_looked_up.store(false, Ordering::Relaxed);
                 return true;
             }
         }
         slot.part.store(part, Ordering::Release);
-        slot.is_learnt.store(true, Ordering::Relaxed);
+        slot.is_looked_up.store(true, Ordering::Relaxed);
         false
     }
 
     /// Adds a cluster, which is completely at byte `host` of the file.
-    pub(crate) fn learn(&self, cluster: u64, host: u64, writes: bool) {
+    pub(crate) fn add(&self, cluster: u64, host: u64, writes: bool) {
         let Some((_, entry)) = self.map.entry(cluster) else { return };
         let host = host >> self.map.cluster_bits;
         if host >> (u64::BITS - HOST_SHIFT) != 0 {
@@ -296,41 +296,41 @@ mod tests {
     }
 
     /// Maps clusters to locations that are `shift` clusters later in the file.
-    fn learn(map: &Map, clusters: std::ops::Range<u64>, shift: u64) {
-        let learning = map.learning().unwrap();
+    fn fill(map: &Map, clusters: std::ops::Range<u64>, shift: u64) {
+        let fill = map.fill().unwrap();
         let (offset, len) = (clusters.start * CLUSTER, (clusters.end - clusters.start) * CLUSTER);
-        for range in learning.unknown(offset, len) {
-            range.for_each(|cluster| learning.learn(cluster, (cluster + shift) * CLUSTER, true));
+        for range in fill.unknown(offset, len) {
+            range.for_each(|cluster| fill.add(cluster, (cluster + shift) * CLUSTER, true));
         }
     }
 
     #[test]
-    fn what_was_learnt_is_entered_until_it_is_closed() {
+    fn mapped_clusters_are_entered_until_they_are_closed() {
         let map = map(1000);
         assert_eq!(map.enter(0, 512, false), None);
-        learn(&map, 3..4, 10);
+        fill(&map, 3..4, 10);
         let (at, entered) = map.enter(5 * CLUSTER + 512, 4096, true).unwrap();
-        assert_eq!(at, 15 * CLUSTER + 512, "the whole part was learnt");
+        assert_eq!(at, 15 * CLUSTER + 512, "the whole part was mapped");
         map.leave(entered);
         map.close(5 * CLUSTER + 1024, 512);
         assert_eq!(map.enter(5 * CLUSTER, 512, false), None);
         assert_eq!(map.enter(4 * CLUSTER, 2 * CLUSTER, false), None, "a part of it is closed");
         map.close(4 * CLUSTER, CLUSTER);
-        let learning = map.learning().unwrap();
-        let unknown = learning.unknown(4 * CLUSTER, CLUSTER);
+        let fill = map.fill().unwrap();
+        let unknown = fill.unknown(4 * CLUSTER, CLUSTER);
         assert!(unknown.into_iter().flatten().eq(4..5), "not the whole part again");
     }
 
     #[test]
     fn a_range_is_entered_if_it_is_in_one_piece() {
         let map = map(1000);
-        let learning = map.learning().unwrap();
-        assert!(learning.unknown(0, CLUSTER).into_iter().flatten().eq(0..PART));
+        let fill = map.fill().unwrap();
+        assert!(fill.unknown(0, CLUSTER).into_iter().flatten().eq(0..PART));
         for (cluster, host) in [(0, 7), (1, 8), (2, 9), (3, 11), (4, 12)] {
-            learning.learn(cluster, host * CLUSTER, cluster != 4);
+            fill.add(cluster, host * CLUSTER, cluster != 4);
         }
-        assert!(map.learning().is_none());
-        drop(learning);
+        assert!(map.fill().is_none());
+        drop(fill);
         let (at, entered) = map.enter(512, 3 * CLUSTER - 512, true).unwrap();
         assert_eq!(at, 7 * CLUSTER + 512);
         map.leave(entered);
@@ -349,7 +349,7 @@ mod tests {
     #[test]
     fn who_closes_waits_for_those_at_work() {
         let map = map(10);
-        learn(&map, 0..10, 0);
+        fill(&map, 0..10, 0);
         let (_, entered) = map.enter(0, 3 * CLUSTER, true).unwrap();
         let closed = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -369,18 +369,22 @@ mod tests {
     fn a_part_takes_the_place_of_one_that_nobody_is_in() {
         let map = map(2 * MAX_PARTS * PART);
         let far = MAX_PARTS * PART;
-        learn(&map, 0..1, 0);
+        fill(&map, 0..1, 0);
         let (_, entered) = map.enter(CLUSTER, CLUSTER, true).unwrap();
-        learn(&map, far..far + 1, 0);
-        assert_eq!(map.enter(far * CLUSTER, 512, false), None, "somebody is in the other one");
+        fill(&map, far..far + 1, 0);
+        assert_eq!(
+            map.enter(far * CLUSTER, 512, false),
+            None,
+            "a request is in flight in the other part"
+        );
         map.leave(entered);
-        learn(&map, far..far + 1, 0);
+        fill(&map, far..far + 1, 0);
         let (at, entered) = map.enter((far + 9) * CLUSTER, 512, true).unwrap();
         assert_eq!(at, (far + 9) * CLUSTER);
         assert_eq!(map.enter(9 * CLUSTER, 512, false), None);
         map.leave(entered);
         // A location that exceeds an entry is not added.
-        map.learning().unwrap().learn(far, 1 << 62, true);
+        map.fill().unwrap().add(far, 1 << 62, true);
         assert_eq!(map.enter(far * CLUSTER, 512, false).unwrap().0, far * CLUSTER);
     }
 
@@ -409,11 +413,11 @@ mod tests {
                             map.leave(entered);
                         } else {
                             let places = lock.read();
-                            let Some(learning) = map.learning() else { continue };
-                            for range in learning.unknown(cluster * CLUSTER, 512) {
+                            let Some(fill) = map.fill() else { continue };
+                            for range in fill.unknown(cluster * CLUSTER, 512) {
                                 for cluster in range {
                                     let place = cluster + places[cluster as usize] * CLUSTERS;
-                                    learning.learn(cluster, place * CLUSTER, true);
+                                    fill.add(cluster, place * CLUSTER, true);
                                 }
                             }
                         }

@@ -2,7 +2,7 @@
 
 use crate::error::OpenError;
 use crate::header::{Header, read_start};
-use crate::mend::mend;
+use crate::repair::repair;
 use crate::storage::FileStorage;
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
@@ -57,25 +57,25 @@ pub(crate) fn open(
     let mut is_sound = true;
     if !file.is_read_only() {
         // The image does not show whether its last user was killed.
-        let mended = mend(path, &file, &header)?;
-        if mended.count != 0 {
+        let repaired = repair(path, &file, &header)?;
+        if repaired.count != 0 {
             tracing::info!(
                 "{}: repaired after a crash of its last user: {} clusters were in use and not \
                  counted",
                 path.display(),
-                mended.count
+                repaired.count
             );
         }
-        if mended.missing != 0 {
+        if repaired.missing != 0 {
             tracing::warn!(
                 "{}: the file ended {} bytes before its last used cluster, and was extended by \
                  zeroes. That is normal for unflushed data after a loss of power; otherwise check \
                  that the file was copied completely",
                 path.display(),
-                mended.missing
+                repaired.missing
             );
         }
-        is_sound = mended.is_sound;
+        is_sound = repaired.is_sound;
     }
     let mut below = Vec::new();
     let backing = match &header.backing {

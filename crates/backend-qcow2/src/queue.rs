@@ -1,7 +1,7 @@
 //! Queue of an I/O thread on an image.
 
 use crate::completions::{Completions, Ended};
-use crate::fast::{Back, Fast};
+use crate::fast_path::{Back, FastPath};
 use crate::image::ALIGNMENT;
 use crate::pool::{Job, Pool};
 use imago::io_buffers::IoBuffer;
@@ -21,7 +21,7 @@ const KEPT: usize = 64;
 pub(crate) struct QcowQueue {
     pool: Arc<Pool>,
     /// Fast path, if io_uring is available.
-    fast: Option<Fast>,
+    fast: Option<FastPath>,
     /// Scratch buffer for requests that have to be repeated on the slow path.
     back: Vec<Back>,
     completions: Arc<Completions>,
@@ -58,7 +58,7 @@ impl QcowQueue {
         let fast = bytes.map(|bytes| bytes.queue(completions.fd())).transpose()?;
         Ok(Self {
             bounds: pool.image().info.bounds(),
-            fast: fast.map(Fast::new),
+            fast: fast.map(FastPath::new),
             back: Vec::new(),
             completions: Arc::new(completions),
             pool,
@@ -253,7 +253,7 @@ impl Queue for QcowQueue {
     }
 
     fn pending(&self) -> usize {
-        self.requests.len() + self.fast.as_ref().map_or(0, Fast::pending)
+        self.requests.len() + self.fast.as_ref().map_or(0, FastPath::pending)
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -33,7 +33,7 @@ struct Task {
 }
 
 /// Task of a call, and its bytes of the request.
-struct Part {
+struct Subrequest {
     task: u32,
     /// Number of the task: a cancelled read may have ended, and its key may be another task's.
     number: u64,
@@ -49,7 +49,7 @@ pub(crate) struct RbdQueue {
     tasks: Tasks<Task>,
     /// Number of tasks so far.
     count: u64,
-    parts: HashMap<u64, Part>,
+    subrequests: HashMap<u64, Subrequest>,
     next: u64,
     bytes: u64,
     ended: Vec<Ended>,
@@ -71,7 +71,7 @@ impl RbdQueue {
             completions: Arc::new(Completions::new()?),
             tasks: Tasks::default(),
             count: 0,
-            parts: HashMap::new(),
+            subrequests: HashMap::new(),
             next: 0,
             bytes: 0,
             ended: Vec::new(),
@@ -135,7 +135,7 @@ impl RbdQueue {
             let id = self.next;
             self.next += 1;
             let number = task.number;
-            self.parts.insert(id, Part { task: key, number, at: task.begun, len });
+            self.subrequests.insert(id, Subrequest { task: key, number, at: task.begun, len });
             let offset = task.request.offset + task.begun;
             task.begun += len;
             task.under_way += 1;
@@ -149,7 +149,9 @@ impl RbdQueue {
     fn end(&mut self, ended: Ended) {
         let Ended { id, value, buffer } = ended;
         self.bytes -= buffer.len() as u64;
-        let Some(Part { task: key, number, at, len }) = self.parts.remove(&id) else { return };
+        let Some(Subrequest { task: key, number, at, len }) = self.subrequests.remove(&id) else {
+            return;
+        };
         let task = self.tasks.get_mut(key).filter(|task| task.number == number);
         // A cancelled read has only its buffers left.
         let Some(task) = task.filter(|task| task.under_way != 0) else { return };

@@ -15,14 +15,14 @@
 //! such an image as damaged and does not repair it. So the file is extended to the end of its last
 //! cluster.
 //!
-//! The same pass finds out whether [each cluster has one use](crate::claims).
+//! The pass also finds out whether [each cluster has one use](crate::overlap_check).
 //!
 //! The tables are untrusted. Invalid entries are skipped, because accesses to them fail later, and
 //! the number of tables is limited by the size of the file.
 
-use crate::claims::{Claims, Overlap, clusters_of_compressed};
 use crate::error::OpenError;
 use crate::header::{Header, Table};
+use crate::overlap_check::{Overlap, OverlapCheck, clusters_of_compressed};
 use rustix::io::{ReadWriteFlags, pwritev2, retry_on_intr};
 use shadowbell_backend::ImageFile;
 use std::collections::BTreeMap;
@@ -42,7 +42,7 @@ const LATELY: u64 = 1024;
 const BLOCKS: usize = 256;
 
 /// Result of a repair.
-pub(crate) struct Mended {
+pub(crate) struct Repaired {
     /// Number of clusters that were used and not counted.
     pub(crate) count: u64,
     /// Number of bytes by which the file was extended.
@@ -55,19 +55,23 @@ pub(crate) struct Mended {
 ///
 /// # Errors
 /// [`OpenError`]: the image cannot be read or written, or is damaged.
-pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<Mended, OpenError> {
+pub(crate) fn repair(
+    path: &Path,
+    file: &ImageFile,
+    header: &Header,
+) -> Result<Repaired, OpenError> {
     let name = || path.display().to_string();
-    let outcome = Mending::new(file, header).and_then(|mut mending| {
-        let (fault, mut missing) = (mending.count_all()?, 0);
+    let outcome = RepairPass::new(file, header).and_then(|mut pass| {
+        let (fault, mut missing) = (pass.count_all()?, 0);
         if fault.is_none() {
-            mending.write_blocks()?;
-            missing = mending.lengthen()?;
+            pass.write_blocks()?;
+            missing = pass.lengthen()?;
         }
-        let is_sound = mending.claims.are_sound();
-        Ok((Mended { count: mending.mended, missing, is_sound }, fault))
+        let is_sound = pass.overlaps.are_sound();
+        Ok((Repaired { count: pass.repaired, missing, is_sound }, fault))
     });
     match outcome {
-        Ok((mended, None)) => Ok(mended),
+        Ok((repaired, None)) => Ok(repaired),
         Ok((_, Some(why))) => Err(OpenError::Damaged { path: name(), why }),
         Err(source) => {
             Err(OpenError::System { path: name(), what: "checking its reference counts", source })
@@ -82,7 +86,7 @@ struct Block {
     is_changed: bool,
 }
 
-struct Mending<'a> {
+struct RepairPass<'a> {
     file: &'a ImageFile,
     header: &'a Header,
     refcounts: Vec<u64>,
@@ -90,17 +94,17 @@ struct Mending<'a> {
     blocks: BTreeMap<u64, Block>,
     /// Maximum number of L2 tables, from the space that the file occupies in its file system.
     most_tables: u64,
-    mended: u64,
+    repaired: u64,
     /// Length of the file in clusters, rounded up; unlimited for a device.
     len: u64,
     /// End of the last used cluster.
     end: u64,
     /// Number of references to clusters beyond the end of the file.
     beyond: u64,
-    claims: Claims,
+    overlaps: OverlapCheck,
 }
 
-impl<'a> Mending<'a> {
+impl<'a> RepairPass<'a> {
     fn new(file: &'a ImageFile, header: &'a Header) -> io::Result<Self> {
         let taken = if file.is_block_device() {
             u64::MAX
@@ -114,7 +118,7 @@ impl<'a> Mending<'a> {
             blocks: BTreeMap::new(),
             // In a valid image only data have holes.
             most_tables: (taken >> header.cluster_bits).saturating_add(16),
-            mended: 0,
+            repaired: 0,
             len: if file.is_block_device() {
                 u64::MAX
             } else {
@@ -122,13 +126,13 @@ impl<'a> Mending<'a> {
             },
             end: 0,
             beyond: 0,
-            claims: Claims::default(),
+            overlaps: OverlapCheck::default(),
         })
     }
 
     /// Counts all clusters. Returns the defect if the image is damaged.
     fn count_all(&mut self) -> io::Result<Option<String>> {
-        let tables = match self.claim_tables()? {
+        let tables = match self.count_tables()? {
             Ok(tables) => tables,
             Err(why) => return Ok(Some(why)),
         };
@@ -144,7 +148,7 @@ impl<'a> Mending<'a> {
     }
 
     /// Counts the header and all tables. Returns the offsets of the L2 tables.
-    fn claim_tables(&mut self) -> io::Result<Result<Vec<u64>, String>> {
+    fn count_tables(&mut self) -> io::Result<Result<Vec<u64>, String>> {
         let cluster = 1_u64 << self.header.cluster_bits;
         let is_place = |at: &u64| *at != 0 && at.is_multiple_of(cluster);
         let of_table = |table: Table| {
@@ -163,7 +167,7 @@ impl<'a> Mending<'a> {
             .chain(blocks.into_iter().filter(is_place).map(|at| at / cluster))
             .chain(l2.iter().map(|at| at / cluster));
         for nth in all {
-            if let Err(Overlap { cluster: nth }) = self.claims.table(nth) {
+            if let Err(Overlap { cluster: nth }) = self.overlaps.table(nth) {
                 return Ok(Err(format!("two of its tables are at byte {}", nth * cluster)));
             }
             if !self.count(nth)? {
@@ -177,14 +181,14 @@ impl<'a> Mending<'a> {
     fn count_data(&mut self, entry: u64) -> io::Result<Result<(), String>> {
         let bits = self.header.cluster_bits;
         let at = entry & OFFSET;
-        let claimed = if entry & COMPRESSED != 0 {
-            self.claims.compressed(clusters_of_compressed(entry, bits))
+        let checked = if entry & COMPRESSED != 0 {
+            self.overlaps.compressed(clusters_of_compressed(entry, bits))
         } else if at == 0 || !at.is_multiple_of(1 << bits) {
             return Ok(Ok(()));
         } else {
-            self.claims.data(at >> bits)
+            self.overlaps.data(at >> bits)
         };
-        if let Err(Overlap { cluster }) = claimed {
+        if let Err(Overlap { cluster }) = checked {
             return Ok(Err(format!(
                 "it refers to byte {} as data, where one of its own tables is",
                 cluster << bits
@@ -205,9 +209,9 @@ impl<'a> Mending<'a> {
         self.end = self.end.max(cluster + 1);
         self.beyond += u64::from(cluster >= self.len);
         let Some(block) = self.block(nth)? else { return Ok(false) };
-        let mended = set_if_zero(&mut block.bytes, at as usize, order);
-        block.is_changed |= mended;
-        self.mended += u64::from(mended);
+        let is_repaired = set_if_zero(&mut block.bytes, at as usize, order);
+        block.is_changed |= is_repaired;
+        self.repaired += u64::from(is_repaired);
         Ok(true)
     }
 

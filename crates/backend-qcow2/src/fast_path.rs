@@ -1,4 +1,4 @@
-//! Fast path of a queue: requests on mapped clusters, directly between guest memory and the image's
+//! FastPath path of a queue: requests on mapped clusters, directly between guest memory and the image's
 //! file by io_uring, like those of a raw image.
 
 use crate::image::Image;
@@ -7,7 +7,7 @@ use shadowbell_backend::{BytesQueue, DiskError, Op, Queue, Request, Submitted, T
 use shadowbell_memory::Segments;
 use std::os::fd::BorrowedFd;
 
-pub(crate) struct Fast {
+pub(crate) struct FastPath {
     queue: BytesQueue,
     /// Requests in flight; their keys are their tags in `queue`.
     under_way: Tasks<Way>,
@@ -29,7 +29,7 @@ pub(crate) struct Back {
     pub(crate) data: Segments,
 }
 
-impl Fast {
+impl FastPath {
     pub(crate) fn new(queue: BytesQueue) -> Self {
         Self { queue, under_way: Tasks::default(), is_checked: false }
     }

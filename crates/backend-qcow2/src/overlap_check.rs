@@ -21,14 +21,14 @@ pub(crate) struct Overlap {
 
 /// Uses of clusters so far.
 #[derive(Default)]
-pub(crate) struct Claims {
+pub(crate) struct OverlapCheck {
     tables: HashSet<u64>,
     data: HashMap<u64, Box<[u64; CHUNK as usize / 64]>>,
     /// True if a cluster may have two uses.
     is_shared: bool,
 }
 
-impl Claims {
+impl OverlapCheck {
     /// Adds a cluster of a table or of the header. All of these must be added before data clusters.
     pub(crate) fn table(&mut self, cluster: u64) -> Result<(), Overlap> {
         if self.tables.insert(cluster) { Ok(()) } else { Err(Overlap { cluster }) }
@@ -93,16 +93,16 @@ mod tests {
 
     #[test]
     fn a_cluster_has_one_use() {
-        let mut claims = Claims::default();
-        assert_eq!((claims.table(0), claims.table(3)), (Ok(()), Ok(())));
-        assert_eq!(claims.table(3), Err(Overlap { cluster: 3 }));
-        assert_eq!(claims.data(3), Err(Overlap { cluster: 3 }));
+        let mut check = OverlapCheck::default();
+        assert_eq!((check.table(0), check.table(3)), (Ok(()), Ok(())));
+        assert_eq!(check.table(3), Err(Overlap { cluster: 3 }));
+        assert_eq!(check.data(3), Err(Overlap { cluster: 3 }));
         for cluster in [4, 67, CHUNK + 4, 1 << 50] {
-            assert_eq!(claims.data(cluster), Ok(()));
+            assert_eq!(check.data(cluster), Ok(()));
         }
-        assert!(claims.are_sound());
-        assert_eq!(claims.data(67), Ok(()));
-        assert!(!claims.are_sound());
+        assert!(check.are_sound());
+        assert_eq!(check.data(67), Ok(()));
+        assert!(!check.are_sound());
     }
 
     #[test]
@@ -111,21 +111,21 @@ mod tests {
         assert_eq!(clusters_of_compressed((1 << 62) | 0x1_2345, 16), 1..=1);
         assert_eq!(clusters_of_compressed((1 << 62) | (1 << 54) | 0x1_ff00, 16), 1..=2);
         assert_eq!(clusters_of_compressed((1 << 62) | (0xff << 54) | 0x1_0000, 16), 1..=2);
-        let mut claims = Claims::default();
-        assert_eq!(claims.table(2), Ok(()));
-        assert_eq!(claims.compressed(0..=1), Ok(()));
-        assert!(!claims.are_sound());
-        assert_eq!(claims.compressed(1..=2), Err(Overlap { cluster: 2 }));
+        let mut check = OverlapCheck::default();
+        assert_eq!(check.table(2), Ok(()));
+        assert_eq!(check.compressed(0..=1), Ok(()));
+        assert!(!check.are_sound());
+        assert_eq!(check.compressed(1..=2), Err(Overlap { cluster: 2 }));
     }
 
     #[test]
     fn what_an_image_names_all_over_takes_no_more_memory() {
-        let mut claims = Claims::default();
+        let mut check = OverlapCheck::default();
         for nth in 0..=MAX_CHUNKS as u64 {
-            assert!(claims.are_sound());
-            assert_eq!(claims.data(nth * CHUNK), Ok(()));
+            assert!(check.are_sound());
+            assert_eq!(check.data(nth * CHUNK), Ok(()));
         }
-        assert!(!claims.are_sound());
-        assert_eq!(claims.data.len(), MAX_CHUNKS);
+        assert!(!check.are_sound());
+        assert_eq!(check.data.len(), MAX_CHUNKS);
     }
 }

@@ -10,7 +10,7 @@ const MAX_UNSAVED: usize = 1 << 16;
 
 impl Image {
     /// Maps the clusters of an executed request and their neighbours.
-    pub(crate) fn learn(&self, request: &Request) {
+    pub(crate) fn fill_map(&self, request: &Request) {
         if matches!(request.op, Op::Read | Op::Write { .. }) {
             // A failed lookup leaves clusters unmapped; the next request reports the error.
             let _ = self.contained(|| self.look_up(request));
@@ -22,10 +22,10 @@ impl Image {
         // While this lock is held, no cluster is closed.
         let format = self.format.read();
         let format = access(&format)?;
-        // Only one thread adds entries; this request's clusters remain unmapped.
-        let Some(learning) = map.learning() else { return Ok(()) };
+        // While another thread adds entries, this request's clusters remain unmapped.
+        let Some(fill) = map.fill() else { return Ok(()) };
         let (bits, size) = (self.header.cluster_bits, self.header.size);
-        for range in learning.unknown(request.offset, request.len) {
+        for range in fill.unknown(request.offset, request.len) {
             let (mut at, end) = (range.start << bits, (range.end << bits).min(size));
             while at < end {
                 let found = format.get_shallow_mapping(at, end - at);
@@ -36,9 +36,9 @@ impl Image {
                 if let ShallowMapping::Raw { offset: host, writable, .. } = mapping {
                     for cluster in map.clusters(at, there) {
                         let nth = (cluster << bits) - at;
-                        if self.may_be_learnt(cluster, host + nth, writable) {
+                        if self.may_be_mapped(cluster, host + nth, writable) {
                             let writes = writable && self.may_write(cluster);
-                            learning.learn(cluster, host + nth, writes);
+                            fill.add(cluster, host + nth, writes);
                         }
                     }
                 }
@@ -49,7 +49,7 @@ impl Image {
     }
 
     /// True if a cluster of the disk can be read at byte `host` of the file.
-    fn may_be_learnt(&self, cluster: u64, host: u64, writable: bool) -> bool {
+    fn may_be_mapped(&self, cluster: u64, host: u64, writable: bool) -> bool {
         let bits = self.header.cluster_bits;
         // The last cluster may extend beyond the end of the disk.
         let used = (1 << bits).min(self.header.size - (cluster << bits));
@@ -114,9 +114,9 @@ mod tests {
             image.run(&request, Some(&mut buffer)).unwrap();
         };
         write(0);
-        assert_eq!(known(0), [true, true], "nobody goes on with it");
+        assert_eq!(known(0), [true, true], "without checkpoints");
         image.last().unwrap();
-        assert_eq!(known(0), [true, true], "its table is there");
+        assert_eq!(known(0), [true, true], "its table is in the file");
         write(1 << 20);
         assert_eq!(known(1 << 20), [true, false]);
         write((1 << 20) + 4096);
