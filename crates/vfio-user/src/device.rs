@@ -244,7 +244,7 @@ impl fmt::Debug for Later<'_> {
 /// All values come from an untrusted peer, and are checked only as far as their documentation says.
 /// An `Err` is sent as error reply.
 pub trait Device: Send {
-    /// Replies to DEVICE_GET_INFO. Called once for each client, before any other method.
+    /// Replies to DEVICE_GET_INFO. Called once for each client, in the version negotiation.
     fn info(&mut self) -> DeviceInfo {
         DeviceInfo::default()
     }

@@ -262,7 +262,8 @@ impl Listener {
         })
     }
 
-    /// Restores a listener of [`save`](Self::save), [lent](Self::set_lent) at first.
+    /// Restores a listener of [`save`](Self::save). The previous process still has the socket, as
+    /// after [`set_lent(true)`](Self::set_lent).
     ///
     /// # Errors
     ///

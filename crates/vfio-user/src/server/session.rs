@@ -114,8 +114,8 @@ pub(super) type Record<'a> =
     &'a mut dyn FnMut(Result<(SavedSession, serde_json::Value), SaveError>, Descriptors);
 
 impl Session {
-    /// Restores a session of [`save`](Self::save), [lent](Self::set_lent) at first. `make` wraps
-    /// the socket in a [`Stream`].
+    /// Restores a session of [`save`](Self::save). The previous process still has the socket, as
+    /// after [`set_lent(true)`](Self::set_lent). `make` wraps the socket in a [`Stream`].
     pub(super) fn restore(
         saved: SavedSession,
         fds: &mut Descriptors,
