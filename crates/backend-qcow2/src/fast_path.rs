@@ -1,4 +1,4 @@
-//! FastPath path of a queue: requests on mapped clusters, directly between guest memory and the image's
+//! Fast path of a queue: requests on mapped clusters, directly between guest memory and the image's
 //! file by io_uring, like those of a raw image.
 
 use crate::image::Image;

@@ -47,10 +47,10 @@
 //! The order of writes keeps the image consistent, with two exceptions: leaked clusters, which are
 //! counted and unused (`qemu-img check -r leaks` frees them); and new L2 tables, which are
 //! referenced for a moment before they are counted. So when an image is opened for writing, all
-//! referenced clusters are checked, and counted if they are not (`repair`). That reads 1/8192 of the
-//! data in the image. `imago` does not sync between tables that depend on each other. So after a
-//! loss of power, tables may refer to clusters beyond the end of the file, which is then extended;
-//! flushed data are not affected.
+//! referenced clusters are checked, and counted if they are not (`repair`). That reads 1/8192 of
+//! the data in the image. `imago` does not sync between tables that depend on each other. So after
+//! a loss of power, tables may refer to clusters beyond the end of the file, which is then
+//! extended; flushed data are not affected.
 //!
 //! An image with [checkpoints](shadowbell_backend::Disk::keep) loses nothing if its process is
 //! killed: a write that has allocated clusters ends when the tables are written, which requests

@@ -141,7 +141,7 @@ impl DatasetManagement {
 /// Maximum number of ranges of a Dataset Management command.
 pub const DSM_MAX_RANGES: usize = 256;
 
-/// A range of a Dataset Management command: 16 bytes. NVM 1.1, "Dataset Management - Range
+/// Range of a Dataset Management command: 16 bytes. NVM 1.1, "Dataset Management - Range
 /// Definition".
 #[repr(C)]
 #[derive(
@@ -237,7 +237,7 @@ impl CopyFields {
     }
 }
 
-/// A source range of a Copy command, descriptor formats 1h and 3h: 40 bytes. NVM 1.1, "Copy - Source
+/// Source range of a Copy command, descriptor formats 1h and 3h: 40 bytes. NVM 1.1, "Copy - Source
 /// Range Entries Copy Descriptor Format 1h and Format 3h".
 #[repr(C)]
 #[derive(
@@ -266,7 +266,7 @@ pub struct LongCopyRange {
     pub apptag_mask: u16,
 }
 
-/// A source range of a Copy command, descriptor formats 0h and 2h: 32 bytes. NVM 1.1, "Copy - Source
+/// Source range of a Copy command, descriptor formats 0h and 2h: 32 bytes. NVM 1.1, "Copy - Source
 /// Range Entries Copy Descriptor Format 0h and Format 2h".
 #[repr(C)]
 #[derive(

@@ -16,9 +16,9 @@
 //! * if the second thread sleeps, only the second thread is woken;
 //! * if the second thread is awake, busy or stuck, the reactor is woken, as without sharing.
 //!
-//! So the threads need no explicit hand-over, and the second thread never delays a message that it does
-//! not wait for. Correctness does not depend on this order: either or both threads may be woken at
-//! any time, also without a message.
+//! So the threads need no explicit hand-over, and the second thread never delays a message that it
+//! does not wait for. Correctness does not depend on this order: either or both threads may be
+//! woken at any time, also without a message.
 //!
 //! # Reading
 //!
