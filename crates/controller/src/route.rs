@@ -2,13 +2,13 @@
 //! that has taken the controller over.
 //!
 //! The control plane identifies I/O threads by the numbers at which queues were placed. The
-//! numbers stay valid when the controller moves to another I/O thread (see `worker::slow`): the
+//! numbers stay valid when the controller moves to another I/O thread (see `worker::isolation`): the
 //! route translates them. While queues are moving, messages to their I/O thread are kept here in
 //! order, and sent to the new I/O thread after the queues have arrived.
 
 use crate::worker::Pool;
 use crate::worker::message::Message;
-use crate::worker::relocation::{Destination, Stopover};
+use crate::worker::queue_move::{Destination, Stopover};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

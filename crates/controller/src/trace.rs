@@ -1,20 +1,20 @@
-//! Doorbell trace: every doorbell decision, and the commands in between.
+//! The doorbell trace: every decision about a doorbell, one by one, and the commands between them.
 //!
-//! A trace is a file of rings, one per I/O thread and one for the control plane. Each ring has a
-//! single writer, which writes through a shared mapping: a record costs reading the clock, a copy
-//! of 32 bytes and a store, but no system call, and survives a crash of the process. A full ring
-//! overwrites its oldest records. [`read_trace`] merges the rings by time, also while they are
-//! being written.
+//! A trace is a file of rings, one for each worker and one for the control plane, which their
+//! owners write through a shared mapping: a record costs the clock, a copy of 32 bytes and a store,
+//! no system call, and what was recorded survives a crash of the process. When a ring is full its
+//! oldest records give way. [`read_trace`] merges the rings by time, while they are being written
+//! too.
 //!
-//! # File format
+//! # The file
 //!
 //! All numbers are little-endian.
 //!
-//! | offset | content |
+//! | offset | what |
 //! |---|---|
-//! | 0 | `Header`: describes the rest of the file |
-//! | 64 + 64 r | number of records ever written to ring r; each count has its own cache line |
-//! | the next multiple of 4096 | the rings, one after the other, of 32-byte records |
+//! | 0 | `Header`: what the rest is |
+//! | 64 + 64 r | how many records were ever written to ring r (each count in a line of its own, so that two workers never share one) |
+//! | the next multiple of 4096 | the rings, one after the other, of records of 32 bytes |
 
 mod file;
 mod layout;

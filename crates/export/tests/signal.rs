@@ -12,6 +12,7 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_export::nbd::wire::{command, option, put_option};
 use shadowbell_export::nbd::{Address, Options, Server};
 use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_testing::wait::LIMIT;
 use signal_hook::consts::SIGPIPE;
 use std::io::Write;
 use std::net::Shutdown;
@@ -22,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Until the server, which has tried to answer, has closed its end.
 fn until_hung_up(socket: &UnixStream) {
     let mut fds = [PollFd::new(socket, PollFlags::empty())];
-    let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+    let timeout = Timespec::try_from(LIMIT).unwrap();
     assert_eq!(poll(&mut fds, Some(&timeout)), Ok(1));
 }
 

@@ -1,9 +1,10 @@
 //! Child processes that end with the test, and their own children with them.
 
-use std::io;
+use std::io::{self, Read};
 use std::ops::{Deref, DerefMut};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus, Output};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
@@ -63,6 +64,21 @@ impl ProcessGroup {
         status
     }
 
+    /// Waits until the first process has ended; its exit status, and the rest of its output.
+    ///
+    /// # Panics
+    /// After [`wait::LIMIT`].
+    #[track_caller]
+    pub fn output(mut self) -> Output {
+        let stdout = self.child.stdout.take().map(read);
+        let stderr = self.child.stderr.take().map(read);
+        let status = self.wait();
+        let bytes = |reader: Option<JoinHandle<Vec<u8>>>| {
+            reader.map_or_else(Vec::new, |reader| reader.join().expect("a reader"))
+        };
+        Output { status, stdout: bytes(stdout), stderr: bytes(stderr) }
+    }
+
     /// Kills every process of the group, and waits until all of them have ended.
     pub fn kill(&mut self) {
         if std::mem::replace(&mut self.ended, true) {
@@ -101,6 +117,15 @@ impl Drop for ProcessGroup {
     }
 }
 
+/// Reads a pipe to its end, in a thread: a child that fills one of two pipes waits for its reader.
+fn read(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        pipe.read_to_end(&mut bytes).expect("a pipe");
+        bytes
+    })
+}
+
 /// True if a process of the group has not ended.
 fn has_members(group: Pid) -> bool {
     let group = group.as_raw_pid().to_string();
@@ -117,7 +142,6 @@ fn has_members(group: Pid) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Read;
     use std::process::Stdio;
 
     #[test]

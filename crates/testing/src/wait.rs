@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::retry_on_intr;
+use rustix::thread::Pid;
 
 /// Limit of every wait: long enough for a machine that does much else.
 pub const LIMIT: Duration = Duration::from_secs(300);
@@ -53,6 +54,23 @@ pub fn readable(what: &str, fd: impl AsFd) {
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let ready = retry_on_intr(|| poll(&mut fds, Some(&limit))).expect("a poll");
     assert_eq!(ready, 1, "not within {} s: {what}", LIMIT.as_secs());
+}
+
+/// Waits until a thread of this process sleeps, and still does after some polls.
+///
+/// # Panics
+/// After [`LIMIT`], or if there is no such thread.
+#[track_caller]
+pub fn asleep(thread: Pid) {
+    let stat = format!("/proc/self/task/{}/stat", thread.as_raw_pid());
+    let mut times = 0;
+    until("a thread's sleep", || {
+        let stat = std::fs::read_to_string(&stat).expect("a thread");
+        let is_asleep = stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S "));
+        times = if is_asleep { times + 1 } else { 0 };
+        // One sleep may be that for a lock.
+        times == 4
+    });
 }
 
 /// Deadline of a wait that begins now.

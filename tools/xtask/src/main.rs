@@ -20,6 +20,7 @@ mod suites;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand, ValueEnum};
@@ -112,6 +113,10 @@ enum Verb {
     /// Runs a test program, and fails if it leaves a process behind.
     #[command(hide = true)]
     RunAlone {
+        /// Seconds that its descendants have to end after the program: a server process notices the
+        /// death of its supervisor by itself.
+        #[arg(long, default_value_t = 120, value_name = "SECONDS")]
+        grace: u64,
         /// The program and its arguments.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         command: Vec<OsString>,
@@ -217,10 +222,12 @@ fn main() -> ExitCode {
             run_optimised().and_then(|()| hostile::run(&mut report, arguments))
         }
         Verb::Soak(arguments) => run_optimised().and_then(|()| soak::run(&mut report, arguments)),
-        Verb::RunAlone { command } => match run_alone::run(&command) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
+        Verb::RunAlone { grace, command } => {
+            match run_alone::run(&command, Duration::from_secs(grace)) {
+                Ok(code) => return code,
+                Err(error) => Err(error),
+            }
+        }
         Verb::FuseDaemon { friend } => hostile::fuse_daemon(friend),
         Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {
@@ -276,10 +283,10 @@ mod tests {
         let mut found = 0;
         for command in commands.filter_map(|text| text.strip_prefix("cargo xtask ")) {
             let words = command.split('#').next().unwrap_or_default().split_whitespace();
-            let parsed = Arguments::command()
-                .no_binary_name(true)
-                .try_get_matches_from(words.clone().filter(|word| *word != "--help"));
-            assert!(parsed.is_ok(), "cargo xtask {command}: {parsed:?}");
+            let words: Vec<_> = words.filter(|word| *word != "--help").collect();
+            let mut parser = Arguments::command().no_binary_name(true);
+            let parsed = parser.try_get_matches_from_mut(&words);
+            assert!(words.is_empty() || parsed.is_ok(), "cargo xtask {command}: {parsed:?}");
             found += 1;
         }
         assert!(found >= 5, "{found}");

@@ -110,7 +110,10 @@ mod tests {
     fn descendants_and_holders_of_a_pipe_are_found() {
         let mut shell = Command::new("sh");
         // `cat` keeps the shell's standard output open until the shell's input is closed.
-        shell.args(["-c", "cat & wait"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        shell
+            .args(["-c", "exec 3<&0; cat <&3 & wait"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut shell = shell.spawn().unwrap();
         let inode = rustix::fs::fstat(shell.stdout.as_ref().unwrap()).unwrap().st_ino;
         shadowbell_testing::wait::until("a shell and its child hold the pipe", || {
@@ -118,7 +121,10 @@ mod tests {
         });
         let family = descendants(std::process::id());
         let text = list(&family);
-        assert!(text.contains(&format!("{} sh -c cat & wait", shell.id())), "{text}");
+        assert!(
+            text.contains(&format!("{} sh -c exec 3<&0; cat <&3 & wait", shell.id())),
+            "{text}"
+        );
         assert!(text.contains(" cat\n"), "{text}");
         kill(&holders(inode));
         shell.wait().unwrap();

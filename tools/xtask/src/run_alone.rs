@@ -14,17 +14,9 @@ use rustix::process::{Pid, WaitOptions, WaitStatus, getpid, set_child_subreaper,
 
 use crate::processes;
 
-/// Time that descendants have to end after the test program has ended: a server process notices
-/// the death of its supervisor by itself.
-const GRACE: Duration = Duration::from_secs(120);
-
 /// Runs a test program and waits for all its descendants. Fails as the program does, or if a
-/// descendant is alive [`GRACE`] after the program's end.
-pub(crate) fn run(command: &[OsString]) -> Result<ExitCode> {
-    run_within(command, GRACE)
-}
-
-fn run_within(command: &[OsString], grace: Duration) -> Result<ExitCode> {
+/// descendant is alive this long after the program's end.
+pub(crate) fn run(command: &[OsString], grace: Duration) -> Result<ExitCode> {
     let (program, arguments) = command.split_first().context("no test program is named")?;
     set_child_subreaper(Some(getpid())).context("PR_SET_CHILD_SUBREAPER")?;
     let child = Command::new(program).args(arguments).spawn();
@@ -61,25 +53,4 @@ fn exit_code(name: &str, status: WaitStatus) -> ExitCode {
     }
     let code = status.exit_status().and_then(|code| u8::try_from(code).ok());
     ExitCode::from(code.unwrap_or(101))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    // One test, since the reaper of a process's descendants is a property of the whole process.
-    #[test]
-    fn a_process_that_stays_fails_the_program_that_left_it() {
-        let shell = |script: &str| ["sh", "-c", script].map(OsString::from);
-        let outcome = |script: &str, grace| {
-            format!("{:?}", run_within(&shell(script), grace).expect("a shell starts"))
-        };
-        let code = |code: u8| format!("{:?}", ExitCode::from(code));
-        let hour = Duration::from_secs(3600);
-        assert_eq!(outcome("exit 3", hour), code(3));
-        // An orphan that ends by itself is waited for.
-        assert_eq!(outcome("(sleep 0.2 &) ; exit 0", hour), code(0));
-        assert_eq!(outcome("kill -9 $$", hour), code(101));
-        assert_eq!(outcome("setsid sleep 3600 & exit 0", Duration::ZERO), code(1));
-    }
 }

@@ -61,7 +61,7 @@ impl Control {
         let latch = cx.latch(ended(self.lifecycle.generation, operation));
         if let Some(worker) = next {
             let (controller, latch) = (cx.shared.id, latch.clone());
-            cx.pool.send(worker, Message::Alone { controller, latch });
+            cx.pool.send(worker, Message::RunExclusive { controller, latch });
         }
         // Deferred latches are dropped after the checkpoint, so the notice follows it.
         deferred.latches.push(latch);
@@ -89,7 +89,7 @@ impl Control {
         // Queues that arrived at another I/O thread during the round are paused as well.
         self.exclusive.workers.clear();
         for worker in cx.route.everywhere(self.queues.workers()) {
-            cx.pool.send(worker, Message::GoOn { controller: cx.shared.id });
+            cx.pool.send(worker, Message::EndExclusive { controller: cx.shared.id });
         }
     }
 

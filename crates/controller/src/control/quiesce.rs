@@ -6,7 +6,7 @@ use super::quiesce_state::Step;
 use crate::context::Context;
 use crate::notice::Notice;
 use crate::worker::message::Message;
-use crate::worker::relocation::Departure;
+use crate::worker::queue_move::Departure;
 
 impl Control {
     /// Starts to quiesce the controller. `done` is called when it is quiesced, or dropped if the

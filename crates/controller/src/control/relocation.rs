@@ -8,7 +8,7 @@ use crate::event::Event;
 use crate::notice::Notice;
 use crate::route::RelocateError;
 use crate::worker::message::Message;
-use crate::worker::relocation::Departure;
+use crate::worker::queue_move::Departure;
 use std::time::Duration;
 
 impl Control {

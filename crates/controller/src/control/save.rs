@@ -16,7 +16,7 @@ use crate::queue::admin::AdminQueue;
 use crate::restore_error::{RestoreError, SaveError};
 use crate::saved::{SavedAdminQueue, SavedControl, SavedController, SavedPart};
 use crate::uncorrectable::Uncorrectable;
-use crate::worker::relocation::{Opening, Restoring};
+use crate::worker::queue_move::{Opening, Restoring};
 use shadowbell_memory::EventFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

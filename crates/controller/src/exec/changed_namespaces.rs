@@ -8,7 +8,7 @@ use shadowbell_spec::status::Status;
 
 impl Engine {
     /// Replaces the namespace at `index` by `new`, or removes it. Returns the place of the old
-    /// queue, if there was one, for [`take_retired`](Self::take_retired).
+    /// queue, if there was one, for [`take_drained`](Self::take_drained).
     ///
     /// Requests in flight continue on the old disk; requests that a command has not submitted yet
     /// go to the new disk. On removal, all commands of this namespace end with the status `absence`
@@ -31,24 +31,25 @@ impl Engine {
         if old.is_none() {
             return None;
         }
-        let place = self.retired.push(old);
+        let place = self.draining.push(old);
         self.in_flight.for_each_mut(|_, entry| {
             if entry.is_request && entry.namespace == index {
                 entry.namespace = place;
             }
         });
         if is_removed {
-            self.give_up(index, place);
+            self.cancel_namespace(index, place);
         }
         Some(place)
     }
 
     /// Aborts the commands of the removed namespace `index`, whose old queue is at `place`.
-    fn give_up(&mut self, index: usize, place: usize) {
-        let Self { in_flight, copies, long, retired, .. } = self;
+    fn cancel_namespace(&mut self, index: usize, place: usize) {
+        let Self { in_flight, copies, multi_step, draining, .. } = self;
         // A Flush of all namespaces continues with the remaining ones.
         let is_of_all = |nsid: Option<u32>| nsid == Some(NSID_ALL);
-        let mut over = long.remove_namespace(index, |parent| is_of_all(in_flight.nsid(parent)));
+        let mut over =
+            multi_step.remove_namespace(index, |parent| is_of_all(in_flight.nsid(parent)));
         copies.cancel(|copy| {
             let is_there = copy.uses(index);
             over.extend(is_there.then_some(copy.parent));
@@ -60,13 +61,13 @@ impl Engine {
                 return;
             }
             match entry.owner {
-                Owner::Command { .. } | Owner::Alone { .. } => over.push(tag),
+                Owner::Command { .. } | Owner::Exclusive { .. } => over.push(tag),
                 Owner::Part { parent } if is_of_all(in_flight.nsid(parent)) => dropped.push(tag),
                 Owner::Part { parent } => over.push(parent),
                 Owner::Dropped { .. } | Owner::Range { .. } | Owner::Internal => {}
             }
-            if let Some(retired) = retired.get_mut(place) {
-                retired.queue.cancel(tag);
+            if let Some(draining) = draining.get_mut(place) {
+                draining.queue.cancel(tag);
             }
         });
         let absence = self.namespaces[index].absence;
@@ -85,8 +86,8 @@ impl Engine {
         self.namespaces.clear();
     }
 
-    /// Takes the retired queue at `place`, if its disk has no request in flight.
-    pub(crate) fn take_retired(&mut self, place: usize) -> Option<NamespaceQueue> {
-        self.retired.take_idle(place)
+    /// Takes the drained queue at `place`, if its disk has no request in flight.
+    pub(crate) fn take_drained(&mut self, place: usize) -> Option<NamespaceQueue> {
+        self.draining.take_idle(place)
     }
 }

@@ -12,13 +12,13 @@
 //! requests of a phase are in flight at a time.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
-use super::long::UNDER_WAY;
+use super::metadata::Protection;
+use super::metadata::submit_any;
+use super::multi_step::MAX_IN_FLIGHT;
 use super::namespace::{NamespaceQueue, index_of};
-use super::protected_copy::Protection;
 use super::quota::cost;
 use super::resolve::read_list;
 use super::status::status_of;
-use super::with_metadata::submit_any;
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
 use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
@@ -328,7 +328,7 @@ impl Copies {
 
     /// Number of further requests that may be in flight.
     fn room(&self) -> u32 {
-        UNDER_WAY.saturating_sub(self.list.iter().map(|copy| copy.left).sum())
+        MAX_IN_FLIGHT.saturating_sub(self.list.iter().map(|copy| copy.left).sum())
     }
 
     /// True if a step of a copy is possible without waiting.

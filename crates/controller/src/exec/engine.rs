@@ -1,17 +1,17 @@
 //! I/O command execution of one controller on one I/O thread.
 
-use super::alone::Alone;
 use super::appends::Appends;
 use super::copy::Copies;
-use super::forced::ForcedReads;
+use super::draining::Draining;
+use super::exclusive_state::Exclusive;
+use super::fua_read::FuaReads;
 use super::in_flight::{InFlightTable, Kind};
-use super::long::LongCommands;
+use super::multi_step::MultiStepCommands;
 use super::namespace::NamespaceQueue;
 use super::quota::{Exceeded, Quota, cost};
 use super::reservation_commands::ReservationCommands;
-use super::retired::Retired;
-use super::spans::TouchedSpans;
 use super::status::is_media_error;
+use super::touched::TouchedSpans;
 use crate::queue::Permit;
 use crate::stats::{PartCounters, TransferStats};
 use shadowbell_memory::{Segments, View, page_tables};
@@ -29,7 +29,7 @@ pub(crate) enum Closed {
     /// Page tables of the host's memory are being reclaimed.
     PageTables = 2,
     /// A command requires exclusive execution.
-    Alone = 4,
+    Exclusive = 4,
 }
 
 /// Upper bound of memory locations that a short command touches: its PRP list and three data pages.
@@ -83,7 +83,7 @@ pub(crate) struct Engine {
     pub(super) takes_turns: bool,
     /// Namespaces by NSID - 1.
     pub(super) namespaces: Vec<NamespaceQueue>,
-    pub(super) retired: Retired,
+    pub(super) draining: Draining,
     pub(super) in_flight: InFlightTable,
     /// Tag of the last command that was [pending](Started::Pending).
     pub(super) last_tag: u32,
@@ -93,9 +93,9 @@ pub(crate) struct Engine {
     pub(super) copies: Copies,
     /// Copy descriptor formats that the host has enabled: bit n for format n.
     pub(super) copy_formats: Arc<AtomicU16>,
-    pub(super) long: LongCommands,
-    pub(super) forced: ForcedReads,
-    pub(super) alone: Alone,
+    pub(super) multi_step: MultiStepCommands,
+    pub(super) fua_reads: FuaReads,
+    pub(super) exclusive: Exclusive,
     pub(super) reservations: ReservationCommands,
     pub(super) appends: Appends,
     /// I/O counters, read by other threads.
@@ -136,16 +136,16 @@ impl Engine {
             spans: TouchedSpans::default(),
             write_through: false,
             namespaces,
-            retired: Retired::default(),
+            draining: Draining::default(),
             in_flight: InFlightTable::default(),
             last_tag: 0,
             scratch: Segments::new(),
             spare: Vec::new(),
             copies: Copies::default(),
             copy_formats: Arc::default(),
-            long: LongCommands::default(),
-            forced: ForcedReads::default(),
-            alone: Alone::default(),
+            multi_step: MultiStepCommands::default(),
+            fua_reads: FuaReads::default(),
+            exclusive: Exclusive::default(),
             reservations: ReservationCommands::default(),
             appends: Appends::default(),
             transfers: counters.io.transfers(),
@@ -182,9 +182,9 @@ impl Engine {
         &self.namespaces
     }
 
-    /// All disk queues, including retired ones.
+    /// All disk queues, including draining ones.
     pub(crate) fn queues(&self) -> impl Iterator<Item = &NamespaceQueue> {
-        self.namespaces.iter().chain(self.retired.iter())
+        self.namespaces.iter().chain(self.draining.iter())
     }
 
     /// Publishes the transfer counters. Called before completions are posted, so that the counters
@@ -224,7 +224,7 @@ impl Engine {
     /// even if the queues are about to move to another thread or if a command waits for exclusive
     /// execution.
     pub(crate) fn is_full_for_replays(&self) -> bool {
-        let passed = Closed::Leaves as u8 | Closed::Alone as u8;
+        let passed = Closed::Leaves as u8 | Closed::Exclusive as u8;
         self.closed & !passed != 0 || self.exceeded().is_some()
     }
 
@@ -257,7 +257,7 @@ impl Engine {
     /// The quota that is reached, if any.
     #[inline]
     pub(crate) fn exceeded(&self) -> Option<Exceeded> {
-        let Self { quota, in_flight, copies, long, forced, alone, .. } = self;
+        let Self { quota, in_flight, copies, multi_step, fua_reads, exclusive, .. } = self;
         if in_flight.len() == 0 {
             None
         } else if in_flight.len() >= quota.requests {
@@ -266,10 +266,10 @@ impl Engine {
             Some(Exceeded::Bytes)
         } else if in_flight.pieces() >= quota.pieces {
             Some(Exceeded::Pieces)
-        } else if copies.len().max(long.len()).max(forced.len()).max(alone.len())
+        } else if copies.len().max(multi_step.len()).max(fua_reads.len()).max(exclusive.len())
             >= quota.long_commands
         {
-            Some(Exceeded::LongCommands)
+            Some(Exceeded::MultiStepCommands)
         } else {
             None
         }
@@ -313,7 +313,7 @@ impl Engine {
     /// in-flight commands still use it.
     pub(crate) fn change_view(&mut self, view: View) -> View {
         self.scratch.clear();
-        let queues = self.namespaces.iter_mut().chain(self.retired.iter_mut());
+        let queues = self.namespaces.iter_mut().chain(self.draining.iter_mut());
         queues.for_each(|ns| ns.queue.memory_changed(view.table()));
         let old = std::mem::replace(&mut self.view, view);
         self.measure_memory();
@@ -350,7 +350,7 @@ impl Engine {
         match sqe.opcode {
             READ => self.transfer::<false>(NvmOpcode::Read, sqe, sq, permit),
             WRITE => self.transfer::<false>(NvmOpcode::Write, sqe, sq, permit),
-            _ => self.less_common(sqe, sq, permit),
+            _ => self.start_other(sqe, sq, permit),
         }
     }
 

@@ -56,8 +56,9 @@ impl Kind {
 pub(super) enum Owner {
     /// The entry is a command of submission queue `sq`.
     Command { sq: usize, cid: u16, permit: Permit },
-    /// The entry is a command of submission queue `sq` in [exclusive](super::alone) execution.
-    Alone { sq: usize, cid: u16, permit: Permit },
+    /// The entry is a command of submission queue `sq` in [exclusive](super::exclusive_state)
+    /// execution.
+    Exclusive { sq: usize, cid: u16, permit: Permit },
     /// The entry is one of the requests of the command in entry `parent`.
     Part { parent: u32 },
     /// The entry is a request of the command in entry `parent`. Its status is ignored, because its
@@ -73,7 +74,7 @@ pub(super) enum Owner {
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) owner: Owner,
-    /// Index of the namespace, or of a retired queue (see `exec/retired.rs`).
+    /// Index of the namespace, or of a draining queue (see `exec/draining.rs`).
     pub(super) namespace: usize,
     pub(super) status: Status,
     pub(super) kind: Kind,
@@ -207,7 +208,7 @@ impl InFlightTable {
         self.bytes += entry.kind.bytes();
         self.pieces += entry.pieces;
         let of = match entry.owner {
-            Owner::Command { sq, cid, .. } | Owner::Alone { sq, cid, .. } => {
+            Owner::Command { sq, cid, .. } | Owner::Exclusive { sq, cid, .. } => {
                 self.by_identifier.push_front(self.bucket(sq, cid), tag);
                 Some(sq as u32)
             }
@@ -254,17 +255,17 @@ impl InFlightTable {
     /// Submission queue and command identifier, if the entry is a command.
     fn identifier(&self, tag: u32) -> Option<(usize, u16)> {
         match self.entries.get(tag as usize)?.as_ref()?.owner {
-            Owner::Command { sq, cid, .. } | Owner::Alone { sq, cid, .. } => Some((sq, cid)),
+            Owner::Command { sq, cid, .. } | Owner::Exclusive { sq, cid, .. } => Some((sq, cid)),
             _ => None,
         }
     }
 
     /// Marks the command in this entry as in exclusive execution.
-    pub(super) fn set_alone(&mut self, tag: u32) {
+    pub(super) fn set_exclusive(&mut self, tag: u32) {
         let Some(place) = self.entries.get_mut(tag as usize) else { return };
         *place = place.take().map(|entry| match entry.owner {
             Owner::Command { sq, cid, permit } => {
-                InFlight { owner: Owner::Alone { sq, cid, permit }, ..entry }
+                InFlight { owner: Owner::Exclusive { sq, cid, permit }, ..entry }
             }
             _ => entry,
         });

@@ -1,32 +1,31 @@
 //! I/O command execution: from a fetched submission queue entry to disk requests and a status.
 
-mod alone;
+mod abort;
 mod appends;
-mod both;
-mod carry_out_alone;
 mod changed_namespaces;
+mod compare_and_write;
 mod copy;
+mod draining;
 mod engine;
-mod forced;
-mod giving_up;
+mod exclusive;
+mod exclusive_state;
+mod fua_read;
 mod in_flight;
-mod less_common;
-mod long;
+mod internal;
+mod metadata;
+mod metadata_commands;
+mod multi_step;
 mod namespace;
-mod own_requests;
+mod other;
 pub(crate) mod prefetch;
 mod progress;
-mod protected;
-mod protected_copy;
 mod quota;
 mod reservation;
 mod reservation_commands;
 mod resolve;
-mod retired;
-mod spans;
 mod status;
+mod touched;
 mod transfer;
-mod with_metadata;
 mod zoned;
 
 pub(crate) use engine::{Closed, Engine, Started};

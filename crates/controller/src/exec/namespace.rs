@@ -1,4 +1,4 @@
-//! One worker's part of a namespace.
+//! Namespace of one controller on one I/O thread, with the queue to its disk.
 
 use super::quota::cost;
 use crate::namespace::{INACTIVE, Namespace, Namespaces};
@@ -285,7 +285,7 @@ impl Queue for Nothing {
 struct WriteThrough(Box<dyn Queue>);
 
 /// Adds Force Unit Access to an operation.
-fn forced(op: Op) -> Op {
+fn with_fua(op: Op) -> Op {
     match op {
         Op::Write { .. } => Op::Write { fua: true },
         Op::WriteZeroes { deallocate, .. } => Op::WriteZeroes { deallocate, fua: true },
@@ -297,7 +297,7 @@ fn forced(op: Op) -> Op {
 
 impl Queue for WriteThrough {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        self.0.submit(tag, &Request { op: forced(request.op), ..*request }, data)
+        self.0.submit(tag, &Request { op: with_fua(request.op), ..*request }, data)
     }
 
     fn submit_with_metadata(
@@ -307,7 +307,7 @@ impl Queue for WriteThrough {
         metadata: &Metadata,
         data: &mut Segments,
     ) -> Submitted {
-        let request = Request { op: forced(request.op), ..*request };
+        let request = Request { op: with_fua(request.op), ..*request };
         self.0.submit_with_metadata(tag, &request, metadata, data)
     }
 

@@ -22,7 +22,7 @@ impl Engine {
     pub(crate) fn commit(&mut self) {
         if self.pending() != 0 {
             self.namespaces.iter_mut().for_each(|ns| ns.queue.commit());
-            self.retired.iter_mut().for_each(|ns| ns.queue.commit());
+            self.draining.iter_mut().for_each(|ns| ns.queue.commit());
         }
     }
 
@@ -32,12 +32,12 @@ impl Engine {
         let mut namespaces = std::mem::take(&mut self.namespaces);
         self.reap_queues(namespaces.iter_mut(), &mut ended);
         self.namespaces = namespaces;
-        if !self.retired.is_empty() {
-            let mut retired = std::mem::take(&mut self.retired);
-            self.reap_queues(retired.iter_mut(), &mut ended);
-            self.retired = retired;
+        if !self.draining.is_empty() {
+            let mut draining = std::mem::take(&mut self.draining);
+            self.reap_queues(draining.iter_mut(), &mut ended);
+            self.draining = draining;
         }
-        let several = self.long.len() + self.forced.len() + self.alone.len();
+        let several = self.multi_step.len() + self.fua_reads.len() + self.exclusive.len();
         let others = self.reservations.len() + self.appends.len();
         if self.copies.is_empty() && several + others == 0 {
             return false;
@@ -75,20 +75,20 @@ impl Engine {
     /// Advances commands of many requests. True if further work is possible at once.
     #[cold]
     fn advance(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
-        let Self { copies, long, forced, namespaces, in_flight, .. } = self;
+        let Self { copies, multi_step, fua_reads, namespaces, in_flight, .. } = self;
         // Half of the budget; the other half is for the queues.
         let half = (self.budget + 1) / 2;
         let mut left = half;
         let copied = copies.advance(namespaces, in_flight, &mut left);
-        let mut over = long.advance(namespaces, in_flight, &mut left);
-        over.extend(forced.advance(namespaces, in_flight, &mut left));
+        let mut over = multi_step.advance(namespaces, in_flight, &mut left);
+        over.extend(fua_reads.advance(namespaces, in_flight, &mut left));
         over.extend(self.reservations.take_ended());
         self.budget -= half - left;
         for CopyEnd { parent, status, dw0 } in copied {
             if !status.is_success() {
                 self.in_flight.fail(parent, status);
             }
-            self.alone.dw0 = dw0;
+            self.exclusive.dw0 = dw0;
             if let Some(end) = self.end(parent) {
                 ended(CompletedCommand { dw0, ..end });
             }
@@ -107,8 +107,8 @@ impl Engine {
                 ended(CompletedCommand { dw0: lba as u32, dw1: (lba >> 32) as u32, ..end });
             }
         }
-        if self.alone.len() != 0 {
-            self.advance_alone(ended);
+        if self.exclusive.len() != 0 {
+            self.advance_exclusive(ended);
         }
         self.can_advance()
     }
@@ -116,9 +116,9 @@ impl Engine {
     /// True if further work is possible at once, which no disk will signal.
     pub(crate) fn can_advance(&self) -> bool {
         self.copies.can_advance()
-            || self.long.can_advance()
-            || self.forced.can_advance()
-            || self.alone.can_advance()
+            || self.multi_step.can_advance()
+            || self.fua_reads.can_advance()
+            || self.exclusive.can_advance()
             || self.reservations.has_ended()
             || self.appends.has_ended()
     }
@@ -148,13 +148,13 @@ impl Engine {
                 if !status.is_success() {
                     self.in_flight.fail(parent, status);
                 }
-                self.long.part_ended(parent);
-                self.forced.part_ended(parent);
+                self.multi_step.part_ended(parent);
+                self.fua_reads.part_ended(parent);
                 self.appends.ended(parent);
                 None
             }
             Owner::Dropped { parent } => {
-                self.long.part_ended(parent);
+                self.multi_step.part_ended(parent);
                 None
             }
             Owner::Range { copy, range } => {
@@ -170,13 +170,13 @@ impl Engine {
                 }
                 None
             }
-            Owner::Alone { sq, cid, permit } => {
+            Owner::Exclusive { sq, cid, permit } => {
                 if status.is_success() {
                     self.count(kind);
                 } else {
                     self.count_error(status);
                 }
-                self.alone_ended((sq, cid), permit, status);
+                self.exclusive_ended((sq, cid), permit, status);
                 None
             }
             Owner::Command { sq, cid, permit } => {

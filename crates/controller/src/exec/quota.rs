@@ -34,7 +34,7 @@ pub(crate) enum Exceeded {
     Requests,
     Bytes,
     Pieces,
-    LongCommands,
+    MultiStepCommands,
 }
 
 impl std::fmt::Display for Exceeded {
@@ -43,7 +43,7 @@ impl std::fmt::Display for Exceeded {
             Self::Requests => "requests",
             Self::Bytes => "bytes of data",
             Self::Pieces => "pieces of host memory",
-            Self::LongCommands => "Copy or Dataset Management commands",
+            Self::MultiStepCommands => "Copy or Dataset Management commands",
         })
     }
 }

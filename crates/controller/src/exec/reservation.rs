@@ -103,7 +103,7 @@ impl Engine {
         let (copies, reservations) = (&self.copies, &self.reservations);
         let mut concerned = Vec::new();
         self.in_flight.for_each(|tag, entry| {
-            let is_command = matches!(entry.owner, Owner::Command { .. } | Owner::Alone { .. });
+            let is_command = matches!(entry.owner, Owner::Command { .. } | Owner::Exclusive { .. });
             let is_there = entry.nsid == nsid || entry.nsid == NSID_ALL || copies.uses(tag, index);
             // Reservation commands are excluded: two that wait for each other would deadlock.
             if is_command && is_there && !reservations.is_one(tag) {
@@ -112,7 +112,7 @@ impl Engine {
         });
         for tag in concerned {
             if aborts {
-                self.give_up_command(tag);
+                self.cancel_command(tag);
             }
             self.in_flight.wait_for(tag, latch);
         }
@@ -145,7 +145,7 @@ impl Engine {
                 Err(status) => Started::Failed(permit, status),
             };
         }
-        let Some((control, _)) = &self.alone.with else {
+        let Some((control, _)) = &self.exclusive.with else {
             return Started::Failed(permit, Status::INTERNAL);
         };
         let control = control.clone();

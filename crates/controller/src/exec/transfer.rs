@@ -1,14 +1,14 @@
 //! Read, Write and Compare: commands of one request with data.
 
-use super::alone::{Marked, blocks_of};
 use super::engine::{Engine, Limits, Started};
-use super::forced::ForcedRead;
+use super::exclusive_state::{Marked, blocks_of};
+use super::fua_read::FuaRead;
 use super::in_flight::{InFlight, Kind, Owner};
+use super::metadata::weigh_pieces;
 use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::resolve::resolve_flagged;
 use super::status::status_of;
-use super::with_metadata::weigh_pieces;
 use crate::queue::Permit;
 use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::{Segments, View};
@@ -86,9 +86,9 @@ impl Engine {
             let weight = (self.may_touch != u64::MAX).then_some(self.fresh_weight);
             (pieces, places) = weigh_pieces(scratch, spans, budget, weight, sqe);
         }
-        if SLOW && Self::is_forced(namespace, &request, sqe, self.write_through) {
+        if SLOW && Self::is_fua_read(namespace, &request, sqe, self.write_through) {
             self.touch(places);
-            return self.force(index, (request, None), (kind, pieces), sqe, sq, permit);
+            return self.begin_fua_read(index, (request, None), (kind, pieces), sqe, sq, permit);
         }
         let tag = self.in_flight.next_tag();
         let submitted = namespace.queue.submit(tag, &request, &mut self.scratch);
@@ -169,7 +169,7 @@ impl Engine {
     }
 
     /// True if a request reads with Force Unit Access and the disk may have uncommitted data.
-    pub(super) fn is_forced(
+    pub(super) fn is_fua_read(
         namespace: &NamespaceQueue,
         request: &Request,
         sqe: &Sqe,
@@ -183,7 +183,7 @@ impl Engine {
 
     /// Starts a forced read, whose request follows a flush. Its data, in `pieces` pieces, are in
     /// `scratch`.
-    pub(super) fn force(
+    pub(super) fn begin_fua_read(
         &mut self,
         index: usize,
         request: (Request, Option<Metadata>),
@@ -198,9 +198,9 @@ impl Engine {
         self.in_flight.insert(tag, entry.in_pieces(pieces).of_requests());
         self.last_tag = tag;
         let data = std::mem::replace(&mut self.scratch, self.spare.pop().unwrap_or_default());
-        let Self { forced, namespaces, in_flight, .. } = self;
-        let command = ForcedRead::new((tag, sq), index, request, data);
-        forced.begin(command, namespaces, in_flight);
+        let Self { fua_reads, namespaces, in_flight, .. } = self;
+        let command = FuaRead::new((tag, sq), index, request, data);
+        fua_reads.begin(command, namespaces, in_flight);
         self.budget -= cost::of_request(0);
         self.review_quota();
         Started::Pending

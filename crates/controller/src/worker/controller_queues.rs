@@ -3,10 +3,10 @@
 use super::backlog::Unread;
 use super::message::QueueContext;
 use super::observer::Observer;
+use super::queue_move::{Departure, Opening};
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
 use super::recovery::Recovery;
-use super::relocation::{Departure, Opening};
 use crate::admin::self_test::Piece;
 use crate::exec::{Closed, Exceeded, NamespaceQueue};
 use crate::latch::Latch;
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 pub(super) enum Deleting {
     /// Submission queue of this index.
     Sq(usize),
-    /// Retired disk queue at this place, and the epoll instance that watches it.
+    /// Draining disk queue at this place, and the epoll instance that watches it.
     Disk(usize, Arc<OwnedFd>),
     /// Everything in flight except commands that wait for exclusive execution.
     Others,
@@ -186,8 +186,8 @@ impl ControllerQueues {
     }
 
     /// Grants exclusive execution to the parked commands of this thread.
-    pub(crate) fn be_alone(&mut self, latch: Latch) {
-        self.set.engine.be_alone(latch);
+    pub(crate) fn grant_exclusive(&mut self, latch: Latch) {
+        self.set.engine.grant_exclusive(latch);
     }
 
     /// Writes postponed decisions to the journal, after the control plane has recorded the changes.
@@ -196,8 +196,8 @@ impl ControllerQueues {
     }
 
     /// Ends exclusive execution: fetching continues.
-    pub(crate) fn go_on_with_others(&mut self) {
-        self.set.engine.go_on();
+    pub(crate) fn end_exclusive(&mut self) {
+        self.set.engine.end_exclusive();
     }
 
     /// Applies a change of the controller's access to a namespace.
@@ -319,7 +319,7 @@ impl ControllerQueues {
             overriding.tick(&mut self.set);
         }
         if self.recovery.is_some() {
-            work += self.go_on(unread, trace);
+            work += self.advance_recovery(unread, trace);
         }
         let first = self.first;
         if first != 0 {
@@ -364,9 +364,9 @@ impl ControllerQueues {
     /// Continues the recovery from a dead process. Returns the number of started commands.
     #[cold]
     #[inline(never)]
-    fn go_on(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
+    fn advance_recovery(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let Some(recovery) = &mut self.recovery else { return 0 };
-        let started = recovery.go_on(&mut self.set, unread, trace);
+        let started = recovery.advance(&mut self.set, unread, trace);
         self.recovery.take_if(|recovery| recovery.is_over());
         started
     }
@@ -469,7 +469,7 @@ impl ControllerQueues {
                         None => sq.is_none(),
                     }
                 }
-                Deleting::Disk(place, epoll) => match self.set.engine.take_retired(*place) {
+                Deleting::Disk(place, epoll) => match self.set.engine.take_drained(*place) {
                     Some(disk) => {
                         disk.unwatch(epoll);
                         true
@@ -477,7 +477,7 @@ impl ControllerQueues {
                     None => false,
                 },
                 Deleting::Others => {
-                    let has_more = |recovery: &Recovery| recovery.has_some_to_be_alone();
+                    let has_more = |recovery: &Recovery| recovery.needs_exclusive();
                     self.set.engine.is_drained() && !self.recovery.as_deref().is_some_and(has_more)
                 }
                 Deleting::Everything => false,

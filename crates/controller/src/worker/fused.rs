@@ -37,7 +37,7 @@ pub(super) struct Fetcher<'a> {
 /// Outcome of fetching a command with FUSE bits.
 pub(super) enum Paired {
     /// Failed with this status.
-    Alone(Permit, Status),
+    Failed(Permit, Status),
     /// Fetched together with the second command.
     Both,
     /// Not fetched yet: the completion queue needs room for two entries.
@@ -62,13 +62,13 @@ pub(super) fn pair(
             Some(second).filter(|second| second.fuse() == Fuse::Second)
         }
         (Fuse::Reserved, _) => {
-            return (burst, Paired::Alone(permit, Status::INVALID_FIELD.with_dnr()));
+            return (burst, Paired::Failed(permit, Status::INVALID_FIELD.with_dnr()));
         }
         _ => None,
     };
     // A completion queue that can never hold two entries cannot support fused operations.
     let Some(second) = second.filter(|_| cq.layout.size.entries() > 2) else {
-        return (burst, Paired::Alone(permit, missing));
+        return (burst, Paired::Failed(permit, missing));
     };
     let other = if burst.done < burst.fetched {
         burst.permits.take()

@@ -1,9 +1,9 @@
 //! Mailbox of an I/O thread: messages and wakeups from other threads.
 
 use super::message::Message;
-use super::relocation::{Arrivals, Relocated};
+use super::queue_move::{Arrivals, Relocated};
 use crate::stats::SleepCounters;
-use crate::worker::busy::BusyClock;
+use crate::worker::utilization::BusyClock;
 use parking_lot::Mutex;
 use shadowbell_doorbell::{Cell, FullFence, Waker};
 use shadowbell_memory::{DmaTable, EventFd};

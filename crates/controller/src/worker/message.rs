@@ -1,8 +1,8 @@
 //! Messages from the control plane to an I/O thread. A thread reads its messages between two passes
 //! over its queues, so no lock is taken while commands are served.
 
+use super::queue_move::{Departure, Relocated};
 use super::queue_override::QueueOverride;
-use super::relocation::{Departure, Relocated};
 use super::worker_thread::ThreadJob;
 use crate::admin::self_test::Piece;
 use crate::doorbell_source::DoorbellSource;
@@ -153,7 +153,7 @@ pub(crate) enum Message {
         latch: Latch,
     },
     /// Executes parked commands exclusively, then releases the latch.
-    Alone {
+    RunExclusive {
         controller: u32,
         latch: Latch,
     },
@@ -163,7 +163,7 @@ pub(crate) enum Message {
         latch: Latch,
     },
     /// Ends exclusive execution: fetching continues.
-    GoOn {
+    EndExclusive {
         controller: u32,
     },
     /// Aborts the commands in flight of a controller that is about to move.
@@ -212,9 +212,9 @@ impl Message {
             | Self::Abort { controller, .. }
             | Self::Detach { controller, .. }
             | Self::Pause { controller, .. }
-            | Self::Alone { controller, .. }
+            | Self::RunExclusive { controller, .. }
             | Self::Settle { controller, .. }
-            | Self::GoOn { controller }
+            | Self::EndExclusive { controller }
             | Self::Leave { controller, .. }
             | Self::Hurry { controller }
             | Self::Run { controller, .. }

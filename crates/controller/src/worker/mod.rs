@@ -3,33 +3,33 @@
 //! An I/O thread owns its submission queues, their completion queues and its disk queues; no other
 //! thread touches these. The control plane communicates with it by messages only.
 
+mod adaptive_poll;
 mod backlog;
-mod busy;
 mod controller_queues;
+mod departure_arrival;
 mod doorbell_sources;
+mod drr;
 pub(crate) mod errors;
 mod fused;
+mod isolation;
 mod mailbox;
 pub(crate) mod message;
 mod meter;
-mod moving;
 pub(crate) mod observer;
 mod poll_group;
-mod poll_window;
 mod pool;
 mod queue_changes;
+pub(crate) mod queue_move;
 pub(crate) mod queue_override;
 pub(crate) mod queue_set;
 mod recovery;
-pub(crate) mod relocation;
 mod replay;
-mod share;
-mod slow;
 pub(crate) mod trace;
+mod utilization;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;
 mod worker_thread;
 
-pub use poll_window::Polling;
+pub use adaptive_poll::Polling;
 pub use pool::{CLAIMABLE, MAX_WORKERS, Pool, PoolOptions, Turns};
 pub use worker_thread::{ThreadJob, WorkerThread};

@@ -25,10 +25,10 @@
 
 use super::backlog::Unread;
 use super::controller_queues::ControllerQueues;
+use super::drr::{self, Share};
+use super::isolation::SlowTurns;
 use super::observer::Observer;
 use super::queue_set::SleepCell;
-use super::share::{self, Share};
-use super::slow::SlowTurns;
 use rustix::event::epoll;
 use shadowbell_doorbell::Sleeper;
 use std::collections::{HashMap, VecDeque};
@@ -224,7 +224,7 @@ impl PollGroup {
             && self.parked.is_empty()
             && self.dormant.is_empty()
         {
-            return only.queues.pass(share::ALONE, unread, trace);
+            return only.queues.pass(drr::SOLE, unread, trace);
         }
         self.pass_by_shares(unread, trace)
     }
@@ -238,7 +238,7 @@ impl PollGroup {
         let mut busy = 0;
         for entry in &mut self.active {
             let PollEntry { queues, share, slow, .. } = &mut **entry;
-            let budget = if is_alone { share::ALONE } else { share.begin() };
+            let budget = if is_alone { drr::SOLE } else { share.begin() };
             let before = slow.begin();
             let done = queues.pass(budget, unread, trace);
             if done != 0 {

@@ -1,9 +1,9 @@
 //! Pool of I/O threads, and delivery of messages to them.
 
+use super::adaptive_poll::Polling;
 use super::mailbox::Mailbox;
 use super::message::Message;
-use super::poll_window::Polling;
-use super::relocation::{Arrivals, Destination};
+use super::queue_move::{Arrivals, Destination};
 use super::worker::{MAPPED_POLL, Worker};
 use super::worker_thread::ThreadJob;
 use crate::control_thread::ControlThread;

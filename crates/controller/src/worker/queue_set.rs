@@ -53,7 +53,7 @@ impl QueueSet {
         journal: Option<JournalPart>,
     ) -> Self {
         engine.set_copy_formats(shared.copy_formats());
-        engine.let_ask(&control, &shared);
+        engine.set_control(&control, &shared);
         Self { shared, control, engine, sqs: Vec::new(), cqs: Vec::new(), journal }
     }
 
@@ -238,7 +238,7 @@ impl QueueSet {
                                 (sq.blocked, sq.waits_for_two) = (true, true);
                                 continue;
                             }
-                            Paired::Alone(permit, status) => {
+                            Paired::Failed(permit, status) => {
                                 self.engine.count_error(status);
                                 report_error(&self.control, sq.layout.qid, &sqe, status);
                                 (permit, status)

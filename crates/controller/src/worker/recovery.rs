@@ -112,8 +112,8 @@ impl Recovery {
     }
 
     /// True if one of them requires exclusive execution.
-    pub(crate) fn has_some_to_be_alone(&self) -> bool {
-        self.replays.iter().any(Replay::has_to_be_alone)
+    pub(crate) fn needs_exclusive(&self) -> bool {
+        self.replays.iter().any(Replay::needs_exclusive)
     }
 
     /// True if a suspected command is in flight.
@@ -122,7 +122,7 @@ impl Recovery {
     }
 
     /// Starts all commands that can be started now. Returns their number.
-    pub(crate) fn go_on(
+    pub(crate) fn advance(
         &mut self,
         set: &mut QueueSet,
         unread: Unread<'_>,
@@ -176,14 +176,14 @@ impl Recovery {
 
     /// Starts a command again. False if it has to wait.
     fn replay(&mut self, set: &mut QueueSet, replay: &Replay) -> bool {
-        if set.engine.waits_for_one() && !replay.has_to_be_alone() {
+        if set.engine.is_paused() && !replay.needs_exclusive() {
             return false;
         }
-        if replay.goes_alone() && !self.take_turn(set, replay.sq) {
+        if replay.needs_turn() && !self.take_turn(set, replay.sq) {
             return false;
         }
         let has_started = set.replay(replay);
-        if replay.goes_alone() && !has_started {
+        if replay.needs_turn() && !has_started {
             self.turn = None;
         }
         has_started
@@ -194,7 +194,7 @@ impl Recovery {
         let Some(suspect) = self.suspects.get(at) else { return true };
         let index = suspect.queue.sq;
         let Some(sq) = set.sqs.get_mut(index).and_then(Option::as_mut) else { return true };
-        let is_waited_for = self.is_exclusive(index);
+        let is_waited_for = self.has_or_needs_turn(index);
         if sq.careful && (is_waited_for || !suspect.is_over(sq.fetched)) {
             return false;
         }
@@ -203,9 +203,9 @@ impl Recovery {
     }
 
     /// True if a command of the queue has the turn or will need it.
-    fn is_exclusive(&self, index: usize) -> bool {
+    fn has_or_needs_turn(&self, index: usize) -> bool {
         self.turn.as_ref().is_some_and(|(of, _)| *of == index)
-            || self.replays.iter().any(|replay| replay.sq == index && replay.goes_alone())
+            || self.replays.iter().any(|replay| replay.sq == index && replay.needs_turn())
     }
 
     /// Fetches commands of a queue one at a time, up to the end of its first burst.
@@ -224,7 +224,7 @@ impl Recovery {
             let waiting = tail.map_or(0, |tail| sq.layout.size.distance(sq.head, tail));
             suspect.end.get_or_insert(sq.fetched.wrapping_add(waiting));
         }
-        if self.is_exclusive(index) {
+        if self.has_or_needs_turn(index) {
             return 0;
         }
         let Some(tail) = tail else { return 0 };

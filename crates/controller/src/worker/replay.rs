@@ -67,7 +67,7 @@ impl Replay {
     }
 
     /// True if no other command may begin before this one has ended.
-    pub(crate) fn has_to_be_alone(&self) -> bool {
+    pub(crate) fn needs_exclusive(&self) -> bool {
         self.command.decision == Some(Decision::Begin) || self.second.is_some()
     }
 
@@ -80,7 +80,7 @@ impl Replay {
     }
 
     /// True if the command is executed while no other recovered command is in flight.
-    pub(crate) fn goes_alone(&self) -> bool {
+    pub(crate) fn needs_turn(&self) -> bool {
         ONE_AT_A_TIME.load(Ordering::Relaxed) && !self.is_deadly()
     }
 

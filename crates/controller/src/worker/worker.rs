@@ -6,6 +6,7 @@
 //! wait for trapped doorbells, messages and disk completions. Controllers that have been idle for a
 //! while are excluded from passes and arming until their doorbell is written (see `poll_group`).
 
+use super::adaptive_poll::{AdaptivePoll, Next, Polling};
 use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
@@ -13,9 +14,8 @@ use super::mailbox::Mailbox;
 use super::message::{Message, QueueContext};
 use super::observer::{self, Observer};
 use super::poll_group::{PollEntry, PollGroup};
-use super::poll_window::{Next, PollWindow, Polling};
+use super::queue_move::Relocated;
 use super::queue_set::SleepCell;
-use super::relocation::Relocated;
 use super::worker_thread::{ThreadJob, WorkerThread};
 use crate::notice::Notice;
 use crate::trace::Kind;
@@ -52,7 +52,7 @@ pub(super) struct Worker {
     /// Epoll tokens of signalled descriptors, between the wait and their handling.
     signalled: Vec<u64>,
     epoll: Arc<OwnedFd>,
-    window: PollWindow,
+    window: AdaptivePoll,
     trace: Option<Observer>,
     /// True if the thread has slept since its last turn.
     woken: bool,
@@ -76,7 +76,7 @@ impl Worker {
             sources: DoorbellSources::default(),
             signalled: Vec::new(),
             epoll,
-            window: PollWindow::new(polling),
+            window: AdaptivePoll::new(polling),
             trace: None,
             woken: false,
             awake: Some(Awake::new()),
@@ -401,9 +401,9 @@ impl Worker {
                     queues.pause(latch);
                 }
             }
-            Message::Alone { controller, latch } => {
+            Message::RunExclusive { controller, latch } => {
                 if let Some(queues) = self.queues(controller) {
-                    queues.be_alone(latch);
+                    queues.grant_exclusive(latch);
                 }
             }
             Message::Settle { controller, latch } => {
@@ -411,9 +411,9 @@ impl Worker {
                     queues.settle(latch);
                 }
             }
-            Message::GoOn { controller } => {
+            Message::EndExclusive { controller } => {
                 if let Some(queues) = self.queues(controller) {
-                    queues.go_on_with_others();
+                    queues.end_exclusive();
                 }
             }
             Message::Hurry { controller } => {
@@ -464,7 +464,7 @@ impl Worker {
             Ok(latch)
         });
         if let Err(error) = arrived {
-            tracing::error!(%error, "cannot take over a controller's queues from another I/O thread");
+            tracing::error!(%error, "cannot take over queues from another I/O thread");
             control.notify(Notice::Stranded);
         }
     }

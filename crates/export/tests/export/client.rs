@@ -5,10 +5,10 @@ use shadowbell_export::nbd::reply::{Chunk, Incoming};
 use shadowbell_export::nbd::wire::{
     Reader, Request, answer, chunk, option, put_option, put_string,
 };
+use shadowbell_testing::wait::LIMIT;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 
 /// What a request came to.
 #[derive(Debug, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl Client {
     /// After the greeting, and before any option.
     pub(crate) fn greeted(path: &Path) -> Self {
         let socket = UnixStream::connect(path).unwrap();
-        socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        socket.set_read_timeout(Some(LIMIT)).unwrap();
         let mut client = Self { socket, reads: Default::default(), cookie: 0, size: 0, flags: 0 };
         let expected = Handshake::greeting();
         assert_eq!(client.bytes(expected.len()), expected);

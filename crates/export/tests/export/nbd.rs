@@ -9,6 +9,7 @@ use shadowbell_export::nbd::wire::{
 };
 use shadowbell_export::nbd::{Address, Options, Server, StartError};
 use shadowbell_testing::block_device::{TestDisk, attach, attach_to};
+use shadowbell_testing::wait;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::TcpListener;
@@ -249,26 +250,19 @@ fn a_connection_that_has_nothing_to_do_leaves_the_queue_to_others() {
     let server = Server::start(disk.clone(), &address, &Options::default()).unwrap();
     let mut client = Client::connect(&directory.path().join("nbd"), true);
     let queue = disk.queue().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(10);
-    loop {
+    wait::until("a connection that drives the queue", || {
         // A read that comes while the queue's own thread drives may be served by that.
         assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
-        // The queue's own thread would have let go of it by now.
-        std::thread::sleep(Duration::from_millis(50));
-        if queue.try_drive().is_none() {
-            break;
-        }
-        assert!(Instant::now() < deadline, "the connection never takes the queue");
-    }
-    let driver = loop {
-        // It sees the wish when it has next come to an end of its work.
+        // The queue's own thread releases the queue in this time.
+        wait::moment();
+        queue.try_drive().is_none()
+    });
+    let driver = wait::until_some("a queue that is released", || {
+        // The connection releases it when it has next come to an end of its work.
         assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
-        std::thread::sleep(Duration::from_millis(1));
-        if let Some(driver) = queue.try_drive() {
-            break driver;
-        }
-        assert!(Instant::now() < deadline, "it keeps the queue");
-    };
+        wait::pause();
+        queue.try_drive()
+    });
     drop(driver);
     // Other threads' requests and its own: all are served, whichever thread drives.
     let blocking = shadowbell_block::Blocking::new(disk.clone());
@@ -310,6 +304,7 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
     // Wait until nothing happens any more.
     let mut seen = 0;
     loop {
+        // Nothing happens any more if nothing has happened in this time.
         std::thread::sleep(Duration::from_millis(200));
         let now = rig.backing.seen().len();
         if now == seen && now > 0 {
@@ -354,6 +349,7 @@ fn a_long_read_is_carried_out_as_the_client_takes_its_answer() {
         client.ask(command::READ, flags, 512, LEN, b"");
         let mut seen = 0;
         loop {
+            // All is read if nothing more is read in this time.
             std::thread::sleep(Duration::from_millis(100));
             let now = read();
             if now == seen && now > before {
@@ -500,7 +496,7 @@ fn a_stop_finishes_what_was_asked_for() {
     client.socket.write_all(&[0x25, 0x60, 0x95]).unwrap();
     let server = rig.server.take().unwrap();
     let stopping = std::thread::spawn(move || server.stop());
-    std::thread::sleep(Duration::from_millis(50));
+    wait::moment();
     assert!(!stopping.is_finished(), "it waits for the disk");
     rig.backing.order(|orders| orders.hold = false);
     for cookie in cookies {
@@ -516,16 +512,20 @@ fn a_stop_finishes_what_was_asked_for() {
 
 #[test]
 fn a_stop_does_not_wait_for_those_who_say_nothing() {
-    let mut rig = rig();
-    let silent = UnixStream::connect(rig.socket()).unwrap();
-    let mut greeted = Client::greeted(&rig.socket());
-    let mut idle = rig.client();
-    let began = Instant::now();
-    let _ = rig.server.take().unwrap().stop();
-    // Less than what a client that owes something gets.
-    assert!(began.elapsed() < Duration::from_secs(4));
-    assert!(greeted.is_over() && idle.is_over());
-    drop(silent);
+    // On a busy machine it may take a while all the same.
+    wait::until("a stop that does not wait", || {
+        let mut rig = rig();
+        let silent = UnixStream::connect(rig.socket()).unwrap();
+        let mut greeted = Client::greeted(&rig.socket());
+        let mut idle = rig.client();
+        let began = Instant::now();
+        let _ = rig.server.take().unwrap().stop();
+        // Less than what a client that owes something gets.
+        let is_quick = began.elapsed() < Duration::from_secs(4);
+        assert!(greeted.is_over() && idle.is_over());
+        drop(silent);
+        is_quick
+    });
 }
 
 #[test]
@@ -572,15 +572,10 @@ fn more_clients_than_there_may_be_are_sent_away() {
     let mut third = UnixStream::connect(rig.socket()).unwrap();
     assert_eq!(std::io::Read::read(&mut third, &mut [0; 10]).unwrap(), 0);
     drop(clients);
-    let deadline = Instant::now() + Duration::from_secs(10);
-    loop {
+    wait::until("another client", || {
         let mut one = UnixStream::connect(rig.socket()).unwrap();
-        if matches!(std::io::Read::read(&mut one, &mut [0; 10]), Ok(n) if n > 0) {
-            break;
-        }
-        assert!(Instant::now() < deadline, "no client is accepted any more");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+        matches!(std::io::Read::read(&mut one, &mut [0; 10]), Ok(n) if n > 0)
+    });
     rig.end();
 }
 
@@ -703,7 +698,7 @@ fn a_port_that_is_taken_is_refused() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = Address::Tcp(taken.local_addr().unwrap());
     let error = refused(&rig, &address);
-    assert!(error.to_string().contains("can not be listened on"), "{error}");
+    assert!(error.to_string().contains("cannot listen on"), "{error}");
     let server = start(&rig, &"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
     let Address::Tcp(address) = server.address() else { panic!("not TCP") };
     assert_ne!(address.port(), 0);

@@ -5,6 +5,7 @@ use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_export::vhost::{LocalDisk, StartError, VhostUserBlk};
 use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_testing::wait::{self, LIMIT};
 use std::cell::Cell;
 use std::fs::File;
 use std::path::PathBuf;
@@ -63,11 +64,8 @@ pub(crate) fn is_direct() -> bool {
 
 /// The disk, if requests are to go there.
 fn local(disk: &TestDisk) -> Option<LocalDisk> {
-    let local = LocalDisk {
-        disk: Arc::new(disk.clone()),
-        poll: Duration::from_micros(50),
-        timeout: Duration::from_secs(60),
-    };
+    let local =
+        LocalDisk { disk: Arc::new(disk.clone()), poll: Duration::from_micros(50), timeout: LIMIT };
     DIRECT.get().then_some(local)
 }
 
@@ -257,7 +255,7 @@ impl Ring {
 
     /// Waits for the next request that ends: its slot, how much was written, and its status.
     pub(crate) fn take(&mut self) -> (u16, u32, u8) {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = wait::deadline();
         loop {
             // With EVENT_IDX: a notification for the very next one.
             self.write(self.available() + 4 + u64::from(QUEUE) * 2, &self.taken.to_le_bytes());
@@ -273,6 +271,7 @@ impl Ring {
             }
             while self.call.read().is_err() {
                 assert!(Instant::now() < deadline, "no notification comes");
+                // Shorter than a pause: there are many requests.
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
@@ -615,7 +614,7 @@ fn a_queue_is_stopped_when_what_it_took_is_answered() {
         rig.backing.expect(8);
         let backing = rig.backing.clone();
         let release = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(50));
+            wait::moment();
             backing.order(|orders| orders.hold = false);
         });
         assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 8);

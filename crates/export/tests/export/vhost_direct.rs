@@ -2,6 +2,7 @@
 
 use crate::vhost::{EVENT_IDX, Guest, READ, Rig, Ring, WRITE, direct};
 use shadowbell_backend::Op;
+use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -95,7 +96,7 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
                         // It has come to that message.
                         assert!(guest.is_served());
                         guest.rings[1].submit(2, READ, round.into(), b"", 512);
-                        std::thread::sleep(Duration::from_millis(5));
+                        wait::moment();
                         assert!(guest.rings[1].has_nothing(), "it is not enabled");
                         guest.frontend.set_vring_enable(1, true).unwrap();
                         assert_eq!(guest.rings[1].take(), (2, 513, 0));
@@ -161,21 +162,18 @@ fn a_queue_without_requests_keeps_no_thread_busy() {
         for _ in 0..50 {
             assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
         }
-        std::thread::sleep(Duration::from_millis(20));
         let used = || {
             let times = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
             Duration::new(times.tv_sec as u64, times.tv_nsec as u32)
         };
-        let deadline = Instant::now() + Duration::from_secs(60);
-        // Other tests of this process have their time, too: until they are over.
-        loop {
+        // Other tests of this process use the processor, too: until they are over.
+        wait::until("an idle process", || {
             let before = used();
+            // A thread that polls would use most of this time.
             std::thread::sleep(Duration::from_millis(40));
-            if used() - before < Duration::from_millis(10) {
-                break;
-            }
-            assert!(Instant::now() < deadline, "a thread polls on");
-        }
+            // More than the threads of an idle process use.
+            used() - before < Duration::from_millis(10)
+        });
         drop(guest);
         rig.end(0);
     });

@@ -4,13 +4,13 @@ use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_testing::stalled::{self, Mount};
+use shadowbell_testing::wait::{self, LIMIT};
 use std::fs::File;
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 use vhost::VhostBackend;
 use vhost::vhost_user::Frontend;
 use vmm_sys_util::eventfd::EventFd;
@@ -25,14 +25,14 @@ fn the_daemon() {
     stalled::be_the_daemon();
 }
 
-/// What `work` returns, if it does so soon.
+/// What `work` returns.
 fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, is_done) = std::sync::mpsc::channel();
     std::thread::spawn(move || done.send(work()));
-    is_done.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|_| panic!("stalled: {what}"))
+    is_done.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("stalled: {what}"))
 }
 
-/// Whether `work`, on a thread of `scope`, returns soon.
+/// Whether `work`, on a thread of `scope`, returns.
 fn soon_in<'scope>(
     scope: &'scope std::thread::Scope<'scope, '_>,
     what: &str,
@@ -43,7 +43,7 @@ fn soon_in<'scope>(
         work();
         let _ = done.send(());
     });
-    let outcome = is_done.recv_timeout(Duration::from_secs(20));
+    let outcome = is_done.recv_timeout(LIMIT);
     if outcome.is_err() {
         println!("stalled: {what}");
     }
@@ -192,7 +192,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
             let frontend = guest.frontend.clone();
             soon("a frontend without memory", move || {
                 while frontend.get_features().is_ok() {
-                    std::thread::sleep(Duration::from_millis(5));
+                    wait::pause();
                 }
             });
             assert_eq!(neighbour.rings[0].run(WRITE, 1, &[3; 512], 0), 0);
@@ -266,7 +266,7 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         guest.rings[0].promise(20_000);
-        std::thread::sleep(Duration::from_millis(20));
+        wait::moment();
         guest.rings[0].promise(0);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         drop(guest);

@@ -4,13 +4,13 @@ use crate::vhost::{Guest, MEMORY, QUEUE, READ, Rig, WRITE, each_way};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use shadowbell_testing::wait;
 use std::fs::File;
 use std::io::{ErrorKind, IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
 use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 
@@ -91,11 +91,7 @@ fn requests_are_written_down_while_they_are_in_flight() {
             let found = words(&file, 1);
             found[1] == header(last, 4) && in_flight(&found) == 0
         };
-        let until = std::time::Instant::now() + Duration::from_secs(20);
-        while !settled() {
-            assert!(std::time::Instant::now() < until, "{:x?}", words(&file, 1));
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait::until("a region without requests in flight", settled);
         drop(guest);
         rig.end(0);
     });
@@ -113,7 +109,7 @@ fn send(socket: &UnixStream, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>
 }
 
 fn assert_sent_away(mut socket: UnixStream, what: &str) {
-    socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    socket.set_read_timeout(Some(wait::LIMIT)).unwrap();
     let end = socket.read(&mut [0; 64]);
     // What was not read of the message when the other side closed it makes a reset of the end.
     let is_reset = end.as_ref().is_err_and(|error| error.kind() == ErrorKind::ConnectionReset);
@@ -191,11 +187,7 @@ fn memory_that_makes_no_sense_ends_the_connection() {
             let file = memory(2 * REGION);
             file.write_all_at(&bytes, at).unwrap();
             let mut guest = guest(&rig, &shape, &file);
-            let until = std::time::Instant::now() + Duration::from_secs(20);
-            while guest.is_served() {
-                assert!(std::time::Instant::now() < until, "{what} is taken");
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            wait::until(&format!("a refusal of {what}"), || !guest.is_served());
             let mut after = vec![0; bytes.len()];
             file.read_exact_at(&mut after, at).unwrap();
             assert_eq!(after, bytes, "{what} was changed");
@@ -214,11 +206,7 @@ fn memory_that_is_cut_off_ends_the_connection() {
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         ftruncate(&file, 0).unwrap();
         guest.rings[0].submit(0, WRITE, 0, &[1; 512], 0);
-        let until = std::time::Instant::now() + Duration::from_secs(20);
-        while guest.is_served() {
-            assert!(std::time::Instant::now() < until, "it goes on");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait::until("the end of the connection", || !guest.is_served());
         drop(guest);
         assert_served(rig);
     });

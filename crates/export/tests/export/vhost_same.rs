@@ -1,7 +1,6 @@
 //! Chains of descriptors that mean no good are answered in the same way, whichever way they take.
 
 use crate::vhost::{Guest, MEMORY, READ, Rig, Ring, each_way, is_direct};
-use std::time::Duration;
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -103,12 +102,9 @@ fn answers(ring: &mut Ring, case: &Case) -> Answers {
     ring.offer(case.head);
     ring.submit(GOOD, READ, 0, b"", 512);
     let mut found = Vec::new();
-    while found.last().is_none_or(|last: &(u16, u32, u8)| last.0 != GOOD) {
-        found.push(ring.take());
-    }
-    // It may have come first.
-    std::thread::sleep(Duration::from_millis(2));
-    while !ring.has_nothing() {
+    // In any order. A head that is none is not answered.
+    let expected = if case.head == 0 { 2 } else { 1 };
+    while found.len() < expected {
         found.push(ring.take());
     }
     found.sort_unstable();

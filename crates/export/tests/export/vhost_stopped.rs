@@ -2,12 +2,10 @@
 
 use crate::vhost::{Guest, LONG_QUEUE, MEMORY, READ, Rig, each_way, is_direct};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 use vhost::vhost_user::VhostUserFrontend;
 
-/// As long as a thread needs by far to come to what it should not do.
-const LATER: Duration = Duration::from_millis(20);
 /// Requests that a controller can have, which are still to be answered then. These, which ask for the
 /// device's identifier, are answered as soon as they are taken where there is none.
 const IN_FLIGHT: u16 = 128;
@@ -34,7 +32,7 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
                 // It was carried out when the message after it is answered.
                 frontend.get_queue_num().unwrap();
                 let then = answers();
-                std::thread::sleep(LATER);
+                wait::moment();
                 let now = answers();
                 let more = now.wrapping_sub(then);
                 if more > if is_direct() { 0 } else { IN_FLIGHT } {
@@ -42,13 +40,7 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
                 }
                 frontend.set_vring_enable(0, true).unwrap();
                 // The guest thinks that it has notified the device.
-                let deadline = std::time::Instant::now() + Duration::from_secs(5);
-                while answers() == now && std::time::Instant::now() < deadline {
-                    std::thread::sleep(Duration::from_micros(100));
-                }
-                if answers() == now {
-                    wrong.push(format!("round {round}: it does not go on"));
-                }
+                wait::until("an answer", || answers() != now);
             }
             enough.store(true, Ordering::Relaxed);
             assert!(wrong.is_empty(), "{wrong:?}");
@@ -91,7 +83,7 @@ fn what_was_taken_before_is_answered_while_a_queue_is_not_enabled() {
         guest.rings[0].submit(2, READ, 1, b"", 512);
         rig.backing.order(|orders| orders.hold = false);
         assert_eq!(guest.rings[0].take(), (1, 513, 0));
-        std::thread::sleep(LATER);
+        wait::moment();
         assert!(guest.rings[0].has_nothing(), "it is not enabled");
         guest.frontend.set_vring_enable(0, true).unwrap();
         assert_eq!(guest.rings[0].take(), (2, 513, 0));

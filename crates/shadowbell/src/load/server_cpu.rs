@@ -14,7 +14,7 @@ pub(super) struct ServerCpu {
 }
 
 impl ServerCpu {
-    /// Of the process `pid` and its children: a keeper, and the process that serves.
+    /// Of the process `pid` and its children: a supervisor, and the process that serves.
     ///
     /// # Errors
     /// There is no such process, or its times are not to be had.

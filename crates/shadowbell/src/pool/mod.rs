@@ -13,7 +13,7 @@
 //! | `erase` | what becomes of the files |
 //!
 //! Which disks that makes is in `pool_disks.rs`, and who carries out what hosts order in
-//! `serve/pool_orders.rs`.
+//! `serve/namespace_requests.rs`.
 
 pub(crate) mod erase;
 pub(crate) mod index;

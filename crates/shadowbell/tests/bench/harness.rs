@@ -2,22 +2,20 @@
 
 use assert_cmd::Command;
 use serde_json::Value;
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait::{LIMIT, until};
 use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Stdio;
 use tempfile::TempDir;
-
-/// The longest that any one run of the program may take before it counts as hanging.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The program with these arguments.
 pub(crate) fn shadowbell<S: AsRef<std::ffi::OsStr>>(
     arguments: impl IntoIterator<Item = S>,
 ) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
-    command.args(arguments).timeout(TIMEOUT).env_remove("RUST_LOG");
+    command.args(arguments).timeout(LIMIT).env_remove("RUST_LOG");
     command
 }
 
@@ -48,7 +46,7 @@ pub(crate) fn complaint(command: &mut Command, status: i32) -> String {
 
 /// `shadowbell serve` in a temporary directory. Killed when dropped.
 pub(crate) struct Server {
-    child: Child,
+    child: ProcessGroup,
     pub(crate) directory: TempDir,
 }
 
@@ -57,23 +55,19 @@ impl Server {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("vm0.sock");
         let log = File::create(directory.path().join("log")).unwrap();
-        let child = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+        command
             .arg("serve")
             .args(arguments)
             .arg("--socket")
             .arg(&socket)
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
-            .stderr(log)
-            .spawn()
-            .unwrap();
+            .stderr(log);
+        let child = ProcessGroup::spawn(&mut command).unwrap();
         let server = Self { child, directory };
-        let deadline = Instant::now() + TIMEOUT;
-        // The path is there a moment before somebody listens.
-        while UnixStream::connect(server.socket()).is_err() {
-            assert!(Instant::now() < deadline, "no socket: {}", server.log());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        // The path is there before its socket listens.
+        until("a server", || UnixStream::connect(server.socket()).is_ok());
         server
     }
 
@@ -93,11 +87,7 @@ impl Server {
 
     /// Waits until the server has said this.
     pub(crate) fn until_it_says(&self, words: &str) {
-        let deadline = Instant::now() + TIMEOUT;
-        while !self.log().contains(words) {
-            assert!(Instant::now() < deadline, "it never said {words:?}: {}", self.log());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        until(words, || self.log().contains(words));
     }
 
     fn log(&self) -> String {
@@ -107,8 +97,10 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.child.kill();
+        if std::thread::panicking() {
+            eprintln!("what the server said:\n{}", self.log());
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::harness::{Server, complaint, json, line, output};
 use serde_json::Value;
+use shadowbell_testing::process_group::ProcessGroup;
 
 fn row(report: &Value) -> &Value {
     let rows = report["rows"].as_array().unwrap();
@@ -197,18 +198,15 @@ fn a_server_that_dies_ends_the_run_with_an_error() {
 #[test]
 fn an_interrupted_run_tells_what_it_has() {
     let server = Server::start(&["mem:1MiB"]);
-    let mut bench = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"))
-        .args(["bench", &server.target(1), "--runtime", "1h", "--json"])
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut bench = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+    bench.args(["bench", &server.target(1), "--runtime", "1h", "--json"]);
+    let bench = ProcessGroup::spawn(bench.stdout(std::process::Stdio::piped())).unwrap();
     server.until_it_says("shadow doorbells");
     // Whoever attaches has prepared for signals before.
-    let id = rustix::process::Pid::from_child(&bench);
-    rustix::process::kill_process(id, rustix::process::Signal::INT).unwrap();
-    let mut text = String::new();
-    std::io::Read::read_to_string(&mut bench.stdout.take().unwrap(), &mut text).unwrap();
-    assert!(bench.wait().unwrap().success());
+    bench.signal(rustix::process::Signal::INT);
+    let output = bench.output();
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
     assert_eq!(row(&report)["table"], "bench");
 }

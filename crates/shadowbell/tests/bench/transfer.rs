@@ -1,6 +1,8 @@
 //! `read`, `write` and `copy`.
 
 use crate::harness::{Server, bytes, complaint, file, line, shadowbell};
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait::until;
 use std::fs;
 
 #[test]
@@ -233,22 +235,15 @@ fn a_file_system_is_overwritten_if_that_is_meant() {
 /// What an interrupted copy has made is no disk that somebody could take for the whole one.
 #[test]
 fn an_interrupted_copy_removes_or_names_what_it_has_written() {
-    const SLOW: &str = "mem:64MiB?read-bandwidth=4MiB";
+    const SLOW: &str = "mem:64MiB?read-bandwidth=1MiB";
     let directory = tempfile::tempdir().unwrap();
     let interrupt = |destination: &std::path::Path, began: &dyn Fn() -> bool| {
-        let copy = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"))
-            .args(["copy", SLOW, destination.to_str().unwrap(), "-v"])
-            .stderr(std::process::Stdio::piped())
-            .spawn()
-            .unwrap();
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
-        while !began() {
-            assert!(std::time::Instant::now() < deadline, "it does not begin");
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
-        let id = rustix::process::Pid::from_child(&copy);
-        rustix::process::kill_process(id, rustix::process::Signal::INT).unwrap();
-        let output = copy.wait_with_output().unwrap();
+        let mut copy = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+        copy.args(["copy", SLOW, destination.to_str().unwrap(), "-v"]);
+        let copy = ProcessGroup::spawn(copy.stderr(std::process::Stdio::piped())).unwrap();
+        until("the first blocks", began);
+        copy.signal(rustix::process::Signal::INT);
+        let output = copy.output();
         assert_eq!(output.status.code(), Some(1));
         String::from_utf8(output.stderr).unwrap()
     };

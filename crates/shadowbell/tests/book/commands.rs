@@ -8,10 +8,12 @@
 
 use crate::pages::{Page, book};
 use pulldown_cmark::Event;
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
 use std::fmt::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// What the book's absolute paths are in a directory.
 fn moved(text: &str, directory: &Path) -> String {
@@ -107,7 +109,8 @@ fn run(page: &Page) -> Result<(), String> {
     let file = directory.join("page.sh");
     std::fs::write(&file, format!("{head}{script}")).unwrap();
     let out = || std::fs::OpenOptions::new().append(true).create(true).open(directory.join("out"));
-    let mut child = Command::new("bash")
+    let mut command = Command::new("bash");
+    command
         .arg(&file)
         .current_dir(directory)
         .env("PATH", path)
@@ -115,22 +118,20 @@ fn run(page: &Page) -> Result<(), String> {
         .env_remove("RUST_LOG")
         .stdin(Stdio::null())
         .stdout(out().unwrap())
-        .stderr(out().unwrap())
-        .spawn()
-        .unwrap();
-    let deadline = Instant::now() + Duration::from_secs(120);
+        .stderr(out().unwrap());
+    let mut child = ProcessGroup::spawn(&mut command).unwrap();
+    let deadline = wait::deadline();
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
             break Some(status);
         }
         if Instant::now() > deadline {
-            // Its trap ends the servers.
-            let pid = rustix::process::Pid::from_child(&child);
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
             break None;
         }
-        std::thread::sleep(Duration::from_millis(10));
+        wait::pause();
     };
+    // With all that it has left in the background.
+    child.kill();
     let read = |name: &str| std::fs::read_to_string(directory.join(name)).unwrap_or_default();
     let (page, out, log) = (page.path.display(), read("out"), read("server.log"));
     let fine = status.is_some_and(|status| status.success());

@@ -1,11 +1,12 @@
 //! An export that is killed, and started again at the same place, as a service manager does it.
 
-use crate::{Export, TIMEOUT};
+use crate::Export;
 use rustix::process::Signal;
+use shadowbell_testing::wait;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tempfile::TempDir;
 
 /// An image that is exported, by one process after the other.
@@ -61,7 +62,7 @@ impl Service {
     /// under way.
     fn run(&mut self, mut directory: TempDir, variables: &[(&str, &str)]) {
         let arguments: Vec<_> = self.arguments.iter().map(String::as_str).collect();
-        let deadline = Instant::now() + TIMEOUT;
+        let deadline = wait::deadline();
         loop {
             let mut export = Export::run_with(directory, &arguments, variables);
             loop {
@@ -76,7 +77,7 @@ impl Service {
                     break;
                 }
                 assert!(Instant::now() < deadline, "it does not start: {said}");
-                std::thread::sleep(Duration::from_millis(2));
+                wait::pause();
             }
             let none = tempfile::tempdir().unwrap();
             directory = std::mem::replace(&mut export.directory, none);

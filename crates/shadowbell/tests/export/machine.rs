@@ -2,11 +2,11 @@
 //! gone.
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use shadowbell_testing::wait::pause;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 use vhost::vhost_user::message::{
     VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
 };
@@ -232,16 +232,14 @@ impl Machine {
         self.asked.iter().all(Option::is_none)
     }
 
-    /// Waits until it is notified, or so long. Whether it was.
-    pub(crate) fn wait(&self, long: Duration) -> bool {
-        let since = Instant::now();
-        while self.call.read().is_err() {
-            if since.elapsed() > long {
-                return false;
-            }
-            std::thread::sleep(Duration::from_micros(50));
-        }
-        true
+    /// Waits for a notification, and not for long. Whether there was one.
+    pub(crate) fn wait(&self) -> bool {
+        let is_notified = || self.call.read().is_ok();
+        is_notified()
+            || (0..10).any(|_| {
+                pause();
+                is_notified()
+            })
     }
 
     /// What the disk has to hold.

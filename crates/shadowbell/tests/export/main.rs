@@ -6,22 +6,20 @@ mod nbd_deep;
 mod nbd_killed;
 mod vhost_killed;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait::{LIMIT, until, until_some};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, ExitStatus, Stdio};
 use tempfile::TempDir;
-
-/// How long to wait for what should happen at once.
-const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// An export that runs. Dropping it kills it.
 struct Export {
-    child: Child,
+    child: ProcessGroup,
     directory: TempDir,
 }
 
@@ -36,7 +34,8 @@ impl Export {
         let place = directory.path().to_str().unwrap();
         let arguments = arguments.iter().map(|argument| argument.replace("DIR", place));
         let file = |name: &str| File::create(directory.path().join(name)).unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+        command
             .arg("export")
             .args(arguments)
             .current_dir(directory.path())
@@ -44,10 +43,8 @@ impl Export {
             .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(file("stdout"))
-            .stderr(file("stderr"))
-            .spawn()
-            .unwrap();
-        Self { child, directory }
+            .stderr(file("stderr"));
+        Self { child: ProcessGroup::spawn(&mut command).unwrap(), directory }
     }
 
     /// Starts an export, and waits until it exports.
@@ -58,13 +55,11 @@ impl Export {
     /// As `start`, with these variables.
     fn start_with(arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut export = Self::run_with(tempfile::tempdir().unwrap(), arguments, variables);
-        let deadline = Instant::now() + TIMEOUT;
-        while !export.stderr().contains("exporting") {
+        until("an export", || {
             let ended = export.child.try_wait().unwrap();
             assert!(ended.is_none(), "{ended:?}: {}", export.stderr());
-            assert!(Instant::now() < deadline, "it does not start: {}", export.stderr());
-            std::thread::sleep(Duration::from_millis(2));
-        }
+            export.stderr().contains("exporting")
+        });
         export
     }
 
@@ -79,30 +74,18 @@ impl Export {
     /// What it has printed, once these words are in it.
     #[track_caller]
     fn prints(&self, words: &str) -> String {
-        let deadline = Instant::now() + TIMEOUT;
-        loop {
+        until_some(words, || {
             let printed = std::fs::read_to_string(self.path("stdout")).unwrap();
-            if printed.contains(words) {
-                return printed;
-            }
-            assert!(Instant::now() < deadline, "it never printed {words:?}: {printed}");
-            std::thread::sleep(Duration::from_millis(2));
-        }
+            printed.contains(words).then_some(printed)
+        })
     }
 
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_raw(self.child.id() as i32).unwrap(), signal).unwrap();
+        self.child.signal(signal);
     }
 
     fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + TIMEOUT;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(Instant::now() < deadline, "it does not end: {}", self.stderr());
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        self.child.wait()
     }
 
     #[track_caller]
@@ -127,15 +110,17 @@ impl Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.child.kill();
+        if std::thread::panicking() {
+            eprintln!("what the export said:\n{}", self.stderr());
+        }
     }
 }
 
 /// A greeting, and options, by hand: enough of a client for one write.
 fn write_by_nbd(socket: &Path, offset: u64, data: &[u8]) -> u32 {
     let mut client = UnixStream::connect(socket).unwrap();
-    client.set_read_timeout(Some(TIMEOUT)).unwrap();
+    client.set_read_timeout(Some(LIMIT)).unwrap();
     let mut greeting = [0; 18];
     client.read_exact(&mut greeting).unwrap();
     assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
@@ -239,7 +224,7 @@ fn what_can_not_be_exported_is_refused_with_the_reason() {
     refused(&["vfio-user:DIR/none", "--nbd", "unix:DIR/nbd"], "no controller behind");
     refused(&["vfio-user:DIR/none/7", "--nbd", "unix:DIR/nbd"], "no controller behind");
     refused(&["mem:1MiB", "--nbd", "unix:DIR/nbd", "--queues=0"], "0 is not in the range 1 to 64");
-    refused(&["mem:1MiB", "--fuse", "DIR"], "is not a file");
+    refused(&["mem:1MiB", "--fuse", "DIR"], "is not a regular file");
     refused(&["mem:1MiB", "--vhost-user-blk", "DIR"], "is a directory");
 }
 
@@ -304,23 +289,16 @@ fn a_virtio_disk_is_offered_and_taken_back() {
 fn a_controller_that_dies_is_an_error_to_clients_and_a_failure_at_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("vm.sock");
-    let mut server = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
-        .args(["serve", "--no-keeper", "mem:8MiB", "-q", "--socket"])
-        .arg(&socket)
-        .spawn()
-        .unwrap();
-    let deadline = Instant::now() + TIMEOUT;
-    while UnixStream::connect(&socket).is_err() {
-        assert!(Instant::now() < deadline, "no server");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let mut server = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+    server.args(["serve", "--no-keeper", "mem:8MiB", "-q", "--socket"]).arg(&socket);
+    let server = ProcessGroup::spawn(&mut server).unwrap();
+    until("a server", || UnixStream::connect(&socket).is_ok());
     let target = format!("vfio-user:{}", socket.display());
+    // Its end may be seen only when a command takes longer than this limit.
     let mut export =
         Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--timeout=2", "--queues=1"]);
     assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);
-    // It may be missed only when a command takes too long.
-    server.kill().unwrap();
-    server.wait().unwrap();
+    drop(server);
     assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 5, "EIO");
     export.signal(Signal::TERM);
     let status = export.wait();

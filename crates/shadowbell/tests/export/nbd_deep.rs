@@ -1,12 +1,12 @@
 //! Clients that keep many requests in flight, or one that is slow: the thread that serves the queue
 //! serves them too.
 
-use super::{Export, TIMEOUT};
+use super::Export;
+use shadowbell_testing::wait::{LIMIT, until};
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Instant;
 
 const LENT: &str = "the thread that serves the queue serves a client too";
 const BACK: &str = "a client is served by a thread of its own again";
@@ -20,7 +20,7 @@ struct Client(UnixStream);
 impl Client {
     fn connect(socket: &Path) -> Self {
         let mut client = UnixStream::connect(socket).unwrap();
-        client.set_read_timeout(Some(TIMEOUT)).unwrap();
+        client.set_read_timeout(Some(LIMIT)).unwrap();
         let mut greeting = [0; 18];
         client.read_exact(&mut greeting).unwrap();
         client.write_all(&3u32.to_be_bytes()).unwrap();
@@ -89,11 +89,7 @@ fn fill(block: usize, salt: usize) -> u8 {
 
 #[track_caller]
 fn says(export: &Export, what: &str, times: usize) {
-    let deadline = Instant::now() + TIMEOUT;
-    while export.stderr().matches(what).count() < times {
-        assert!(Instant::now() < deadline, "not {times} times {what}: {}", export.stderr());
-        std::thread::sleep(std::time::Duration::from_millis(2));
-    }
+    until(&format!("{times} times {what}"), || export.stderr().matches(what).count() >= times);
 }
 
 /// Deep, one at a time, deep again; beside another client of either kind; and the server ends while
@@ -157,6 +153,7 @@ fn a_slow_client_has_that_thread_while_it_is_the_only_one() {
     // Requests that come so seldom are as good as those that take so long.
     let mut check_slowly = || {
         for block in 0..MANY {
+            // The pause of a slow client: longer is as good.
             std::thread::sleep(std::time::Duration::from_micros(50));
             client.check(block..block + 1, 1, 1);
         }

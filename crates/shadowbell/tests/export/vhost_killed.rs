@@ -3,10 +3,8 @@
 use crate::killed::Service;
 use crate::machine::{BLOCK, BLOCKS, Machine};
 use shadowbell_state::AbortPoint;
+use shadowbell_testing::wait::{LIMIT, until};
 use std::time::{Duration, Instant};
-
-/// How long a request may take.
-const LOST: Duration = Duration::from_secs(10);
 
 /// A machine that runs, and the processes that serve it.
 struct Running {
@@ -26,11 +24,8 @@ impl Running {
     /// The process may die meanwhile, of what it finds.
     fn connect(&mut self) {
         let socket = self.service.path("vm.sock");
-        let since = Instant::now();
-        let Err(error) = self.machine.connect(&socket) else { return };
-        while !self.service.has_died() {
-            assert!(since.elapsed() < LOST, "{error}");
-            std::thread::sleep(Duration::from_millis(1));
+        if let Err(error) = self.machine.connect(&socket) {
+            until(&format!("a death, after {error}"), || self.service.has_died());
         }
     }
 
@@ -50,13 +45,13 @@ impl Running {
                 return Ok(false);
             }
             self.machine.ask();
-            if self.machine.wait(Duration::from_millis(20)) || since.0 != self.machine.answered {
+            if self.machine.wait() || since.0 != self.machine.answered {
                 since = (self.machine.answered, Instant::now());
             } else if self.service.has_died() {
                 // What was answered before its death counts.
                 self.machine.look()?;
                 return Ok(true);
-            } else if since.1.elapsed() > LOST {
+            } else if since.1.elapsed() > LIMIT {
                 return Err("a request is lost".to_owned());
             }
         }
@@ -66,9 +61,9 @@ impl Running {
     fn finish(&mut self) -> Result<(), String> {
         let since = Instant::now();
         while !self.machine.is_idle() {
-            self.machine.wait(Duration::from_millis(20));
+            self.machine.wait();
             self.machine.look()?;
-            if since.elapsed() > LOST {
+            if since.elapsed() > LIMIT {
                 return Err("a request is lost".to_owned());
             }
         }
@@ -147,6 +142,7 @@ fn it_may_be_killed_at_any_moment() {
         running.run(20 + 13 * moment).unwrap();
         // Whatever it is doing now.
         running.machine.ask();
+        // Any moment will do.
         std::thread::sleep(Duration::from_micros(37 * moment));
         running.service.kill();
         running.again(&[]);

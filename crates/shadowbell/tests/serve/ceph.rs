@@ -2,11 +2,12 @@
 //! ceph` starts a cluster, names it by `SHADOWBELL_CEPH_CONF`, and runs these; without one they say
 //! so.
 
-use crate::disk_kinds::{keeper, survive};
+use crate::disk_kinds::{supervisor, survive};
 use crate::harness::until;
-use crate::keeper::worker;
 use crate::recover::lost_nothing;
+use crate::supervisor::worker;
 use crate::upgrade::{Load, upgrade};
+use shadowbell_testing::process_group::ProcessGroup;
 use std::process::Command;
 
 /// A new image, as a disk.
@@ -44,14 +45,14 @@ fn an_image_of_a_cluster_goes_on_through_kills() {
             let set = Command::new("rbd").args(["-c", &conf]).args(set).output().unwrap();
             assert!(set.status.success(), "{set:?}");
         }
-        survive(&mut keeper(&disk), 5);
+        survive(&mut supervisor(&disk), 5);
     }
 }
 
 #[test]
 fn a_server_with_an_image_of_a_cluster_is_replaced_under_a_verifying_load() {
     let Some(disk) = image("replaced", "layering,exclusive-lock") else { return };
-    let mut server = keeper(&disk);
+    let mut server = supervisor(&disk);
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     let socket = server.socket().display().to_string();
@@ -81,7 +82,7 @@ fn a_namespace_follows_the_size_of_its_image() {
         rbd.args(["-c", &conf, "resize", "--no-progress", "follows", "--size"]).args(arguments);
         assert!(rbd.status().unwrap().success());
     };
-    let mut server = keeper(&disk);
+    let mut server = supervisor(&disk);
     for (size, said) in [("24M", "(24.0 MiB)"), ("8M", "(8.0 MiB)"), ("32M", "(32.0 MiB)")] {
         resize(&[size, "--allow-shrink"]);
         until("the namespace's new size", || server.stderr().contains(said));
@@ -95,10 +96,11 @@ fn a_namespace_follows_the_size_of_its_image() {
     stopped("-STOP");
     let mut resizing = Command::new("rbd");
     resizing.args(["-c", &conf, "resize", "--no-progress", "follows", "--size", "40M"]);
-    let mut resizing = resizing.spawn().unwrap();
+    let mut resizing = ProcessGroup::spawn(&mut resizing).unwrap();
+    // Most of the time it has resized then.
     std::thread::sleep(std::time::Duration::from_secs(1));
     stopped("-KILL");
-    assert!(resizing.wait().unwrap().success());
+    assert!(resizing.wait().success());
     until("another process", || worker(&server) != before);
     until("the size of now", || server.stderr().contains("(40.0 MiB)"));
     assert!(server.stop().success(), "{}", server.stderr());

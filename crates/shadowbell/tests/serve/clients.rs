@@ -1,10 +1,11 @@
 //! Clients that die, that talk nonsense, and those that come after them.
 
-use crate::harness::{Server, TIMEOUT, attach, image, run};
-use crate::keeper::worker;
+use crate::harness::{Server, attach, image, run};
+use crate::supervisor::worker;
 use rustix::process::Signal;
 use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_spec::Status;
+use shadowbell_testing::process_group::ProcessGroup;
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -60,13 +61,13 @@ fn a_killed_client_loses_nothing() {
     let mut server = Server::start_in(directory, &["disk.img?block-size=4096"], &[]);
     let mut written = HashMap::new();
     for life in 0..3 {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
             .args(["--exact", "clients::victim", "--nocapture"])
             .env(VICTIM, server.socket())
             .env("SHADOWBELL_TEST_ROUND", (1 + life * 1_000_000).to_string())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+            .stdout(Stdio::piped());
+        let mut child = ProcessGroup::spawn(&mut command).unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut seen = 0;
         let mut note = |line: String| {
@@ -81,8 +82,7 @@ fn a_killed_client_loses_nothing() {
         while seen < 300 + life * 50 {
             seen += note(lines.next().expect("the client ended by itself").unwrap());
         }
-        child.kill().unwrap();
-        child.wait().unwrap();
+        child.kill();
         lines.map_while(Result::ok).for_each(|line| {
             note(line);
         });
@@ -110,9 +110,7 @@ fn a_killed_client_loses_nothing() {
 fn a_stopped_server_lets_its_client_go() {
     let mut server = Server::start(&["mem:4MiB"], &[]);
     let controller = server.attach();
-    let started = std::time::Instant::now();
     assert!(server.stop().success());
-    assert!(started.elapsed() < TIMEOUT / 2);
     assert!(!server.socket().exists());
     assert!(controller.admin().identify_controller().is_err());
 }
@@ -226,12 +224,7 @@ fn one_client_after_the_other() {
             || others > before_others + before_threads
             || rings > before_rings + 3 * before_threads
     };
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-    while is_left() {
-        let now = (threads(), descriptors());
-        assert!(std::time::Instant::now() < until, "before {before:?}, now {now:?}");
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    crate::harness::until("no more threads and descriptors than before", || !is_left());
 }
 
 fn works(controller: &Controller) {

@@ -1,21 +1,23 @@
 //! A server that does wrong on purpose, and a driver that copes with it. Only in a build that can:
 //! `cargo test -p shadowbell --features faults`.
 
-use crate::harness::{Server, TIMEOUT, run};
+use crate::harness::{Server, run};
 use shadowbell_driver::{AttachOptions, Timeouts};
 use shadowbell_spec::Status;
+use shadowbell_testing::wait::deadline;
 use std::time::{Duration, Instant};
 
 #[test]
 fn a_driver_copes_with_a_server_that_does_wrong() {
     let faults = "hang:every=7,drop-after:every=11,duplicate:every=3";
     let server = Server::start(&["mem:4MiB"], &["--faults", faults]);
+    // The time after which what hangs is aborted: what is only slow may be aborted, too.
     let timeouts = Timeouts { io: Duration::from_millis(20), ..Timeouts::default() };
     let mut controller = server.attach_with(&AttachOptions { timeouts, ..Default::default() });
     let namespace = controller.namespace(1).unwrap().clone();
     let mut queue = controller.take_queue_pair().unwrap();
     let pool = controller.buffers(8, 4096).unwrap();
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = deadline();
     for round in 0..20 {
         for lba in 0..8 {
             queue.submit(namespace.read(lba * 8, 8).unwrap(), pool.take()).unwrap();
@@ -67,11 +69,8 @@ fn bench_recovers_when_it_is_told_to() {
     let socket = format!("vfio-user:{}", server.socket().display());
     let mut command = crate::harness::program();
     command.args(["bench", &socket, "--number-ios", "1000", "--timeout", "50ms", "--json"]);
-    let begin = Instant::now();
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    // By default, the twenty take ten minutes.
-    assert!(begin.elapsed() < TIMEOUT, "{:?}", begin.elapsed());
     let help = crate::harness::program().args(["serve", "--help"]).output().unwrap();
     let help = String::from_utf8_lossy(&help.stdout).into_owned();
     for words in ["drop-before", "hang=TIME", "status=STATUS", "`--timeout` of `bench`"] {

@@ -1,8 +1,8 @@
-//! A keeper that is killed, and a service manager that has kept what it had: a stand-in for
+//! A supervisor that is killed, and a service manager that has kept what it had: a stand-in for
 //! systemd, which keeps descriptors and gives them to the next process.
 
-use crate::harness::{TIMEOUT, image, until};
-use crate::keeper::{children, has_ended, signal};
+use crate::harness::{image, until};
+use crate::supervisor::{children, has_ended, signal};
 use crate::upgrade::{Client, Load};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::net::{
@@ -10,15 +10,16 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
 };
 use rustix::process::Signal;
+use shadowbell_testing::process_group::ProcessGroup;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// Says to this test program that it is to pass descriptors on.
@@ -75,7 +76,9 @@ fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
 struct Service {
     directory: TempDir,
     kept: Arc<Mutex<Kept>>,
-    child: Child,
+    child: ProcessGroup,
+    /// Those that were killed. Their server processes may serve still, until the end of the test.
+    dead: Vec<ProcessGroup>,
 }
 
 impl Service {
@@ -95,12 +98,12 @@ impl Service {
         let its = Arc::clone(&kept);
         std::thread::spawn(move || listen(&socket, &its));
         let child = Self::spawn(&directory, &kept);
-        let service = Self { directory, kept, child };
+        let service = Self { directory, kept, child, dead: Vec::new() };
         service.until_ready();
         service
     }
 
-    fn spawn(directory: &TempDir, kept: &Mutex<Kept>) -> Child {
+    fn spawn(directory: &TempDir, kept: &Mutex<Kept>) -> ProcessGroup {
         let (ours, theirs) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
                 .unwrap();
@@ -127,7 +130,7 @@ impl Service {
         command.env("LISTEN_FDS", kept.fds.len().to_string()).env("LISTEN_FDNAMES", names);
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run")).env_remove("RUST_LOG");
         command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(log);
-        command.current_dir(directory.path()).process_group(0).spawn().unwrap()
+        ProcessGroup::spawn(command.current_dir(directory.path())).unwrap()
     }
 
     /// Starts it again, as `Restart=` has it.
@@ -139,7 +142,8 @@ impl Service {
         let own = UnixDatagram::unbound().unwrap();
         own.send_to(b"OWN", self.directory.path().join("notify")).unwrap();
         until("all is heard", || self.kept.lock().unwrap().own > before);
-        self.child = Self::spawn(&self.directory, &self.kept);
+        let child = Self::spawn(&self.directory, &self.kept);
+        self.dead.push(std::mem::replace(&mut self.child, child));
     }
 
     fn is_ready(&self) -> bool {
@@ -148,11 +152,7 @@ impl Service {
 
     #[track_caller]
     fn until_ready(&self) {
-        let deadline = Instant::now() + TIMEOUT;
-        while !self.is_ready() {
-            assert!(Instant::now() < deadline, "it is not ready:\n{}", self.log());
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        until("READY=1", || self.is_ready());
     }
 
     fn log(&self) -> String {
@@ -171,7 +171,7 @@ impl Service {
         self.kept.lock().unwrap().fds.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Kills the keeper, and its workers too if `all`. The workers that there were.
+    /// Kills the supervisor, and its workers too if `all`. The workers that there were.
     fn kill(&mut self, all: bool) -> Vec<u32> {
         let workers = children(self.pid());
         signal(self.pid(), Signal::KILL);
@@ -182,25 +182,20 @@ impl Service {
                 }
             }
         }
-        self.child.wait().unwrap();
+        self.child.wait();
         workers
     }
 
     fn stop(&mut self) -> ExitStatus {
         signal(self.pid(), Signal::TERM);
-        self.child.wait().unwrap()
+        self.child.wait()
     }
 }
 
 impl Drop for Service {
     fn drop(&mut self) {
-        let workers = children(self.pid());
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        workers
-            .into_iter()
-            .filter(|pid| !has_ended(*pid))
-            .for_each(|pid| signal(pid, Signal::KILL));
+        self.child.kill();
+        self.dead.clear();
         let ended = UnixDatagram::unbound().unwrap();
         let _ = ended.send_to(b"END", self.directory.path().join("notify"));
         if std::thread::panicking() {
@@ -239,7 +234,7 @@ fn pass_descriptors_on() {
 }
 
 #[test]
-fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
+fn a_supervisor_that_is_killed_comes_back_and_no_client_notices() {
     let mut service = Service::start(3);
     assert_eq!(service.kept(), ["shadowbell-keeper-1-w", "shadowbell-keeper-1-r"]);
     let mut client = Client::attach(&service.socket(2));
@@ -248,6 +243,7 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
     let loads = [(0, 1), (1, 2)].map(|(n, nsid)| Load::at(&service.socket(n), nsid));
     until("the loads' clients", || service.log().matches("a client is attached").count() >= 3);
     for n in 0..20_u8 {
+        // Any moment will do, but that no process dies so soon as to be a crash loop.
         std::thread::sleep(Duration::from_millis(60 + u64::from(n)));
         let workers = service.kill(n % 2 == 0);
         service.again();
@@ -260,8 +256,8 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
     }
     loads.into_iter().for_each(Load::lost_nothing);
     let log = service.log();
-    assert!(!log.contains("have lost") && !log.contains("can not keep"), "{log}");
-    assert_eq!(log.matches("error: the keeper was killed; this one goes on").count(), 20);
+    assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
+    assert_eq!(log.matches("error: the supervisor was killed; this one continues").count(), 20);
     drop(client);
     // In order, it leaves nothing behind.
     assert!(service.stop().success(), "{}", service.log());
@@ -269,14 +265,14 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
     assert!((0..3).all(|n| !service.socket(n).exists()));
     service.again();
     service.until_ready();
-    assert_eq!(service.log().matches("the keeper was killed").count(), 20);
+    assert_eq!(service.log().matches("the supervisor was killed").count(), 20);
     Client::attach(&service.socket(0)).write(1, 0, 1);
 }
 
 /// Killed on its way back, while another process takes over, while a new program does, and with
 /// the worker's last words unheard.
 #[test]
-fn a_keeper_may_be_killed_at_any_moment() {
+fn a_supervisor_may_be_killed_at_any_moment() {
     let mut service = Service::start(3);
     let mut client = Client::attach(&service.socket(0));
     client.write(1, 0, 0);
@@ -286,11 +282,13 @@ fn a_keeper_may_be_killed_at_any_moment() {
     for n in 0..40_u64 {
         service.until_ready();
         others.drain(..).for_each(|(mut other, byte)| assert_eq!(other.read(1, 0), byte));
+        // It has served for a while, so this is no crash loop.
         std::thread::sleep(Duration::from_millis(60));
         match n % 4 {
             // Another process takes over, and then another program.
             0 | 1 => {
                 signal(service.pid(), Signal::USR2);
+                // Any moment of the upgrade will do.
                 std::thread::sleep(Duration::from_millis(n * 2));
             }
             // It hears nothing.
@@ -306,6 +304,7 @@ fn a_keeper_may_be_killed_at_any_moment() {
         service.again();
         // On its way back, and not as often as to be a crash loop.
         if n % 2 == 1 {
+            // Any moment before it is ready will do.
             std::thread::sleep(Duration::from_millis(n / 2));
             if !service.is_ready() {
                 service.kill(n % 3 == 1);
@@ -318,7 +317,7 @@ fn a_keeper_may_be_killed_at_any_moment() {
     }
     load.lost_nothing();
     let log = service.log();
-    assert!(!log.contains("have lost") && !log.contains("can not keep"), "{log}");
+    assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
 }
 
 #[test]
@@ -344,7 +343,7 @@ fn what_is_of_no_use_is_forgotten() {
     }
     service.again();
     service.until_ready();
-    assert!(service.log().contains("is of no use: "), "{}", service.log());
+    assert!(service.log().contains("is unusable: "), "{}", service.log());
     drop(client);
     until("its socket", || UnixStream::connect(service.socket(0)).is_ok());
     Client::attach(&service.socket(0)).write(1, 0, 1);

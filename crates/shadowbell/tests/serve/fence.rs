@@ -2,12 +2,12 @@
 
 use crate::disk_kinds::Export;
 use crate::harness::{Server, program, until};
-use crate::keeper::{has_ended, signal, worker};
+use crate::supervisor::{has_ended, signal, worker};
 use crate::upgrade::Client;
 use rustix::process::Signal;
 use shadowbell_testing::late::{LateDevice, be_the_daemon};
+use shadowbell_testing::wait::moment;
 use std::io::Write;
-use std::time::Duration;
 
 #[test]
 fn late_daemon() {
@@ -87,11 +87,11 @@ fn a_process_that_writes_to_a_qcow2_image_has_not_gone_before_its_write() {
     drop(whole);
     let disk = format!("{}?direct=on&format=qcow2", device.path().display());
     let (late, pid) = Late::start_on(device, &[&disk], &[]);
-    std::thread::sleep(Duration::from_millis(300));
+    moment();
     assert!(!has_ended(pid) || !late.writing.is_finished());
-    assert!(!late.server.stderr().contains("goes on for the process"), "too early");
+    assert!(!late.server.stderr().contains("recovered from the death of a process"), "too early");
     let (server, _device) = late.release();
-    server.says("goes on for the process");
+    server.says("recovered from the death of a process");
 }
 
 /// The other server has the late write in hand, and lets nobody in before it has ended.
@@ -103,7 +103,7 @@ fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     let (late, pid) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
     until("its end", || has_ended(pid));
     late.server.says("waits for what the dead process has under way at vfio-user:");
-    std::thread::sleep(Duration::from_millis(200));
+    moment();
     assert!(!late.writing.is_finished(), "it is carried out again too early");
     late.release();
 }
@@ -132,7 +132,7 @@ fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     let (late, pid) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
     until("its end", || has_ended(pid));
     late.server.says("waits for what the dead process has under way at nbd+unix:");
-    std::thread::sleep(Duration::from_millis(500));
+    moment();
     assert!(!late.writing.is_finished(), "it is carried out again too early");
     late.release();
 }

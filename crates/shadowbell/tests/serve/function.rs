@@ -1,16 +1,16 @@
 //! The PCI function: regions, interrupts, memory, resets; and a guest whose memory is not shared.
 
-use crate::harness::{Server, TIMEOUT, until};
+use crate::harness::{Server, until};
 use crate::idle::{sleeps_of, status_of};
-use crate::keeper::worker;
+use crate::supervisor::worker;
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::{Cqe, Sqe, Status, regs};
+use shadowbell_testing::wait::{LIMIT, moment, until_some};
 use shadowbell_vfio_user::Client;
 use shadowbell_vfio_user::client::{ClientError, Options, Share};
 use shadowbell_vfio_user::device::{DmaUnmap, IrqAction, irq, region};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// The Command register, and its bits Memory Space and Bus Master.
 const COMMAND: u64 = 4;
@@ -38,7 +38,7 @@ struct Guest {
 
 impl Guest {
     fn new(server: &Server) -> Self {
-        let client = Client::connect(server.socket(), Options { timeout: Some(TIMEOUT) }).unwrap();
+        let client = Client::connect(server.socket(), Options { timeout: Some(LIMIT) }).unwrap();
         let memory = Mapping::shared("guest", LEN).unwrap();
         Self { client, memory, data: DATA, tail: 0, head: 0, phase: true }
     }
@@ -106,23 +106,22 @@ impl Guest {
         self.write(regs::DOORBELLS, &u32::from(self.tail).to_le_bytes());
     }
 
-    /// The next completion, if it comes in time.
-    fn completion(&mut self, time: Duration) -> Option<Status> {
+    /// The next completion, if it has come.
+    fn completed(&mut self) -> Option<Status> {
         let at = (ACQ - IOVA) as usize + usize::from(self.head) * Cqe::SIZE;
-        let deadline = std::time::Instant::now() + time;
-        loop {
-            let cqe: Cqe = self.bytes().read(at).unwrap();
-            if cqe.phase() == self.phase {
-                self.head = (self.head + 1) % ENTRIES;
-                self.phase ^= self.head == 0;
-                self.write(regs::DOORBELLS + 4, &u32::from(self.head).to_le_bytes());
-                return Some(cqe.status());
-            }
-            if std::time::Instant::now() > deadline {
-                return None;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let cqe: Cqe = self.bytes().read(at).unwrap();
+        (cqe.phase() == self.phase).then(|| {
+            self.head = (self.head + 1) % ENTRIES;
+            self.phase ^= self.head == 0;
+            self.write(regs::DOORBELLS + 4, &u32::from(self.head).to_le_bytes());
+            cqe.status()
+        })
+    }
+
+    /// The next completion.
+    #[track_caller]
+    fn completion(&mut self) -> Status {
+        until_some("a completion", || self.completed())
     }
 
     #[track_caller]
@@ -130,7 +129,7 @@ impl Guest {
         let serial = (DATA - IOVA) as usize + 4;
         self.bytes().fill(serial, 20, 0).unwrap();
         self.ring();
-        assert_eq!(self.completion(TIMEOUT), Some(Status::SUCCESS));
+        assert_eq!(self.completion(), Status::SUCCESS);
         let mut text = [0; 2];
         self.bytes().read_into(serial, &mut text).unwrap();
         assert_eq!(&text, b"SB", "the serial number of Identify Controller");
@@ -141,9 +140,6 @@ fn share(memory: &Mapping, iova: u64) -> Share<'_> {
     let len = memory.len() as u64;
     Share { iova, len, readable: true, writable: true, fd: memory.fd(), fd_offset: 0 }
 }
-
-/// How long to wait for what must not happen.
-const A_WHILE: Duration = Duration::from_millis(100);
 
 #[test]
 fn it_looks_like_an_nvme_controller() {
@@ -239,7 +235,7 @@ fn interrupts_are_eventfds() {
     let events: Vec<_> = (0..65).map(|_| EventFd::new().unwrap()).collect();
     guest.client.set_irq_eventfds(irq::MSIX, 0, &events).unwrap();
     guest.works();
-    assert!(events[0].wait(Some(TIMEOUT)).unwrap(), "the admin queue has vector 0");
+    assert!(events[0].wait(Some(LIMIT)).unwrap(), "the admin queue has vector 0");
     events[0].drain();
 
     guest.client.act_on_irqs(irq::MSIX, 63, 2, IrqAction::Trigger).unwrap();
@@ -270,7 +266,7 @@ fn interrupts_are_eventfds() {
     guest.client.set_irq_eventfds(irq::ERR, 0, &events[7..9]).unwrap_err();
     guest.client.disable_irqs(irq::ERR).unwrap();
     guest.works();
-    assert!(events[0].wait(Some(TIMEOUT)).unwrap(), "they are as they were");
+    assert!(events[0].wait(Some(LIMIT)).unwrap(), "they are as they were");
     assert!(events[1..].iter().all(|event| event.drain() == 0));
 }
 
@@ -283,7 +279,8 @@ fn without_bus_mastering_there_is_no_dma() {
     let before: Vec<_> = (0..LEN as usize / 8).map(|n| guest.bytes().read::<u64>(n * 8)).collect();
     guest.ring();
     let submitted = guest.bytes().read::<[u64; 8]>(Sqe::SIZE);
-    assert_eq!(guest.completion(A_WHILE), None);
+    moment();
+    assert_eq!(guest.completed(), None);
     for (n, before) in before.into_iter().enumerate().filter(|(n, _)| !(8..16).contains(n)) {
         assert_eq!(guest.bytes().read::<u64>(n * 8), before, "offset {:#x}", n * 8);
     }
@@ -332,7 +329,7 @@ fn resets_leave_nothing_behind() {
         guest.enable();
         event.drain();
         guest.works();
-        assert!(event.wait(Some(TIMEOUT)).unwrap());
+        assert!(event.wait(Some(LIMIT)).unwrap());
     }
 }
 
@@ -350,7 +347,7 @@ fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
         let mut sqe = Sqe::new(opcode as u8, guest.tail, 0).with_prps(IOVA + at as u64, 0);
         (sqe.cdw10, sqe.cdw11) = (255 << 16 | 1, flags);
         guest.submit(sqe);
-        assert_eq!(guest.completion(TIMEOUT), Some(Status::SUCCESS));
+        assert_eq!(guest.completion(), Status::SUCCESS);
     }
     let sleeps = || ["sb-reactor", "sb-worker0"].map(|name| sleeps_of(worker(&server), name));
     let mut before = sleeps();
@@ -412,7 +409,7 @@ fn memory_comes_and_goes() {
     guest.client.dma_unmap(DmaUnmap::All).unwrap();
     guest.bytes().fill(0, LEN as usize, 0xee).unwrap();
     guest.write(regs::DOORBELLS, &3u32.to_le_bytes());
-    std::thread::sleep(A_WHILE);
+    moment();
     let clean = (0..LEN as usize / 8).all(|n| guest.bytes().read(n * 8) == Some([0xeeu8; 8]));
     assert!(clean, "memory that was taken back is not touched");
 }
@@ -505,7 +502,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     for n in [PAGES - 1, 0, 12_345] {
         guest.data = iova(n);
         guest.ring();
-        assert_eq!(guest.completion(TIMEOUT), Some(Status::SUCCESS));
+        assert_eq!(guest.completion(), Status::SUCCESS);
         assert_ne!(memory.bytes().read::<u16>((n * PAGE) as usize), Some(0));
     }
     let touched = |n: &u64| memory.bytes().read::<u64>((n * PAGE) as usize) != Some(0);
@@ -514,7 +511,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     let range = DmaUnmap::Range { iova: iova(12_345), len: PAGE };
     guest.client.dma_unmap(range).unwrap();
     guest.ring();
-    assert_ne!(guest.completion(TIMEOUT), Some(Status::SUCCESS));
+    assert_ne!(guest.completion(), Status::SUCCESS);
     guest.data = DATA;
     guest.works();
 }

@@ -4,7 +4,7 @@
 use crate::control::ctl;
 use crate::disk_kinds::is_consistent;
 use crate::harness::{Server, complete, image, program, run, until};
-use crate::keeper::worker;
+use crate::supervisor::worker;
 use crate::upgrade::Client;
 use shadowbell_backend_qcow2::create;
 use shadowbell_driver::{AttachOptions, Recovery};
@@ -49,7 +49,7 @@ fn goes_away_and_comes_back(behind: &Path, options: &str) {
         queue.submit(gone.read(at * 8, 8).unwrap(), pool.take()).unwrap();
     }
     queue.ring().unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    shadowbell_testing::wait::moment();
     mount.end();
     for _ in 1..63 {
         let status = complete(&mut queue).status;

@@ -3,33 +3,21 @@
 use shadowbell_driver::{
     AttachOptions, Command as NvmCommand, Completion, Controller, QueuePair, VfioUser,
 };
-use std::io::Read;
+use shadowbell_testing::process_group::ProcessGroup;
+pub(crate) use shadowbell_testing::wait::until;
+use shadowbell_testing::wait::{self, LIMIT};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// How long to wait for what should happen at once.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
-
 /// The program under test. It is not where it was built if the tests are in a guest.
 pub(crate) fn program() -> Command {
     let elsewhere = std::env::var_os("SHADOWBELL_TEST_PROGRAM");
     Command::new(elsewhere.unwrap_or_else(|| env!("CARGO_BIN_EXE_shadowbell").into()))
-}
-
-/// Waits until `what` is true.
-#[track_caller]
-pub(crate) fn until(what: &str, mut is: impl FnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !is() {
-        assert!(Instant::now() < deadline, "{what} did not come to pass");
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// An image of zeroes.
@@ -39,9 +27,9 @@ pub(crate) fn image(directory: &Path, name: &str, bytes: u64) -> PathBuf {
     path
 }
 
-/// A server that runs. Dropping it kills it.
+/// A server that runs. Dropping it kills all of its processes, and waits for their ends.
 pub(crate) struct Server {
-    child: Child,
+    child: ProcessGroup,
     directory: TempDir,
 }
 
@@ -71,7 +59,7 @@ impl Server {
         command.stdin(Stdio::null()).current_dir(directory.path()).env_remove("RUST_LOG");
         // Its control socket is in there, too.
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
-        let child = command.process_group(0).spawn().unwrap();
+        let child = ProcessGroup::spawn(&mut command).unwrap();
         // With it goes its part of a pipe that was given to it.
         drop(command);
         let mut server = Self { child, directory };
@@ -91,6 +79,7 @@ impl Server {
 
     /// Its directory, for another server. It has ended.
     pub(crate) fn into_directory(mut self) -> TempDir {
+        self.child.wait_all();
         std::mem::replace(&mut self.directory, tempfile::tempdir().unwrap())
     }
 
@@ -114,16 +103,12 @@ impl Server {
     /// Waits until the server has said this.
     #[track_caller]
     pub(crate) fn says(&self, words: &str) {
-        let deadline = Instant::now() + TIMEOUT;
-        while !self.stderr().contains(words) {
-            assert!(Instant::now() < deadline, "it never said {words:?}:\n{}", self.stderr());
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        // A panic shows all that the server has said.
+        until(words, || self.stderr().contains(words));
     }
 
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
-        let pid = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
-        rustix::process::kill_process(pid, signal).unwrap();
+        self.child.signal(signal);
     }
 
     /// Ends it as an operator does.
@@ -133,14 +118,7 @@ impl Server {
     }
 
     pub(crate) fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + TIMEOUT;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(Instant::now() < deadline, "it does not end:\n{}", self.stderr());
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        self.child.wait()
     }
 
     pub(crate) fn is_alive(&mut self) -> bool {
@@ -158,7 +136,7 @@ impl Server {
 }
 
 pub(crate) fn attach(socket: &Path, options: &AttachOptions) -> Controller {
-    let transport = VfioUser::connect(socket, TIMEOUT).unwrap();
+    let transport = VfioUser::connect(socket, LIMIT).unwrap();
     Controller::attach(Arc::new(transport), options).unwrap()
 }
 
@@ -210,7 +188,7 @@ impl Server {
     }
 }
 
-/// How long is long.
+// Only something is printed after this time.
 const SLOW: Duration = Duration::from_secs(4);
 
 impl Drop for Server {
@@ -218,8 +196,7 @@ impl Drop for Server {
         if std::thread::panicking() {
             self.say_what_it_does();
         }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.child.kill();
         if std::thread::panicking() {
             eprintln!("what the server said:\n{}", self.stderr());
         }
@@ -241,7 +218,7 @@ pub(crate) fn run(
 /// The next completion.
 #[track_caller]
 pub(crate) fn complete(queue: &mut QueuePair) -> Completion {
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = wait::deadline();
     loop {
         if let Some(completion) = queue.pop() {
             queue.ring_cq_doorbell_if_needed().unwrap();
@@ -252,24 +229,24 @@ pub(crate) fn complete(queue: &mut QueuePair) -> Completion {
     }
 }
 
-/// Runs the program to its end, which it must come to soon: exit status, output, errors.
+/// Runs the program to its end: exit status, output, errors.
 pub(crate) fn finish(mut command: Command) -> (Option<i32>, String, String) {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command.env_remove("RUST_LOG");
-    let mut child = command.spawn().unwrap();
-    let deadline = Instant::now() + TIMEOUT;
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break status;
+    let output = ProcessGroup::spawn(&mut command).unwrap().output();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// Runs a program that restarts a server for an upgrade, again as long as the machine is too busy
+/// for the limits of an upgrade: exit status, output, errors.
+pub(crate) fn finish_upgrade(command: impl Fn() -> Command) -> (Option<i32>, String, String) {
+    let deadline = wait::deadline();
+    loop {
+        let (status, output, errors) = finish(command());
+        let is_slow = errors.contains("that did not end within 200 ms");
+        if !is_slow || Instant::now() > deadline {
+            return (status, output, errors);
         }
-        if Instant::now() > deadline {
-            child.kill().unwrap();
-            panic!("it does not end: {command:?}");
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    };
-    let mut text = (String::new(), String::new());
-    child.stdout.take().unwrap().read_to_string(&mut text.0).unwrap();
-    child.stderr.take().unwrap().read_to_string(&mut text.1).unwrap();
-    (status.code(), text.0, text.1)
+    }
 }

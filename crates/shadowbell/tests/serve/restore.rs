@@ -1,17 +1,18 @@
 //! What it takes to go on with a controller that has many queues.
 
-use crate::harness::{Server, TIMEOUT, run};
+use crate::harness::{Server, run, until};
 use crate::recover::kill;
 use rustix::process::Signal;
 use shadowbell_driver::{AttachOptions, QueuePair};
 use shadowbell_spec::Status;
-use std::process::{Child, Command, Stdio};
+use shadowbell_testing::process_group::ProcessGroup;
+use std::process::{Command, Stdio};
 
-/// What the next process says to its keeper before it goes on, as strace writes it.
+/// What the next process says to its supervisor before it goes on, as strace writes it.
 const TAKEN: &str = "iov_base=\"A\"";
 
-/// Follows the processes that a keeper starts, and counts their system calls.
-struct Strace(Child);
+/// Follows the processes that a supervisor starts, and counts their system calls.
+struct Strace(ProcessGroup);
 
 impl Strace {
     /// Nothing where there is no strace, or it may not look.
@@ -19,27 +20,25 @@ impl Strace {
         let mut command = Command::new("strace");
         command.args(["-f", "-qq", "-o"]).arg(server.directory().join("calls"));
         command.args(["-p", &server.pid().to_string()]).stdin(Stdio::null());
-        let mut strace = Self(command.spawn().ok()?);
+        let mut strace = Self(ProcessGroup::spawn(&mut command).ok()?);
         let status = format!("/proc/{}/status", server.pid());
         let is_traced = || {
             let status = std::fs::read_to_string(&status).unwrap();
             status.lines().any(|line| line.starts_with("TracerPid:") && !line.ends_with("\t0"))
         };
-        let until = std::time::Instant::now() + TIMEOUT;
-        while !is_traced() {
-            if strace.0.try_wait().unwrap().is_some() || std::time::Instant::now() > until {
-                return None;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(2));
-        }
-        Some(strace)
+        let mut has_ended = false;
+        until("a tracer", || {
+            has_ended = strace.0.try_wait().unwrap().is_some();
+            has_ended || is_traced()
+        });
+        (!has_ended).then_some(strace)
     }
 
     /// Leaves them alone again. How many calls the next process has made until it says that it has
     /// taken everything, and goes on.
     fn end(mut self, server: &Server) -> usize {
-        crate::keeper::signal(self.0.id(), Signal::INT);
-        self.0.wait().unwrap();
+        self.0.signal(Signal::INT);
+        self.0.wait();
         let calls = std::fs::read_to_string(server.directory().join("calls")).unwrap();
         let (before, _) = calls.split_once(TAKEN).expect("it says so");
         // The call by which it says so, of the thread that does all this.
@@ -102,6 +101,7 @@ const MOST_CALLS: usize = 7;
 fn how_long_the_next_process_takes_with_64_queues() {
     let (server, client, mut pairs) = serving(64);
     for _ in 0..20 {
+        // It has served for a while, so this is no crash loop.
         std::thread::sleep(std::time::Duration::from_millis(100));
         kill(&server, Signal::KILL);
         use_each(&client, &mut pairs);

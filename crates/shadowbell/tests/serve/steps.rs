@@ -1,12 +1,13 @@
 //! Steps at which a server's process dies.
 
 use crate::harness::{Server, until};
-use crate::keeper::{signal, worker};
 use crate::recover::kill;
+use crate::supervisor::{signal, worker};
 use crate::upgrade::{Client, Load, server_with, socket, upgrade};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::Signal;
 use shadowbell_state::AbortPoint;
+use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::client::{Client as Peer, Options};
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -98,7 +99,7 @@ impl Dying {
 fn ask(path: &Path, over: &AtomicBool) -> u32 {
     const AQA: u64 = 0x24;
     const MSIX: u32 = 2;
-    let peer = Peer::connect(path, Options { timeout: Some(Duration::from_secs(20)) }).unwrap();
+    let peer = Peer::connect(path, Options { timeout: Some(LIMIT) }).unwrap();
     let mut asked = 0_u32;
     while !over.load(Ordering::Relaxed) {
         let value = asked & 0xfff;

@@ -3,10 +3,11 @@
 use crate::harness::{Server, finish, program, run, until};
 use serde_json::Value;
 use shadowbell_spec::Status;
+use shadowbell_testing::process_group::ProcessGroup;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Stdio};
+use std::process::{ChildStdout, Stdio};
 
 const STATS: &str = "vm.stats";
 
@@ -18,13 +19,14 @@ fn server(disks: &[&str]) -> (Server, PathBuf) {
 }
 
 /// `top`, which goes on until it is ended.
-struct Top(Child, BufReader<ChildStdout>);
+struct Top(ProcessGroup, BufReader<ChildStdout>);
 
 impl Top {
     fn start(stats: &Path, arguments: &[&str]) -> Self {
         let mut command = program();
         command.arg("top").arg(stats).args(["--interval", "50ms"]).args(arguments);
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = ProcessGroup::spawn(&mut command).unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap());
         Self(child, lines)
     }
@@ -50,13 +52,6 @@ impl Top {
             found["state"] == state
         });
         found
-    }
-}
-
-impl Drop for Top {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 
@@ -93,7 +88,7 @@ fn what_a_guest_does_is_seen() {
     top.until("off");
     assert!(server.stop().success());
     assert!(!stats.exists());
-    assert_eq!(top.0.wait().unwrap().code(), Some(1));
+    assert_eq!(top.0.wait().code(), Some(1));
     let mut complaint = String::new();
     top.0.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
     assert!(complaint.contains("the server has ended"), "{complaint}");
@@ -152,7 +147,7 @@ fn on_a_terminal_it_is_a_screen_that_q_ends() {
     let line = format!("stty cols 80 rows 24; {} top {}", program_path(), stats.display());
     command.args(["--quiet", "--return", "--command", &line, "/dev/null"]).env("TERM", "xterm");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let Ok(mut child) = command.spawn() else {
+    let Ok(mut child) = ProcessGroup::spawn(&mut command) else {
         println!("skipped: there is no `script`, which is in Debian's bsdutils");
         return;
     };
@@ -171,8 +166,7 @@ fn on_a_terminal_it_is_a_screen_that_q_ends() {
     keys.write_all(b"d").unwrap();
     until("the doorbells", || shows("Rings/IO"));
     keys.write_all(b"\x1b[Bq").unwrap();
-    until("its end", || child.try_wait().unwrap().is_some());
-    assert!(child.wait().unwrap().success());
+    assert!(child.wait().success());
     reader.join().unwrap();
     // The terminal is as it was.
     assert!(shows("\x1b[?1049h") && shows("\x1b[?1049l"));

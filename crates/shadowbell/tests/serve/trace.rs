@@ -1,11 +1,12 @@
 //! What a trace is made into: a picture for Perfetto's viewer, and lines for tools.
 
 use crate::control::{ctl, ctl_json};
-use crate::harness::{Server, finish, image, program, run};
+use crate::harness::{Server, finish, image, program, run, until};
+use crate::idle::status_of;
+use crate::supervisor::worker;
 use serde_json::{Value, json};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
-use std::time::Duration;
 
 /// `shadowbell trace FILE` with these options: what it puts out.
 #[track_caller]
@@ -106,13 +107,15 @@ impl Picture {
     }
 }
 
-/// Reads some blocks one after the other, with a pause in which the worker falls asleep.
+/// Reads some blocks one after the other, each when the I/O thread is asleep.
 fn work(server: &Server) {
-    reads(server, 20, Duration::from_millis(2));
+    let pid = worker(server);
+    let is_asleep = || status_of(pid, "sb-worker0", "State").starts_with('S');
+    reads(server, 20, || until("the I/O thread's sleep", is_asleep));
 }
 
 /// Reads so many blocks one after the other.
-fn reads(server: &Server, count: u64, pause: Duration) {
+fn reads(server: &Server, count: u64, wait: impl Fn()) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
     let namespace = controller.namespaces()[0].clone();
@@ -120,9 +123,7 @@ fn reads(server: &Server, count: u64, pause: Duration) {
     for block in 0..count {
         let command = namespace.read(block % 512 * 8, 8).unwrap();
         assert!(run(&mut queue, command, pool.take()).status.is_success());
-        if !pause.is_zero() {
-            std::thread::sleep(pause);
-        }
+        wait();
     }
     drop(queue);
     controller.detach().unwrap();
@@ -181,7 +182,7 @@ fn a_picture_shows_commands_doorbells_sleeps_and_interrupts() {
 #[test]
 fn what_is_found_on_the_way_to_sleep_is_in_the_picture() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
-    reads(&server, 3000, Duration::ZERO);
+    reads(&server, 3000, || ());
     assert!(server.stop().success());
     let out = server.directory().join("picture.json");
     let options = ["-q", "--perfetto", out.to_str().unwrap()];
@@ -275,7 +276,7 @@ fn a_trace_begins_and_ends_while_the_server_runs() {
     assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));
     let (status, _, errors) = ctl(&server, &["trace", "save", name]);
     assert_eq!(status, Some(3), "{errors}");
-    assert!(errors.contains("nothing was recorded"), "{errors}");
+    assert!(errors.contains("there is no doorbell trace"), "{errors}");
     assert!(!file.exists());
     work(&server);
     // It begins, and again is the same.

@@ -2,7 +2,7 @@
 //! same worker go on, nothing that was acknowledged is lost, and nothing waits longer than the
 //! storage.
 
-use crate::harness::{Server, complete, image, run};
+use crate::harness::{Server, complete, image, run, until};
 use crate::kinds::{PAGE, Page, fill, holds};
 use shadowbell_driver::{
     AttachOptions, BufferPool, Completion, Controller, Namespace, QueuePair, Recovery, Timeouts,
@@ -10,13 +10,12 @@ use shadowbell_driver::{
 use shadowbell_spec::Status;
 use shadowbell_testing::outside::{self, Storage};
 use shadowbell_testing::stalled::{Mount, be_the_daemon};
-use std::time::{Duration, Instant};
+use shadowbell_testing::wait::{LIMIT, moment};
+use std::time::Duration;
 
 /// Requests under way, each to a page of its own.
 const PAGES: usize = 64;
 const BYTES: u64 = 16 << 20;
-/// How long nothing is answered, at least.
-const STALL: Duration = Duration::from_millis(600);
 
 #[test]
 fn the_daemon() {
@@ -101,37 +100,15 @@ impl Guest {
         self.queue.ring().unwrap();
     }
 
-    /// Takes a completion of one of these statuses.
-    fn take(&mut self, completion: Completion, expected: &[Status]) -> Status {
-        let Completion { token, status, buffer, .. } = completion;
-        let is = |page: &Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
-        let at = self.pages.iter().position(is).expect("it ends once");
-        let page = &mut self.pages[at];
-        let (_, number) = page.under_way.take().unwrap();
-        assert!(expected.contains(&status), "{status:?}");
-        match (status, number) {
-            (Status::SUCCESS, Some(number)) => page.may = vec![number],
-            (Status::SUCCESS, None) => holds(page, &buffer.unwrap()),
-            (_, number) => page.may.extend(number),
-        }
-        status
-    }
-
-    /// Waits until nothing is under way. How many did not succeed.
+    /// Waits until nothing is in flight. How many did not succeed.
     fn settle(&mut self, expected: &[Status]) -> usize {
-        let mut failed = 0;
-        while self.pages.iter().any(|page| page.under_way.is_some()) {
-            let completion = complete(&mut self.queue);
-            failed += usize::from(self.take(completion, expected) != Status::SUCCESS);
-        }
-        failed
+        settle(&mut self.queue, &mut self.pages, expected)
     }
 
     /// The other namespace, by the other queue.
     fn the_other_goes_on(&mut self, queue: &mut QueuePair, pool: &BufferPool) {
         let other = self.controller.namespace(2).unwrap().clone();
         let blocks = PAGE as u32 / other.block_size();
-        let begun = Instant::now();
         for number in 1..20 {
             let mut buffer = pool.take().unwrap();
             fill(&mut buffer, number);
@@ -143,7 +120,6 @@ impl Guest {
             let mut page = Page { may: vec![number], ..Page::default() };
             holds(&mut page, &read.buffer.unwrap());
         }
-        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     }
 
     /// All that was acknowledged is there.
@@ -159,6 +135,31 @@ impl Guest {
     }
 }
 
+/// Takes a completion of one of these statuses.
+fn take(pages: &mut [Page], completion: Completion, expected: &[Status]) -> Status {
+    let Completion { token, status, buffer, .. } = completion;
+    let is = |page: &&mut Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
+    let page = pages.iter_mut().find(is).expect("it ends once");
+    let (_, number) = page.under_way.take().unwrap();
+    assert!(expected.contains(&status), "{status:?}");
+    match (status, number) {
+        (Status::SUCCESS, Some(number)) => page.may = vec![number],
+        (Status::SUCCESS, None) => holds(page, &buffer.unwrap()),
+        (_, number) => page.may.extend(number),
+    }
+    status
+}
+
+/// Waits until nothing is in flight. How many did not succeed.
+fn settle(queue: &mut QueuePair, pages: &mut [Page], expected: &[Status]) -> usize {
+    let mut failed = 0;
+    while pages.iter().any(|page| page.under_way.is_some()) {
+        let completion = complete(queue);
+        failed += usize::from(take(pages, completion, expected) != Status::SUCCESS);
+    }
+    failed
+}
+
 /// Whoever waits goes on when the storage does, and nobody else waits.
 fn is_waited_for(server: &Server, storage: &dyn Stalls) {
     let mut guest = Guest::attach(server, AttachOptions::default());
@@ -167,12 +168,9 @@ fn is_waited_for(server: &Server, storage: &dyn Stalls) {
     let pool = guest.controller.buffers(1, PAGE).unwrap();
     storage.stall();
     guest.submit_many();
-    let until = Instant::now() + STALL;
     guest.the_other_goes_on(&mut other, &pool);
-    while Instant::now() < until {
-        assert!(guest.queue.pop().is_none(), "it has answered");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    moment();
+    assert!(guest.queue.pop().is_none(), "it has answered");
     guest.the_other_goes_on(&mut other, &pool);
     storage.go_on();
     guest.settle(&[Status::SUCCESS]);
@@ -187,10 +185,10 @@ fn is_reset(server: &Server, storage: &dyn Stalls) {
     let mut guest = Guest::attach(server, AttachOptions { recovery, ..AttachOptions::default() });
     storage.stall();
     guest.submit_many();
-    std::thread::sleep(STALL / 2);
+    moment();
     std::thread::scope(|scope| {
         let reset = scope.spawn(|| guest.controller.reset());
-        std::thread::sleep(STALL);
+        moment();
         storage.go_on();
         reset.join().unwrap().unwrap();
     });
@@ -208,20 +206,26 @@ fn is_reset(server: &Server, storage: &dyn Stalls) {
 /// be aborted. If that, too, takes longer than it waits, it resets the controller. What it submits
 /// again then is carried out.
 fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
-    let admin = if is_reset { Duration::from_secs(2) } else { Duration::from_secs(15) };
-    let timeouts = Timeouts { io: STALL / 2, admin, ..Timeouts::default() };
+    // The limits of the guest, which are to expire, but for that of an admin command if there is to
+    // be no reset.
+    let admin = if is_reset { Duration::from_secs(2) } else { LIMIT };
+    let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
     // While nothing answers, each of its tries may end one repetition.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };
     let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
     let mut guest = Guest::attach(server, options);
     storage.stall();
     guest.submit_many();
+    let Guest { controller, queue, pages, .. } = &mut guest;
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            std::thread::sleep(2 * STALL + if is_reset { 2 * admin } else { Duration::ZERO });
+            until("a queue or a controller that is given up", || {
+                let stats = controller.recovery_stats();
+                if is_reset { stats.resets > 0 } else { stats.queues_recreated > 0 }
+            });
             storage.go_on();
         });
-        guest.settle(&[Status::SUCCESS]);
+        settle(queue, pages, &[Status::SUCCESS]);
     });
     let stats = guest.controller.recovery_stats();
     assert!(stats.late > 0 && stats.aborts > 0 && stats.given_up == 0, "{stats:?}");

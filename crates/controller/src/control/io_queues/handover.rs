@@ -6,7 +6,7 @@ use crate::journal::RecoveredJournal;
 use crate::queue::QueueLayout;
 use crate::restore_error::RestoreError;
 use crate::saved::{SavedCq, SavedDoorbell, SavedPart, SavedSq, SavedTruth};
-use crate::worker::relocation::{Relocated, Restoring, Stopover};
+use crate::worker::queue_move::{Relocated, Restoring, Stopover};
 use shadowbell_memory::EventFd;
 use shadowbell_spec::regs::DoorbellKind;
 use shadowbell_state::Descriptors;

@@ -1,0 +1,242 @@
+//! Commands of many requests without data: Dataset Management with many ranges, a Flush of all
+//! namespaces, a long Write Zeroes on a disk that executes it inline.
+//!
+//! The host determines the number and length of ranges, so the requests are not submitted all at
+//! once. A few requests of such a command are in flight at a time; further ones follow between two
+//! passes over the queues, within the controller's share of the turn.
+
+use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
+use super::metadata::submit_any;
+use super::namespace::NamespaceQueue;
+use super::quota::cost;
+use super::status::status_of;
+use shadowbell_backend::{Metadata, Op, Request, Submitted};
+use shadowbell_memory::Segments;
+use shadowbell_spec::status::Status;
+use std::collections::VecDeque;
+
+/// Disk flush request.
+pub(super) const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
+
+/// Maximum number of in-flight requests of all multi-step commands of a controller; the copies of a
+/// controller have the same limit for themselves.
+pub(super) const MAX_IN_FLIGHT: u32 = 32;
+
+/// Request of a multi-step command, with the index of its namespace.
+pub(super) type Part = (usize, Request);
+
+/// Command of many requests.
+#[derive(Debug)]
+pub(super) struct MultiStepCommand {
+    /// In-flight entry of the command.
+    parent: u32,
+    /// Index of the submission queue; `None` for a command of the controller itself.
+    sq: Option<usize>,
+    parts: Box<[Part]>,
+    /// Metadata parameters, if the command has a single part.
+    metadata: Option<Metadata>,
+    /// Next part, and the number of its bytes that are submitted already.
+    next: usize,
+    within: u64,
+    /// In-flight requests.
+    left: u32,
+    /// True if no further requests are to be submitted.
+    cancelled: bool,
+}
+
+impl MultiStepCommand {
+    /// Creates a multi-step command for the entry `parent`.
+    pub(super) fn new(parent: u32, sq: Option<usize>, parts: Vec<Part>) -> Self {
+        let parts = parts.into();
+        Self { parent, sq, parts, metadata: None, next: 0, within: 0, left: 0, cancelled: false }
+    }
+
+    /// Sets the metadata parameters of the command's only part.
+    pub(super) fn with(self, metadata: Option<Metadata>) -> Self {
+        Self { metadata, ..self }
+    }
+
+    fn has_more(&self) -> bool {
+        !self.cancelled && self.next < self.parts.len()
+    }
+
+    /// True if no request is in flight or left to be submitted.
+    fn is_over(&self) -> bool {
+        self.left == 0 && !self.has_more()
+    }
+
+    /// Submits the next requests while there is budget and `room` for requests in flight.
+    fn advance(
+        &mut self,
+        namespaces: &mut [NamespaceQueue],
+        in_flight: &mut InFlightTable,
+        budget: &mut i64,
+        room: &mut u32,
+    ) {
+        while *budget > 0 && *room > 0 && self.has_more() {
+            let (index, whole) = self.parts[self.next];
+            let namespace = &mut namespaces[index];
+            let metadata = match (self.metadata, namespace.metadata()) {
+                (Some(all), Some(format)) => {
+                    Some(all.after(self.within >> namespace.block_shift, format))
+                }
+                _ => None,
+            };
+            let queue = &mut namespace.queue;
+            let len = (whole.len - self.within).min(piece(&whole, queue.longest_inline()));
+            let request = Request { op: whole.op, offset: whole.offset + self.within, len };
+            self.within += len;
+            if self.within == whole.len {
+                (self.next, self.within) = (self.next + 1, 0);
+            }
+            let tag = in_flight.next_tag();
+            let reading = request.op == Op::Verify;
+            let data = &mut Segments::new();
+            match submit_any(&mut **queue, tag, &request, metadata.as_ref(), data) {
+                Submitted::Done(outcome) => {
+                    *budget -= cost::of_command(len);
+                    if let Err(error) = outcome {
+                        in_flight.fail(self.parent, status_of(error, reading));
+                    }
+                }
+                Submitted::Pending => {
+                    *budget -= cost::of_request(0);
+                    *room -= 1;
+                    self.left += 1;
+                    let owner = Owner::Part { parent: self.parent };
+                    // `Kind::Verify` selects read errors; the bytes are counted by the command's
+                    // entry.
+                    let kind = if reading { Kind::Verify(0) } else { Kind::Other };
+                    in_flight.insert(tag, InFlight::new(owner, index, kind));
+                }
+            }
+        }
+    }
+}
+
+/// Bytes of a request to submit at once: all of it, if the disk has no limit (`longest`).
+pub(super) fn piece(request: &Request, longest: u64) -> u64 {
+    match request.op {
+        Op::WriteZeroes { .. } | Op::Discard | Op::Verify => request.len.min(longest.max(1)),
+        _ => request.len,
+    }
+}
+
+/// Long commands of one engine.
+#[derive(Debug, Default)]
+pub(super) struct MultiStepCommands {
+    /// Commands in order of arrival.
+    list: VecDeque<MultiStepCommand>,
+    /// In-flight requests.
+    requests: u32,
+}
+
+impl MultiStepCommands {
+    pub(super) fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Begins a command. True if it has ended already; then the caller ends its entry.
+    pub(super) fn begin(
+        &mut self,
+        mut command: MultiStepCommand,
+        namespaces: &mut [NamespaceQueue],
+        in_flight: &mut InFlightTable,
+        budget: &mut i64,
+    ) -> bool {
+        // An earlier command has precedence.
+        if self.list.is_empty() {
+            let mut room = MAX_IN_FLIGHT.saturating_sub(self.requests);
+            command.advance(namespaces, in_flight, budget, &mut room);
+            self.requests += command.left;
+            if command.is_over() {
+                return true;
+            }
+        }
+        self.list.push_back(command);
+        false
+    }
+
+    /// Records the end of a request of the command in entry `parent`.
+    pub(super) fn part_ended(&mut self, parent: u32) {
+        if let Some(command) = self.list.iter_mut().find(|command| command.parent == parent) {
+            command.left -= 1;
+            self.requests -= 1;
+        }
+    }
+
+    /// True if a step is possible without waiting.
+    pub(super) fn can_advance(&self) -> bool {
+        let has_room = self.requests < MAX_IN_FLIGHT;
+        self.list.iter().any(|command| command.is_over() || has_room && command.has_more())
+    }
+
+    /// Advances commands within the budget. Returns the entries of the ended commands.
+    pub(super) fn advance(
+        &mut self,
+        namespaces: &mut [NamespaceQueue],
+        in_flight: &mut InFlightTable,
+        budget: &mut i64,
+    ) -> Vec<u32> {
+        let mut over = Vec::new();
+        let mut room = MAX_IN_FLIGHT.saturating_sub(self.requests);
+        self.list.retain_mut(|command| {
+            command.advance(namespaces, in_flight, budget, &mut room);
+            if command.is_over() {
+                if command.has_unsubmitted() {
+                    in_flight.fail(command.parent, Status::ABORT_REQUESTED);
+                }
+                over.push(command.parent);
+            }
+            !command.is_over()
+        });
+        self.requests = MAX_IN_FLIGHT - room;
+        over
+    }
+
+    /// Cancels the command in entry `parent`: no further requests are submitted.
+    pub(super) fn cancel(&mut self, parent: u32) {
+        self.list
+            .iter_mut()
+            .filter(|command| command.parent == parent)
+            .for_each(|command| command.cancelled = true);
+    }
+
+    /// Drops the unsubmitted parts of the removed namespace `index`. Returns the entries of the
+    /// commands that lost parts, without those in `except`: commands of all namespaces, which
+    /// continue with the remaining ones.
+    pub(super) fn remove_namespace(
+        &mut self,
+        index: usize,
+        except: impl Fn(u32) -> bool,
+    ) -> Vec<u32> {
+        let mut ended = Vec::new();
+        for command in &mut self.list {
+            let (done, left) = command.parts.split_at(command.next);
+            if left.iter().all(|(of, _)| *of != index) {
+                continue;
+            }
+            let others = left.iter().filter(|(of, _)| *of != index);
+            command.parts = done.iter().chain(others).copied().collect();
+            command.within = 0;
+            if !except(command.parent) {
+                ended.push(command.parent);
+            }
+        }
+        ended
+    }
+
+    /// Cancels all commands, or those of one submission queue.
+    pub(super) fn cancel_all(&mut self, of: Option<usize>) {
+        self.list
+            .iter_mut()
+            .filter(|command| of.is_none() || command.sq == of)
+            .for_each(|command| command.cancelled = true);
+    }
+}
+
+impl MultiStepCommand {
+    fn has_unsubmitted(&self) -> bool {
+        self.next < self.parts.len()
+    }
+}

@@ -1,0 +1,522 @@
+//! Adaptive polling: time that an idle I/O thread polls before it sleeps.
+
+use crate::interrupt::HoldLimit;
+use shadowbell_memory::YieldBackoff;
+use std::time::{Duration, Instant};
+
+/// Polling mode of an idle I/O thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Polling {
+    /// Polls for a window of up to this length, then sleeps. The window grows while work returns
+    /// soon after the thread went to sleep, and shrinks otherwise.
+    Adaptive(Duration),
+    /// Never sleeps: each I/O thread uses a whole CPU, and no doorbell needs a trap.
+    Always,
+    /// Sleeps at once.
+    Never,
+}
+
+impl Polling {
+    /// Maximum time for which an I/O thread in this mode holds an interrupt.
+    pub(super) fn hold_limit(self) -> HoldLimit {
+        match self {
+            Self::Adaptive(most) => HoldLimit::of(most),
+            Self::Always => HoldLimit::of(LONGEST_HOLD),
+            Self::Never => HoldLimit::NONE,
+        }
+    }
+}
+
+impl Default for Polling {
+    fn default() -> Self {
+        Self::Adaptive(LONGEST_HOLD)
+    }
+}
+
+/// Default maximum of the polling window, and of the time for which an interrupt is held.
+const LONGEST_HOLD: Duration = Duration::from_micros(100);
+/// Idle passes between two readings of the clock.
+const PASSES: u32 = 64;
+/// Idle passes after which a thread that waits for a host yields the CPU: some microseconds, in
+/// which a polling host would have submitted its next command.
+const POLITE_AFTER: u32 = 8 * PASSES;
+/// First window after a short sleep, which polling would have avoided.
+const FIRST_WINDOW: Duration = Duration::from_micros(8);
+
+/// Action of an I/O thread after an idle pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Poll again.
+    Look,
+    /// Yield the CPU, then poll again. On a small machine, the next command may depend on a thread
+    /// that waits for this CPU: the VMM's thread with the interrupt, or the server of a disk.
+    Yield,
+    /// Sleep.
+    Sleep,
+}
+
+/// Consecutive waits with requests in flight after which a host counts as one that keeps its disks
+/// busy.
+const BUSY_AFTER: u32 = 64;
+
+/// Consecutive polls ending in a sleep after which polling is paused. A window grows to its
+/// maximum in half of that number.
+const VAIN: u32 = 8;
+/// Length of that pause in waits: first and maximum. It bounds the delay before a load that
+/// became quick is noticed to some hundredths of a second, and the cost of futile polls to about
+/// a microsecond per wait.
+const PAUSE: (u32, u32) = (64, 512);
+
+/// Success of polls for one kind of event (host or disk).
+///
+/// A short sleep speaks for a longer window, but an event that takes a little longer than the
+/// maximum window is never caught by polling. Moreover, a disk may be slow *because* the thread
+/// polls: the kernel may complete its requests in a thread bound to this CPU, which only runs
+/// once the poller sleeps.
+///
+/// A poll for a disk counts as futile, too, if another thread wanted the CPU: the disk may be on a
+/// server of this machine, which gets the CPU when the I/O thread sleeps.
+#[derive(Debug, Default)]
+struct Polls {
+    /// Consecutive futile polls.
+    vain: u32,
+    /// Remaining waits of the current pause, and the length of that pause.
+    left: u32,
+    pause: u32,
+}
+
+impl Polls {
+    /// Begins a wait.
+    fn begin(&mut self) {
+        self.left = self.left.saturating_sub(1);
+    }
+
+    /// Records that polling has found the event.
+    fn succeed(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Records a futile poll.
+    fn fail(&mut self) {
+        self.vain += 1;
+        if self.vain >= VAIN {
+            // After the pause, half as many futile polls lead to the next pause.
+            self.vain = VAIN / 2;
+            self.pause = (self.pause * 2).clamp(PAUSE.0, PAUSE.1);
+            self.left = self.pause;
+        }
+    }
+
+    fn is_paused(&self) -> bool {
+        self.left != 0
+    }
+}
+
+/// Polling state of one I/O thread.
+///
+/// The host's next command and a disk's completion have separate windows. The host's is adapted
+/// while no request is in flight, the disks' while requests are. To poll for a disk pays off if the
+/// host is quick, too: it gets its completion sooner by the cost of a wakeup. A host that needs
+/// longer than the maximum window for its next command would not notice, so the CPU is better left
+/// to other threads, unless the host keeps several commands in flight and the disks busy.
+#[derive(Debug)]
+pub(super) struct AdaptivePoll {
+    polling: Polling,
+    /// Window while no request is in flight.
+    host: Duration,
+    host_polls: Polls,
+    /// Window while requests are in flight.
+    disk: Duration,
+    disk_polls: Polls,
+    /// Consecutive waits with requests in flight.
+    busy: u32,
+    /// Consecutive idle passes.
+    idle: u32,
+    /// True if requests were in flight at the first idle pass, and the number ended before it.
+    pending: bool,
+    ended: u64,
+    /// Start of the idle passes, to within [`PASSES`].
+    since: Instant,
+    others: YieldBackoff,
+    /// True if another thread wanted the CPU during this wait for a disk.
+    crowded: bool,
+}
+
+impl AdaptivePoll {
+    pub(super) fn new(polling: Polling) -> Self {
+        let none = Duration::ZERO;
+        let since = Instant::now();
+        Self {
+            polling,
+            host: none,
+            host_polls: Polls::default(),
+            disk: none,
+            disk_polls: Polls::default(),
+            busy: 0,
+            idle: 0,
+            pending: false,
+            ended: 0,
+            since,
+            others: YieldBackoff::new(),
+            crowded: false,
+        }
+    }
+
+    pub(super) fn polling(&self) -> Polling {
+        self.polling
+    }
+
+    /// Records a pass that has found work. `ended` is the number of ended requests so far.
+    #[inline]
+    pub(super) fn found(&mut self, ended: impl FnOnce() -> u64) {
+        if self.idle != 0 {
+            self.idle = 0;
+            if !self.pending {
+                self.host_polls.succeed();
+            } else if ended() != self.ended {
+                // A request has ended: not only the host's next command was found.
+                self.disk_polls.succeed();
+            }
+        }
+    }
+
+    /// Action after an idle pass. `pending` returns whether requests are in flight, which cannot
+    /// change until a pass finds work, and the number of ended requests so far.
+    #[inline]
+    pub(super) fn next(&mut self, pending: impl FnOnce() -> (bool, u64)) -> Next {
+        self.next_by(Instant::now, pending)
+    }
+
+    #[inline]
+    fn next_by(
+        &mut self,
+        clock: impl FnOnce() -> Instant,
+        pending: impl FnOnce() -> (bool, u64),
+    ) -> Next {
+        match self.polling {
+            Polling::Always => return Next::Look,
+            Polling::Never => return Next::Sleep,
+            Polling::Adaptive(_) => {}
+        }
+        self.idle = self.idle.wrapping_add(1);
+        if self.idle == 1 {
+            (self.pending, self.ended) = pending();
+            let polls = if self.pending { &mut self.disk_polls } else { &mut self.host_polls };
+            polls.begin();
+            self.busy = if self.pending { self.busy.saturating_add(1) } else { 0 };
+        }
+        let width = self.width();
+        if width.is_zero() {
+            return Next::Sleep;
+        }
+        if !self.idle.is_multiple_of(PASSES) {
+            return Next::Look;
+        }
+        let now = clock();
+        if self.idle == PASSES {
+            self.since = now;
+        }
+        let waited = now.duration_since(self.since);
+        if waited >= width {
+            Next::Sleep
+        } else if self.pending && waited >= YieldBackoff::AFTER || self.idle >= POLITE_AFTER {
+            Next::Yield
+        } else {
+            Next::Look
+        }
+    }
+
+    /// Yields the CPU to other threads. Returns the next action.
+    pub(super) fn give_way(&mut self) -> Next {
+        let crowded = self.others.backoff(YieldBackoff::AFTER);
+        self.gave_way(crowded)
+    }
+
+    /// Next action after a yield; `crowded` is true if another thread has run.
+    fn gave_way(&mut self, crowded: bool) -> Next {
+        // A thread of the host has had the CPU now, and submits soon most of the time.
+        if !crowded || !self.pending {
+            return Next::Look;
+        }
+        self.crowded = true;
+        self.disk_polls.fail();
+        Next::Sleep
+    }
+
+    /// Polling window of this wait.
+    fn width(&self) -> Duration {
+        let host = if self.host_polls.is_paused() { Duration::ZERO } else { self.host };
+        if !self.pending {
+            host
+        } else if self.disk_polls.is_paused() || host.is_zero() && self.busy < BUSY_AFTER {
+            Duration::ZERO
+        } else {
+            self.disk
+        }
+    }
+
+    /// Adapts the window after a sleep of this length.
+    pub(super) fn slept(&mut self, slept: Duration) {
+        let Polling::Adaptive(most) = self.polling else { return };
+        // A crowded poll was counted by `gave_way` already.
+        let in_vain = !self.width().is_zero() && !self.crowded;
+        let (width, polls) = if self.pending {
+            (&mut self.disk, &mut self.disk_polls)
+        } else {
+            (&mut self.host, &mut self.host_polls)
+        };
+        *width = adapt(*width, slept, most);
+        if in_vain {
+            polls.fail();
+        }
+    }
+
+    /// Begins a new wait, after the thread was about to sleep or has slept.
+    pub(super) fn restart(&mut self) {
+        self.idle = 0;
+        self.crowded = false;
+    }
+}
+
+/// Next window after a sleep of `slept`, as in KVM's haltpoll: grows if slightly longer polling
+/// would have avoided the sleep, otherwise shrinks.
+fn adapt(window: Duration, slept: Duration, most: Duration) -> Duration {
+    if slept < most {
+        (window * 2).max(FIRST_WINDOW).min(most)
+    } else if window <= FIRST_WINDOW {
+        Duration::ZERO
+    } else {
+        window / 2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOST: Duration = Duration::from_micros(100);
+    /// Duration of an idle pass.
+    const PASS: Duration = Duration::from_nanos(50);
+
+    /// I/O thread in virtual time.
+    struct Worker {
+        window: AdaptivePoll,
+        now: Instant,
+        polled: Duration,
+        sleeps: u32,
+        ended: u64,
+    }
+
+    impl Worker {
+        fn new() -> Self {
+            let window = AdaptivePoll::new(Polling::Adaptive(MOST));
+            Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
+        }
+
+        /// Finds no work for `micros` microseconds.
+        fn looks(&mut self, pending: bool, micros: u64) {
+            let end = self.now + Duration::from_micros(micros);
+            while self.now < end {
+                if self.step(pending) == Next::Sleep {
+                    self.sleeps(end - self.now);
+                }
+            }
+        }
+
+        fn step(&mut self, pending: bool) -> Next {
+            let (now, ended) = (self.now, self.ended);
+            let next = self.window.next_by(|| now, || (pending, ended));
+            if next != Next::Sleep {
+                self.now += PASS;
+                self.polled += PASS;
+            }
+            next
+        }
+
+        fn sleeps(&mut self, slept: Duration) {
+            self.sleeps += 1;
+            self.window.slept(slept);
+            self.window.restart();
+            self.now += slept;
+        }
+
+        /// Finds no work for `micros` microseconds, then finds the expected event.
+        fn waits(&mut self, pending: bool, micros: u64) {
+            self.looks(pending, micros);
+            self.finds(pending);
+        }
+
+        /// Receives the host's next command while a request is in flight.
+        fn waits_for_command(&mut self, micros: u64) {
+            self.looks(true, micros);
+            self.finds(false);
+        }
+
+        /// Waits for a disk that completes nothing until the thread has slept for `micros`.
+        fn starves(&mut self, micros: u64) {
+            while self.step(true) != Next::Sleep {}
+            self.sleeps(Duration::from_micros(micros));
+            self.finds(true);
+        }
+
+        fn finds(&mut self, of_disk: bool) {
+            self.ended += u64::from(of_disk);
+            let ended = self.ended;
+            self.window.found(|| ended);
+        }
+
+        /// Serves a host with one command in flight at a time. Returns the share of time polled,
+        /// and the sleeps per command.
+        fn serves(&mut self, commands: u32, host: u64, disk: u64) -> (f64, f64) {
+            // Warm-up, so that earlier adaptation does not count.
+            (0..100).for_each(|_| {
+                self.waits(false, host);
+                self.waits(true, disk);
+            });
+            (self.polled, self.sleeps) = (Duration::ZERO, 0);
+            let start = self.now;
+            (0..commands).for_each(|_| {
+                self.waits(false, host);
+                self.waits(true, disk);
+            });
+            let whole = (self.now - start).as_secs_f64();
+            (self.polled.as_secs_f64() / whole, f64::from(self.sleeps) / f64::from(commands))
+        }
+    }
+
+    #[test]
+    fn the_window_follows_the_load() {
+        let mut window = Duration::ZERO;
+        for _ in 0..10 {
+            window = adapt(window, Duration::from_micros(20), MOST);
+        }
+        assert_eq!(window, MOST);
+        for _ in 0..10 {
+            window = adapt(window, Duration::from_secs(1), MOST);
+        }
+        assert_eq!(window, Duration::ZERO);
+    }
+
+    #[test]
+    fn a_host_that_takes_its_time_is_not_polled_for_nor_its_disk() {
+        let mut worker = Worker::new();
+        assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
+        // A host that submits at once is polled for, without sleeps.
+        let (awake, sleeps) = worker.serves(1000, 15, 60);
+        assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
+        // The slow host again.
+        assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
+    }
+
+    #[test]
+    fn a_disk_that_takes_its_time_is_not_polled() {
+        let mut worker = Worker::new();
+        let (awake, sleeps) = worker.serves(1000, 15, 300);
+        assert!((0.04..0.05).contains(&awake), "share of the host's time: {awake}");
+        assert_eq!(sleeps, 1.0, "one sleep per disk request");
+    }
+
+    #[test]
+    fn what_takes_a_bit_longer_than_the_longest_window_is_not_polled_for_ever() {
+        // Each sleep is short, so the window stays at its maximum.
+        for (host, disk) in [(110, 20), (20, 110)] {
+            let mut worker = Worker::new();
+            worker.serves(100, 20, 20);
+            worker.serves(2000, host, disk);
+            let (awake, sleeps) = worker.serves(10_000, host, disk);
+            let rest = 20.0 / 130.0;
+            assert!(awake < rest + 0.02, "{host} and {disk}: awake {awake}");
+            assert!((0.9..=2.0).contains(&sleeps), "{host} and {disk}: {sleeps} sleeps");
+            // Polling resumes when the load becomes quick again.
+            worker.serves(5000, 20, 20);
+            let (awake, sleeps) = worker.serves(1000, 20, 20);
+            assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
+        }
+    }
+
+    #[test]
+    fn a_disk_that_is_slow_because_it_is_polled_for_is_left_alone() {
+        let mut worker = Worker::new();
+        (0..BUSY_AFTER + 10).for_each(|_| worker.waits(true, 20));
+        let turns = |worker: &mut Worker| {
+            let polled = worker.polled;
+            for _ in 0..1000 {
+                // After each completion the host submits its next command at once, found by
+                // polling.
+                worker.starves(5);
+                worker.finds(false);
+                worker.waits_for_command(3);
+            }
+            (worker.polled - polled).as_micros() / 1000
+        };
+        turns(&mut worker);
+        let polled = turns(&mut worker);
+        assert!(polled < 5, "{polled} us of each turn");
+    }
+
+    #[test]
+    fn nobody_is_kept_from_the_processor_who_wants_it_each_time() {
+        let mut worker = Worker::new();
+        worker.serves(1000, 15, 40);
+        // The disk depends on a thread that wants this CPU, and completes from there.
+        let answers = |worker: &mut Worker, crowded: bool| {
+            worker.waits(false, 15);
+            loop {
+                match worker.step(true) {
+                    Next::Look => {}
+                    Next::Yield if worker.window.gave_way(crowded) == Next::Look => {}
+                    Next::Yield | Next::Sleep => break,
+                }
+            }
+            // The completion is there before the thread has gone to sleep.
+            worker.window.restart();
+            worker.finds(true);
+        };
+        let polled = |worker: &mut Worker| {
+            let before = worker.polled;
+            (0..10_000).for_each(|_| answers(worker, true));
+            (worker.polled - before) / 10_000
+        };
+        polled(&mut worker);
+        let polled = polled(&mut worker);
+        assert!(polled < Duration::from_micros(16), "{polled:?}, 15 us of it for the host");
+        // Occasional crowding has no effect.
+        let mut worker = Worker::new();
+        worker.serves(1000, 15, 40);
+        for _ in 0..1000 {
+            answers(&mut worker, true);
+            (0..VAIN).for_each(|_| worker.waits(true, 40));
+            assert!(!worker.window.disk_polls.is_paused());
+        }
+        // Polling resumes after the other thread has ended.
+        for _ in 0..1000 {
+            answers(&mut worker, true);
+        }
+        assert!(worker.window.disk_polls.is_paused());
+        worker.serves(1000, 15, 40);
+        let (awake, sleeps) = worker.serves(1000, 15, 40);
+        assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
+    }
+
+    #[test]
+    fn disks_that_are_kept_busy_are_polled_whatever_the_host_did_before() {
+        let mut worker = Worker::new();
+        worker.serves(100, 400, 60);
+        (0..BUSY_AFTER + 10).for_each(|_| worker.waits(true, 20));
+        worker.sleeps = 0;
+        (0..1000).for_each(|_| worker.waits(true, 20));
+        assert_eq!(worker.sleeps, 0);
+    }
+
+    #[test]
+    fn nothing_is_learnt_where_nothing_is_to_be() {
+        let mut window = AdaptivePoll::new(Polling::Always);
+        assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::Look));
+        let mut window = AdaptivePoll::new(Polling::Never);
+        for _ in 0..100 {
+            assert_eq!(window.next(|| (false, 0)), Next::Sleep);
+            window.slept(Duration::from_micros(1));
+            window.restart();
+        }
+    }
+}

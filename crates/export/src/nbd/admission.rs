@@ -1,0 +1,202 @@
+//! Client admission: connection limit and eviction.
+//!
+//! A client in the handshake costs a thread, and may take half a minute. Such new clients have a
+//! limit of their own and never keep out a later one: the oldest new client is evicted instead.
+//! Of the admitted clients, a single peer (a user of this machine, or an address) can have at
+//! most three quarters.
+
+use parking_lot::Mutex;
+use rustix::net::{Shutdown, shutdown};
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// Largest number of clients in the handshake.
+const MAX_NEW: usize = 64;
+
+/// Peer of a socket, as far as the system reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Peer {
+    User(u32),
+    Address(IpAddr),
+    Unknown,
+}
+
+impl Peer {
+    pub(super) fn of(socket: BorrowedFd<'_>) -> Self {
+        let address = rustix::net::getpeername(socket).ok().flatten();
+        if let Some(address) = address.and_then(|address| SocketAddr::try_from(address).ok()) {
+            return Self::Address(address.ip());
+        }
+        match rustix::net::sockopt::socket_peercred(socket) {
+            Ok(credentials) => Self::User(credentials.uid.as_raw()),
+            Err(_) => Self::Unknown,
+        }
+    }
+}
+
+/// Admitted clients, which have completed the handshake.
+pub(super) struct Admitted {
+    most: usize,
+    by_peer: Mutex<HashMap<Peer, usize>>,
+}
+
+/// Admission of a client, until dropped.
+pub(super) struct Admission {
+    admitted: Arc<Admitted>,
+    peer: Peer,
+}
+
+impl Admitted {
+    pub(super) fn new(most: usize) -> Arc<Self> {
+        Arc::new(Self { most: most.max(1), by_peer: Mutex::default() })
+    }
+
+    /// Number of admitted clients.
+    pub(super) fn count(&self) -> usize {
+        self.by_peer.lock().values().sum()
+    }
+
+    /// Largest number of clients of one peer.
+    fn most_of_one(&self) -> usize {
+        self.most - self.most / 4
+    }
+
+    /// Admits a client of `peer`, if the limits permit it.
+    pub(super) fn take(self: &Arc<Self>, peer: Peer) -> Option<Admission> {
+        let mut by_peer = self.by_peer.lock();
+        if by_peer.values().sum::<usize>() >= self.most {
+            return None;
+        }
+        let count = by_peer.entry(peer).or_default();
+        if *count >= self.most_of_one() {
+            return None;
+        }
+        *count += 1;
+        Some(Admission { admitted: Arc::clone(self), peer })
+    }
+
+    /// True if a client of `peer` would not be admitted.
+    pub(super) fn is_full(&self, peer: Peer) -> bool {
+        let by_peer = self.by_peer.lock();
+        by_peer.values().sum::<usize>() >= self.most
+            || by_peer.get(&peer).is_some_and(|count| *count >= self.most_of_one())
+    }
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        let mut by_peer = self.admitted.by_peer.lock();
+        if let Some(count) = by_peer.get_mut(&self.peer) {
+            *count -= 1;
+            if *count == 0 {
+                by_peer.remove(&self.peer);
+            }
+        }
+    }
+}
+
+/// Client in the handshake, with a duplicate of its socket for eviction. Dropping the value ends
+/// that state.
+pub(super) struct NewClient {
+    pub(super) peer: Peer,
+    socket: Arc<Mutex<Option<OwnedFd>>>,
+}
+
+impl NewClient {
+    pub(super) fn new(peer: Peer, socket: OwnedFd) -> Self {
+        Self { peer, socket: Arc::new(Mutex::new(Some(socket))) }
+    }
+}
+
+impl Drop for NewClient {
+    fn drop(&mut self) {
+        // The connection closes only when all of its descriptors are closed.
+        self.socket.lock().take();
+    }
+}
+
+/// Client in the list of the accepting thread.
+struct Client {
+    thread: JoinHandle<()>,
+    peer: Peer,
+    socket: Arc<Mutex<Option<OwnedFd>>>,
+}
+
+/// All clients, in the order of connection.
+#[derive(Default)]
+pub(super) struct Clients(Vec<Client>);
+
+impl Clients {
+    /// Starts the thread of a new client by `start`.
+    ///
+    /// # Errors
+    /// The error of `start`, if the thread cannot be created.
+    pub(super) fn add(
+        &mut self,
+        new: NewClient,
+        start: impl FnOnce(NewClient) -> io::Result<JoinHandle<()>>,
+    ) -> io::Result<()> {
+        let (peer, socket) = (new.peer, Arc::clone(&new.socket));
+        self.0.push(Client { thread: start(new)?, peer, socket });
+        Ok(())
+    }
+
+    /// Evicts a client in the handshake if there are too many: the oldest one of the peer with
+    /// the most clients in the handshake.
+    pub(super) fn make_room(&mut self) {
+        self.0.retain(|client| !client.thread.is_finished());
+        let mut new: HashMap<Peer, usize> = HashMap::new();
+        for client in self.0.iter().filter(|client| client.is_new()) {
+            *new.entry(client.peer).or_default() += 1;
+        }
+        if new.values().sum::<usize>() < MAX_NEW {
+            return;
+        }
+        let most = new.into_iter().max_by_key(|(_, count)| *count).map(|(peer, _)| peer);
+        let of_most = |client: &&Client| client.is_new() && Some(client.peer) == most;
+        if let Some(client) = self.0.iter().find(of_most) {
+            let socket = client.socket.lock().take();
+            let _ = socket.map(|socket| shutdown(socket.as_fd(), Shutdown::Both));
+        }
+    }
+
+    /// Waits for the end of all clients' threads.
+    pub(super) fn join(self) {
+        for client in self.0 {
+            let _ = client.thread.join();
+        }
+    }
+}
+
+impl Client {
+    fn is_new(&self) -> bool {
+        self.socket.lock().is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_leaves_places_for_others() {
+        let agreed = Admitted::new(8);
+        let mut places: Vec<_> =
+            std::iter::from_fn(|| agreed.take(Peer::User(1))).take(100).collect();
+        assert_eq!(places.len(), 6);
+        assert!(agreed.is_full(Peer::User(1)) && !agreed.is_full(Peer::User(2)));
+        let others: Vec<_> = std::iter::from_fn(|| agreed.take(Peer::User(2))).take(100).collect();
+        assert_eq!(others.len(), 2);
+        assert!(agreed.is_full(Peer::User(3)));
+        places.pop();
+        assert_eq!(agreed.count(), 7);
+        assert!(agreed.take(Peer::User(1)).is_some());
+        drop((places, others));
+        assert!(agreed.by_peer.lock().is_empty());
+        assert!(Admitted::new(1).take(Peer::Unknown).is_some());
+    }
+}

@@ -1,0 +1,137 @@
+//! Reply coalescing: holding back replies so that a client receives several of them at once.
+//!
+//! A thread that also serves the queue completes a write to memory before the client has sent the
+//! next one. Replies sent one by one would cost the client a wakeup and this thread a system call
+//! each. If a client keeps many requests in flight, the next ones arrive meanwhile, so its
+//! replies wait for them, a few at a time. To avoid waiting in vain, the number of requests that
+//! a client sends without a reply is probed periodically: a few replies are held back until no
+//! more requests arrive.
+
+/// Largest number of replies that are sent together.
+const MOST: usize = 4;
+/// Largest number of replies that are held back by a probe.
+const PROBE: usize = 2 * MOST;
+/// Requests between two probes.
+const PERIOD: u32 = 1024;
+/// Requests before the first probe.
+const FIRST: u32 = 64;
+/// Attempts to receive more requests before held replies are sent, during a probe and otherwise.
+/// An attempt takes half a microsecond, and a client takes some microseconds for a request.
+const PROBE_TRIES: u32 = 32;
+const TRIES: u32 = 4;
+/// Number of vain waits in a period after which the client is probed again, since its behaviour
+/// has changed.
+const MISSES: u32 = 16;
+
+/// State of the reply coalescing of a client.
+#[derive(Debug)]
+pub(super) struct ReplyCoalescing {
+    /// Number of replies that are sent together.
+    most: usize,
+    is_probing: bool,
+    /// Requests until the next probe.
+    left: u32,
+    /// Number of held replies at the last call, attempts for them, and vain waits in this period.
+    waiting: usize,
+    tries: u32,
+    misses: u32,
+}
+
+impl Default for ReplyCoalescing {
+    fn default() -> Self {
+        Self { most: 1, is_probing: false, left: FIRST, waiting: 0, tries: 0, misses: 0 }
+    }
+}
+
+impl ReplyCoalescing {
+    /// True if the given number of pending replies is to be held back while the caller tries to
+    /// receive more requests.
+    pub(super) fn holds(&mut self, replies: usize) -> bool {
+        if replies == 0 {
+            return false;
+        }
+        if self.waiting != replies {
+            // Attempts are counted per number of replies, so that a client that sends single
+            // bytes, which are no request, does not prolong the wait.
+            (self.waiting, self.tries) = (replies, 0);
+        }
+        let (most, tries) = if self.is_probing { (PROBE, PROBE_TRIES) } else { (self.most, TRIES) };
+        if replies < most && self.tries < tries {
+            self.tries += 1;
+            return true;
+        }
+        if self.is_probing {
+            // Half of the requests are on their way while the other half is answered.
+            self.most = (replies / 2).clamp(1, MOST);
+            (self.is_probing, self.left, self.misses) = (false, PERIOD, 0);
+        } else if replies < most {
+            self.misses += 1;
+        }
+        (self.waiting, self.tries) = (0, 0);
+        self.left = self.left.saturating_sub(replies as u32);
+        if self.left == 0 || self.misses == MISSES {
+            self.is_probing = true;
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Serves a client that keeps `depth` writes in flight and sends one every `tries` attempts.
+    /// Returns the sizes of the reply batches for `requests` requests.
+    fn serve(
+        coalescing: &mut ReplyCoalescing,
+        depth: usize,
+        tries: u32,
+        requests: usize,
+    ) -> Vec<usize> {
+        let (mut sent, mut total, mut waiting, mut since) = (Vec::new(), 0, 0, 0);
+        while total < requests {
+            if waiting < depth && since >= tries {
+                (waiting, since) = (waiting + 1, 0);
+            }
+            since += 1;
+            if waiting != 0 && !coalescing.holds(waiting) {
+                sent.push(waiting);
+                total += waiting;
+                waiting = 0;
+            }
+            assert!(sent.len() <= requests);
+        }
+        sent
+    }
+
+    #[test]
+    fn the_answers_of_a_deep_client_go_together_and_those_of_others_do_not_wait() {
+        for (depth, most) in [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4), (32, 4), (1000, 4)] {
+            let mut coalescing = ReplyCoalescing::default();
+            serve(&mut coalescing, depth, 2, 200);
+            assert_eq!(coalescing.most, most, "{depth}");
+            let sent = serve(&mut coalescing, depth, 2, 700);
+            assert!(sent.iter().all(|count| *count == most), "{depth}: {sent:?}");
+        }
+    }
+
+    #[test]
+    fn a_client_that_changes_is_seen() {
+        let mut coalescing = ReplyCoalescing::default();
+        serve(&mut coalescing, 32, 2, 2000);
+        assert_eq!(coalescing.most, 4);
+        // The client now waits for each reply, which is detected long before the end of the
+        // period.
+        serve(&mut coalescing, 1, 2, 64);
+        assert_eq!(coalescing.most, 1);
+        serve(&mut coalescing, 32, 2, 2 * PERIOD as usize);
+        assert_eq!(coalescing.most, 4);
+    }
+
+    #[test]
+    fn a_client_that_is_slow_is_not_waited_for() {
+        let mut coalescing = ReplyCoalescing::default();
+        serve(&mut coalescing, 32, 1000, 4 * PERIOD as usize);
+        assert_eq!(coalescing.most, 1);
+    }
+}

@@ -1,0 +1,86 @@
+//! Limit for sparse accesses to the guest's memory.
+//!
+//! A frontend can share sparse memory, and each touched 2 MiB of it cost a page table
+//! ([`shadowbell_memory::page_tables`]). Therefore the places that the queues of a device touch
+//! are counted if the device has enough memory for the limit to matter. After a number of places,
+//! the page tables are checked, and no queue takes more requests until the check is finished.
+
+use ::shadowbell_memory::page_tables::{self, Look, SPEND};
+use parking_lot::Mutex;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+/// Largest number of memory pieces of the requests in flight of all queues, if places are
+/// counted: they are touched after the check for which the queues have waited.
+const IN_FLIGHT: usize = 4096;
+
+/// Counter of the places that the queues of a device touch.
+#[derive(Debug)]
+pub(super) struct PageTableQuota {
+    /// Largest number of memory pieces in flight per queue; the largest value if nothing is
+    /// counted.
+    in_flight: AtomicUsize,
+    queues: usize,
+    /// Number of places since the last check.
+    places: AtomicU64,
+    look: Mutex<Option<Look>>,
+    /// True while a check is awaited.
+    waits: AtomicBool,
+}
+
+impl PageTableQuota {
+    pub(super) fn new(queues: usize) -> Self {
+        Self {
+            in_flight: AtomicUsize::new(usize::MAX),
+            queues: queues.max(1),
+            places: AtomicU64::new(0),
+            look: Mutex::default(),
+            waits: AtomicBool::new(false),
+        }
+    }
+
+    /// Adapts the limit to a change of the guest's memory, whose regions have these lengths.
+    pub(super) fn memory_changed(&self, regions: impl Iterator<Item = u64>) {
+        let counted = page_tables::could_be_too_many(regions);
+        let pieces = if counted { IN_FLIGHT / self.queues } else { usize::MAX };
+        self.in_flight.store(pieces, Relaxed);
+    }
+
+    /// Largest number of memory pieces of a queue's requests, if there is more than one request.
+    pub(super) fn most_in_flight(&self) -> usize {
+        self.in_flight.load(Relaxed)
+    }
+
+    /// Counts touched pieces of memory.
+    pub(super) fn add(&self, pieces: usize) {
+        if self.most_in_flight() == usize::MAX {
+            return;
+        }
+        // A piece may cross the border of two page tables.
+        let places = 2 * pieces as u64;
+        if self.places.fetch_add(places, Relaxed) + places < SPEND {
+            return;
+        }
+        let mut look = self.look.lock();
+        if self.places.swap(0, Relaxed) >= SPEND && look.is_none() {
+            *look = page_tables::ask();
+            self.waits.store(look.is_some(), SeqCst);
+        }
+    }
+
+    /// True if no more requests may be taken at the moment. No event signals the end, so the
+    /// caller polls.
+    pub(super) fn must_wait(&self) -> bool {
+        if !self.waits.load(SeqCst) {
+            return false;
+        }
+        let mut look = self.look.lock();
+        let waits = look.is_some_and(|look| !look.is_over());
+        if !waits {
+            *look = None;
+            self.waits.store(false, SeqCst);
+        }
+        waits
+    }
+}

@@ -1,0 +1,147 @@
+//! Backoff of a polling thread by `sched_yield`.
+
+use std::time::{Duration, Instant};
+
+/// Yields the processor of a polling thread to other runnable threads.
+///
+/// A polling thread uses its whole time slice, although it only waits. A thread that has just
+/// been woken on the same processor runs when that slice ends, which takes milliseconds, and
+/// often it is the thread that produces the awaited event. `sched_yield` lets that thread run at
+/// once. It takes a third of a microsecond if no other thread is runnable, so its duration tells
+/// whether another thread ran.
+///
+/// A compute-bound thread uses a whole slice whenever it runs. It produces no awaited event and
+/// gets its share of the processor anyway, so the poller yields to it for a small part of the
+/// time only.
+#[derive(Clone, Copy, Debug)]
+pub struct YieldBackoff {
+    /// Time before which the thread does not yield again.
+    next: Instant,
+}
+
+/// Time between two yields.
+const EACH: Duration = Duration::from_micros(3);
+/// Duration of a yield from which another thread has run. Most interrupts take less.
+const SOMEBODY: Duration = Duration::from_micros(5);
+/// Duration of a yield from which a compute-bound thread has run.
+const SLICE: Duration = Duration::from_micros(500);
+/// Pause after a yield to a compute-bound thread, as a multiple of that yield's duration.
+const PAUSE: u32 = 16;
+
+impl YieldBackoff {
+    /// Shortest wait before the first yield, so that faster events do not find the thread in a
+    /// system call.
+    pub const AFTER: Duration = Duration::from_micros(2);
+
+    /// Creates the state of a thread that starts to poll.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { next: Instant::now() }
+    }
+
+    /// Yields if the thread has polled in vain for `waited`, long enough. Returns true if another
+    /// thread used the processor for a short time.
+    #[cold]
+    pub fn backoff(&mut self, waited: Duration) -> bool {
+        self.backoff_by(waited, Instant::now, std::thread::yield_now)
+    }
+
+    fn backoff_by(
+        &mut self,
+        waited: Duration,
+        clock: impl Fn() -> Instant,
+        yields: impl FnOnce(),
+    ) -> bool {
+        if waited < Self::AFTER {
+            return false;
+        }
+        let before = clock();
+        if before < self.next {
+            return false;
+        }
+        yields();
+        let after = clock();
+        let took = after.saturating_duration_since(before);
+        let is_slice = took >= SLICE;
+        self.next = after + if is_slice { took * PAUSE } else { EACH };
+        took >= SOMEBODY && !is_slice
+    }
+}
+
+impl Default for YieldBackoff {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// Polling thread in virtual time.
+    struct Poller {
+        way: YieldBackoff,
+        now: Cell<Instant>,
+        yields: u32,
+    }
+
+    impl Poller {
+        fn new() -> Self {
+            let way = YieldBackoff::new();
+            Self { now: Cell::new(way.next), way, yields: 0 }
+        }
+
+        /// Yields after `waited` µs, with other threads that run for `others` µs if they can.
+        fn polls(&mut self, waited: u64, others: u64) -> bool {
+            let Self { way, now, yields } = self;
+            let runs = || {
+                *yields += 1;
+                now.set(now.get() + Duration::from_micros(others));
+            };
+            way.backoff_by(Duration::from_micros(waited), || now.get(), runs)
+        }
+
+        fn computes(&mut self, micros: u64) {
+            self.now.set(self.now.get() + Duration::from_micros(micros));
+        }
+    }
+
+    #[test]
+    fn a_short_wait_yields_to_nobody() {
+        let mut poller = Poller::new();
+        assert!(!poller.polls(1, 20));
+        assert_eq!(poller.yields, 0);
+        assert!(poller.polls(2, 20));
+        assert_eq!(poller.yields, 1);
+    }
+
+    #[test]
+    fn it_yields_now_and_then_and_says_whether_somebody_ran() {
+        let mut poller = Poller::new();
+        for _ in 0..300 {
+            assert!(!poller.polls(10, 0));
+            poller.computes(1);
+        }
+        assert_eq!(poller.yields, 100, "every three microseconds");
+        poller.computes(3);
+        assert!(poller.polls(10, 30));
+        poller.computes(3);
+        assert!(!poller.polls(10, 1));
+        poller.computes(3);
+        assert!(poller.polls(10, 30));
+    }
+
+    #[test]
+    fn who_takes_whole_slices_is_given_few() {
+        let mut poller = Poller::new();
+        let began = poller.now.get();
+        for _ in 0..100_000 {
+            assert!(!poller.polls(10, 3500), "nothing to be taken into account");
+            poller.computes(10);
+        }
+        let whole = poller.now.get() - began;
+        let given = Duration::from_micros(3500) * poller.yields;
+        assert!(poller.yields > 10 && given * (PAUSE + 1) <= whole + given, "{given:?} {whole:?}");
+    }
+}

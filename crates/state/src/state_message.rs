@@ -1,0 +1,299 @@
+//! State message: named sections and descriptors, and their wire format.
+
+use crate::channel::{receive_bytes, receive_fds, send_bytes, send_fds};
+use crate::descriptors::Descriptors;
+use crate::error::StateError;
+use crate::version::{READABLE, VERSION};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+const MAGIC: [u8; 8] = *b"SBELLST\0";
+/// Largest state that is accepted: far more than a server with a thousand controllers needs.
+const MOST_BYTES: u64 = 1 << 30;
+const MOST_FDS: u64 = 1 << 20;
+/// Size of the header: magic, version, number of descriptors, length.
+const HEAD: usize = 24;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Section {
+    name: String,
+    mandatory: bool,
+    body: serde_json::Value,
+}
+
+/// State of a server: sections by name, and descriptors.
+#[derive(Debug, Default)]
+pub struct Parcel {
+    sections: BTreeMap<String, Section>,
+    descriptors: Descriptors,
+}
+
+impl Parcel {
+    /// Creates an empty state.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Descriptors that the sections reference.
+    pub fn descriptors(&mut self) -> &mut Descriptors {
+        &mut self.descriptors
+    }
+
+    /// Adds a section. A receiver that does not know a `mandatory` section must refuse the state.
+    ///
+    /// # Errors
+    /// If a section of this name exists, or `body` cannot be serialized.
+    pub fn add(
+        &mut self,
+        name: &str,
+        mandatory: bool,
+        body: &impl Serialize,
+    ) -> Result<(), StateError> {
+        let body = serde_json::to_value(body)
+            .map_err(|source| StateError::Section { name: name.into(), source })?;
+        self.put(Section { name: name.into(), mandatory, body })
+    }
+
+    fn put(&mut self, section: Section) -> Result<(), StateError> {
+        if self.sections.contains_key(&section.name) {
+            return Err(StateError::Twice(section.name));
+        }
+        self.sections.insert(section.name.clone(), section);
+        Ok(())
+    }
+
+    /// Takes a section out, if it exists.
+    ///
+    /// # Errors
+    /// If the section does not have the form of a `T`.
+    pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, StateError> {
+        let Some(section) = self.sections.remove(name) else { return Ok(None) };
+        serde_json::from_value(section.body)
+            .map(Some)
+            .map_err(|source| StateError::Section { name: name.into(), source })
+    }
+
+    /// Ends the evaluation: the sections that were not taken must be optional.
+    ///
+    /// # Errors
+    /// [`StateError::Unknown`] for a mandatory section.
+    pub fn finish(self) -> Result<(), StateError> {
+        match self.sections.into_values().find(|section| section.mandatory) {
+            Some(section) => Err(StateError::Unknown(section.name)),
+            None => Ok(()),
+        }
+    }
+
+    /// Encodes the state, for a caller that transfers its `fds` descriptors separately.
+    ///
+    /// # Errors
+    /// If a section cannot be serialized.
+    pub fn encode(&self, fds: usize) -> Result<Vec<u8>, StateError> {
+        let sections: Vec<_> = self.sections.values().collect();
+        let mut bytes = vec![0; HEAD];
+        serde_json::to_writer(&mut bytes, &sections)
+            .map_err(|source| StateError::Section { name: "all".into(), source })?;
+        let len = (bytes.len() - HEAD) as u64;
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12..16].copy_from_slice(&(fds as u32).to_le_bytes());
+        bytes[16..HEAD].copy_from_slice(&len.to_le_bytes());
+        Ok(bytes)
+    }
+
+    /// Decodes a state. `fds` are the received descriptors, or none if only the sections are
+    /// examined.
+    ///
+    /// # Errors
+    /// [`StateError`] if the bytes are no state that this program supports.
+    pub fn decode(bytes: &[u8], fds: Vec<OwnedFd>) -> Result<Self, StateError> {
+        let (head, body) =
+            bytes.split_first_chunk().ok_or(StateError::NotAState("it is too short"))?;
+        let head = Head::of(head)?;
+        if head.bytes != body.len() as u64 {
+            return Err(StateError::NotAState("its length differs from its header"));
+        }
+        if !fds.is_empty() && head.fds != fds.len() as u64 {
+            return Err(StateError::NotAState("a descriptor is missing"));
+        }
+        Self::read(body, fds)
+    }
+
+    fn read(body: &[u8], fds: Vec<OwnedFd>) -> Result<Self, StateError> {
+        let sections: Vec<Section> = serde_json::from_slice(body)
+            .map_err(|source| StateError::Section { name: "list".into(), source })?;
+        let mut parcel = Self { sections: BTreeMap::new(), descriptors: Descriptors::from(fds) };
+        for section in sections {
+            parcel.put(section)?;
+        }
+        Ok(parcel)
+    }
+
+    /// Sends the state. Returns when the socket has accepted all of it.
+    ///
+    /// # Errors
+    /// [`StateError`] of the socket.
+    pub fn send(&self, socket: &UnixStream) -> Result<(), StateError> {
+        let fds: Vec<_> = self.descriptors.iter().collect();
+        if fds.len() != self.descriptors.len() {
+            return Err(StateError::NotAState("a descriptor was already taken"));
+        }
+        let bytes = self.encode(fds.len())?;
+        let (head, body) = bytes.split_at(HEAD);
+        send_bytes(socket, head)?;
+        send_fds(socket, &fds)?;
+        send_bytes(socket, body)?;
+        Ok(())
+    }
+
+    /// Receives a state.
+    ///
+    /// # Errors
+    /// [`StateError`] of the socket, or if the bytes are no state that this program supports.
+    pub fn receive(socket: &UnixStream) -> Result<Self, StateError> {
+        let mut head = [0; HEAD];
+        receive_bytes(socket, &mut head)?;
+        let head = Head::of(&head)?;
+        let fds = receive_fds(socket, head.fds as usize)?;
+        let mut body = vec![0; head.bytes as usize];
+        receive_bytes(socket, &mut body)?;
+        Self::read(&body, fds)
+    }
+}
+
+/// Header of a state.
+struct Head {
+    fds: u64,
+    bytes: u64,
+}
+
+impl Head {
+    fn of(head: &[u8; HEAD]) -> Result<Self, StateError> {
+        let word =
+            |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        if head[..8] != MAGIC {
+            return Err(StateError::NotAState("its magic number is wrong"));
+        }
+        if !READABLE.contains(&word(8)) {
+            return Err(StateError::Version(word(8)));
+        }
+        let (fds, bytes) = (u64::from(word(12)), u64::from(word(16)) | u64::from(word(20)) << 32);
+        if let Some(too_large) = [(fds, MOST_FDS), (bytes, MOST_BYTES)]
+            .into_iter()
+            .find_map(|(is, most)| (is > most).then_some(is))
+        {
+            return Err(StateError::TooLarge(too_large));
+        }
+        Ok(Self { fds, bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::io::{Read, Seek, Write};
+
+    fn travel(parcel: Parcel) -> Result<Parcel, StateError> {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let sender = std::thread::spawn(move || parcel.send(&ours));
+        let received = Parcel::receive(&theirs);
+        sender.join().unwrap().unwrap();
+        received
+    }
+
+    #[test]
+    fn sections_and_more_descriptors_than_one_message_takes_arrive() {
+        let mut parcel = Parcel::new();
+        let mut refs = Vec::new();
+        for n in 0..700_u32 {
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(&n.to_le_bytes()).unwrap();
+            refs.push(parcel.descriptors().add(file.into()));
+        }
+        parcel.add("numbers", true, &refs).unwrap();
+        parcel.add("long", false, &"x".repeat(1 << 20)).unwrap();
+        let mut parcel = travel(parcel).unwrap();
+        let refs: Vec<crate::descriptors::FdRef> = parcel.take("numbers").unwrap().unwrap();
+        for (n, fd) in (0..700_u32).zip(&refs) {
+            let mut file = File::from(parcel.descriptors().take(*fd).unwrap());
+            let mut bytes = [0; 4];
+            file.rewind().unwrap();
+            file.read_exact(&mut bytes).unwrap();
+            assert_eq!(u32::from_le_bytes(bytes), n);
+        }
+        assert!(matches!(parcel.descriptors().take(refs[0]), Err(StateError::NoDescriptor(0))));
+        assert_eq!(parcel.take::<String>("long").unwrap().unwrap().len(), 1 << 20);
+        parcel.finish().unwrap();
+    }
+
+    #[test]
+    fn what_is_not_known_is_passed_over_or_refused() {
+        let mut parcel = Parcel::new();
+        parcel.add("extra", false, &1).unwrap();
+        travel(parcel).unwrap().finish().unwrap();
+        let mut parcel = Parcel::new();
+        parcel.add("future", true, &1).unwrap();
+        let error = travel(parcel).unwrap().finish().unwrap_err().to_string();
+        assert!(error.contains("does not support the mandatory section future"), "{error}");
+        let mut parcel = Parcel::new();
+        parcel.add("number", true, &1).unwrap();
+        assert!(matches!(parcel.add("number", true, &2), Err(StateError::Twice(_))));
+        let error = parcel.take::<String>("number").unwrap_err().to_string();
+        assert!(error.contains("section number"), "{error}");
+    }
+
+    #[test]
+    fn bytes_and_descriptors_may_go_separate_ways() {
+        let mut parcel = Parcel::new();
+        parcel.add("numbers", true, &[crate::descriptors::FdRef::at(0)]).unwrap();
+        let bytes = parcel.encode(1).unwrap();
+        let fd = || std::os::fd::OwnedFd::from(tempfile::tempfile().unwrap());
+        let mut parcel = Parcel::decode(&bytes, vec![fd()]).unwrap();
+        let refs: Vec<crate::descriptors::FdRef> = parcel.take("numbers").unwrap().unwrap();
+        parcel.descriptors().take(refs[0]).unwrap();
+        // The sections can be examined without the descriptors.
+        Parcel::decode(&bytes, Vec::new()).unwrap();
+        for wrong in [
+            Parcel::decode(&bytes, vec![fd(), fd()]),
+            Parcel::decode(&bytes[..bytes.len() - 1], Vec::new()),
+            Parcel::decode(&bytes[..7], Vec::new()),
+        ] {
+            assert!(matches!(wrong, Err(StateError::NotAState(_))));
+        }
+    }
+
+    #[test]
+    fn what_is_no_state_is_refused() {
+        let refuse = |bytes: &[u8]| {
+            let (mut ours, theirs) = UnixStream::pair().unwrap();
+            ours.write_all(bytes).unwrap();
+            drop(ours);
+            Parcel::receive(&theirs).unwrap_err().to_string()
+        };
+        assert!(refuse(b"").contains("could not be passed on"));
+        assert!(refuse(&[7; 64]).contains("magic number is wrong"));
+        let head = |version: u32, fds: u32, len: u64| {
+            let mut bytes = MAGIC.to_vec();
+            bytes.extend(version.to_le_bytes());
+            bytes.extend(fds.to_le_bytes());
+            bytes.extend(len.to_le_bytes());
+            bytes
+        };
+        let error = refuse(&head(VERSION + 1, 0, 2));
+        assert!(error.contains(&format!("version {}", VERSION + 1)), "{error}");
+        assert!(refuse(&head(VERSION, u32::MAX, 2)).contains("too large"));
+        assert!(refuse(&head(VERSION, 0, u64::MAX)).contains("too large"));
+        // The header announces a descriptor, and the bytes come without one.
+        let mut bytes = head(VERSION, 1, 2);
+        bytes.extend(b"\0[]");
+        assert!(refuse(&bytes).contains("no server state"), "{}", refuse(&bytes));
+        let mut bytes = head(VERSION, 0, 3);
+        bytes.extend(b"[1]");
+        assert!(refuse(&bytes).contains("section list"));
+    }
+}

@@ -1,0 +1,35 @@
+//! `cargo xtask run-alone`: the runner of test programs.
+
+use std::process::{Command, Output};
+
+fn run_alone(grace: &str, script: &str) -> Output {
+    let mut runner = Command::new(env!("CARGO_BIN_EXE_xtask"));
+    runner.args(["run-alone", "--grace", grace, "--", "sh", "-c", script]).output().unwrap()
+}
+
+#[test]
+fn a_program_without_descendants_ends_as_it_would_without_the_runner() {
+    assert_eq!(run_alone("300", "exit 0").status.code(), Some(0));
+    assert_eq!(run_alone("300", "exit 3").status.code(), Some(3));
+    let killed = run_alone("300", "kill -9 $$");
+    assert_eq!(killed.status.code(), Some(101));
+    assert!(String::from_utf8_lossy(&killed.stdout).contains("ended by signal 9 ... FAILED"));
+}
+
+#[test]
+fn an_orphan_that_ends_by_itself_is_waited_for() {
+    // The program ends at once; its orphan ends when the pipe, of which the runner has no end, is
+    // closed by another orphan.
+    let script = "mkfifo $0.$$; (read line < $0.$$; rm $0.$$) & (: > $0.$$) & exit 0";
+    let script = format!("cd {} && {script}", env!("CARGO_TARGET_TMPDIR"));
+    assert_eq!(run_alone("300", &script).status.code(), Some(0));
+}
+
+#[test]
+fn a_process_that_stays_fails_the_program_and_is_killed() {
+    let left = run_alone("0", "setsid sleep 3600 > /dev/null 2>&1 & exit 0");
+    let said = String::from_utf8_lossy(&left.stdout);
+    assert_eq!(left.status.code(), Some(1), "{said}");
+    assert!(said.contains(" sleep 3600\n"), "{said}");
+    assert!(said.contains("test sh: no process is left behind ... FAILED"), "{said}");
+}
