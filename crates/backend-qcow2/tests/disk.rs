@@ -60,7 +60,7 @@ fn an_image_has_the_properties_of_its_format() {
     assert!(disk.describe().starts_with("qcow2 version 3, clusters of 64 KiB, "));
     drop(disk);
     let error = try_open(&path, "?block-size=4096").unwrap_err().to_string();
-    assert!(error.contains("no multiple of the block size"), "{error}");
+    assert!(error.contains("not a multiple of the block size"), "{error}");
     assert!(create(&path, MIB).is_err(), "what is there stays");
     open(&path, "");
 }
@@ -71,7 +71,7 @@ fn what_can_not_be_served_is_refused_with_the_reason() {
     let path = directory.path().join("disk.qcow2");
     let refused = |options: &str| try_open(&path, options).unwrap_err().to_string();
     std::fs::write(&path, [7; 4096]).unwrap();
-    assert!(refused("").contains("it is no qcow2 image"));
+    assert!(refused("").contains("it is not a qcow2 image"));
     std::fs::write(&path, b"QFI\xfb\0\0\0\x03").unwrap();
     assert!(refused("").contains("ends inside of its header"));
     let base = directory.path().join("base");
@@ -96,7 +96,7 @@ fn what_can_not_be_served_is_refused_with_the_reason() {
     create(&["-o", "extended_l2=on"]);
     assert!(refused("").contains("extended L2"));
     create(&["-o", &format!("data_file={}/data", directory.path().display())]);
-    assert!(refused("").contains("its data in another file"));
+    assert!(refused("").contains("external data file"));
     // A file that it names is read only if that is allowed, and if it is said how.
     create(&["-b", name(&base), "-F", "raw"]);
     assert!(refused("").contains("allow-backing=on"));
@@ -105,9 +105,9 @@ fn what_can_not_be_served_is_refused_with_the_reason() {
     let format = bytes.windows(4).position(|kind| kind == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
     bytes[format] = 0x11;
     std::fs::write(path, bytes).unwrap();
-    assert!(refused("?allow-backing=on").contains("does not say of which format"));
+    assert!(refused("?allow-backing=on").contains("does not state the format"));
     qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "nbd://host/x", "-F", "raw", path]);
-    assert!(refused("?allow-backing=on").contains("no file"));
+    assert!(refused("?allow-backing=on").contains("not a local file"));
     qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "base", "-F", "vmdk", path]);
     assert!(refused("?allow-backing=on").contains("vmdk"));
     qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "disk.qcow2", "-F", "qcow2", path]);

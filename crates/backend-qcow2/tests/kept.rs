@@ -159,7 +159,7 @@ fn an_image_that_was_renamed_is_found_and_another_one_is_not_taken_for_it() {
     let error = try_recover(&path, &state, &mut fds).unwrap_err().to_string();
     assert!(error.contains("another size"), "{error}");
     let error = try_recover(&path, &serde_json::json!({}), &mut fds).unwrap_err().to_string();
-    assert!(error.contains("was no qcow2 image"), "{error}");
+    assert!(error.contains("not that of a qcow2 image"), "{error}");
 }
 
 /// The child of [`each_write_that_has_ended_outlives_its_process`].

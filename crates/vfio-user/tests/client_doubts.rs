@@ -83,7 +83,7 @@ fn replies_that_make_no_sense_are_not_believed() {
     bad(fails(|to, _| reply(to, 0, &[0; 16]), info));
     // Too much data, too little, and a count that says otherwise.
     let short = bad(fails(|to, _| reply(to, 0, &[0; 19]), read));
-    assert_eq!(short, "the server's reply to REGION_READ makes no sense: 3 bytes instead of 4");
+    assert_eq!(short, "the server's reply to REGION_READ is invalid: 3 bytes instead of 4");
     bad(fails(|to, _| reply(to, 0, &[0; 21]), read));
     bad(fails(|to, _| reply(to, 0, &[0; 20]), read));
     bad(fails(|to, _| reply(to, 0, &[0; 16]), |client| client.region_write(0, 0, &[1])));

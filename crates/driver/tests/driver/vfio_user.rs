@@ -231,8 +231,7 @@ fn a_server_that_takes_no_more_memory_has_not_gone() {
     let failed = DmaError::Transport(TransportError::Failed {
         device: controller.name().to_owned(),
         doing: "sharing memory",
-        source: "the server takes 4 ranges of memory at once, and so many are shared already"
-            .into(),
+        source: "the server allows 4 ranges of mapped memory, and all are in use".into(),
     });
     assert_eq!(error.to_string(), failed.to_string());
     pools.pop().expect("one was taken");

@@ -1,30 +1,28 @@
-//! The reference counts of an image whose process was killed.
+//! Repair of an image's reference counts after a crash.
 //!
-//! A cluster is counted before anything that refers to it is written; that is how the format's
-//! order of writes leaves clusters at most that are counted and used by nothing. Two moments of
-//! `imago`'s are none of this order: the table of a part of the disk that was never written is
-//! named in the L1 table before its own count is written; and a table that is evicted from the
-//! cache may hold a cluster whose count has changed a moment ago. A cluster that is used and counts
-//! as free would be given away a second time. So before anything is written to an image, of which
-//! nothing says whether its last user was killed, whatever its tables name is looked up in the
-//! counts, and what is 0 there is made 1. What is counted and not used stays so:
-//! `qemu-img check -r leaks` gives it back. The tables and the header are counted, too: an image
-//! that says that they are free would have them given away.
+//! A cluster is counted before a reference to it is written. With this order, a crash leaves only
+//! leaked clusters, which are counted and unused. `imago` violates the order in two cases: a new L2
+//! table is referenced in the L1 table before its own count is written; and a table that is evicted
+//! from the cache may refer to a cluster whose count was changed only in memory. A cluster that is
+//! used and counted as free would be allocated a second time. An image does not show whether its
+//! last user was killed. So before anything is written, all clusters that the tables refer to are
+//! looked up, and counts of 0 are set to 1. Leaked clusters remain (`qemu-img check -r leaks` frees
+//! them). The clusters of the header and of the tables are counted, too, otherwise an image that
+//! declares them as free would have them allocated again.
 //!
-//! If the storage ended in between (a loss of power, a file system that was shut down), tables may
-//! have got further than the length of the file. Nobody was told that what is missing is there, and
-//! it reads as zeroes; but `qemu-img check` has such an image for damaged, and does not repair it.
-//! So the file is made as long as its tables say.
+//! After a loss of power or a file system shutdown, tables may refer to clusters beyond the end of
+//! the file. The missing data were never flushed, and read as zeroes; but `qemu-img check` reports
+//! such an image as damaged and does not repair it. So the file is extended to the end of its last
+//! cluster.
 //!
-//! On the same way it is found out whether [each cluster has one use](crate::claims).
+//! The pass also finds out whether [each cluster has one use](crate::overlap_check).
 //!
-//! The tables are the image's, which somebody else may have made: what makes no sense in them is
-//! passed over, as whoever reads it will find it out, and there are no more of them than the file
-//! has bytes.
+//! The tables are untrusted. Invalid entries are skipped, because accesses to them fail later, and
+//! the number of tables is limited by the size of the file.
 
-use crate::claims::{Claims, Overlap, clusters_of_compressed};
 use crate::error::OpenError;
 use crate::header::{Header, Table};
+use crate::overlap_check::{Overlap, OverlapCheck, clusters_of_compressed};
 use rustix::io::{ReadWriteFlags, pwritev2, retry_on_intr};
 use shadowbell_backend::ImageFile;
 use std::collections::BTreeMap;
@@ -32,77 +30,81 @@ use std::io::{self, IoSlice};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-/// Where a table or a cluster is, in an entry of the L1 table, of an L2 table.
+/// Offset of a table or a cluster in an L1 or L2 entry.
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// An L2 entry of a compressed cluster, which is never written here.
+/// Flag in the L2 entry of a compressed cluster, which this crate never writes.
 const COMPRESSED: u64 = 1 << 62;
-/// Clusters by which a file that lost its length may have grown, for each that is named behind its
-/// end, and besides: not all tables are written at the same time.
+/// Maximum growth of a file that lost its length: clusters per referenced cluster beyond its end,
+/// and additional clusters. Not all tables are written at the same time.
 const UNNAMED: u64 = 16;
 const LATELY: u64 = 1024;
-/// Blocks of counts that are in memory at once.
+/// Maximum number of refcount blocks in memory.
 const BLOCKS: usize = 256;
 
-/// What was found.
-pub(crate) struct Mended {
-    /// How many clusters were used and not counted.
+/// Result of a repair.
+pub(crate) struct Repaired {
+    /// Number of clusters that were used and not counted.
     pub(crate) count: u64,
-    /// By how many bytes the file was shorter than its tables say.
+    /// Number of bytes by which the file was extended.
     pub(crate) missing: u64,
-    /// No cluster has two uses.
+    /// True if no cluster has two uses.
     pub(crate) is_sound: bool,
 }
 
-/// Counts whatever is used.
+/// Counts all used clusters.
 ///
 /// # Errors
-/// [`OpenError`]: the image can not be read or written, or is damaged.
-pub(crate) fn mend(path: &Path, file: &ImageFile, header: &Header) -> Result<Mended, OpenError> {
+/// [`OpenError`]: the image cannot be read or written, or is damaged.
+pub(crate) fn repair(
+    path: &Path,
+    file: &ImageFile,
+    header: &Header,
+) -> Result<Repaired, OpenError> {
     let name = || path.display().to_string();
-    let outcome = Mending::new(file, header).and_then(|mut mending| {
-        let (fault, mut missing) = (mending.count_all()?, 0);
+    let outcome = RepairPass::new(file, header).and_then(|mut pass| {
+        let (fault, mut missing) = (pass.count_all()?, 0);
         if fault.is_none() {
-            mending.write_blocks()?;
-            missing = mending.lengthen()?;
+            pass.write_blocks()?;
+            missing = pass.lengthen()?;
         }
-        let is_sound = mending.claims.are_sound();
-        Ok((Mended { count: mending.mended, missing, is_sound }, fault))
+        let is_sound = pass.overlaps.are_sound();
+        Ok((Repaired { count: pass.repaired, missing, is_sound }, fault))
     });
     match outcome {
-        Ok((mended, None)) => Ok(mended),
+        Ok((repaired, None)) => Ok(repaired),
         Ok((_, Some(why))) => Err(OpenError::Damaged { path: name(), why }),
         Err(source) => {
-            Err(OpenError::System { path: name(), what: "counting its clusters", source })
+            Err(OpenError::System { path: name(), what: "checking its reference counts", source })
         }
     }
 }
 
-/// A block of counts.
+/// Refcount block.
 struct Block {
     offset: u64,
     bytes: Vec<u8>,
     is_changed: bool,
 }
 
-struct Mending<'a> {
+struct RepairPass<'a> {
     file: &'a ImageFile,
     header: &'a Header,
     refcounts: Vec<u64>,
-    /// By their place in the table of blocks.
+    /// Blocks by their index in the refcount table.
     blocks: BTreeMap<u64, Block>,
-    /// As many tables as this fit into what the file takes of its file system.
+    /// Maximum number of L2 tables, from the space that the file occupies in its file system.
     most_tables: u64,
-    mended: u64,
-    /// Clusters in the file, with one that it ends in; of a device nobody asks.
+    repaired: u64,
+    /// Length of the file in clusters, rounded up; unlimited for a device.
     len: u64,
-    /// Behind the last cluster that is used.
+    /// End of the last used cluster.
     end: u64,
-    /// How many are used behind the file's end.
+    /// Number of references to clusters beyond the end of the file.
     beyond: u64,
-    claims: Claims,
+    overlaps: OverlapCheck,
 }
 
-impl<'a> Mending<'a> {
+impl<'a> RepairPass<'a> {
     fn new(file: &'a ImageFile, header: &'a Header) -> io::Result<Self> {
         let taken = if file.is_block_device() {
             u64::MAX
@@ -114,9 +116,9 @@ impl<'a> Mending<'a> {
             header,
             refcounts: read_table(file, header.refcounts)?,
             blocks: BTreeMap::new(),
-            // Holes of an honest image are in its data.
+            // In a valid image only data have holes.
             most_tables: (taken >> header.cluster_bits).saturating_add(16),
-            mended: 0,
+            repaired: 0,
             len: if file.is_block_device() {
                 u64::MAX
             } else {
@@ -124,13 +126,13 @@ impl<'a> Mending<'a> {
             },
             end: 0,
             beyond: 0,
-            claims: Claims::default(),
+            overlaps: OverlapCheck::default(),
         })
     }
 
-    /// Why the image is damaged, if it is.
+    /// Counts all clusters. Returns the defect if the image is damaged.
     fn count_all(&mut self) -> io::Result<Option<String>> {
-        let tables = match self.claim_tables()? {
+        let tables = match self.count_tables()? {
             Ok(tables) => tables,
             Err(why) => return Ok(Some(why)),
         };
@@ -145,8 +147,8 @@ impl<'a> Mending<'a> {
         Ok(None)
     }
 
-    /// Counts the header and all tables. Where those are that name the clusters of the disk.
-    fn claim_tables(&mut self) -> io::Result<Result<Vec<u64>, String>> {
+    /// Counts the header and all tables. Returns the offsets of the L2 tables.
+    fn count_tables(&mut self) -> io::Result<Result<Vec<u64>, String>> {
         let cluster = 1_u64 << self.header.cluster_bits;
         let is_place = |at: &u64| *at != 0 && at.is_multiple_of(cluster);
         let of_table = |table: Table| {
@@ -157,7 +159,7 @@ impl<'a> Mending<'a> {
         let l1 = read_table(self.file, self.header.l1)?;
         let l2: Vec<u64> = l1.iter().map(|entry| entry & OFFSET).filter(is_place).collect();
         if l2.len() as u64 > self.most_tables {
-            return Ok(Err("it names more tables than its file has room for".to_owned()));
+            return Ok(Err("it refers to more tables than fit into its file".to_owned()));
         }
         let all = (0..1)
             .chain(of_table(self.header.l1))
@@ -165,7 +167,7 @@ impl<'a> Mending<'a> {
             .chain(blocks.into_iter().filter(is_place).map(|at| at / cluster))
             .chain(l2.iter().map(|at| at / cluster));
         for nth in all {
-            if let Err(Overlap { cluster: nth }) = self.claims.table(nth) {
+            if let Err(Overlap { cluster: nth }) = self.overlaps.table(nth) {
                 return Ok(Err(format!("two of its tables are at byte {}", nth * cluster)));
             }
             if !self.count(nth)? {
@@ -175,20 +177,20 @@ impl<'a> Mending<'a> {
         Ok(Ok(l2))
     }
 
-    /// Counts what an entry of a table names; or why the image is damaged.
+    /// Counts the clusters of an L2 entry. Returns the defect if the image is damaged.
     fn count_data(&mut self, entry: u64) -> io::Result<Result<(), String>> {
         let bits = self.header.cluster_bits;
         let at = entry & OFFSET;
-        let claimed = if entry & COMPRESSED != 0 {
-            self.claims.compressed(clusters_of_compressed(entry, bits))
+        let checked = if entry & COMPRESSED != 0 {
+            self.overlaps.compressed(clusters_of_compressed(entry, bits))
         } else if at == 0 || !at.is_multiple_of(1 << bits) {
             return Ok(Ok(()));
         } else {
-            self.claims.data(at >> bits)
+            self.overlaps.data(at >> bits)
         };
-        if let Err(Overlap { cluster }) = claimed {
+        if let Err(Overlap { cluster }) = checked {
             return Ok(Err(format!(
-                "a part of the disk is at byte {}, where one of its own tables is",
+                "it refers to byte {} as data, where one of its own tables is",
                 cluster << bits
             )));
         }
@@ -198,18 +200,18 @@ impl<'a> Mending<'a> {
         Ok(Ok(()))
     }
 
-    /// Has a cluster counted, if it is not. Whether it has a place for its count.
+    /// Counts a cluster if its count is 0. Returns false if it has no refcount block.
     fn count(&mut self, cluster: u64) -> io::Result<bool> {
         let order = self.header.refcount_order;
-        // Counts in a block.
+        // Number of counts per block.
         let per_block_bits = self.header.cluster_bits + 3 - order;
         let (nth, at) = (cluster >> per_block_bits, cluster & ((1 << per_block_bits) - 1));
         self.end = self.end.max(cluster + 1);
         self.beyond += u64::from(cluster >= self.len);
         let Some(block) = self.block(nth)? else { return Ok(false) };
-        let mended = set_if_zero(&mut block.bytes, at as usize, order);
-        block.is_changed |= mended;
-        self.mended += u64::from(mended);
+        let is_repaired = set_if_zero(&mut block.bytes, at as usize, order);
+        block.is_changed |= is_repaired;
+        self.repaired += u64::from(is_repaired);
         Ok(true)
     }
 
@@ -231,8 +233,8 @@ impl<'a> Mending<'a> {
         Ok(self.blocks.get_mut(&nth))
     }
 
-    /// Makes the file as long as its tables say, if it could have been so long: most of what it has
-    /// grown by is named. By how many bytes.
+    /// Extends the file to the end of its last cluster, if that is plausible: a large part of the
+    /// growth must be referenced. Returns the number of added bytes.
     fn lengthen(&self) -> io::Result<u64> {
         let grown = self.end.saturating_sub(self.len);
         if self.beyond == 0 || grown > self.beyond.saturating_mul(UNNAMED).saturating_add(LATELY) {
@@ -253,13 +255,13 @@ impl<'a> Mending<'a> {
 }
 
 fn uncounted(at: u64) -> String {
-    format!("the cluster at byte {at} is used, and has no place in the reference counts")
+    format!("the cluster at byte {at} is used, and has no reference count")
 }
 
-/// Makes a count 1 that is 0, of `2^order` bits; whether it was.
+/// Sets a count of `2^order` bits to 1 if it is 0. Returns true if it was.
 fn set_if_zero(block: &mut [u8], nth: usize, order: u32) -> bool {
     if order < 3 {
-        // Several in a byte, the first in its lowest bits.
+        // Several counts per byte, the first one in the lowest bits.
         let (bits, per_byte) = (1_usize << order, 8 >> order);
         let (at, shift) = (nth / per_byte, nth % per_byte * bits);
         let Some(byte) = block.get_mut(at) else { return false };
@@ -285,7 +287,7 @@ fn read_table(file: &ImageFile, table: Table) -> io::Result<Vec<u64>> {
     Ok(entries.map(u64::from_be_bytes).collect())
 }
 
-/// By the call that disks make, as the sandbox has no other.
+/// Writes with the system call of other disks, because the sandbox allows no other.
 fn write(file: &ImageFile, mut bytes: &[u8], mut offset: u64) -> io::Result<()> {
     while !bytes.is_empty() {
         let (piece, flags) = ([IoSlice::new(bytes)], ReadWriteFlags::empty());
@@ -299,7 +301,7 @@ fn write(file: &ImageFile, mut bytes: &[u8], mut offset: u64) -> io::Result<()> 
     Ok(())
 }
 
-/// Bytes of the file; zeroes beyond its end.
+/// Reads bytes of the file; bytes beyond its end are zeroes.
 fn read(file: &ImageFile, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len];
     let mut done = 0;
@@ -327,7 +329,7 @@ mod tests {
             assert!(set_if_zero(&mut block, count - 1, order));
             assert!(!set_if_zero(&mut block, count, order));
             assert_eq!(block.iter().map(|byte| byte.count_ones()).sum::<u32>(), 2, "{order}");
-            // Big-endian from 8 bits on, and from the lowest bit on below that.
+            // Big-endian from 8 bits on; below that, from the lowest bit of a byte on.
             let at = match order {
                 0 => (0, 1 << 3),
                 1 => (0, 1 << 6),

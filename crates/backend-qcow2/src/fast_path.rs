@@ -1,5 +1,5 @@
-//! A queue's requests on clusters that need nothing of the format: straight from and to the image's
-//! file, by io_uring, as a raw image has it.
+//! Fast path of a queue: requests on mapped clusters, directly between guest memory and the image's
+//! file by io_uring, like those of a raw image.
 
 use crate::image::Image;
 use crate::map::Entered;
@@ -7,34 +7,34 @@ use shadowbell_backend::{BytesQueue, DiskError, Op, Queue, Request, Submitted, T
 use shadowbell_memory::Segments;
 use std::os::fd::BorrowedFd;
 
-pub(crate) struct Fast {
+pub(crate) struct FastPath {
     queue: BytesQueue,
-    /// By their tag; the key is their tag in `queue`.
+    /// Requests in flight; their keys are their tags in `queue`.
     under_way: Tasks<Way>,
-    /// It was looked whether the file is as it was, for the writes that come together.
+    /// True if the file length was checked for the current batch of writes.
     is_checked: bool,
 }
 
-/// A request that goes this way.
+/// Request on the fast path.
 struct Way {
-    /// As it came.
+    /// Request with its offset on the disk.
     request: Request,
     entered: Entered,
 }
 
-/// One that has to go the long way after all.
+/// Request that has to be repeated on the slow path.
 pub(crate) struct Back {
     pub(crate) tag: u32,
     pub(crate) request: Request,
     pub(crate) data: Segments,
 }
 
-impl Fast {
+impl FastPath {
     pub(crate) fn new(queue: BytesQueue) -> Self {
         Self { queue, under_way: Tasks::default(), is_checked: false }
     }
 
-    /// Begins a request that was checked; nothing if it has to go the long way.
+    /// Starts a valid request; `None` if it has to take the slow path.
     pub(crate) fn submit(
         &mut self,
         image: &Image,
@@ -66,7 +66,7 @@ impl Fast {
         }
     }
 
-    /// The thread may wait a little for the file.
+    /// Allows the thread to wait shortly for the file.
     pub(crate) fn may_wait(&mut self) {
         self.queue.may_wait();
     }
@@ -76,7 +76,7 @@ impl Fast {
         self.queue.commit();
     }
 
-    /// Hands back what has ended, and puts into `back` what has to go the long way.
+    /// Reports completions, and adds requests that have to take the slow path to `back`.
     pub(crate) fn reap(
         &mut self,
         image: &Image,
@@ -90,7 +90,7 @@ impl Fast {
             if let Some(map) = &image.map {
                 map.leave(entered);
             }
-            // The file has ended there, which is looked into.
+            // The file was truncated, which the slow path handles.
             if result == Err(DiskError::OutOfRange) {
                 return back.push(Back { tag, request, data });
             }
@@ -99,7 +99,7 @@ impl Fast {
         });
     }
 
-    /// Asks for the end of a request, if it is one of these. Whether it is.
+    /// Cancels a request. Returns true if it is in flight on the fast path.
     pub(crate) fn cancel(&mut self, tag: u32) -> bool {
         let key = self.under_way.find(tag);
         if let Some(key) = key {
@@ -116,7 +116,7 @@ impl Fast {
         self.queue.wake_fd()
     }
 
-    /// Waits for what is under way, and leaves what it has entered.
+    /// Waits for requests in flight, and leaves their clusters.
     pub(crate) fn close(self, image: &Image) {
         let Self { queue, mut under_way, .. } = self;
         drop(queue);
@@ -129,7 +129,7 @@ impl Fast {
     }
 }
 
-/// Whether there is room, after a request that may tell.
+/// Updates the out-of-space state after a request that may change it.
 fn note_room(image: &Image, request: &Request, result: Result<(), DiskError>) {
     if result == Err(DiskError::NoSpace) || image.is_full() {
         image.note_room(request, result);

@@ -1,40 +1,40 @@
-//! What each cluster of an image's file is used for, by what its tables say when it is opened.
+//! Detection of clusters with two uses, from the tables of an image when it is opened.
 //!
-//! An honest image uses each cluster for one thing. One that was made by somebody else may name its
-//! own tables as a part of the disk, so that a guest would write them; or name one cluster twice,
-//! of which the second use is left when the first gives it back, and a table may be the next to get
-//! it. The first kind is not opened to write to it. In the second, nothing is written past the
-//! crate that knows the format.
+//! A valid image uses each cluster once. A malicious image may refer to its own tables as data, so
+//! that a guest would overwrite them. Or it may refer to one cluster twice: if the guest frees one
+//! reference, the other remains, and the cluster may be reused for a table. An image of the first
+//! kind is not opened for writing. In an image of the second kind, only `imago` writes, never the
+//! fast path.
 
 use std::collections::{HashMap, HashSet};
 
-/// Clusters of which a chunk says whether they are used.
+/// Number of clusters per bitmap chunk.
 const CHUNK: u64 = 4096;
-/// The most chunks: 32 MiB of memory, for 16 TiB of a file with clusters of 64 KiB.
+/// Maximum number of chunks: 32 MiB of memory, for a file of 16 TiB with clusters of 64 KiB.
 const MAX_CHUNKS: usize = 1 << 16;
 
-/// A table that names clusters is in a cluster that is used for something else, too.
+/// Error: a cluster of a table or of the header is also used otherwise.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Overlap {
     pub(crate) cluster: u64,
 }
 
-/// Who uses what.
+/// Uses of clusters so far.
 #[derive(Default)]
-pub(crate) struct Claims {
+pub(crate) struct OverlapCheck {
     tables: HashSet<u64>,
     data: HashMap<u64, Box<[u64; CHUNK as usize / 64]>>,
-    /// There may be a cluster that has two uses.
+    /// True if a cluster may have two uses.
     is_shared: bool,
 }
 
-impl Claims {
-    /// A cluster is a table's, or the header's. All of them come before the first cluster of data.
+impl OverlapCheck {
+    /// Adds a cluster of a table or of the header. All of these must be added before data clusters.
     pub(crate) fn table(&mut self, cluster: u64) -> Result<(), Overlap> {
         if self.tables.insert(cluster) { Ok(()) } else { Err(Overlap { cluster }) }
     }
 
-    /// A cluster is a part of the disk.
+    /// Adds a data cluster.
     pub(crate) fn data(&mut self, cluster: u64) -> Result<(), Overlap> {
         if self.tables.contains(&cluster) {
             return Err(Overlap { cluster });
@@ -53,8 +53,8 @@ impl Claims {
         Ok(())
     }
 
-    /// A part of the disk is compressed, in these clusters. They have several such parts each, and
-    /// how many of them is what their count has to say: which is not looked at.
+    /// Adds the clusters of a compressed cluster. A cluster may contain several compressed ones;
+    /// their number is in its reference count, which is not checked here.
     pub(crate) fn compressed(
         &mut self,
         clusters: std::ops::RangeInclusive<u64>,
@@ -68,13 +68,13 @@ impl Claims {
         Ok(())
     }
 
-    /// Whether no cluster can have a second use, now or when one of its uses has given it back.
+    /// True if no cluster has two uses, nor can get one when it is freed.
     pub(crate) fn are_sound(&self) -> bool {
         !self.is_shared
     }
 }
 
-/// The clusters that a compressed cluster is in, by its entry in a table.
+/// Clusters that contain the compressed cluster of an L2 entry.
 pub(crate) fn clusters_of_compressed(
     entry: u64,
     cluster_bits: u32,
@@ -82,7 +82,7 @@ pub(crate) fn clusters_of_compressed(
     let offset_bits = 62 - (cluster_bits - 8);
     let offset = entry & ((1 << offset_bits) - 1);
     let sectors = (entry >> offset_bits) & ((1 << (cluster_bits - 8)) - 1);
-    // The first sector is not counted.
+    // The count does not include the first sector.
     let last = (offset & !511) + sectors * 512 + 511;
     offset >> cluster_bits..=last >> cluster_bits
 }
@@ -93,39 +93,39 @@ mod tests {
 
     #[test]
     fn a_cluster_has_one_use() {
-        let mut claims = Claims::default();
-        assert_eq!((claims.table(0), claims.table(3)), (Ok(()), Ok(())));
-        assert_eq!(claims.table(3), Err(Overlap { cluster: 3 }));
-        assert_eq!(claims.data(3), Err(Overlap { cluster: 3 }));
+        let mut check = OverlapCheck::default();
+        assert_eq!((check.table(0), check.table(3)), (Ok(()), Ok(())));
+        assert_eq!(check.table(3), Err(Overlap { cluster: 3 }));
+        assert_eq!(check.data(3), Err(Overlap { cluster: 3 }));
         for cluster in [4, 67, CHUNK + 4, 1 << 50] {
-            assert_eq!(claims.data(cluster), Ok(()));
+            assert_eq!(check.data(cluster), Ok(()));
         }
-        assert!(claims.are_sound());
-        assert_eq!(claims.data(67), Ok(()));
-        assert!(!claims.are_sound());
+        assert!(check.are_sound());
+        assert_eq!(check.data(67), Ok(()));
+        assert!(!check.are_sound());
     }
 
     #[test]
     fn a_compressed_cluster_may_begin_anywhere() {
-        // Of 64 KiB: 54 bits of the place, then 8 of the length.
+        // Clusters of 64 KiB: 54 bits of offset, then 8 bits of length.
         assert_eq!(clusters_of_compressed((1 << 62) | 0x1_2345, 16), 1..=1);
         assert_eq!(clusters_of_compressed((1 << 62) | (1 << 54) | 0x1_ff00, 16), 1..=2);
         assert_eq!(clusters_of_compressed((1 << 62) | (0xff << 54) | 0x1_0000, 16), 1..=2);
-        let mut claims = Claims::default();
-        assert_eq!(claims.table(2), Ok(()));
-        assert_eq!(claims.compressed(0..=1), Ok(()));
-        assert!(!claims.are_sound());
-        assert_eq!(claims.compressed(1..=2), Err(Overlap { cluster: 2 }));
+        let mut check = OverlapCheck::default();
+        assert_eq!(check.table(2), Ok(()));
+        assert_eq!(check.compressed(0..=1), Ok(()));
+        assert!(!check.are_sound());
+        assert_eq!(check.compressed(1..=2), Err(Overlap { cluster: 2 }));
     }
 
     #[test]
     fn what_an_image_names_all_over_takes_no_more_memory() {
-        let mut claims = Claims::default();
+        let mut check = OverlapCheck::default();
         for nth in 0..=MAX_CHUNKS as u64 {
-            assert!(claims.are_sound());
-            assert_eq!(claims.data(nth * CHUNK), Ok(()));
+            assert!(check.are_sound());
+            assert_eq!(check.data(nth * CHUNK), Ok(()));
         }
-        assert!(!claims.are_sound());
-        assert_eq!(claims.data.len(), MAX_CHUNKS);
+        assert!(!check.are_sound());
+        assert_eq!(check.data.len(), MAX_CHUNKS);
     }
 }

@@ -1,31 +1,31 @@
-//! Which clusters of an image need nothing of its format, noted for the [`Map`](crate::map::Map).
+//! Fills the [`Map`](crate::map::Map) with clusters that the fast path may access.
 
 use crate::image::{Image, access, error_of};
 use imago::ShallowMapping;
 use shadowbell_backend::{DiskError, Op, Request};
 use std::sync::atomic::Ordering;
 
-/// The most clusters that wait for their tables to be written.
+/// Maximum number of clusters that wait for their tables to be written.
 const MAX_UNSAVED: usize = 1 << 16;
 
 impl Image {
-    /// Looks up where the clusters of a request are that was carried out, and what is around them.
-    pub(crate) fn learn(&self, request: &Request) {
+    /// Maps the clusters of an executed request and their neighbours.
+    pub(crate) fn fill_map(&self, request: &Request) {
         if matches!(request.op, Op::Read | Op::Write { .. }) {
-            // What can not be looked up is not known, and the next request says why.
+            // A failed lookup leaves clusters unmapped; the next request reports the error.
             let _ = self.contained(|| self.look_up(request));
         }
     }
 
     fn look_up(&self, request: &Request) -> Result<(), DiskError> {
         let Some(map) = &self.map else { return Ok(()) };
-        // Nothing is closed while this is locked.
+        // While this lock is held, no cluster is closed.
         let format = self.format.read();
         let format = access(&format)?;
-        // Whoever finds somebody at it does without.
-        let Some(learning) = map.learning() else { return Ok(()) };
+        // While another thread adds entries, this request's clusters remain unmapped.
+        let Some(fill) = map.fill() else { return Ok(()) };
         let (bits, size) = (self.header.cluster_bits, self.header.size);
-        for range in learning.unknown(request.offset, request.len) {
+        for range in fill.unknown(request.offset, request.len) {
             let (mut at, end) = (range.start << bits, (range.end << bits).min(size));
             while at < end {
                 let found = format.get_shallow_mapping(at, end - at);
@@ -36,9 +36,9 @@ impl Image {
                 if let ShallowMapping::Raw { offset: host, writable, .. } = mapping {
                     for cluster in map.clusters(at, there) {
                         let nth = (cluster << bits) - at;
-                        if self.may_be_learnt(cluster, host + nth, writable) {
+                        if self.may_be_mapped(cluster, host + nth, writable) {
                             let writes = writable && self.may_write(cluster);
-                            learning.learn(cluster, host + nth, writes);
+                            fill.add(cluster, host + nth, writes);
                         }
                     }
                 }
@@ -48,20 +48,20 @@ impl Image {
         Ok(())
     }
 
-    /// Whether a cluster of the disk that is at byte `host` of the file can be read there.
-    fn may_be_learnt(&self, cluster: u64, host: u64, writable: bool) -> bool {
+    /// True if a cluster of the disk can be read at byte `host` of the file.
+    fn may_be_mapped(&self, cluster: u64, host: u64, writable: bool) -> bool {
         let bits = self.header.cluster_bits;
-        // The last one may be the disk's in part only.
+        // The last cluster may extend beyond the end of the disk.
         let used = (1 << bits).min(self.header.size - (cluster << bits));
-        // What is shared moves when it is written.
+        // A shared cluster gets a new location when it is written.
         (writable || self.info.read_only)
             && host.is_multiple_of(1 << bits)
             && host.checked_add(used).is_some_and(|end| end <= self.longest())
     }
 
-    /// Whether a cluster that is the disk's alone can be written there, too: what ends in it is to
-    /// be found by the next process if the image is kept for that, so the table that names it has
-    /// to be in the file.
+    /// True if an unshared cluster can also be written by the fast path. With checkpoints, a
+    /// completed write must be found by the next process, so the table that refers to the cluster
+    /// has to be in the file.
     fn may_write(&self, cluster: u64) -> bool {
         if self.info.read_only || !self.is_sound {
             return false;
@@ -76,14 +76,14 @@ impl Image {
         false
     }
 
-    /// All tables are in the file, and nobody changes them now.
+    /// Allows fast-path writes after all tables were written. The caller prevents table changes.
     pub(crate) fn tables_are_saved(&self) {
         let Some(map) = &self.map else { return };
         self.unsaved.lock().drain(..).for_each(|cluster| map.allow_writes(cluster));
     }
 
-    /// Whether requests can go past the format still. `writes` looks at the file, too, which
-    /// takes a system call.
+    /// True if the fast path is usable. For `writes`, this also checks the file length, which takes
+    /// a system call.
     pub(crate) fn is_as_left(&self, writes: bool) -> bool {
         !self.broken.load(Ordering::Relaxed) && (!writes || self.check().is_ok())
     }
@@ -96,8 +96,8 @@ mod tests {
     use imago::io_buffers::IoBuffer;
     use shadowbell_backend::{DiskInfo, FileOptions, Op, Request};
 
-    /// Between a write that has allocated a cluster and the moment when the tables are in the file,
-    /// another write there must wait for them, too: so it goes the long way.
+    /// Between a write that has allocated a cluster and the write of the tables, another write to
+    /// the cluster has to wait for the tables, too, so it takes the slow path.
     #[test]
     fn a_cluster_is_written_straight_when_its_table_is_in_the_file() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
@@ -114,9 +114,9 @@ mod tests {
             image.run(&request, Some(&mut buffer)).unwrap();
         };
         write(0);
-        assert_eq!(known(0), [true, true], "nobody goes on with it");
+        assert_eq!(known(0), [true, true], "without checkpoints");
         image.last().unwrap();
-        assert_eq!(known(0), [true, true], "its table is there");
+        assert_eq!(known(0), [true, true], "its table is in the file");
         write(1 << 20);
         assert_eq!(known(1 << 20), [true, false]);
         write((1 << 20) + 4096);
