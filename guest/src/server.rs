@@ -54,8 +54,8 @@ pub struct Small<'a> {
 }
 
 impl Server {
-    /// Starts `shadowbell serve`, and waits for its socket and, as a keeper makes that before there
-    /// is anybody who serves, until the server answers.
+    /// Starts `shadowbell serve`, and waits for its socket and, as a supervisor makes that before
+    /// there is anybody who serves, until the server answers.
     pub fn start(run: &RunDir, serve: &Serve<'_>) -> Result<Self> {
         let name = serve.name;
         let socket = run.socket(name);
@@ -83,7 +83,7 @@ impl Server {
         let process = Process::spawn("shadowbell serve", &mut command)?;
         let mut server = Self { process, log, stats };
         let deadline = Instant::now() + Duration::from_secs(20);
-        let has_keeper = !serve.options.contains(&"--no-keeper");
+        let has_supervisor = !serve.options.contains(&"--no-keeper");
         let mut options = serve.options.iter().skip_while(|word| **word != "--control-socket");
         let control = options.nth(1).map_or_else(|| socket.clone(), PathBuf::from);
         let answers = || {
@@ -92,7 +92,7 @@ impl Server {
             ctl.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
             ctl.status().is_ok_and(|status| status.success())
         };
-        while !socket.exists() || has_keeper && !answers() {
+        while !socket.exists() || has_supervisor && !answers() {
             server.check()?;
             if Instant::now() > deadline {
                 bail!("shadowbell serve does not serve: {}", server.log_tail());

@@ -474,7 +474,7 @@ impl Model {
     }
 
     /// Another worker finds what the dead one has left, as `RecoveredJournal` does. That it has a
-    /// journal of its own from then on is one step: the keeper takes all of it or nothing.
+    /// journal of its own from then on is one step: the supervisor takes all of it or nothing.
     fn recover(&self, state: &mut State) {
         let Journal { mut records, sq_head, fetched, covers, .. } = state.journal.clone();
         let (mut head, mut count) = (sq_head, fetched);

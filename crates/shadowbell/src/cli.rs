@@ -2,8 +2,8 @@
 
 use crate::plain_words::plain;
 use crate::{
-    attach_many, bench, bind, ctl, demo, exit, export, inspect, keeper, logging, manage, manual,
-    serve, top, trace, transfer, upgrade, verify,
+    attach_many, bench, bind, ctl, demo, exit, export, inspect, logging, manage, manual, serve,
+    supervisor, top, trace, transfer, upgrade, verify,
 };
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
@@ -122,12 +122,12 @@ impl Verb {
 #[must_use]
 pub fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
-    if keeper::is_asked_for(&arguments) {
+    if supervisor::is_asked_for(&arguments) {
         // Before anything takes memory that it has no use for.
-        return keeper::run(arguments);
+        return supervisor::run(arguments);
     }
-    if arguments.len() == 2 && arguments[1] == keeper::CHECK {
-        return keeper::check();
+    if arguments.len() == 2 && arguments[1] == supervisor::CHECK {
+        return supervisor::check();
     }
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,

@@ -14,11 +14,11 @@ use crate::ctl_trace::{TraceVerb, trace};
 use crate::disk_spec;
 use crate::exit::bad_input;
 use crate::grant::{disks_of, grant};
-use crate::keeper_query::{Keeper, program};
 use crate::logging::COMMON;
 use crate::output::{Output, show};
 use crate::parse;
 use crate::replace::replace;
+use crate::supervisor::client::{SupervisorClient, program};
 use crate::table::Table;
 use crate::units::count;
 use anyhow::{Context, anyhow};
@@ -338,17 +338,17 @@ fn controller_path(id: &str) -> String {
     let socket = Path::new(id);
     let is_socket = std::fs::metadata(socket).is_ok_and(|about| about.file_type().is_socket());
     let id = match is_socket {
-        true => crate::keeper_link::known_path(socket).to_string_lossy().into_owned(),
+        true => crate::supervisor::protocol::known_path(socket).to_string_lossy().into_owned(),
         false => id.to_owned(),
     };
     format!("/v1/controllers/{}", part(&id))
 }
 
 fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
-    let keeper = status.keeper_pid.map_or("none".to_owned(), |pid| format!("process {pid}"));
+    let supervisor = status.keeper_pid.map_or("none".to_owned(), |pid| format!("process {pid}"));
     writeln!(out, "server       {} (shadowbell {})", status.name, status.version)?;
     writeln!(out, "process      {}", status.pid)?;
-    writeln!(out, "keeper       {keeper}")?;
+    writeln!(out, "supervisor   {supervisor}")?;
     writeln!(out, "serves for   {} s", status.uptime_seconds as u64)?;
     writeln!(out, "workers      {}", status.workers)?;
     writeln!(
@@ -600,8 +600,8 @@ fn upgrade(
     let status: Status = client.get("/v1/status")?;
     if let (true, Some(pid)) = (is_waited_for, status.keeper_pid) {
         // Its answer comes when the new process serves, and the server's own would not.
-        let keeper = Keeper::find(Path::new(&pid.to_string()))?;
-        let outcome = keeper.upgrade(binary.as_deref());
+        let supervisor = SupervisorClient::find(Path::new(&pid.to_string()))?;
+        let outcome = supervisor.upgrade(binary.as_deref());
         let said = outcome.with_context(|| format!("{} is not upgraded", status.name))?;
         let now: Status = client.get("/v1/status")?;
         return show(&now, json, |out, _| writeln!(out, "{said}"));

@@ -107,7 +107,7 @@ pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
 /// # Errors
 /// [`DiskSpecError`].
 pub(crate) fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    open_by(spec, Lifetime::Keeper)
+    open_by(spec, Lifetime::Supervisor)
 }
 
 /// Takes over the disk that another process has handed over; it has opened it by the same
@@ -279,8 +279,8 @@ pub(crate) fn from_root(spec: &str) -> String {
 enum Lifetime {
     /// As long as this process.
     Process,
-    /// As long as its keeper, and the processes that it starts.
-    Keeper,
+    /// As long as its supervisor, and the processes that it starts.
+    Supervisor,
 }
 
 fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
@@ -354,7 +354,7 @@ fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskS
         let spec = RbdSpec::parse(spec)?;
         let disk = match lifetime {
             Lifetime::Process => RbdDisk::open(&spec)?,
-            Lifetime::Keeper => RbdDisk::open_lasting(&spec)?,
+            Lifetime::Supervisor => RbdDisk::open_lasting(&spec)?,
         };
         return Ok(Arc::new(disk));
     }
@@ -395,7 +395,7 @@ pub(crate) fn device(spec: &str) -> Result<(Target, Options), DiskSpecError> {
 fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let open = match lifetime {
         Lifetime::Process => shadowbell_backend::open,
-        Lifetime::Keeper => shadowbell_backend::open_lasting,
+        Lifetime::Supervisor => shadowbell_backend::open_lasting,
     };
     let file = FileSpec::parse(spec)?;
     let opened = match &file {

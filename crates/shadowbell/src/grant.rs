@@ -1,14 +1,14 @@
-//! Lets a server in a sandbox have images: its keeper opens those that it was started with, and
+//! Lets a server in a sandbox have images: its supervisor opens those that it was started with, and
 //! those that somebody else than the server itself asks for.
 
 use crate::control::api::Status;
 use crate::control::client::Client;
 use crate::disk_spec;
-use crate::keeper_query::Keeper;
+use crate::supervisor::client::SupervisorClient;
 use std::path::{Path, PathBuf};
 
-/// Has the keeper of this server, if there is one, let it have these disks. What can not be granted
-/// is refused by the server, if it has to be.
+/// Has the supervisor of this server, if there is one, let it have these disks. What can not be
+/// granted is refused by the server, if it has to be.
 pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     let files: Vec<_> = disks.filter_map(disk_spec::file).collect();
     if files.is_empty() {
@@ -17,12 +17,12 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     let Some(pid) = client.get("/v1/status").ok().and_then(|s: Status| s.keeper_pid) else {
         return;
     };
-    let Ok(keeper) = Keeper::find(Path::new(&pid.to_string())) else { return };
+    let Ok(supervisor) = SupervisorClient::find(Path::new(&pid.to_string())) else { return };
     // A relative path is the server's.
     let from = PathBuf::from(format!("/proc/{pid}/cwd"));
     for file in files {
         if let Ok(file) = from.join(file).canonicalize()
-            && !keeper.grant(&file)
+            && !supervisor.grant(&file)
         {
             return;
         }

@@ -2,8 +2,8 @@
 //! not be held up.
 //!
 //! Who closes the last descriptor of a memory file gives back all of its pages, which takes a
-//! second for some GiB, and other files may take as long as somebody else likes. In a keeper that
-//! would be time in which it hears none of its workers, whichever guest they serve.
+//! second for some GiB, and other files may take as long as somebody else likes. In a supervisor
+//! that would be time in which it hears none of its workers, whichever guest they serve.
 
 use rustix::process::Signal;
 use shadowbell_memory::process::{block_signals, unblock_signals};

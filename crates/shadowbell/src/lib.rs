@@ -38,11 +38,10 @@
 //! | `disk_recovery` | the disks of a process that has died, in the next one |
 //! | `transport` | the way to a controller outside of this process |
 //! | `target` | TARGETs: namespaces as people write them |
-//! | `keeper` | the process that keeps a `serve` going, unless `--no-keeper` |
-//! | `items` | what a keeper holds for its worker, and how it travels |
-//! | `saved_items` | the same, written down for a keeper that goes on |
-//! | `keeper_link` | what keepers, workers and `upgrade` say to each other |
-//! | `keeper_query` | finds the keeper of a server, and asks it |
+//! | `supervisor` | the process that starts and restarts the server process, unless `--no-keeper` |
+//! | `checkpoint` | checkpoint of a server process, for recovery, and its packets |
+//! | `checkpoint_codec` | serialization of a checkpoint for the next supervisor |
+//! | `path_broker` | protocol for sockets and files that the supervisor creates |
 //! | `grant` | lets a server in a sandbox have images |
 //! | `control` | what a server and those who control it say to each other |
 //! | `notify` | what a service manager is told |
@@ -67,6 +66,8 @@ mod attach_many;
 mod banner;
 mod bench;
 mod bind;
+mod checkpoint;
+mod checkpoint_codec;
 mod cli;
 mod content;
 mod control;
@@ -84,10 +85,6 @@ mod exit;
 mod export;
 mod grant;
 mod inspect;
-mod items;
-mod keeper;
-mod keeper_link;
-mod keeper_query;
 mod late_close;
 mod latency;
 mod layers;
@@ -106,7 +103,7 @@ mod overwrite;
 mod page;
 mod parse;
 mod paste;
-mod place_link;
+mod path_broker;
 mod plain_words;
 mod pool;
 mod pool_disks;
@@ -114,13 +111,13 @@ mod queue_options;
 mod replace;
 mod report;
 mod rng;
-mod saved_items;
 mod self_as_is;
 mod serve;
 mod session;
 mod shell;
 mod signals;
 mod subsystems;
+mod supervisor;
 mod table;
 mod target;
 mod top;

@@ -15,9 +15,9 @@ fn sources(directory: &Path, found: &mut Vec<std::path::PathBuf>) {
 }
 
 /// Of all crates beside this one: nobody receives descriptors but `socket.rs`, which holds each at
-/// once, and those whose peer is a process of ours, the keeper or another worker (what of it came
-/// from a client is in a `PeerFd` again before anybody uses it); and nobody but `PeerFd` itself and
-/// the closer has the descriptor in it.
+/// once, and those whose peer is a process of ours, the supervisor or another worker (what of it
+/// came from a client is in a `PeerFd` again before anybody uses it); and nobody but `PeerFd`
+/// itself and the closer has the descriptor in it.
 #[test]
 fn nobody_else_receives_a_descriptor() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
@@ -46,7 +46,11 @@ fn nobody_else_receives_a_descriptor() {
     receive.sort();
     assert_eq!(
         receive,
-        ["shadowbell/src/keeper_link.rs", "state/src/channel.rs", "vfio-user/src/socket.rs"]
+        [
+            "shadowbell/src/supervisor/protocol.rs",
+            "state/src/channel.rs",
+            "vfio-user/src/socket.rs"
+        ]
     );
     assert_eq!(
         close,

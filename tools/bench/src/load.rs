@@ -67,8 +67,8 @@ pub(crate) struct Load<'a> {
     pub(crate) doorbells: &'a str,
     /// The longest that the two sides look before they sleep, in microseconds, if not the default.
     pub(crate) poll_max: Option<u32>,
-    /// The server has a keeper.
-    pub(crate) keeper: bool,
+    /// The server has a supervisor.
+    pub(crate) supervisor: bool,
 }
 
 impl Default for Load<'_> {
@@ -86,7 +86,7 @@ impl Default for Load<'_> {
             fill: false,
             doorbells: "shadow",
             poll_max: None,
-            keeper: false,
+            supervisor: false,
         }
     }
 }
@@ -140,7 +140,7 @@ impl Load<'_> {
 
     /// A server for this load, ready to be measured.
     pub(crate) fn serve(&self, settings: &Settings) -> Result<Server> {
-        let start = if self.keeper { Server::start_kept } else { Server::start };
+        let start = if self.supervisor { Server::start_kept } else { Server::start };
         let server = start(&settings.binary, &[self.disk], &self.serve_options(settings))?;
         if self.fill {
             let mut command = child(&settings.binary);

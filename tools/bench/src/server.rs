@@ -27,7 +27,7 @@ impl Server {
         Self::start_by(binary, disks, &[&["--no-keeper".to_owned()], options].concat())
     }
 
-    /// The same with a keeper: what it has answered survives the process that serves.
+    /// The same with a supervisor: what it has answered survives the process that serves.
     pub(crate) fn start_kept(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
         Self::start_by(binary, disks, options)
     }

@@ -17,7 +17,7 @@ pub(crate) struct Status {
     pub version: String,
     /// The process that serves.
     pub pid: u32,
-    /// Its keeper, unless it has none (`serve --no-keeper`).
+    /// Its supervisor, unless it has none (`serve --no-keeper`).
     pub keeper_pid: Option<u32>,
     /// Since this process serves. An upgrade begins it anew.
     pub uptime_seconds: f64,

@@ -4,7 +4,7 @@ use super::api::Controller;
 use super::client::Client;
 use super::place;
 use crate::exit;
-use crate::keeper_link::known_path;
+use crate::supervisor::protocol::known_path;
 use anyhow::anyhow;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};

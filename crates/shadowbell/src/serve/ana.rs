@@ -1,6 +1,6 @@
 //! ANA state changes while hosts use the controllers.
 
-use super::changes::Changes;
+use super::reconfigure::Changes;
 use super::registry::ServedController;
 use crate::ana_word::AnaWord;
 use crate::exit;
@@ -40,14 +40,14 @@ impl Changes {
         let mut asked = (*served.asked()).clone();
         let Some(place) = &mut asked.controller.subsystem else {
             return Err(exit::conflict(anyhow!(
-                "{} is not one of a subsystem: its namespaces have no other way, and no groups",
+                "{} belongs to no subsystem, so it has no ANA groups",
                 served.name
             )));
         };
         let count = place.ana.count();
         if !(1..=count).contains(&group) {
             return Err(exit::not_there(anyhow!(
-                "the subsystem {} has ANA groups 1 to {count}, and none {group}",
+                "the subsystem {} has ANA groups 1 to {count}, not {group}",
                 place.name
             )));
         }
@@ -69,8 +69,8 @@ impl Changes {
             // The channel is closed without a message if the controller was removed.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(true),
             Err(RecvTimeoutError::Timeout) => Err(anyhow!(
-                "ANA group {group} of {} is {state} for all that comes, and something that was \
-                 under way before has not ended within {} s",
+                "ANA group {group} of {} is {state} for new commands, but earlier commands in \
+                 flight did not end within {} s",
                 served.name,
                 UNDER_WAY.as_secs()
             )),

@@ -22,28 +22,27 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {
-    /// A namespace each: disk.img, /dev/sdb, /dev/ng0n1, disk.qcow2, mem:1GiB, null:1TiB, an export
-    /// of an NBD server, nbd://host/export, nbd+unix:///export?socket=PATH, an image of Ceph's,
+    /// Disks, one per namespace: disk.img, /dev/sdb, /dev/ng0n1, disk.qcow2, mem:1GiB, null:1TiB,
+    /// an NBD export, nbd://host/export, nbd+unix:///export?socket=PATH, a Ceph RBD image,
     /// rbd:pool/image, or a namespace of another controller, nvme://0000:01:00.0/1,
     /// vfio-user:/run/ssd.sock/1; options as in `disk.img?block-size=4096&read-only=on`
     #[arg(value_name = "DISK", required_unless_present_any = ["config", "check", "namespaces"])]
     disks: Vec<String>,
 
-    /// Where to listen; a directory for SPDK (the socket is `cntrl` in there)
+    /// Path of the vfio-user socket; for SPDK a directory (the socket is `cntrl` in it)
     #[arg(long, value_name = "PATH", required_unless_present_any = ["config", "check"])]
     socket: Option<PathBuf>,
 
-    /// Serve many controllers, as a TOML file describes them; see below
+    /// Serve the controllers of a TOML configuration file; see below
     #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "controller", "pool"])]
     config: Option<PathBuf>,
 
-    /// Check such a file, as far as that is possible without opening what it names, and serve
-    /// nothing
+    /// Check a configuration file without opening disks and sockets, and serve nothing
     #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "config", "controller", "pool"])]
     pub(super) check: Option<PathBuf>,
 
-    /// Let the guest make namespaces, format and sanitize them: files in this directory, which have
-    /// so much together at most, as in `/srv/pool?capacity=1TiB`
+    /// Let the guest create, format and sanitize namespaces: files in this directory, with a
+    /// total capacity, as in `/srv/pool?capacity=1TiB`
     #[arg(long = "pool", id = "namespaces", value_name = "DIR?capacity=SIZE", conflicts_with_all = ["config", "check"])]
     namespaces: Option<PoolSpec>,
 
@@ -53,74 +52,73 @@ pub(crate) struct Args {
     #[command(flatten)]
     pool: PoolArgs,
 
-    /// Record every decision about a doorbell in this file, for `shadowbell trace`
+    /// Record every doorbell decision in this file, for `shadowbell trace`
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
 
-    /// How many records to keep of each worker; older ones give way
+    /// Number of trace records per I/O thread; newer records overwrite older ones
     #[arg(long, value_name = "N", requires = "trace", value_parser = clap::value_parser!(u32).range(1024..=1 << 24))]
     trace_records: Option<u32>,
 
-    /// Measure how long commands take, by namespace, for `/metrics` and `shadowbell top`
+    /// Measure command latency by namespace, for `/metrics` and `shadowbell top`
     #[arg(long)]
     measure: bool,
 
-    /// Write counters to this file, at the end and on SIGUSR1
+    /// Write statistics to this file, at the end and on SIGUSR1
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
 
-    /// Let `shadowbell top` of the same user look at the counters, over a socket here
+    /// Path of a statistics socket, for `shadowbell top` of the same user
     #[arg(long, value_name = "PATH")]
     stats_socket: Option<PathBuf>,
 
-    /// Where the control socket is, for `shadowbell ctl` [default:
-    /// /run/shadowbell/NAME/control.sock, or below $XDG_RUNTIME_DIR for a user who is not root]
+    /// Path of the control socket, for `shadowbell ctl` [default:
+    /// /run/shadowbell/NAME/control.sock, or below $XDG_RUNTIME_DIR for a user other than root]
     #[arg(long, value_name = "PATH")]
     control_socket: Option<PathBuf>,
 
-    /// What the server is called [default: the name of the configuration file, or of the socket]
+    /// Name of the server [default: the name of the configuration file, or of the socket]
     #[arg(long, value_name = "NAME", value_parser = place::check_name)]
     name: Option<String>,
 
-    /// The mode of the sockets at which controllers are served, as in 0660 [default: what the umask
-    /// leaves]
+    /// Mode of the controllers' sockets, as in 0660 [default: set by the umask]
     #[arg(long, value_name = "MODE", value_parser = socket_access::parse_mode)]
     socket_mode: Option<u32>,
 
-    /// Their group, a name or a number [default: that of the process]
+    /// Group of the controllers' sockets, a name or a number [default: that of the process]
     #[arg(long, value_name = "GROUP", value_parser = existing_group)]
     socket_group: Option<String>,
 
-    /// Show metrics at http://ADDR:PORT/metrics, to whoever can reach it
+    /// Serve metrics at http://ADDR:PORT/metrics, without access control
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
 
-    /// Serve in the process that is started, without a keeper: it can not be replaced while it
-    /// serves (`shadowbell upgrade`), and its death ends the disks of its guests
-    #[arg(long, conflicts_with = "keeper")]
-    no_keeper: bool,
+    /// Serve in the started process itself, without a supervisor: no `shadowbell upgrade`, and a
+    /// crash ends the disks of all guests
+    #[arg(long = "no-keeper", conflicts_with = "supervisor")]
+    no_supervisor: bool,
 
-    /// Have a keeper: as it is anyway
-    #[arg(long, hide = true)]
-    keeper: bool,
+    /// Run a supervisor (the default)
+    #[arg(long = "keeper", hide = true)]
+    supervisor: bool,
 
-    /// Give up what the process that serves does not need, before it reads anything of a guest's:
-    /// system calls, files other than those it is handed, new privileges. With auto as far as the
-    /// system and the disks let it; without a keeper not files
+    /// Drop privileges before the server process reads guest data: system calls, access to other
+    /// files, new privileges. With auto as far as the system and the disks permit; file access
+    /// only with a supervisor
     #[arg(long, value_enum, value_name = "WHEN", default_value_t)]
     sandbox: sandbox::Mode,
 
-    /// Have the process that serves be this user's, a name or UID:GID; the keeper stays root's
+    /// Run the server process as this user, a name or UID:GID; the supervisor stays root
     #[arg(long, value_name = "USER", value_parser = sandbox::parse_user)]
     user: Option<sandbox::User>,
 
-    /// Let a server in a sandbox open all images below this directory, and make sockets there, when
-    /// the control socket asks for it
+    /// Permit a sandboxed server to open images and to create sockets below this directory, when
+    /// the control socket requests that
     #[arg(long, value_name = "DIRECTORY")]
     allow: Vec<PathBuf>,
 
-    /// How a keeper starts it
-    #[arg(long, value_enum, hide = true, conflicts_with = "no_keeper")]
+    /// Start mode, set by the supervisor
+    #[arg(long, value_enum, hide = true, conflicts_with = "no_supervisor")]
     pub(super) as_worker: Option<Role>,
 
     #[cfg(feature = "faults")]
@@ -130,72 +128,73 @@ pub(crate) struct Args {
 
 const AFTER_HELP: &str = "\
 SIGINT, SIGTERM and SIGHUP end the service; a second one does not wait for the guests. With \
---config, SIGHUP has the file read again, as `shadowbell ctl apply` does: controllers come, go and \
-change, a bad file is refused as a whole, and so is one that takes a controller from a client. \
-One of them that whoever starts it has set to be ignored stays so, as SIGINT is in a script's \
-`shadowbell serve ... &`, and SIGHUP under nohup: SIGTERM is what ends it then. \
-SIGUSR1 writes the counters.
+--config, SIGHUP reloads the file, as `shadowbell ctl apply` does: controllers are added, removed \
+and changed; an invalid file is refused as a whole, and so is one that takes a controller from a \
+client. Signals that were ignored at start-up stay ignored, as SIGINT in a script's \
+`shadowbell serve ... &` and SIGHUP under nohup; SIGTERM always ends the service. \
+SIGUSR1 writes the statistics.
 
-The process that was started is a keeper, which starts the one that serves. These are signals to \
-the keeper. `shadowbell upgrade` or SIGUSR2 to it replace the process that serves, and then the \
-keeper, by the program that is now at its path; guests keep their controllers. If the process that \
-serves dies, another one goes on with its guests. A disk `mem:` is shared memory. With --no-keeper \
-all of that is not so, and one process does everything. Under systemd: Type=notify, ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 has a process that hangs give way to \
-another. With Restart=on-failure, FileDescriptorStoreMax=16 and Environment=FDSTORE=16 guests keep \
-their controllers when the keeper is killed.
+The started process is a supervisor, which starts the server process. The signals are for the \
+supervisor. `shadowbell upgrade`, or SIGUSR2 to the supervisor, replaces the server process, and \
+then the supervisor, by the program that is now at its path; guests keep their controllers. If the \
+server process crashes, another one recovers its guests. A disk `mem:` is shared memory. With \
+--no-keeper, one process does everything, without upgrade and recovery. Under systemd: \
+Type=notify, ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 to replace a server process that \
+hangs. With Restart=on-failure, FileDescriptorStoreMax=16 and Environment=FDSTORE=16 guests keep \
+their controllers when the supervisor is killed.
 
-The process that serves is in a sandbox, and the log says at the start what that holds for; unless \
-there is no keeper also for files: images are opened by the keeper. Disks nbd:, rbd:, nvme:// and vfio-user: \
-have none.
+The server process runs in a sandbox, which the log describes at the start. With a supervisor, \
+which opens the images, file access is restricted too. With disks nbd:, rbd:, nvme:// and \
+vfio-user: there is no sandbox.
 
 Options of a disk, as in `disk.img?direct=on&iops=1000`:
 
-  read-only=on|off        refuse writes; with off, fail if the file can not be written
-  block-size=512|4096     bytes of a block
-  uuid=UUID               by which guests know it, wherever it is [default: made of serial and path]
+  read-only=on|off        refuse writes; with off, fail if the file is not writable
+  block-size=512|4096     block size in bytes
+  uuid=UUID               UUID that guests see [default: derived from the serial number and path]
   direct=on|off|auto      of a file: bypass the page cache
-  aio=io_uring|threads    of a file: how it is read and written [default: io_uring if there is one]
-  format=raw|qcow2        of a file: what is in it, instead of by its first bytes
-  allow-backing=on        of a qcow2 image: it may name another file, of which it is the difference
-  socket=PATH             of nbd+unix:///EXPORT: where the server is
-  connections=N           of nbd: how many, if the server allows several [default: 4]
-  replay=SIZE|off         of nbd: how much is kept until it is flushed, to be written again to a
-                          server that was restarted [default: 64MiB]
-  tls-certificates=DIR    of nbds://HOST/EXPORT, nbds+unix: an NBD server by TLS: ca-cert.pem, and
-                          client-cert.pem with client-key.pem if it wants to know its clients
-  tls-hostname=NAME       of nbds: what the server's certificate is for [default: HOST, localhost]
-  settle=SECONDS          of nbd: how long its server may go on with writes of a process that has
-                          died; the next one, under a keeper, waits for that
-  conf=FILE, id=USER,     of rbd:POOL/IMAGE[@SNAPSHOT]: the cluster's configuration, the user
-  namespace=NAME          [default: admin], the namespace in the pool
-  read-zeroes=on          of null: reads give zeroes
-  zero-copy=off           of nvme:// and vfio-user: go through memory of this process
+  aio=io_uring|threads    of a file: I/O method [default: io_uring if available]
+  format=raw|qcow2        of a file: image format, instead of detection by its first bytes
+  allow-backing=on        of a qcow2 image: permit a backing file
+  socket=PATH             of nbd+unix:///EXPORT: socket of the server
+  connections=N           of nbd: number of connections, if the server permits several [default: 4]
+  replay=SIZE|off         of nbd: size of unflushed writes to keep, to repeat them on a server that
+                          was restarted [default: 64MiB]
+  tls-certificates=DIR    of nbds://HOST/EXPORT, nbds+unix: TLS, with ca-cert.pem, and with
+                          client-cert.pem and client-key.pem if the server requires them
+  tls-hostname=NAME       of nbds: name in the server's certificate [default: HOST, localhost]
+  settle=SECONDS          of nbd: how long its server may still execute writes of a dead client;
+                          recovery, with a supervisor, waits for that
+  conf=FILE, id=USER,     of rbd:POOL/IMAGE[@SNAPSHOT]: configuration of the cluster, user
+  namespace=NAME          [default: admin], namespace in the pool
+  read-zeroes=on          of null: reads return zeroes
+  zero-copy=off           of nvme:// and vfio-user: copy data through memory of this process
   iops=N[:BURST], read-iops=, write-iops=, bandwidth=SIZE[:BURST], read-bandwidth=,
-  write-bandwidth=        a second takes no more; what comes too early waits
-  limit-group=NAME        share the limits of this group, too
+  write-bandwidth=        rate limits per second; requests beyond them wait
+  limit-group=NAME        share the limits of this group
 
 A configuration file:
 
-  trace = \"/var/tmp/shadowbell.trace\"        # all of these lines may be left out
-  measure = true                             # commands by namespace, for `/metrics` and `top`
+  trace = \"/var/tmp/shadowbell.trace\"        # all of these lines are optional
+  measure = true                             # command latency, for `/metrics` and `top`
   stats-json = \"/run/shadowbell.json\"
   stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
   name = \"vms\"                               # for `shadowbell ctl --server vms`
-  control-socket = \"/run/vms.control\"        # another place for it
-  socket-mode = \"0660\"                      # of the sockets of controllers
+  control-socket = \"/run/vms.control\"        # path of the control socket
+  socket-mode = \"0660\"                      # of the controllers' sockets
   socket-group = \"kvm\"
   metrics = \"127.0.0.1:9477\"
-  workers = 2                                # threads that do the I/O
-  pin = [2, 3]                               # processors to pin them to
+  workers = 2                                # number of I/O threads
+  pin = [2, 3]                               # CPUs to pin them to
   poll = \"adaptive\"                          # or \"always\", \"never\"
   poll-max-us = 100
 
-  [[limit-group]]                            # disks with `limit-group=db` share it
+  [[limit-group]]                            # shared by disks with `limit-group=db`
   name = \"db\"
   write-bandwidth = \"500MiB\"
 
   [[controller]]
-  id = \"vm0\"                                # for `shadowbell ctl`; without it, the socket
+  id = \"vm0\"                                # for `shadowbell ctl` [default: the socket]
   socket = \"/run/vm0.sock\"
   disks = [\"vm0.img\", { disk = \"mem:1GiB\", uuid = \"0190163d-8694-739b-aea5-966c26f8ad91\" }]
 
@@ -209,44 +208,44 @@ A configuration file:
   queue-entries = 1024
   max-transfer = \"1MiB\"
   read-only = false
-  pool = \"/srv/vm1?capacity=1TiB\"             # namespaces that the guest makes
-  worker = \"own\"                            # a thread for it alone; or a worker's number, from 0
+  pool = \"/srv/vm1?capacity=1TiB\"             # for namespaces that the guest creates
+  worker = \"own\"                            # its own I/O thread; or the number of one, from 0
 
-A file with `controller = []` serves none at first; `shadowbell ctl controller add` does.
+A file with `controller = []` serves none at first; `shadowbell ctl controller add` adds some.
 
-Guests of one process share its workers, which give each its part of their time. Whoever sells \
-virtual machines to strangers starts a process for each of them: then they share nothing here.
+Guests of one server share its I/O threads in fair shares. If your tenants do not trust each \
+other, run one server per tenant: then they share nothing here.
 
 Exit status:
   0  ended by a signal
-  1  it can not go on, or a disk may have lost what it was given
-  2  it can not be served as asked: the command line, the file, a disk or a path";
+  1  the service has failed, or a disk may have lost data
+  2  the command line, the configuration, a disk or a path is not usable";
 
 /// Properties of a controller.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(id = "controller", multiple = true)]
 pub(super) struct ControllerArgs {
-    /// How doorbells come to the controller
+    /// Doorbell mechanism that the controller offers
     #[arg(long, value_enum, value_name = "HOW", default_value_t, hide_default_value = false)]
     doorbells: OfferedDoorbells,
 
-    /// The same as `--doorbells mmio`
+    /// Alias of `--doorbells mmio`
     #[arg(long, conflicts_with = "doorbells")]
     no_shadow_doorbells: bool,
 
-    /// Most I/O queue pairs of the guest, 1 to 64 [default: 64]
+    /// Maximum number of I/O queue pairs, 1 to 64 [default: 64]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     queues: Option<u16>,
 
-    /// Most entries of a queue, 2 to 4096 [default: 4096]
+    /// Maximum queue size in entries, 2 to 4096 [default: 4096]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=4096))]
     queue_entries: Option<u32>,
 
-    /// The largest transfer of one command, a power of two from 1MiB to 16MiB [default: 1MiB]
+    /// Maximum transfer size of a command, a power of two from 1MiB to 16MiB [default: 1MiB]
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     max_transfer: Option<u64>,
 
-    /// Serial number, at most 20 characters [default: made from the path of the socket]
+    /// Serial number, at most 20 characters [default: derived from the path of the socket]
     #[arg(long, value_name = "TEXT")]
     serial: Option<String>,
 
@@ -254,7 +253,7 @@ pub(super) struct ControllerArgs {
     #[arg(long, value_name = "TEXT")]
     model: Option<String>,
 
-    /// Take no writes, whatever the disks allow
+    /// Refuse writes, whatever the disks allow
     #[arg(long)]
     read_only: bool,
 }
@@ -263,19 +262,19 @@ pub(super) struct ControllerArgs {
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(id = "pool", multiple = true)]
 pub(super) struct PoolArgs {
-    /// Threads that do the I/O [default: one for every two processors, or as many as --pin names]
+    /// Number of I/O threads [default: one for every two CPUs, or the number of CPUs in --pin]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_WORKERS)))]
     workers: Option<u16>,
 
-    /// Pin the workers to these processors, in order: 2,3 or 4-7
+    /// Pin the I/O threads to these CPUs, in order: 2,3 or 4-7
     #[arg(long, value_name = "CPUS", value_parser = cpu_list::parse)]
     pin: Option<CpuList>,
 
-    /// When a worker without work sleeps: after a time that adapts, never, or at once
+    /// Polling of an idle I/O thread: adaptive before it sleeps, always, or never
     #[arg(long, value_enum, value_name = "WHEN")]
     poll: Option<Poll>,
 
-    /// The longest that a worker polls before it sleeps, in microseconds [default: 100]
+    /// Maximum polling time of an idle I/O thread in microseconds [default: 100]
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_POLL_US)))]
     poll_max: Option<u32>,
 }
@@ -389,7 +388,7 @@ fn existing_group(text: &str) -> Result<String, String> {
 /// Checks that a file can be created at `path`, as far as possible without creating it.
 fn check_output(path: &Path) -> anyhow::Result<()> {
     if path == Path::new("-") {
-        return Err(anyhow!("standard output is no place for it; a file of that name is `./-`"));
+        return Err(anyhow!("standard output cannot be used; for a file of that name, give `./-`"));
     }
     if path.is_dir() {
         return Err(anyhow!("{} is a directory; give the path of a file", path.display()));

@@ -1,15 +1,15 @@
 //! Restore of the controllers that another process hands over.
 
+use super::builder;
 use super::event::EventSender;
-use super::making;
 use super::registry::ServedController;
 use super::server::Server;
 use super::server_config::{ServerConfig, SocketConfig};
 use super::transfer::{self, Served};
 use super::worker_link::WorkerLink;
 use crate::controller_config::ConfigureError;
-use crate::keeper_link::to_keeper;
 use crate::limits::{self, Group};
+use crate::supervisor::protocol::to_supervisor;
 use crate::{disk_spec, exit};
 use anyhow::{Context, bail};
 use shadowbell_controller::{Controller, Pool, SavedController};
@@ -74,13 +74,13 @@ impl Arriving {
             let nothing = serde_json::Value::Null;
             disk_spec::adopt(spec, saved_disks.get(nth).unwrap_or(&nothing), fds)
         });
-        let opened = making::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
-        let carrier = making::carrier(asked, &events);
+        let opened = builder::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
+        let carrier = builder::carrier(asked, &events);
         let controller = Controller::successor(opened, pool.clone(), carrier, &saved, fds)
             .with_context(|| asked.socket.display().to_string())?;
-        making::place(asked, &controller)?;
+        builder::place(asked, &controller)?;
         let client = Arc::new(AtomicBool::new(port.has_client()));
-        let handler = making::client_events(events, &client);
+        let handler = builder::client_events(events, &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;
         let served = ServedController::new(index, asked.clone(), controller, client);
         Ok(Self { served, device, port, saved })
@@ -93,13 +93,13 @@ fn section<T: serde::de::DeserializeOwned>(parcel: &mut Parcel, name: &str) -> a
 
 /// Reports the reason to the supervisor before the old process only sees the end of the socket.
 pub(super) fn refused(link: &WorkerLink, why: anyhow::Error) -> anyhow::Error {
-    link.say(to_keeper::FAILED, &exit::line(&why));
+    link.say(to_supervisor::FAILED, &exit::line(&why));
     why
 }
 
 /// Starts the doorbell trace in a new file. The old process's file is kept beside it.
 pub(super) fn begin_trace(server: &Server, config: &ServerConfig) {
     if let Err(error) = server.trace(config, true) {
-        warn!("doorbells are not recorded any more: {error:#}");
+        warn!("the doorbell trace has ended: {error:#}");
     }
 }

@@ -11,7 +11,7 @@ use super::server::Server;
 use super::transfer::{self, HAVE};
 use super::worker_link::WorkerLink;
 use crate::exit;
-use crate::keeper_link::to_keeper;
+use crate::supervisor::protocol::to_supervisor;
 use anyhow::{Context, anyhow, bail};
 use shadowbell_backend::HandOverError;
 use shadowbell_state::Descriptors;
@@ -53,9 +53,9 @@ pub(super) fn rest_for_good(
         server.go_on(reactor);
         return Err(why);
     }
-    debug!("at rest after {} us", began.elapsed().as_micros());
-    info!("rests, and another process goes on");
-    link.say(to_keeper::RESTS, "");
+    debug!("quiesced after {} us", began.elapsed().as_micros());
+    info!("quiesced; another process recovers");
+    link.say(to_supervisor::RESTS, "");
     let since = Instant::now();
     while since.elapsed() < ENDS {
         if link.told().is_some() {
@@ -65,7 +65,7 @@ pub(super) fn rest_for_good(
         std::thread::sleep(LOOK);
     }
     server.go_on(reactor);
-    Err(anyhow!("the keeper did not end this process within {} s", ENDS.as_secs()))
+    Err(anyhow!("the supervisor did not kill this process within {} s", ENDS.as_secs()))
 }
 
 /// Explains why the checkpoint does not suffice for this upgrade.
@@ -74,11 +74,8 @@ pub(super) fn rest_for_good(
 /// Always: the reason.
 pub(super) fn is_possible(server: &Server) -> anyhow::Result<()> {
     for disk in server.disks() {
-        disk.keep(&mut Descriptors::default()).context(
-            "no other process can go on with all of the disks; stop the server and start it again",
-        )?;
+        disk.keep(&mut Descriptors::default())
+            .context("not all disks can be recovered; stop the server and start it again")?;
     }
-    bail!(
-        "the keeper does not hold what the next process needs; stop the server and start it again"
-    )
+    bail!("the supervisor has no complete checkpoint; stop the server and start it again")
 }

@@ -110,14 +110,14 @@ struct DiskTable {
 pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
     let name = path.display();
     let refuse = |why: fmt::Arguments<'_>| bad_input(anyhow!("{name}: {why}"));
-    let unreadable = |error| refuse(format_args!("the configuration can not be read: {error}"));
+    let unreadable = |error| refuse(format_args!("cannot read the configuration: {error}"));
     let metadata = std::fs::metadata(path).map_err(unreadable)?;
     if !metadata.is_file() {
-        return Err(refuse(format_args!("it is no file; give the path of a TOML file")));
+        return Err(refuse(format_args!("not a regular file; give the path of a TOML file")));
     }
     if metadata.len() > MAX_BYTES {
         return Err(refuse(format_args!(
-            "it has {} bytes, more than a configuration's {MAX_BYTES}",
+            "it has {} bytes, but a configuration has at most {MAX_BYTES}",
             metadata.len()
         )));
     }
@@ -186,8 +186,8 @@ impl Check<'_> {
     fn file(&mut self, file: File) -> ServerConfig {
         // An empty, truncated or unrelated file must not remove all controllers.
         if file.controller.is_none() {
-            let why = "it has no controller: begin one with `[[controller]]`; or say \
-                       `controller = []`, and they come later, by `shadowbell ctl controller add`";
+            let why = "it has no controller: begin one with `[[controller]]`; or write `controller \
+                       = []`, and add controllers later by `shadowbell ctl controller add`";
             self.wrong.push((1, why.into()));
         }
         let tables = file.controller.unwrap_or_default();

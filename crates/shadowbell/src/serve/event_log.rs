@@ -190,15 +190,15 @@ impl LogWriter {
                 disk.unwrap_or_default()
             ),
             ServerEvent::Controller(Event::Lost(nsid)) => error!(
-                "{name}: the system could not bring to {} what the guest has written to namespace {nsid}, \
-                 and some of it may be lost: its flushes fail (Write Fault) until the disk is served \
-                 anew. Look after its storage, and at the system's log, first",
+                "{name}: the system could not write to {} what the guest has written to namespace \
+                 {nsid}, and some of it may be lost: its flushes fail (Write Fault) until the disk \
+                 is served again. Check its storage and the system's log first",
                 disk.unwrap_or_default()
             ),
             ServerEvent::Controller(Event::Isolated(took)) => warn!(
                 "{name}: serving this guest has held up others for {} ms at a time, so it has a \
-                 thread of its own from now on. Look at what it does; a process of its own keeps it \
-                 apart altogether",
+                 thread of its own from now on. Check what it does; a server of its own isolates \
+                 it completely",
                 took.as_millis()
             ),
             ServerEvent::Controller(Event::Shutdown) => {
@@ -209,12 +209,12 @@ impl LogWriter {
                 debug!("{name}: the controller is reset");
             }
             ServerEvent::Controller(Event::Fatal(why)) => {
-                error!("{name}: the controller can not go on until the guest resets it: {why}");
+                error!("{name}: the controller has failed until the guest resets it: {why}");
             }
             ServerEvent::Controller(Event::QueueCreated(_)) | ServerEvent::End => {}
             // Event kinds that this match does not know are logged as they are.
             ServerEvent::Controller(event) => info!("{name}: {event:?}"),
-            ServerEvent::Lost => warn!("{name}: more has happened than could be logged"),
+            ServerEvent::Lost => warn!("{name}: events were lost, because the log was too slow"),
         }
     }
 }

@@ -7,7 +7,7 @@ use tracing::{info, warn};
 /// Options for fault injection.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(super) struct FaultArgs {
-    /// Do wrong on purpose, to test hosts: `drop-after:every=100,delay=2ms:rate=1/50,seed=7`
+    /// Inject faults, to test hosts: `drop-after:every=100,delay=2ms:rate=1/50,seed=7`
     #[doc = ""]
     #[doc = "Rules are separated by commas. Each is a fault, and then `:every=N`, `:rate=1/N` or `:at=N` \
              (all, if none is given), `:queue=QID` and `:limit=N`. Faults of I/O commands: drop-before, \
@@ -20,8 +20,8 @@ pub(super) struct FaultArgs {
     #[arg(long = "faults", value_name = "SPEC")]
     faults: Option<Faults>,
 
-    /// Do, once it serves, what a process in a sandbox may not: a system call by its name, without
-    /// arguments, or open:PATH or write:PATH
+    /// Attempt something that the sandbox forbids: a system call by its name, without arguments,
+    /// or open:PATH or write:PATH
     #[arg(long, value_name = "WHAT")]
     attempt: Vec<String>,
 }
@@ -53,7 +53,7 @@ impl FaultArgs {
     /// Starts fault injection for all controllers.
     pub(super) fn begin(&self, server: &Server) -> InjectedFaults {
         let Some(faults) = &self.faults else { return InjectedFaults(Vec::new()) };
-        warn!("faults are injected: no disk that is served here is to be relied on");
+        warn!("fault injection is on: do not rely on the disks of this server");
         let served = server.controllers();
         let served = served.iter();
         InjectedFaults(

@@ -34,7 +34,7 @@ fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {
         if let Some(outcome) = outcome {
             return Ok(outcome?);
         }
-        let Some(fd) = queue.wake_fd() else { return Err(anyhow!("the flush does not end")) };
+        let Some(fd) = queue.wake_fd() else { return Err(anyhow!("the flush does not complete")) };
         let mut fds = [PollFd::new(&fd, PollFlags::IN)];
         let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).ok();
         match poll(&mut fds, left.as_ref()) {
@@ -44,10 +44,7 @@ fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {
         if Instant::now() >= until {
             // The queue is leaked, because its drop might wait for the same flush.
             std::mem::forget(queue);
-            bail!(
-                "it has not answered for {} s; what was written last may be lost",
-                most.as_secs()
-            );
+            bail!("no answer for {} s; data written last may be lost", most.as_secs());
         }
     }
 }

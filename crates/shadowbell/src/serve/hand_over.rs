@@ -2,13 +2,13 @@
 //! resumes. (If both processes support it, controllers are moved one by one:
 //! [`move_out`](super::move_out).)
 
-use super::asides::Asides;
+use super::endpoints::Endpoints;
 use super::registry::ServedController;
 use super::server::Server;
 use super::transfer::{self, COMMIT, GONE, HAVE};
 use super::worker_link::WorkerLink;
-use crate::keeper_link::{parse_versions, to_keeper};
 use crate::limits;
+use crate::supervisor::protocol::{parse_versions, to_supervisor};
 use anyhow::{Context, anyhow, bail};
 use shadowbell_state::{AbortPoint, Descriptors, Parcel, VERSION, abort_point};
 use shadowbell_vfio_user::Reactor;
@@ -29,7 +29,7 @@ pub(super) const REST: Duration = Duration::from_millis(200);
 /// The reason for the failure. The server has resumed.
 pub(super) fn hand_over(
     server: &mut Server,
-    resting: &Asides,
+    resting: &Endpoints,
     transfer: &UnixStream,
     versions: &str,
     link: &WorkerLink,
@@ -43,17 +43,17 @@ pub(super) fn hand_over(
         .and_then(|()| pass_on(server, resting, &mut reactor, transfer, until));
     if let Err(why) = outcome {
         server.go_on(reactor);
-        debug!("goes on after {} us", began.elapsed().as_micros());
+        debug!("resumed after {} us", began.elapsed().as_micros());
         return Err(why);
     }
     // Committed: the new process serves, and this one cannot resume.
     abort_point(AbortPoint::Committed);
-    link.say(to_keeper::HANDED_OVER, "");
+    link.say(to_supervisor::HANDED_OVER, "");
     server.leave(reactor);
-    debug!("handed over {} us after the clients were at rest", began.elapsed().as_micros());
+    debug!("handed over {} us after the quiesce began", began.elapsed().as_micros());
     // Fails only if the new process is dead.
     let _ = transfer::say(transfer, GONE);
-    info!("another process goes on");
+    info!("another process serves now");
     Ok(())
 }
 
@@ -77,8 +77,8 @@ pub(super) fn reads_ours(versions: &str) -> anyhow::Result<()> {
     let versions = parse_versions(versions).context("the new process reads no state")?;
     if !versions.contains(&VERSION) {
         bail!(
-            "the new program reads states of the versions {} to {}, and this one writes version \
-             {VERSION}: take a release next to the one that runs",
+            "the new program reads state versions {} to {}, but this one writes version {VERSION}: \
+             upgrade to a release next to the running one",
             versions.start(),
             versions.end()
         );
@@ -104,8 +104,8 @@ pub(super) fn rest_all(all_served: &[Arc<ServedController>], until: Instant) -> 
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                 let name = waits.first().and_then(|index| all_served.get(*index));
                 bail!(
-                    "{} has commands under way at its disks that did not end within {} ms; try \
-                     again when they are not as slow",
+                    "{} has commands in flight at its disks that did not end within {} ms; try \
+                     again when the disks are faster",
                     name.map_or("a controller", |served| &served.name),
                     REST.as_millis()
                 );
@@ -118,7 +118,7 @@ pub(super) fn rest_all(all_served: &[Arc<ServedController>], until: Instant) -> 
 /// Sends the state of everything, and commits once the new process has it.
 fn pass_on(
     server: &Server,
-    resting: &Asides,
+    resting: &Endpoints,
     reactor: &mut Reactor,
     transfer: &UnixStream,
     until: Instant,

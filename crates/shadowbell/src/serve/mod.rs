@@ -4,18 +4,18 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `asides` | management endpoints: control socket and statistics socket |
-//! | `apply` | reconfiguration of a running server from a configuration |
-//! | `plan` | comparison of a configuration with what is served |
-//! | `pool_orders` | Namespace Management and Format requests of guests with a pool |
-//! | `changes` | addition and removal of controllers at run time |
+//! | `endpoints` | management endpoints: control socket and statistics socket |
+//! | `reload` | reconfiguration of a running server from a configuration |
+//! | `config_diff` | comparison of a configuration with what is served |
+//! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
+//! | `reconfigure` | addition and removal of controllers at run time |
 //! | `namespaces` | addition, removal and change of namespaces at run time |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
 //! | `args` | command line |
 //! | `config_file` | configuration file of `--config` |
 //! | `server_config` | configuration from either of them |
-//! | `making` | builds a controller and its socket from the configuration |
+//! | `builder` | builds a controller and its socket from the configuration |
 //! | `socket_access` | mode and group of the controllers' sockets |
 //! | `server` | I/O threads, reactor and controllers, from start to stop |
 //! | `flush` | synchronous flush of a disk |
@@ -30,12 +30,12 @@
 //! | `move_out`, `move_in` | upgrade with a handover of one controller after the other |
 //! | `arriving` | restore of controllers that are handed over |
 //! | `transfer` | protocol of a handover |
-//! | `keeping`, `store` | checkpoint at the supervisor, for recovery |
+//! | `checkpointer`, `checkpoint_store` | checkpoint at the supervisor, for recovery |
 //! | `recover` | recovery after the death of a server process |
-//! | `places` | sockets and output files, created by the supervisor |
-//! | `phases` | start-up timing |
-//! | `pulse` | liveness checks for a service manager |
-//! | `sizes` | automatic resize of namespaces |
+//! | `path_broker` | sockets and output files, created by the supervisor |
+//! | `startup_timing` | start-up timing |
+//! | `liveness` | liveness checks for a service manager |
+//! | `resize_watch` | automatic resize of namespaces |
 //! | `sandbox` | restriction of the process before it reads guest data |
 //! | `worker_link` | connection to the supervisor |
 //! | `faults` | `--faults`, in a build with that feature |
@@ -47,43 +47,43 @@
 //! Without clients none of them has a timer.
 
 mod ana;
-mod apply;
 mod args;
 mod arriving;
-mod asides;
+mod builder;
 mod by_recovery;
-mod changes;
+mod checkpoint_store;
+mod checkpointer;
+mod config_diff;
 mod config_file;
 mod control;
+mod endpoints;
 mod event;
 mod event_log;
 #[cfg(feature = "faults")]
 mod faults;
 mod flush;
 mod hand_over;
-mod keeper_watch;
-mod keeping;
 mod launch_hint;
-mod making;
+mod liveness;
 mod move_in;
 mod move_out;
+mod namespace_requests;
 mod namespaces;
-mod phases;
-mod places;
-mod plan;
-mod pool_orders;
-mod pulse;
+mod parent_watch;
+mod path_broker;
 mod reactor_thread;
+mod reconfigure;
 mod recover;
 mod registry;
+mod reload;
+mod resize_watch;
 mod sandbox;
 mod server;
 mod server_config;
-mod sizes;
 pub(crate) mod socket_access;
+mod startup_timing;
 mod stats_file;
 mod stats_socket;
-mod store;
 mod take_over;
 mod tracer;
 mod transfer;
@@ -93,29 +93,29 @@ pub(crate) use args::Args;
 pub(crate) use config_file::read as read_config_file;
 
 use crate::disk_spec::{self, DiskSpecError};
-use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
+use crate::supervisor::protocol::{Packet, to_supervisor, to_worker};
 use crate::{descriptor_limit, exit, limits, logging, notify, pool, subsystems};
 use anyhow::anyhow;
-use apply::Reload;
-use asides::{Answering, Asides, Powers};
 use bytesize::ByteSize;
+use checkpointer::Checkpointer;
+use endpoints::{Endpoints, Powers, RunningEndpoints};
 use event_log::EventLog;
-use keeper_watch::KeeperWatch;
-use keeping::Keeping;
-use phases::Phases;
-use pulse::Pulse;
+use liveness::Liveness;
+use parent_watch::ParentWatch;
+use reload::Reload;
+use resize_watch::ResizeWatch;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::{SIGHUP, SIGUSR1};
-use sizes::SizeWatch;
+use startup_timing::Phases;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 use worker_link::{Role, WorkerLink};
 
@@ -131,7 +131,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let link = WorkerLink::take()?;
     let outcome = serve(args, Some((role, &link)));
     if let Err(error) = &outcome {
-        link.say(to_keeper::FAILED, &exit::line(error));
+        link.say(to_supervisor::FAILED, &exit::line(error));
     }
     outcome
 }
@@ -142,7 +142,7 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
     for served in &config.controllers {
         for disk in &served.controller.disks {
             let known = disk_spec::check(&disk.disk).map_err(DiskSpecError::into_error);
-            making::with_origin(served, known)?;
+            builder::with_origin(served, known)?;
         }
     }
     let count = config.controllers.len();
@@ -150,7 +150,7 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
+fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
     #[cfg(feature = "faults")]
     let faults = args.faults.clone();
     let mut phases = Phases::begin();
@@ -160,7 +160,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let reload = Reload::of(&given, &config);
     // A process that recovers or takes over locks the pools once the old process has unlocked
     // them.
-    let is_first = keeper.is_none_or(|(role, _)| role == Role::Start);
+    let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
     pool::open_all(
         config.controllers.iter().filter_map(|one| one.controller.pool.as_ref()),
         is_first,
@@ -172,8 +172,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     limits::set_groups(&config.groups);
     if config.polls_for_mapped {
         info!(
-            "the workers poll, which takes a processor each: a client that maps its doorbells can \
-             not wake them; `--poll adaptive` has them sleep, and look once a millisecond"
+            "the I/O threads poll and use a CPU each, because a mapped doorbell cannot wake them; \
+             with `--poll adaptive` they sleep, and check once a millisecond"
         );
     }
     socket_access::set(&config.socket_access);
@@ -183,11 +183,11 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
         EndSignals::catch(if reload.is_some() { &[SIGUSR1, SIGHUP] } else { &[SIGUSR1] })?;
     let handle = signals.handle();
     let ended = move || handle.close();
-    let link = keeper.map(|(_, link)| link);
+    let link = supervisor.map(|(_, link)| link);
     // Before any disk is opened, so that the fence covers all I/O.
-    let keeping = link.map(Keeping::new).transpose()?;
-    let keeper_pid = link.and_then(|_| rustix::process::getppid());
-    let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
+    let checkpointer = link.map(Checkpointer::new).transpose()?;
+    let supervisor_pid = link.and_then(|_| rustix::process::getppid());
+    let supervisor_pid = supervisor_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
     phases.ended("configuration");
     // The sandbox forbids to open these files.
     let places =
@@ -197,55 +197,57 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let contained = sandbox::enter(&asked, &config, link)?;
     logging::begin();
     phases.ended("sandbox");
-    let (mut server, asides) = match (keeper, &keeping) {
-        (Some((Role::Successor, link)), Some(keeping)) => {
-            match take_over::take_over(&config, link, keeping, ended)? {
+    let (mut server, endpoints) = match (supervisor, &checkpointer) {
+        (Some((Role::Successor, link)), Some(checkpointer)) => {
+            match take_over::take_over(&config, link, checkpointer, ended)? {
                 Some(taken) => taken,
                 // The old process resumes, and has reported the reason.
                 None => return Ok(ExitCode::from(exit::FAILED)),
             }
         }
-        (Some((Role::Recover, link)), Some(keeping)) => {
-            match recover::recover(&config, link, keeping, ended, &mut phases)? {
+        (Some((Role::Recover, link)), Some(checkpointer)) => {
+            match recover::recover(&config, link, checkpointer, ended, &mut phases)? {
                 // The endpoints are created after the controllers serve, so that guests wait
                 // less.
-                Some(server) => (server, Asides::listen_again(&config, keeper_pid)),
+                Some(server) => (server, Endpoints::listen_again(&config, supervisor_pid)),
                 // The service is to end.
                 None => return Ok(ExitCode::from(exit::FAILED)),
             }
         }
         _ => {
             // A remote disk may not answer, so the open may block when the supervisor dies.
-            let _watch = link.map(KeeperWatch::start).transpose()?;
-            let asides = Asides::listen(&config, keeper_pid)?;
-            let keep = keeping.as_ref().map(|keeping| {
+            let _watch = link.map(ParentWatch::start).transpose()?;
+            let endpoints = Endpoints::listen(&config, supervisor_pid)?;
+            let keep = checkpointer.as_ref().map(|checkpointer| {
                 |controllers: &[_], reactor: &mut _, ports: &[_]| {
-                    keeping.begin(controllers, reactor, ports, false);
-                    keeping.complete();
+                    checkpointer.begin(controllers, reactor, ports, false);
+                    checkpointer.complete();
                 }
             });
-            (Server::start(&config, keep, ended)?, asides)
+            (Server::start(&config, keep, ended)?, endpoints)
         }
     };
     #[cfg(feature = "faults")]
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
-    if let Some(keeping) = &keeping {
-        server.changes().keep_with(keeping.kept());
+    if let Some(checkpointer) = &checkpointer {
+        server.changes().set_checkpoint(checkpointer.kept());
     }
-    pool_orders::begin(&server)?;
-    let _sizes = SizeWatch::start(&server)?;
+    namespace_requests::begin(&server)?;
+    let _sizes = ResizeWatch::start(&server)?;
     let handle = signals.handle();
     let powers = Powers {
-        keeper_pid,
+        supervisor_pid,
         end: Arc::new(move || handle.close()),
         serves_since: Instant::now(),
         upgrade_error: Arc::default(),
         asks: link.filter(|_| contained.is_some()).map(WorkerLink::asker).transpose()?,
     };
-    let mut answering = Some(asides.start(&server, &config, &powers)?);
-    match keeper {
-        Some((Role::Successor, link)) => link.say(to_keeper::SERVING, &server.registry().summary()),
+    let mut answering = Some(endpoints.start(&server, &config, &powers)?);
+    match supervisor {
+        Some((Role::Successor, link)) => {
+            link.say(to_supervisor::SERVING, &server.registry().summary())
+        }
         Some((role, link)) => {
             if role == Role::Start {
                 launch_hint::show(&config);
@@ -264,7 +266,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     }
     #[cfg(feature = "faults")]
     faults.attempt();
-    let mut watchdog = Pulse::wanted(link);
+    let mut watchdog = Liveness::wanted(link);
     let is_left = loop {
         match wait(&mut signals, link, &mut watchdog, &server, &config, reload.as_ref())? {
             End::Asked => break false,
@@ -279,8 +281,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     if link.is_none() {
         notify::tell(notify::STOPPING);
     }
+    // A disk that does not answer is not waited for if the supervisor is dead: no process would end this one.
+    let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
     // The endpoints remove their socket files.
-    drop(answering.map(Answering::rest));
+    drop(answering.map(RunningEndpoints::rest));
     let outcome = server.stop();
     drop(event_log);
     report(&config, &server);
@@ -302,8 +306,8 @@ fn warn_of_memory(config: &ServerConfig) {
     if wanted > there {
         let text = |bytes| ByteSize(bytes).display().iec();
         warn!(
-            "the disks in memory have {} together, and the machine has {} of memory: guests that \
-             fill them have the system run out of it, and end whatever it chooses",
+            "the disks in memory have {} together, but the machine has {} of memory: guests that \
+             fill them cause the OOM killer to end processes",
             text(wanted),
             text(there)
         );
@@ -323,7 +327,7 @@ enum End<'a> {
 fn wait<'a>(
     signals: &mut EndSignals,
     link: Option<&'a WorkerLink>,
-    pulse: &mut Pulse,
+    liveness: &mut Liveness,
     server: &Server,
     config: &ServerConfig,
     reload: Option<&Arc<Reload>>,
@@ -334,9 +338,9 @@ fn wait<'a>(
         }
     };
     loop {
-        match signals.wait_beside(link.map(AsFd::as_fd), pulse.next())? {
+        match signals.wait_beside(link.map(AsFd::as_fd), liveness.next())? {
             Wake::End => return Ok(End::Asked),
-            Wake::Time => pulse.look(server),
+            Wake::Time => liveness.look(server),
             // A signal to the process group reaches the supervisor too, which sends `READ`.
             Wake::Signal(SIGHUP) if link.is_some() => {}
             Wake::Signal(SIGHUP) => {
@@ -347,7 +351,9 @@ fn wait<'a>(
             Wake::Readable => {
                 let Some(link) = link else { continue };
                 let Some(packet) = link.hear() else {
-                    error!("the keeper has ended, and so this ends too: start it again");
+                    error!(
+                        "the supervisor has ended, so this process ends too: start the server again"
+                    );
                     return Ok(End::Left);
                 };
                 match packet.letter {
@@ -355,7 +361,7 @@ fn wait<'a>(
                     to_worker::REPORT => report(config, server),
                     to_worker::READ => {
                         let link = link.clone();
-                        reload(Box::new(move |outcome| link.say(to_keeper::READ, outcome)));
+                        reload(Box::new(move |outcome| link.say(to_supervisor::READ, outcome)));
                     }
                     to_worker::VISIT => link.visit(server),
                     to_worker::HAND_OVER | to_worker::MOVE | to_worker::REPLACE => {
@@ -371,7 +377,7 @@ fn wait<'a>(
 /// Hands over to the process that the supervisor names. Returns false if this process continues.
 fn hand_over(
     server: &mut Server,
-    answering: &mut Option<Answering>,
+    answering: &mut Option<RunningEndpoints>,
     config: &ServerConfig,
     powers: &Powers,
     link: &WorkerLink,
@@ -382,7 +388,7 @@ fn hand_over(
     let may_rest = packet.letter == to_worker::REPLACE && by_recovery::is_needed(server);
     let Some(fd) = packet.fd() else { return Ok(false) };
     let transfer = UnixStream::from(fd);
-    let Some(resting) = answering.take().map(Answering::rest) else { return Ok(false) };
+    let Some(resting) = answering.take().map(RunningEndpoints::rest) else { return Ok(false) };
     let changes = Arc::clone(server.changes());
     let outcome = match changes.pause() {
         // If either process dies meanwhile, recovery needs a complete checkpoint.
@@ -394,14 +400,14 @@ fn hand_over(
             move_out::move_out(server, &resting, &transfer, &versions, link)
         }
         Some(_paused) => hand_over::hand_over(server, &resting, &transfer, &versions, link),
-        None => Err(anyhow!("a controller is being added or taken away; try again")),
+        None => Err(anyhow!("a controller is being added or removed; try again")),
     };
     let Err(why) = outcome else {
         resting.leave();
         return Ok(true);
     };
     // The reason is sent before the new process sees the end of the socket and ends.
-    link.say(to_keeper::GOES_ON, &exit::line(&why));
+    link.say(to_supervisor::GOES_ON, &exit::line(&why));
     drop(transfer);
     *answering = Some(resting.start(server, config, powers)?);
     Ok(false)
@@ -418,7 +424,7 @@ fn report(config: &ServerConfig, server: &Server) {
     match &config.stats_json {
         Some(path) => match stats_file::write(path, &report) {
             Ok(()) => debug!("statistics are in {}", path.display()),
-            Err(error) => error!("statistics can not be written to {}: {error}", path.display()),
+            Err(error) => error!("cannot write statistics to {}: {error}", path.display()),
         },
         None => info!("{report}"),
     }

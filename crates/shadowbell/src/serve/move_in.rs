@@ -7,16 +7,16 @@
 //! controllers.
 
 use super::arriving::{Arriving, begin_trace, refused, what_is_served};
-use super::asides::Asides;
+use super::checkpointer::Checkpointer;
+use super::endpoints::Endpoints;
 use super::event::{EventQueue, EventSender};
-use super::keeping::Keeping;
-use super::phases::Phases;
 use super::server::Server;
 use super::server_config::{ServerConfig, SocketConfig};
+use super::startup_timing::Phases;
 use super::transfer::{self, COMMIT, DONE, GONE, HAVE};
 use super::worker_link::WorkerLink;
 use crate::exit;
-use crate::keeper_link::to_keeper;
+use crate::supervisor::protocol::to_supervisor;
 use anyhow::{Context, anyhow, bail};
 use shadowbell_controller::Pool;
 use shadowbell_state::{AbortPoint, Parcel, StateError, abort_point};
@@ -32,7 +32,7 @@ const REST: Duration = Duration::from_secs(5);
 
 struct MoveIn<'a, F> {
     link: &'a WorkerLink,
-    keeping: &'a Keeping,
+    checkpointer: &'a Checkpointer,
     transfer: &'a UnixStream,
     pool: Pool,
     asked: Vec<SocketConfig>,
@@ -55,12 +55,12 @@ struct MoveIn<'a, F> {
 pub(super) fn move_in<F: FnOnce() + Send + 'static>(
     config: &ServerConfig,
     link: &WorkerLink,
-    keeping: &Keeping,
+    checkpointer: &Checkpointer,
     ended: F,
     transfer: &UnixStream,
     mut parcel: Parcel,
     pool: Pool,
-) -> anyhow::Result<Option<(Server, Asides)>> {
+) -> anyhow::Result<Option<(Server, Endpoints)>> {
     let began = Instant::now();
     let (asked, is_changed) =
         what_is_served(config, &mut parcel).map_err(|error| refused(link, error))?;
@@ -76,7 +76,7 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
     let (ended, is_committed) = (Some(ended), false);
     let mut moving = MoveIn {
         link,
-        keeping,
+        checkpointer,
         transfer,
         pool,
         asked,
@@ -86,40 +86,40 @@ pub(super) fn move_in<F: FnOnce() + Send + 'static>(
         ended,
         is_committed,
     };
-    keeping.begin_with_none(is_changed).map_err(|error| refused(link, error))?;
+    checkpointer.begin_with_none(is_changed).map_err(|error| refused(link, error))?;
     let outcome = moving.run();
     let is_committed = moving.is_committed;
-    let asides = match outcome {
-        Ok(Some(asides)) => asides,
+    let endpoints = match outcome {
+        Ok(Some(endpoints)) => endpoints,
         Ok(None) if !is_committed => return Ok(None),
         Err(why) if !is_committed => return Err(refused(link, why)),
         other => {
             // The third process recovers the clients: nothing may be closed in order, only by
             // exit.
-            let why = other.err().unwrap_or_else(|| anyhow!("the process before has ended"));
+            let why = other.err().unwrap_or_else(|| anyhow!("the old process has ended"));
             error!("{why:#}");
-            link.say(to_keeper::FAILED, &exit::line(&why));
+            link.say(to_supervisor::FAILED, &exit::line(&why));
             std::process::exit(i32::from(exit::FAILED));
         }
     };
     // The old process's checkpoint is invalid from now on.
-    link.say(to_keeper::TAKEN, "");
+    link.say(to_supervisor::TAKEN, "");
     abort_point(AbortPoint::Taken);
     begin_trace(&moving.server, config);
     let took = began.elapsed().as_millis();
-    info!("goes on for the process before, one controller after the other in {took} ms");
-    Ok(Some((moving.server, asides)))
+    info!("took over from the old process, one controller after the other, in {took} ms");
+    Ok(Some((moving.server, endpoints)))
 }
 
 impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
     /// Receives all controllers. `None` if the old process closes the connection.
-    fn run(&mut self) -> anyhow::Result<Option<Asides>> {
+    fn run(&mut self) -> anyhow::Result<Option<Endpoints>> {
         transfer::say(self.transfer, HAVE).ok();
         loop {
             let mut parcel = match Parcel::receive(self.transfer) {
                 Ok(parcel) => parcel,
                 Err(StateError::Io(error)) => {
-                    debug!("no more is handed over: {error}");
+                    debug!("the handover has ended: {error}");
                     return Ok(None);
                 }
                 Err(error) => return Err(error.into()),
@@ -138,7 +138,7 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
     /// Restores a controller and serves it. Returns false if the old process serves it.
     fn one(&mut self, index: usize, mut parcel: Parcel) -> anyhow::Result<bool> {
         let mut phases = Phases::begin();
-        let asked = self.asked.get(index).context("the state has another number")?;
+        let asked = self.asked.get(index).context("the state has an unknown controller index")?;
         let events = self.events.of(index);
         let arriving = Arriving::take(&mut parcel, asked, index, events, &self.pool)?;
         let Arriving { served, device, port, saved } = arriving;
@@ -148,8 +148,8 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
         if self.resting.is_none() {
             self.resting = Some(self.server.rest_sockets(Instant::now() + REST)?);
         }
-        phases.ended("sockets at rest");
-        let reactor = self.resting.as_mut().context("the sockets do not rest")?;
+        phases.ended("reactor paused");
+        let reactor = self.resting.as_mut().context("the reactor is not paused")?;
         let port = reactor.restore(port, &mut fds, Box::new(device));
         let port = port.with_context(|| served.name.clone())?;
         served.set_port(port);
@@ -163,24 +163,24 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
             self.is_committed = true;
         }
         if !matches!(transfer::hear(self.transfer), Ok(Some(GONE))) {
-            bail!("the process before has ended while it handed over {}", served.name);
+            bail!("the old process has ended while it handed over {}", served.name);
         }
-        phases.ended("the other one");
+        phases.ended("old process");
         served.disks().for_each(|disk| disk.share_lock(false));
-        self.keeping.keep_one(&served, reactor, port)?;
-        phases.ended("records");
+        self.checkpointer.keep_one(&served, reactor, port)?;
+        phases.ended("checkpoint items");
         let restored = served.controller.restore_quiesced(&saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
         phases.ended("queues");
         // From this checkpoint on, a recovery takes the controller from here instead of from the
         // old process's checkpoint.
-        self.keeping.name_all()?;
+        self.checkpointer.name_all()?;
         abort_point(AbortPoint::Kept);
         if self.ended.is_some() {
-            self.link.say(to_keeper::SHARED, "");
+            self.link.say(to_supervisor::SHARED, "");
         }
         abort_point(AbortPoint::TakenOne);
-        phases.ended("names");
+        phases.ended("checkpoint list");
         let served = Arc::new(served);
         self.server.registry().join(Arc::clone(&served));
         served.controller.resume();
@@ -197,17 +197,17 @@ impl<F: FnOnce() + Send + 'static> MoveIn<'_, F> {
     }
 
     /// Receives the management endpoints, which are last.
-    fn rest(&self, mut parcel: Parcel) -> anyhow::Result<Asides> {
-        let asides = Asides::restore(&mut parcel)?;
+    fn rest(&self, mut parcel: Parcel) -> anyhow::Result<Endpoints> {
+        let endpoints = Endpoints::restore(&mut parcel)?;
         parcel.finish()?;
         if self.server.controllers().len() != self.asked.len() {
-            bail!("the process before has not handed over all that it serves");
+            bail!("the old process has not handed over all controllers");
         }
         transfer::say(self.transfer, HAVE).ok();
         if !matches!(transfer::hear(self.transfer), Ok(Some(GONE))) {
             // The old process died on exit, with no command in flight any more.
-            debug!("the predecessor has ended without a word");
+            debug!("the old process has ended without its last message");
         }
-        Ok(asides)
+        Ok(endpoints)
     }
 }

@@ -11,15 +11,15 @@
 //! A disk that becomes slow during the handover delays no other controller: its controller is
 //! served here until it quiesces in time.
 
-use super::asides::Asides;
+use super::endpoints::Endpoints;
 use super::hand_over::{REST, add_controller, ended, is_possible, left, rest_all, what_is_served};
-use super::phases::Phases;
 use super::registry::ServedController;
 use super::server::Server;
+use super::startup_timing::Phases;
 use super::transfer::{self, COMMIT, DONE, GONE, HAVE};
 use super::worker_link::{Told, WorkerLink};
 use crate::exit;
-use crate::keeper_link::to_keeper;
+use crate::supervisor::protocol::to_supervisor;
 use anyhow::{Context, anyhow};
 use shadowbell_state::{AbortPoint, Parcel, abort_point};
 use shadowbell_vfio_user::{Device, Reactor};
@@ -66,7 +66,7 @@ struct MoveOut<'a> {
 /// The reason for the failure. The server has resumed.
 pub(super) fn move_out(
     server: &mut Server,
-    resting: &Asides,
+    resting: &Endpoints,
     transfer: &UnixStream,
     versions: &str,
     link: &WorkerLink,
@@ -84,12 +84,12 @@ pub(super) fn move_out(
             // The third process recovers the remaining clients: nothing may be closed in order,
             // only by exit.
             error!("{why:#}");
-            link.say(to_keeper::FAILED, &exit::line(&why));
+            link.say(to_supervisor::FAILED, &exit::line(&why));
             std::process::exit(i32::from(exit::FAILED));
         }
     }
     abort_point(AbortPoint::Committed);
-    link.say(to_keeper::HANDED_OVER, "");
+    link.say(to_supervisor::HANDED_OVER, "");
     if let Ok(reactor) = server.rest_sockets(Instant::now() + REST) {
         server.leave(reactor);
     }
@@ -97,12 +97,12 @@ pub(super) fn move_out(
     // Fails only if the new process is dead.
     let _ = transfer::say(transfer, GONE);
     std::mem::forget(gone);
-    info!("another process goes on");
+    info!("another process serves now");
     Ok(())
 }
 
 impl MoveOut<'_> {
-    fn run(&mut self, resting: &Asides) -> anyhow::Result<()> {
+    fn run(&mut self, resting: &Endpoints) -> anyhow::Result<()> {
         let all = self.server.controllers();
         let mut plan = what_is_served(self.server)?;
         plan.add(transfer::MOVES, true, &all.len())?;
@@ -117,20 +117,20 @@ impl MoveOut<'_> {
         while let Some((index, served)) = waiting.pop_front() {
             // The supervisor ends both processes if it receives no progress message.
             if self.is_committed && said.elapsed() > SAYS {
-                self.link.say(to_keeper::MOVING, "");
+                self.link.say(to_supervisor::MOVING, "");
                 said = Instant::now();
             }
             match self.one(index, &served) {
                 Ok(()) => {}
                 Err(Failed::Slow(why)) if self.is_committed => {
                     if told < 3 {
-                        warn!("{why:#}; it is served by this process until it does");
+                        warn!("{why:#}; this process serves it until then");
                         told += 1;
                     }
                     waiting.push_back((index, served));
                     // The supervisor may have died meanwhile.
                     if self.link.told() == Some(Told::Gone) {
-                        return Err(anyhow!("the keeper has ended"));
+                        return Err(anyhow!("the supervisor has ended"));
                     }
                     std::thread::sleep(AGAIN);
                 }
@@ -198,7 +198,7 @@ impl MoveOut<'_> {
         }
         abort_point(AbortPoint::LetGo);
         self.expect(DONE, TAKES).map_err(Failed::Refused)?;
-        phases.ended("the other one");
+        phases.ended("new process");
         debug!("{}: served by another process after {phases}", served.name);
         Ok(())
     }
@@ -210,7 +210,7 @@ impl MoveOut<'_> {
         served: &ServedController,
         until: Instant,
     ) -> anyhow::Result<()> {
-        let reactor = self.resting.as_mut().context("the sockets do not rest")?;
+        let reactor = self.resting.as_mut().context("the reactor is not paused")?;
         let mut parcel = Parcel::new();
         parcel.add(transfer::MOVED, true, &index)?;
         let socket = served.port().context("a controller has no socket")?;
@@ -230,7 +230,7 @@ impl MoveOut<'_> {
             }
             self.is_committed = true;
             // The supervisor must know before the new process can begin to serve.
-            self.link.say(to_keeper::MOVING, "");
+            self.link.say(to_supervisor::MOVING, "");
             abort_point(AbortPoint::Moving);
             transfer::say(self.transfer, COMMIT).map_err(|_| ended())?;
         } else {

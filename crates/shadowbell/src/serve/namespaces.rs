@@ -3,8 +3,8 @@
 //! As for controllers, one change runs at a time. The checkpoint is updated before each change
 //! with the state that may come, and after it with the state that it has led to.
 
-use super::changes::Changes;
-use super::making::set_apart;
+use super::builder::set_apart;
+use super::reconfigure::Changes;
 use super::registry::ServedController;
 use super::server_config::SocketConfig;
 use crate::controller_config::{ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk};
@@ -66,13 +66,13 @@ impl Changes {
             return match is_same {
                 true => Ok(false),
                 false => Err(exit::conflict(anyhow!(
-                    "there is a namespace {nsid} already, and it is not what is asked for; remove \
-                     it first, or replace its disk"
+                    "a namespace {nsid} exists already, with other properties; remove it first, or \
+                     replace its disk"
                 ))),
             };
         }
         if !(1..=MAX_NAMESPACES as u32).contains(&nsid) {
-            let why = anyhow!("the number of a namespace is 1 to {MAX_NAMESPACES}, not {nsid}");
+            let why = anyhow!("an NSID is 1 to {MAX_NAMESPACES}, not {nsid}");
             return Err(exit::bad_input(why));
         }
         let disk = self.open_for(&served, &wanted.disk)?;
@@ -156,7 +156,7 @@ impl Changes {
         after.controller.disks.remove(found.at);
         // The namespace may be attached again, and guests need not flush before a detach.
         if let Err(error) = super::flush::flush(&*found.namespace.disk) {
-            warn!("{}: {} can not be flushed: {error}", served.name, found.namespace.disk.name());
+            warn!("{}: cannot flush {}: {error}", served.name, found.namespace.disk.name());
         }
         drop(found);
         self.change(served, &asked, after, nsid, None, |controller, done| {
@@ -188,7 +188,7 @@ impl Changes {
         let name = found.namespace.disk.name();
         // Guests need not flush before a removal.
         super::flush::flush(&*found.namespace.disk)
-            .with_context(|| format!("{name} can not be flushed, so it is not removed"))?;
+            .with_context(|| format!("cannot flush {name}, so it is not removed"))?;
         drop(found);
         self.change(served, &asked, after, nsid, None, |controller, done| {
             controller.remove_namespace(nsid, done)
@@ -240,7 +240,7 @@ impl Changes {
             NamespaceChange::ReadOnly(wanted) => {
                 if !wanted && asked.controller.read_only {
                     return Err(exit::conflict(anyhow!(
-                        "{} takes no writes as a whole, as it was asked for",
+                        "{} is configured as read-only",
                         served.name
                     )));
                 }
@@ -303,7 +303,7 @@ impl Changes {
         if let Some(kept) = self.kept() {
             kept.say_otherwise(served.index, nsid, spec, &asked);
         }
-        info!("{}: namespace {nsid} has other limits: {limits}", served.name);
+        info!("{}: namespace {nsid} has the limits {limits} from now on", served.name);
         served.set_asked(asked);
         self.set_changed();
     }
@@ -320,7 +320,7 @@ impl Changes {
             return Ok(false);
         }
         group.set(wanted);
-        info!("the limits of the group {name} are {wanted} from here on");
+        info!("the limit group {name} has the limits {wanted} from now on");
         self.set_changed();
         if let Some(kept) = self.kept() {
             kept.say_again();
@@ -368,8 +368,8 @@ impl Changes {
         }
         if is_slow {
             return Err(anyhow!(
-                "namespace {nsid} changes as soon as what is under way at its disk ends, which it \
-                 has not within {} s",
+                "namespace {nsid} changes once the commands in flight at its disk have ended, \
+                 which they have not within {} s",
                 WORKERS.as_secs()
             ));
         }
@@ -417,7 +417,7 @@ fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
     let pool = asked.controller.pool.as_ref().and_then(pool::opened);
     match pool.is_some_and(|pool| pool.index().find(nsid).is_some()) {
         true => Err(exit::conflict(anyhow!(
-            "namespace {nsid} is one that the guest has made: it attaches, detaches and deletes it"
+            "namespace {nsid} was created by the guest, and only the guest may change it"
         ))),
         false => Ok(()),
     }
@@ -429,8 +429,8 @@ fn check_alone(served: &ServedController) -> anyhow::Result<()> {
     match &served.asked().controller.subsystem {
         None => Ok(()),
         Some(place) => Err(exit::conflict(anyhow!(
-            "{} is one of the subsystem {}, whose controllers all have the same namespaces: they \
-             are as the configuration says when the server starts",
+            "{} belongs to the subsystem {}, whose namespaces change only with the configuration \
+             at the start of the server",
             served.name,
             place.name
         ))),

@@ -1,9 +1,10 @@
 //! Recovery after the death of a server process.
 //!
-//! The dead process has sent a checkpoint to the supervisor ([`keeping`](super::keeping)). This
-//! process rebuilds everything without accessing disks or guests, sends its own checkpoint,
-//! reports `TAKEN`, from which on only its own checkpoint is valid, and serves. Until `TAKEN` it
-//! may fail or die, and the next process recovers from the same checkpoint again.
+//! The dead process has sent a checkpoint to the supervisor
+//! ([`checkpointer`](super::checkpointer)). This process rebuilds everything without accessing
+//! disks or guests, sends its own checkpoint, reports `TAKEN`, from which on only its own
+//! checkpoint is valid, and serves. Until `TAKEN` it may fail or die, and the next process recovers
+//! from the same checkpoint again.
 //!
 //! If a process has died in a per-controller handover, there are the checkpoints of two processes
 //! ([`Sources`]). For each controller the newer one is used.
@@ -13,21 +14,21 @@
 //! `shadowbell_backend::recover`. Only the disk limits the duration of this wait.
 
 use super::arriving::begin_trace;
+use super::builder;
+use super::checkpoint_store;
+use super::checkpointer::{Checkpointer, Complete, ControllerEntry, FENCE};
 use super::event::EventQueue;
-use super::keeper_watch::KeeperWatch;
-use super::keeping::{Complete, FENCE, Keeping, KeptController};
-use super::making;
-use super::phases::Phases;
+use super::parent_watch::ParentWatch;
 use super::registry::ServedController;
 use super::server::Server;
 use super::server_config::ServerConfig;
-use super::store;
+use super::startup_timing::Phases;
 use super::transfer;
 use super::worker_link::{Told, WorkerLink};
+use crate::checkpoint::{COMPLETE, Checkpoint, Item};
 use crate::controller_config::ConfigureError;
-use crate::items::{COMPLETE, Item, Items};
-use crate::keeper_link::to_keeper;
 use crate::limits;
+use crate::supervisor::protocol::to_supervisor;
 use crate::{disk_recovery, disk_spec};
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -72,16 +73,16 @@ struct Recovered {
 pub(super) fn recover(
     config: &ServerConfig,
     link: &WorkerLink,
-    keeping: &Keeping,
+    checkpointer: &Checkpointer,
     ended: impl FnOnce() + Send + 'static,
     phases: &mut Phases,
 ) -> anyhow::Result<Option<Server>> {
     let began = Instant::now();
-    let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+    let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     phases.ended("threads");
     let Some((items, death)) = link.items()? else { return Ok(None) };
-    phases.ended("items");
-    let watch = KeeperWatch::start(link)?;
+    phases.ended("checkpoint");
+    let watch = ParentWatch::start(link)?;
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
     let rebuilt = rebuild(config, items, pool, &fence, phases);
@@ -93,8 +94,8 @@ pub(super) fn recover(
     drop(watch);
     abort_point(AbortPoint::Rebuilt);
     let is_changed = server.registry().is_changed();
-    keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
-    phases.ended("records");
+    checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
+    phases.ended("own checkpoint");
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
         let Recovered { saved, mut fds, changing } = recovered;
@@ -104,11 +105,11 @@ pub(super) fn recover(
     }
     phases.ended("queues");
     // All controllers are quiesced, and the supervisor has their checkpoint.
-    keeping.complete();
+    checkpointer.complete();
     abort_point(AbortPoint::Kept);
-    link.say(to_keeper::TAKEN, "");
+    link.say(to_supervisor::TAKEN, "");
     abort_point(AbortPoint::Taken);
-    phases.ended("the keeper told");
+    phases.ended("supervisor notified");
     for (served, (_, changing)) in server.controllers().iter().zip(&announced) {
         served.controller.resume();
         changing.iter().for_each(|nsid| served.controller.announce_namespace(*nsid));
@@ -123,8 +124,8 @@ pub(super) fn recover(
     phases.ended("interrupts");
     begin_trace(&server, config);
     info!(
-        "goes on for the process that has died: controllers: {}, commands that were under way: \
-         {again}; that took {took} us",
+        "recovered from the death of a process: controllers: {}, commands in flight: {again}; that \
+         took {took} us",
         server.controllers().len()
     );
     Ok(Some(server))
@@ -133,15 +134,15 @@ pub(super) fn recover(
 /// Rebuilds the server from a checkpoint, after all I/O of the dead process has ended.
 fn rebuild(
     config: &ServerConfig,
-    items: Items,
+    items: Checkpoint,
     pool: Pool,
     fence: &Fence<'_>,
     phases: &mut Phases,
 ) -> anyhow::Result<Rebuilt> {
     let mut sources = Sources::of(items)?;
     for source in &mut sources.0 {
-        if store::is_old(&mut source.items)? {
-            bail!("what the keeper holds is old: it did not take what came later");
+        if checkpoint_store::is_old(&mut source.items)? {
+            bail!("the checkpoint is outdated: the supervisor did not receive later changes");
         }
     }
     let is_changed = sources.all()?.is_changed;
@@ -190,14 +191,14 @@ fn rebuild(
             let (state, mut fds) = take(items, key).map_err(disk_spec::DiskSpecError::Device)?;
             disk_recovery::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
         });
-        let opened = making::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
+        let opened = builder::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
         let name = asked.socket.display().to_string();
-        let carrier = making::carrier(asked, &events.sender(index));
+        let carrier = builder::carrier(asked, &events.sender(index));
         let controller = Controller::successor(opened, pool.clone(), carrier, &saved, &mut fds)
             .with_context(|| name.clone())?;
-        making::place(asked, &controller)?;
+        builder::place(asked, &controller)?;
         let client = Arc::new(AtomicBool::new(port.has_client()));
-        let handler = making::client_events(events.sender(index), &client);
+        let handler = builder::client_events(events.sender(index), &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;
         let port = reactor.restore(port, &mut port_fds, Box::new(device));
         let port = port.with_context(|| name.clone())?;
@@ -217,7 +218,7 @@ fn rebuild(
 
 /// Checkpoint of one process.
 struct Source {
-    items: Items,
+    items: Checkpoint,
     complete: Complete,
 }
 
@@ -225,7 +226,7 @@ struct Source {
 struct Sources(Vec<Source>);
 
 impl Sources {
-    fn of(mut items: Items) -> anyhow::Result<Self> {
+    fn of(mut items: Checkpoint) -> anyhow::Result<Self> {
         let older = items.take_older();
         let sources = [Some(items), older].into_iter().flatten().map(|mut items| {
             let (complete, _): (Complete, _) = take(&mut items, COMPLETE)?;
@@ -239,12 +240,12 @@ impl Sources {
 
     /// List of all controllers: that of the oldest process, which had all of them.
     fn all(&self) -> anyhow::Result<&Complete> {
-        Ok(&self.0.last().context("nothing was left")?.complete)
+        Ok(&self.0.last().context("there is no checkpoint")?.complete)
     }
 
     /// Controllers from the newest checkpoint that has them, with the index of that checkpoint.
-    fn controllers(&self) -> anyhow::Result<Vec<(usize, KeptController)>> {
-        let newest = |kept: &KeptController| {
+    fn controllers(&self) -> anyhow::Result<Vec<(usize, ControllerEntry)>> {
+        let newest = |kept: &ControllerEntry| {
             let socket = kept.asked.absolute_socket();
             self.0.iter().enumerate().find_map(|(nth, source)| {
                 let mut its = source.complete.controllers.iter();
@@ -257,11 +258,14 @@ impl Sources {
 }
 
 /// Decodes an item, and returns its state and descriptors.
-fn take<T: DeserializeOwned>(items: &mut Items, key: &str) -> anyhow::Result<(T, Descriptors)> {
+fn take<T: DeserializeOwned>(
+    items: &mut Checkpoint,
+    key: &str,
+) -> anyhow::Result<(T, Descriptors)> {
     let item = items.remove(key).with_context(|| format!("the state has no section {key}"))?;
     let (body, fds) = item.read()?;
     let state = serde_json::from_slice(&body)
-        .with_context(|| format!("section {key} of the state can not be read"))?;
+        .with_context(|| format!("cannot decode section {key} of the state"))?;
     Ok((state, Descriptors::from(fds)))
 }
 
@@ -278,8 +282,8 @@ impl Fence<'_> {
     /// Waits until no process has the other end of `end` open.
     fn wait_for(&self, end: &OwnedFd) -> anyhow::Result<()> {
         while !is_wrong(WrongOrder::NoFence) && !self.poll(Some(end.as_fd()), TELL) {
-            if !self.goes_on("what the dead process has under way at its disks") {
-                bail!("the service is to end");
+            if !self.goes_on("I/O of the dead process at its disks") {
+                bail!("the service is shutting down");
             }
         }
         Ok(())
@@ -288,14 +292,14 @@ impl Fence<'_> {
     /// Waits a moment. Returns false if the wait is to be given up.
     fn wait_for_lock(&self, disk: &str) -> bool {
         self.poll(None, LOOK);
-        let what = format!("what the dead process has under way at {disk}");
+        let what = format!("I/O of the dead process at {disk}");
         self.since.elapsed() < TELL || self.goes_on(&what)
     }
 
     /// Logs the reason for the wait once. Returns false if the wait is to be given up.
     fn goes_on(&self, what: &str) -> bool {
         if !self.is_told.replace(true) && self.gone.get().is_none() {
-            warn!("waits for {what}");
+            warn!("waiting for {what}");
         }
         self.gone.get().is_none()
     }

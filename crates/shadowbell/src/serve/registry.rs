@@ -116,7 +116,7 @@ impl Registry {
         let all = self.controllers.read();
         let clients = all.iter().filter(|served| served.has_client()).count();
         let count = all.len();
-        format!("serves {count} controller{}, {clients} to a client", plural(count))
+        format!("serves {count} controller{}, {clients} with a client", plural(count))
     }
 
     /// Finds a controller by its id.

@@ -1,10 +1,10 @@
 //! Running server: I/O threads, reactor and controllers, from start to stop.
 
-use super::changes::Changes;
+use super::builder::{bind_one, carrier, client_events, open_one, place, summary};
 use super::event::EventQueue;
 use super::flush::flush;
-use super::making::{bind_one, carrier, client_events, open_one, place, summary};
 use super::reactor_thread::ReactorThread;
+use super::reconfigure::Changes;
 use super::registry::{Registry, ServedController};
 use super::server_config::{ServerConfig, disk_asked_for_twice};
 use super::tracer::Tracer;
@@ -44,7 +44,7 @@ impl Server {
         ended: impl FnOnce() + Send + 'static,
     ) -> anyhow::Result<Self> {
         let configs = open(config, lasting.is_some())?;
-        let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+        let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
         let events = EventQueue::new();
         let mut controllers = Vec::with_capacity(configs.len());
         let mut devices = Vec::with_capacity(configs.len());
@@ -144,7 +144,7 @@ impl Server {
     /// As for [`rest`](Self::rest).
     pub(super) fn rest_sockets(&self, until: Instant) -> anyhow::Result<Reactor> {
         let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
-        reactor.context("a request of a client was under way for too long; try again")
+        reactor.context("a request of a client took too long; try again")
     }
 
     /// Resumes the reactor.
@@ -226,7 +226,7 @@ impl Server {
     pub(super) fn stop(&mut self) -> anyhow::Result<()> {
         let Some(thread) = self.reactor.take() else { return Ok(()) };
         match thread.stop() {
-            Ok(outcome) => outcome.context("the sockets can not be served any more"),
+            Ok(outcome) => outcome.context("the sockets are not served any more"),
             Err(_) => Err(anyhow!("the thread that serves the sockets has panicked")),
         }
     }
@@ -237,7 +237,7 @@ impl Server {
         let mut all = true;
         for disk in self.disks() {
             if let Err(error) = flush(&*disk) {
-                error!("{} can not be flushed: {error}", disk.name());
+                error!("cannot flush {}: {error}", disk.name());
                 all = false;
             }
         }

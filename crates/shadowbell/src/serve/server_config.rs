@@ -3,10 +3,10 @@
 use super::socket_access::SocketAccess;
 use crate::control::place::Place;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
-use crate::keeper_link::known_path;
 use crate::limits::Group;
 use crate::pool_disks;
 use crate::self_as_is;
+use crate::supervisor::protocol::known_path;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{Polling, PoolOptions};
@@ -134,16 +134,16 @@ pub(crate) enum Own {
     Own,
 }
 
-/// When a worker without work sleeps.
+/// Polling of an idle I/O thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Poll {
-    /// After polling for a time that grows while that pays, and shrinks while it does not
+    /// Poll before sleeping, for a time that grows while that pays off and shrinks otherwise
     #[default]
     Adaptive,
-    /// Never: a processor per worker
+    /// Poll without sleeping: one CPU per I/O thread
     Always,
-    /// At once
+    /// Sleep at once
     Never,
 }
 
@@ -161,7 +161,7 @@ pub(super) fn pool_options(
         None => pin.len(),
         Some(workers) if pin.len() > usize::from(workers) => {
             return Err(format!(
-                "{} processors to pin to are too many for {workers} workers: name at most one for \
+                "{} CPUs to pin to are too many for {workers} I/O threads: name at most one for \
                  each",
                 pin.len()
             ));

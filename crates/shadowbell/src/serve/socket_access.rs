@@ -45,7 +45,7 @@ pub(crate) fn parse_group(text: &str) -> Result<u32, String> {
         (fields.next()? == text).then(|| fields.nth(1)?.parse().ok())?
     });
     found.ok_or_else(|| {
-        format!("/etc/group has no group `{text}`; one that is elsewhere is given by its number")
+        format!("/etc/group has no group `{text}`; give a group of another database by its number")
     })
 }
 

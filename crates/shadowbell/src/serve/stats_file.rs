@@ -1,6 +1,6 @@
 //! Statistics as a JSON file (`--stats-json`).
 
-use super::places;
+use super::path_broker;
 use super::registry::ServedController;
 use anyhow::bail;
 use serde::Serialize;
@@ -113,7 +113,7 @@ impl fmt::Display for Report {
 pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
     let mut json = serde_json::to_vec_pretty(report)?;
     json.push(b'\n');
-    places::write_counters(path, &json)
+    path_broker::write_counters(path, &json)
 }
 
 /// Checks that a report may replace the file at `path`: it is missing, empty or a JSON object.
@@ -124,7 +124,7 @@ pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
 pub(super) fn check(path: &Path) -> anyhow::Result<()> {
     let mut first = [0];
     if path.is_file() && std::fs::File::open(path)?.read(&mut first)? != 0 && first != *b"{" {
-        bail!("{} exists and holds no counters; it is left alone", path.display());
+        bail!("{} exists and is no statistics file; choose another path", path.display());
     }
     Ok(())
 }

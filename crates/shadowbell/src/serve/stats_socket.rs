@@ -7,13 +7,13 @@
 //! [`WRITE_TIMEOUT`]; other clients wait meanwhile, but guests do not. Only root and the server's
 //! own user are answered.
 
-use super::places;
+use super::path_broker;
 use super::registry::Registry;
 use super::server::Server;
 use crate::exit::bad_input;
-use crate::keeper_link::is_ours;
 use crate::live_stats::{Row, Snapshot, VERSION};
-use crate::place_link::Kind;
+use crate::path_broker::Kind;
+use crate::supervisor::protocol::is_ours;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SocketFlags, accept_with, recvmsg};
@@ -45,7 +45,7 @@ const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 /// # Errors
 /// The socket cannot be created.
 pub(super) fn listen(path: &Path) -> anyhow::Result<Listener> {
-    let listener = places::listen(path, Kind::Plain).map_err(|error| match error {
+    let listener = path_broker::listen(path, Kind::Plain).map_err(|error| match error {
         BindError::System { .. } => anyhow::Error::from(error),
         _ => bad_input(error),
     });
@@ -176,7 +176,7 @@ impl Answerer {
                     fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
                 match poll(&mut fds, None) {
                     Ok(_) | Err(Errno::INTR) => {}
-                    Err(errno) => return warn!("the counters can not be asked for: {errno}"),
+                    Err(errno) => return warn!("cannot serve the statistics socket: {errno}"),
                 }
                 let mut ready = fds.iter().map(|fd| !fd.revents().is_empty());
                 let mut next = || ready.next().unwrap_or_default();
@@ -205,14 +205,14 @@ impl Answerer {
             Err(_) => return,
         };
         if !is_ours(&stream) {
-            return warn!("another user has asked for the counters, and is not answered");
+            return warn!("refused a client of another user at the statistics socket");
         }
         let stream = UnixStream::from(stream);
         if self.clients.len() < MAX_CLIENTS && stream.set_write_timeout(Some(WRITE_TIMEOUT)).is_ok()
         {
             self.clients.push(stream);
         } else {
-            debug!("one too many has asked for the counters");
+            debug!("too many clients of the statistics socket");
         }
     }
 

@@ -1,15 +1,15 @@
 //! Takeover from a quiesced server process, of all controllers at once.
 
 use super::arriving::{Arriving, begin_trace, refused, what_is_served};
-use super::asides::Asides;
+use super::checkpointer::Checkpointer;
+use super::endpoints::Endpoints;
 use super::event::EventQueue;
-use super::keeping::Keeping;
 use super::move_in;
 use super::server::Server;
 use super::server_config::ServerConfig;
 use super::transfer::{self, COMMIT, GONE, HAVE};
 use super::worker_link::WorkerLink;
-use crate::keeper_link::{to_keeper, to_worker, versions};
+use crate::supervisor::protocol::{to_supervisor, to_worker, versions};
 use anyhow::{Context, anyhow};
 use shadowbell_controller::{Pool, SavedController};
 use shadowbell_state::{AbortPoint, Descriptors, Parcel, READABLE, abort_point};
@@ -25,7 +25,7 @@ struct Taken {
     reactor: Reactor,
     controllers: Vec<SavedController>,
     ports: Vec<PortId>,
-    asides: Asides,
+    endpoints: Endpoints,
     fds: Descriptors,
 }
 
@@ -37,12 +37,12 @@ struct Taken {
 pub(super) fn take_over(
     config: &ServerConfig,
     link: &WorkerLink,
-    keeping: &Keeping,
+    checkpointer: &Checkpointer,
     ended: impl FnOnce() + Send + 'static,
-) -> anyhow::Result<Option<(Server, Asides)>> {
+) -> anyhow::Result<Option<(Server, Endpoints)>> {
     let transfer = predecessor(link)?;
-    let pool = Pool::start(&config.pool).context("the workers can not be started")?;
-    link.say(to_keeper::PREPARED, &versions(&READABLE));
+    let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
+    link.say(to_supervisor::PREPARED, &versions(&READABLE));
     let mut parcel = match Parcel::receive(&transfer) {
         Ok(parcel) => parcel,
         Err(shadowbell_state::StateError::Io(error)) => {
@@ -53,11 +53,11 @@ pub(super) fn take_over(
     };
     if parcel.take::<usize>(transfer::MOVES).map_err(|error| refused(link, error.into()))?.is_some()
     {
-        return move_in::move_in(config, link, keeping, ended, &transfer, parcel, pool);
+        return move_in::move_in(config, link, checkpointer, ended, &transfer, parcel, pool);
     }
     let began = Instant::now();
     let taken = take_in(config, parcel, pool).map_err(|error| refused(link, error))?;
-    debug!("taken in after {} us", began.elapsed().as_micros());
+    debug!("restored after {} us", began.elapsed().as_micros());
     abort_point(AbortPoint::TakenIn);
     transfer::say(&transfer, HAVE).ok();
     if !matches!(transfer::hear(&transfer), Ok(Some(COMMIT))) {
@@ -66,45 +66,45 @@ pub(super) fn take_over(
     match transfer::hear(&transfer) {
         Ok(Some(GONE)) => {}
         // The old process died on exit, with no command in flight any more.
-        _ => debug!("the predecessor has ended without a word"),
+        _ => debug!("the old process has ended without its last message"),
     }
-    let Taken { mut server, mut reactor, controllers, ports, asides, mut fds } = taken;
+    let Taken { mut server, mut reactor, controllers, ports, endpoints, mut fds } = taken;
     server.share_locks(false);
     let is_changed = server.registry().is_changed();
-    keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
+    checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
     for (served, saved) in server.controllers().iter().zip(&controllers) {
         let restored = served.controller.restore_quiesced(saved, &mut fds);
         restored.with_context(|| served.name.clone())?;
     }
     // All controllers are quiesced, and the supervisor has their checkpoint.
-    keeping.complete();
+    checkpointer.complete();
     abort_point(AbortPoint::Kept);
     // The old process's checkpoint is invalid from now on.
-    link.say(to_keeper::TAKEN, "");
+    link.say(to_supervisor::TAKEN, "");
     abort_point(AbortPoint::Taken);
     server.controllers().iter().for_each(|served| served.controller.resume());
     server.serve(reactor, ended)?;
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);
-    info!("goes on for the process before, {} us after its state came", took);
-    Ok(Some((server, asides)))
+    info!("took over from the old process, {} us after its state arrived", took);
+    Ok(Some((server, endpoints)))
 }
 
 /// Receives the socket to the old process.
 fn predecessor(link: &WorkerLink) -> anyhow::Result<UnixStream> {
     match link.hear() {
         Some(packet) if packet.letter == to_worker::TAKE_OVER => {
-            let fd = packet.fd().context("the keeper has sent no descriptor")?;
+            let fd = packet.fd().context("the supervisor has sent no descriptor")?;
             Ok(UnixStream::from(fd))
         }
-        _ => Err(anyhow!("the keeper has ended")),
+        _ => Err(anyhow!("the supervisor has ended")),
     }
 }
 
 /// Restores the state. The old process may still resume, so nothing visible is done.
 fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Result<Taken> {
     let (controllers_asked, is_changed) = what_is_served(config, &mut parcel)?;
-    let asides = Asides::restore(&mut parcel)?;
+    let endpoints = Endpoints::restore(&mut parcel)?;
     let events = EventQueue::new();
     let mut reactor = Reactor::new(Limits::default())?;
     let mut controllers = Vec::new();
@@ -125,5 +125,5 @@ fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Res
     if is_changed {
         server.registry().set_changed();
     }
-    Ok(Taken { server, reactor, controllers: all_saved, ports, asides, fds })
+    Ok(Taken { server, reactor, controllers: all_saved, ports, endpoints, fds })
 }

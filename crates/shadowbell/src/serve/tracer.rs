@@ -1,6 +1,6 @@
 //! Doorbell trace of a server: into the file of `--trace`, or into memory by `ctl trace on`.
 
-use super::places;
+use super::path_broker;
 use super::server_config::TRACE_RECORDS;
 use crate::exit::bad_input;
 use anyhow::anyhow;
@@ -48,7 +48,7 @@ impl Tracer {
     /// # Errors
     /// The file cannot be created.
     pub(super) fn start_in(&self, path: &Path, records: u32, is_next: bool) -> anyhow::Result<()> {
-        let make = || places::new_trace(path, is_next);
+        let make = || path_broker::new_trace(path, is_next);
         let file = TraceFile::create_in(make, self.workers(), CLAIMABLE as u16, records);
         let file = file.map_err(|error| {
             let known =

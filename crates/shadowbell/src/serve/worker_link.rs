@@ -1,11 +1,11 @@
 //! Server process's connection to its supervisor.
 
-use super::places;
-use super::store::Store;
+use super::checkpoint_store::CheckpointStore;
+use super::path_broker;
+use crate::checkpoint::Checkpoint;
 use crate::exit::bad_input;
-use crate::items::Items;
-use crate::keeper_link::{self, Packet, to_keeper, to_worker};
-use crate::keeper_query::Keeper;
+use crate::supervisor::client::SupervisorClient;
+use crate::supervisor::protocol::{self, Packet, to_supervisor, to_worker};
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::Death;
@@ -52,18 +52,18 @@ impl WorkerLink {
         let link = io::stdin().as_fd().try_clone_to_owned()?;
         let kind = rustix::net::sockopt::socket_type(&link);
         if kind != Ok(rustix::net::SocketType::SEQPACKET) {
-            let option = keeper_link::AS_WORKER;
+            let option = protocol::AS_WORKER;
             return Err(bad_input(anyhow!(
-                "{option} is how a keeper starts its worker; leave it out"
+                "{option} is an internal option of the supervisor; leave it out"
             )));
         }
-        let null = std::fs::File::open("/dev/null").context("/dev/null can not be opened")?;
+        let null = std::fs::File::open("/dev/null").context("cannot open /dev/null")?;
         rustix::stdio::dup2_stdin(null)?;
         set_socket_timeout(&link, Timeout::Send, Some(LISTENS))?;
         let link = Self(Arc::new(link));
         if !is_as_before() {
-            link.say(to_keeper::MOVES, "");
-            link.say(to_keeper::CAN_REST, "");
+            link.say(to_supervisor::MOVES, "");
+            link.say(to_supervisor::CAN_REST, "");
         }
         Ok(link)
     }
@@ -72,21 +72,21 @@ impl WorkerLink {
     ///
     /// # Errors
     /// The descriptor limit is reached.
-    pub(super) fn store(&self) -> io::Result<Store> {
-        Store::new(self.0.try_clone()?)
+    pub(super) fn store(&self) -> io::Result<CheckpointStore> {
+        CheckpointStore::new(self.0.try_clone()?)
     }
 
     /// Receives the dead process's checkpoint and kind of death. `None`: the service is to end.
     ///
     /// # Errors
     /// The supervisor has died, or a packet is invalid.
-    pub(super) fn items(&self) -> anyhow::Result<Option<(Items, Death)>> {
-        let mut items = Items::default();
+    pub(super) fn items(&self) -> anyhow::Result<Option<(Checkpoint, Death)>> {
+        let mut items = Checkpoint::default();
         // An earlier release of the supervisor does not send the kind of death.
         let mut death = Death::Killed;
         loop {
-            match keeper_link::receive(&self.0, false)? {
-                Some(packet) if packet.letter == to_worker::ITEMS => {
+            match protocol::receive(&self.0, false)? {
+                Some(packet) if packet.letter == to_worker::CHECKPOINT => {
                     if items.take(&packet.body, packet.fds)? {
                         return Ok(Some((items, death)));
                     }
@@ -94,7 +94,7 @@ impl WorkerLink {
                 Some(packet) if packet.letter == to_worker::END => return Ok(None),
                 Some(packet) if packet.letter == to_worker::FAULT => death = Death::Fault,
                 Some(_) => {}
-                None => bail!("the keeper has ended"),
+                None => bail!("the supervisor has ended"),
             }
         }
     }
@@ -109,12 +109,12 @@ impl WorkerLink {
 
     /// Sends a message. An error is ignored: the main loop sees the supervisor's death.
     pub(super) fn say(&self, letter: u8, body: &str) {
-        let _ = keeper_link::send(&self.0, letter, body, None);
+        let _ = protocol::send(&self.0, letter, body, None);
     }
 
     /// Sends a message without blocking. It is lost if the socket is full.
     pub(super) fn say_now(&self, letter: u8, body: &str) {
-        let _ = keeper_link::send_bytes(&self.0, letter, body.as_bytes(), &[], true);
+        let _ = protocol::send_bytes(&self.0, letter, body.as_bytes(), &[], true);
     }
 
     /// Sends a descriptor.
@@ -122,22 +122,22 @@ impl WorkerLink {
     /// # Errors
     /// The supervisor has died.
     pub(super) fn give(&self, letter: u8, fd: OwnedFd) -> io::Result<()> {
-        keeper_link::send(&self.0, letter, "", Some(fd.as_fd()))
+        protocol::send(&self.0, letter, "", Some(fd.as_fd()))
     }
 
     /// Reports the sockets, and that they are served. `what`: a short status.
     pub(super) fn serves<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
         for socket in sockets {
-            let known = keeper_link::known_path(socket);
-            let _ = keeper_link::send(&self.0, to_keeper::SOCKET, known, None);
+            let known = protocol::known_path(socket);
+            let _ = protocol::send(&self.0, to_supervisor::SOCKET, known, None);
         }
-        self.say(to_keeper::SERVING, what);
+        self.say(to_supervisor::SERVING, what);
     }
 
     /// Reads queued messages and returns a reason to give up, if there is one. Does not block.
     pub(super) fn told(&self) -> Option<Told> {
         loop {
-            match keeper_link::receive(&self.0, true) {
+            match protocol::receive(&self.0, true) {
                 Ok(Some(packet)) if packet.letter == to_worker::END => return Some(Told::End),
                 Ok(Some(_)) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
@@ -148,7 +148,7 @@ impl WorkerLink {
 
     /// Receives the next message; `None` after the supervisor's death.
     pub(super) fn hear(&self) -> Option<Packet> {
-        keeper_link::receive(&self.0, false).ok().flatten()
+        protocol::receive(&self.0, false).ok().flatten()
     }
 }
 
@@ -161,10 +161,10 @@ impl Asker {
     ///
     /// # Errors
     /// The descriptor limit is reached, or the supervisor has died.
-    pub(super) fn upgrade(&self) -> io::Result<Keeper> {
-        let (ours, theirs) = places::pair()?;
-        self.0.give(to_keeper::UPGRADE, theirs)?;
-        Ok(Keeper::over(ours))
+    pub(super) fn upgrade(&self) -> io::Result<SupervisorClient> {
+        let (ours, theirs) = path_broker::pair()?;
+        self.0.give(to_supervisor::UPGRADE, theirs)?;
+        Ok(SupervisorClient::over(ours))
     }
 }
 

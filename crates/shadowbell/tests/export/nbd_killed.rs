@@ -80,14 +80,14 @@ fn a_disk_behind_an_export_that_is_killed_goes_on() {
 
 /// The export is a client of the server, and its driver notices nothing.
 #[test]
-fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
+fn an_export_goes_on_with_a_server_that_is_killed_under_its_supervisor() {
     let directory = tempfile::tempdir().unwrap();
     let (image, socket) = (directory.path().join("disk.img"), directory.path().join("vm.sock"));
     File::create(&image).unwrap().set_len(16 * MIB).unwrap();
-    let mut keeper = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
-    keeper.args(["serve", "--keeper", "-q"]).arg(&image).arg("--socket").arg(&socket);
-    let mut keeper = ProcessGroup::spawn(&mut keeper).unwrap();
-    let pid = keeper.id();
+    let mut supervisor = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+    supervisor.args(["serve", "--keeper", "-q"]).arg(&image).arg("--socket").arg(&socket);
+    let mut supervisor = ProcessGroup::spawn(&mut supervisor).unwrap();
+    let pid = supervisor.id();
     let worker = || {
         let children = format!("/proc/{pid}/task/{pid}/children");
         let children = std::fs::read_to_string(children).unwrap();
@@ -108,8 +108,8 @@ fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
     }
     load.lost_nothing();
     export.stop();
-    keeper.signal(Signal::TERM);
-    assert!(keeper.wait().success());
+    supervisor.signal(Signal::TERM);
+    assert!(supervisor.wait().success());
 }
 
 /// QEMU's client, with requests of which it waits for the answers until it has connected again.

@@ -2,9 +2,9 @@
 //! somebody says of it by the control socket, a file, or both, goes on over deaths and upgrades.
 
 use crate::harness::{Server, finish, image, program, until};
-use crate::keeper::children;
 use crate::recover::{kill, lost_nothing};
 use crate::shared::{CONFIG, serve_config, start};
+use crate::supervisor::children;
 use crate::upgrade::{Client, socket, upgrade};
 use rustix::process::Signal;
 use shadowbell_spec::Status;
@@ -119,7 +119,7 @@ fn a_file_says_the_groups_and_how_they_begin_and_what_there_is_not_is_refused() 
     for (words, status, why) in [
         (["ana", "vm0.sock", "3", "change"], 3, "ANA groups 1 to 2"),
         (["ana", "vm9.sock", "1", "change"], 3, "no controller"),
-        (["ana", "vm2.sock", "1", "change"], 4, "not one of a subsystem"),
+        (["ana", "vm2.sock", "1", "change"], 4, "belongs to no subsystem"),
         (["ana", "vm0.sock", "1", "best"], 2, "non-optimized"),
     ] {
         let (ended, _, errors) = ctl(&server, &words);

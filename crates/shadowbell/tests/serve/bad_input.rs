@@ -2,7 +2,7 @@
 //! is.
 
 use crate::harness::{Server, finish, image, program, until};
-use crate::keeper::has_ended;
+use crate::supervisor::has_ended;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -158,10 +158,10 @@ fn a_socket_of_a_live_server_is_left_alone_and_a_stale_one_replaced() {
     drop(controller);
     drop(server.attach());
     // Killed, it leaves its file behind.
-    let worker = crate::keeper::worker(&server);
+    let worker = crate::supervisor::worker(&server);
     server.signal(rustix::process::Signal::KILL);
     server.wait();
-    // It ends by itself, and can not remove anything without its keeper.
+    // It ends by itself, and can not remove anything without its supervisor.
     until("the end of the process that served", || has_ended(worker));
     assert!(socket.exists());
     let mut command = program();
@@ -230,7 +230,7 @@ fn the_exit_statuses_are_in_the_help() {
         "0  ended by a signal",
         "[[controller]]",
         "SIGUSR1",
-        "stays so, as SIGINT is",
+        "stay ignored, as SIGINT in",
     ] {
         assert!(help.contains(words), "{help}");
     }

@@ -2,10 +2,10 @@
 //! ceph` starts a cluster, names it by `SHADOWBELL_CEPH_CONF`, and runs these; without one they say
 //! so.
 
-use crate::disk_kinds::{keeper, survive};
+use crate::disk_kinds::{supervisor, survive};
 use crate::harness::until;
-use crate::keeper::worker;
 use crate::recover::lost_nothing;
+use crate::supervisor::worker;
 use crate::upgrade::{Load, upgrade};
 use shadowbell_testing::process_group::ProcessGroup;
 use std::process::Command;
@@ -45,14 +45,14 @@ fn an_image_of_a_cluster_goes_on_through_kills() {
             let set = Command::new("rbd").args(["-c", &conf]).args(set).output().unwrap();
             assert!(set.status.success(), "{set:?}");
         }
-        survive(&mut keeper(&disk), 5);
+        survive(&mut supervisor(&disk), 5);
     }
 }
 
 #[test]
 fn a_server_with_an_image_of_a_cluster_is_replaced_under_a_verifying_load() {
     let Some(disk) = image("replaced", "layering,exclusive-lock") else { return };
-    let mut server = keeper(&disk);
+    let mut server = supervisor(&disk);
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     let socket = server.socket().display().to_string();
@@ -82,7 +82,7 @@ fn a_namespace_follows_the_size_of_its_image() {
         rbd.args(["-c", &conf, "resize", "--no-progress", "follows", "--size"]).args(arguments);
         assert!(rbd.status().unwrap().success());
     };
-    let mut server = keeper(&disk);
+    let mut server = supervisor(&disk);
     for (size, said) in [("24M", "(24.0 MiB)"), ("8M", "(8.0 MiB)"), ("32M", "(32.0 MiB)")] {
         resize(&[size, "--allow-shrink"]);
         until("the namespace's new size", || server.stderr().contains(said));

@@ -26,7 +26,10 @@ fn a_controller_comes_and_goes_beside_a_guest() {
     // The same again, as after an answer that was lost.
     assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
     let (code, _, errors) = ctl(&server, &[&add[..], &["--read-only"]].concat());
-    assert!(code == Some(4) && errors.contains("is not what is asked for"), "{errors}");
+    assert!(
+        code == Some(4) && errors.contains("exists already, with other properties"),
+        "{errors}"
+    );
     for (id, disk, socket, words) in [
         ("c", "b.img", "c.sock", "b.img"),
         ("c", "c.img", "c.sock", "c.img"),
@@ -146,7 +149,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     );
     assert_eq!((code, said), (Some(0), expected));
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
-    assert!(code == Some(4) && errors.contains("vm0 would be taken"), "{code:?} {errors}");
+    assert!(code == Some(4) && errors.contains("would lose vm0"), "{code:?} {errors}");
     assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
     assert_eq!(read(&mut guest), Status::SUCCESS, "the guest has not noticed");
     assert_eq!(ctl(&server, &["apply", "vms.toml", "--force"]).0, Some(0));
@@ -225,7 +228,7 @@ fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
     // What a client has is not taken away unasked; then its disk is free, for another number.
     write(server.directory(), "", "\"mem:4MiB\", { disk = \"a.img\", nsid = 5 }", "");
     let (code, _, errors) = apply(&[]);
-    let words = "namespace 2 of vm0, namespace 3 of vm0 would be taken from clients";
+    let words = "connected clients would lose namespace 2 of vm0, namespace 3 of vm0";
     assert!(code == Some(4) && errors.contains(words), "{code:?} {errors}");
     let (code, said, errors) = apply(&["--force"]);
     assert!(code == Some(0) && said.contains("namespace 5: none ->"), "{said}{errors}");
@@ -293,7 +296,7 @@ fn a_server_without_controllers_gets_them_later() {
     let socket = elsewhere.path().join("vm1.sock");
     let add = ["controller", "add", "vm1", "mem:1MiB", "--socket", socket.to_str().unwrap()];
     let (code, _, errors) = ctl(&server, &add);
-    if server.stderr().contains("holds for files") {
+    if server.stderr().contains("; file access") {
         assert!(code == Some(1) && errors.contains("`serve --allow DIRECTORY`"), "{errors}");
     }
     let options = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
@@ -302,7 +305,7 @@ fn a_server_without_controllers_gets_them_later() {
     // A file that is empty by mistake takes nothing away.
     std::fs::write(server.directory().join("vms.toml"), "").unwrap();
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml", "--force"]);
-    assert!(code == Some(2) && errors.contains("or say `controller = []`"), "{errors}");
+    assert!(code == Some(2) && errors.contains("or write `controller = []`"), "{errors}");
     assert_eq!(read(&mut guest), Status::SUCCESS);
     drop(guest);
     until("its controller goes", || ctl(&server, &["apply", "none.toml"]).0 == Some(0));

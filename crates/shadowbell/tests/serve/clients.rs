@@ -1,7 +1,7 @@
 //! Clients that die, that talk nonsense, and those that come after them.
 
 use crate::harness::{Server, attach, image, run};
-use crate::keeper::worker;
+use crate::supervisor::worker;
 use rustix::process::Signal;
 use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_spec::Status;

@@ -110,7 +110,7 @@ fn a_bad_file_is_refused_as_a_whole() {
 #[test]
 fn a_file_that_is_none() {
     let directory = tempfile::tempdir().unwrap();
-    for (name, words) in [("missing.toml", "can not be read"), (".", "it is no file")] {
+    for (name, words) in [("missing.toml", "cannot read"), (".", "not a regular file")] {
         let mut command = program();
         command.args(["serve", "--config", name]).current_dir(directory.path());
         let (status, _, stderr) = finish(command);

@@ -1,7 +1,7 @@
 //! The control socket, and `shadowbell ctl`.
 
 use crate::harness::{Server, attach, finish, finish_upgrade, image, program, run, until};
-use crate::keeper::{signal, worker};
+use crate::supervisor::{signal, worker};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use shadowbell_driver::AttachOptions;
@@ -127,7 +127,7 @@ fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
         (&["status", "-s", "/nonexistent/x.sock"], 3, "no such control socket"),
         (&["controllers", "vm7"], 3, "there is no controller `vm7`"),
         (&["log-level", "loud=="], 2, "says nothing of what to log"),
-        (&["upgrade"], 4, "has no keeper"),
+        (&["upgrade"], 4, "has no supervisor"),
         (&["upgrade", "--binary", "/nonexistent/x"], 2, "--binary"),
         (&["frobnicate"], 2, "frobnicate"),
     ] {
@@ -241,7 +241,7 @@ fn whoever_asks_during_upgrades_is_answered() {
     // One that fails says so afterwards.
     let other = r#"{"binary":"/bin/false"}"#;
     let (status, body) = ask(&server, &request("POST", "/v1/upgrade", other));
-    // It is in a sandbox, and must not say what its keeper starts.
+    // It is in a sandbox, and must not say what its supervisor starts.
     assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
     let program = server.directory().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &program).unwrap();
@@ -423,7 +423,7 @@ fn the_sockets_of_controllers_are_for_whom_they_are_meant() {
 fn more_memory_than_there_is_and_who_polls_is_said() {
     let mut server = Server::start(&["mem:4TiB"], &["--doorbells", "mapped", "--workers", "1"]);
     server.says("the machine has");
-    server.says("the workers poll, which takes a processor each");
+    server.says("the I/O threads poll and use a CPU each");
     drop(server.attach());
     assert!(server.stop().success());
 }

@@ -1,8 +1,8 @@
 //! Disks of other kinds than files, under a server whose process is killed.
 
 use crate::harness::{Server, image, program, until};
-use crate::keeper::{children, has_ended, worker};
 use crate::recover::{kill, lost_nothing};
+use crate::supervisor::{children, has_ended, worker};
 use crate::upgrade::{Client, Load};
 use rustix::process::Signal;
 use shadowbell_backend_qcow2::create;
@@ -39,8 +39,8 @@ impl Export {
     }
 }
 
-/// Under a keeper, and free to open what it likes.
-pub(crate) fn keeper(disk: &str) -> Server {
+/// Under a supervisor, and free to open what it likes.
+pub(crate) fn supervisor(disk: &str) -> Server {
     Server::start(&[disk], &["--keeper", "--sandbox", "off"])
 }
 
@@ -94,7 +94,7 @@ fn what_a_qcow2_image_is_the_difference_to_is_opened_anew() {
     if qemu_img(&["create", "-q", "-f", "qcow2", "-b", base, "-F", "raw", path]) != Some(0) {
         return;
     }
-    let mut server = keeper(&format!("{path}?allow-backing=on"));
+    let mut server = supervisor(&format!("{path}?allow-backing=on"));
     survive(&mut server, 5);
     is_consistent(path.as_ref());
 }
@@ -105,33 +105,47 @@ fn a_controller_of_another_server_goes_on_through_kills() {
         let directory = tempfile::tempdir().unwrap();
         let file = image(directory.path(), "disk.img", 16 << 20);
         let below = Server::start(&[file.to_str().unwrap()], &[]);
-        let mut server = keeper(&format!("vfio-user:{}/1{options}", below.socket().display()));
+        let mut server = supervisor(&format!("vfio-user:{}/1{options}", below.socket().display()));
         survive(&mut server, 10);
     }
 }
 
 /// An NBD server that takes connections and says nothing is waited for, and not for ever.
 #[test]
-fn who_can_not_go_on_yet_ends_with_its_keeper() {
+fn who_can_not_go_on_yet_ends_with_its_supervisor() {
     let export = Export::start("mem:4MiB");
-    let server = keeper(&export.uri("&settle=0"));
+    let server = supervisor(&export.uri("&settle=0"));
     let socket = export.directory.path().join("nbd");
     let before = worker(&server);
     let Export { child, directory } = &export;
-    crate::keeper::signal(child.id(), Signal::KILL);
+    crate::supervisor::signal(child.id(), Signal::KILL);
     let _ = std::fs::remove_file(&socket);
     let _mute = UnixListener::bind(directory.path().join("nbd")).unwrap();
-    crate::keeper::signal(before, Signal::KILL);
+    crate::supervisor::signal(before, Signal::KILL);
     until("another worker", || matches!(children(server.pid())[..], [pid] if pid != before));
     moment();
     let next = worker(&server);
-    crate::keeper::signal(server.pid(), Signal::KILL);
+    crate::supervisor::signal(server.pid(), Signal::KILL);
     until("the worker's end", || has_ended(next));
+}
+
+/// A server process whose disk does not answer ends soon after its supervisor, without the last
+/// flush.
+#[test]
+fn a_serving_process_with_a_hung_disk_ends_with_its_supervisor() {
+    let export = Export::start("mem:4MiB");
+    let server = supervisor(&export.uri("&settle=0"));
+    drop(server.attach());
+    let process = worker(&server);
+    crate::supervisor::signal(export.child.id(), Signal::STOP);
+    crate::supervisor::signal(server.pid(), Signal::KILL);
+    until("the server process's end", || has_ended(process));
+    crate::supervisor::signal(export.child.id(), Signal::CONT);
 }
 
 /// The same of one that begins.
 #[test]
-fn who_can_not_begin_yet_ends_with_its_keeper() {
+fn who_can_not_begin_yet_ends_with_its_supervisor() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("nbd");
     let _mute = UnixListener::bind(&socket).unwrap();
@@ -142,7 +156,7 @@ fn who_can_not_begin_yet_ends_with_its_keeper() {
     until("the worker", || !children(server.pid()).is_empty());
     let its = worker(&server);
     moment();
-    crate::keeper::signal(server.pid(), Signal::KILL);
+    crate::supervisor::signal(server.pid(), Signal::KILL);
     until("the worker's end", || has_ended(its));
 }
 
@@ -151,7 +165,7 @@ fn an_export_of_an_nbd_server_goes_on_through_kills() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Export::start(file.to_str().unwrap());
-    let mut server = keeper(&below.uri("&settle=100ms"));
+    let mut server = supervisor(&below.uri("&settle=100ms"));
     survive(&mut server, 10);
 }
 
@@ -159,7 +173,7 @@ fn an_export_of_an_nbd_server_goes_on_through_kills() {
 #[test]
 fn an_export_that_is_only_read_goes_on_at_once() {
     let below = Export::start("mem:4MiB");
-    let server = keeper(&below.uri("&read-only=on"));
+    let server = supervisor(&below.uri("&read-only=on"));
     let mut client = Client::attach(&server.socket());
     for _ in 0..3 {
         assert_eq!(client.read(1, 0), 0);
@@ -175,15 +189,15 @@ fn the_other_server_may_be_killed_as_well() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Server::start(&[file.to_str().unwrap()], &["--keeper"]);
-    let mut server = keeper(&format!("vfio-user:{}/1", below.socket().display()));
+    let mut server = supervisor(&format!("vfio-user:{}/1", below.socket().display()));
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     for _ in 0..4 {
         // Both have served for a while, so this is no crash loop.
         std::thread::sleep(Duration::from_millis(80));
-        crate::keeper::signal(worker(&below), Signal::KILL);
+        crate::supervisor::signal(worker(&below), Signal::KILL);
         kill(&server, Signal::KILL);
-        until("the other one", || below.stderr().contains("goes on for the process"));
+        until("the other one", || below.stderr().contains("recovered from the death of a process"));
     }
     load.lost_nothing();
     lost_nothing(&server);
@@ -201,11 +215,11 @@ fn another_disk_is_not_taken_for_the_one_that_it_was() {
         Server::spawn(command, tempfile::tempdir().unwrap(), &[path.to_str().unwrap()])
     };
     let first = below("mem:4MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad91");
-    let server = keeper(&format!("vfio-user:{}/1", path.display()));
+    let server = supervisor(&format!("vfio-user:{}/1", path.display()));
     let client = Client::attach(&server.socket());
     drop(first);
     let _second = below("mem:4MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad92");
-    crate::keeper::signal(worker(&server), Signal::KILL);
+    crate::supervisor::signal(worker(&server), Signal::KILL);
     server.says("it is another disk than before");
     server.says("have lost their controllers");
     drop(client);

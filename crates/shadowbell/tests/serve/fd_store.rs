@@ -1,8 +1,8 @@
-//! A keeper that is killed, and a service manager that has kept what it had: a stand-in for
+//! A supervisor that is killed, and a service manager that has kept what it had: a stand-in for
 //! systemd, which keeps descriptors and gives them to the next process.
 
 use crate::harness::{image, until};
-use crate::keeper::{children, has_ended, signal};
+use crate::supervisor::{children, has_ended, signal};
 use crate::upgrade::{Client, Load};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::net::{
@@ -171,7 +171,7 @@ impl Service {
         self.kept.lock().unwrap().fds.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Kills the keeper, and its workers too if `all`. The workers that there were.
+    /// Kills the supervisor, and its workers too if `all`. The workers that there were.
     fn kill(&mut self, all: bool) -> Vec<u32> {
         let workers = children(self.pid());
         signal(self.pid(), Signal::KILL);
@@ -234,7 +234,7 @@ fn pass_descriptors_on() {
 }
 
 #[test]
-fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
+fn a_supervisor_that_is_killed_comes_back_and_no_client_notices() {
     let mut service = Service::start(3);
     assert_eq!(service.kept(), ["shadowbell-keeper-1-w", "shadowbell-keeper-1-r"]);
     let mut client = Client::attach(&service.socket(2));
@@ -256,8 +256,8 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
     }
     loads.into_iter().for_each(Load::lost_nothing);
     let log = service.log();
-    assert!(!log.contains("have lost") && !log.contains("can not keep"), "{log}");
-    assert_eq!(log.matches("error: the keeper was killed; this one goes on").count(), 20);
+    assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
+    assert_eq!(log.matches("error: the supervisor was killed; this one continues").count(), 20);
     drop(client);
     // In order, it leaves nothing behind.
     assert!(service.stop().success(), "{}", service.log());
@@ -265,14 +265,14 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
     assert!((0..3).all(|n| !service.socket(n).exists()));
     service.again();
     service.until_ready();
-    assert_eq!(service.log().matches("the keeper was killed").count(), 20);
+    assert_eq!(service.log().matches("the supervisor was killed").count(), 20);
     Client::attach(&service.socket(0)).write(1, 0, 1);
 }
 
 /// Killed on its way back, while another process takes over, while a new program does, and with
 /// the worker's last words unheard.
 #[test]
-fn a_keeper_may_be_killed_at_any_moment() {
+fn a_supervisor_may_be_killed_at_any_moment() {
     let mut service = Service::start(3);
     let mut client = Client::attach(&service.socket(0));
     client.write(1, 0, 0);
@@ -317,7 +317,7 @@ fn a_keeper_may_be_killed_at_any_moment() {
     }
     load.lost_nothing();
     let log = service.log();
-    assert!(!log.contains("have lost") && !log.contains("can not keep"), "{log}");
+    assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
 }
 
 #[test]
@@ -343,7 +343,7 @@ fn what_is_of_no_use_is_forgotten() {
     }
     service.again();
     service.until_ready();
-    assert!(service.log().contains("is of no use: "), "{}", service.log());
+    assert!(service.log().contains("is unusable: "), "{}", service.log());
     drop(client);
     until("its socket", || UnixStream::connect(service.socket(0)).is_ok());
     Client::attach(&service.socket(0)).write(1, 0, 1);

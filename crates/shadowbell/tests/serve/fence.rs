@@ -2,7 +2,7 @@
 
 use crate::disk_kinds::Export;
 use crate::harness::{Server, program, until};
-use crate::keeper::{has_ended, signal, worker};
+use crate::supervisor::{has_ended, signal, worker};
 use crate::upgrade::Client;
 use rustix::process::Signal;
 use shadowbell_testing::late::{LateDevice, be_the_daemon};
@@ -89,9 +89,9 @@ fn a_process_that_writes_to_a_qcow2_image_has_not_gone_before_its_write() {
     let (late, pid) = Late::start_on(device, &[&disk], &[]);
     moment();
     assert!(!has_ended(pid) || !late.writing.is_finished());
-    assert!(!late.server.stderr().contains("goes on for the process"), "too early");
+    assert!(!late.server.stderr().contains("recovered from the death of a process"), "too early");
     let (server, _device) = late.release();
-    server.says("goes on for the process");
+    server.says("recovered from the death of a process");
 }
 
 /// The other server has the late write in hand, and lets nobody in before it has ended.

@@ -2,7 +2,7 @@
 
 use crate::harness::{Server, until};
 use crate::idle::{sleeps_of, status_of};
-use crate::keeper::worker;
+use crate::supervisor::worker;
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::{Cqe, Sqe, Status, regs};

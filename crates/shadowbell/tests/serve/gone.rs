@@ -4,7 +4,7 @@
 use crate::control::ctl;
 use crate::disk_kinds::is_consistent;
 use crate::harness::{Server, complete, image, program, run, until};
-use crate::keeper::worker;
+use crate::supervisor::worker;
 use crate::upgrade::Client;
 use shadowbell_backend_qcow2::create;
 use shadowbell_driver::{AttachOptions, Recovery};

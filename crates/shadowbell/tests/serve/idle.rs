@@ -1,7 +1,7 @@
 //! Who has nothing to do does nothing.
 
 use crate::harness::{Server, run, until};
-use crate::keeper::{children, worker};
+use crate::supervisor::{children, worker};
 use shadowbell_driver::{AttachOptions, SpinPolicy};
 use shadowbell_spec::Status;
 use shadowbell_testing::wait::deadline;
@@ -22,7 +22,7 @@ fn switches(pid: u32) -> Vec<(u32, String, u64)> {
     threads.filter_map(|thread| of(thread.ok()?)).collect()
 }
 
-/// Of the keeper and of the process that serves.
+/// Of the supervisor and of the process that serves.
 fn all_switches(server: &Server) -> Vec<(u32, String, u64)> {
     let all = [vec![server.pid()], children(server.pid())].concat();
     all.into_iter().flat_map(switches).collect()

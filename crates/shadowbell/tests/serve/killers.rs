@@ -1,7 +1,7 @@
 //! Commands that kill a server's process.
 
 use crate::harness::until;
-use crate::keeper::{signal, worker};
+use crate::supervisor::{signal, worker};
 use crate::upgrade::{Client, Load, server_with, socket};
 use rustix::process::Signal;
 use shadowbell_spec::Status;

@@ -1,7 +1,7 @@
 //! What a disk of every kind passes: `verify` of everything at once, and resets in mid-I/O.
 
 use crate::control::SetOnDrop;
-use crate::disk_kinds::{Export, is_consistent, keeper};
+use crate::disk_kinds::{Export, is_consistent, supervisor};
 use crate::harness::{Server, complete, finish, image, program, run};
 use shadowbell_backend_qcow2::create;
 use shadowbell_driver::{AttachOptions, Buffer, Completion, Recovery, Token};
@@ -20,7 +20,7 @@ const MOST_RESETS: u64 = 1000;
 
 /// Serves the disk, and has it pass.
 pub(crate) fn passes(disk: &str) {
-    let mut server = keeper(disk);
+    let mut server = supervisor(disk);
     everything_at_once(&server);
     resets(&server);
     assert!(server.stop().success(), "{}", server.stderr());

@@ -2,8 +2,8 @@
 //! have.
 
 use crate::harness::{Server, image, until};
-use crate::keeper::{children, has_ended, signal, worker};
 use crate::recover::kill;
+use crate::supervisor::{children, has_ended, signal, worker};
 use crate::upgrade::upgrade;
 use rustix::process::Signal;
 use shadowbell_testing::guest::Guest;

@@ -1,7 +1,7 @@
 //! Controllers go to another process one by one, and a disk becomes slow meanwhile.
 
 use crate::harness::{Server, program, until};
-use crate::keeper::{children, signal, worker};
+use crate::supervisor::{children, signal, worker};
 use crate::upgrade::{Client, socket, upgrade};
 use rustix::process::Signal;
 use shadowbell_testing::late::{LateDevice, be_the_daemon};
@@ -57,7 +57,7 @@ impl Halfway {
             other
         });
         device.until_held();
-        server.says("it is served by this process until it does");
+        server.says("this process serves it until then");
         until("all others", || {
             server.stderr().matches("served by another process after").count() == COUNT - 1
         });

@@ -2,8 +2,8 @@
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, attach, complete, finish, image, program, until};
-use crate::keeper::{children, worker};
 use crate::recover::kill;
+use crate::supervisor::{children, worker};
 use crate::upgrade::{Client, server, socket};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -100,7 +100,7 @@ fn what_has_changed_goes_on_after_a_death_and_an_upgrade() {
         if again % 2 == 0 {
             kill(server, Signal::KILL);
         } else {
-            // Whose socket the keeper does not know.
+            // Whose socket the supervisor does not know.
             let target = if again == 1 { "vm9.sock" } else { "vm0.sock" };
             let mut command = program();
             command.args(["upgrade", target]).current_dir(server.directory());

@@ -1,7 +1,7 @@
 //! What a service manager hears, over a socket as systemd has one.
 
 use crate::harness::{Server, attach, program, run, until};
-use crate::keeper::{children, has_ended, signal, worker};
+use crate::supervisor::{children, has_ended, signal, worker};
 use rustix::process::Signal;
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
@@ -73,9 +73,9 @@ impl Manager {
 #[test]
 fn the_service_manager_is_told() {
     let manager = Manager::new();
-    for keeper in [&["--keeper"][..], &[]] {
-        let mut server = manager.serve(keeper, None);
-        assert_eq!(manager.hear(), "READY=1\nSTATUS=serves 1 controller, 0 to a client");
+    for supervisor in [&["--keeper"][..], &[]] {
+        let mut server = manager.serve(supervisor, None);
+        assert_eq!(manager.hear(), "READY=1\nSTATUS=serves 1 controller, 0 with a client");
         assert!(server.stop().success());
         assert_eq!(manager.hear(), "STOPPING=1");
     }
@@ -84,16 +84,16 @@ fn the_service_manager_is_told() {
 #[test]
 fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
     let manager = Manager::new();
-    // Under a keeper, a process that does not answer for a quarter of the watchdog's time is ended:
+    // Under a supervisor, a process that does not answer for a quarter of the watchdog's time is ended:
     // no machine is as busy as that.
-    for (keeper, watchdog) in [(&["--keeper"][..], 8000), (&[], 600)] {
+    for (supervisor, watchdog) in [(&["--keeper"][..], 8000), (&[], 600)] {
         let watchdog = Duration::from_millis(watchdog);
         let began = Instant::now();
-        let mut server = manager.serve(keeper, Some(watchdog));
+        let mut server = manager.serve(supervisor, Some(watchdog));
         assert!(manager.hear_but_watchdog().starts_with("READY=1"));
-        assert_eq!(manager.hear(), "WATCHDOG=1\nSTATUS=serves 1 controller, 0 to a client");
+        assert_eq!(manager.hear(), "WATCHDOG=1\nSTATUS=serves 1 controller, 0 with a client");
         let controller = server.attach();
-        let seen = |said: &str| said == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 to a client";
+        let seen = |said: &str| said == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 with a client";
         until("its client is seen", || seen(&manager.hear()));
         assert!(seen(&manager.hear()));
         // The third, each after half of the watchdog's time: a busy machine is late, and never early.
@@ -113,7 +113,7 @@ fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
     assert!(server.stop().success());
 }
 
-/// Without a keeper, the service manager is who ends a process that hangs.
+/// Without a supervisor, the service manager is who ends a process that hangs.
 #[test]
 fn a_process_that_hangs_says_nothing() {
     let manager = Manager::new();
@@ -141,7 +141,7 @@ fn a_worker_that_hangs_gives_way_to_another() {
     signal(before, Signal::STOP);
     server.says(&format!("error: process {before} hangs"));
     until("its end", || has_ended(before));
-    let status = "STATUS=a process has died, and another one is to go on";
+    let status = "STATUS=the server process has died; another one is about to recover";
     until("the manager knows", || manager.hear_but_watchdog() == status);
     assert!(manager.hear_but_watchdog().starts_with("STATUS=serves 1 controller"));
     assert!(children(server.pid()).iter().all(|pid| *pid != before));
@@ -166,13 +166,13 @@ fn write_config(directory: &std::path::Path, controllers: u32) {
 
 #[test]
 fn a_signal_has_the_configuration_read_again() {
-    for keeper in [&["--keeper"][..], &[]] {
+    for supervisor in [&["--keeper"][..], &[]] {
         let manager = Manager::new();
         let directory = tempfile::tempdir().unwrap();
         write_config(directory.path(), 1);
         let mut command = Command::new("env");
         command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
-        command.args(["serve", "--config", "vms.toml"]).args(keeper);
+        command.args(["serve", "--config", "vms.toml"]).args(supervisor);
         let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
         assert!(manager.hear_but_watchdog().starts_with("READY=1"));
         let reload = || {
@@ -184,8 +184,8 @@ fn a_signal_has_the_configuration_read_again() {
         let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
         let first = attach(&server.directory().join("vm0.sock"), &options);
         write_config(server.directory(), 3);
-        let said = "the configuration was read again; of its controllers 2 come, 0 go, 0 are \
-                    replaced, 0 change, 1 stay";
+        let said = "the configuration was reloaded; controllers: 2 added, 0 removed, 0 replaced, \
+                    0 changed, 1 unchanged";
         assert_eq!(reload(), format!("READY=1\nSTATUS={said}"));
         server.says(said);
         drop(attach(&server.directory().join("vm2.sock"), &options));
@@ -195,18 +195,18 @@ fn a_signal_has_the_configuration_read_again() {
         let text = std::fs::read_to_string(&config).unwrap();
         std::fs::write(&config, format!("workres = 2\n{text}")).unwrap();
         let refused = reload();
-        let words = "READY=1\nSTATUS=the configuration is refused, and all goes on as it was: \
+        let words = "READY=1\nSTATUS=the configuration is refused, and nothing was changed: \
                      vms.toml:1: unknown field `workres`";
         assert!(refused.starts_with(words), "{refused}");
-        server.says("error: the configuration is refused, and all goes on as it was");
+        server.says("error: the configuration is refused, and nothing was changed");
         // So is one that takes a controller from a client.
         std::fs::write(&config, text.replace("vm0.sock", "other.sock")).unwrap();
-        assert!(reload().contains("nothing was changed: vm0 would be taken from clients"));
+        assert!(reload().contains("nothing was changed: connected clients would lose vm0"));
         drop(attach(&server.directory().join("vm1.sock"), &options));
         // What can not be changed so is not forgotten.
         std::fs::write(&config, format!("workers = 2\n{text}")).unwrap();
-        assert!(reload().contains("0 come, 0 go, 0 are replaced, 0 change, 3 stay"));
-        server.says("that counts when the server goes on in another process");
+        assert!(reload().contains("0 added, 0 removed, 0 replaced, 0 changed, 3 unchanged"));
+        server.says("they take effect at the next `shadowbell upgrade`");
 
         drop(first);
         assert!(server.stop().success());
@@ -226,7 +226,7 @@ fn a_process_that_begins_reads_what_the_one_before_did_not_come_to() {
     let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
     assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     write_config(server.directory(), 2);
-    // It can not hear what its keeper says.
+    // It can not hear what its supervisor says.
     let before = worker(&server);
     signal(before, Signal::STOP);
     server.signal(Signal::HUP);

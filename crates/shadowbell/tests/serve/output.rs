@@ -138,7 +138,7 @@ fn a_counter_file_that_can_not_be_written_is_no_reason_to_end() {
     let mut server = Server::start(&["mem:4MiB"], &["--stats-json", "stats.json"]);
     std::fs::create_dir(server.directory().join("stats.json")).unwrap();
     server.signal(Signal::USR1);
-    server.says("statistics can not be written");
+    server.says("cannot write statistics");
     assert!(server.is_alive());
     drop(server.attach());
 }

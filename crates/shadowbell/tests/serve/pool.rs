@@ -1,8 +1,8 @@
 //! Namespaces that a guest makes from a pool, over restarts, deaths and upgrades.
 
 use crate::harness::{Server, finish, program, run, until};
-use crate::keeper::children;
 use crate::recover::kill;
+use crate::supervisor::children;
 use crate::upgrade::upgrade;
 use rustix::process::Signal;
 use serde_json::Value;

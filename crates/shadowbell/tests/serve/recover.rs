@@ -2,7 +2,7 @@
 
 use crate::disk_kinds::Export;
 use crate::harness::{Server, finish, program, until};
-use crate::keeper::{children, has_ended, signal, worker};
+use crate::supervisor::{children, has_ended, signal, worker};
 use crate::upgrade::{Client, Load, server, socket, upgrade};
 use rustix::process::Signal;
 use shadowbell_testing::wait::LIMIT;
@@ -14,9 +14,9 @@ use std::time::Duration;
 /// Kills the worker, and returns when another one serves.
 pub(crate) fn kill(server: &Server, how: Signal) -> u32 {
     let before = worker(server);
-    let deaths = said(server, "goes on with the clients");
+    let deaths = said(server, "has recovered the clients");
     signal(before, how);
-    until("another worker", || said(server, "goes on with the clients") > deaths);
+    until("another worker", || said(server, "has recovered the clients") > deaths);
     let now = worker(server);
     assert_ne!(now, before);
     now
@@ -74,7 +74,7 @@ fn memory_in_many_pieces_is_there_in_the_next_process() {
     client.share(200);
     let maps = || std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
     assert!(maps().contains("client-ranges"), "{}", maps());
-    // What the keeper has of it, who hears of it a moment later.
+    // What the supervisor has of it, who hears of it a moment later.
     let held = || {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
         let files = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
@@ -95,7 +95,7 @@ fn memory_in_many_pieces_is_there_in_the_next_process() {
         client.share_anew(usize::from(n) * 20, 10);
     }
     lost_nothing(&server);
-    // The keeper has let go of what the client has taken back, and then of all of it.
+    // The supervisor has let go of what the client has taken back, and then of all of it.
     until("as many as before", || held() <= most);
     drop(client);
     until("none", || held() == 0);
@@ -165,16 +165,16 @@ fn who_goes_on_may_be_killed_on_the_way() {
     client.write(2, 0, 8);
     for wait in [0, 5, 10, 20, 40] {
         let before = worker(&server);
-        let deaths = said(&server, "goes on with the clients");
+        let deaths = said(&server, "has recovered the clients");
         signal(before, Signal::KILL);
         until("the next one", || children(server.pid()).iter().any(|pid| *pid != before));
         let next = worker(&server);
         // Any moment before it continues will do.
         std::thread::sleep(Duration::from_millis(wait));
-        if said(&server, "goes on with the clients") == deaths && !has_ended(next) {
+        if said(&server, "has recovered the clients") == deaths && !has_ended(next) {
             signal(next, Signal::KILL);
         }
-        until("one that goes on", || said(&server, "goes on with the clients") > deaths);
+        until("one that goes on", || said(&server, "has recovered the clients") > deaths);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8), "after {wait} ms");
         // Nothing of this counts as a crash loop.
         std::thread::sleep(Duration::from_millis(60));
@@ -210,22 +210,22 @@ fn what_nobody_can_go_on_with_is_said() {
     server.says("have lost their controllers");
 }
 
-/// A keeper that stands still for so long that the worker gives it up. It never hears that what it
-/// holds is old; the next worker knows it all the same, and begins anew.
+/// A supervisor that stands still for so long that the worker gives it up. It never hears that what
+/// it holds is old; the next worker knows it all the same, and begins anew.
 #[test]
-fn what_a_keeper_missed_is_not_gone_on_with() {
+fn what_a_supervisor_missed_is_not_gone_on_with() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.share(200);
     signal(server.pid(), Signal::STOP);
-    while said(&server, "the keeper does not take what it is to hold") == 0 {
+    while said(&server, "the supervisor does not accept the checkpoint") == 0 {
         client.share_anew(0, 100);
     }
     signal(worker(&server), Signal::KILL);
     signal(server.pid(), Signal::CONT);
-    server.says("what the keeper holds is old");
+    server.says("the checkpoint is outdated");
     server.says("have lost their controllers");
-    assert_eq!(said(&server, "goes on with the clients"), 0, "{}", server.stderr());
+    assert_eq!(said(&server, "has recovered the clients"), 0, "{}", server.stderr());
     drop(client);
     until("another one", || UnixStream::connect(socket(&server, 0)).is_ok());
     Client::attach(&socket(&server, 0)).write(2, 0, 1);

@@ -1,21 +1,21 @@
-//! A keeper that becomes another program when its worker did.
+//! A supervisor that becomes another program when its worker did.
 
 use crate::control::ctl;
 use crate::harness::{Server, finish, program, until};
-use crate::keeper::{children, signal, worker};
 use crate::recover::kill;
+use crate::supervisor::{children, signal, worker};
 use crate::upgrade::{Client, Load, server, socket, upgrade};
 use rustix::process::Signal;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What the keeper runs.
+/// What the supervisor runs.
 fn runs(server: &Server) -> PathBuf {
     std::fs::read_link(format!("/proc/{}/exe", server.pid())).unwrap()
 }
 
-/// What the descriptors of the keeper are, in order.
+/// What the descriptors of the supervisor are, in order.
 fn descriptors(server: &Server) -> Vec<String> {
     let directory = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
     let place = |entry: std::io::Result<std::fs::DirEntry>| {
@@ -76,7 +76,7 @@ fn upgrade_to(server: &Server, program: &Path) -> String {
 }
 
 #[test]
-fn a_keeper_becomes_the_new_program_and_nobody_notices() {
+fn a_supervisor_becomes_the_new_program_and_nobody_notices() {
     let mut server = server(4, &["--stats-socket", "top.sock"]);
     let mut client = Client::attach(&socket(&server, 2));
     client.write(1, 0, 1);
@@ -92,7 +92,7 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
     for n in 0..20_u8 {
         let program = &programs[usize::from(n % 2)];
         let output = upgrade_to(&server, program);
-        assert!(output.contains("; its keeper is that program too"), "{output}");
+        assert!(output.contains("; its supervisor runs that program too"), "{output}");
         assert_eq!(runs(&server), *program);
         assert!(server.is_alive(), "it is the same process");
         // The worker is a child of it still: it goes on when that dies, and knows how.
@@ -114,7 +114,7 @@ fn a_keeper_becomes_the_new_program_and_nobody_notices() {
     assert_eq!(threads, 4);
     loads.into_iter().for_each(Load::lost_nothing);
     let log = server.stderr();
-    assert!(!log.contains("have lost") && !log.contains("goes on as the program"), "{log}");
+    assert!(!log.contains("have lost") && !log.contains("keeps running the old program"), "{log}");
     drop(client);
     assert!(server.stop().success(), "{}", server.stderr());
     assert!((0..4).all(|n| !socket(&server, n).exists()));
@@ -151,8 +151,8 @@ fn a_program_that_can_not_go_on_is_not_tried() {
     client.write(1, 0, 7);
     let old = runs(&server);
     for (script, why) in [
-        ("exit 2", "it does not know how"),
-        ("kill -9 $$", "it does not know how"),
+        ("exit 2", "no support for that"),
+        ("kill -9 $$", "no support for that"),
         (
             "echo 'the state has version 1, and this program reads versions 2 to 3'; exit 1",
             "this program reads versions 2 to 3",
@@ -165,7 +165,7 @@ fn a_program_that_can_not_go_on_is_not_tried() {
         let before = worker(&server);
         let wrapper = wrapper(&server, script);
         let output = upgrade_to(&server, &wrapper);
-        let words = "; its keeper goes on as the program that it is: ";
+        let words = "; its supervisor keeps running the old program: ";
         assert!(output.contains(words) && output.contains(why), "{script}: {output}");
         server.says(why);
         assert_eq!(runs(&server), old, "{script}");
@@ -223,7 +223,7 @@ fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
 }
 
 #[test]
-fn nobody_else_says_what_a_keeper_was() {
+fn nobody_else_says_what_a_supervisor_was() {
     let mut command = program();
     command.args(["serve", "--as-keeper", "77", "--keeper", "mem:1MiB", "--socket", "x"]);
     let (status, _, errors) = finish(command);

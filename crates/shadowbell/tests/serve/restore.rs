@@ -8,10 +8,10 @@ use shadowbell_spec::Status;
 use shadowbell_testing::process_group::ProcessGroup;
 use std::process::{Command, Stdio};
 
-/// What the next process says to its keeper before it goes on, as strace writes it.
+/// What the next process says to its supervisor before it goes on, as strace writes it.
 const TAKEN: &str = "iov_base=\"A\"";
 
-/// Follows the processes that a keeper starts, and counts their system calls.
+/// Follows the processes that a supervisor starts, and counts their system calls.
 struct Strace(ProcessGroup);
 
 impl Strace {

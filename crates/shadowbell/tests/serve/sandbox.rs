@@ -2,8 +2,8 @@
 
 use crate::control::{ask, ctl, request};
 use crate::harness::{Server, finish, image, program, run, until};
-use crate::keeper::worker;
 use crate::recover::kill;
+use crate::supervisor::worker;
 use crate::upgrade::{Client, upgrade};
 use rustix::process::Signal;
 use serde_json::json;
@@ -33,7 +33,7 @@ fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
         assert!(errors.contains(&line) && errors.contains("SIGSYS"), "{call}: {errors}");
         assert!(!errors.contains("attempt"), "{errors}");
     }
-    // The keeper says so, too; and without a sandbox nothing is in the way.
+    // The supervisor says so, too; and without a sandbox nothing is in the way.
     let mut command = program();
     command.args(["serve", "null:1MiB", "--socket"]);
     command.arg(directory.path().join("vm.sock")).args(["--attempt", "socket"]);
@@ -84,7 +84,7 @@ fn everything_goes_on_in_the_sandbox() {
     let others = ["a.img", "b.img", "c.img"];
     others.iter().for_each(|name| drop(image(elsewhere.path(), name, 4 << 20)));
     let mut server = Server::start_in(directory, &["disk.img"], &["--keeper", "--sandbox", "on"]);
-    server.says("no new privileges");
+    server.says("privilege gain blocked");
     let mut guest = Client::attach(&server.socket());
     guest.write(1, 0, 1);
     let (status, _, errors) = ctl(&server, &["namespace", "add", "vm.sock", "2", &path("a.img")]);
@@ -253,9 +253,9 @@ fn a_directory_can_be_allowed() {
     assert!(server.stop().success());
 }
 
-/// As many system calls as the documentation says, and what belongs to paths by the keeper.
+/// As many system calls as the documentation says, and what belongs to paths by the supervisor.
 #[test]
-fn a_keeper_makes_sockets_and_writes_files() {
+fn a_supervisor_makes_sockets_and_writes_files() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 4 << 20);
     let options = [
@@ -269,7 +269,7 @@ fn a_keeper_makes_sockets_and_writes_files() {
     };
     let for_tests = if cfg!(feature = "faults") { 2 } else { 0 };
     // The log is written by a thread of its own.
-    server.says("the sandbox has ");
+    server.says("sandbox on: ");
     assert!(has(&server.stderr()) - for_tests <= 60, "{}", server.stderr());
     let at = |name: &str| server.directory().join(name);
     let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
@@ -353,10 +353,10 @@ fn a_keeper_makes_sockets_and_writes_files() {
     }
 }
 
-/// What only a process without a keeper does by itself.
+/// What only a process without a supervisor does by itself.
 #[cfg(all(feature = "faults", target_arch = "x86_64"))]
 #[test]
-fn with_a_keeper_there_are_no_paths() {
+fn with_a_supervisor_there_are_no_paths() {
     let directory = tempfile::tempdir().unwrap();
     for call in ["unlink", "renameat2", "mkdir", "chmod", "bind", "connect", "listen", "flock"] {
         let said = directory.path().join(call);
@@ -367,11 +367,12 @@ fn with_a_keeper_there_are_no_paths() {
         command.env("SHADOWBELL_RUN_DIR", directory.path());
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(std::fs::File::create(&said).unwrap());
-        let keeper = shadowbell_testing::process_group::ProcessGroup::spawn(&mut command).unwrap();
+        let supervisor =
+            shadowbell_testing::process_group::ProcessGroup::spawn(&mut command).unwrap();
         let line = format!("error: the sandbox forbids the system call {call} (");
         until(&line, || std::fs::read_to_string(&said).unwrap().contains(&line));
         // It would start another process, which does the same.
-        drop(keeper);
+        drop(supervisor);
     }
 }
 
@@ -388,9 +389,9 @@ fn what_can_not_live_in_it_is_said() {
     command.args(["serve", "--no-keeper", "--sandbox", "on", "mem:1MiB", "--socket"]).arg(&socket);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
-    assert!(errors.contains("there is no keeper"), "{errors}");
+    assert!(errors.contains("there is no supervisor"), "{errors}");
     let server = Server::start(&["mem:1MiB"], &["--no-keeper"]);
-    server.says("the sandbox does not hold for files: there is no keeper");
+    server.says("the sandbox does not restrict file access: there is no supervisor");
     assert_eq!(status_of(server.pid(), "Seccomp"), "2");
     let mut command = program();
     command.args(["serve", "mem:1MiB", "--user", "no such user", "--socket"]).arg(&socket);

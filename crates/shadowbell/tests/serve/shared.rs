@@ -2,8 +2,8 @@
 //! of the process and over an upgrade, and is there after a start if it is to be.
 
 use crate::harness::{Server, finish, image, program, run, until};
-use crate::keeper::children;
 use crate::recover::{kill, lost_nothing};
+use crate::supervisor::children;
 use crate::upgrade::{Client, socket, upgrade};
 use rustix::process::Signal;
 use shadowbell_spec::Status;

@@ -1,8 +1,8 @@
 //! Steps at which a server's process dies.
 
 use crate::harness::{Server, until};
-use crate::keeper::{signal, worker};
 use crate::recover::kill;
+use crate::supervisor::{signal, worker};
 use crate::upgrade::{Client, Load, server_with, socket, upgrade};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::Signal;

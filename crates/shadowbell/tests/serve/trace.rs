@@ -3,7 +3,7 @@
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, finish, image, program, run, until};
 use crate::idle::status_of;
-use crate::keeper::worker;
+use crate::supervisor::worker;
 use serde_json::{Value, json};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -276,7 +276,7 @@ fn a_trace_begins_and_ends_while_the_server_runs() {
     assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));
     let (status, _, errors) = ctl(&server, &["trace", "save", name]);
     assert_eq!(status, Some(3), "{errors}");
-    assert!(errors.contains("nothing was recorded"), "{errors}");
+    assert!(errors.contains("there is no doorbell trace"), "{errors}");
     assert!(!file.exists());
     work(&server);
     // It begins, and again is the same.

@@ -1,7 +1,7 @@
 //! A server that goes on in another process, and one that does not because the other fails.
 
 use crate::harness::{Server, complete, finish, finish_upgrade, image, program, run, until};
-use crate::keeper::{children, has_ended, signal, worker};
+use crate::supervisor::{children, has_ended, signal, worker};
 use rustix::process::Signal;
 use shadowbell_driver::{AdminData, AttachOptions, BufferPool, Controller, QueuePair};
 use shadowbell_spec::{Sqe, Status};
@@ -26,7 +26,7 @@ pub(crate) fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, Stri
     })
 }
 
-/// A server of several controllers under a keeper, each with a file and a disk in memory.
+/// A server of several controllers under a supervisor, each with a file and a disk in memory.
 pub(crate) fn server(controllers: usize, options: &[&str]) -> Server {
     server_with(controllers, options, &[])
 }
@@ -233,7 +233,7 @@ fn a_client_that_waits_is_answered() {
     let mut client = Client::attach(&socket(&server, 0));
     let pool = client.controller.buffers(8, 4096).unwrap();
     for _ in 0..5 {
-        // Who is served again is so before the keeper knows that the upgrade is over.
+        // Who is served again is so before the supervisor knows that the upgrade is over.
         let target = server.pid().to_string();
         let asker = std::thread::spawn(move || upgrade(&target, None));
         let read = client.controller.namespace(1).unwrap().read(0, 8).unwrap();
@@ -333,11 +333,14 @@ fn a_new_program_that_hangs_is_given_up() {
 fn what_can_not_be_handed_over_is_said_and_kept() {
     let below = crate::disk_kinds::Export::start("mem:4MiB");
     // It does not say how long its server takes for what it has received.
-    let server = crate::disk_kinds::keeper(&below.uri(""));
+    let server = crate::disk_kinds::supervisor(&below.uri(""));
     let before = worker(&server);
     let (status, _, errors) = upgrade(&server.socket().display().to_string(), None);
     assert_eq!(status, Some(1), "{errors}");
-    assert!(errors.contains("no other process can go on") && errors.contains("settle"), "{errors}");
+    assert!(
+        errors.contains("not all disks can be recovered") && errors.contains("settle"),
+        "{errors}"
+    );
     assert_eq!(worker(&server), before);
 
     let server = self::server(1, &[]);
@@ -376,7 +379,7 @@ fn an_end_during_an_upgrade_is_an_end() {
 }
 
 #[test]
-fn a_keeper_that_is_killed_during_an_upgrade_leaves_nothing() {
+fn a_supervisor_that_is_killed_during_an_upgrade_leaves_nothing() {
     for wait in [0, 10, 30, 60] {
         let mut server = server(2, &[]);
         server.signal(Signal::USR2);

@@ -1,9 +1,9 @@
 //! Upgrades of servers with disks that can not be handed over: the next process opens them anew.
 
-use crate::disk_kinds::{Export, is_consistent, keeper};
+use crate::disk_kinds::{Export, is_consistent, supervisor};
 use crate::harness::{Server, image, program, until};
-use crate::keeper::worker;
 use crate::recover::lost_nothing;
+use crate::supervisor::worker;
 use crate::upgrade::{Client, Load, fake, upgrade};
 use shadowbell_backend_qcow2::create;
 
@@ -16,7 +16,7 @@ fn replaced(server: &mut Server) {
         let before = worker(server);
         let (status, output, errors) = upgrade(&socket, None);
         assert_eq!(status, Some(0), "{output}{errors}\n{}", server.stderr());
-        assert!(output.contains("its disks were opened anew"), "{output}");
+        assert!(output.contains("its disks were reopened"), "{output}");
         assert_ne!(worker(server), before);
     }
     load.lost_nothing();
@@ -38,7 +38,7 @@ fn a_server_with_an_export_is_replaced_under_a_verifying_load() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Export::start(file.to_str().unwrap());
-    replaced(&mut keeper(&below.uri("&settle=50ms")));
+    replaced(&mut supervisor(&below.uri("&settle=50ms")));
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn a_server_with_a_controller_of_another_is_replaced_under_a_verifying_load() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Server::start(&[file.to_str().unwrap()], &[]);
-    replaced(&mut keeper(&format!("vfio-user:{}/1", below.socket().display())));
+    replaced(&mut supervisor(&format!("vfio-user:{}/1", below.socket().display())));
 }
 
 /// A program that begins well and can not go on.
@@ -70,8 +70,8 @@ fn the_program_before_goes_on_if_the_new_one_can_not() {
         let (status, output, errors) = upgrade(&socket, Some(&program));
         assert_eq!(status, Some(1), "{output}{errors}");
         assert!(errors.contains(why), "{errors}");
-        assert!(errors.contains("that served before goes on with the clients"), "{errors}");
-        until("the one before", || server.stderr().contains("goes on with the clients, "));
+        assert!(errors.contains("the previous program recovers the clients"), "{errors}");
+        until("the one before", || server.stderr().contains("has recovered the clients, "));
         assert_eq!(client.read(1, 0), 7);
         client.write(1, 8, 8);
         assert_ne!(worker(&server), before);

@@ -2,7 +2,7 @@
 //! `cargo xtask ceph`, which has a cluster.
 //!
 //! Both sides promise the same of a write: that it is in Ceph's cache in their process, or (with a
-//! keeper) that it is in the cluster.
+//! supervisor) that it is in the cluster.
 
 use std::fs;
 use std::io::Write as _;
@@ -41,11 +41,11 @@ pub(crate) fn table(settings: &Settings, conf: &Path, name: &str) -> Result<Tabl
     let mut ratios = vec![Samples::default(); ROWS.len()];
     for _ in 0..settings.rounds {
         let rows = ROWS.iter().zip(&mut found).zip(&mut ratios);
-        for ((&((rw, bs, depth), keeper), pair), ratio) in rows {
+        for ((&((rw, bs, depth), supervisor), pair), ratio) in rows {
             let waiting = Waiting::Adaptive;
-            let load = Load { disk: &disk, rw, bs, depth, waiting, keeper, ..Load::default() };
+            let load = Load { disk: &disk, rw, bs, depth, waiting, supervisor, ..Load::default() };
             let ours = load.measure(settings)?;
-            let conf = if keeper { durable.path() } else { conf };
+            let conf = if supervisor { durable.path() } else { conf };
             let source = Source::Rbd { conf, name };
             let fio = fio::run(settings, &Job { source, rw, bs, depth })?;
             let iops = |row: &Value| row.get("iops").and_then(Value::as_f64).unwrap_or_default();
@@ -60,8 +60,8 @@ pub(crate) fn table(settings: &Settings, conf: &Path, name: &str) -> Result<Tabl
     let head =
         ["rw", "bs", "iodepth", "a write is in", "contestant", "IOPS", "ratio", "p50", "p99"];
     let mut table = Table::new(title, &head);
-    for ((&((rw, bs, depth), keeper), pair), ratio) in ROWS.iter().zip(&found).zip(&ratios) {
-        let promise = match (rw, keeper) {
+    for ((&((rw, bs, depth), supervisor), pair), ratio) in ROWS.iter().zip(&found).zip(&ratios) {
+        let promise = match (rw, supervisor) {
             ("randread", _) => "-",
             (_, false) => "a cache",
             (_, true) => "the cluster",
@@ -71,7 +71,7 @@ pub(crate) fn table(settings: &Settings, conf: &Path, name: &str) -> Result<Tabl
             if let Some(fields) = row.as_object_mut() {
                 fields.insert("device".into(), who.into());
                 fields.insert("ratio".into(), json!(ratio.median()));
-                fields.insert("is_durable".into(), keeper.into());
+                fields.insert("is_durable".into(), supervisor.into());
             }
             let ratio = if who == "fio" { "-".into() } else { format!("{:.2}", ratio.median()) };
             table.push(

@@ -165,7 +165,7 @@ fn upgrades(machine: &Machine) -> Result<()> {
     ends_well(client)?;
     ensure!(main_pid(machine)? == main, "all of it was started anew:\n{said}");
     let now = worker_pid(machine)?;
-    // The keeper as well.
+    // The supervisor as well.
     for pid in [main, now] {
         is(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell\n")?;
     }

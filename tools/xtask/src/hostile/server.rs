@@ -28,7 +28,7 @@ pub(crate) enum LogReader {
 #[derive(Debug)]
 pub(crate) struct Server {
     process: Process,
-    /// The process that serves, if the other one is its keeper.
+    /// The process that serves, if the other one is its supervisor.
     worker: Option<u32>,
     directory: TempDir,
     _unread: Option<PipeReader>,
@@ -70,7 +70,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Waits for the process that serves: the keeper listens before there is one.
+    /// Waits for the process that serves: the supervisor listens before there is one.
     fn await_worker(&mut self) -> Result<u32> {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
@@ -148,7 +148,7 @@ impl Server {
         self.directory.path()
     }
 
-    /// The process that was started: the keeper, if there is one.
+    /// The process that was started: the supervisor, if there is one.
     pub(crate) fn id(&self) -> u32 {
         self.process.id()
     }
@@ -176,7 +176,7 @@ impl Server {
 
     /// An error if it has ended, or died.
     ///
-    /// A keeper would make good for a death: that is one all the same.
+    /// A supervisor would make good for a death: that is one all the same.
     pub(crate) fn check(&mut self) -> Result<()> {
         match self.process.ended()? {
             None if self.worker.is_none_or(|pid| children(self.id()) == [pid]) => Ok(()),

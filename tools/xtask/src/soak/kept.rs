@@ -1,4 +1,4 @@
-//! A server under a keeper, and the disks that it serves.
+//! A server under a supervisor, and the disks that it serves.
 
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
@@ -110,7 +110,7 @@ impl DiskKind {
     }
 }
 
-/// A server under a keeper. Dropping it kills both.
+/// A server under a supervisor. Dropping it kills both.
 #[derive(Debug)]
 pub(crate) struct Kept {
     pub(crate) server: Server,
@@ -196,8 +196,8 @@ impl Kept {
 
     /// The processes that serve, or are to: the newest last.
     fn workers(&self) -> Vec<u32> {
-        let keeper = self.server.id();
-        let list = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children"));
+        let supervisor = self.server.id();
+        let list = fs::read_to_string(format!("/proc/{supervisor}/task/{supervisor}/children"));
         list.unwrap_or_default().split_whitespace().flat_map(str::parse).collect()
     }
 

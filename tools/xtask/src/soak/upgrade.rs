@@ -215,16 +215,16 @@ fn upgrade(
     Ok(())
 }
 
-/// Asks the keeper, and waits for what comes of it.
-fn once(asker: &Path, keeper: u32, program: &Path) -> Result<Outcome> {
+/// Asks the supervisor, and waits for what comes of it.
+fn once(asker: &Path, supervisor: u32, program: &Path) -> Result<Outcome> {
     let mut command = Command::new(asker);
-    command.args(["upgrade", &keeper.to_string(), "--binary"]).arg(program);
+    command.args(["upgrade", &supervisor.to_string(), "--binary"]).arg(program);
     let output = command.output().context("shadowbell upgrade")?;
     let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     match output.status.code() {
         Some(0) => Ok(Outcome::Done),
         Some(1) if why.contains(" within ") => Ok(Outcome::PutOff),
-        Some(1) if why.contains("reads states of the versions") => Ok(Outcome::Refused(why)),
+        Some(1) if why.contains("reads state versions") => Ok(Outcome::Refused(why)),
         _ => bail!("shadowbell upgrade: {}: {why}", output.status),
     }
 }

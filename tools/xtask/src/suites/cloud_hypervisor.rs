@@ -92,7 +92,7 @@ const STEPS: [&str; 6] = ["disk", "verify", "resets", "files", "complaints", "en
 
 /// What is done to the server: a shell command of the outer guest, and how it is called.
 const EVENTS: [(&str, &str); 2] = [
-    ("killed", "kill -9 $(awk '{print $NF}' /proc/$(cat /tmp/keeper)/task/*/children)"),
+    ("killed", "kill -9 $(awk '{print $NF}' /proc/$(cat /tmp/supervisor)/task/*/children)"),
     ("upgraded", "shadowbell upgrade /tmp/ch.sock"),
 ];
 
@@ -138,11 +138,11 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 /// A server, Cloud Hypervisor and its guest, from its boot to its end, with events all along.
 fn work(guest: &mut Guest, event: &str) -> Result<()> {
     guest.sh(
-        "[ -e /tmp/keeper ] && kill -9 $(cat /tmp/keeper); sleep 1; \
+        "[ -e /tmp/supervisor ] && kill -9 $(cat /tmp/supervisor); sleep 1; \
          rm -f /tmp/*.log /tmp/ch.sock /tmp/stop /tmp/events; truncate -s 256M /tmp/disk.img; \
          setsid shadowbell serve -v --socket /tmp/ch.sock /tmp/disk.img \
              >/tmp/serve.log 2>&1 & \
-         echo $! >/tmp/keeper; \
+         echo $! >/tmp/supervisor; \
          for try in $(seq 300); do [ -S /tmp/ch.sock ] && exit 0; sleep 0.1; done; \
          cat /tmp/serve.log; exit 1",
         2 * MINUTE,
@@ -205,8 +205,8 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
             for try in $(seq 300); do [ -e /proc/$pid ] || break; sleep 0.1; done; \
             [ ! -e /proc/$pid ] || { echo it is still there; exit 1; }; \
          done; \
-         kill $(cat /tmp/keeper); \
-         for try in $(seq 300); do [ -e /proc/$(cat /tmp/keeper) ] || exit 0; sleep 0.1; done; \
+         kill $(cat /tmp/supervisor); \
+         for try in $(seq 300); do [ -e /proc/$(cat /tmp/supervisor) ] || exit 0; sleep 0.1; done; \
          exit 1",
         2 * MINUTE,
     )?;

@@ -1,35 +1,35 @@
 //! ANA state requests.
 
-use super::requested::{find, problem};
-use super::view::View;
+use super::lookup::{find, problem};
+use super::state::ServerState;
 use crate::control::api::{AnaGroup, AnaStateChange, Code, Problem};
 use crate::serve::registry::ServedController;
 
-/// Change what an ANA group is for a controller of a subsystem
+/// Change the ANA state of a group for a controller of a subsystem
 ///
-/// The guest is told, and may send no more commands that way, or may again. Those that are under way
-/// end as they would have; it is answered when none of them is left. If the group is in that state
+/// The guest is notified, and new commands get the status of the new state. Commands in flight
+/// end normally; the response is sent after the last of them. If the group is in that state
 /// already, nothing changes.
 #[utoipa::path(put, path = "/v1/controllers/{id}/ana/{group}", operation_id = "set_ana",
     tag = "namespaces",
     params(
         ("id" = String, Path, description = "The controller's `id`"),
-        ("group" = u32, Path, description = "The number of the group, from 1")
+        ("group" = u32, Path, description = "ANA group identifier, from 1")
     ),
     request_body = AnaStateChange,
     responses(
-        (status = 200, description = "It is so", body = AnaGroup),
-        (status = 404, description = "There is no such controller, or group", body = Problem),
-        (status = 409, description = "The controller is not one of a subsystem", body = Problem)
+        (status = 200, description = "The group is in that state", body = AnaGroup),
+        (status = 404, description = "No such controller or group", body = Problem),
+        (status = 409, description = "The controller belongs to no subsystem", body = Problem)
     ))]
 pub(super) fn set_ana(
-    view: &View,
+    state: &ServerState,
     id: &str,
     group: u32,
     wanted: &AnaStateChange,
 ) -> Result<AnaGroup, Problem> {
-    view.changes.set_ana(id, group, wanted.state).map_err(problem)?;
-    let served = find(view, id)?;
+    state.changes.set_ana(id, group, wanted.state).map_err(problem)?;
+    let served = find(state, id)?;
     let group = groups(&served).find(|its| its.group == group);
     // Guests see only groups with namespaces.
     group.ok_or_else(|| Problem::new(Code::NotFound, "the group has no namespace"))

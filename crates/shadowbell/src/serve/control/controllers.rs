@@ -1,8 +1,8 @@
 //! Controller requests: list, add and remove.
 
 use super::ana;
-use super::requested::{find, problem, uuid};
-use super::view::{View, namespaces_of};
+use super::lookup::{find, problem, uuid};
+use super::state::{ServerState, namespaces_of};
 use crate::control::api::{Code, Controller, ControllerSpec, ControllerState, Problem};
 use crate::controller_config::{ControllerConfig, DiskConfig};
 use crate::serve::config_file::{self};
@@ -11,65 +11,65 @@ use crate::serve::server_config::{Own, SocketConfig, WorkerChoice};
 use shadowbell_spec::regs;
 use std::path::PathBuf;
 
-/// All controllers, in the order of the configuration
+/// List all controllers, in the order of the configuration
 #[utoipa::path(get, path = "/v1/controllers", operation_id = "controllers", tag = "controllers",
-    responses((status = 200, description = "All of them", body = Vec<Controller>)))]
-pub(super) fn controllers(view: &View) -> Vec<Controller> {
-    view.controllers.all().iter().map(|served| describe(served)).collect()
+    responses((status = 200, description = "The controllers", body = Vec<Controller>)))]
+pub(super) fn controllers(state: &ServerState) -> Vec<Controller> {
+    state.controllers.all().iter().map(|served| describe(served)).collect()
 }
 
-/// One controller
+/// Describe a controller
 #[utoipa::path(get, path = "/v1/controllers/{id}", operation_id = "controller",
     tag = "controllers",
     params(("id" = String, Path, description = "The controller's `id`")),
     responses(
-        (status = 200, description = "It is there", body = Controller),
-        (status = 404, description = "It is not", body = Problem)
+        (status = 200, description = "The controller", body = Controller),
+        (status = 404, description = "No such controller", body = Problem)
     ))]
-pub(super) fn controller(view: &View, id: &str) -> Result<Controller, Problem> {
-    find(view, id).map(|served| describe(&served))
+pub(super) fn controller(state: &ServerState, id: &str) -> Result<Controller, Problem> {
+    find(state, id).map(|served| describe(&served))
 }
 
-/// Serve another controller
+/// Add a controller
 ///
-/// The same request again changes nothing (200), so it may be repeated.
+/// The request is idempotent: if the same controller exists already, nothing changes (200).
 #[utoipa::path(put, path = "/v1/controllers/{id}", operation_id = "add_controller",
     tag = "controllers",
-    params(("id" = String, Path, description = "What it is to be called")),
+    params(("id" = String, Path, description = "`id` of the controller")),
     request_body = ControllerSpec,
     responses(
-        (status = 200, description = "It is there already", body = Controller),
-        (status = 201, description = "It is served", body = Controller),
-        (status = 400, description = "There can be no such controller", body = Problem),
-        (status = 409, description = "There is another of that id", body = Problem)
+        (status = 200, description = "The controller exists already", body = Controller),
+        (status = 201, description = "The controller was added", body = Controller),
+        (status = 400, description = "The controller cannot be served", body = Problem),
+        (status = 409, description = "Another controller has that id", body = Problem)
     ))]
 pub(super) fn add_controller(
-    view: &View,
+    state: &ServerState,
     id: &str,
     wanted: &ControllerSpec,
 ) -> Result<(bool, Controller), Problem> {
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
     let asked = asked(id, wanted).map_err(wrong)?;
-    let is_new = view.changes.add(asked).map_err(problem)?;
-    Ok((is_new, controller(view, id)?))
+    let is_new = state.changes.add(asked).map_err(problem)?;
+    Ok((is_new, controller(state, id)?))
 }
 
-/// Serve a controller no more
+/// Remove a controller
 ///
-/// Its socket is removed, its disks are flushed and closed.
+/// Its socket is removed; its disks are flushed and closed.
 #[utoipa::path(delete, path = "/v1/controllers/{id}", operation_id = "remove_controller",
     tag = "controllers",
     params(
         ("id" = String, Path, description = "The controller's `id`"),
-        ("force" = Option<bool>, Query, description = "Take it away from a client that has it")
+        ("force" = Option<bool>, Query, description = "Remove the controller although a client is connected")
     ),
     responses(
-        (status = 204, description = "It is gone"),
-        (status = 404, description = "There is none", body = Problem),
-        (status = 409, description = "A client has it", body = Problem)
+        (status = 204, description = "The controller was removed"),
+        (status = 404, description = "No such controller", body = Problem),
+        (status = 409, description = "A client is connected", body = Problem)
     ))]
-pub(super) fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> {
-    view.changes.remove(id, force).map_err(problem)
+pub(super) fn remove_controller(state: &ServerState, id: &str, force: bool) -> Result<(), Problem> {
+    state.changes.remove(id, force).map_err(problem)
 }
 
 /// Converts a controller from a request to a configuration.

@@ -6,12 +6,12 @@
 //! for the body, and [`CONNECTION`] until it has read all responses. After that the connection is
 //! closed. Further clients wait in the listen queue.
 
-use super::answers::{Answer, Body, answer};
+use super::handlers::{Answer, Body, answer};
 use super::routes::{self, Via};
-use super::view::View;
-use super::wire::Wire;
+use super::socket_io::ClientSocket;
+use super::state::ServerState;
 use crate::control::api::{Code, Problem};
-use crate::keeper_link::is_ours;
+use crate::supervisor::protocol::is_ours;
 use http_body_util::{BodyExt, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
@@ -52,20 +52,20 @@ const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 pub(super) async fn serve(
     control: Option<OwnedFd>,
     metrics: Option<OwnedFd>,
-    view: Arc<View>,
+    state: Arc<ServerState>,
     stop: oneshot::Receiver<()>,
 ) -> io::Result<()> {
     let graceful = Arc::new(GracefulShutdown::new());
     let mut tasks = Vec::new();
     if let Some(socket) = control {
-        let (view, graceful) = (Arc::clone(&view), Arc::clone(&graceful));
+        let (state, graceful) = (Arc::clone(&state), Arc::clone(&graceful));
         let socket = Listening::Unix(UnixListener::from_std(socket.into())?);
-        tasks.push(tokio::spawn(accept(socket, Via::Socket, view, graceful)));
+        tasks.push(tokio::spawn(accept(socket, Via::Socket, state, graceful)));
     }
     if let Some(socket) = metrics {
         let graceful = Arc::clone(&graceful);
         let socket = Listening::Tcp(TcpListener::from_std(socket.into())?);
-        tasks.push(tokio::spawn(accept(socket, Via::Tcp, view, graceful)));
+        tasks.push(tokio::spawn(accept(socket, Via::Tcp, state, graceful)));
     }
     let _ = stop.await;
     for task in tasks {
@@ -85,24 +85,31 @@ enum Listening {
 }
 
 impl Listening {
-    async fn accept(&self) -> io::Result<Wire> {
+    async fn accept(&self) -> io::Result<ClientSocket> {
         match self {
-            Self::Unix(socket) => socket.accept().await.map(|(stream, _)| Wire::Unix(stream)),
-            Self::Tcp(socket) => socket.accept().await.map(|(stream, _)| Wire::Tcp(stream)),
+            Self::Unix(socket) => {
+                socket.accept().await.map(|(stream, _)| ClientSocket::Unix(stream))
+            }
+            Self::Tcp(socket) => socket.accept().await.map(|(stream, _)| ClientSocket::Tcp(stream)),
         }
     }
 }
 
-async fn accept(socket: Listening, via: Via, view: Arc<View>, graceful: Arc<GracefulShutdown>) {
+async fn accept(
+    socket: Listening,
+    via: Via,
+    state: Arc<ServerState>,
+    graceful: Arc<GracefulShutdown>,
+) {
     let slots = Arc::new(Semaphore::new(CLIENTS));
     loop {
         let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
         match socket.accept().await {
             Ok(stream) if via == Via::Socket && !is_ours(&stream) => {
-                warn!("another user has connected to the control socket, and is not answered");
+                warn!("refused a client of another user at the control socket");
             }
             Ok(stream) => {
-                let client = connection(stream, via, &view, &graceful);
+                let client = connection(stream, via, &state, &graceful);
                 tokio::spawn(async move {
                     client.await;
                     drop(slot);
@@ -124,13 +131,13 @@ async fn not_accepted(error: &io::Error) {
 
 /// Serves one client until it disconnects.
 fn connection(
-    stream: Wire,
+    stream: ClientSocket,
     via: Via,
-    view: &Arc<View>,
+    state: &Arc<ServerState>,
     graceful: &GracefulShutdown,
 ) -> impl Future<Output = ()> + Send + use<> {
-    let view = Arc::clone(view);
-    let service = service_fn(move |request| respond(request, via, Arc::clone(&view)));
+    let state = Arc::clone(state);
+    let service = service_fn(move |request| respond(request, via, Arc::clone(&state)));
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD)
@@ -149,7 +156,7 @@ fn connection(
 async fn respond(
     request: Request<Incoming>,
     via: Via,
-    view: Arc<View>,
+    state: Arc<ServerState>,
 ) -> Result<Response<Body>, Infallible> {
     let (head, body) = request.into_parts();
     let outcome = match routes::route(via, &head.method, &head.uri) {
@@ -158,7 +165,7 @@ async fn respond(
             Err(problem) => Err(problem.into()),
             // A handler may wait for I/O threads or for the system.
             Ok(body) => {
-                let work = tokio::task::spawn_blocking(move || answer(&view, route, &body));
+                let work = tokio::task::spawn_blocking(move || answer(&state, route, &body));
                 let failed = || Problem::new(Code::Failed, "the server has failed at this request");
                 work.await.unwrap_or_else(|_| Err(failed())).map_err(Into::into)
             }
@@ -191,7 +198,7 @@ async fn read(body: Incoming) -> Result<Bytes, Problem> {
     match timeout(HEAD, Limited::new(body, BODY_BYTES).collect()).await {
         Ok(Ok(body)) => Ok(body.to_bytes()),
         Ok(Err(error)) => Err(bad(format!(
-            "the request's body can not be read: {error}; it has {BODY_BYTES} bytes at most"
+            "cannot read the request's body: {error}; it has {BODY_BYTES} bytes at most"
         ))),
         Err(_) => Err(bad(format!("the request's body did not come within {} s", HEAD.as_secs()))),
     }

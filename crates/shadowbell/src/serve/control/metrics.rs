@@ -10,7 +10,7 @@
 //! 256 controllers has thirty thousand samples, so labels that many samples share are formatted
 //! once.
 
-use super::view::{View, namespaces_of};
+use super::state::{ServerState, namespaces_of};
 use crate::control::api::Namespace;
 use crate::serve::registry::ServedController;
 use shadowbell_controller::Stats;
@@ -195,11 +195,11 @@ impl Counted {
 }
 
 /// All metrics of the server.
-pub(super) fn text(view: &View) -> String {
-    let counted: Vec<_> = view.controllers.all().into_iter().map(Counted::now).collect();
+pub(super) fn text(state: &ServerState) -> String {
+    let counted: Vec<_> = state.controllers.all().into_iter().map(Counted::now).collect();
     let mut text =
         Text(String::with_capacity(8192 + counted.iter().map(Counted::text_bytes).sum::<usize>()));
-    server(&mut text, view);
+    server(&mut text, state);
     controllers(&mut text, &counted);
     submission_queues(&mut text, &counted);
     completion_queues(&mut text, &counted);
@@ -211,14 +211,18 @@ pub(super) fn text(view: &View) -> String {
     text.0
 }
 
-fn server(text: &mut Text, view: &View) {
-    let labels = labels(&[("name", view.name.as_str()), ("version", env!("CARGO_PKG_VERSION"))]);
+fn server(text: &mut Text, state: &ServerState) {
+    let labels = labels(&[("name", state.name.as_str()), ("version", env!("CARGO_PKG_VERSION"))]);
     text.family(Kind::Info, "shadowbell_server", "The server.").sample(&labels, 1);
-    let uptime = view.serves_since.elapsed().as_secs_f64();
-    text.family(Kind::Gauge, "shadowbell_uptime_seconds", "Since this process serves.")
-        .real("", uptime);
-    text.family(Kind::Gauge, "shadowbell_workers", "Threads that do the I/O.")
-        .sample("", view.workers as u64);
+    let uptime = state.serves_since.elapsed().as_secs_f64();
+    text.family(
+        Kind::Gauge,
+        "shadowbell_uptime_seconds",
+        "Seconds since this process began to serve.",
+    )
+    .real("", uptime);
+    text.family(Kind::Gauge, "shadowbell_workers", "Number of I/O threads.")
+        .sample("", state.workers as u64);
 }
 
 fn controllers(text: &mut Text, all: &[Counted]) {
@@ -238,12 +242,12 @@ fn controllers(text: &mut Text, all: &[Counted]) {
             family.sample(&counted.labels, of(counted).into());
         }
     };
-    gauge("shadowbell_client_connected", "Whether a client is connected.", |counted| {
+    gauge("shadowbell_client_connected", "1 if a client is connected.", |counted| {
         counted.served.has_client()
     });
     gauge(
         "shadowbell_parked",
-        "Whether its workers leave it out until it rings.",
+        "1 if the I/O threads do not poll the idle controller until a doorbell rings.",
         |Counted { stats, .. }| {
             !stats.workers.is_empty() && stats.workers.iter().all(|worker| worker.parked)
         },
@@ -251,7 +255,7 @@ fn controllers(text: &mut Text, all: &[Counted]) {
     let mut commands = text.family(
         Kind::Counter,
         "shadowbell_io_commands",
-        "I/O commands completed. Compare is a read; other is all that moves no data.",
+        "I/O commands completed. Compare counts as read; other commands transfer no data.",
     );
     for Counted { labels, stats, .. } in all {
         let io = &stats.io;
@@ -264,7 +268,8 @@ fn controllers(text: &mut Text, all: &[Counted]) {
             commands.sample_of(labels, kind, count);
         }
     }
-    let mut bytes = text.family(Kind::Counter, "shadowbell_io_bytes", "Bytes of I/O commands.");
+    let mut bytes =
+        text.family(Kind::Counter, "shadowbell_io_bytes", "Bytes transferred by I/O commands.");
     for Counted { labels, stats, .. } in all {
         let io = &stats.io;
         for (kind, count) in [
@@ -282,17 +287,17 @@ fn controllers(text: &mut Text, all: &[Counted]) {
         }
     };
     counter("shadowbell_io_errors", "I/O commands that ended in an error.", |s| s.io.errors);
-    counter("shadowbell_media_errors", "I/O commands that ended in an error of the medium.", |s| {
+    counter("shadowbell_media_errors", "I/O commands that ended in a media error.", |s| {
         s.io.media_errors
     });
     counter(
         "shadowbell_recoveries",
-        "Times that the controller went on after the death of the process that had served it.",
+        "Recoveries of the controller after the death of its server process.",
         |s| s.recoveries,
     );
     counter(
         "shadowbell_doorbell_events",
-        "Doorbells rung by a descriptor instead of a register write.",
+        "Doorbells rung by an eventfd instead of a register write.",
         |s| s.doorbell_events,
     );
 }
@@ -311,10 +316,10 @@ fn submission_queues(text: &mut Text, all: &[Counted]) {
         "Commands fetched from a submission queue. Queue 0 is the admin queue.",
         |sq| sq.commands,
     );
-    counter("shadowbell_queue_batches", "Times that commands were fetched.", |sq| sq.batches);
+    counter("shadowbell_queue_batches", "Batches of commands fetched.", |sq| sq.batches);
     counter(
         "shadowbell_queue_blocked",
-        "Times that fetching stopped for want of completion queue space.",
+        "Times that fetching stopped because the completion queue was full.",
         |sq| sq.blocked,
     );
 }
@@ -356,10 +361,12 @@ fn doorbells(text: &mut Text, all: &[Counted]) {
     });
     counter(
         "shadowbell_doorbell_updates",
-        "New doorbell values that were found, however they came.",
+        "New doorbell values found, from any source.",
         |doorbell| doorbell.found_new,
     );
-    counter("shadowbell_doorbell_looks", "Looks at a doorbell.", |doorbell| doorbell.looks);
+    counter("shadowbell_doorbell_looks", "Reads of a doorbell value while polling.", |doorbell| {
+        doorbell.looks
+    });
     counter(
         "shadowbell_doorbell_armed",
         "Times that EventIdx was set so that the next update rings.",
@@ -367,12 +374,11 @@ fn doorbells(text: &mut Text, all: &[Counted]) {
     );
     counter(
         "shadowbell_doorbell_rechecks_found",
-        "Updates that the second look found, each of which would have been a lost wakeup.",
+        "Updates found by the second read after EventIdx was set, each of which would have been a \
+         lost wakeup.",
         |doorbell| doorbell.rechecks_found,
     );
-    counter("shadowbell_doorbell_invalid", "Doorbell values that were refused.", |doorbell| {
-        doorbell.invalid
-    });
+    counter("shadowbell_doorbell_invalid", "Invalid doorbell values.", |doorbell| doorbell.invalid);
 }
 
 fn namespaces(text: &mut Text, all: &[Counted]) {
@@ -391,19 +397,23 @@ fn namespaces(text: &mut Text, all: &[Counted]) {
         ]);
         info.sample(&labels, 1);
     }
-    let mut bytes = text.family(Kind::Gauge, "shadowbell_namespace_size_bytes", "Its size.");
+    let mut bytes =
+        text.family(Kind::Gauge, "shadowbell_namespace_size_bytes", "Namespace capacity in bytes.");
     for (labels, ns) in &all {
         bytes.sample(labels, ns.bytes);
     }
-    let mut read_only =
-        text.family(Kind::Gauge, "shadowbell_namespace_read_only", "Whether writes are refused.");
+    let mut read_only = text.family(
+        Kind::Gauge,
+        "shadowbell_namespace_read_only",
+        "1 if the namespace is read-only.",
+    );
     for (labels, ns) in &all {
         read_only.sample(labels, ns.read_only.into());
     }
     let mut events = text.family(
         Kind::Counter,
         "shadowbell_disk_events",
-        "What a disk counts of how it works, each kind of disk by names of its own.",
+        "Internal events of a disk. The event names depend on the disk type.",
     );
     for (_, ns) in &all {
         for (event, count) in &ns.counters {
@@ -444,7 +454,7 @@ fn measured(text: &mut Text, all: &[Counted]) {
     let mut latency = text.family(
         Kind::Histogram,
         "shadowbell_namespace_latency_seconds",
-        "How long commands took, from when they were found in their queue to their completion.",
+        "Command latency, from the time that the command was seen in its queue to its completion.",
     );
     for (labels, _, measured) in &kinds {
         latency.distribution(labels, &measured.latency);
@@ -452,7 +462,7 @@ fn measured(text: &mut Text, all: &[Counted]) {
     let mut bytes = text.family(
         Kind::Counter,
         "shadowbell_namespace_bytes",
-        "Bytes of commands that were measured.",
+        "Bytes transferred by measured commands.",
     );
     for (labels, block_size, measured) in &kinds {
         bytes.sample_of(labels, "}", measured.blocks.saturating_mul(*block_size));
@@ -460,7 +470,7 @@ fn measured(text: &mut Text, all: &[Counted]) {
     let mut errors = text.family(
         Kind::Counter,
         "shadowbell_namespace_errors",
-        "Commands that were measured and ended in an error.",
+        "Measured commands that ended in an error.",
     );
     for (labels, _, measured) in &kinds {
         errors.sample_of(labels, "}", measured.errors);
@@ -473,8 +483,11 @@ fn workers(text: &mut Text, all: &[Counted]) {
     let workers: BTreeMap<usize, &SleepStats> = workers.map(|w| (w.worker, w)).collect();
     let of = |n: usize| labels(&[("worker", &n.to_string())]);
     let workers: Vec<_> = workers.into_iter().map(|(n, stats)| (of(n), stats)).collect();
-    let mut awake =
-        text.family(Kind::Counter, "shadowbell_worker_awake_seconds", "Time spent awake.");
+    let mut awake = text.family(
+        Kind::Counter,
+        "shadowbell_worker_awake_seconds",
+        "Seconds that the I/O thread spent awake.",
+    );
     for (worker, stats) in &workers {
         awake.real(worker, stats.awake_ns as f64 / 1e9);
     }
@@ -484,17 +497,15 @@ fn workers(text: &mut Text, all: &[Counted]) {
             family.sample(worker, of(stats));
         }
     };
-    counter("shadowbell_worker_sleeps", "Times that it slept.", |w| w.sleeps);
+    counter("shadowbell_worker_sleeps", "Sleeps of the I/O thread.", |w| w.sleeps);
     counter(
         "shadowbell_worker_stayed_awake",
-        "Times that a second look kept it from sleep.",
+        "Times that a second check for work prevented a sleep.",
         |w| w.stayed_awake,
     );
-    counter(
-        "shadowbell_worker_spurious_wakes",
-        "Sleeps after which there was nothing to do.",
-        |w| w.spurious_wakes,
-    );
+    counter("shadowbell_worker_spurious_wakes", "Sleeps that ended without work.", |w| {
+        w.spurious_wakes
+    });
 }
 
 #[cfg(test)]

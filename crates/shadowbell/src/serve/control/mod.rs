@@ -6,11 +6,11 @@
 //! |---|---|
 //! | `http` | connections and their limits |
 //! | `routes` | request paths and methods |
-//! | `view` | the part of the server that requests see |
-//! | `answers` | request handlers and the OpenAPI document |
+//! | `state` | the part of the server that requests see |
+//! | `handlers` | request handlers and the OpenAPI document |
 //! | `trace` | handlers for the doorbell trace |
 //! | `metrics` | counters for Prometheus |
-//! | `wire` | socket I/O with few system calls |
+//! | `socket_io` | socket I/O with few system calls |
 //!
 //! One thread (`sb-api`) serves the sockets. Requests that may block run on threads that exist
 //! only while there is work, [`BLOCKING`] at most. No such thread holds a lock that the reactor
@@ -21,28 +21,28 @@
 //! Clients that connect meanwhile wait in the listen queue.
 
 mod ana;
-mod answers;
 mod controllers;
+mod handlers;
 mod http;
+mod identify;
+mod latency;
 mod limit_groups;
-mod measure;
+mod lookup;
 mod metrics;
 mod namespaces;
-mod pages;
-mod requested;
 mod routes;
 mod server;
+mod socket_io;
+mod state;
 mod trace;
-mod view;
-mod wire;
 
-pub(super) use view::View;
+pub(super) use state::ServerState;
 
 use crate::control::place::{self, Place};
 use crate::exit::bad_input;
 use crate::logging;
-use crate::place_link::Kind;
-use crate::serve::places;
+use crate::path_broker::Kind;
+use crate::serve::path_broker;
 use anyhow::{Context, anyhow};
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Descriptors, FdRef};
@@ -91,7 +91,7 @@ struct OwnDirectory(PathBuf);
 
 impl Drop for OwnDirectory {
     fn drop(&mut self) {
-        places::remove_directory(&self.0);
+        path_broker::remove_directory(&self.0);
     }
 }
 
@@ -248,7 +248,7 @@ impl Resting {
 }
 
 fn listen_tcp(address: SocketAddr) -> anyhow::Result<(TcpListener, SocketAddr)> {
-    let listener = places::listen_tcp(address);
+    let listener = path_broker::listen_tcp(address);
     listener.map_err(|error| bad_input(anyhow!("--metrics {address}: {error}")))
 }
 
@@ -263,7 +263,7 @@ fn refused(error: BindError) -> anyhow::Error {
 fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
     let path = place::socket(directory, name);
     let own = directory.join(name);
-    if places::are_the_keeper_s() {
+    if path_broker::has_broker() {
         // The supervisor creates the directory, too.
         let listener = private(&path)?;
         return Ok(Socket { listener, directory: Some(OwnDirectory(own)) });
@@ -282,8 +282,8 @@ fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
 /// Creates a socket for its own user only. Another user can connect before the mode is set; such
 /// a client is recognized by its peer credentials, and gets no answer.
 fn private(path: &Path) -> Result<Listener, BindError> {
-    let listener = places::listen(path, Kind::Private)?;
-    if places::are_the_keeper_s() {
+    let listener = path_broker::listen(path, Kind::Private)?;
+    if path_broker::has_broker() {
         return Ok(listener);
     }
     let path = listener.path().to_owned();
@@ -304,7 +304,7 @@ impl ControlSocket {
     ///
     /// # Errors
     /// A thread cannot be started, or the descriptor limit is reached.
-    pub(super) fn start(mut resting: Resting, view: Arc<View>) -> io::Result<Option<Self>> {
+    pub(super) fn start(mut resting: Resting, state: Arc<ServerState>) -> io::Result<Option<Self>> {
         resting.set_lent(false);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -320,19 +320,19 @@ impl ControlSocket {
             return Ok(None);
         }
         if let Some(records) = resting.tracing
-            && let Err(error) = view.tracer.start(Some(records))
+            && let Err(error) = state.tracer.start(Some(records))
         {
-            warn!("doorbells are not recorded any more: {error}");
+            warn!("the doorbell trace has ended: {error}");
         }
         if let Some(on) = resting.measures {
-            view.tracer.measure(on);
+            state.tracer.measure(on);
         }
         let (stop, until) = oneshot::channel();
         let thread = std::thread::Builder::new().name("sb-api".into());
         let thread = thread.spawn(move || {
-            let tracer = Arc::clone(&view.tracer);
-            if let Err(error) = runtime.block_on(http::serve(control, metrics, view, until)) {
-                warn!("the control socket can not be served: {error}");
+            let tracer = Arc::clone(&state.tracer);
+            if let Err(error) = runtime.block_on(http::serve(control, metrics, state, until)) {
+                warn!("cannot serve the control socket: {error}");
             }
             // Requests that still wait for an I/O thread end by themselves.
             runtime.shutdown_background();

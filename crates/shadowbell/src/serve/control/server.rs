@@ -1,60 +1,59 @@
 //! Server-wide requests: status, configuration, statistics, log level, upgrade and shutdown.
 
+use super::lookup::problem;
 use super::metrics;
-use super::requested::problem;
-use super::view::View;
+use super::state::ServerState;
 use crate::control::api::{Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade};
-use crate::keeper_query::{Keeper, program};
 use crate::live_stats::{self, Row, Snapshot};
-use crate::serve::apply::apply as apply_config;
 use crate::serve::config_file::{self, Settings};
+use crate::serve::reload::apply as apply_config;
 use crate::serve::server_config::SocketConfig;
 use crate::serve::stats_file;
+use crate::supervisor::client::{SupervisorClient, program};
 use crate::{exit, logging};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tracing::info;
 
-/// What the server is, and how much it has to do
+/// Status of the server
 #[utoipa::path(get, path = "/v1/status", operation_id = "status", tag = "server",
-    responses((status = 200, description = "What it is", body = Status)))]
-pub(super) fn status(view: &View) -> Status {
-    let served = view.controllers.all();
+    responses((status = 200, description = "The status", body = Status)))]
+pub(super) fn status(state: &ServerState) -> Status {
+    let served = state.controllers.all();
     Status {
-        name: view.name.clone(),
+        name: state.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
-        keeper_pid: view.keeper_pid,
-        uptime_seconds: view.serves_since.elapsed().as_secs_f64(),
-        workers: view.workers,
+        keeper_pid: state.supervisor_pid,
+        uptime_seconds: state.serves_since.elapsed().as_secs_f64(),
+        workers: state.workers,
         controllers: served.len(),
         clients: served.iter().filter(|served| served.has_client()).count(),
         log_filter: logging::filter(),
-        upgrade_error: view.upgrade_error.lock().clone(),
+        upgrade_error: state.upgrade_error.lock().clone(),
     }
 }
 
-/// Have the controllers be those of a configuration file
+/// Apply a configuration file to the controllers
 ///
-/// Controllers that are the same stay untouched; those that differ in namespaces that come or go, in
-/// limits, or in whether writes are taken, stay with their clients. The file is refused as a whole
-/// if something is wrong with it. Of what is neither a controller nor a limit group (workers,
-/// polling, sockets of the server) nothing changes before the server goes on in another process, or
-/// is started again.
+/// Controllers whose configuration is the same are not touched. Controllers that differ only in
+/// added or removed namespaces, in limits, or in read-only keep their clients. An invalid file is
+/// refused as a whole. Server-wide settings (I/O threads, polling, sockets of the server) take
+/// effect at the next upgrade or restart.
 #[utoipa::path(post, path = "/v1/apply", operation_id = "apply", tag = "controllers",
     request_body = Apply,
     responses(
-        (status = 200, description = "What was, or would be done", body = Plan),
-        (status = 400, description = "Something is wrong with the file", body = Problem),
-        (status = 409, description = "Clients have what would go", body = Problem)
+        (status = 200, description = "The changes that were made, or would be made", body = Plan),
+        (status = 400, description = "The file is invalid", body = Problem),
+        (status = 409, description = "Connected clients would lose controllers or namespaces", body = Problem)
     ))]
-pub(super) fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
+pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem> {
     let config = config_file::parse(&wanted.toml, &wanted.file);
     let mut config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
     config.add_attached().map_err(problem)?;
-    let now = view.settings.with_measure(view.tracer.measures());
+    let now = state.settings.with_measure(state.tracer.measures());
     let later = Settings::of(&config).say_otherwise(&now);
-    let plan = apply_config(&view.changes, config, wanted.dry_run, wanted.force);
+    let plan = apply_config(&state.changes, config, wanted.dry_run, wanted.force);
     let plan = plan.map_err(problem)?;
     let ids = |all: &[SocketConfig]| all.iter().map(SocketConfig::id).collect();
     Ok(Plan {
@@ -70,105 +69,106 @@ pub(super) fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
     })
 }
 
-/// A configuration file that comes to what is served now
+/// Configuration file of the running server
 ///
-/// Paths in it are from the root, and each namespace that has changed has its number and its UUID,
-/// so it may be used anywhere.
+/// Paths are absolute, and each namespace that was changed has its NSID and UUID, so the file can
+/// be used in any directory.
 #[utoipa::path(get, path = "/v1/config", operation_id = "configuration", tag = "server",
     responses((status = 200, description = "The file", body = Configuration)))]
-pub(super) fn configuration(view: &View) -> Configuration {
-    let controllers: Vec<_> = view.controllers.all().iter().map(|one| one.asked()).collect();
-    let settings = view.settings.with_measure(view.tracer.measures());
-    Configuration { toml: config_file::write(&settings, &view.name, &controllers) }
+pub(super) fn configuration(state: &ServerState) -> Configuration {
+    let controllers: Vec<_> = state.controllers.all().iter().map(|one| one.asked()).collect();
+    let settings = state.settings.with_measure(state.tracer.measures());
+    Configuration { toml: config_file::write(&settings, &state.name, &controllers) }
 }
 
-/// Every counter, as `serve --stats-json` writes them
+/// Statistics, as `serve --stats-json` writes them
 ///
-/// Sums over the I/O queues of all controllers, and for each controller what its queues, its
-/// workers and its disks have counted. They are read where they are counted.
+/// Sums over the I/O queues of all controllers, and the counters of each controller's queues, I/O
+/// threads and disks.
 #[utoipa::path(get, path = "/v1/stats", operation_id = "stats", tag = "server",
     responses((status = 200, description = "The counters", body = serde_json::Value)))]
-pub(super) fn stats(view: &View) -> stats_file::Report {
-    stats_file::Report::of(&view.controllers.all())
+pub(super) fn stats(state: &ServerState) -> stats_file::Report {
+    stats_file::Report::of(&state.controllers.all())
 }
 
-/// What `shadowbell top` shows, of one moment
+/// Snapshot of the values that `shadowbell top` shows
 #[utoipa::path(get, path = "/v1/snapshot", operation_id = "snapshot", tag = "server",
     responses((status = 200, description = "A row for each controller", body = Snapshot)))]
-pub(super) fn snapshot(view: &View) -> Snapshot {
-    let at_ns = u64::try_from(view.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    let rows = view.controllers.all();
+pub(super) fn snapshot(state: &ServerState) -> Snapshot {
+    let at_ns = u64::try_from(state.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let rows = state.controllers.all();
     let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller));
     Snapshot { version: live_stats::VERSION, at_ns, controllers: rows.collect() }
 }
 
-/// All counters for Prometheus: OpenMetrics 1.0
+/// Metrics for Prometheus: OpenMetrics 1.0
 ///
-/// Also at the address of `serve --metrics ADDR:PORT`, to whoever can reach it.
+/// Also served at the address of `serve --metrics ADDR:PORT`, without access control.
 #[utoipa::path(get, path = "/metrics", operation_id = "metrics", tag = "server",
     responses((status = 200, description = "The metrics", body = String,
         content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8")))]
-pub(super) fn metrics(view: &View) -> String {
-    metrics::text(view)
+pub(super) fn metrics(state: &ServerState) -> String {
+    metrics::text(state)
 }
 
-/// What is logged
+/// Log filter
 #[utoipa::path(get, path = "/v1/log-level", operation_id = "log_level", tag = "server",
     responses((status = 200, description = "The filter", body = LogLevel)))]
 pub(super) fn log_level() -> LogLevel {
     LogLevel { filter: logging::filter() }
 }
 
-/// Change what is logged
+/// Change the log filter
 #[utoipa::path(put, path = "/v1/log-level", operation_id = "set_log_level", tag = "server",
     request_body = LogLevel,
     responses(
-        (status = 200, description = "It is logged from now on", body = LogLevel),
-        (status = 400, description = "It is no filter", body = Problem)
+        (status = 200, description = "The new filter", body = LogLevel),
+        (status = 400, description = "Invalid filter", body = Problem)
     ))]
 pub(super) fn set_log_level(wanted: &LogLevel) -> Result<LogLevel, Problem> {
     logging::set_filter(&wanted.filter).map_err(|why| Problem::new(Code::BadRequest, why))?;
-    info!("the log has {} from here on", wanted.filter);
+    info!("the log filter is {} from now on", wanted.filter);
     Ok(log_level())
 }
 
-/// Have another process go on
+/// Replace the server process
 ///
-/// It is asked for, and may fail: then `upgrade_error` of the status says why. Once it is done, the
-/// status has another `pid`. For a server with a keeper only.
+/// The upgrade is only started, and may fail: then `upgrade_error` of the status has the reason.
+/// After the upgrade the status has another `pid`. Requires a supervisor.
 #[utoipa::path(post, path = "/v1/upgrade", operation_id = "upgrade", tag = "server",
     request_body = Option<Upgrade>,
     responses(
-        (status = 202, description = "The keeper was asked", body = Status),
-        (status = 409, description = "There is no keeper; or a program is named, and the server is in a sandbox",
+        (status = 202, description = "The upgrade was started", body = Status),
+        (status = 409, description = "The server has no supervisor; or a program is named, and the server is in a sandbox",
             body = Problem)
     ))]
-pub(super) fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
-    let pid = view.keeper_pid.ok_or_else(|| {
-        let why = "the server has no keeper, which could replace it: start it with \
-                   `shadowbell serve` without `--no-keeper`";
+pub(super) fn upgrade(state: &ServerState, wanted: Upgrade) -> Result<Status, Problem> {
+    let pid = state.supervisor_pid.ok_or_else(|| {
+        let why = "the server has no supervisor, which an upgrade needs: start it with `shadowbell \
+                   serve` without `--no-keeper`";
         Problem::new(Code::Conflict, why)
     })?;
     let failed = |error: anyhow::Error| Problem::new(Code::Failed, exit::line(&error));
     let binary = wanted.binary.map(PathBuf::from);
-    let outcome: Box<dyn FnOnce() -> anyhow::Result<String> + Send> = match &view.asks {
+    let outcome: Box<dyn FnOnce() -> anyhow::Result<String> + Send> = match &state.asks {
         Some(_) if binary.is_some() => {
-            let why = "a server in a sandbox names no program: `shadowbell upgrade --binary` does";
+            let why = "a server in a sandbox cannot choose a program: use `shadowbell upgrade \
+                       --binary`";
             return Err(Problem::new(Code::Conflict, why));
         }
         Some(asks) => {
-            let keeper = asks.upgrade().map_err(|error| failed(error.into()))?;
-            Box::new(move || keeper.outcome())
+            let supervisor = asks.upgrade().map_err(|error| failed(error.into()))?;
+            Box::new(move || supervisor.outcome())
         }
         None => {
-            let keeper = Keeper::find(Path::new(&pid.to_string())).map_err(failed)?;
+            let supervisor = SupervisorClient::find(Path::new(&pid.to_string())).map_err(failed)?;
             let binary = binary.as_deref().map(|path| program("`binary`", path)).transpose();
             let binary =
                 binary.map_err(|error| Problem::new(Code::BadRequest, exit::line(&error)))?;
-            Box::new(move || keeper.upgrade(binary.as_deref()))
+            Box::new(move || supervisor.upgrade(binary.as_deref()))
         }
     };
-    let last_error = Arc::clone(&view.upgrade_error);
+    let last_error = Arc::clone(&state.upgrade_error);
     *last_error.lock() = None;
     // The result comes when this process is replaced, or when the upgrade has failed.
     let wait = move || {
@@ -178,15 +178,15 @@ pub(super) fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
     };
     let thread = std::thread::Builder::new().name("sb-upgrade".into()).spawn(wait);
     thread.map_err(|error| Problem::new(Code::Failed, error.to_string()))?;
-    Ok(status(view))
+    Ok(status(state))
 }
 
 /// End the service, as SIGTERM does
 #[utoipa::path(post, path = "/v1/shutdown", operation_id = "shutdown", tag = "server",
-    responses((status = 202, description = "It ends", body = Status)))]
-pub(super) fn shutdown(view: &View) -> Status {
-    info!("the control socket was asked to end the service");
-    let status = status(view);
-    (view.end)();
+    responses((status = 202, description = "The service ends", body = Status)))]
+pub(super) fn shutdown(state: &ServerState) -> Status {
+    info!("shutdown was requested at the control socket");
+    let status = status(state);
+    (state.end)();
     status
 }

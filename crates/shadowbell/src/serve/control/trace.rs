@@ -1,6 +1,6 @@
 //! Doorbell trace requests: on, off, and download.
 
-use super::view::View;
+use super::state::ServerState;
 use crate::control::api::{Code, Problem, Trace, TraceChange};
 use crate::exit;
 use crate::serve::tracer::TraceStatus;
@@ -17,59 +17,59 @@ const PIECE: usize = 256 << 10;
 /// Permitted number of records per I/O thread, as for `serve --trace-records`.
 const RECORDS: std::ops::RangeInclusive<u32> = 1024..=1 << 24;
 
-/// Whether doorbells are recorded
+/// State of the doorbell trace
 #[utoipa::path(get, path = "/v1/trace", operation_id = "trace", tag = "server",
-    responses((status = 200, description = "Whether they are", body = Trace)))]
-pub(super) fn trace(view: &View) -> Trace {
-    let TraceStatus { on, kept } = view.tracer.status();
+    responses((status = 200, description = "The state", body = Trace)))]
+pub(super) fn trace(state: &ServerState) -> Trace {
+    let TraceStatus { on, kept } = state.tracer.status();
     Trace { on, records: kept.map(|(records, _)| records), bytes: kept.map(|(_, bytes)| bytes) }
 }
 
-/// Record every decision about a doorbell, or do so no more
+/// Turn the doorbell trace on or off
 ///
-/// It is recorded in memory, from now on. A trace that is on stays as it is, also that of `serve
-/// --trace`. One that was ended is kept until another one begins.
+/// The trace is recorded in memory. A running trace continues unchanged, also that of `serve
+/// --trace`. A stopped trace is kept until another one is started.
 #[utoipa::path(put, path = "/v1/trace", operation_id = "set_trace", tag = "server",
     request_body = TraceChange,
     responses(
-        (status = 200, description = "It is so", body = Trace),
-        (status = 400, description = "There can be no such trace", body = Problem)
+        (status = 200, description = "The new state", body = Trace),
+        (status = 400, description = "Invalid number of records", body = Problem)
     ))]
-pub(super) fn set_trace(view: &View, wanted: &TraceChange) -> Result<Trace, Problem> {
+pub(super) fn set_trace(state: &ServerState, wanted: &TraceChange) -> Result<Trace, Problem> {
     if !wanted.on {
-        if view.tracer.stop() {
-            info!("doorbells are not recorded any more");
+        if state.tracer.stop() {
+            info!("doorbell trace off");
         }
-        return Ok(trace(view));
+        return Ok(trace(state));
     }
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
     if wanted.records.is_some_and(|records| !RECORDS.contains(&records)) {
         let (fewest, most) = RECORDS.into_inner();
         return Err(wrong(format!("`records` is {fewest} to {most}")));
     }
-    match view.tracer.start(wanted.records) {
-        Ok(true) => info!("doorbells are recorded from here on"),
+    match state.tracer.start(wanted.records) {
+        Ok(true) => info!("doorbell trace on"),
         Ok(false) => {}
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
             return Err(wrong(error.to_string()));
         }
         Err(error) => return Err(Problem::new(Code::Failed, exit::line(&error.into()))),
     }
-    Ok(trace(view))
+    Ok(trace(state))
 }
 
-/// What was recorded of doorbells
+/// Download the doorbell trace
 ///
-/// A file for `shadowbell trace`, of what is being recorded or was recorded last.
+/// A file for `shadowbell trace`, of the running or of the last trace.
 #[utoipa::path(get, path = "/v1/trace/records", operation_id = "trace_records", tag = "server",
     responses(
         (status = 200, description = "The file", body = Vec<u8>,
             content_type = "application/octet-stream"),
-        (status = 404, description = "Nothing was recorded", body = Problem)
+        (status = 404, description = "There is no trace", body = Problem)
     ))]
-pub(super) fn trace_records(view: &View) -> Result<TraceBody, Problem> {
-    let file = view.tracer.file().ok_or_else(|| {
-        let why = "nothing was recorded; `shadowbell ctl trace on` begins";
+pub(super) fn trace_records(state: &ServerState) -> Result<TraceBody, Problem> {
+    let file = state.tracer.file().ok_or_else(|| {
+        let why = "there is no doorbell trace; `shadowbell ctl trace on` starts one";
         Problem::new(Code::NotFound, why)
     })?;
     Ok(TraceBody { file, at: 0 })

@@ -3,15 +3,15 @@
 use super::user::User;
 use std::path::PathBuf;
 
-/// Whether there is one.
+/// Mode of the sandbox.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(in crate::serve) enum Mode {
-    /// As far as the system and the disks let it.
+    /// As far as the system and the disks permit.
     #[default]
     Auto,
-    /// There is one with all that belongs to it, or no server.
+    /// All restrictions, or an error.
     On,
-    /// None.
+    /// No sandbox.
     Off,
 }
 

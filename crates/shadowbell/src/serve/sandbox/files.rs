@@ -4,13 +4,13 @@
 //! sockets are created and removed, output files, and parts of procfs and sysfs.
 
 use super::asked::Asked;
-use super::opening::{self, Allowed};
+use super::open_broker::{self, Allowed};
 use crate::control::place;
-use crate::keeper_link::{self, to_keeper};
-use crate::place_link::{Places, bytes_of};
-use crate::serve::places;
+use crate::path_broker::{PathPermissions, bytes_of};
+use crate::serve::path_broker;
 use crate::serve::server_config::ServerConfig;
 use crate::serve::worker_link::WorkerLink;
+use crate::supervisor::protocol::{self, to_supervisor};
 use crate::{disk_spec, self_as_is};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort,
@@ -48,7 +48,7 @@ pub(super) struct Files {
     rules: RulesetCreated,
     known: Vec<PathFd>,
     /// The supervisor creates sockets and output files.
-    pub(super) by_keeper: bool,
+    pub(super) by_supervisor: bool,
 }
 
 /// Makes the supervisor open images from now on, and prepares the rules for other paths.
@@ -61,30 +61,31 @@ pub(super) fn prepare(
     link: Option<&WorkerLink>,
 ) -> Result<Files, String> {
     let Some(link) = link else {
-        return Err("there is no keeper, which would open them (`--no-keeper`)".to_owned());
+        return Err("there is no supervisor to open images (`--no-keeper`)".to_owned());
     };
     let known = READ.iter().filter_map(|path| PathFd::new(path).ok()).collect();
     // Landlock is probed before anything is requested from the supervisor.
     ruleset().map_err(|error| format!("Landlock: {error}"))?;
-    opening::begin(link, &allowed(asked, config))?;
-    let by_keeper = ask_for_places(asked, config, link)
-        .inspect_err(|why| warn!("the sandbox leaves more than it has to: {why}"))
+    open_broker::begin(link, &allowed(asked, config))?;
+    let by_supervisor = ask_for_places(asked, config, link)
+        .inspect_err(|why| warn!("the sandbox permits the creation of sockets and files: {why}"))
         .is_ok();
-    let rules = rules(asked, config, by_keeper).map_err(|error| format!("Landlock: {error}"))?;
-    Ok(Files { rules, known, by_keeper })
+    let rules =
+        rules(asked, config, by_supervisor).map_err(|error| format!("Landlock: {error}"))?;
+    Ok(Files { rules, known, by_supervisor })
 }
 
 /// Makes the supervisor create sockets and output files from now on.
 fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Result<(), String> {
-    let (ours, theirs) = keeper_link::pair().map_err(|error| error.to_string())?;
-    link.give(to_keeper::PLACES, theirs).map_err(|error| error.to_string())?;
+    let (ours, theirs) = protocol::pair().map_err(|error| error.to_string())?;
+    link.give(to_supervisor::PATH_BROKER, theirs).map_err(|error| error.to_string())?;
     let control = config.control.path.is_none().then(place::settle).flatten();
     let control = control.filter(|directory| make(directory));
     let real = |path: PathBuf| path.canonicalize().ok().map(|path| bytes_of(&path));
     let from_root = |path: &PathBuf| bytes_of(&self_as_is::absolute(path));
-    places::begin(
+    path_broker::begin(
         ours,
-        &Places {
+        &PathPermissions {
             user: asked.user.as_ref().map(|user| user.ids(config)),
             directories: socket_directories(asked, config).into_iter().filter_map(real).collect(),
             control: control.and_then(real),
@@ -125,13 +126,13 @@ fn ruleset() -> Result<RulesetCreated, RulesetError> {
 fn rules(
     asked: &Asked,
     config: &ServerConfig,
-    by_keeper: bool,
+    by_supervisor: bool,
 ) -> Result<RulesetCreated, RulesetError> {
     let rules = ruleset()?
         .add_rules(path_beneath_rules(READ, reading()))?
         // In a build with fault injection: the directory with the abort points.
         .add_rules(path_beneath_rules(shadowbell_state::abort_directory(), outputs()))?;
-    if by_keeper {
+    if by_supervisor {
         return Ok(rules);
     }
     let rules = rules
@@ -189,12 +190,12 @@ impl Files {
         let status = self.rules.restrict_self()?;
         let held = match status.landlock {
             LandlockStatus::Available { effective_abi, .. } if effective_abi >= ABI::V6 => {
-                "files, TCP, signals to others"
+                "file access, TCP, signals"
             }
             LandlockStatus::Available { effective_abi, .. } if effective_abi >= ABI::V4 => {
-                "files, TCP"
+                "file access, TCP"
             }
-            _ => "files",
+            _ => "file access",
         };
         Ok(Held { held, _known: self.known })
     }

@@ -14,7 +14,7 @@ use syscalls::Sysno;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Needs {
     /// A supervisor exists, so this process does not notify the service manager itself.
-    pub(super) keeper: bool,
+    pub(super) supervisor: bool,
     /// Metrics are served over TCP.
     pub(super) tcp: bool,
     /// The process creates its sockets and files itself.
@@ -40,7 +40,7 @@ pub(super) fn install(needs: Needs) -> anyhow::Result<()> {
     let none = SeccompAction::Errno(libc::ENOSYS as u32);
     let missing = SeccompFilter::new(missing, SeccompAction::Allow, none, arch)?;
     let (allowed, missing) = (BpfProgram::try_from(allowed)?, BpfProgram::try_from(missing)?);
-    shadowbell_memory::sigsys::report(name_of).context("SIGSYS can not be caught")?;
+    shadowbell_memory::sigsys::report(name_of).context("cannot handle SIGSYS")?;
     apply_filter_all_threads(&missing)?;
     apply_filter_all_threads(&allowed)?;
     Ok(())
@@ -70,7 +70,7 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
         libc::SYS_clone => only(with(0, libc::CLONE_THREAD as u64)?),
         libc::SYS_socket => {
             let mut kinds = vec![(libc::AF_UNIX, libc::SOCK_STREAM)];
-            if !needs.keeper {
+            if !needs.supervisor {
                 kinds.push((libc::AF_UNIX, libc::SOCK_DGRAM));
             }
             if needs.tcp {

@@ -19,11 +19,11 @@ mod asked;
 mod calls;
 mod files;
 mod filter;
-mod opening;
+mod open_broker;
 mod user;
 
 pub(super) use asked::{Asked, Mode};
-pub(super) use opening::open_config;
+pub(super) use open_broker::open_config;
 pub(super) use user::{User, parse_user};
 
 use super::server_config::ServerConfig;
@@ -61,7 +61,7 @@ pub(super) fn enter(
             return Err(bad_input(anyhow!("--sandbox on: {why}; it needs `--sandbox off`")));
         }
         (Mode::Auto, Some(why)) => {
-            warn!("there is no sandbox: {why}");
+            warn!("sandbox off: {why}");
             false
         }
     };
@@ -72,8 +72,8 @@ pub(super) fn enter(
             Err(why) if asked.mode == Mode::On => {
                 return Err(bad_input(anyhow!("--sandbox on: {why}")));
             }
-            Err(why) if link.is_none() => info!("the sandbox does not hold for files: {why}"),
-            Err(why) => warn!("the sandbox does not hold for files: {why}"),
+            Err(why) if link.is_none() => info!("the sandbox does not restrict file access: {why}"),
+            Err(why) => warn!("the sandbox does not restrict file access: {why}"),
         }
     }
     if let Some(user) = &asked.user {
@@ -85,21 +85,21 @@ pub(super) fn enter(
     disk_spec::contain();
     settle();
     limit();
-    let by_itself = !files.as_ref().is_some_and(|files| files.by_keeper);
+    let by_itself = !files.as_ref().is_some_and(|files| files.by_supervisor);
     let files = files.map(Files::restrict).transpose().context("Landlock")?;
     HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
-    let needs = Needs { keeper: link.is_some(), tcp: config.metrics.is_some(), by_itself };
+    let needs = Needs { supervisor: link.is_some(), tcp: config.metrics.is_some(), by_itself };
     let calls = match filter::install(needs) {
         Ok(()) => format!("{} system calls", calls::all(needs.by_itself).count()),
         Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),
         Err(why) => {
-            warn!("the sandbox does not hold for system calls: {why:#}");
-            "any system call".to_owned()
+            warn!("the sandbox does not restrict system calls: {why:#}");
+            "all system calls".to_owned()
         }
     };
-    let held = files.as_ref().map(|files| format!(", and holds for {}", files.held));
+    let held = files.as_ref().map(|files| format!("{} and ", files.held)).unwrap_or_default();
     let user = asked.user.as_ref().map(|user| format!(", user {user}")).unwrap_or_default();
-    info!("the sandbox has {calls}{}, no new privileges{user}", held.unwrap_or_default());
+    info!("sandbox on: {calls} allowed; {held}privilege gain blocked{user}");
     Ok(files.map(Contained))
 }
 
@@ -114,8 +114,8 @@ pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
         return why;
     }
     why.context(
-        "the sandbox lets sockets be in the directories of those that the server was started with; \
-         `serve --allow DIRECTORY` lets them be in others",
+        "the sandbox permits sockets only in the directories of those that the server was started \
+         with; restart `serve` with `--allow DIRECTORY` to permit others",
     )
 }
 

@@ -38,7 +38,7 @@ pub(crate) fn parse_user(text: &str) -> Result<User, String> {
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();
     find(text, &read("/etc/passwd"), &read("/etc/group")).ok_or_else(|| {
         format!(
-            "/etc/passwd has no user `{text}`; one that is elsewhere is given by numbers, UID:GID"
+            "/etc/passwd has no user `{text}`; give a user of another database by numbers, UID:GID"
         )
     })
 }
@@ -101,7 +101,7 @@ pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<
     set_thread_res_gid(gid, gid, gid)?;
     set_thread_res_uid(uid, uid, uid)?;
     if set_thread_res_uid(Uid::ROOT, Uid::ROOT, Uid::ROOT).is_ok() && user.uid != 0 {
-        bail!("the system lets this process become root again");
+        bail!("this process could become root again");
     }
     Ok(())
 }

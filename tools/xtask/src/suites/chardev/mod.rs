@@ -117,8 +117,8 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
                 ensure!(number(&row, &format!("/by_kind/{kind}"))? > 0, "no {kind}: {row}");
             }
             println!("         {} commands", number(&row, "/commands")?);
-            // Where this kernel has Landlock, the keeper has opened the device.
-            ensure!(log.contains("the sandbox has"), "there is no sandbox: {log}");
+            // Where this kernel has Landlock, the supervisor has opened the device.
+            ensure!(log.contains("sandbox on: "), "there is no sandbox: {log}");
             ensure!(!log.contains("uses threads"), "io_uring takes no commands: {log}");
             Ok(())
         });
@@ -279,9 +279,9 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
         ),
         MINUTE,
     )?;
-    let worker = "keeper=$(cat /tmp/served.pid); children() { \
+    let worker = "supervisor=$(cat /tmp/served.pid); children() { \
                       for process in /proc/[0-9]*; do \
-                          grep -q \"^PPid:[[:space:]]*$keeper$\" $process/status 2>/dev/null && \
+                          grep -q \"^PPid:[[:space:]]*$supervisor$\" $process/status 2>/dev/null && \
                           basename $process; \
                       done; }; \
                   worker() { children | tail -n 1; }";
@@ -293,7 +293,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
              done; cat /tmp/served; exit 1"
                 .to_owned()
         } else {
-            "shadowbell upgrade $keeper || { cat /tmp/served; exit 1; }".to_owned()
+            "shadowbell upgrade $supervisor || { cat /tmp/served; exit 1; }".to_owned()
         };
         guest.sh(&format!("{worker}; [ -e /tmp/code ] && exit 9; {event}"), 2 * MINUTE)?;
     }

@@ -41,7 +41,7 @@ pub(crate) enum Event {
 struct Subject {
     event: Event,
     program: PathBuf,
-    /// The keeper's process.
+    /// The supervisor's process.
     server: u32,
 }
 

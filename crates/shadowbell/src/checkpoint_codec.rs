@@ -1,0 +1,90 @@
+//! Serialization of a checkpoint with its descriptors.
+
+use crate::checkpoint::{Body, Checkpoint, Item};
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Bytes, Descriptors, FdRef, StateError};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+/// The descriptors that go with what is written down, in their order.
+pub(crate) type Fds<'a> = Vec<BorrowedFd<'a>>;
+
+/// Has a descriptor go along.
+pub(crate) fn add<'a>(fds: &mut Fds<'a>, fd: BorrowedFd<'a>) -> FdRef {
+    fds.push(fd);
+    FdRef::at(fds.len() - 1)
+}
+
+/// Serialized checkpoint, and a transaction that is still open.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct SavedCheckpoint {
+    all: Vec<(String, SavedItem)>,
+    staged: Vec<(String, Option<SavedItem>)>,
+    is_open: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedItem {
+    body: SavedBody,
+    fds: Vec<FdRef>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum SavedBody {
+    Here(Bytes),
+    There(FdRef),
+}
+
+impl Item {
+    fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedItem {
+        let body = match &self.body {
+            Body::Here(body) => SavedBody::Here(Bytes(body.clone())),
+            Body::There(memory) => SavedBody::There(add(fds, memory.as_fd())),
+        };
+        SavedItem { body, fds: self.fds.iter().map(|fd| add(fds, fd.as_fd())).collect() }
+    }
+
+    fn restore(saved: SavedItem, fds: &mut Descriptors) -> Result<Self, StateError> {
+        let body = match saved.body {
+            SavedBody::Here(Bytes(body)) => Body::Here(body),
+            SavedBody::There(memory) => Body::There(fds.take(memory)?),
+        };
+        let its: Result<_, _> = saved.fds.into_iter().map(|fd| fds.take(fd)).collect();
+        Ok(Self { body, fds: its? })
+    }
+}
+
+impl Checkpoint {
+    /// Writes them down.
+    pub(crate) fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedCheckpoint {
+        SavedCheckpoint {
+            all: self.all.iter().map(|(key, item)| (key.clone(), item.save(fds))).collect(),
+            staged: self
+                .staged
+                .iter()
+                .map(|(key, item)| (key.clone(), item.as_ref().map(|item| item.save(fds))))
+                .collect(),
+            is_open: self.is_open,
+        }
+    }
+
+    /// The other way round.
+    ///
+    /// # Errors
+    /// A descriptor is missing.
+    pub(crate) fn restore(
+        saved: SavedCheckpoint,
+        fds: &mut Descriptors,
+    ) -> Result<Self, StateError> {
+        let mut items = Self { is_open: saved.is_open, ..Self::default() };
+        for (key, item) in saved.all {
+            items.all.insert(key, Arc::new(Item::restore(item, fds)?));
+        }
+        for (key, item) in saved.staged {
+            let item = item.map(|item| Item::restore(item, fds)).transpose()?;
+            items.staged.push((key, item.map(Arc::new)));
+        }
+        Ok(items)
+    }
+}

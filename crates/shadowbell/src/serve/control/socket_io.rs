@@ -1,0 +1,89 @@
+//! Client connection for hyper that needs only the system calls `read` and `write`. tokio's own
+//! streams use further system calls, each of which the sandbox would have to allow.
+
+use rustix::net::Shutdown;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::net::{TcpStream, UnixStream};
+
+/// A client connection.
+pub(super) enum ClientSocket {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl ClientSocket {
+    fn poll_ready(&self, context: &mut Context<'_>, interest: Interest) -> Poll<io::Result<()>> {
+        match self {
+            Self::Unix(socket) if interest.is_readable() => socket.poll_read_ready(context),
+            Self::Unix(socket) => socket.poll_write_ready(context),
+            Self::Tcp(socket) if interest.is_readable() => socket.poll_read_ready(context),
+            Self::Tcp(socket) => socket.poll_write_ready(context),
+        }
+    }
+
+    /// Performs `call` once it does not block.
+    fn poll_call(
+        &self,
+        context: &mut Context<'_>,
+        interest: Interest,
+        mut call: impl FnMut(BorrowedFd<'_>) -> rustix::io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            ready!(self.poll_ready(context, interest))?;
+            let call = || Ok(rustix::io::retry_on_intr(|| call(self.as_fd()))?);
+            let outcome = match self {
+                Self::Unix(socket) => socket.try_io(interest, call),
+                Self::Tcp(socket) => socket.try_io(interest, call),
+            };
+            match outcome {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                outcome => return Poll::Ready(outcome),
+            }
+        }
+    }
+}
+
+impl AsFd for ClientSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(socket) => socket.as_fd(),
+            Self::Tcp(socket) => socket.as_fd(),
+        }
+    }
+}
+
+impl AsyncRead for ClientSocket {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let room = into.initialize_unfilled();
+        let read = |socket: BorrowedFd<'_>| rustix::io::read(socket, &mut *room);
+        let len = ready!(self.poll_call(context, Interest::READABLE, read))?;
+        into.advance(len);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for ClientSocket {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.poll_call(context, Interest::WRITABLE, |socket| rustix::io::write(socket, bytes))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(rustix::net::shutdown(self.as_fd(), Shutdown::Write)?))
+    }
+}

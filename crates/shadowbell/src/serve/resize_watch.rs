@@ -1,0 +1,72 @@
+//! Automatic resize of namespaces whose storage has changed its size.
+//!
+//! Only disks whose storage reports a size change are resized automatically
+//! (`Disk::takes_new_size`). For all other disks the operator runs `ctl namespace resize`, which
+//! performs the same operation.
+
+use super::namespaces::NamespaceChange;
+use super::reconfigure::Changes;
+use super::server::Server;
+use shadowbell_backend::{SizeNews, tell_new_size};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use tracing::warn;
+
+/// Thread that resizes namespaces, until it is dropped.
+pub(super) struct ResizeWatch(Arc<AtomicBool>);
+
+impl ResizeWatch {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub(super) fn start(server: &Server) -> anyhow::Result<Self> {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (its, changes) = (Arc::clone(&is_over), Arc::downgrade(server.changes()));
+        std::thread::Builder::new()
+            .name("sb-resize".into())
+            .spawn(move || watch(&its, &changes))?;
+        Ok(Self(is_over))
+    }
+}
+
+impl Drop for ResizeWatch {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+        tell_new_size();
+    }
+}
+
+fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
+    let mut news = SizeNews::default();
+    loop {
+        news.wait();
+        if is_over.load(Ordering::Acquire) {
+            return;
+        }
+        // Only a weak reference is held while waiting, so that disks can be closed.
+        let Some(changes) = changes.upgrade() else { return };
+        look(&changes);
+    }
+}
+
+fn look(changes: &Changes) {
+    for served in changes.registry().all() {
+        for (nsid, namespace) in served.controller.namespaces() {
+            if !namespace.disk.takes_new_size() {
+                continue;
+            }
+            let name = namespace.disk.name();
+            drop(namespace);
+            if let Err(error) =
+                changes.change_namespace(&served.id, nsid, &NamespaceChange::Size(None))
+            {
+                warn!(
+                    "{}: cannot resize namespace {nsid} to a new size of {name}: {error:#}; try \
+                     again by `shadowbell ctl namespace resize`",
+                    served.name
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Monotonic timestamps that another process of the same machine can read.
+
+use rustix::time::{ClockId, clock_gettime};
+use std::time::{Duration, Instant};
+
+/// Converts [`Instant`]s to microseconds of `CLOCK_MONOTONIC` and back.
+pub(super) struct Monotonic {
+    now: Instant,
+    at: Duration,
+}
+
+impl Monotonic {
+    pub(super) fn look() -> Self {
+        let at = Duration::try_from(clock_gettime(ClockId::Monotonic)).unwrap_or_default();
+        Self { now: Instant::now(), at }
+    }
+
+    pub(super) fn now(&self) -> Instant {
+        self.now
+    }
+
+    pub(super) fn write(&self, moment: Instant) -> u64 {
+        let at = match moment.checked_duration_since(self.now) {
+            Some(ahead) => self.at + ahead,
+            None => self.at.saturating_sub(self.now - moment),
+        };
+        u64::try_from(at.as_micros()).unwrap_or(u64::MAX)
+    }
+
+    pub(super) fn read(&self, moment: u64) -> Instant {
+        let moment = Duration::from_micros(moment);
+        let before = || self.now.checked_sub(self.at - moment).unwrap_or(self.now);
+        match moment.checked_sub(self.at) {
+            Some(ahead) => self.now.checked_add(ahead).unwrap_or(self.now),
+            None => before(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_moment_is_the_same_by_another_clock() {
+        let clock = Monotonic::look();
+        for moment in
+            [Instant::now() + Duration::from_secs(3), Instant::now() - Duration::from_millis(700)]
+        {
+            let read = Monotonic::look().read(clock.write(moment));
+            let apart = read.max(moment) - read.min(moment);
+            assert!(apart < Duration::from_millis(50), "{apart:?}");
+        }
+        assert!(Monotonic::look().read(u64::MAX) >= clock.now);
+        assert!(Monotonic::look().read(0) <= Instant::now());
+    }
+}

@@ -1,0 +1,133 @@
+//! Restart policy: delay and limits for restarts of a server process that died.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Sliding window in which deaths are counted.
+const COUNTS: Duration = Duration::from_secs(60);
+/// Number of deaths in the window at which the supervisor gives up.
+const MOST: usize = 8;
+/// Maximum number of deaths in the window after which the checkpoint is still used. Beyond it the
+/// next process starts without the checkpoint, which may be the cause of the crashes.
+const MOST_RECOVERIES: usize = 6;
+/// Delay after the first counted death that is not retried at once. Doubles with each further
+/// one.
+const FIRST: Duration = Duration::from_millis(100);
+/// Minimum time of service after which a kill from outside is not counted as a death.
+const SERVED: Duration = Duration::from_millis(50);
+/// Minimum time of service after which a fault is not counted: its cause is not the one of the
+/// death before.
+const SERVED_WELL: Duration = Duration::from_secs(10);
+
+/// Times of the counted deaths, oldest first.
+#[derive(Default)]
+pub(super) struct RestartPolicy(VecDeque<Instant>);
+
+/// Reaction to a death.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Recover from the dead process's checkpoint after this delay.
+    Recover(Duration),
+    /// Start without a checkpoint after this delay.
+    Start(Duration),
+    /// Too many deaths: end the service.
+    GiveUp,
+}
+
+impl FromIterator<Instant> for RestartPolicy {
+    fn from_iter<T: IntoIterator<Item = Instant>>(times: T) -> Self {
+        Self(times.into_iter().collect())
+    }
+}
+
+impl RestartPolicy {
+    /// Records a death at `now` and returns the reaction.
+    ///
+    /// `served`: time of service, if the process served. `is_killed`: the signal came from
+    /// outside ([`is_killed`](super::worker::is_killed)). `is_left`: there is a complete
+    /// checkpoint.
+    pub(super) fn add(
+        &mut self,
+        now: Instant,
+        served: Option<Duration>,
+        is_killed: bool,
+        is_left: bool,
+    ) -> Next {
+        while self.0.front().is_some_and(|then| now.duration_since(*then) >= COUNTS) {
+            self.0.pop_front();
+        }
+        let enough = if is_killed { SERVED } else { SERVED_WELL };
+        if is_left && served.is_some_and(|served| served >= enough) {
+            // The process recovered and served, so its checkpoint was not the cause of the death
+            // before.
+            self.0.pop_front();
+            return Next::Recover(Duration::ZERO);
+        }
+        self.0.push_back(now);
+        let wait = |before: usize| FIRST * (1 << before);
+        match self.0.len() {
+            1 if is_left => Next::Recover(Duration::ZERO),
+            count if count >= MOST => Next::GiveUp,
+            count if is_left && count <= MOST_RECOVERIES => Next::Recover(wait(count - 2)),
+            count => Next::Start(wait(count - 1)),
+        }
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Times of the counted deaths.
+    pub(super) fn times(&self) -> impl Iterator<Item = Instant> {
+        self.0.iter().copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn back_off_grows_and_ends_and_is_forgotten() {
+        let begin = Instant::now();
+        let mut deaths = RestartPolicy::default();
+        let mut now = begin;
+        let mut waits = Vec::new();
+        while let Next::Start(wait) = deaths.add(now, Some(COUNTS), true, false) {
+            waits.push(wait.as_millis());
+            now += wait;
+        }
+        assert_eq!(waits, [100, 200, 400, 800, 1600, 3200, 6400]);
+        assert!(now - begin < COUNTS, "else nothing would ever be too much");
+        assert_eq!(deaths.add(now + COUNTS, None, false, false), Next::Start(FIRST));
+        assert_eq!(deaths.count(), 1);
+    }
+
+    #[test]
+    fn what_was_left_is_tried_at_once_and_then_later_and_then_not_any_more() {
+        let now = Instant::now();
+        let mut deaths = RestartPolicy::default();
+        let mut waits = Vec::new();
+        while let Next::Recover(wait) = deaths.add(now, Some(FIRST), false, true) {
+            waits.push(wait.as_millis());
+        }
+        assert_eq!(waits, [0, 100, 200, 400, 800, 1600]);
+        assert_eq!(deaths.add(now, Some(FIRST), false, false), Next::GiveUp);
+        // Kills from outside after a minimum of service are recovered from without a limit.
+        let mut deaths = RestartPolicy::default();
+        for _ in 0..1000 {
+            let next = deaths.add(now, Some(SERVED), true, true);
+            assert_eq!(next, Next::Recover(Duration::ZERO));
+        }
+        assert_eq!(deaths.count(), 0);
+        for _ in 0..20 {
+            assert_eq!(deaths.add(now, None, true, true), Next::Recover(Duration::ZERO));
+            assert_eq!(deaths.add(now, None, true, true), Next::Recover(FIRST));
+            // Each process that served removes one death from the count.
+            for _ in 0..2 {
+                let next = deaths.add(now, Some(SERVED), true, true);
+                assert_eq!(next, Next::Recover(Duration::ZERO));
+            }
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! Serialization of the supervisor's state: the content of a [snapshot](super::snapshot).
+
+use super::control::Control;
+use super::fd_store::{FdStore, SavedFdStore};
+use super::monotonic::Monotonic;
+use super::open_broker::{self, SavedNamed, SavedShared, bytes_of, path_of};
+use super::path_broker::SavedPlaces;
+use super::process::Process;
+use super::snapshot::{Snapshot, bytes_in};
+use super::state::{LEAVE, Reading, Supervisor};
+use super::upgrade::{Step, Upgrade};
+use super::watchdog::SavedWatchdog;
+use super::worker::{Left, Worker};
+use crate::checkpoint::Checkpoint;
+use crate::checkpoint_codec::{Fds, SavedCheckpoint, add};
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Bytes, Descriptors, FdRef, Parcel, StateError};
+use std::os::fd::{AsFd, OwnedFd};
+
+const SUPERVISOR: &str = "keeper";
+const OPENED: &str = "opened";
+const HELD: &str = "held";
+
+/// Serialized [`Supervisor`].
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedSupervisor {
+    program: Bytes,
+    sockets: Vec<Bytes>,
+    is_ready: bool,
+    deaths: Vec<u64>,
+    died: Option<u64>,
+    restart: Option<u64>,
+    /// Pending reload: the outer option is set if one is pending, the inner one has the process
+    /// id of the server process that received the request.
+    reading: Option<Option<u32>>,
+    watchdog: Option<SavedWatchdog>,
+    worker: Option<SavedWorker>,
+    upgrade: Option<SavedUpgrade>,
+    leaving: Vec<SavedWorker>,
+    left: Option<SavedLeft>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedUpgrade {
+    new: SavedWorker,
+    step: Step,
+    why: Option<String>,
+    /// Unknown to earlier releases.
+    #[serde(default)]
+    is_shared: bool,
+    left: Option<SavedLeft>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedLeft {
+    items: SavedCheckpoint,
+    by_fault: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedWorker {
+    pid: i32,
+    process: Option<FdRef>,
+    link: Option<FdRef>,
+    program: Bytes,
+    serves_since: Option<u64>,
+    answers: bool,
+    /// Unknown to earlier releases.
+    #[serde(default)]
+    moves: bool,
+    #[serde(default)]
+    can_rest: bool,
+    has_taken: bool,
+    why: Option<String>,
+    items: SavedCheckpoint,
+    is_broken: bool,
+    has_opener: bool,
+    /// Missing in snapshots of earlier releases.
+    #[serde(default)]
+    has_places: bool,
+    in_parts: bool,
+}
+
+/// State that is only valid for the same process, after exec.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct SavedHeld {
+    control: Option<FdRef>,
+    clients: Vec<FdRef>,
+    openers: Vec<(FdRef, SavedNamed)>,
+    /// Missing in snapshots of earlier releases.
+    #[serde(default)]
+    places: Vec<(FdRef, SavedPlaces)>,
+    /// Both ends of the fd store's socket pair, and its counters.
+    journal: Option<(FdRef, FdRef, SavedFdStore)>,
+    /// Requester of an upgrade, who receives its result.
+    asker: Option<FdRef>,
+    /// Result of that upgrade.
+    outcome: String,
+}
+
+/// State for exec that is not part of [`Supervisor`].
+#[derive(Default)]
+pub(super) struct Held {
+    pub(super) openers: Vec<(OwnedFd, SavedNamed)>,
+    pub(super) places: Vec<(OwnedFd, SavedPlaces)>,
+    pub(super) asker: Option<OwnedFd>,
+    pub(super) outcome: String,
+}
+
+/// Checks that this program could continue from the snapshot in this memfd.
+///
+/// # Errors
+/// The snapshot has an unknown format or section.
+pub(super) fn check(memory: OwnedFd) -> Result<(), StateError> {
+    let mut parcel = Parcel::decode(&bytes_in(memory)?, Vec::new())?;
+    section::<SavedSupervisor>(&mut parcel, SUPERVISOR)?;
+    section::<SavedShared>(&mut parcel, OPENED)?;
+    parcel.take::<SavedHeld>(HELD)?;
+    parcel.finish()
+}
+
+fn section<T: serde::de::DeserializeOwned>(
+    parcel: &mut Parcel,
+    name: &str,
+) -> Result<T, StateError> {
+    parcel.take(name)?.ok_or(StateError::NotAState("a section is missing"))
+}
+
+impl Left {
+    fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedLeft {
+        SavedLeft { items: self.items.save(fds), by_fault: self.by_fault }
+    }
+
+    fn restore(saved: SavedLeft, fds: &mut Descriptors) -> Result<Self, StateError> {
+        Ok(Self { items: Checkpoint::restore(saved.items, fds)?, by_fault: saved.by_fault })
+    }
+}
+
+impl Worker {
+    fn save<'a>(&'a self, fds: &mut Fds<'a>, clock: &Monotonic) -> SavedWorker {
+        SavedWorker {
+            pid: self.process.pid().as_raw_pid(),
+            process: self.process.fd().map(|fd| add(fds, fd)),
+            link: self.link().map(|link| add(fds, link)),
+            program: bytes_of(&self.program),
+            serves_since: self.serves_since.map(|since| clock.write(since)),
+            answers: self.answers,
+            moves: self.moves,
+            can_rest: self.can_rest,
+            has_taken: self.has_taken,
+            why: self.why.clone(),
+            items: self.items.save(fds),
+            is_broken: self.is_broken,
+            has_opener: self.has_opener,
+            has_places: self.has_places,
+            in_parts: self.in_parts,
+        }
+    }
+
+    fn restore(
+        saved: SavedWorker,
+        fds: &mut Descriptors,
+        clock: &Monotonic,
+        is_child: bool,
+    ) -> Result<Self, StateError> {
+        let pid = Pid::from_raw(saved.pid).ok_or(StateError::NotAState("no process is 0"))?;
+        let fd = saved.process.map(|fd| fds.take(fd)).transpose()?;
+        let mut items = Checkpoint::restore(saved.items, fds)?;
+        if !is_child {
+            // Packets with the rest of an open transaction may be lost, so it is discarded.
+            items.close();
+        }
+        Ok(Self {
+            process: if is_child {
+                Process::of_before(pid, fd)
+            } else {
+                Process::of_another(pid, fd)
+            },
+            link: saved.link.map(|link| fds.take(link)).transpose()?,
+            program: path_of(saved.program),
+            serves_since: saved.serves_since.map(|since| clock.read(since)),
+            answers: saved.answers,
+            moves: saved.moves,
+            can_rest: saved.can_rest,
+            has_taken: saved.has_taken,
+            why: saved.why,
+            items,
+            is_broken: saved.is_broken,
+            has_opener: saved.has_opener,
+            has_places: saved.has_places,
+            parts: std::collections::VecDeque::new(),
+            is_seen: false,
+            in_parts: saved.in_parts,
+        })
+    }
+}
+
+impl Supervisor {
+    /// Makes a snapshot. `held`: state for exec, which only the same process can use.
+    ///
+    /// # Errors
+    /// Serialization fails.
+    pub(super) fn snapshot<'a>(
+        &'a self,
+        held: Option<&'a Held>,
+    ) -> Result<Snapshot<'a>, StateError> {
+        let clock = Monotonic::look();
+        let mut fds = Fds::new();
+        let saved = SavedSupervisor {
+            program: bytes_of(&self.program),
+            sockets: self.sockets.iter().map(|path| bytes_of(path)).collect(),
+            is_ready: self.is_ready,
+            deaths: self.deaths.times().map(|time| clock.write(time)).collect(),
+            died: self.died.map(|time| clock.write(time)),
+            restart: self.restart.map(|time| clock.write(time)),
+            reading: self.reading.map(|reading| match reading {
+                Reading::Wanted => None,
+                Reading::Told(pid) => Some(pid),
+            }),
+            watchdog: self.watchdog.as_ref().map(|watchdog| watchdog.save(&clock)),
+            worker: self.worker.as_ref().map(|worker| worker.save(&mut fds, &clock)),
+            upgrade: self.upgrade.as_ref().map(|upgrade| SavedUpgrade {
+                new: upgrade.new.save(&mut fds, &clock),
+                step: upgrade.step,
+                why: upgrade.why.clone(),
+                is_shared: upgrade.is_shared,
+                left: upgrade.left.as_ref().map(|left| left.save(&mut fds)),
+            }),
+            leaving: self.leaving.iter().map(|(worker, _)| worker.save(&mut fds, &clock)).collect(),
+            left: self.left.as_ref().map(|left| left.save(&mut fds)),
+        };
+        let mut parcel = Parcel::new();
+        parcel.add(SUPERVISOR, true, &saved)?;
+        parcel.add(OPENED, true, &open_broker::shared())?;
+        if let Some(held) = held {
+            let control = self.control.as_ref();
+            let saved = SavedHeld {
+                control: control.map(|control| add(&mut fds, control.socket())),
+                clients: control
+                    .iter()
+                    .flat_map(|control| control.clients())
+                    .map(|client| add(&mut fds, client))
+                    .collect(),
+                openers: held
+                    .openers
+                    .iter()
+                    .map(|(socket, named)| (add(&mut fds, socket.as_fd()), named.clone()))
+                    .collect(),
+                places: held
+                    .places
+                    .iter()
+                    .map(|(socket, places)| (add(&mut fds, socket.as_fd()), places.clone()))
+                    .collect(),
+                journal: self.fd_store.as_ref().map(|fd_store| {
+                    let (write, read) = fd_store.ends();
+                    (add(&mut fds, write), add(&mut fds, read), fd_store.save())
+                }),
+                asker: held.asker.as_ref().map(|asker| add(&mut fds, asker.as_fd())),
+                outcome: held.outcome.clone(),
+            };
+            parcel.add(HELD, true, &saved)?;
+        }
+        Ok(Snapshot { bytes: parcel.encode(fds.len())?, fds })
+    }
+
+    /// Restores a snapshot of this process before exec (`is_same`), or of a killed supervisor.
+    ///
+    /// # Errors
+    /// The snapshot has an unknown format or section.
+    pub(super) fn restore(
+        &mut self,
+        mut parcel: Parcel,
+        is_same: bool,
+    ) -> Result<Option<Held>, StateError> {
+        let clock = Monotonic::look();
+        let saved: SavedSupervisor = section(&mut parcel, SUPERVISOR)?;
+        let shared: SavedShared = section(&mut parcel, OPENED)?;
+        let held: Option<SavedHeld> = parcel.take(HELD)?;
+        let mut fds = std::mem::take(parcel.descriptors());
+        parcel.finish()?;
+        let fds = &mut fds;
+        let mut worker = |saved| Worker::restore(saved, &mut *fds, &clock, is_same);
+        let serves = saved.worker.map(&mut worker).transpose()?;
+        let leaving: Result<Vec<_>, _> = saved.leaving.into_iter().map(&mut worker).collect();
+        let leaving = leaving?;
+        let upgrade = match saved.upgrade {
+            None => None,
+            Some(upgrade) => {
+                let SavedUpgrade { new, step, why, is_shared, left } = upgrade;
+                Some((worker(new)?, step, why, is_shared, left))
+            }
+        };
+        let left = |saved: Option<SavedLeft>, fds: &mut Descriptors| {
+            saved.map(|left| Left::restore(left, fds)).transpose()
+        };
+        self.left = left(saved.left, fds)?;
+        self.upgrade = match upgrade {
+            None => None,
+            Some((new, step, why, is_shared, its)) => Some(Upgrade {
+                new,
+                transfer: None,
+                its: None,
+                step,
+                began: clock.now(),
+                until: clock.now() + LEAVE,
+                asker: None,
+                why,
+                is_shared,
+                left: left(its, fds)?,
+            }),
+        };
+        self.worker = serves;
+        self.leaving = leaving.into_iter().map(|worker| (worker, clock.now() + LEAVE)).collect();
+        self.program = path_of(saved.program);
+        self.sockets = saved.sockets.into_iter().map(path_of).collect();
+        self.deaths = saved.deaths.iter().map(|time| clock.read(*time)).collect();
+        self.died = saved.died.map(|time| clock.read(time));
+        self.restart = saved.restart.map(|time| clock.read(time));
+        open_broker::restore_shared(shared);
+        if is_same {
+            self.is_ready = saved.is_ready;
+            self.reading = saved.reading.map(|told| told.map_or(Reading::Wanted, Reading::Told));
+            if let (Some(watchdog), Some(saved)) = (&mut self.watchdog, &saved.watchdog) {
+                watchdog.restore(saved, &clock);
+            }
+        }
+        let Some(held) = held else { return Ok(None) };
+        let taken: Result<Vec<_>, _> = held.clients.into_iter().map(|fd| fds.take(fd)).collect();
+        let clients = taken?;
+        self.control = match held.control {
+            Some(socket) => Some(Control::of_before(fds.take(socket)?, clients)),
+            None => None,
+        };
+        self.fd_store = match held.journal {
+            None => None,
+            Some((write, read, saved)) => {
+                Some(FdStore::of_before(fds.take(write)?, fds.take(read)?, &saved))
+            }
+        };
+        let openers = held.openers.into_iter().map(|(fd, named)| Ok((fds.take(fd)?, named)));
+        let openers = openers.collect::<Result<_, StateError>>()?;
+        let places = held.places.into_iter().map(|(fd, places)| Ok((fds.take(fd)?, places)));
+        Ok(Some(Held {
+            openers,
+            places: places.collect::<Result<_, StateError>>()?,
+            asker: held.asker.map(|asker| fds.take(asker)).transpose()?,
+            outcome: held.outcome,
+        }))
+    }
+}

@@ -1,0 +1,91 @@
+//! State of the supervisor. The other modules of this folder implement its operations.
+
+use super::control::Control;
+use super::fd_store::FdStore;
+use super::pending_exec::PendingExec;
+use super::restart_policy::RestartPolicy;
+use super::trim_memory::TrimTimer;
+use super::upgrade::Upgrade;
+use super::watchdog::Watchdog;
+use super::worker::{Left, Worker};
+use crate::signals::Caught;
+use std::ffi::OsString;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Time limit for the preparation of a new server process. The old one serves meanwhile.
+pub(super) const PREPARE: Duration = Duration::from_secs(10);
+/// Time limit for the old process's handover. The old process has far shorter limits of its own.
+pub(super) const HAND_OVER: Duration = Duration::from_secs(10);
+/// Time limit until the first controller was moved, if controllers are moved one by one. Before
+/// that, the old process quiesces each of them once.
+pub(super) const REHEARSE: Duration = Duration::from_secs(60);
+/// Time limit from one controller to the next, if controllers are moved one by one.
+pub(super) const MOVE: Duration = Duration::from_secs(10);
+/// Time limit for the old process's exit after the handover, and for the new process to serve.
+/// After that it is killed.
+pub(super) const LEAVE: Duration = Duration::from_secs(2);
+
+/// Progress of a configuration reload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reading {
+    /// The request waits for a server process that serves while no upgrade runs.
+    Wanted,
+    /// The request was sent to the server process with this id.
+    Told(u32),
+}
+
+/// Pending recovery by a new server process after a planned kill of the old one.
+pub(super) struct Replacement {
+    /// Program of the new process.
+    pub(super) program: PathBuf,
+    /// Requester of the upgrade, who receives the result.
+    pub(super) asker: Option<OwnedFd>,
+    /// Time of the request.
+    pub(super) began: Instant,
+    /// Time limit for the recovery.
+    pub(super) until: Instant,
+}
+
+/// The supervisor.
+pub(super) struct Supervisor {
+    pub(super) arguments: Vec<OsString>,
+    /// Program of the next server process.
+    pub(super) program: PathBuf,
+    pub(super) signals: Caught,
+    pub(super) ends: Vec<i32>,
+    pub(super) others: Vec<i32>,
+    pub(super) control: Option<Control>,
+    pub(super) worker: Option<Worker>,
+    pub(super) upgrade: Option<Upgrade>,
+    /// Pending exec of a new program.
+    pub(super) pending_exec: Option<PendingExec>,
+    /// Pending recovery after a planned kill.
+    pub(super) replacement: Option<Replacement>,
+    /// Old processes that have handed over and are about to end, each with its deadline.
+    pub(super) leaving: Vec<(Worker, Instant)>,
+    pub(super) deaths: RestartPolicy,
+    /// Time of the first death since a server process last served.
+    pub(super) died: Option<Instant>,
+    /// Checkpoint of the last server process, for the next one.
+    pub(super) left: Option<Left>,
+    /// Copy of this state in the service manager's fd store, if it has one.
+    pub(super) fd_store: Option<FdStore>,
+    /// Time of the next start, if no server process runs.
+    pub(super) restart: Option<Instant>,
+    /// Sockets at which the server process serves.
+    pub(super) sockets: Vec<PathBuf>,
+    /// A server process has served, so the service manager was told that the service is ready.
+    pub(super) is_ready: bool,
+    /// Pending reload of the configuration.
+    pub(super) reading: Option<Reading>,
+    /// Trims this process's memory when it is idle.
+    pub(super) rest: TrimTimer,
+    /// Watchdog of the service manager, if it is enabled.
+    pub(super) watchdog: Option<Watchdog>,
+    /// Number of signals to end the service received so far.
+    pub(super) ended: u32,
+    /// Exit status, once the service has ended.
+    pub(super) over: Option<u8>,
+}

@@ -1,0 +1,39 @@
+//! Memory trim of an idle supervisor. Each server has a supervisor, which sleeps most of the
+//! time, so it drops the pages of its program that the kernel can load again from the file.
+
+use std::time::{Duration, Instant};
+
+/// Idle time before a trim.
+const QUIET: Duration = Duration::from_millis(200);
+/// Resident file pages, in bytes, below which a trim is not worth its cost.
+const LITTLE: u64 = 1 << 20;
+
+/// Timer of the next trim.
+#[derive(Debug, Default)]
+pub(super) struct TrimTimer {
+    /// Time of the trim, unless an event postpones it.
+    at: Option<Instant>,
+}
+
+impl TrimTimer {
+    /// Trims if it is time; otherwise an event has occurred, and the timer is restarted.
+    pub(super) fn look(&mut self, now: Instant) {
+        if self.at.take().is_some_and(|at| at <= now) {
+            // An error only costs memory.
+            let _ = shadowbell_memory::trim_program_pages();
+        } else if held().is_some_and(|bytes| bytes > LITTLE) {
+            self.at = Some(now + QUIET);
+        }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.at
+    }
+}
+
+/// Bytes of resident file pages of this process.
+fn held() -> Option<u64> {
+    let counts = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = counts.split(' ').nth(2)?.parse().ok()?;
+    Some(pages * rustix::param::page_size() as u64)
+}

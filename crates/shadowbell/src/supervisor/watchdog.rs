@@ -1,0 +1,164 @@
+//! Watchdog of the service manager, and liveness checks of the server process for it.
+
+use super::monotonic::Monotonic;
+use crate::notify;
+use serde::{Deserialize, Serialize};
+use std::time::{Duration, Instant};
+
+/// Timers of the watchdog.
+pub(super) struct Watchdog {
+    /// Interval of the notifications.
+    every: Duration,
+    /// Time of the next liveness check.
+    next: Instant,
+    /// Server process of the check in flight, and its deadline.
+    asked: Option<(u32, Instant)>,
+    /// Server process that missed a deadline and was aborted.
+    given_up: Option<u32>,
+}
+
+/// Action that is due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Due {
+    Nothing,
+    /// Send a liveness check to the server process.
+    Visit,
+    /// Notify the service manager: the supervisor runs, and no server process can be checked.
+    Alive,
+    /// Abort the server process, which missed the deadline. Another one recovers.
+    Hangs,
+    /// The server process missed the deadline again after its abort. Without notifications the
+    /// service manager restarts the service.
+    Lost,
+}
+
+/// Serialized timers.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct SavedWatchdog {
+    next: u64,
+    asked: Option<(u32, u64)>,
+    given_up: Option<u32>,
+}
+
+impl Watchdog {
+    /// Returns the timers for serialization.
+    pub(super) fn save(&self, clock: &Monotonic) -> SavedWatchdog {
+        let asked = self.asked.map(|(pid, until)| (pid, clock.write(until)));
+        SavedWatchdog { next: clock.write(self.next), asked, given_up: self.given_up }
+    }
+
+    /// Restores timers.
+    pub(super) fn restore(&mut self, saved: &SavedWatchdog, clock: &Monotonic) {
+        self.next = clock.read(saved.next).min(self.next);
+        self.asked = saved.asked.map(|(pid, until)| (pid, clock.read(until)));
+        self.given_up = saved.given_up;
+    }
+
+    /// Creates the watchdog that the environment (`WATCHDOG_USEC`) requests.
+    pub(super) fn wanted() -> Option<Self> {
+        notify::watchdog().map(|every| Self::new(every, Instant::now()))
+    }
+
+    fn new(every: Duration, now: Instant) -> Self {
+        Self { every, next: now + every, asked: None, given_up: None }
+    }
+
+    /// Time of the next action.
+    pub(super) fn deadline(&self) -> Instant {
+        self.asked.map_or(self.next, |(_, until)| until)
+    }
+
+    /// Returns the action that is due at `now`. `worker`: the server process that can be checked.
+    pub(super) fn due(&mut self, now: Instant, worker: Option<u32>) -> Due {
+        match self.asked {
+            // The process has ended, or hands over, which has limits of its own.
+            Some((pid, _)) if Some(pid) != worker => {
+                self.asked = None;
+                return Due::Alive;
+            }
+            Some((pid, until)) if until <= now => {
+                // The supervisor itself ran late, so the server process may not have had CPU time
+                // either.
+                if now - until > self.every / 4 {
+                    self.asked = Some((pid, now + self.every / 4));
+                    return Due::Nothing;
+                }
+                self.asked = None;
+                return match self.given_up.replace(pid) {
+                    Some(before) if before == pid => Due::Lost,
+                    _ => Due::Hangs,
+                };
+            }
+            Some(_) => return Due::Nothing,
+            None => {}
+        }
+        if now < self.next {
+            return Due::Nothing;
+        }
+        self.next = now + self.every;
+        self.asked = worker.map(|pid| (pid, now + self.every / 2));
+        if worker.is_some() { Due::Visit } else { Due::Alive }
+    }
+
+    /// Records an answer. Returns true if a check of this server process was in flight.
+    pub(super) fn answered(&mut self, worker: u32) -> bool {
+        self.asked.take_if(|(pid, _)| *pid == worker).is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EVERY: Duration = Duration::from_secs(8);
+
+    #[test]
+    fn a_worker_that_answers_is_asked_once_in_a_while() {
+        let mut now = Instant::now();
+        let mut watchdog = Watchdog::new(EVERY, now);
+        assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
+        for _ in 0..3 {
+            assert_eq!(watchdog.deadline(), now + EVERY);
+            now += EVERY;
+            assert_eq!(watchdog.due(now, Some(1)), Due::Visit);
+            assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
+            assert!(!watchdog.answered(2) && watchdog.answered(1) && !watchdog.answered(1));
+            assert_eq!(watchdog.due(now, Some(1)), Due::Nothing);
+        }
+        // No process to check: starts and handovers have limits of their own.
+        now += EVERY;
+        assert_eq!(watchdog.due(now, None), Due::Alive);
+        assert_eq!(watchdog.deadline(), now + EVERY);
+    }
+
+    #[test]
+    fn a_worker_that_does_not_answer_is_ended_before_the_service_manager_acts() {
+        let began = Instant::now();
+        let mut watchdog = Watchdog::new(EVERY, began);
+        assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Visit);
+        let late = watchdog.deadline();
+        assert!(late < began + 2 * EVERY, "else the service manager is the first");
+        assert_eq!(watchdog.due(late, Some(1)), Due::Hangs);
+        // The aborted process does not end.
+        assert_eq!(watchdog.due(began + 2 * EVERY, Some(1)), Due::Visit);
+        assert_eq!(watchdog.due(watchdog.deadline(), Some(1)), Due::Lost);
+        // A new process answers.
+        let now = watchdog.deadline();
+        assert_eq!(watchdog.due(now, Some(2)), Due::Visit);
+        assert!(watchdog.answered(2));
+    }
+
+    #[test]
+    fn whoever_is_gone_or_had_no_processor_is_not_blamed() {
+        let began = Instant::now();
+        let mut watchdog = Watchdog::new(EVERY, began);
+        assert_eq!(watchdog.due(began + EVERY, Some(1)), Due::Visit);
+        assert_eq!(watchdog.due(began + EVERY, None), Due::Alive);
+        assert_eq!(watchdog.due(began + 2 * EVERY, Some(2)), Due::Visit);
+        // The whole machine was suspended.
+        let now = began + 10 * EVERY;
+        assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);
+        assert_eq!(watchdog.due(now, Some(2)), Due::Nothing);
+        assert_eq!(watchdog.due(watchdog.deadline(), Some(2)), Due::Hangs);
+    }
+}
