@@ -151,7 +151,6 @@ impl ControllerConfig {
     ///
     /// # Errors
     /// [`ConfigureError`], as a sentence for the user.
-    /// [`ConfigureError`], in a sentence for the person who asked.
     pub(crate) fn open_by(
         &self,
         location: &str,

@@ -27,7 +27,6 @@ const AGAIN: Duration = Duration::from_millis(20);
 ///
 /// # Errors
 /// [`DiskSpecError`].
-/// [`DiskSpecError`].
 pub(crate) fn recover(
     spec: &str,
     state: &Value,

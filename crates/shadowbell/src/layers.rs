@@ -45,7 +45,6 @@ impl Layers {
     ///
     /// # Errors
     /// A sentence about a layer that the disk does not support.
-    /// Why that can not be, in a sentence.
     pub(crate) fn put_around(
         &self,
         disk: Arc<dyn Disk>,
