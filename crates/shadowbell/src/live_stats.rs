@@ -11,7 +11,7 @@ pub(crate) const VERSION: u32 = 1;
 /// Statistics of all controllers at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Snapshot {
-    /// Version of the format; see [`VERSION`].
+    /// Version of the snapshot format.
     pub version: u32,
     /// Time in nanoseconds since the server began.
     pub at_ns: u64,
