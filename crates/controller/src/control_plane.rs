@@ -1,7 +1,7 @@
 //! Shared interior of a [`Controller`](crate::Controller): the control plane under its lock, its
 //! inbox and its turns on the control thread.
 
-use crate::admin::budget::Budget;
+use crate::admin::Budget;
 use crate::admin_server::{AdminServer, Next};
 use crate::context::Context;
 use crate::control::{Control, Deferred};

@@ -4,7 +4,7 @@
 //! Notices that a guest can cause without limit are bounded by what the control plane would store
 //! of them: the newest errors, and a count of invalid doorbell writes.
 
-use crate::admin::limits::ERROR_LOG_ENTRIES;
+use crate::admin::ERROR_LOG_ENTRIES;
 use crate::notice::Notice;
 use parking_lot::Mutex;
 use shadowbell_spec::status::Status;

@@ -48,7 +48,6 @@ mod lba_status;
 mod migration_state;
 mod namespace;
 mod notice;
-mod out_of_band;
 mod pool;
 mod queue;
 mod recorder;
@@ -67,6 +66,7 @@ mod uncorrectable;
 mod visit;
 mod worker;
 
+pub use admin::OutOfBandCommand;
 pub use config::{Config, ConfigError, NamespaceConfig};
 pub use control::{DoorbellEventfds, NamespaceError};
 pub use controller::{Announcement, BAR0_BYTES, Carrier, Controller, NewError};
@@ -74,7 +74,6 @@ pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use exec::Quota;
 pub use migration_state::MigrationState;
-pub use out_of_band::OutOfBandCommand;
 pub use pool::{
     NamespacePool, PoolAct, PoolDone, PoolNamespace, PoolOrder, PoolOutcome, PoolPort, PoolState,
     SanitizePhase, SanitizeStatus,

@@ -7,15 +7,15 @@ use std::sync::Arc;
 /// message.
 #[derive(Clone)]
 pub(crate) struct Visit {
-    _pending: Arc<Pending>,
+    _pending: Arc<PendingVisit>,
 }
 
-struct Pending(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+struct PendingVisit(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
 impl Visit {
     /// Creates a check. `ended` runs on the thread that drops the last clone.
     pub(crate) fn new(ended: impl FnOnce() + Send + 'static) -> Self {
-        Self { _pending: Arc::new(Pending(Mutex::new(Some(Box::new(ended))))) }
+        Self { _pending: Arc::new(PendingVisit(Mutex::new(Some(Box::new(ended))))) }
     }
 
     /// Creates a check whose end is reported through a channel.
@@ -29,7 +29,7 @@ impl Visit {
     }
 }
 
-impl Drop for Pending {
+impl Drop for PendingVisit {
     fn drop(&mut self) {
         if let Some(ended) = self.0.get_mut().take() {
             ended();

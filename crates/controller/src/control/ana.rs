@@ -1,5 +1,5 @@
-//! Asymmetric Namespace Access in the control plane: changes of ANA states, and the log page. Base
-//! 2.1, 8.1.1.
+//! Asymmetric Namespace Access in the control plane: changes of ANA states. Base 2.1,
+//! 8.1.1.
 //!
 //! A change is applied in this order. The log page is updated first, so that a host whose command
 //! is refused finds the reason there. Then the event is raised, and then the I/O threads are
@@ -7,21 +7,15 @@
 //! fetched afterwards are refused if the new state refuses them.
 
 use super::Control;
-use super::admin::{Data, Executed, Outcome};
 use super::ana_access::groups;
-use super::commands::AdminCommands;
 use super::deferred::{Callback, Deferred};
-use crate::admin::ana::AnaChanges;
-use crate::admin::logs;
+use crate::admin::logs::AnaChanges;
 use crate::context::Context;
 use crate::notice::Notice;
 use crate::saved::SavedAna;
-use crate::subsystem::Member;
 use crate::worker::message::Message;
-use shadowbell_spec::Sqe;
-use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::event::AsyncEvent;
-use shadowbell_spec::log::{AnaGroup, AnaState, RETURN_GROUPS_ONLY, lid};
+use shadowbell_spec::log::{AnaGroup, AnaState};
 
 impl Control {
     /// Sets the ANA state of a group for this controller. `done` is called when all commands that
@@ -90,24 +84,5 @@ impl Control {
         if saved == &SavedAna::default() {
             self.commands.ana.begin(cx);
         }
-    }
-}
-
-impl AdminCommands {
-    /// Executes Get Log Page, Asymmetric Namespace Access.
-    pub(super) fn get_ana_page(
-        &mut self,
-        cx: &Context,
-        member: &Member,
-        sqe: &Sqe,
-        command: &GetLogPage,
-    ) -> Executed {
-        logs::check(command, sqe.nsid)?;
-        self.ana.review(cx);
-        let groups_only = command.lsp & RETURN_GROUPS_ONLY != 0;
-        let page = self.ana.changes.page(&groups(cx, member), groups_only);
-        let bytes = logs::part(command, &page)?;
-        let (len, log) = (command.length() as usize, Some((lid::ANA, command.rae)));
-        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
     }
 }

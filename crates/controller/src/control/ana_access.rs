@@ -1,7 +1,7 @@
 //! ANA states in admin commands. Base 2.1, 8.1.1.
 
 use super::deferred::Callback;
-use crate::admin::ana::AnaChanges;
+use crate::admin::logs::AnaChanges;
 use crate::context::Context;
 use crate::saved::SavedAna;
 use crate::subsystem::Member;

@@ -48,9 +48,9 @@ pub use namespace_changes::NamespaceError;
 #[cfg(feature = "faults")]
 pub(crate) use registers::RegisterImage;
 
+use crate::admin::OutOfBandCommand;
 use crate::context::Context;
 use crate::event::Event;
-use crate::out_of_band::OutOfBandCommand;
 use crate::worker::message::Message;
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};

@@ -6,18 +6,13 @@
 //! rights when they open their namespaces.
 
 use super::Control;
-use super::admin::{Data, Executed, Outcome};
-use super::commands::AdminCommands;
 use super::deferred::Deferred;
-use crate::admin::logs;
-use crate::admin::reservation_log::ReservationLog;
+use crate::admin::logs::ReservationLog;
 use crate::context::Context;
 use crate::reservations::HostId;
 use crate::saved::SavedSharing;
-use crate::subsystem::Change;
+use crate::subsystem;
 use crate::worker::message::Message;
-use shadowbell_spec::Sqe;
-use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 
@@ -25,7 +20,7 @@ impl Control {
     /// Forwards the subsystem's pending changes and notifications.
     pub(super) fn pass_on_changes(&mut self, cx: &Context, deferred: &mut Deferred) {
         let Some(member) = &cx.config.member else { return };
-        for Change { uuid, aborts, latch } in member.take_changes() {
+        for subsystem::Change { uuid, aborts, latch } in member.take_changes() {
             for worker in cx.route.everywhere(self.queues.workers()) {
                 let (controller, latch) = (cx.shared.id, latch.clone());
                 let message = Message::ReviewAccess { controller, uuid, aborts, latch };
@@ -65,19 +60,5 @@ impl Control {
         member.set_host(HostId::from_bytes(&saved.host));
         self.commands.reservations = ReservationLog::restore(saved);
         self.restore_ana(cx, &saved.ana);
-    }
-}
-
-impl AdminCommands {
-    /// Executes Get Log Page, Reservation Notification. The notification that was read is removed,
-    /// unless the host retains the event.
-    pub(super) fn get_reservation_page(&mut self, sqe: &Sqe, command: &GetLogPage) -> Executed {
-        logs::check(command, sqe.nsid)?;
-        let bytes = logs::part(command, &self.reservations.page())?;
-        if !command.rae {
-            self.reservations.was_read();
-        }
-        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
-        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
     }
 }

@@ -5,7 +5,7 @@ use super::admin::{Data, Executed, Outcome};
 use super::ana_access;
 use super::commands::{AdminCommands, CommandEnvironment};
 use super::io_queues::ended;
-use crate::admin::host_identifier::host_identifier_bytes;
+use crate::admin::features::host_identifier_bytes;
 use crate::notice::Operation;
 use crate::reservations::HostId;
 use crate::subsystem::{Job, Member};

@@ -6,6 +6,7 @@ mod handover;
 mod namespaces;
 mod registers;
 
+use crate::admin::OutOfBandCommand;
 use crate::config::{Config, ConfigError, MAX_NAMESPACES};
 use crate::context::Context;
 use crate::control::Callback;
@@ -13,7 +14,6 @@ use crate::control_plane::ControllerInner;
 use crate::event::Listener;
 use crate::namespace::{Namespaces, Promises};
 use crate::notice::{ControlHandle, ControlPlane};
-use crate::out_of_band::OutOfBandCommand;
 use crate::restore_error::RestoreError;
 use crate::route::RelocateError;
 use crate::saved::{SavedController, SavedPromises};

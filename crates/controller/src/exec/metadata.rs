@@ -3,7 +3,7 @@
 use super::namespace::NamespaceQueue;
 use super::quota::cost;
 use super::touched::TouchedSpans;
-use crate::admin::host_behavior::EXTENDED_FORMATS;
+use crate::admin::features::EXTENDED_FORMATS;
 use shadowbell_backend::{Metadata, MetadataBuffer, MetadataFormat, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::Sqe;

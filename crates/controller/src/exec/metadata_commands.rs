@@ -10,7 +10,7 @@ use super::metadata::{fields, uses_extended, weigh_pieces};
 use super::namespace::NamespaceQueue;
 use super::resolve::resolve_flagged;
 use super::status::status_of;
-use crate::admin::host_behavior::EXTENDED_FORMATS;
+use crate::admin::features::EXTENDED_FORMATS;
 use crate::queue::Permit;
 use shadowbell_backend::{Metadata, MetadataBuffer, MetadataFormat, Op, Request, Submitted};
 use shadowbell_memory::DataPointerError;

@@ -1,23 +1,28 @@
 //! Get Log Page: selection of the page and its sources.
 
 use super::{AdminCommands, CommandEnvironment};
-use crate::admin::limits::TEMPERATURE;
+use crate::admin::TEMPERATURE;
 use crate::admin::logs::{self, Health, LogContext};
 use crate::admin::persistent_events::{Moment, Names};
+use crate::context::Context;
 use crate::control::admin::{Data, Executed, Outcome};
+use crate::control::ana_access::groups;
 use crate::control::diagnostics::{Diagnostics, areas, media};
 use crate::control::reset::Lifecycle;
 use crate::namespace::IEEE_OUI;
+use crate::subsystem::Member;
 use shadowbell_spec::Sqe;
-use shadowbell_spec::admin as decode;
+use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::log::persistent_event::action;
-use shadowbell_spec::log::{CriticalWarning, SmartHealth, TELEMETRY_BLOCK, lid};
+use shadowbell_spec::log::{
+    CriticalWarning, RETURN_GROUPS_ONLY, SmartHealth, TELEMETRY_BLOCK, lid,
+};
 use shadowbell_spec::status::Status;
 use std::time::Duration;
 
 impl AdminCommands {
     pub(super) fn get_log_page(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
-        let command = decode::GetLogPage::decode(sqe);
+        let command = GetLogPage::decode(sqe);
         if command.length() > 4096 << env.cx.config.mdts {
             return Err(Status::INVALID_FIELD.with_dnr());
         }
@@ -57,7 +62,7 @@ impl AdminCommands {
         &mut self,
         env: &mut CommandEnvironment<'_>,
         sqe: &Sqe,
-        command: &decode::GetLogPage,
+        command: &GetLogPage,
     ) -> Executed {
         /// Create Telemetry Host-Initiated Data.
         const CREATE: u8 = 1;
@@ -135,5 +140,34 @@ impl AdminCommands {
                 .with_temperature(self.features.temperature_warning(TEMPERATURE)),
             ..Health::default()
         }
+    }
+
+    /// Executes Get Log Page, Asymmetric Namespace Access.
+    fn get_ana_page(
+        &mut self,
+        cx: &Context,
+        member: &Member,
+        sqe: &Sqe,
+        command: &GetLogPage,
+    ) -> Executed {
+        logs::check(command, sqe.nsid)?;
+        self.ana.review(cx);
+        let groups_only = command.lsp & RETURN_GROUPS_ONLY != 0;
+        let page = self.ana.changes.page(&groups(cx, member), groups_only);
+        let bytes = logs::part(command, &page)?;
+        let (len, log) = (command.length() as usize, Some((lid::ANA, command.rae)));
+        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
+    }
+
+    /// Executes Get Log Page, Reservation Notification. The notification that was read is removed,
+    /// unless the host retains the event.
+    fn get_reservation_page(&mut self, sqe: &Sqe, command: &GetLogPage) -> Executed {
+        logs::check(command, sqe.nsid)?;
+        let bytes = logs::part(command, &self.reservations.page())?;
+        if !command.rae {
+            self.reservations.was_read();
+        }
+        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
+        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
     }
 }
