@@ -2,10 +2,9 @@
 
 use crate::config::Config;
 use crate::event::Listener;
-use crate::latch::Latch;
 use crate::lba_status::LbaStatusServer;
 use crate::namespace::{Namespace, Namespaces};
-use crate::notice::{ControlHandle, Notice};
+use crate::notice::{ControlHandle, Latch, Notice};
 use crate::pool::PoolPort;
 use crate::route::Route;
 use crate::saved::{SavedNamespace, SavedPromises, SavedShape};

@@ -8,8 +8,7 @@
 //! are limited.
 
 use crate::control_thread::{RunState, TakesTurns, Turn};
-use crate::latch::Latch;
-use crate::notice::{ControlHandle, Notice, Operation};
+use crate::notice::{ControlHandle, Latch, Notice, Operation};
 use crate::uncorrectable::Uncorrectable;
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
@@ -19,7 +18,8 @@ use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList};
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use zerocopy::IntoBytes;
 

@@ -33,16 +33,13 @@ mod control;
 mod control_plane;
 mod control_thread;
 mod controller;
-mod detached;
 mod doorbell_source;
 mod event;
 mod exec;
 #[cfg(feature = "faults")]
 pub mod faults;
-mod inbox;
 mod interrupt;
 mod journal;
-mod latch;
 pub mod latency_stats;
 mod lba_status;
 mod migration_state;
@@ -50,8 +47,6 @@ mod namespace;
 mod notice;
 mod pool;
 mod queue;
-mod recorder;
-mod reservation_file;
 mod reservations;
 mod restore_error;
 mod route;
@@ -63,7 +58,6 @@ mod subsystem;
 mod test_disk;
 pub mod trace;
 mod uncorrectable;
-mod visit;
 mod worker;
 
 pub use admin::OutOfBandCommand;
@@ -78,10 +72,9 @@ pub use pool::{
     NamespacePool, PoolAct, PoolDone, PoolNamespace, PoolOrder, PoolOutcome, PoolPort, PoolState,
     SanitizePhase, SanitizeStatus,
 };
-pub use recorder::Recorder;
 pub use restore_error::{RestoreError, SaveError};
 pub use route::RelocateError;
-pub use saved::{Death, SavedController, SeenNamespace};
+pub use saved::{Death, Recorder, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use worker::{

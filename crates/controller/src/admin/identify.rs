@@ -7,8 +7,9 @@ use super::{
     MAX_EVENT_REQUESTS, PELS, WARNING_TEMPERATURE, features, sanitize,
 };
 use crate::config::{Config, PCI_VENDOR_ID};
-use crate::detached::placeholder;
-use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises};
+use crate::namespace::{
+    COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises, placeholder,
+};
 use crate::pool::{PoolNamespace, PoolState};
 use crate::subsystem::{MAX_ANA_GROUPS, Member};
 use crate::uncorrectable::COMMAND_BYTES;

@@ -4,7 +4,7 @@
 use super::admin_checkpoint::AdminCheckpoint;
 use crate::admin::events::{AsyncEvents, Completion};
 use crate::admin::logs::{ErrorLog, ErrorRecord};
-use crate::latch::Latch;
+use crate::notice::Latch;
 use crate::queue::admin::{AdminCompletion, AdminQueue};
 use shadowbell_memory::DmaTable;
 use shadowbell_spec::Sqe;

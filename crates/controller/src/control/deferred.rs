@@ -1,7 +1,7 @@
 //! Work that is deferred until the control plane's lock is released.
 
 use crate::event::Event;
-use crate::latch::Latch;
+use crate::notice::Latch;
 
 /// Callback of an external caller, run on any thread without the lock.
 pub(crate) type Callback = Box<dyn FnOnce() + Send>;

@@ -6,11 +6,10 @@ use super::deferred::Deferred;
 use super::reset::ShutdownFlush;
 use crate::context::Context;
 use crate::event::Event;
-use crate::inbox::MissedErrors;
-use crate::notice::{Notice, Operation};
+use crate::notice::{MissedErrors, Notice, Operation};
 use crate::trace::Kind;
 use shadowbell_spec::event::AsyncEvent;
-use shadowbell_spec::regs::{self};
+use shadowbell_spec::regs;
 use shadowbell_spec::status::Status;
 
 impl Control {

@@ -2,9 +2,8 @@
 
 use super::{Announcement, Controller};
 use crate::migration_state::MigrationState;
-use crate::recorder::Recorder;
 use crate::restore_error::{RestoreError, SaveError};
-use crate::saved::{Death, SavedController};
+use crate::saved::{Death, Recorder, SavedController};
 use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;

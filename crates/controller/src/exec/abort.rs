@@ -4,7 +4,7 @@ use super::draining::Draining;
 use super::engine::Engine;
 use super::in_flight::InFlight;
 use super::namespace::NamespaceQueue;
-use crate::latch::Latch;
+use crate::notice::Latch;
 
 impl Engine {
     /// Asks the disks to cancel the command (`sq`, `cid`). `latch` is released when the command has

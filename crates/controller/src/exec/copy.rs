@@ -12,8 +12,7 @@
 //! requests of a phase are in flight at a time.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
-use super::metadata::Protection;
-use super::metadata::submit_any;
+use super::metadata::{Protection, submit_any};
 use super::multi_step::MAX_IN_FLIGHT;
 use super::namespace::{NamespaceQueue, index_of};
 use super::quota::cost;

@@ -5,8 +5,7 @@ use super::exclusive_state::{Asked, FUSE, Held, Marked, Parked, Running, Step, c
 use super::in_flight::{CompletedCommand, InFlight, Kind, Owner};
 use super::namespace::index_of;
 use crate::journal::Decision;
-use crate::latch::Latch;
-use crate::notice::ControlHandle;
+use crate::notice::{ControlHandle, Latch};
 use crate::queue::Permit;
 use crate::shared::ControllerShared;
 use crate::uncorrectable::{BlockRange, COMMAND_BYTES, Uncorrectable};

@@ -22,14 +22,14 @@
 use super::in_flight::InFlightTable;
 use super::namespace::NamespaceQueue;
 use crate::journal::Decision;
-use crate::latch::Latch;
-use crate::notice::{ControlHandle, Notice};
+use crate::notice::{ControlHandle, Latch, Notice};
 use crate::shared::ControllerShared;
 use crate::uncorrectable::{BlockRange, Uncorrectable};
+use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;
 use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::sqe::Fuse;
 use shadowbell_spec::status::Status;
-use shadowbell_spec::{Sqe, sqe::Fuse};
 use std::collections::VecDeque;
 use std::sync::Arc;
 

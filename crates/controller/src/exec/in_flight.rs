@@ -1,6 +1,6 @@
 //! In-flight table: commands, and the disk requests that a command consists of.
 
-use crate::latch::Latch;
+use crate::notice::Latch;
 use crate::queue::Permit;
 use shadowbell_backend::Lists;
 use shadowbell_spec::status::Status;

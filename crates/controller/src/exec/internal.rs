@@ -5,8 +5,8 @@ use super::in_flight::{InFlight, Kind, Owner};
 use super::multi_step::{FLUSH, MultiStepCommand, Part};
 use super::namespace::index_of;
 use crate::admin::self_test::Piece;
-use crate::latch::Latch;
 use crate::namespace::INACTIVE;
+use crate::notice::Latch;
 use shadowbell_backend::{Op, Request};
 use shadowbell_spec::sqe::NSID_ALL;
 

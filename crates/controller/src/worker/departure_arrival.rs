@@ -1,13 +1,12 @@
 //! Departure and arrival of queues that move between I/O threads.
 
-use super::controller_queues::ControllerQueues;
-use super::controller_queues::insert;
+use super::controller_queues::{ControllerQueues, insert};
 use super::queue_move::{Departure, Relocated};
 use super::queue_set::QueueSet;
 use super::recovery::Recovery;
 use super::replay::Inheritance;
 use crate::exec::Closed;
-use crate::latch::Latch;
+use crate::notice::Latch;
 use std::collections::VecDeque;
 use std::sync::Arc;
 

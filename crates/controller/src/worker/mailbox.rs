@@ -147,9 +147,8 @@ impl Arrivals for Mailbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::latch::Latch;
-    use crate::latch::tests::Notices;
-    use crate::notice::Notice;
+    use crate::notice::tests::Notices;
+    use crate::notice::{Latch, Notice};
     use shadowbell_memory::{DmaSpace, Mapping};
 
     /// DMA map message with `ranges` ranges and these latches.

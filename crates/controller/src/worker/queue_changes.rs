@@ -1,9 +1,8 @@
 //! Queue creation, deletion and remapping of queue memory.
 
-use super::controller_queues::ControllerQueues;
-use super::controller_queues::{Deleting, insert};
+use super::controller_queues::{ControllerQueues, Deleting, insert};
 use crate::interrupt::{HoldLimit, IrqLine};
-use crate::latch::Latch;
+use crate::notice::Latch;
 use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
 use crate::shared::DSTRD;
 use shadowbell_memory::{DmaTable, View};
