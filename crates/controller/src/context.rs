@@ -11,7 +11,7 @@ use crate::saved::{SavedNamespace, SavedPromises, SavedShape};
 use crate::shared::ControllerShared;
 use crate::trace::Kind;
 use crate::worker::Pool;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use parking_lot::Mutex;
 use shadowbell_spec::regs::CC_CSS_ALL;
 use std::sync::Arc;

@@ -33,7 +33,6 @@ mod control;
 mod control_plane;
 mod control_thread;
 mod controller;
-mod doorbell_source;
 mod event;
 mod exec;
 #[cfg(feature = "faults")]
@@ -64,7 +63,6 @@ pub use admin::OutOfBandCommand;
 pub use config::{Config, ConfigError, NamespaceConfig};
 pub use control::{DoorbellEventfds, NamespaceError};
 pub use controller::{Announcement, BAR0_BYTES, Carrier, Controller, NewError};
-pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use exec::Quota;
 pub use migration_state::MigrationState;
@@ -78,7 +76,8 @@ pub use saved::{Death, Recorder, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use worker::{
-    CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, ThreadJob, Turns, WorkerThread,
+    CLAIMABLE, DoorbellSource, MAX_WORKERS, PolledDoorbells, Polling, Pool, PoolOptions, ThreadJob,
+    Turns, WorkerThread,
 };
 
 #[cfg(doctest)]

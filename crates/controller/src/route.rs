@@ -7,7 +7,7 @@
 //! order, and sent to the new I/O thread after the queues have arrived.
 
 use crate::worker::Pool;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use crate::worker::queue_move::{Destination, Stopover};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};

@@ -13,7 +13,7 @@ use crate::admin::logs::AnaChanges;
 use crate::context::Context;
 use crate::notice::Notice;
 use crate::saved::SavedAna;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::log::{AnaGroup, AnaState};
 

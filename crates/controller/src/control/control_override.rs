@@ -3,7 +3,7 @@
 use super::admin::Executed;
 use super::registers::RegisterImage;
 use crate::notice::Condition;
-use crate::worker::queue_override::QueueOverride;
+use crate::worker::queue_set::QueueOverride;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::regs::Cc;
 use std::any::Any;

@@ -14,7 +14,7 @@ use super::io_queues::ended;
 use super::quiesce_state::Step;
 use crate::context::Context;
 use crate::notice::Operation;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use std::sync::Arc;
 
 impl Control {

@@ -6,7 +6,7 @@ use super::io_queues::ended;
 use super::quiesce_state::Step;
 use crate::context::Context;
 use crate::notice::Operation;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use shadowbell_spec::regs::SHST_NORMAL;
 use shadowbell_spec::status::Status;
 use std::time::Instant;

@@ -14,7 +14,7 @@ use crate::event::Event;
 use crate::notice::Operation;
 use crate::queue::admin::AdminQueue;
 use crate::trace::Kind;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind};
 use std::sync::Arc;
 use std::time::Instant;

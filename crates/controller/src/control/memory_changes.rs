@@ -6,7 +6,7 @@ use super::quiesce_state::Step;
 use super::reset::Phase;
 use crate::context::Context;
 use crate::notice::{Latch, Notice};
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use shadowbell_memory::{DmaError, DmaTable, SharedBytes};
 use std::sync::Arc;
 

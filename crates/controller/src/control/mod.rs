@@ -51,7 +51,7 @@ pub(crate) use registers::RegisterImage;
 use crate::admin::OutOfBandCommand;
 use crate::context::Context;
 use crate::event::Event;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use control_override::ControlOverride;

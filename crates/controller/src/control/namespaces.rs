@@ -16,7 +16,7 @@ use crate::config::{ConfigError, MAX_NAMESPACES, NamespaceConfig};
 use crate::context::Context;
 use crate::namespace::Namespace;
 use crate::notice::Notice;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use shadowbell_backend::Disk;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;

@@ -5,7 +5,7 @@ use super::deferred::{Callback, Deferred};
 use super::quiesce_state::Step;
 use crate::context::Context;
 use crate::notice::Notice;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use crate::worker::queue_move::Departure;
 
 impl Control {

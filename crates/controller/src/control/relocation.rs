@@ -7,7 +7,7 @@ use crate::context::Context;
 use crate::event::Event;
 use crate::notice::Notice;
 use crate::route::RelocateError;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use crate::worker::queue_move::Departure;
 use std::time::Duration;
 

@@ -12,7 +12,7 @@ use crate::context::Context;
 use crate::reservations::HostId;
 use crate::saved::SavedSharing;
 use crate::subsystem;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 

@@ -3,10 +3,10 @@
 use super::Controller;
 use crate::context::Context;
 use crate::control::{Deferred, DoorbellEventfds};
-use crate::doorbell_source::DoorbellSource;
 use crate::shared::{DSTRD, MAX_QUEUES};
 use crate::trace::{COMPLETION_QUEUE, Kind};
-use crate::worker::message::Message;
+use crate::worker::DoorbellSource;
+use crate::worker::mailbox::Message;
 use shadowbell_memory::{EventFd, SharedBytes};
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use std::io;

@@ -178,7 +178,7 @@ pub(crate) enum Decision {
 }
 
 /// Offset of the two dwords (CDW2, CDW3) in a submission queue entry.
-pub(super) const AT: usize = 8;
+pub(super) const DECISION_AT: usize = 8;
 const BEGIN: u16 = 1;
 const END: u16 = 2;
 const TRY: u16 = 3;
@@ -245,7 +245,7 @@ mod tests {
         let failed = end(Status::COMPARE_FAILURE.with_dnr());
         for decision in [Decision::Begin, Decision::Try, end(Status::SUCCESS), failed] {
             let mut bytes = Sqe::new(1, 2, 3).as_bytes().to_vec();
-            bytes[AT..AT + 8].copy_from_slice(&decision.pack().to_le_bytes());
+            bytes[DECISION_AT..DECISION_AT + 8].copy_from_slice(&decision.pack().to_le_bytes());
             let sqe = Sqe::read_from_bytes(&bytes).unwrap();
             assert_eq!((Decision::unpack(&sqe), sqe.opcode, sqe.nsid), (Some(decision), 1, 3));
         }

@@ -52,9 +52,9 @@ pub(crate) use layout::{BURST, Decision, Position, QUEUES, RecoveredCommand};
 
 use crate::saved::Death;
 use layout::{
-    BEYOND_QUOTA, CQ, CQ_DOORBELL, DECIDED, LINE, POSITIONS, RECORD, SQ, SQ_COVERS, SQ_DOORBELL,
-    TRYING, VALID, WAITS, covers, key, map, pack_deaths, pack_trying, table_bytes, unpack,
-    unpack_doorbell, unpack_trying,
+    BEYOND_QUOTA, CQ, CQ_DOORBELL, DECIDED, DECISION_AT, LINE, POSITIONS, RECORD, SQ, SQ_COVERS,
+    SQ_DOORBELL, TRYING, VALID, WAITS, covers, key, map, pack_deaths, pack_trying, table_bytes,
+    unpack, unpack_doorbell, unpack_trying,
 };
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use shadowbell_doorbell::{DoorbellState, RingSize};
@@ -140,7 +140,7 @@ impl Records {
         let at = place as usize * RECORD;
         let key = self.table.load_u64_acquire(at).filter(|key| key & VALID != 0);
         if let Some(key) = key
-            && self.table.store_u64_release(at + 8 + layout::AT, decision.pack()).is_some()
+            && self.table.store_u64_release(at + 8 + DECISION_AT, decision.pack()).is_some()
         {
             let _ = self.table.store_u64_release(at, key | DECIDED);
         }

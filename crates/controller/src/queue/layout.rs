@@ -42,7 +42,7 @@ impl ShadowCells {
 }
 
 /// Converts a doorbell state to its serialized form.
-pub(super) fn save(state: DoorbellState) -> SavedDoorbell {
+pub(super) fn save_doorbell(state: DoorbellState) -> SavedDoorbell {
     let DoorbellState { last, truth, snapshot } = state;
     let truth = match truth {
         Truth::Register => SavedTruth::Register,
@@ -53,7 +53,7 @@ pub(super) fn save(state: DoorbellState) -> SavedDoorbell {
 }
 
 /// Converts a serialized doorbell state back.
-pub(super) fn restore(saved: SavedDoorbell) -> DoorbellState {
+pub(super) fn restore_doorbell(saved: SavedDoorbell) -> DoorbellState {
     let SavedDoorbell { last, truth, snapshot } = saved;
     let truth = match truth {
         SavedTruth::Register => Truth::Register,

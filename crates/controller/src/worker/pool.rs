@@ -1,8 +1,7 @@
 //! Pool of I/O threads, and delivery of messages to them.
 
 use super::adaptive_poll::Polling;
-use super::mailbox::Mailbox;
-use super::message::Message;
+use super::mailbox::{Mailbox, Message};
 use super::queue_move::{Arrivals, Destination};
 use super::worker::{MAPPED_POLL, Worker};
 use super::worker_thread::ThreadJob;

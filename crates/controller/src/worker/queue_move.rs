@@ -1,6 +1,6 @@
 //! Queue move: the queues of one controller in transfer between two I/O threads.
 
-use super::queue_override::QueueOverride;
+use super::queue_set::QueueOverride;
 use super::replay::{DEADLY, Inheritance, Replay, SuspectQueue};
 use crate::exec::{Engine, NamespaceQueue, Quota};
 use crate::interrupt::{HoldLimit, IrqLine};

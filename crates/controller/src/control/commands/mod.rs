@@ -23,7 +23,7 @@ use crate::context::Context;
 use crate::event::Event;
 use crate::notice::Operation;
 use crate::saved::SavedFeatures;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
 use shadowbell_spec::event::AsyncEvent;
