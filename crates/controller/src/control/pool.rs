@@ -1,8 +1,8 @@
 //! Commands of a namespace pool: Namespace Management, Namespace Attachment, Format NVM and
 //! Sanitize. The [pool](crate::NamespacePool) executes them one at a time.
 
-use super::admin::{AdminPort, Data, Executed, Outcome};
-use super::deferred::Deferred;
+use super::admin_port::{AdminPort, Data, Executed, Outcome};
+use super::lifecycle_state::Deferred;
 use crate::admin::identify::{self, CNTLID};
 use crate::admin::{namespace_management, sanitize};
 use crate::context::Context;

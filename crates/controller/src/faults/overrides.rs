@@ -5,7 +5,7 @@
 
 use super::injector::{FaultState, Injector};
 use super::rules::Fault;
-use crate::control::control_override::{ControlOverride, Response};
+use crate::control::registers::{ControlOverride, Response};
 use crate::control::{Executed, Outcome, RegisterImage};
 use crate::exec::{CompletedCommand, Engine, Started};
 use crate::interrupt::Coalescing;

@@ -1,14 +1,14 @@
 //! Get Log Page: selection of the page and its sources.
 
-use super::{AdminCommands, CommandEnvironment};
+use super::admin_port::{Data, Executed, Outcome};
+use super::commands::{AdminCommands, CommandEnvironment};
+use super::diagnostics::{Diagnostics, areas, media};
+use super::lifecycle_state::Lifecycle;
+use super::namespace_state::groups;
 use crate::admin::TEMPERATURE;
 use crate::admin::logs::{self, Health, LogContext};
 use crate::admin::persistent_events::{Moment, Names};
 use crate::context::Context;
-use crate::control::admin::{Data, Executed, Outcome};
-use crate::control::ana_access::groups;
-use crate::control::diagnostics::{Diagnostics, areas, media};
-use crate::control::reset::Lifecycle;
 use crate::namespace::IEEE_OUI;
 use crate::subsystem::Member;
 use shadowbell_spec::Sqe;
@@ -106,7 +106,7 @@ impl AdminCommands {
     }
 
     /// Current time and identity for persistent events.
-    pub(in crate::control) fn moment(&self, lifecycle: &Lifecycle) -> Moment {
+    pub(super) fn moment(&self, lifecycle: &Lifecycle) -> Moment {
         Moment {
             cntlid: self.identity.cntlid(),
             timestamp: self.features.timestamp(),
@@ -116,7 +116,7 @@ impl AdminCommands {
     }
 
     /// SMART / Health Information log page.
-    pub(in crate::control) fn health_page(&self, env: &CommandEnvironment<'_>) -> SmartHealth {
+    pub(super) fn health_page(&self, env: &CommandEnvironment<'_>) -> SmartHealth {
         self.health(env).page()
     }
 

@@ -1,18 +1,13 @@
-//! Admin command execution.
+//! Admin command execution, with checks and completion of Get LBA Status.
 
-mod lba_status;
-mod log_pages;
-
-use super::admin::{AdminPort, Data, Executed, Outcome};
-use super::ana_access::Ana;
-use super::control_override::ControlOverride;
-use super::deferred::Deferred;
+use super::admin_port::{AdminPort, Data, Executed, Outcome};
 use super::diagnostics::{Diagnostics, hours, media};
 use super::io_queues::{IoQueues, QueueEnvironment, ended};
+use super::lifecycle_state::{Deferred, Lifecycle};
 use super::memory::HostMemory;
+use super::namespace_state::{self, Ana};
 use super::pool::{self, OrderContext, PoolCommands};
-use super::registers::Registers;
-use super::reset::Lifecycle;
+use super::registers::{ControlOverride, Registers};
 use crate::admin::events::RateLimit;
 use crate::admin::features::{self, Effect, Features, KeepAlive, Limits, host_identifier_bytes};
 use crate::admin::identify::Identity;
@@ -20,7 +15,9 @@ use crate::admin::logs::{ChangedList, ReservationLog};
 use crate::admin::{ABORT_LIMIT, OutOfBandCommand, TEMPERATURE};
 use crate::config::Config;
 use crate::context::Context;
+use crate::control_thread::TakesTurns;
 use crate::event::Event;
+use crate::lba_status::{self, LbaStatusServer, Question};
 use crate::notice::Operation;
 use crate::saved::SavedFeatures;
 use crate::worker::mailbox::Message;
@@ -28,9 +25,11 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::feature::fid;
+use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList, atype};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::sqe::{Fuse, NSID_ALL, Psdt};
 use shadowbell_spec::status::Status;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Controller state that admin commands may access.
@@ -47,10 +46,10 @@ pub(super) struct CommandEnvironment<'a> {
 
 /// State of the admin commands.
 pub(super) struct AdminCommands {
-    identity: Identity,
-    features: Features,
+    pub(super) identity: Identity,
+    pub(super) features: Features,
     /// Changed Attached Namespace List (log page 04h).
-    changed: ChangedList,
+    pub(super) changed: ChangedList,
     /// Number of Abort commands in flight.
     aborts: u32,
     /// True while Doorbell Buffer Config is in flight. One at a time, so that each I/O thread has
@@ -426,5 +425,74 @@ fn limits(env: &CommandEnvironment<'_>, nsid: u32) -> Limits {
         queues_exist: !env.queues.is_empty(),
         volatile_cache: env.cx.has_volatile_cache(),
         is_shared: env.cx.config.member.is_some(),
+    }
+}
+
+impl AdminCommands {
+    /// Completes a Get LBA Status command.
+    pub(super) fn lba_status_ended(&mut self, cx: &Context, port: &mut AdminPort, cid: u16) {
+        let Some((sqe, bytes)) = cx.lba_status.take(cid) else { return };
+        if cx.serving().get(sqe.nsid).is_none() {
+            return port.fail(cid, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(), sqe.nsid);
+        }
+        let len = decode::GetLbaStatus::decode(&sqe).length() as usize;
+        port.answer(sqe, Data { bytes, len, dw0: 0, log: None });
+    }
+
+    /// Checks and starts Get LBA Status. The disk is queried by `lba_status`, on its own turns.
+    fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let command = decode::GetLbaStatus::decode(sqe);
+        let serving = env.cx.visible();
+        let namespace = match serving.get(sqe.nsid) {
+            Some(namespace) => namespace,
+            // Valid and inactive NSID.
+            None if (1..=serving.highest()).contains(&sqe.nsid) => {
+                return Err(Status::INVALID_FIELD.with_dnr());
+            }
+            None => return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
+        };
+        namespace_state::check(env.cx, sqe.nsid)?;
+        let length = command.length();
+        let list = size_of::<LbaStatusList>() as u64;
+        if length > 4096 << env.cx.config.mdts || length < list {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        let end = match command.rl {
+            0 => Some(namespace.blocks()).filter(|blocks| command.slba < *blocks),
+            blocks => command.slba.checked_add(blocks.into()),
+        };
+        let end = end.filter(|end| *end <= namespace.blocks());
+        let end = end.ok_or(Status::LBA_OUT_OF_RANGE.with_dnr())?;
+        let room = ((length - list) / size_of::<LbaStatusDescriptor>() as u64) as usize;
+        let question = Question {
+            sqe: *sqe,
+            generation: env.lifecycle.generation,
+            disk: Arc::clone(namespace.disk()),
+            block_shift: namespace.block_shift(),
+            slba: command.slba,
+            end,
+            room,
+        };
+        match command.atype {
+            atype::ALLOCATED => {}
+            // Blocks that the host marked. Other unreadable blocks are unknown, even after a scan.
+            atype::SCAN_UNRECOVERABLE | atype::UNRECOVERABLE => {
+                let marks = env.cx.shared.uncorrectable();
+                let bytes = lba_status::uncorrectable(&marks, sqe.nsid, &question);
+                let len = length as usize;
+                return Ok(Outcome::Data(Data { bytes, len, dw0: 0, log: None }));
+            }
+            _ => return Err(Status::INVALID_FIELD.with_dnr()),
+        }
+        if !env.cx.lba_status.has_room() {
+            return Ok(Outcome::NotYet);
+        }
+        if env.cx.lba_status.begin(question) {
+            let server: Arc<dyn TakesTurns> = Arc::<LbaStatusServer>::clone(&env.cx.lba_status);
+            let control = env.cx.pool.control().clone();
+            let schedule = move || control.schedule(Arc::downgrade(&server));
+            env.deferred.callbacks.push(Box::new(schedule));
+        }
+        Ok(Outcome::Later)
     }
 }
