@@ -246,9 +246,10 @@ impl fmt::Debug for Controller {
     }
 }
 
+/// Register accesses, doorbells and interrupts.
 impl Controller {
     /// Reads BAR0. Registers are little-endian. Any length and alignment inside
-    /// [`BAR0_BYTES`](crate::BAR0_BYTES) is valid, and bytes beyond are zero.
+    /// [`BAR0_BYTES`] is valid, and bytes beyond are zero.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         // Doorbells read as zero: their read value is vendor specific (PCIe 1.1, 3.1.2.1).
@@ -381,6 +382,7 @@ impl Controller {
     }
 }
 
+/// DMA maps of host memory, and dirty page logging.
 impl Controller {
     /// Maps `len` bytes of `memory` at `iova` for the controller.
     ///
@@ -491,6 +493,7 @@ impl Controller {
     }
 }
 
+/// Adding, removing and changing namespaces while the host uses the controller.
 impl Controller {
     /// Current namespaces in ascending order of NSID.
     #[must_use]
@@ -592,6 +595,7 @@ impl Controller {
     }
 }
 
+/// Quiesce, restore, migration and crash recovery.
 impl Controller {
     /// Quiesces the controller, so that another process can continue it: admin commands in flight
     /// end and no new one starts, then no I/O command is fetched and those in flight end. Commands

@@ -25,9 +25,9 @@ use zerocopy::IntoBytes;
 
 /// Maximum number of Get LBA Status commands in flight per controller. The next one waits, and
 /// with it all later admin commands.
-pub(crate) const MAX_UNDER_WAY: usize = 8;
+const MAX_UNDER_WAY: usize = 8;
 /// Maximum number of descriptors per command: as many as fit into a page.
-pub(crate) const MAX_DESCRIPTORS: usize =
+const MAX_DESCRIPTORS: usize =
     (4096 - size_of::<LbaStatusList>()) / size_of::<LbaStatusDescriptor>();
 /// Maximum number of disk extents per command: twice the number of descriptors, with a reserve for
 /// disks that report an extent in pieces.

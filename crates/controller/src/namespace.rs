@@ -300,7 +300,7 @@ pub(crate) fn placeholder(namespace: &PoolNamespace) -> NamespaceConfig {
 }
 
 /// Placeholder disk with the given properties.
-pub(crate) fn placeholder_disk(info: DiskInfo) -> Arc<dyn Disk> {
+fn placeholder_disk(info: DiskInfo) -> Arc<dyn Disk> {
     Arc::new(Placeholder(info))
 }
 

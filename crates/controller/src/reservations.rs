@@ -19,7 +19,7 @@ use std::os::unix::fs::FileExt;
 
 /// Maximum number of registrants of a namespace. A host may change its Host Identifier after each
 /// reset, so the number needs a limit.
-pub(crate) const MAX_REGISTRANTS: usize = 128;
+const MAX_REGISTRANTS: usize = 128;
 
 /// Host Identifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

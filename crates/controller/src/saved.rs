@@ -10,7 +10,7 @@ use shadowbell_state::{Bytes, Descriptors, FdRef};
 
 /// Serializable snapshot of a controller: quiesced
 /// ([`Controller::freeze`](crate::Controller::freeze)), or running for crash recovery. Descriptors
-/// are passed separately ([`Descriptors`](shadowbell_state::Descriptors)).
+/// are passed separately ([`Descriptors`]).
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SavedController {
     pub(crate) shape: SavedShape,

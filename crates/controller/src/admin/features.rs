@@ -636,7 +636,7 @@ pub(crate) const EXTENDED_FORMATS: u16 = 1 << 15;
 /// descriptor formats of Copy, with [`EXTENDED_FORMATS`] set for 64-bit guards. Values that would
 /// enable unsupported functions (dispersed namespaces, Copy format 4, telemetry data area 4) are
 /// refused.
-pub(super) fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
+fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
     let HostBehaviorSupport { acre, etdas, lbafee, hdisns, cdfe, .. } = *wanted;
     if acre > 1 || lbafee > 1 || (etdas, hdisns, cdfe & !COPY_FORMATS) != (0, 0, 0) {
         return Err(Status::INVALID_FIELD.with_dnr());
@@ -645,7 +645,7 @@ pub(super) fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16),
 }
 
 /// LBAFEE and CDFE from the word that [`host_behavior`] returns.
-pub(super) fn extended_and_copy(formats: u16) -> (u8, u16) {
+fn extended_and_copy(formats: u16) -> (u8, u16) {
     (u8::from(formats & EXTENDED_FORMATS != 0), formats & !EXTENDED_FORMATS)
 }
 

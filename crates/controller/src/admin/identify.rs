@@ -273,7 +273,7 @@ fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
     }
 }
 
-pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
+fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     let info = namespace.info();
     let blocks = namespace.blocks();
     let mut identify = IdentifyNamespace {
@@ -336,7 +336,7 @@ fn add_metadata(identify: &mut IdentifyNamespace, metadata: &MetadataFormat) {
 }
 
 /// NVM command set structure: extended LBA format with the guard type, and no storage tag bits.
-pub(super) fn nvm_namespace(namespace: &Namespace) -> IdentifyNvmNamespace {
+fn nvm_namespace(namespace: &Namespace) -> IdentifyNvmNamespace {
     let mut identify = IdentifyNvmNamespace::default();
     if let (Some(format), Some(metadata)) = (identify.elbaf.first_mut(), &namespace.info().metadata)
     {
@@ -502,9 +502,7 @@ pub(crate) fn amend_with_pool(
 }
 
 /// Structure of a zoned namespace; all zeroes for an inactive one.
-pub(super) fn zoned_namespace(
-    namespace: Option<&Namespace>,
-) -> Result<IdentifyZonedNamespace, Status> {
+fn zoned_namespace(namespace: Option<&Namespace>) -> Result<IdentifyZonedNamespace, Status> {
     let Some(namespace) = namespace else {
         return Ok(IdentifyZonedNamespace::default());
     };
@@ -525,7 +523,7 @@ pub(super) fn zoned_namespace(
 }
 
 /// Controller structure. ZASL is the smallest limit of all namespaces, because it applies to all.
-pub(super) fn zoned_controller(namespaces: &Namespaces) -> IdentifyZonedController {
+fn zoned_controller(namespaces: &Namespaces) -> IdentifyZonedController {
     let limits = namespaces.iter().filter_map(|namespace| namespace.info().zoned.as_ref());
     let shortest = limits.map(|format| format.append_limit).filter(|limit| *limit != 0).min();
     IdentifyZonedController {

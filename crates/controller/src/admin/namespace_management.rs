@@ -163,7 +163,7 @@ pub(crate) struct BlockFormat {
 ///
 /// # Errors
 /// Invalid Format.
-pub(crate) fn block_format(
+fn block_format(
     lbaf: u8,
     extended: bool,
     (protection, first): (u8, bool),

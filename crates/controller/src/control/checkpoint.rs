@@ -28,6 +28,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// Saving and restoring.
 impl Control {
     /// Snapshot of a quiesced controller's control plane, and true if an admin command was fetched
     /// since the controller was enabled.
@@ -191,12 +192,7 @@ impl Control {
     }
 
     /// Hands an admin queue of another process to the admin queue server.
-    pub(super) fn reopen_admin(
-        &mut self,
-        cx: &Context,
-        saved: &SavedAdminQueue,
-        queue: AdminQueue,
-    ) {
+    fn reopen_admin(&mut self, cx: &Context, saved: &SavedAdminQueue, queue: AdminQueue) {
         let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
         let generation = self.lifecycle.generation;
         self.port.checkpoint = AdminCheckpoint::recover(saved, queue.to_post());
@@ -230,6 +226,7 @@ pub(super) fn restoring<'a>(
     }
 }
 
+/// Crash recovery.
 impl Control {
     /// State for a checkpoint. A queue that is being created is not included, and one that is
     /// being deleted is: their commands are in flight and will be replayed.
@@ -308,6 +305,7 @@ impl Control {
     }
 }
 
+/// Quiesce: start, progress, completion and end.
 impl Control {
     /// Starts to quiesce the controller. `done` is called when it is quiesced, or dropped if the
     /// quiesce is cancelled.
@@ -392,6 +390,7 @@ impl Control {
     }
 }
 
+/// Move to another I/O thread.
 impl Control {
     /// Moves a controller whose passes take too long to a dedicated I/O thread.
     pub(super) fn too_slow(&mut self, cx: &Context, took: Duration, deferred: &mut Deferred) {
@@ -426,7 +425,7 @@ impl Control {
         self.relocate(cx, worker)
     }
 
-    pub(super) fn check_relocation(&self, cx: &Context) -> Result<(), RelocateError> {
+    fn check_relocation(&self, cx: &Context) -> Result<(), RelocateError> {
         if self.quiesce.step != Step::Running {
             Err(RelocateError::Frozen)
         } else if cx.route.is_diverted() {
@@ -452,6 +451,7 @@ impl Control {
 /// Bytes of a completion queue entry.
 const ENTRY: u64 = 16;
 
+/// Dirty page logging of the controller's writes to host memory, for migration.
 impl Control {
     /// Enables or disables dirty page logging. `done` is called when all writes in flight use the
     /// new state. `None` if the state is unchanged.

@@ -5,7 +5,7 @@ use super::diagnostics::{Diagnostics, hours, media};
 use super::io_queues::{IoQueues, QueueEnvironment, ended};
 use super::lifecycle_state::{Deferred, Lifecycle};
 use super::memory::HostMemory;
-use super::namespace_state::{self, Ana};
+use super::namespace_state::{Ana, check_ana_state};
 use super::pool::{self, OrderContext, PoolCommands};
 use super::registers::{ControlOverride, Registers};
 use crate::admin::events::RateLimit;
@@ -428,6 +428,7 @@ fn limits(env: &CommandEnvironment<'_>, nsid: u32) -> Limits {
     }
 }
 
+/// Get LBA Status: checks and completion.
 impl AdminCommands {
     /// Completes a Get LBA Status command.
     pub(super) fn lba_status_ended(&mut self, cx: &Context, port: &mut AdminPort, cid: u16) {
@@ -451,7 +452,7 @@ impl AdminCommands {
             }
             None => return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
         };
-        namespace_state::check(env.cx, sqe.nsid)?;
+        check_ana_state(env.cx, sqe.nsid)?;
         let length = command.length();
         let list = size_of::<LbaStatusList>() as u64;
         if length > 4096 << env.cx.config.mdts || length < list {

@@ -285,6 +285,7 @@ pub(super) fn ended(generation: u64, operation: Operation) -> Notice {
     Notice::Ended { generation, operation, status: Status::SUCCESS }
 }
 
+/// Create and Delete I/O Submission and Completion Queue.
 impl IoQueues {
     /// Checks queue identifier, size and address of a queue to create.
     fn check_layout<const ENTRY: usize>(
@@ -507,6 +508,7 @@ fn clear_register(cx: &Context, qid: u16, kind: DoorbellKind) {
     shadowbell_doorbell::Cell::store_release(&cx.shared.register(qid, kind), 0);
 }
 
+/// Transfer between processes: checkpoint, restore and recovery.
 impl IoQueues {
     /// Layout of the queues for the checkpoint of a running controller. Queue positions are in the
     /// journal instead.

@@ -213,7 +213,7 @@ impl Control {
     }
 
     /// Runs a waiter's action after a reset.
-    pub(super) fn reset_is_over(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
+    fn reset_is_over(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
         match waiter {
             Waiter::Reset(done) => deferred.callbacks.push(done),
             Waiter::Disconnect(done) => {
@@ -233,7 +233,7 @@ impl Control {
         self.reset_for(cx, Waiter::Disconnect(done))
     }
 
-    pub(super) fn reset_for(&mut self, cx: &Context, waiter: Waiter) -> Deferred {
+    fn reset_for(&mut self, cx: &Context, waiter: Waiter) -> Deferred {
         let mut deferred = Deferred::default();
         if let Some(overriding) = &mut self.overriding {
             overriding.function_reset();
@@ -253,6 +253,7 @@ impl Control {
     }
 }
 
+/// Expiry of the Keep Alive Timer.
 impl Control {
     /// Checks the Keep Alive Timer. Returns true if it has expired.
     pub(crate) fn watch_host(

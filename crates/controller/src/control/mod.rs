@@ -252,6 +252,7 @@ impl Control {
     }
 }
 
+/// Execution of admin commands for the admin queue server.
 impl Control {
     /// Number of bytes that an admin command transfers from the host, read before its execution.
     pub(crate) fn data_length(sqe: &Sqe) -> usize {
@@ -337,6 +338,7 @@ impl Control {
     }
 }
 
+/// Notices from I/O threads.
 impl Control {
     /// Handles errors whose notices were discarded.
     pub(crate) fn receive_missed(
@@ -464,6 +466,8 @@ impl Control {
     }
 }
 
+/// Background work for diagnostics: self-test pieces, SMART / Health snapshots and persistent
+/// events.
 impl Control {
     fn moment(&self) -> Moment {
         self.commands.moment(&self.lifecycle)
@@ -551,6 +555,7 @@ impl Control {
     }
 }
 
+/// Exclusive commands: coordination of the I/O threads.
 impl Control {
     /// True if exclusive commands are waiting or running.
     pub(crate) fn has_exclusive(&self) -> bool {
@@ -634,6 +639,7 @@ impl Control {
     }
 }
 
+/// Changes of the host's memory map.
 impl Control {
     /// Maps memory. The caller calls [`publish_table`](Self::publish_table) afterwards.
     pub(crate) fn map(

@@ -122,7 +122,7 @@ fn states(cx: &Context, member: &Member) -> impl Iterator<Item = (u32, AnaState)
 ///
 /// # Errors
 /// The status with which the state of the namespace's group refuses the command.
-pub(super) fn check(cx: &Context, nsid: u32) -> Result<(), Status> {
+pub(super) fn check_ana_state(cx: &Context, nsid: u32) -> Result<(), Status> {
     let state = cx.config.member.as_ref().map(|member| member.ana_state(member.ana_group(nsid)));
     state.and_then(AnaState::refusal).map_or(Ok(()), Err)
 }

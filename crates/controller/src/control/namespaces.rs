@@ -18,7 +18,7 @@
 //!
 //! # Reservations
 //!
-//! Changes of the [subsystem](crate::subsystem) are forwarded to I/O threads and to the host.
+//! Changes of the [subsystem] are forwarded to I/O threads and to the host.
 //!
 //! Changes are forwarded even while the controller moves or quiesces: they are sent to all I/O
 //! threads that may have its queues. Queues that arrive at an I/O thread read the current access
@@ -147,7 +147,7 @@ impl Control {
     }
 
     /// Has all I/O threads serve `namespace` as NSID `nsid`, or none.
-    pub(super) fn switch_namespace(
+    fn switch_namespace(
         &self,
         cx: &Context,
         nsid: u32,
@@ -171,12 +171,7 @@ impl Control {
     }
 
     /// Changes a namespace in Identify, or removes it, and notifies the host.
-    pub(super) fn publish_namespace(
-        &mut self,
-        cx: &Context,
-        nsid: u32,
-        namespace: Option<Namespace>,
-    ) {
+    fn publish_namespace(&mut self, cx: &Context, nsid: u32, namespace: Option<Namespace>) {
         // A barred namespace stays active for the host; only its disk is dropped.
         if namespace.is_none() && cx.serving().barred().any(|barred| barred == nsid) {
             let identified = cx.identified();
@@ -234,6 +229,7 @@ impl Control {
     }
 }
 
+/// Results of pool orders and sanitize operations, and namespaces that were barred meanwhile.
 impl Control {
     /// Completes the command whose order the pool has finished.
     pub(super) fn pool_ended(
@@ -288,6 +284,7 @@ impl Control {
     }
 }
 
+/// Asymmetric Namespace Access.
 impl Control {
     /// Sets the ANA state of a group for this controller. `done` is called when all commands that
     /// were in flight before the change have ended.
@@ -350,7 +347,7 @@ impl Control {
 
     /// Restores the ANA state of another process. The caller calls [`tell_ana`](Self::tell_ana)
     /// when the admin queue exists, because a state may have changed in the meantime.
-    pub(super) fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
+    fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
         self.commands.ana.changes = AnaChanges::restore(saved);
         if saved == &SavedAna::default() {
             self.commands.ana.begin(cx);
@@ -358,6 +355,7 @@ impl Control {
     }
 }
 
+/// Reservations: changes of the subsystem.
 impl Control {
     /// Forwards the subsystem's pending changes and notifications.
     pub(super) fn pass_on_changes(&mut self, cx: &Context, deferred: &mut Deferred) {

@@ -70,7 +70,7 @@ pub(crate) struct Engine {
     /// than the remainder.
     pub(super) budget: i64,
     /// Bit mask of [`Closed`] reasons. If it is not 0, no new command is started.
-    pub(super) closed: u8,
+    closed: u8,
     /// Memory locations of the host touched since the last check (upper bound), and their limit.
     pub(super) touched: u64,
     pub(super) may_touch: u64,
@@ -78,7 +78,7 @@ pub(crate) struct Engine {
     pub(super) spans: TouchedSpans,
     pub(super) write_through: bool,
     /// True if a disk wants prefetch hints.
-    pub(super) wants_hints: bool,
+    wants_hints: bool,
     /// True if a disk wants to know the submission queue of each request.
     pub(super) takes_turns: bool,
     /// Namespaces by NSID - 1.
@@ -402,7 +402,7 @@ pub(super) fn take_turns(namespaces: &[NamespaceQueue]) -> bool {
 }
 
 /// True if a disk wants prefetch hints.
-pub(super) fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
+fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.wants_prefetch_hints())
 }
 
@@ -412,6 +412,7 @@ pub(super) fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
 const SPARE_ROOM: usize = 512;
 const SPARE: usize = 256;
 
+/// Progress and end of commands in flight.
 impl Engine {
     /// Submits everything queued in the disks to the operating system.
     #[inline]
@@ -587,6 +588,7 @@ impl Engine {
     }
 }
 
+/// Command abort: Abort, deletion of queues, controller reset.
 impl Engine {
     /// Asks the disks to cancel the command (`sq`, `cid`). `latch` is released when the command has
     /// ended; its status is Command Abort Requested if the command was aborted.
@@ -647,6 +649,7 @@ fn cancel_request(
     }
 }
 
+/// Attach, detach and change of namespaces while commands are in flight.
 impl Engine {
     /// Replaces the namespace at `index` by `new`, or removes it. Returns the place of the old
     /// queue, if there was one, for [`take_drained`](Self::take_drained).

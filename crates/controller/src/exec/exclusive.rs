@@ -395,6 +395,7 @@ fn by_write(status: Status) -> Ends {
     (Status::FUSED_FAILED, status)
 }
 
+/// Fused Compare and Write as one atomic disk request.
 impl Engine {
     /// True if the disk of a fused operation can execute it as one request.
     pub(super) fn can_compare_and_write(&self, sqe: &Sqe) -> bool {
@@ -408,7 +409,7 @@ impl Engine {
 
     /// Parks the fused operation in execution again, as the next command, for one more step: the
     /// atomic disk request (after the journal has its [`Decision::Try`]) or the look.
-    pub(super) fn park_again(&mut self, asked: Asked, (sq, cid): (usize, u16), permit: Permit) {
+    fn park_again(&mut self, asked: Asked, (sq, cid): (usize, u16), permit: Permit) {
         let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
         abort_point(AbortPoint::AloneEnded);
         let mut entry = InFlight::new(Owner::Command { sq, cid, permit }, 0, Kind::Other);
@@ -425,7 +426,7 @@ impl Engine {
 
     /// Starts the atomic request or the look of a fused operation. Returns the parked command if it
     /// is not fused or if neither of these steps applies.
-    pub(super) fn begin_fused_step(&mut self, parked: Parked) -> Option<Parked> {
+    fn begin_fused_step(&mut self, parked: Parked) -> Option<Parked> {
         let step = match parked.asked {
             Asked::Differs => Step::Look,
             Asked::Now | Asked::Before if self.can_compare_and_write(&parked.sqe) => {
@@ -531,7 +532,7 @@ impl Engine {
     }
 
     /// Handles the end of a step of the operation in execution.
-    pub(super) fn step_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
+    fn step_ended(&mut self, (sq, cid): (usize, u16), permit: Permit, status: Status) {
         let Some(Running { parked, step, .. }) = &self.exclusive.running else { return };
         let is_different = status.code() == Status::COMPARE_FAILURE;
         let ends = match (step, parked.asked) {

@@ -77,7 +77,7 @@ pub(super) enum Owner {
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) owner: Owner,
-    /// Index of the namespace, or of a draining queue (see `exec/draining.rs`).
+    /// Index of the namespace, or of a draining queue (see `Draining`).
     pub(super) namespace: usize,
     pub(super) status: Status,
     pub(super) kind: Kind,

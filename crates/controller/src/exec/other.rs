@@ -309,16 +309,17 @@ impl Engine {
 
 const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 
+/// Zoned Namespace Command Set.
 impl Engine {
     /// Zones of a namespace, if it exists and is zoned.
-    pub(super) fn zones_of(&self, nsid: u32) -> Option<&Zones> {
+    fn zones_of(&self, nsid: u32) -> Option<&Zones> {
         let index = (nsid as usize).checked_sub(1)?;
         let namespace = self.namespaces.get(index).filter(|namespace| namespace.is_zoned())?;
         namespace.queue.zones()
     }
 
     /// Checks a Write Zeroes or Verify, which may be several requests, against the zones.
-    pub(super) fn check_zones(&self, op: NvmOpcode, sqe: &Sqe) -> Result<(), Status> {
+    fn check_zones(&self, op: NvmOpcode, sqe: &Sqe) -> Result<(), Status> {
         let Some(zones) = self.zones_of(sqe.nsid) else { return Ok(()) };
         let index = index_of(&self.namespaces, sqe.nsid)?;
         let (offset, len) = self.namespaces[index].range(&RwFields::decode(sqe))?;
@@ -331,7 +332,7 @@ impl Engine {
     }
 
     /// Checks the sources and the destination of a copy against the zones.
-    pub(super) fn check_copied_zones(&self, copy: &ParsedCopy) -> Result<(), Status> {
+    fn check_copied_zones(&self, copy: &ParsedCopy) -> Result<(), Status> {
         let zones = |index: usize| {
             let namespace = self.namespaces.get(index).filter(|namespace| namespace.is_zoned())?;
             namespace.queue.zones()
@@ -552,6 +553,7 @@ fn refused(op: NvmOpcode, access: Access) -> Option<Status> {
     access.ana.refusal().or_else(conflict)
 }
 
+/// Reservations: conflict checks and commands.
 impl Engine {
     /// Status of a command that is refused because of a reservation or the ANA state.
     #[inline]
@@ -570,7 +572,7 @@ impl Engine {
     }
 
     /// Status of a Copy that is refused because of a reservation or the ANA state.
-    pub(super) fn copy_refusal(&self, copy: &ParsedCopy) -> Option<Status> {
+    fn copy_refusal(&self, copy: &ParsedCopy) -> Option<Status> {
         if !self.reservations.is_restricted {
             return None;
         }
@@ -742,6 +744,7 @@ impl Engine {
     }
 }
 
+/// Requests of the controller itself, not of a host command: flush at shutdown, self-test.
 impl Engine {
     /// Flushes every writable namespace; `latch` is released when the flushes have ended.
     pub(crate) fn flush_all(&mut self, latch: Latch) {

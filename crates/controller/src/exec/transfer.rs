@@ -231,6 +231,7 @@ impl Engine {
     }
 }
 
+/// Commands on blocks with metadata.
 impl Engine {
     /// Index and metadata format of a command's namespace, if it exists and has metadata.
     pub(super) fn format_of(&self, sqe: &Sqe) -> Option<(usize, MetadataFormat)> {
@@ -239,7 +240,7 @@ impl Engine {
     }
 
     /// Checks that the host has enabled this format (Base 2.1, "Host Behavior Support", LBAFEE).
-    pub(super) fn check_format(&self, format: &MetadataFormat) -> Result<(), Status> {
+    fn check_format(&self, format: &MetadataFormat) -> Result<(), Status> {
         let knows = self.copy_formats.load(Ordering::Relaxed) & EXTENDED_FORMATS != 0;
         if uses_extended(format) && !knows {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
@@ -330,7 +331,7 @@ impl Engine {
     /// Executes Read, Write or Compare on blocks with metadata.
     #[cold]
     #[inline(never)]
-    pub(super) fn transfer_with_metadata(
+    fn transfer_with_metadata(
         &mut self,
         op: NvmOpcode,
         (index, format): (usize, &MetadataFormat),

@@ -44,7 +44,7 @@ pub(super) const WAITS: u64 = 1 << 47;
 pub(super) const DECIDED: u64 = 1 << 46;
 /// Position of the crash count in the key: three bits, which a queue identifier does not need.
 const DEATHS: u32 = 40;
-pub(super) const MOST_DEATHS: u8 = 7;
+const MOST_DEATHS: u8 = 7;
 
 /// Key of a record: command number `count` of queue `sqid` after `generation` resets.
 pub(super) fn key(generation: u64, sqid: u16, count: u32) -> u64 {

@@ -296,13 +296,13 @@ pub(super) const MAGIC: [u8; 8] = *b"SBTRACE\x01";
 pub(super) const VERSION: u32 = 1;
 pub(super) const HEADER_BYTES: usize = size_of::<Header>();
 /// Bytes per ring count.
-pub(super) const COUNT_BYTES: usize = 64;
+const COUNT_BYTES: usize = 64;
 /// Alignment of rings.
 pub(super) const PAGE: u64 = 4096;
 /// Maximum number of rings: more than a pool can have.
 pub(super) const MAX_RINGS: u32 = 1024;
 /// Maximum size of a trace file, written or read: 1 GiB.
-pub(super) const MAX_BYTES: u64 = 1 << 30;
+const MAX_BYTES: u64 = 1 << 30;
 
 /// Layout of a file; checked to fit [`MAX_BYTES`].
 #[derive(Clone, Copy, Debug)]

@@ -47,8 +47,8 @@ pub(crate) struct ControllerQueues {
     /// end. They are released in order, because memory in one map may be in earlier ones, too.
     pub(super) draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Pending deletions, with the latches that wait for them.
-    pub(super) deleting: Vec<(Deleting, Latch)>,
-    pub(super) detaching: Option<Latch>,
+    deleting: Vec<(Deleting, Latch)>,
+    detaching: Option<Latch>,
     /// `memory::sigbus::losses` at the last check. Initially 0: memory that was lost before the
     /// first queue was created is still part of the map.
     pub(super) losses: u64,
@@ -563,8 +563,9 @@ pub(super) fn insert<T>(list: &mut Vec<Option<T>>, item: T) -> usize {
     place
 }
 
+/// Queue creation, deletion and remapping of queue memory.
 impl ControllerQueues {
-    pub(super) fn shadow_cells(&self, offset: u64) -> Option<ShadowCells> {
+    fn shadow_cells(&self, offset: u64) -> Option<ShadowCells> {
         ShadowCells::resolve(&self.table(), self.shadow?, offset)
     }
 
@@ -649,6 +650,7 @@ impl ControllerQueues {
     }
 }
 
+/// Departure and arrival of queues that move between I/O threads.
 impl ControllerQueues {
     /// Begins a move to another I/O thread: fetching stops, and when nothing is in flight,
     /// [`is_over`](Self::is_over) is true.

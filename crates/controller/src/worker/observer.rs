@@ -27,7 +27,7 @@ use std::time::Instant;
 #[derive(Debug, Default)]
 pub(crate) struct Observer {
     ring: Option<TraceRing>,
-    pub(super) meter: Option<Meter>,
+    meter: Option<Meter>,
 }
 
 impl Observer {

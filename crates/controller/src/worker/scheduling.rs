@@ -65,7 +65,7 @@ impl Share {
 }
 
 /// Minimum duration of a long turn of one controller.
-pub(super) const LONG: Duration = Duration::from_millis(1);
+const LONG: Duration = Duration::from_millis(1);
 /// Duration of the watch after a long turn.
 const WATCHED: Duration = Duration::from_secs(10);
 

@@ -179,7 +179,7 @@ impl Worker {
 
     /// [`sleep`](Self::sleep) in the caller's wait function `sleep`, which returns true if the
     /// thread's own descriptor has ended the wait.
-    pub(super) fn sleep_in(&mut self, sleep: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
+    fn sleep_in(&mut self, sleep: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
         self.sleep_by(None, |epoll, timeout, trace, signalled| {
             !sleep(timeout) || wait(epoll, Some(Duration::ZERO), trace, signalled)
         })
