@@ -10,6 +10,8 @@ use common::{
 use shadowbell_backend::{self as disk, Disk, DiskError, Op, Request, Submitted};
 use shadowbell_backend_qcow2::{OpenError, create};
 use shadowbell_memory::Segments;
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
 use std::io::{BufRead, BufReader, Write as _};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -390,13 +392,13 @@ fn a_killed_writer_leaves_a_consistent_image() {
     let path = image(directory.path(), 256 * MIB);
     let mut random = Random(20);
     for round in 0..12 {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
             .args(["--exact", "child_that_writes", "--nocapture"])
             .env("QCOW2_TEST_IMAGE", &path)
             .env("QCOW2_TEST_SEED", (round + 1).to_string())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+            .stdout(Stdio::piped());
+        let mut child = ProcessGroup::spawn(&mut command).unwrap();
         let mut flushed = 0_u32;
         let stop = 1 + random.below(20);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -408,10 +410,10 @@ fn a_killed_writer_leaves_a_consistent_image() {
             if seen as u64 == stop {
                 // In the middle of what comes next, whatever that is.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
-                child.kill().unwrap();
+                child.kill();
             }
         }
-        child.wait().unwrap();
+        child.kill();
         assert!(flushed > 0);
         check(&path);
         let disk = open(&path, "");
@@ -444,9 +446,5 @@ fn tables_are_written_before_long() {
         bytes
     }
     write(&mut *queue, 0, &[1; 4096]).unwrap();
-    let since = std::time::Instant::now();
-    while !tables() {
-        assert!(since.elapsed().as_secs() < 30, "the tables are only in memory");
-        std::thread::yield_now();
-    }
+    wait::until("tables in the file", tables);
 }
