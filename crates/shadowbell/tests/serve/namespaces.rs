@@ -45,8 +45,8 @@ fn a_namespace_comes_changes_and_goes_beside_a_guest() {
     assert_eq!(added["uuid"], "0190163d-8694-739b-aea5-966c26f8ad91");
     assert_eq!(done(&server, &add), added, "the same again changes nothing");
     assert_eq!(nsids(&server), [1, 3]);
-    refused(&server, &["add", "vm.sock", "3", "c.img"], 4, "namespace 3 already");
-    refused(&server, &["add", "vm.sock", "1", "b.img"], 4, "namespace 1 already");
+    refused(&server, &["add", "vm.sock", "3", "c.img"], 4, "namespace 3 exists already");
+    refused(&server, &["add", "vm.sock", "1", "b.img"], 4, "namespace 1 exists already");
     refused(&server, &["add", "vm.sock", "2", "b.img"], 2, "b.img");
     refused(&server, &["add", "vm.sock", "2", "no.img"], 2, "no.img");
     refused(&server, &["add", "vm.sock", "257", "c.img"], 2, "257");

@@ -232,5 +232,5 @@ fn nobody_else_says_what_a_supervisor_was() {
     let mut command = program();
     command.arg("keeper-check");
     let (_, output, _) = finish(command);
-    assert!(output.contains("no state"), "{output}");
+    assert!(output.contains("no server state"), "{output}");
 }

@@ -137,7 +137,7 @@ fn what_is_no_file_of_reservations_is_refused_and_namespaces_stay_as_they_are() 
     };
     let one: &Path = &server.directory().join("vm0.sock");
     let (status, _, errors) = ctl(&["namespace", "remove", &one.display().to_string(), "2"]);
-    assert!(status != Some(0) && errors.contains("one of the subsystem pair"), "{errors}");
+    assert!(status != Some(0) && errors.contains("belongs to the subsystem pair"), "{errors}");
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
