@@ -207,7 +207,7 @@ const PIECE: usize = 1 + 2 + 2 + 4;
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Unreadable {
     /// Malformed packet.
-    #[error("a packet has another form")]
+    #[error("malformed packet")]
     Form,
     /// Missing descriptors: the limit of open files (RLIMIT_NOFILE) was reached.
     #[error("descriptors are missing: raise this process's limit of open files (ulimit -n)")]

@@ -99,18 +99,18 @@ pub(crate) enum ConfigureError {
     Disk(#[from] DiskSpecError),
     /// Contradiction between the disk's `read-only=off` and the controller's read-only option.
     #[error(
-        "the disk `{0}` is asked to be writable by its own `read-only=off`, and read-only by the \
-         controller's option: leave one of them out"
+        "the disk `{0}` has `read-only=off`, but the controller is read-only: leave out one of these \
+         options"
     )]
     Writable(String),
     /// The controller cannot join its subsystem.
     #[error("{0}")]
     Subsystem(String),
     /// Maximum transfer size that MDTS cannot express.
-    #[error("the largest transfer is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
+    #[error("the maximum transfer size is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
     MaxTransfer(u64),
     /// The index of the pool cannot be read.
-    #[error("the index of the pool can not be read: {0}")]
+    #[error("cannot read the index of the pool: {0}")]
     Pool(std::io::Error),
     /// Invalid configuration of the controller.
     #[error(transparent)]
@@ -388,7 +388,7 @@ mod tests {
             assert!(config.namespaces[0].disk.info().read_only, "{disk}");
         }
         let error = asked("mem:1MiB?read-only=off").open("x").unwrap_err();
-        assert!(error.to_string().contains("leave one of them out"), "{error}");
+        assert!(error.to_string().contains("leave out one of these"), "{error}");
         assert_eq!(exit::status(&error.into_error()), exit::BAD_INPUT);
     }
 

@@ -72,16 +72,13 @@ pub(crate) fn open<'a>(places: impl Iterator<Item = &'a Place>) -> anyhow::Resul
 pub(crate) fn join(place: &Place) -> anyhow::Result<Arc<Member>> {
     let mut open = OPEN.lock();
     let found = open.as_mut().and_then(|open| open.get_mut(&place.name)).ok_or_else(|| {
-        anyhow!(
-            "the subsystem {} is not one that the server was started with: start it again",
-            place.name
-        )
+        anyhow!("the subsystem {} was not opened at start-up: restart the server", place.name)
     })?;
     if let Some(file) = found.file.take() {
         let origin = || format!("the subsystem {}: {}", place.name, place.state.display());
         found.subsystem = Some(Subsystem::new(Some(file)).with_context(origin)?);
     }
-    let subsystem = found.subsystem.as_ref().ok_or_else(|| anyhow!("it could not be made"))?;
+    let subsystem = found.subsystem.as_ref().ok_or_else(|| anyhow!("it could not be created"))?;
     let joined = subsystem.join(Some(place.cntlid));
     let joined =
         joined.map_err(|error: JoinError| anyhow!("the subsystem {}: {error}", place.name));

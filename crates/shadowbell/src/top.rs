@@ -62,7 +62,7 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
     if (Duration::from_millis(50)..=Duration::from_secs(24 * 3600)).contains(&interval) {
         Ok(interval)
     } else {
-        Err("it is from 50ms to a day".into())
+        Err("the interval must be from 50ms to 24h".into())
     }
 }
 
@@ -172,7 +172,7 @@ impl Source {
             return Ok(Self::Control(control));
         }
         Err(bad_input(error.context(format!(
-            "{}: it is no socket of counters, as `shadowbell serve` has",
+            "{}: neither a control socket nor a statistics socket of `shadowbell serve`",
             path.display()
         ))))
     }
@@ -191,7 +191,7 @@ impl Source {
                     .collect();
                 if looks.is_empty() {
                     return Err(exit::not_there(anyhow!(
-                        "no server runs that has its control socket in {}",
+                        "no running server has its control socket in {}",
                         directory.display()
                     )));
                 }
@@ -208,10 +208,10 @@ impl Server {
         let stream = UnixStream::connect(path).map_err(|error| {
             let why = match error.kind() {
                 ErrorKind::NotFound => format!(
-                    "there is no such socket; `shadowbell serve ... --stats-socket {}` makes one",
+                    "no such socket; `shadowbell serve ... --stats-socket {}` creates one",
                     path.display()
                 ),
-                ErrorKind::ConnectionRefused => "nobody listens there (any more)".into(),
+                ErrorKind::ConnectionRefused => "no server listens on this socket".into(),
                 _ => error.to_string(),
             };
             bad_input(anyhow!("{}: {why}", path.display()))
@@ -236,7 +236,7 @@ impl Server {
         self.0.get_mut().write_all(QUESTION)?;
         let mut line = String::new();
         match self.0.by_ref().take(MAX_ANSWER).read_line(&mut line)? {
-            0 => Err(io::Error::other("it has hung up")),
+            0 => Err(io::Error::other("the server closed the connection")),
             _ => Ok(line),
         }
     }

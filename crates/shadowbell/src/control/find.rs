@@ -69,11 +69,11 @@ fn only(directory: Option<&Path>) -> anyhow::Result<Client> {
     match &servers[..] {
         [(_, socket)] => Ok(Client::new(socket)),
         [] => Err(exit::not_there(anyhow!(
-            "no server runs that has its control socket in {}; name another by `--server PATH`",
+            "no running server has its control socket in {}; name one with `--server PATH`",
             directory.display()
         ))),
         _ => Err(exit::bad_input(anyhow!(
-            "several servers run: say which by `--server NAME`{}",
+            "several servers are running; choose one with `--server NAME`{}",
             names(&servers)
         ))),
     }
@@ -81,15 +81,15 @@ fn only(directory: Option<&Path>) -> anyhow::Result<Client> {
 
 fn no_directory() -> anyhow::Error {
     exit::not_there(anyhow!(
-        "XDG_RUNTIME_DIR is not set, so there is no usual place for a control socket; name one by \
-         `--server PATH`"
+        "XDG_RUNTIME_DIR is not set, so there is no default directory of control sockets; name a \
+         socket with `--server PATH`"
     ))
 }
 
 fn names(servers: &[(String, PathBuf)]) -> String {
     if servers.is_empty() {
-        return "; none runs there".to_owned();
+        return "; no server is running there".to_owned();
     }
     let names: Vec<_> = servers.iter().map(|(name, _)| name.as_str()).collect();
-    format!("; there are: {}", names.join(", "))
+    format!("; running servers: {}", names.join(", "))
 }
