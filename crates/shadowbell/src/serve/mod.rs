@@ -216,7 +216,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         }
         _ => {
             // A remote disk may not answer, so the open may block when the supervisor dies.
-            let _watch = link.map(ParentWatch::start).transpose()?;
+            let _watch = link.map(|link| ParentWatch::start(link, Duration::ZERO)).transpose()?;
             let endpoints = Endpoints::listen(&config, supervisor_pid)?;
             let keep = checkpointer.as_ref().map(|checkpointer| {
                 |controllers: &[_], reactor: &mut _, ports: &[_]| {

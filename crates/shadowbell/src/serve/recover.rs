@@ -82,7 +82,7 @@ pub(super) fn recover(
     phases.ended("threads");
     let Some((items, death)) = link.items()? else { return Ok(None) };
     phases.ended("checkpoint");
-    let watch = ParentWatch::start(link)?;
+    let watch = ParentWatch::start(link, std::time::Duration::ZERO)?;
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
     let rebuilt = rebuild(config, items, pool, &fence, phases);
