@@ -1,6 +1,6 @@
 //! Command line: verbs and global options.
 
-use crate::plain_words::plain;
+use crate::error_text::plain;
 use crate::{
     attach_many, bench, bind, ctl, demo, exit, export, inspect, logging, manage, manual, serve,
     supervisor, top, trace, transfer, upgrade, verify,

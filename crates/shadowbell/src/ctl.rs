@@ -1,12 +1,13 @@
 //! `shadowbell ctl`: queries and changes a running server over its control socket.
 
+use crate::atomic_file::replace;
 use crate::control::api::{
     Apply, Configuration, Controller, ControllerSpec, ControllerState, DiskSpec, LimitGroup,
     LimitSpec, LogLevel, Measure, Namespace, NamespaceChange, NamespaceSpec, Plan, Size, Status,
     Upgrade,
 };
 use crate::control::client::{Client, part};
-use crate::control::find;
+use crate::control::discovery;
 use crate::controller_config::OfferedDoorbells;
 use crate::ctl_ana::{AnaArgs, ana};
 use crate::ctl_plan::plan_lines;
@@ -17,7 +18,6 @@ use crate::grant::{disks_of, grant};
 use crate::logging::COMMON;
 use crate::output::{Output, show};
 use crate::parse;
-use crate::replace::replace;
 use crate::supervisor::client::{SupervisorClient, program};
 use crate::table::Table;
 use crate::units::count;
@@ -286,7 +286,7 @@ enum Change {
 /// # Errors
 /// The server is not found, or refuses the request.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let client = find::server(args.server.as_deref())?;
+    let client = discovery::server(args.server.as_deref())?;
     let json = args.output.is_json();
     match &args.what {
         What::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {

@@ -1,10 +1,10 @@
 //! `shadowbell ctl trace`: controls the doorbell trace of a running server.
 
+use crate::atomic_file::replace;
 use crate::control::api::{Trace, TraceChange};
 use crate::control::client::Client;
 use crate::exit::bad_input;
 use crate::output::show;
-use crate::replace::replace;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;

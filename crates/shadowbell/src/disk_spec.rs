@@ -1,7 +1,7 @@
 //! Disk specifications of the user: parsing, validation and opening.
 
-use crate::layers::Layers;
-use crate::self_as_is;
+use crate::disk_layers::Layers;
+use crate::process_env;
 use crate::target::{Target, not_a_disk};
 use crate::uuid_text::{no_uuid, parse_uuid};
 use crate::{exit, transport};
@@ -271,7 +271,7 @@ pub(crate) fn from_root(spec: &str) -> String {
         return spec.to_owned();
     }
     let options = options.map(|options| format!("?{options}")).unwrap_or_default();
-    format!("{}{options}", self_as_is::absolute(Path::new(disk)).display())
+    format!("{}{options}", process_env::absolute(Path::new(disk)).display())
 }
 
 /// Lifetime of the state that a disk has in memory.

@@ -1,7 +1,7 @@
 //! Exit statuses of the program, and output of errors.
 
+use crate::error_text::without_numbers;
 use crate::logging;
-use crate::plain_words::without_numbers;
 use std::fmt;
 use std::io;
 use std::process::ExitCode;

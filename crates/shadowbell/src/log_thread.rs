@@ -291,7 +291,7 @@ mod tests {
         for _ in 0..lines {
             log.line(&[line.as_slice(), b"\n"].concat());
         }
-        assert!(!log.finish(Duration::from_millis(10)), "nobody has read anything");
+        assert!(!log.finish(Duration::from_millis(10)), "the pipe was read");
         log.last_words(b"the end\n");
         let mut read = 0;
         let mut missing = 0;

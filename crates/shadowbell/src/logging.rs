@@ -1,7 +1,7 @@
 //! Log setup: lines on standard error for users.
 
+use crate::error_text::without_numbers;
 use crate::log_thread::{Limits, LogThread, Pace};
-use crate::plain_words::without_numbers;
 use parking_lot::Mutex;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt;

@@ -137,7 +137,7 @@ impl Target {
         }
     }
 
-    /// The same controller with another namespace.
+    /// Target with another namespace of this controller.
     #[must_use]
     pub fn with_nsid(&self, nsid: u32) -> Self {
         match self {

@@ -4,7 +4,7 @@ mod rates;
 mod screen;
 
 use crate::control::client::Client;
-use crate::control::find;
+use crate::control::discovery;
 use crate::exit::{self, bad_input};
 use crate::live_stats::{Snapshot, VERSION};
 use crate::output::Output;
@@ -154,12 +154,12 @@ enum Source {
 
 impl Source {
     fn open(server: Option<&str>) -> anyhow::Result<Self> {
-        let Some(server) = server else { return Ok(Self::Directory(find::directory()?)) };
+        let Some(server) = server else { return Ok(Self::Directory(discovery::directory()?)) };
         let path = Path::new(server);
         if !server.contains('/') && !path.exists() {
-            return Ok(Self::Control(find::server(Some(server))?));
+            return Ok(Self::Control(discovery::server(Some(server))?));
         }
-        if let Some((client, _)) = find::owner(path) {
+        if let Some((client, _)) = discovery::owner(path) {
             return Ok(Self::Control(client));
         }
         let mut server = Server::connect(path)?;
@@ -182,7 +182,7 @@ impl Source {
             Self::Counters(server) => Ok(Looks::from([(String::new(), server.ask()?)])),
             Self::Control(client) => Ok(Looks::from([(String::new(), client.get(SNAPSHOT)?)])),
             Self::Directory(directory) => {
-                let servers = find::running(directory).into_iter();
+                let servers = discovery::running(directory).into_iter();
                 // A server that has ended since the directory was read is skipped.
                 let looks: Looks = servers
                     .filter_map(|(name, socket)| {

@@ -1,6 +1,6 @@
 //! Connection to a controller outside of this process.
 
-use crate::control::find;
+use crate::control::discovery;
 use crate::exit;
 use crate::target::Target;
 use anyhow::{anyhow, bail};
@@ -62,7 +62,7 @@ pub(crate) fn again(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
 
 /// Error text if the server reports that another client is connected.
 fn who_has(path: &Path) -> Option<String> {
-    let (_, controller) = find::owner(path)?;
+    let (_, controller) = discovery::owner(path)?;
     controller.client.then(|| {
         "another client is connected, and a controller serves one at a time; `shadowbell list`, \
          `id-ctrl`, `smart-log` and `error-log` query its server instead"

@@ -1,7 +1,7 @@
 //! `shadowbell upgrade`: restarts a running server for an upgrade, by a request to its supervisor.
 
 use crate::control::api::Status;
-use crate::control::find;
+use crate::control::discovery;
 use crate::supervisor::client::{self, SupervisorClient};
 use anyhow::Context;
 use std::path::{Path, PathBuf};
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// the servers are asked.
 fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     SupervisorClient::find(server).or_else(|error| {
-        let asked = find::owner(server).and_then(|(client, _)| {
+        let asked = discovery::owner(server).and_then(|(client, _)| {
             let status = client.get::<Status>("/v1/status").ok()?;
             SupervisorClient::find(Path::new(&status.keeper_pid?.to_string())).ok()
         });

@@ -1,8 +1,8 @@
 //! The commands by which others use what is exported.
 
 use super::exported_disk::ExportedDisk;
-use crate::shell::word as quoted;
-use crate::{logging, paste};
+use crate::logging;
+use crate::shell_quote::{self, quote as quoted};
 use shadowbell_export::nbd::Address;
 use std::path::Path;
 
@@ -18,7 +18,7 @@ pub(super) fn show(disk: &ExportedDisk) {
     let ublk = disk.ublk().map(|(path, id)| ublk(path, id, &disk.target().to_string()));
     let text: String =
         nbd.chain(disk.vhost().map(vhost)).chain(ublk).chain(disk.fuse().map(fuse)).collect();
-    paste::print(text);
+    shell_quote::print_commands(text);
 }
 
 fn nbd(address: &Address, name: &str) -> String {

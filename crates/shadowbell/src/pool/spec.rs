@@ -1,6 +1,6 @@
 //! Specification of a pool: `DIR?capacity=1TiB`.
 
-use crate::self_as_is;
+use crate::process_env;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::parse_size;
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ impl std::str::FromStr for PoolSpec {
         if directory.contains('%') {
             return Err("the name of a pool's directory must not contain `%`".to_owned());
         }
-        Ok(Self { directory: self_as_is::absolute(Path::new(directory)), capacity })
+        Ok(Self { directory: process_env::absolute(Path::new(directory)), capacity })
     }
 }
 

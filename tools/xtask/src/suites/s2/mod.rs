@@ -119,7 +119,10 @@ fn bind_all(guest: &mut Guest) -> Result<()> {
     let addresses: Vec<_> = (0..DRIVEN.len()).map(config::pci_address).collect();
     let output = shadowbell(guest, &format!("bind {}", addresses.join(" ")))?.success()?;
     for address in &addresses {
-        ensure!(output.contains(&format!("{address}: unbound from nvme, with unused nvme")), "{output}");
+        ensure!(
+            output.contains(&format!("{address}: unbound from nvme, with unused nvme")),
+            "{output}"
+        );
         ensure!(output.contains(&format!("use it as nvme://{address}")), "{output}");
         let link = format!("readlink /sys/bus/pci/devices/{address}/driver");
         ensure!(guest.sh(&link, MINUTE)?.trim().ends_with("/vfio-pci"), "{address} is elsewhere");
