@@ -150,7 +150,7 @@ impl Attachment {
                 break completion;
             }
             if Instant::now() > deadline {
-                bail!("{}: a read does not end", self.session.target());
+                bail!("{}: a read timed out", self.session.target());
             }
             queue.wait(Some(deadline))?;
         };

@@ -36,7 +36,7 @@ pub(crate) fn banner(
             binary(controller.max_transfer_bytes())
         ),
         format!(
-            "  {asked} queue pair{} asked for, {} got, of {} entries; {}, {} doorbells",
+            "  {asked} queue pair{} requested, {} granted, of {} entries; {}, {} doorbells",
             if asked == 1 { "" } else { "s" },
             controller.queue_pairs(),
             controller.queue_depth(),
@@ -81,7 +81,7 @@ fn interrupts(steered: Option<&Steered>) -> String {
         Some(Steered::All(1)) => "; its interrupt goes there".into(),
         Some(Steered::All(_)) => "; their interrupts go there".into(),
         Some(Steered::Refused { path, source }) => {
-            format!("; interrupts stay where the kernel sends them: {}: {source}", path.display())
+            format!("; interrupt affinity unchanged: {}: {source}", path.display())
         }
     }
 }

@@ -6,7 +6,7 @@
 //! that is too long for a packet is stored in a memfd, which is the first descriptor of its item.
 //! The supervisor reads keys and lengths, but never a body.
 
-use crate::late_close;
+use crate::deferred_close;
 use crate::supervisor::protocol::{MOST, MOST_FDS};
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -95,7 +95,7 @@ impl Item {
 /// Closes the descriptors on another thread, because closing a file that a client sent may block.
 impl Drop for Item {
     fn drop(&mut self) {
-        late_close::close(self.fds.drain(..));
+        deferred_close::close(self.fds.drain(..));
     }
 }
 
@@ -207,7 +207,7 @@ const PIECE: usize = 1 + 2 + 2 + 4;
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Unreadable {
     /// Malformed packet.
-    #[error("a packet has another form")]
+    #[error("malformed packet")]
     Form,
     /// Missing descriptors: the limit of open files (RLIMIT_NOFILE) was reached.
     #[error("descriptors are missing: raise this process's limit of open files (ulimit -n)")]
@@ -552,7 +552,7 @@ mod tests {
         change(&mut items, &[Change::Put { key: "a", body: b"", fds: &[write.as_fd()] }]);
         drop(write);
         change(&mut items, &[Change::Put { key: "a", body: b"", fds: &[] }]);
-        assert_eq!(read.read(&mut [0; 1]).unwrap(), 0, "nobody has the other end any more");
+        assert_eq!(read.read(&mut [0; 1]).unwrap(), 0, "the other end is open in no process");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Command line: verbs and global options.
 
-use crate::plain_words::plain;
+use crate::error_text::plain;
 use crate::{
     attach_many, bench, bind, ctl, demo, exit, export, inspect, logging, manage, manual, serve,
     supervisor, top, trace, transfer, upgrade, verify,
@@ -10,7 +10,7 @@ use clap::{Parser, Subcommand};
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
-/// NVMe for virtual machines and user-space programs, with few doorbell traps.
+/// NVMe for virtual machines and user-space programs, with doorbells that almost never ring.
 #[derive(Debug, Parser)]
 #[command(name = "shadowbell", version, after_help = exit::HELP, max_term_width = 100)]
 #[command(propagate_version = true, subcommand_required = true, arg_required_else_help = true)]

@@ -2,11 +2,11 @@
 //! crate.
 
 use crate::disk_spec::{self, DiskSpecError};
+pub(crate) use crate::doorbell_mode::OfferedDoorbells;
 use crate::exit;
-pub(crate) use crate::offered_doorbells::OfferedDoorbells;
 use crate::pool::{self, PoolSpec};
-use crate::self_as_is;
-use crate::subsystems::{self, Place};
+use crate::process_env;
+use crate::subsystems::{self, Membership};
 use crate::uuid_text::parse_uuid;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
@@ -40,7 +40,7 @@ pub(crate) struct ControllerConfig {
     pub pool: Option<PoolSpec>,
     /// Subsystem of several controllers with the same namespaces.
     #[serde(default)]
-    pub subsystem: Option<Place>,
+    pub subsystem: Option<Membership>,
 }
 
 /// Namespace as requested by the user.
@@ -99,18 +99,18 @@ pub(crate) enum ConfigureError {
     Disk(#[from] DiskSpecError),
     /// Contradiction between the disk's `read-only=off` and the controller's read-only option.
     #[error(
-        "the disk `{0}` is asked to be writable by its own `read-only=off`, and read-only by the \
-         controller's option: leave one of them out"
+        "the disk `{0}` has `read-only=off`, but the controller is read-only: leave out one of these \
+         options"
     )]
     Writable(String),
     /// The controller cannot join its subsystem.
     #[error("{0}")]
     Subsystem(String),
     /// Maximum transfer size that MDTS cannot express.
-    #[error("the largest transfer is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
+    #[error("the maximum transfer size is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
     MaxTransfer(u64),
     /// The index of the pool cannot be read.
-    #[error("the index of the pool can not be read: {0}")]
+    #[error("cannot read the index of the pool: {0}")]
     Pool(std::io::Error),
     /// Invalid configuration of the controller.
     #[error(transparent)]
@@ -159,7 +159,7 @@ impl ControllerConfig {
         let disks = self.disks.iter().enumerate();
         let disks = disks.map(|(index, config)| {
             open_disk(&config.disk, self.read_only, |spec| match &self.subsystem {
-                Some(place) => subsystems::disk(place, index, spec, || open(index, spec)),
+                Some(membership) => subsystems::disk(membership, index, spec, || open(index, spec)),
                 None => open(index, spec),
             })
         });
@@ -171,8 +171,8 @@ impl ControllerConfig {
     pub(crate) fn is_same_but_disks(&self, other: &Self) -> bool {
         let bare = |config: &Self| {
             let mut bare = Self { disks: Vec::new(), ..config.clone() };
-            if let Some(place) = &mut bare.subsystem {
-                place.state = self_as_is::absolute(&place.state);
+            if let Some(membership) = &mut bare.subsystem {
+                membership.state = process_env::absolute(&membership.state);
             }
             bare
         };
@@ -213,9 +213,9 @@ impl ControllerConfig {
             Some(bytes) => mdts(bytes).ok_or(ConfigureError::MaxTransfer(bytes))?,
         };
         // All controllers of a subsystem have the same serial number.
-        let shared = self.subsystem.as_ref().map(|place| {
-            let own = || serial_from(&self_as_is::absolute(&place.state).to_string_lossy());
-            place.serial.clone().unwrap_or_else(own)
+        let shared = self.subsystem.as_ref().map(|membership| {
+            let own = || serial_from(&process_env::absolute(&membership.state).to_string_lossy());
+            membership.serial.clone().unwrap_or_else(own)
         });
         let own = || self.serial.clone().unwrap_or_else(|| serial_from(location));
         let serial = shared.unwrap_or_else(own);
@@ -317,7 +317,7 @@ pub(crate) fn open_disk(
 /// matter.
 fn identity(disk: &dyn Disk) -> String {
     let name = disk.name();
-    match std::fs::canonicalize(self_as_is::absolute(Path::new(&name))) {
+    match std::fs::canonicalize(process_env::absolute(Path::new(&name))) {
         Ok(path) => path.display().to_string(),
         Err(_) => name,
     }
@@ -388,7 +388,7 @@ mod tests {
             assert!(config.namespaces[0].disk.info().read_only, "{disk}");
         }
         let error = asked("mem:1MiB?read-only=off").open("x").unwrap_err();
-        assert!(error.to_string().contains("leave one of them out"), "{error}");
+        assert!(error.to_string().contains("leave out one of these"), "{error}");
         assert_eq!(exit::status(&error.into_error()), exit::BAD_INPUT);
     }
 

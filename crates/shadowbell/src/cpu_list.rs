@@ -26,7 +26,7 @@ pub(crate) fn parse(text: &str) -> Result<CpuList, String> {
             return Err(format!("`{part}` is an empty range of processors"));
         }
         if last - first >= MAX_CPUS {
-            return Err(format!("`{part}` are more processors than there can be workers"));
+            return Err(format!("`{part}` has more processors than there can be I/O threads"));
         }
         list.extend(first..=last);
     }

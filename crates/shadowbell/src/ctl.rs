@@ -1,12 +1,13 @@
 //! `shadowbell ctl`: queries and changes a running server over its control socket.
 
+use crate::atomic_file::replace;
 use crate::control::api::{
     Apply, Configuration, Controller, ControllerSpec, ControllerState, DiskSpec, LimitGroup,
     LimitSpec, LogLevel, Measure, Namespace, NamespaceChange, NamespaceSpec, Plan, Size, Status,
     Upgrade,
 };
 use crate::control::client::{Client, part};
-use crate::control::find;
+use crate::control::discovery;
 use crate::controller_config::OfferedDoorbells;
 use crate::ctl_ana::{AnaArgs, ana};
 use crate::ctl_plan::plan_lines;
@@ -17,7 +18,6 @@ use crate::grant::{disks_of, grant};
 use crate::logging::COMMON;
 use crate::output::{Output, show};
 use crate::parse;
-use crate::replace::replace;
 use crate::supervisor::client::{SupervisorClient, program};
 use crate::table::Table;
 use crate::units::count;
@@ -48,16 +48,16 @@ pub(crate) struct Args {
 }
 
 const AFTER_HELP: &str = "\
-The same over HTTP, for programs: docs/control.md and docs/openapi.json.
+For programs, the same functions are available over HTTP (docs/control.md, docs/openapi.json):
 
   curl --unix-socket /run/shadowbell/vm0/control.sock http://localhost/v1/status
 
 Exit status:
-  0  what was asked for was done
-  1  it went wrong while it was done
-  2  it can not be done as asked
-  3  there is no such server, controller or namespace
-  4  it is not possible as the server is now";
+  0  success
+  1  failure during execution
+  2  unusable input: the command line, or a file, disk or path that it names
+  3  no such server, controller or namespace
+  4  not possible in the current state of the server";
 
 #[derive(Clone, Debug, Subcommand)]
 enum What {
@@ -286,7 +286,7 @@ enum Change {
 /// # Errors
 /// The server is not found, or refuses the request.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let client = find::server(args.server.as_deref())?;
+    let client = discovery::server(args.server.as_deref())?;
     let json = args.output.is_json();
     match &args.what {
         What::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {
@@ -329,7 +329,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         What::Shutdown => {
             let status: Status = client.send(&Method::POST, "/v1/shutdown", &())?;
             show(&status, json, |out, status| {
-                writeln!(out, "{} (process {}) ends", status.name, status.pid)
+                writeln!(out, "{} (process {}) is shutting down", status.name, status.pid)
             })
         }
     }?;
@@ -353,16 +353,12 @@ fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
     writeln!(out, "server       {} (shadowbell {})", status.name, status.version)?;
     writeln!(out, "process      {}", status.pid)?;
     writeln!(out, "supervisor   {supervisor}")?;
-    writeln!(out, "serves for   {} s", status.uptime_seconds as u64)?;
-    writeln!(out, "workers      {}", status.workers)?;
-    writeln!(
-        out,
-        "controllers  {}, of which {} have a client",
-        status.controllers, status.clients
-    )?;
+    writeln!(out, "uptime       {} s", status.uptime_seconds as u64)?;
+    writeln!(out, "I/O threads  {}", status.workers)?;
+    writeln!(out, "controllers  {}, {} with a client", status.controllers, status.clients)?;
     writeln!(out, "log          {}", status.log_filter)?;
     if let Some(why) = &status.upgrade_error {
-        writeln!(out, "no upgrade   {why}")?;
+        writeln!(out, "last upgrade failed: {why}")?;
     }
     Ok(())
 }
@@ -548,7 +544,7 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
         }
         None if limits != LimitSpec::default() => {
             return Err(bad_input(anyhow!(
-                "whose limits are these? Name a controller and a namespace, or a group by \
+                "limits of which namespace? Name a controller and a namespace, or a group with \
                  `--of-group`"
             )));
         }
@@ -573,7 +569,7 @@ fn save_config(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {
         return show(&answer, json, |out, answer| write!(out, "{}", answer.toml));
     }
     replace(file, |new| Ok(new.write_all(answer.toml.as_bytes())?))?;
-    show(&answer, json, |out, _| writeln!(out, "{} has what is served", file.display()))
+    show(&answer, json, |out, _| writeln!(out, "configuration written to {}", file.display()))
 }
 
 fn apply(
@@ -607,13 +603,11 @@ fn upgrade(
         // not, because it ends before.
         let supervisor = SupervisorClient::find(Path::new(&pid.to_string()))?;
         let outcome = supervisor.upgrade(binary.as_deref());
-        let said = outcome.with_context(|| format!("{} is not upgraded", status.name))?;
+        let said = outcome.with_context(|| format!("cannot upgrade {}", status.name))?;
         let now: Status = client.get("/v1/status")?;
         return show(&now, json, |out, _| writeln!(out, "{said}"));
     }
     let binary = binary.map(|path| path.to_string_lossy().into_owned());
     let status: Status = client.send(&Method::POST, "/v1/upgrade", &Upgrade { binary })?;
-    show(&status, json, |out, status| {
-        writeln!(out, "{} was asked to go on in a new process", status.name)
-    })
+    show(&status, json, |out, status| writeln!(out, "requested an upgrade of {}", status.name))
 }

@@ -1,6 +1,6 @@
 //! `shadowbell ctl ana`: ANA states of the controllers of a subsystem.
 
-use crate::ana_word::AnaWord;
+use crate::ana_state::AnaWord;
 use crate::control::api::{AnaGroup, AnaStateChange, Controller};
 use crate::control::client::Client;
 use crate::output::show;

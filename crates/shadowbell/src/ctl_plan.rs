@@ -11,7 +11,7 @@ pub(crate) fn plan_lines(out: &mut dyn Write, plan: &Plan) -> io::Result<()> {
     let all = [('+', &plan.add), ('-', &plan.remove), ('~', &plan.replace), ('*', &plan.change)];
     for (sign, ids) in all {
         for id in ids {
-            let busy = if plan.busy.contains(id) { " (a client has it)" } else { "" };
+            let busy = if plan.busy.contains(id) { " (has a client)" } else { "" };
             writeln!(out, "{sign} {id}{busy}")?;
             let its = |one: &&Difference| one.controller.as_ref() == Some(id);
             for difference in plan.differences.iter().filter(its) {
@@ -25,14 +25,14 @@ pub(crate) fn plan_lines(out: &mut dyn Write, plan: &Plan) -> io::Result<()> {
     if plan.later {
         writeln!(
             out,
-            "what the file says otherwise of the server itself counts when it goes on in another \
-             process (`shadowbell upgrade`) or is started again"
+            "server-wide settings differ; they take effect at the next `shadowbell upgrade` or \
+             restart"
         )?;
     }
-    let done = if plan.applied { "" } else { "; nothing was done" };
+    let done = if plan.applied { "" } else { "; not applied" };
     writeln!(
         out,
-        "{} come, {} go, {} are replaced, {} change, {} stay{done}",
+        "{} added, {} removed, {} replaced, {} changed, {} unchanged{done}",
         plan.add.len(),
         plan.remove.len(),
         plan.replace.len(),

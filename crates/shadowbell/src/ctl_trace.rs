@@ -1,10 +1,10 @@
 //! `shadowbell ctl trace`: controls the doorbell trace of a running server.
 
+use crate::atomic_file::replace;
 use crate::control::api::{Trace, TraceChange};
 use crate::control::client::Client;
 use crate::exit::bad_input;
 use crate::output::show;
-use crate::replace::replace;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
@@ -60,14 +60,14 @@ fn line(out: &mut dyn Write, now: &Trace) -> io::Result<()> {
     match (now.on, now.records, now.bytes) {
         (true, Some(records), Some(bytes)) => writeln!(
             out,
-            "on: the last {records} records of each worker, {} in all",
+            "on: the last {records} records per I/O thread, {} in total",
             ByteSize(bytes).display().iec()
         ),
         (true, ..) => writeln!(out, "on"),
         (false, Some(_), _) => {
-            writeln!(out, "off; what was recorded is there for `shadowbell ctl trace save FILE`")
+            writeln!(out, "off; save the recording with `shadowbell ctl trace save FILE`")
         }
-        (false, ..) => writeln!(out, "off; nothing was recorded"),
+        (false, ..) => writeln!(out, "off; no recording"),
     }
 }
 
@@ -79,7 +79,7 @@ fn save(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {
         _ if file == Path::new("-") => {
             let mut out = io::stdout().lock();
             if out.is_terminal() {
-                let why = "a trace is nothing for a terminal: name a file, or a pipe for `-`";
+                let why = "not writing a trace to a terminal; name a file, or redirect the output";
                 return Err(bad_input(anyhow!(why)));
             }
             get(&mut out)?;
@@ -93,6 +93,10 @@ fn save(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {
     };
     show(&Saved { file, bytes }, json, |out, saved| {
         let size = ByteSize(saved.bytes).display().iec();
-        writeln!(out, "{} has the trace, {size}: `shadowbell trace {0}` shows it", file.display())
+        writeln!(
+            out,
+            "trace written to {}, {size}; show it with `shadowbell trace {0}`",
+            file.display()
+        )
     })
 }

@@ -47,7 +47,7 @@ fn recover_unlimited(
     if NvmeDisk::is_kept_by(state) {
         let disk = attach_again(spec, wait)?;
         if !disk.is_that(state) {
-            let why = anyhow!("{spec}: it is another disk than before, or has another size");
+            let why = anyhow!("{spec}: another disk than before, or its size has changed");
             return Err(DiskSpecError::Device(why));
         }
         return Ok(disk);
@@ -99,8 +99,8 @@ fn attach_once(spec: &str, wait: Wait<'_>) -> anyhow::Result<NvmeDisk> {
     })?;
     while !attempt.is_finished() {
         if !wait() {
-            bail!("{spec}: it is not waited for any longer");
+            bail!("{spec}: recovery was cancelled");
         }
     }
-    attempt.join().unwrap_or_else(|_| Err(anyhow!("{spec}: attaching to it has failed")))
+    attempt.join().unwrap_or_else(|_| Err(anyhow!("{spec}: attaching has failed")))
 }

@@ -1,7 +1,7 @@
 //! Disk specifications of the user: parsing, validation and opening.
 
-use crate::layers::Layers;
-use crate::self_as_is;
+use crate::disk_layers::Layers;
+use crate::process_env;
 use crate::target::{Target, not_a_disk};
 use crate::uuid_text::{no_uuid, parse_uuid};
 use crate::{exit, transport};
@@ -239,16 +239,16 @@ pub(crate) fn outside(spec: &str) -> Option<&'static str> {
         return Some("connects to a server by itself");
     }
     if RbdSpec::is_one(spec) {
-        return Some("loads the library of Ceph, which does as it likes");
+        return Some("loads Ceph's library, which needs other system calls");
     }
     if spec.starts_with("nvme:") {
-        return Some("has a device of its own, by VFIO");
+        return Some("accesses a device with VFIO");
     }
     if spec.starts_with("vfio-user:") {
         return Some("connects to another server by itself");
     }
     let options = FileSpec::parse(&split(spec).ok()?.0).ok()??.options;
-    options.allow_backing.then_some("may have other files, which it names itself")
+    options.allow_backing.then_some("may open backing files, which the image names")
 }
 
 /// Size of a disk in memory: the memory that it uses when full. `None` for other disks.
@@ -271,7 +271,7 @@ pub(crate) fn from_root(spec: &str) -> String {
         return spec.to_owned();
     }
     let options = options.map(|options| format!("?{options}")).unwrap_or_default();
-    format!("{}{options}", self_as_is::absolute(Path::new(disk)).display())
+    format!("{}{options}", process_env::absolute(Path::new(disk)).display())
 }
 
 /// Lifetime of the state that a disk has in memory.
@@ -298,8 +298,7 @@ fn check_name(spec: &str) -> Result<(), DiskSpecError> {
     match spec.split('?').next() {
         Some("-") => Err(wrong(
             spec,
-            "standard input and output are no disks; a file of that name \
-                                      is `./-`"
+            "standard input and output cannot be used; for a file of that name, give `./-`"
                 .to_owned(),
         )),
         _ => Ok(()),
@@ -320,13 +319,12 @@ fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, Di
     let mut options = options.split('&').filter_map(|option| option.split_once('='));
     match options.find(|(option, _)| *option == "read-only") {
         None => Ok(Some(format!(
-            "{name}: it is read-only, because the system does not let it be written; \
-             `read-only=on` says that this is meant"
+            "{name}: read-only, because the system permits no writes; add `read-only=on` if this \
+             is intended"
         ))),
         Some((_, "off" | "false" | "no")) => Err(wrong(
             spec,
-            "the system does not let it be \
-            written; change its permissions, or leave out `read-only=off`"
+            "the system permits no writes; change its permissions, or leave out `read-only=off`"
                 .to_owned(),
         )),
         Some(_) => Ok(None),
@@ -460,12 +458,12 @@ fn parse(text: Option<&str>) -> Result<Options, String> {
             "zero-copy" => options.zero_copy = switch()?,
             "block-size" => {
                 return Err(
-                    "its blocks are as long as the device says; leave out `block-size`".to_owned()
+                    "the block size is that of the device; leave out `block-size`".to_owned()
                 );
             }
             other => {
                 return Err(format!(
-                    "such a disk has no option `{other}`; its options are `read-only`, `zero-copy`"
+                    "this disk type has no option `{other}`; its options are `read-only`, `zero-copy`"
                 ));
             }
         }
@@ -515,13 +513,13 @@ mod tests {
         }
         assert_eq!(write_protection("a?read-only=on", true).unwrap(), None);
         let remark = write_protection("a?direct=on", true).unwrap().unwrap();
-        assert!(remark.starts_with("a: it is read-only, because"), "{remark}");
+        assert!(remark.starts_with("a: read-only, because"), "{remark}");
         let error = write_protection("a?read-only=off", true).unwrap_err();
-        assert!(error.to_string().contains("does not let it be written"), "{error}");
+        assert!(error.to_string().contains("the system permits no writes"), "{error}");
         assert_eq!(exit::status(&error.into_error()), exit::BAD_INPUT);
         for spec in ["-", "-?read-only=on"] {
-            assert!(open(spec).unwrap_err().to_string().contains("is `./-`"));
-            assert!(check(spec).unwrap_err().to_string().contains("is `./-`"));
+            assert!(open(spec).unwrap_err().to_string().contains("give `./-`"));
+            assert!(check(spec).unwrap_err().to_string().contains("give `./-`"));
         }
     }
 
@@ -545,7 +543,7 @@ mod tests {
             ("nbd+unix:///x", "lacks a socket"),
             ("nbd://host/x?direct=on", "no option `direct`"),
             ("vfio-user:/nonexistent/a.sock/1", "no controller behind /nonexistent/a.sock"),
-            ("vfio-user:/a.sock?block-size=512", "as long as the device says"),
+            ("vfio-user:/a.sock?block-size=512", "that of the device"),
             ("vfio-user:/a.sock?direct=on", "has no option `direct`"),
             ("vfio-user:/a.sock?read-only=1", "`on` or `off`, not `1`"),
             ("vfio-user:/a.sock?read-only", "no option; options are written"),

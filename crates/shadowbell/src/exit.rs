@@ -1,7 +1,7 @@
 //! Exit statuses of the program, and output of errors.
 
+use crate::error_text::without_numbers;
 use crate::logging;
-use crate::plain_words::without_numbers;
 use std::fmt;
 use std::io;
 use std::process::ExitCode;
@@ -21,13 +21,12 @@ pub(crate) const CONFLICT: u8 = 4;
 /// Help text about exit statuses.
 pub(crate) const HELP: &str = "\
 Exit status:
-  0  what was asked for was done
-  1  something went wrong while it was done
-  2  it can not be done as asked: the command line, a configuration file, or a disk or a path that \
-they name
-  3  ctl: there is no such server, controller or namespace
-  4  ctl: it is not possible as the server is now
-A fault of the program itself ends it by SIGABRT (134 to a shell), so that it can be started again";
+  0  success
+  1  failure during execution
+  2  unusable input: the command line, a configuration file, or a disk or a path that they name
+  3  ctl: no such server, controller or namespace
+  4  ctl: not possible in the current state of the server
+After an internal error, the program ends with SIGABRT (134 in a shell), so that it can be restarted";
 
 /// Error with its exit status.
 #[derive(Debug)]

@@ -32,9 +32,9 @@
 //! | `banner` | description of an attached controller |
 //! | `local` | in-process controller for the driver |
 //! | `controller_config` | controller as requested by the user, and its configuration |
-//! | `ana_word` | ANA states and groups |
-//! | `offered_doorbells` | doorbell mechanisms of a controller |
-//! | `disk_spec`, `layers`, `limits` | disk specifications: parsing, opening, layers, rate limits |
+//! | `ana_state` | ANA states and groups |
+//! | `doorbell_mode` | doorbell mechanisms of a controller |
+//! | `disk_spec`, `disk_layers`, `limits` | disk specifications: parsing, opening, layers, rate limits |
 //! | `disk_recovery` | recovery of disks after the death of a server process |
 //! | `pool`, `pool_disks` | pools of namespaces that hosts create |
 //! | `transport` | connection of the driver to a controller |
@@ -48,31 +48,32 @@
 //! | `notify` | notifications to the service manager |
 //! | `live_stats` | statistics protocol of `serve` and `top` |
 //! | `queue_options` | doorbell and completion modes of the driver |
-//! | `content`, `rng` | verifiable block content; random number generator |
+//! | `block_pattern`, `rng` | verifiable block content; random number generator |
 //! | `report`, `latency` | results of measurements as JSON; latency histograms |
 //! | `page` | HTML reports of measurements |
 //! | `table`, `units`, `output` | tables, numbers with units, output formats |
-//! | `plain_words` | error texts of libraries without Rust terms |
+//! | `error_text` | error texts of libraries without Rust terms |
 //! | `parse`, `cpu_list`, `uuid_text` | parsers of sizes, times, CPU lists and UUIDs |
 //! | `subsystems` | NVM subsystems of several controllers |
-//! | `shell`, `paste` | quoting of arguments for a shell |
-//! | `replace`, `whole_file` | atomic replacement of files |
-//! | `self_as_is` | start-up attributes of this process |
+//! | `shell_quote` | shell commands to paste: quoting and output |
+//! | `atomic_file` | atomic replacement of files |
+//! | `process_env` | start-up attributes of this process |
 //! | `signals`, `descriptor_limit` | signal handling; limit of open files |
 //! | `log_thread` | asynchronous log output |
-//! | `late_close` | deferred close of descriptors |
+//! | `deferred_close` | deferred close of descriptors |
 //! | `logging`, `exit` | log setup; exit statuses |
 #![forbid(unsafe_code)]
 
-mod ana_word;
+mod ana_state;
+mod atomic_file;
 mod attach_many;
 mod banner;
 mod bench;
 mod bind;
+mod block_pattern;
 mod checkpoint;
 mod checkpoint_codec;
 mod cli;
-mod content;
 mod control;
 mod controller_config;
 mod cpu_list;
@@ -80,17 +81,19 @@ mod ctl;
 mod ctl_ana;
 mod ctl_plan;
 mod ctl_trace;
+mod deferred_close;
 mod demo;
 mod descriptor_limit;
+mod disk_layers;
 mod disk_recovery;
 mod disk_spec;
+mod doorbell_mode;
+mod error_text;
 mod exit;
 mod export;
 mod grant;
 mod inspect;
-mod late_close;
 mod latency;
-mod layers;
 mod limits;
 mod live_stats;
 mod load;
@@ -100,24 +103,20 @@ mod logging;
 mod manage;
 mod manual;
 mod notify;
-mod offered_doorbells;
 mod output;
 mod overwrite;
 mod page;
 mod parse;
-mod paste;
 mod path_broker;
-mod plain_words;
 mod pool;
 mod pool_disks;
+mod process_env;
 mod queue_options;
-mod replace;
 mod report;
 mod rng;
-mod self_as_is;
 mod serve;
 mod session;
-mod shell;
+mod shell_quote;
 mod signals;
 mod subsystems;
 mod supervisor;
@@ -131,7 +130,6 @@ mod units;
 mod upgrade;
 mod uuid_text;
 mod verify;
-mod whole_file;
 
 pub use cli::main;
 

@@ -59,9 +59,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), String> {
     let is_fine = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
     match (1..=64).contains(&name.len()) && name.bytes().all(is_fine) {
         true => Ok(()),
-        false => {
-            Err(format!("`{name}` is no name of a group: it has 1 to 64 letters, digits, `-_.`"))
-        }
+        false => Err(format!("`{name}` is not a group name: use 1 to 64 letters, digits, `-_.`")),
     }
 }
 

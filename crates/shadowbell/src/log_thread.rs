@@ -94,11 +94,11 @@ impl Lines {
     fn push_count(&mut self) {
         let dropped = std::mem::take(&mut self.dropped);
         if dropped != 0 {
-            let s = if dropped == 1 { " is" } else { "s are" };
+            let s = if dropped == 1 { "" } else { "s" };
             self.push(
                 format!(
-                    "warning: {dropped} line{s} missing here: more was to be logged than is \
-                     written or read\n"
+                    "warning: {dropped} line{s} dropped: the log exceeds its rate limit, or is not \
+                     read\n"
                 )
                 .into_bytes(),
             );
@@ -291,7 +291,7 @@ mod tests {
         for _ in 0..lines {
             log.line(&[line.as_slice(), b"\n"].concat());
         }
-        assert!(!log.finish(Duration::from_millis(10)), "nobody has read anything");
+        assert!(!log.finish(Duration::from_millis(10)), "the pipe was read");
         log.last_words(b"the end\n");
         let mut read = 0;
         let mut missing = 0;

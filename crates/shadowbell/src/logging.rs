@@ -1,7 +1,7 @@
 //! Log setup: lines on standard error for users.
 
+use crate::error_text::without_numbers;
 use crate::log_thread::{Limits, LogThread, Pace};
-use crate::plain_words::without_numbers;
 use parking_lot::Mutex;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt;
@@ -67,8 +67,8 @@ pub(crate) fn set_filter(directives: &str) -> Result<(), String> {
     let new = directives.parse::<Targets>();
     let new = new.ok().filter(|_| !is_empty && directives.is_ascii()).ok_or_else(|| {
         format!(
-            "`{directives}` says nothing of what to log: it is error, warn, info, debug or trace, \
-             or a list such as `info,shadowbell_vfio_user=debug`"
+            "`{directives}` is not a log filter: use error, warn, info, debug or trace, or a list \
+             such as `info,shadowbell_vfio_user=debug`"
         )
     })?;
     let Some(filter) = FILTER.get() else { return Err("this process has no log".to_owned()) };
@@ -187,13 +187,13 @@ fn die(panic: &PanicHookInfo<'_>) {
     let (name, trace) = (thread.name().unwrap_or("?"), Backtrace::capture());
     let trace = match trace.status() {
         BacktraceStatus::Captured => format!("{trace}"),
-        _ => String::from("RUST_BACKTRACE=1 shows the way there\n"),
+        _ => String::from("set RUST_BACKTRACE=1 for a backtrace\n"),
     };
-    let why = panic.payload_as_str().unwrap_or("for a reason that is no text");
+    let why = panic.payload_as_str().unwrap_or("with a payload that is not text");
     let place = panic.location().map_or_else(|| "?".into(), ToString::to_string);
     last_words(&format!(
-        "shadowbell: thread {name} has panicked at {place}: {why}; this is a fault of the program, \
-         which ends now (SIGABRT), so that it can be started again\n{trace}"
+        "shadowbell: thread {name} has panicked at {place}: {why}; this is an internal error, and the \
+         program is aborted (SIGABRT), so that it can be restarted\n{trace}"
     ));
     std::process::abort();
 }

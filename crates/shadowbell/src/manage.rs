@@ -175,9 +175,7 @@ impl Force {
     fn check(self, what: &str) -> anyhow::Result<()> {
         match self.force {
             true => Ok(()),
-            false => {
-                Err(bad_input(anyhow!("this destroys {what}; say `--force` if that is meant")))
-            }
+            false => Err(bad_input(anyhow!("this destroys {what}; confirm with `--force`"))),
         }
     }
 }
@@ -209,7 +207,7 @@ fn identify(session: &Session, nsid: u32) -> anyhow::Result<IdentifyNamespace> {
     let cns = if nsid == u32::MAX { cns::NAMESPACE } else { cns::ALLOCATED_NAMESPACE };
     let fields = Identify { cns, ..Identify::default() };
     let page = session.controller.admin().identify(nsid, fields)?;
-    IdentifyNamespace::read_from_bytes(&page).map_err(|_| anyhow!("Identify gave too little"))
+    IdentifyNamespace::read_from_bytes(&page).map_err(|_| anyhow!("the Identify data is too short"))
 }
 
 /// Index of the LBA format with this block size and without metadata.
@@ -228,7 +226,7 @@ fn format_of(identity: &IdentifyNamespace, block_size: u64) -> anyhow::Result<u8
 pub(crate) fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
     let session = attach_to(&args.target)?;
     let common = told(&args.target, session.controller.admin().identify_namespace(u32::MAX));
-    let common = common.context("whether namespaces can be made")?;
+    let common = common.context("checking for namespace management")?;
     let format = match (args.flbas, args.block_size) {
         (Some(index), _) => index,
         (None, Some(block_size)) => format_of(&common, block_size)?,
@@ -240,7 +238,7 @@ pub(crate) fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
     if let Some(ncap) = &args.ncap
         && blocks_of(ncap, block_size)? != blocks
     {
-        bail!(bad_input(anyhow!("the capacity is the size: leave out `--ncap`")));
+        bail!(bad_input(anyhow!("the capacity must be equal to the size: leave out `--ncap`")));
     }
     let nsid = told(&args.target, session.controller.admin().create_namespace(blocks, format))?;
     session.detach()?;
@@ -256,7 +254,9 @@ fn blocks_of(text: &str, block_size: u64) -> anyhow::Result<u64> {
     let bytes = parse::size(text).map_err(|why| bad_input(anyhow!(why)))?;
     match bytes.is_multiple_of(block_size) {
         true => Ok(bytes / block_size),
-        false => Err(bad_input(anyhow!("{text} are no whole blocks of {block_size} bytes"))),
+        false => Err(bad_input(anyhow!(
+            "{text} is not a multiple of the block size of {block_size} bytes"
+        ))),
     }
 }
 
@@ -336,7 +336,7 @@ pub(crate) fn sanitize(args: &SanitizeArgs) -> anyhow::Result<ExitCode> {
     };
     told(&args.target, session.controller.admin().sanitize(fields))?;
     session.detach()?;
-    println!("sanitize: it has begun; `shadowbell sanitize-log` says how far it is");
+    println!("sanitize: started; `shadowbell sanitize-log` shows the progress");
     Ok(ExitCode::SUCCESS)
 }
 
@@ -360,7 +360,7 @@ pub(crate) fn write_uncorrectable(args: &UncorrectableArgs) -> anyhow::Result<Ex
             break done;
         }
         if !queue.wait(Some(deadline))? && Instant::now() >= deadline {
-            bail!("{}: it does not answer", args.target);
+            bail!("{}: the command timed out", args.target);
         }
     };
     if !done.status.is_success() {

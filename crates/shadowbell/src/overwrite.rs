@@ -39,11 +39,11 @@ impl Overwrite {
         match found {
             Ok(None) => Ok(()),
             Ok(Some(found)) => Err(bad_input(anyhow!(
-                "{target} holds {found}, which would be overwritten; name another target, or say \
-                 `--force`"
+                "{target} holds {found}, which would be overwritten; name another target, or \
+                 confirm with `--force`"
             ))),
             Err(error) => {
-                tracing::warn!("{target}: whether it holds anything can not be told: {error:#}");
+                tracing::warn!("{target}: cannot check for existing content: {error:#}");
                 Ok(())
             }
         }
@@ -92,7 +92,7 @@ impl Reader {
                     break done;
                 }
                 if !self.queue.wait(Some(deadline))? && Instant::now() >= deadline {
-                    bail!("it does not answer");
+                    bail!("a read timed out");
                 }
             };
             if !done.status.is_success() {

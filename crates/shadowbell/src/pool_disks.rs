@@ -29,7 +29,7 @@ pub(crate) fn with_attached(
 ) -> anyhow::Result<Vec<DiskConfig>> {
     let pool = pool::opened(spec).ok_or_else(|| {
         bad_input(anyhow!(
-            "the pool {} was not there when the server began: stop it and start it again",
+            "the pool {} was not opened at start-up: restart the server",
             spec.directory.display()
         ))
     })?;
@@ -41,7 +41,7 @@ pub(crate) fn with_attached(
         all.iter().filter_map(|disk| disk.nsid).find(|nsid| index.find(*nsid).is_some())
     {
         return Err(bad_input(anyhow!(
-            "the pool {} has a namespace {taken}: give the disk of that number another one (`nsid`)",
+            "the pool {} has a namespace {taken}: give the disk with this number another `nsid`",
             spec.directory.display()
         )));
     }

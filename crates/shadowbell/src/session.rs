@@ -43,8 +43,7 @@ impl Session {
                 })?;
                 if disk.info().zoned.is_some() {
                     return Err(exit::bad_input(anyhow!(
-                        "{}: it is made of zones, which this program serves to guests and does \
-                         not use itself; leave out `zoned`, or serve it",
+                        "{}: a zoned disk can be served, but not used directly; leave out `zoned`",
                         disk.name()
                     )));
                 }
@@ -117,7 +116,7 @@ impl Session {
         match namespace.unusable() {
             None => Ok(namespace),
             Some(what) => Err(exit::bad_input(anyhow!(
-                "{}: the namespace {what}, which this program can not handle",
+                "{}: the namespace {what}, which this program does not support",
                 self.target
             ))),
         }
@@ -132,7 +131,7 @@ impl Session {
         match namespace.metadata() {
             Some(_) => Ok(namespace),
             None => Err(exit::bad_input(anyhow!(
-                "{}: the namespace has no metadata that this program knows",
+                "{}: the namespace has no metadata that this program supports",
                 self.target
             ))),
         }
@@ -145,7 +144,7 @@ impl Session {
                 self.controller.namespaces().iter().map(|ns| ns.nsid().to_string()).collect();
             let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
             return Err(exit::bad_input(anyhow!(
-                "{}: there is no namespace {nsid}; active are: {there}",
+                "{}: there is no namespace {nsid}; active: {there}",
                 self.target
             )));
         };
@@ -173,9 +172,9 @@ fn nothing_at(path: &str) -> String {
     let looks_like_socket =
         Path::new(path).extension().is_some_and(|end| end == "sock" || end == "socket");
     let make = if looks_like_socket {
-        format!("`shadowbell serve DISK --socket {path}` makes such a socket")
+        format!("`shadowbell serve DISK --socket {path}` creates such a socket")
     } else {
-        format!("`truncate -s 10G {path}` makes an image of zeroes")
+        format!("`truncate -s 10G {path}` creates an empty image")
     };
     format!(
         "{path}: there is no such file; a TARGET is a disk (disk.img, /dev/sdb, mem:1GiB), \
@@ -201,7 +200,7 @@ mod tests {
             "NVMe 2.",
             "CAP 0x",
             "MQES ",
-            "2 queue pairs asked for, 2 got, of 32 entries; interrupts, shadow doorbells",
+            "2 queue pairs requested, 2 granted, of 32 entries; interrupts, shadow doorbells",
             "namespace 1: 1.0 MiB, 256 blocks of 4096 bytes",
             "queue map: 1",
         ] {

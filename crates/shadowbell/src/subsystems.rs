@@ -3,7 +3,7 @@
 //! Subsystems exist once per process. Their files are opened at start-up, before the process enters
 //! its sandbox, so no subsystem can be added later.
 
-use crate::ana_word::AnaGroups;
+use crate::ana_state::AnaGroups;
 use crate::disk_spec::DiskSpecError;
 use anyhow::{Context, anyhow};
 use parking_lot::Mutex;
@@ -18,7 +18,7 @@ use std::sync::{Arc, Weak};
 
 /// Membership of a controller in a subsystem, as requested by the user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct Membership {
     /// Name of the subsystem.
     pub(crate) name: String,
     /// File for persistent reservations.
@@ -49,10 +49,10 @@ static OPEN: Mutex<Option<HashMap<String, Open>>> = Mutex::new(None);
 ///
 /// # Errors
 /// A file cannot be opened.
-pub(crate) fn open<'a>(places: impl Iterator<Item = &'a Place>) -> anyhow::Result<()> {
+pub(crate) fn open<'a>(memberships: impl Iterator<Item = &'a Membership>) -> anyhow::Result<()> {
     let mut open = OPEN.lock();
     let open = open.get_or_insert_default();
-    for Place { name, state, .. } in places {
+    for Membership { name, state, .. } in memberships {
         if open.contains_key(name) {
             continue;
         }
@@ -69,23 +69,21 @@ pub(crate) fn open<'a>(places: impl Iterator<Item = &'a Place>) -> anyhow::Resul
 ///
 /// # Errors
 /// There is no such subsystem, or the controller identifier is in use.
-pub(crate) fn join(place: &Place) -> anyhow::Result<Arc<Member>> {
+pub(crate) fn join(membership: &Membership) -> anyhow::Result<Arc<Member>> {
     let mut open = OPEN.lock();
-    let found = open.as_mut().and_then(|open| open.get_mut(&place.name)).ok_or_else(|| {
-        anyhow!(
-            "the subsystem {} is not one that the server was started with: start it again",
-            place.name
-        )
+    let found = open.as_mut().and_then(|open| open.get_mut(&membership.name)).ok_or_else(|| {
+        anyhow!("the subsystem {} was not opened at start-up: restart the server", membership.name)
     })?;
     if let Some(file) = found.file.take() {
-        let origin = || format!("the subsystem {}: {}", place.name, place.state.display());
+        let origin =
+            || format!("the subsystem {}: {}", membership.name, membership.state.display());
         found.subsystem = Some(Subsystem::new(Some(file)).with_context(origin)?);
     }
-    let subsystem = found.subsystem.as_ref().ok_or_else(|| anyhow!("it could not be made"))?;
-    let joined = subsystem.join(Some(place.cntlid));
+    let subsystem = found.subsystem.as_ref().ok_or_else(|| anyhow!("it could not be created"))?;
+    let joined = subsystem.join(Some(membership.cntlid));
     let joined =
-        joined.map_err(|error: JoinError| anyhow!("the subsystem {}: {error}", place.name));
-    Ok(joined?.with_ana(place.ana.by_nsid(), place.ana.by_group()))
+        joined.map_err(|error: JoinError| anyhow!("the subsystem {}: {error}", membership.name));
+    Ok(joined?.with_ana(membership.ana.by_nsid(), membership.ana.by_group()))
 }
 
 /// Disk that another controller of the subsystem has opened, or else a new one from `open`.
@@ -93,7 +91,7 @@ pub(crate) fn join(place: &Place) -> anyhow::Result<Arc<Member>> {
 /// # Errors
 /// Errors of `open`.
 pub(crate) fn disk(
-    place: &Place,
+    membership: &Membership,
     index: usize,
     spec: &str,
     open: impl FnOnce() -> Result<Arc<dyn Disk>, DiskSpecError>,
@@ -101,13 +99,13 @@ pub(crate) fn disk(
     let key = (index, spec.to_owned());
     let known = || {
         let all = OPEN.lock();
-        all.as_ref()?.get(&place.name)?.disks.get(&key)?.upgrade()
+        all.as_ref()?.get(&membership.name)?.disks.get(&key)?.upgrade()
     };
     if let Some(disk) = known() {
         return Ok(disk);
     }
     let disk = open()?;
-    if let Some(its) = OPEN.lock().as_mut().and_then(|all| all.get_mut(&place.name)) {
+    if let Some(its) = OPEN.lock().as_mut().and_then(|all| all.get_mut(&membership.name)) {
         its.disks.insert(key, Arc::downgrade(&disk));
     }
     Ok(disk)

@@ -9,18 +9,18 @@ use std::str::FromStr;
 /// Explanation of TARGET in the help of verbs.
 pub(crate) const HELP: &str = "\
 A TARGET is one of
-  vfio-user:/run/vm0.sock  a controller behind a vfio-user socket, namespace 1;
+  vfio-user:/run/vm0.sock  controller behind a vfio-user socket, namespace 1;
                            namespace 2 is vfio-user:/run/vm0.sock/2
-  local:disk.img           a controller in this process over a disk, as `serve`
-                           takes them: local:mem:1GiB, local:null:1TiB
-  disk.img, mem:1GiB       the same; the path of a socket is a vfio-user target
-  disk.qcow2               a qcow2 image, whatever its name; ?format=raw and
-                           ?format=qcow2 say what a file is
-  nbd://host/export        an export of an NBD server; behind a UNIX socket it is
-                           nbd+unix:///export?socket=PATH; by TLS nbds:
-  rbd:pool/image           an image of a Ceph cluster; rbd:pool/image@snapshot
-  nvme://0000:01:00.0/1    a PCI device through VFIO, namespace 1; hand the device
-                           over first with `shadowbell bind 0000:01:00.0`";
+  local:disk.img           controller in this process over a disk, in the syntax
+                           of `serve`: local:mem:1GiB, local:null:1TiB
+  disk.img, mem:1GiB       same as local:; the path of a socket means vfio-user:
+  disk.qcow2               qcow2 image, detected by its content; ?format=raw and
+                           ?format=qcow2 override that
+  nbd://host/export        export of an NBD server; with a Unix socket
+                           nbd+unix:///export?socket=PATH; with TLS nbds:
+  rbd:pool/image           image of a Ceph cluster; rbd:pool/image@snapshot
+  nvme://0000:01:00.0/1    PCI function, with VFIO, namespace 1; bind it first
+                           with `shadowbell bind 0000:01:00.0`";
 
 /// Namespace as named by the user. See `HELP`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -137,7 +137,7 @@ impl Target {
         }
     }
 
-    /// The same controller with another namespace.
+    /// Target with another namespace of this controller.
     #[must_use]
     pub fn with_nsid(&self, nsid: u32) -> Self {
         match self {

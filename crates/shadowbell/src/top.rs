@@ -4,7 +4,7 @@ mod rates;
 mod screen;
 
 use crate::control::client::Client;
-use crate::control::find;
+use crate::control::discovery;
 use crate::exit::{self, bad_input};
 use crate::live_stats::{Snapshot, VERSION};
 use crate::output::Output;
@@ -62,7 +62,7 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
     if (Duration::from_millis(50)..=Duration::from_secs(24 * 3600)).contains(&interval) {
         Ok(interval)
     } else {
-        Err("it is from 50ms to a day".into())
+        Err("the interval must be from 50ms to 24h".into())
     }
 }
 
@@ -154,12 +154,12 @@ enum Source {
 
 impl Source {
     fn open(server: Option<&str>) -> anyhow::Result<Self> {
-        let Some(server) = server else { return Ok(Self::Directory(find::directory()?)) };
+        let Some(server) = server else { return Ok(Self::Directory(discovery::directory()?)) };
         let path = Path::new(server);
         if !server.contains('/') && !path.exists() {
-            return Ok(Self::Control(find::server(Some(server))?));
+            return Ok(Self::Control(discovery::server(Some(server))?));
         }
-        if let Some((client, _)) = find::owner(path) {
+        if let Some((client, _)) = discovery::owner(path) {
             return Ok(Self::Control(client));
         }
         let mut server = Server::connect(path)?;
@@ -172,7 +172,7 @@ impl Source {
             return Ok(Self::Control(control));
         }
         Err(bad_input(error.context(format!(
-            "{}: it is no socket of counters, as `shadowbell serve` has",
+            "{}: neither a control socket nor a statistics socket of `shadowbell serve`",
             path.display()
         ))))
     }
@@ -182,7 +182,7 @@ impl Source {
             Self::Counters(server) => Ok(Looks::from([(String::new(), server.ask()?)])),
             Self::Control(client) => Ok(Looks::from([(String::new(), client.get(SNAPSHOT)?)])),
             Self::Directory(directory) => {
-                let servers = find::running(directory).into_iter();
+                let servers = discovery::running(directory).into_iter();
                 // A server that has ended since the directory was read is skipped.
                 let looks: Looks = servers
                     .filter_map(|(name, socket)| {
@@ -191,7 +191,7 @@ impl Source {
                     .collect();
                 if looks.is_empty() {
                     return Err(exit::not_there(anyhow!(
-                        "no server runs that has its control socket in {}",
+                        "no running server has its control socket in {}",
                         directory.display()
                     )));
                 }
@@ -208,10 +208,10 @@ impl Server {
         let stream = UnixStream::connect(path).map_err(|error| {
             let why = match error.kind() {
                 ErrorKind::NotFound => format!(
-                    "there is no such socket; `shadowbell serve ... --stats-socket {}` makes one",
+                    "no such socket; `shadowbell serve ... --stats-socket {}` creates one",
                     path.display()
                 ),
-                ErrorKind::ConnectionRefused => "nobody listens there (any more)".into(),
+                ErrorKind::ConnectionRefused => "no server listens on this socket".into(),
                 _ => error.to_string(),
             };
             bad_input(anyhow!("{}: {why}", path.display()))
@@ -236,7 +236,7 @@ impl Server {
         self.0.get_mut().write_all(QUESTION)?;
         let mut line = String::new();
         match self.0.by_ref().take(MAX_ANSWER).read_line(&mut line)? {
-            0 => Err(io::Error::other("it has hung up")),
+            0 => Err(io::Error::other("the server closed the connection")),
             _ => Ok(line),
         }
     }

@@ -1,6 +1,6 @@
 //! Connection to a controller outside of this process.
 
-use crate::control::find;
+use crate::control::discovery;
 use crate::exit;
 use crate::target::Target;
 use anyhow::{anyhow, bail};
@@ -62,10 +62,10 @@ pub(crate) fn again(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
 
 /// Error text if the server reports that another client is connected.
 fn who_has(path: &Path) -> Option<String> {
-    let (_, controller) = find::owner(path)?;
+    let (_, controller) = discovery::owner(path)?;
     controller.client.then(|| {
-        "another client has it, and a controller has one at a time; `shadowbell list`, `id-ctrl`, \
-         `smart-log` and `error-log` show what its server says of it"
+        "another client is connected, and a controller serves one at a time; `shadowbell list`, \
+         `id-ctrl`, `smart-log` and `error-log` query its server instead"
             .to_owned()
     })
 }
@@ -76,12 +76,12 @@ fn nobody_at(path: &Path) -> Option<String> {
     let serve = format!("`shadowbell serve DISK --socket {}`", path.display());
     match std::fs::metadata(&path) {
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-            Some(format!("there is no such socket; {serve} makes one"))
+            Some(format!("there is no such socket; {serve} creates one"))
         }
-        Ok(file) if !file.file_type().is_socket() => Some("it is no socket".into()),
+        Ok(file) if !file.file_type().is_socket() => Some("not a socket".into()),
         Ok(_) => match UnixStream::connect(&path) {
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-                Some(format!("its server has ended; start it again, for example by {serve}"))
+                Some(format!("its server has ended; restart it, for example with {serve}"))
             }
             _ => None,
         },
@@ -102,9 +102,9 @@ mod tests {
         for (name, words) in [
             ("none", "there is no such socket; `shadowbell serve DISK --socket "),
             ("file/none", "there is no such socket"),
-            ("", "/cntrl` makes one"),
-            ("file", "it is no socket"),
-            ("ended", "its server has ended; start it again"),
+            ("", "/cntrl` creates one"),
+            ("file", "not a socket"),
+            ("ended", "its server has ended; restart it"),
         ] {
             let target = Target::VfioUser { socket: path(name), nsid: 1 };
             let Err(error) = to(&target) else { panic!("{name}") };

@@ -1,7 +1,7 @@
 //! `shadowbell upgrade`: restarts a running server for an upgrade, by a request to its supervisor.
 
 use crate::control::api::Status;
-use crate::control::find;
+use crate::control::discovery;
 use crate::supervisor::client::{self, SupervisorClient};
 use anyhow::Context;
 use std::path::{Path, PathBuf};
@@ -27,13 +27,13 @@ pub(crate) struct Args {
 }
 
 const AFTER_HELP: &str = "\
-SIGUSR2 to the supervisor does the same with the program at the path of the running one, and says what \
-came of it in the server's log. `shadowbell serve --help` and docs/upgrades.md say more.
+SIGUSR2 to the supervisor has the same effect, with the program at the path of the running one; the \
+result is in the server's log. See also `shadowbell serve --help` and docs/upgrades.md.
 
 Exit status:
   0  the new process serves
-  1  it does not; the old one goes on, if the sentence does not say otherwise
-  2  there is no such server, or no such program";
+  1  the upgrade failed; the old process continues unless the message says otherwise
+  2  no such server or program";
 
 /// Runs the verb.
 ///
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let program = program.map(|path| client::program("--binary", path)).transpose()?;
     let outcome = supervisor(&args.server)?.upgrade(program.as_deref());
     let server = args.server.display();
-    println!("{}", outcome.with_context(|| format!("{server} is not upgraded"))?);
+    println!("{}", outcome.with_context(|| format!("cannot upgrade {server}"))?);
     Ok(ExitCode::SUCCESS)
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// the servers are asked.
 fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     SupervisorClient::find(server).or_else(|error| {
-        let asked = find::owner(server).and_then(|(client, _)| {
+        let asked = discovery::owner(server).and_then(|(client, _)| {
             let status = client.get::<Status>("/v1/status").ok()?;
             SupervisorClient::find(Path::new(&status.keeper_pid?.to_string())).ok()
         });

@@ -142,8 +142,8 @@ impl Args {
         }
         if threads < self.numjobs && self.completion != CompletionMode::Poll {
             bail!(
-                "a thread that has several jobs can not sleep on one of them: with --completion \
-                 {} leave --threads out",
+                "a thread with several jobs cannot sleep until one of them completes: with \
+                 --completion {}, leave out --threads",
                 self.completion.name()
             );
         }
@@ -152,7 +152,7 @@ impl Args {
         }
         let bs = u32::try_from(self.bs).map_err(|_| anyhow!("--bs is below 4 GiB"))?;
         if self.number_ios.is_none() && self.runtime.is_zero() {
-            bail!("--runtime is more than nothing");
+            bail!("--runtime must be greater than zero");
         }
         Ok(LoadConfig {
             rw: self.rw,
@@ -251,12 +251,12 @@ mod tests {
             ("--iodepth 70000", "--iodepth is 1 to 65535"),
             ("--numjobs 0", "--numjobs is at least 1"),
             ("--threads 2", "--threads is 1 to --numjobs (1)"),
-            ("--numjobs 2 --threads 1 --completion interrupt", "can not sleep"),
+            ("--numjobs 2 --threads 1 --completion interrupt", "cannot sleep"),
             ("--completion interrupt --poll-max 300", "--poll-max is for --completion adaptive"),
             ("--bs 8g", "--bs is below 4 GiB"),
             ("--bs 0", "size is zero"),
             ("--bs lots", "no size"),
-            ("--runtime 0", "more than nothing"),
+            ("--runtime 0", "greater than zero"),
             ("--runtime 5x", "no time"),
             ("--runtime -5", "-5"),
             ("--rwmixread 101", "101"),

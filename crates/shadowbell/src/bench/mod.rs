@@ -121,7 +121,7 @@ fn print(out: &mut impl Write, row: &Row) -> io::Result<()> {
     }
     writeln!(
         out,
-        "  for each I/O: {} doorbell MMIO writes ({} in all), {} interrupts, {} of processor time",
+        "  per I/O: {} doorbell MMIO writes ({} in total), {} interrupts, {} of CPU time",
         units::per_io(row.mmio_per_io),
         row.doorbell_mmio_writes,
         units::per_io(row.interrupts_per_io),
@@ -130,7 +130,7 @@ fn print(out: &mut impl Write, row: &Row) -> io::Result<()> {
     if let (Some(time), Some(percent)) = (row.controller_cpu_ns_per_io, row.controller_cpu_percent)
     {
         let time = units::nanoseconds(time);
-        writeln!(out, "  the server: {time} of processor time for each I/O, {percent:.1} %")?;
+        writeln!(out, "  server: {time} of CPU time per I/O, {percent:.1} %")?;
     }
     if let (Some(checked), Some(errors)) = (row.verified_blocks, row.verify_errors) {
         writeln!(out, "  verify: {checked} blocks checked, {errors} bad")?;

@@ -85,7 +85,7 @@ pub(super) fn claim(
             Ok(claim) => claims.push(claim),
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::NXIO) => {}
             Err(rustix::io::Errno::BUSY) => {
-                return Ok(Err(format!("{disk} is in exclusive use by somebody")));
+                return Ok(Err(format!("{disk} is opened exclusively by another user")));
             }
             Err(error) => return Err(error.into()),
         }

@@ -33,7 +33,7 @@ impl KernelPaths {
 
     pub(super) fn find(&self, address: PciAddress) -> anyhow::Result<PciFunction> {
         PciFunction::find(&self.sys, address)
-            .context("looking for it")?
+            .context("finding the PCI device")?
             .ok_or_else(|| exit::bad_input(anyhow!("there is no such PCI device")))
     }
 }
@@ -61,6 +61,6 @@ impl Kernel for Linux {
             return Ok(());
         }
         let text = String::from_utf8_lossy(&output.stderr);
-        Err(io::Error::other(text.trim().lines().last().unwrap_or("it failed").to_owned()))
+        Err(io::Error::other(text.trim().lines().last().unwrap_or("modprobe failed").to_owned()))
     }
 }

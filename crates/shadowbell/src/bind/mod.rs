@@ -89,18 +89,18 @@ fn take(
     }
     if function.is_for_programs() {
         let driver = function.driver.as_deref().unwrap_or(VFIO);
-        writeln!(out, "{address}: {driver} has it already; nothing to do")?;
+        writeln!(out, "{address}: already bound to {driver}; nothing to do")?;
         return hints(&function, out);
     }
-    let disks = in_use::disks(paths, &function).context("looking for its namespaces")?;
-    let uses = in_use::uses(paths, &disks).context("looking for what uses it")?;
+    let disks = in_use::disks(paths, &function).context("finding its namespaces")?;
+    let uses = in_use::uses(paths, &disks).context("finding users of its disks")?;
     if !uses.is_empty() {
-        return Err(exit::bad_input(anyhow!("it is in use: {}; stop that first", uses.join(", "))));
+        return Err(exit::bad_input(anyhow!("in use: {}; stop this use first", uses.join(", "))));
     }
     // Held until the kernel driver has released the disks.
     let _claims = in_use::claim(paths, &disks)
-        .context("making sure that nobody uses it")?
-        .map_err(|why| exit::bad_input(anyhow!("it is in use: {why}; stop that first")))?;
+        .context("claiming its disks")?
+        .map_err(|why| exit::bad_input(anyhow!("in use: {why}; stop this use first")))?;
     if !paths.driver(VFIO).exists() {
         kernel.load(VFIO).with_context(|| format!("loading the kernel module {VFIO}"))?;
     }
@@ -115,7 +115,7 @@ fn take(
         .and_then(|()| change(&paths.sys.join("bus/pci/drivers_probe"), &address.to_string()))
         .and_then(|()| match paths.find(address)?.driver {
             Some(driver) if driver == VFIO => Ok(()),
-            _ => Err(anyhow!("{VFIO} did not take it; see the kernel's log (dmesg)")),
+            _ => Err(anyhow!("{VFIO} was not bound; see the kernel log (dmesg)")),
         });
     if let Err(error) = handed_over {
         // Restores the previous driver as far as possible.
@@ -124,12 +124,12 @@ fn take(
         return Err(error);
     }
     match old {
-        Some(old) if disks.is_empty() => writeln!(out, "{address}: taken from {old}")?,
+        Some(old) if disks.is_empty() => writeln!(out, "{address}: unbound from {old}")?,
         Some(old) => {
             let disks: Vec<_> = disks.iter().map(String::as_str).collect();
-            writeln!(out, "{address}: taken from {old}, with {}, unused", disks.join(", "))?;
+            writeln!(out, "{address}: unbound from {old}, with unused {}", disks.join(", "))?;
         }
-        None => writeln!(out, "{address}: no driver had it")?,
+        None => writeln!(out, "{address}: had no driver")?,
     }
     writeln!(out, "{address}: bound to {VFIO} until `shadowbell unbind {address}` or a reboot")?;
     hints(&paths.find(address)?, out)
@@ -139,16 +139,16 @@ fn take(
 fn hints(function: &PciFunction, out: &mut dyn Write) -> anyhow::Result<()> {
     let address = function.address;
     let Some(group) = function.group else {
-        let why = "there is no IOMMU: boot with intel_iommu=on or amd_iommu=on to use it";
+        let why = "no IOMMU: boot with intel_iommu=on or amd_iommu=on to use the controller";
         return Ok(writeln!(out, "{address}: {why}")?);
     };
-    for (other, driver) in function.in_the_way().context("looking at its IOMMU group")? {
+    for (other, driver) in function.in_the_way().context("reading its IOMMU group")? {
         writeln!(
             out,
-            "{address}: {driver} has {other} of the same IOMMU group; bind that as well"
+            "{address}: {other} of the same IOMMU group is bound to {driver}; bind it as well"
         )?;
     }
-    Ok(writeln!(out, "{address}: drive it as nvme://{address} (/dev/vfio/{group} is root's)")?)
+    Ok(writeln!(out, "{address}: use it as nvme://{address} (/dev/vfio/{group} requires root)")?)
 }
 
 fn give_back(
@@ -160,7 +160,7 @@ fn give_back(
     let function = paths.find(address)?;
     match function.driver.as_deref() {
         Some(driver) if !function.is_for_programs() => {
-            writeln!(out, "{address}: {driver} has it; nothing to give back")?;
+            writeln!(out, "{address}: already bound to {driver}; nothing to do")?;
             return Ok(());
         }
         _ => {}
@@ -172,7 +172,7 @@ fn give_back(
             error.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error())
         }) {
             return Err(exit::bad_input(anyhow!(
-                "a program has it open ({}); end that one first",
+                "in use by a program ({}); end the program first",
                 path.display()
             )));
         }
@@ -184,12 +184,12 @@ fn give_back(
     change(&function.directory().join("driver_override"), "\n")?;
     if let Some(old) = function.driver.as_deref() {
         change(&paths.driver(old).join("unbind"), &address.to_string())?;
-        writeln!(out, "{address}: taken from {old}")?;
+        writeln!(out, "{address}: unbound from {old}")?;
     }
     change(&paths.sys.join("bus/pci/drivers_probe"), &address.to_string())?;
     match paths.find(address)?.driver {
-        Some(driver) => writeln!(out, "{address}: given back to {driver}")?,
-        None => bail!("no kernel driver took it back; is `nvme` loaded?"),
+        Some(driver) => writeln!(out, "{address}: bound to {driver}")?,
+        None => bail!("no kernel driver was bound; is the module `nvme` loaded?"),
     }
     Ok(())
 }

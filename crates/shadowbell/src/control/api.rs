@@ -1,9 +1,9 @@
 //! Types of requests and answers on the control socket. Their doc comments are the descriptions in
 //! `docs/openapi.json`.
 
-use crate::ana_word::AnaWord;
+use crate::ana_state::AnaWord;
+use crate::doorbell_mode::OfferedDoorbells;
 use crate::limits::{self, DiskLimits};
-use crate::offered_doorbells::OfferedDoorbells;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Limits;
 use std::collections::BTreeMap;

@@ -97,7 +97,7 @@ impl Client {
     }
 
     fn nonsense(&self) -> String {
-        format!("{}: it does not answer as a server of this version does", self.socket.display())
+        format!("{}: not the answer of a shadowbell server of this version", self.socket.display())
     }
 
     /// Sends a GET request for `path` and returns the body of the answer.
@@ -137,7 +137,7 @@ impl Client {
         let mut answer = Vec::new();
         self.exchange(method, path, body, &mut |piece| {
             if answer.len() + piece.len() > MAX_ANSWER {
-                return Err(io::Error::other("it is longer than any answer"));
+                return Err(io::Error::other("the answer exceeds the size limit"));
             }
             answer.extend_from_slice(piece);
             Ok(())
@@ -171,14 +171,14 @@ impl Client {
             });
             answer
                 .await
-                .unwrap_or_else(|_| Err(anyhow!("it does not answer for {} s", TIMEOUT.as_secs())))
+                .unwrap_or_else(|_| Err(anyhow!("no answer within {} s", TIMEOUT.as_secs())))
         });
         let (status, body) = answer.with_context(|| self.socket.display().to_string())?;
         if is_good(status) {
             return Ok(());
         }
         let problem = serde_json::from_slice::<Problem>(&body)
-            .map_err(|_| anyhow!("{}, which has answered with status {status}", self.nonsense()))?;
+            .map_err(|_| anyhow!("{} (HTTP status {status})", self.nonsense()))?;
         let error = anyhow!(problem.message);
         Err(match problem.code {
             Code::BadRequest | Code::MethodNotAllowed => exit::bad_input(error),
@@ -197,8 +197,8 @@ impl Client {
     ) -> anyhow::Result<(u16, Vec<u8>)> {
         let stream = tokio::net::UnixStream::connect(&self.socket).await.map_err(|error| {
             exit::not_there(match error.kind() {
-                ErrorKind::NotFound => anyhow!("there is no such control socket"),
-                ErrorKind::ConnectionRefused => anyhow!("nobody listens there (any more)"),
+                ErrorKind::NotFound => anyhow!("no such control socket"),
+                ErrorKind::ConnectionRefused => anyhow!("no server listens on this socket"),
                 _ => anyhow!(error),
             })
         })?;
@@ -303,6 +303,6 @@ mod tests {
         }
         server.join().unwrap();
         let error = client.get::<Problem>("/v1/status").unwrap_err();
-        assert!(format!("{error:#}").contains("nobody listens there"), "{error:#}");
+        assert!(format!("{error:#}").contains("no server listens on this socket"), "{error:#}");
     }
 }

@@ -15,7 +15,7 @@ pub(super) struct CpuSplit {
 impl CpuSplit {
     /// Divides the CPUs that this process may use.
     pub(super) fn divide() -> anyhow::Result<Self> {
-        let set = sched_getaffinity(None).context("the processors of this process")?;
+        let set = sched_getaffinity(None).context("reading the CPU affinity")?;
         Ok(Self::of((0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()))
     }
 
@@ -43,13 +43,13 @@ impl CpuSplit {
         if !self.are_enough() {
             return start();
         }
-        let before = sched_getaffinity(None).context("the processors of this process")?;
+        let before = sched_getaffinity(None).context("reading the CPU affinity")?;
         let mut set = CpuSet::new();
         self.server.iter().for_each(|cpu| set.set(*cpu));
         // A child process inherits the affinity of the thread that creates it.
-        sched_setaffinity(None, &set).context("the server can not have its processors")?;
+        sched_setaffinity(None, &set).context("setting the CPU affinity of the server")?;
         let started = start();
-        sched_setaffinity(None, &before).context("the driver can not have its processors")?;
+        sched_setaffinity(None, &before).context("setting the CPU affinity of the driver")?;
         started
     }
 }

@@ -63,11 +63,11 @@ const TABLES: [(&str, u32, u16, &[u32]); 3] =
     [("S0", 1, 1, &[32]), ("S1", 2, 4, &[32]), ("S3", 1, 1, &[1, 2, 4, 8])];
 
 /// Title and introduction of the HTML report.
-const TITLE: &str = "shadowbell demo: what shadow doorbells are good for";
+const TITLE: &str = "shadowbell demo: the benefit of shadow doorbells";
 const LEAD: &str = "4 KiB random reads over a vfio-user socket. S0: a disk in memory, 32 in flight. \
-                    S1: a disk that keeps nothing, 4 jobs. S3: a disk in memory, few in flight. Each \
-                    measured with doorbells that are trapped, and with shadow doorbells; everything \
-                    else is the same.";
+                    S1: a null disk, 4 jobs. S3: a disk in memory, few in flight. Each is measured \
+                    with trapped doorbells and with shadow doorbells; all other parameters are \
+                    equal.";
 
 /// Runs the verb.
 ///
@@ -172,33 +172,33 @@ impl Demo {
         )?;
         writeln!(
             out,
-            "a disk in memory and one that keeps nothing. The driver, in this process, attaches"
+            "a disk in memory and a null disk. The driver in this process attaches anew for each"
         )?;
         writeln!(
             out,
-            "for each measurement anew: first it rings by MMIO writes, which cross the socket"
+            "measurement: first with doorbell writes by MMIO, which cross the socket (\"trapped\"),"
         )?;
-        writeln!(out, "(\"trapped\"), then by shadow doorbells. It rings for every I/O.")?;
+        writeln!(out, "then with shadow doorbells. It rings the doorbell for every I/O.")?;
         if self.cpus.are_enough() {
             writeln!(
                 out,
-                "Processors: {} for the driver, which polls; {} for the controller, which polls\n\
-                 while there is work and sleeps when there is none.",
+                "CPUs: {} for the driver, which polls; {} for the controller, which polls while\n\
+                 there is work and sleeps otherwise.",
                 list(&self.cpus.driver),
                 list(&self.cpus.server)
             )?;
         } else {
             writeln!(
                 out,
-                "There is one processor for both: the driver sleeps until the interrupt, and the\n\
-                 figures are those of a busy machine."
+                "Driver and controller share one CPU: the driver sleeps until the interrupt, and\n\
+                 the results are those of a busy machine."
             )?;
         }
         let threads = self.cpus.driver_threads(4);
         if threads < 4 {
             writeln!(
                 out,
-                "There are not enough cpus for a thread for each of the 4 jobs of S1: {threads}\n\
+                "There are not enough CPUs for a thread for each of the 4 jobs of S1: {threads}\n\
                  {} their 4 queue pairs in turn.",
                 if threads == 1 { "thread drives" } else { "threads drive" }
             )?;
@@ -300,7 +300,7 @@ fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
             row.latency_ns.map_or_else(|| "-".to_owned(), |l| units::nanoseconds(l.p50 as f64))
         };
         table.line([
-            format!("{}, here and now", without.iodepth),
+            format!("{}, measured", without.iodepth),
             units::count(without.iops),
             units::count(with.iops),
             gain(without.iops, with.iops),
@@ -343,7 +343,7 @@ fn conclude(out: &mut impl Write, disagree: usize, merged: u64) -> io::Result<()
              signals that were merged."
         )?;
     }
-    writeln!(out, "Where to go from here:")?;
+    writeln!(out, "Next steps:")?;
     writeln!(
         out,
         "  shadowbell serve disk.img --socket /run/vm0.sock      a disk for a virtual machine"

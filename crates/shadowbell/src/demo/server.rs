@@ -28,11 +28,11 @@ pub(super) struct Server {
 impl Server {
     /// Starts this program as a server of `disks` and waits for its socket.
     pub(super) fn start(disks: &[&str], options: &[&str]) -> anyhow::Result<Self> {
-        let program = std::env::current_exe().context("this program does not find itself")?;
+        let program = std::env::current_exe().context("finding the path of this program")?;
         let directory = tempfile::Builder::new()
             .prefix("shadowbell-demo-")
             .tempdir()
-            .context("no temporary directory for the socket")?;
+            .context("creating a temporary directory")?;
         let log = File::create(directory.path().join("log"))?;
         let mut command = Command::new(program);
         // Without a supervisor, all costs are those of one process.
@@ -43,14 +43,14 @@ impl Server {
         // A process group of its own: Ctrl-C must end only this process, which then ends the
         // server.
         command.process_group(0);
-        let child = command.spawn().context("the server does not start")?;
+        let child = command.spawn().context("starting the server")?;
         let mut server = Self { child, directory };
         let deadline = Instant::now() + TIMEOUT;
         // The path exists before the server listens on it.
         while UnixStream::connect(server.socket()).is_err() {
             server.check()?;
             if Instant::now() > deadline {
-                bail!("the server makes no socket: {}", server.log());
+                bail!("the server did not create its socket: {}", server.log());
             }
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -71,27 +71,27 @@ impl Server {
     pub(super) fn doorbell_writes(&mut self) -> anyhow::Result<u64> {
         let path = self.directory.path().join("stats.json");
         let before = version(&path);
-        self.signal(Signal::USR1).context("the server takes no signal")?;
+        self.signal(Signal::USR1).context("sending a signal to the server")?;
         let deadline = Instant::now() + TIMEOUT;
         // The server replaces the file atomically, which changes its inode.
         while version(&path) == before {
             self.check()?;
             if Instant::now() > deadline {
-                bail!("the server writes no counters: {}", self.log());
+                bail!("the server did not write its statistics: {}", self.log());
             }
             std::thread::sleep(POLL_INTERVAL);
         }
         let counters: Value = serde_json::from_slice(&fs::read(&path)?)
-            .context("the server's counters are not what they were")?;
+            .context("unexpected format of the server's statistics")?;
         let count = |name| counters.get(name).and_then(Value::as_u64);
         count("doorbell_mmio_writes")
             .and_then(|writes| Some(writes + count("doorbell_events")?))
-            .ok_or_else(|| anyhow!("the server does not count doorbell writes"))
+            .ok_or_else(|| anyhow!("the server's statistics have no doorbell writes"))
     }
 
     /// Returns an error if the server has ended.
     fn check(&mut self) -> anyhow::Result<()> {
-        match self.child.try_wait().context("the server can not be waited for")? {
+        match self.child.try_wait().context("waiting for the server")? {
             None => Ok(()),
             Some(status) => bail!("the server has ended ({status}): {}", self.log()),
         }

@@ -121,9 +121,9 @@ impl ExportedDisk {
                 && !clients_are_known
             {
                 tracing::warn!(
-                    "whoever can reach {tcp} can read the disk{}: NBD asks nobody who he is; \
-                     `tcp:127.0.0.1:{}` is for this machine alone",
-                    if args.read_only { "" } else { ", and write it" },
+                    "all hosts that can reach {tcp} can read the disk{}, because NBD without client \
+                     certificates has no authentication; `tcp:127.0.0.1:{}` permits only this machine",
+                    if args.read_only { "" } else { " and write it" },
                     tcp.port()
                 );
             }
@@ -153,31 +153,31 @@ impl ExportedDisk {
         if args.ublk {
             if args.recover && is_forgetful(&args.target) {
                 return Err(exit::bad_input(anyhow!(
-                    "{}: what it held was lost with the process that is to be taken over from",
+                    "{}: the content was lost with the process to recover from",
                     args.target
                 )));
             }
             let mut options = ublk::Options::default();
             (options.id, options.recover) = (args.ublk_id, args.recover);
             options.copy = args.ublk_copy;
-            let ended = gone("the block device was removed by somebody else".into());
+            let ended = gone("the block device was removed by another program".into());
             let local = self.ublk_local(args);
             let device = Ublk::start_on(&self.disk, options, local.as_ref(), ended);
             let device = device.map_err(exit::bad_input)?;
             let path = device.path().display();
             if device.was_taken_over() {
-                info!("{path} goes on where it was");
+                info!("{path}: recovered");
             }
             match device.why_copied() {
-                None => info!("{path}: data go straight to and from the disk, without a copy"),
+                None => info!("{path}: zero-copy I/O to the disk"),
                 // Of a disk that can do no better there is nothing to say.
                 Some(WhyCopied::NoFile) => tracing::debug!("{path}: {}", WhyCopied::NoFile),
-                Some(why) => info!("{path}: data are copied: {why}"),
+                Some(why) => info!("{path}: data is copied: {why}"),
             }
             self.ublk = Some(device);
         }
         if let Some(path) = &args.fuse {
-            let ended = gone(format!("{} is not mounted any more", path.display()));
+            let ended = gone(format!("{} was unmounted", path.display()));
             let mut options = fuse::Options::default();
             options.lender = lender;
             let mounted = Mounted::start_with(self.disk.clone(), path, &options, ended);
@@ -272,13 +272,13 @@ impl ExportedDisk {
             // A queue that is full of commands which never end has no place for this one either.
             false => match block_on_for(disk.flush(), timeout + FLUSH_EXTRA) {
                 Some(flushed) => flushed.map_err(|error| error.to_string()),
-                None => Err("nothing was completed for too long".to_owned()),
+                None => Err("timeout".to_owned()),
             },
         };
         drop(disk);
         let detached = session.detach();
         flushed.map_err(|error| {
-            anyhow!("{target}: what was written may not be durable, the last flush failed: {error}")
+            anyhow!("{target}: written data may not be durable: the last flush failed: {error}")
         })?;
         detached
     }

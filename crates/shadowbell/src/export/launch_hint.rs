@@ -1,8 +1,8 @@
 //! The commands by which others use what is exported.
 
 use super::exported_disk::ExportedDisk;
-use crate::shell::word as quoted;
-use crate::{logging, paste};
+use crate::logging;
+use crate::shell_quote::{self, quote as quoted};
 use shadowbell_export::nbd::Address;
 use std::path::Path;
 
@@ -18,7 +18,7 @@ pub(super) fn show(disk: &ExportedDisk) {
     let ublk = disk.ublk().map(|(path, id)| ublk(path, id, &disk.target().to_string()));
     let text: String =
         nbd.chain(disk.vhost().map(vhost)).chain(ublk).chain(disk.fuse().map(fuse)).collect();
-    paste::print(text);
+    shell_quote::print_commands(text);
 }
 
 fn nbd(address: &Address, name: &str) -> String {
@@ -33,7 +33,7 @@ fn nbd(address: &Address, name: &str) -> String {
     let name = if name.is_empty() { String::new() } else { format!(" -N {}", quoted(name)) };
     let uri = quoted(&uri);
     format!(
-        "For QEMU, its tools, libnbd's and fio's:\n\n  \
+        "For QEMU, its tools, libnbd's tools, and fio:\n\n  \
          qemu-system-x86_64 ... -drive file={uri},format=raw,if=virtio\n  \
          qemu-img info {uri}\n  \
          nbdcopy {uri} disk.img\n\n\
@@ -87,7 +87,7 @@ fn ublk(path: &Path, id: u32, target: &str) -> String {
     format!(
         "As a block device of this machine:\n\n  \
          {path}\n\n\
-         Should this program be killed, whoever uses the device waits for\n\n  \
+         If this program is killed, users of the device wait until it is recovered with\n\n  \
          shadowbell export {target} --ublk --ublk-id {id} --recover\n\n"
     )
 }
@@ -109,7 +109,7 @@ mod tests {
         let text = nbd(&"unix:/run/disk.sock".parse().unwrap(), "");
         assert_eq!(
             text,
-            "For QEMU, its tools, libnbd's and fio's:\n\n  \
+            "For QEMU, its tools, libnbd's tools, and fio:\n\n  \
              qemu-system-x86_64 ... -drive file='nbd+unix:///?socket=/run/disk.sock',format=raw,if=virtio\n  \
              qemu-img info 'nbd+unix:///?socket=/run/disk.sock'\n  \
              nbdcopy 'nbd+unix:///?socket=/run/disk.sock' disk.img\n\n\

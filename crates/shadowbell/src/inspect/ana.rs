@@ -19,8 +19,8 @@ pub(crate) fn ana_log(args: &Args) -> anyhow::Result<ExitCode> {
     subject.leave()?;
     let log = log.ok_or_else(|| {
         anyhow!(
-            "the controller does not report Asymmetric Namespace Access: it is the only way to its \
-             namespaces, or takes all ways for the same"
+            "the controller does not report Asymmetric Namespace Access (ANA): it belongs to no \
+             subsystem of several controllers"
         )
     })?;
     let AnaLog { changes, groups } = &log;
@@ -51,6 +51,6 @@ fn group(group: &AnaGroup) -> Fields {
     }
     f.number("chgcnt", group.changes);
     f.number("state", group.state.map_or(0, |state| state as u8));
-    f.meaning(group.state.map_or("none that there is", AnaState::name));
+    f.meaning(group.state.map_or("invalid", AnaState::name));
     f
 }

@@ -43,7 +43,7 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
         1 => "I/O controller",
         2 => "discovery controller",
         3 => "administrative controller",
-        _ => "not told",
+        _ => "not reported",
     });
     f.text("fguid", uuid_text(&id.fguid));
     f.number("crdt1", id.crdt1).number("crdt2", id.crdt2).number("crdt3", id.crdt3);

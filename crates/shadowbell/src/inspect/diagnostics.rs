@@ -132,7 +132,7 @@ fn show_self_tests(log: &SelfTestLog, json: bool) -> io::Result<()> {
         stc::NONE => "none",
         stc::SHORT => "short",
         stc::EXTENDED => "extended",
-        _ => "of the vendor's",
+        _ => "vendor specific",
     });
     head.number("Current Device Self-Test Completion", log.completion).meaning("percent");
     let is_there = |result: &&SelfTestResult| result.result() != self_test_result::UNUSED;
@@ -186,7 +186,7 @@ pub(crate) fn telemetry_log(args: &TelemetryArgs) -> anyhow::Result<ExitCode> {
     let page = session.controller.admin().telemetry(which, args.data_area)?;
     session.detach()?;
     let path = &args.output_file;
-    std::fs::write(path, &page).with_context(|| format!("{}: not written", path.display()))?;
+    std::fs::write(path, &page).with_context(|| format!("cannot write {}", path.display()))?;
     Ok(ExitCode::SUCCESS)
 }
 

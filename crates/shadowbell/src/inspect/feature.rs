@@ -115,7 +115,7 @@ pub(crate) fn get_feature(args: &FeatureArgs) -> anyhow::Result<ExitCode> {
 
 fn explain(fid: u8, error: CommandError) -> anyhow::Error {
     let refused = error.status().is_some();
-    let name = fid::name(fid).unwrap_or("no feature of the specification");
+    let name = fid::name(fid).unwrap_or("not in the specification");
     let error = anyhow!("feature {fid:#04x} ({name}): {error}");
     if refused { exit::bad_input(error) } else { error }
 }

@@ -122,7 +122,7 @@ impl fmt::Display for Fields {
 /// Explanation of a temperature in kelvins.
 pub(super) fn kelvins(value: u16) -> String {
     if value == 0 {
-        "not told".to_owned()
+        "not reported".to_owned()
     } else {
         format!("{} degrees Celsius", i32::from(value) - 273)
     }

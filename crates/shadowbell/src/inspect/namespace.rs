@@ -45,7 +45,7 @@ fn fields(ns: &IdentifyNamespace) -> Fields {
     f.meaning(match ns.dlfeat.drb() {
         1 => "deallocated blocks read as zeroes",
         2 => "deallocated blocks read as bytes of FFh",
-        _ => "what deallocated blocks read as is not told",
+        _ => "content of deallocated blocks not reported",
     });
     f.number("nawun", ns.nawun).number("nawupf", ns.nawupf).number("nacwu", ns.nacwu);
     f.number("nabsn", ns.nabsn).number("nabo", ns.nabo).number("nabspf", ns.nabspf);

@@ -3,7 +3,7 @@
 
 use crate::control::api::Controller as Described;
 use crate::control::client::{Client, part};
-use crate::control::find;
+use crate::control::discovery;
 use crate::session::Session;
 use crate::target::Target;
 use anyhow::{Context, anyhow};
@@ -27,7 +27,7 @@ impl Subject {
     /// The controller cannot be attached.
     pub(super) fn open(target: &Target) -> anyhow::Result<Self> {
         if let Target::VfioUser { socket, .. } = target
-            && let Some((client, controller)) = find::owner(socket)
+            && let Some((client, controller)) = discovery::owner(socket)
             && controller.client
         {
             return Ok(Self::Served { client, controller: Box::new(controller) });

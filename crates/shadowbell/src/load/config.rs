@@ -215,8 +215,8 @@ impl LoadConfig {
         }
         if self.verify && ios.saturating_mul(self.numjobs.into()) > MAX_VERIFIED {
             bail!(
-                "--verify keeps account of {MAX_VERIFIED} I/Os of {bs} bytes at most; give a \
-                 smaller --size"
+                "--verify stores the expected content of at most {MAX_VERIFIED} I/Os of {bs} \
+                 bytes; give a smaller --size"
             );
         }
         Ok(Slice { ios, blocks_per_io: self.bs / block_size, first_block: self.offset / block })

@@ -3,7 +3,7 @@
 
 use super::io_source::{CheckSummary, IoSource};
 use super::pattern::Io;
-use crate::content::{BadBlock, Fault};
+use crate::block_pattern::{BadBlock, Fault};
 use anyhow::{Context, anyhow};
 use shadowbell_driver::{
     Buffer, Command, MetadataCommand, Namespace, ProtectionError, QueuePair, Refused, Token,

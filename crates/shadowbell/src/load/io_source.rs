@@ -1,7 +1,7 @@
 //! Sources of a job's I/Os, without or with verification of the content.
 
 use super::pattern::{Io, Pattern};
-use crate::content::{self, BadBlock};
+use crate::block_pattern::{self, BadBlock};
 use shadowbell_driver::{Buffer, Command, QueuePair, Refused, Token};
 
 /// Largest number of bad blocks that are described; all are counted.
@@ -183,9 +183,9 @@ impl Checked {
         let offset = self.offset(index);
         self.checks.checked += 1;
         let bad = if buffer.copy_to(0, &mut self.scratch) {
-            content::check(&self.scratch, offset, expected, self.seed)
+            block_pattern::check(&self.scratch, offset, expected, self.seed)
         } else {
-            Err(BadBlock { offset, fault: content::Fault::Foreign })
+            Err(BadBlock { offset, fault: block_pattern::Fault::Foreign })
         };
         if let Err(bad) = bad {
             self.checks.bad += 1;
@@ -220,7 +220,7 @@ impl IoSource for Checked {
     fn fill(&mut self, io: Io, buffer: &mut Buffer) {
         let sequence = self.last_writes.following(io.index);
         let offset = self.offset(io.index);
-        content::fill(&mut self.scratch, offset, sequence, self.seed);
+        block_pattern::fill(&mut self.scratch, offset, sequence, self.seed);
         // Cannot fail: the buffer has room for a block.
         let _ = buffer.copy_from(0, &self.scratch);
     }

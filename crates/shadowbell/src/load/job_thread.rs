@@ -90,7 +90,7 @@ pub(super) fn pin(cpu: usize) -> anyhow::Result<()> {
     }
     set.set(cpu);
     rustix::thread::sched_setaffinity(None, &set)
-        .with_context(|| format!("a thread can not run on processor {cpu}"))
+        .with_context(|| format!("cannot pin a thread to CPU {cpu}"))
 }
 
 /// Drives `jobs` until the phase changes to `STOP` or all I/Os are done, then runs the verification
@@ -188,7 +188,7 @@ pub(super) fn run<L: IoSource>(
 }
 
 fn abandoned() -> anyhow::Error {
-    anyhow!("the controller is gone")
+    anyhow!("the controller is unreachable")
 }
 
 fn read_back<L: IoSource>(
@@ -287,7 +287,7 @@ impl Idle {
     fn check<L: IoSource>(&mut self, jobs: &[Job<L>]) -> anyhow::Result<()> {
         let since = *self.since.get_or_insert_with(Instant::now);
         if since.elapsed() > self.stall_timeout && !jobs.iter().all(Job::is_empty) {
-            bail!("the controller has completed nothing for {} s", self.stall_timeout.as_secs());
+            bail!("the controller completed no command for {} s", self.stall_timeout.as_secs());
         }
         Ok(())
     }

@@ -124,7 +124,7 @@ fn check(session: &Session, config: &LoadConfig) -> anyhow::Result<Slice> {
     if config.metadata == MetadataMode::Host {
         host_metadata::bytes(namespace, config.bs)?;
     } else if u64::from(config.bs) > max {
-        return Err(anyhow!("--bs {} is more than one command moves: {max} bytes", config.bs));
+        return Err(anyhow!("--bs {} exceeds the maximum transfer size of {max} bytes", config.bs));
     }
     if config.rw.percent_read(config.rwmixread) != 100 && namespace.is_read_only() {
         return Err(anyhow!(
@@ -135,11 +135,14 @@ fn check(session: &Session, config: &LoadConfig) -> anyhow::Result<Slice> {
     }
     let granted = session.controller.queue_pairs();
     if granted < config.numjobs {
-        return Err(anyhow!("the controller grants {granted} queue pairs: no more --numjobs"));
+        return Err(anyhow!("the controller grants {granted} queue pairs; reduce --numjobs"));
     }
     let depth = session.controller.queue_depth();
     if depth <= config.iodepth {
-        return Err(anyhow!("the queues of the controller hold {}: no more --iodepth", depth - 1));
+        return Err(anyhow!(
+            "the controller's queues hold {} commands; reduce --iodepth",
+            depth - 1
+        ));
     }
     Ok(slice)
 }
@@ -210,7 +213,7 @@ fn spawn<L: IoSource>(
                 Ok(handle) => handles.push(handle),
                 Err(error) => {
                     phase.stop();
-                    return Err(error).context("no thread for a job");
+                    return Err(error).context("starting a thread for a job");
                 }
             }
         }

@@ -19,7 +19,7 @@ impl ServerCpu {
     /// # Errors
     /// There is no such process, or procfs does not show its CPU time.
     pub(super) fn new(pid: u32) -> anyhow::Result<Self> {
-        used(pid).with_context(|| format!("the processor time of process {pid}"))?;
+        used(pid).with_context(|| format!("reading the CPU time of process {pid}"))?;
         Ok(Self { pid, begin: None, share: None })
     }
 

@@ -70,7 +70,7 @@ pub(crate) fn measurement(measured: &Measured) -> anyhow::Result<String> {
             note: format!("interrupts per I/O {}", units::per_io(row.interrupts_per_io)),
         },
         Card {
-            name: "Processor time per I/O",
+            name: "CPU time per I/O",
             figure: units::nanoseconds(row.cpu_ns_per_io),
             note: row.controller_cpu_ns_per_io.map_or_else(
                 || "of the driver".to_owned(),
@@ -121,7 +121,7 @@ fn figures(intervals: &[Interval]) -> anyhow::Result<String> {
     )?;
     html += &figure("Latency", &[("p50", BLUE), ("p99", GREEN), ("p99.9", ORANGE)], &svg);
     let svg = chart::distribution("Distribution of latencies", intervals)?;
-    html += &figure("Latency, all I/Os that were timed", &[], &svg);
+    html += &figure("Latency of all measured I/Os", &[], &svg);
     let svg = chart::heat("Distribution of latencies over time", intervals)?;
     html += &figure("Latency over time: the darker, the more I/Os", &[("many", BLUE)], &svg);
     let rate = |count: u64, interval: &Interval| Some(count as f64 / interval.seconds);
@@ -146,10 +146,10 @@ fn queue_table(timeline: &Timeline) -> String {
         "p50",
         "p99",
         "p99.9",
-        "longest",
+        "max",
         "doorbells rung",
         "saved",
-        "saved of all",
+        "saved, %",
         "interrupts",
     ];
     let row = |queue: &QueueSum| {
@@ -194,10 +194,10 @@ pub(crate) fn overview(pairs: &[[Measured; 2]]) -> anyhow::Result<String> {
             &(|row: &Row| row.iops) as &dyn Fn(&Row) -> f64,
             &units::count as &dyn Fn(f64) -> String,
         ),
-        ("MMIO writes for each I/O", "writes per I/O", &|row| row.mmio_per_io, &units::per_io),
+        ("MMIO writes per I/O", "writes per I/O", &|row| row.mmio_per_io, &units::per_io),
         ("Median latency", "latency", &p50, &units::nanoseconds),
         (
-            "Driver's time for each I/O",
+            "CPU time of the driver per I/O",
             "time per I/O",
             &|row| row.cpu_ns_per_io,
             &units::nanoseconds,

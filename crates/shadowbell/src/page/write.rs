@@ -35,9 +35,8 @@ pub(crate) fn write(path: &Path, title: &str, lead: &str, body: &str) -> anyhow:
          <footer>{machine} · {when} · shadowbell {version}</footer>\n</body>\n</html>\n"
     );
     let name = path.display();
-    std::fs::write(path, page)
-        .with_context(|| format!("the report can not be written to {name}"))?;
-    tracing::info!("the report is in {name}");
+    std::fs::write(path, page).with_context(|| format!("cannot write the report to {name}"))?;
+    tracing::info!("report written to {name}");
     Ok(())
 }
 
@@ -49,14 +48,14 @@ pub(crate) fn check(path: Option<&Path>) -> anyhow::Result<()> {
     let Some(path) = path else { return Ok(()) };
     if path == Path::new("-") {
         return Err(crate::exit::bad_input(anyhow::anyhow!(
-            "--report -: standard output has the figures; a file of that name is `./-`"
+            "--report -: standard output has the results; for a file of that name, give `./-`"
         )));
     }
     // The file is not truncated: if the measurement fails, an older report is preserved.
     let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
     let name = path.display();
     opened.map(drop).map_err(|error| {
-        crate::exit::bad_input(anyhow::anyhow!("the report can not be written to {name}: {error}"))
+        crate::exit::bad_input(anyhow::anyhow!("cannot write the report to {name}: {error}"))
     })
 }
 

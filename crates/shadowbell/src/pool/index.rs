@@ -186,7 +186,7 @@ pub(super) fn read(file: &File) -> io::Result<(u64, Index)> {
         index.is_possible().then_some(index)
     });
     let newest = newest.map(|newest| (newest.number, newest.value));
-    newest.ok_or_else(|| io::Error::other("there is no state of a pool in it"))
+    newest.ok_or_else(|| io::Error::other("no valid pool state"))
 }
 
 /// Writes the state with sequence number `number` to stable storage.

@@ -131,7 +131,7 @@ impl HostPool {
         change(&mut after);
         after.namespaces.sort_by_key(|entry| entry.nsid);
         let Some(file) = kept.file.take() else {
-            return Err(io::Error::other("another process has the pool"));
+            return Err(io::Error::other("another process has locked the pool"));
         };
         let number = kept.number + 1;
         // Readers of the state must not wait for the storage.
@@ -236,8 +236,7 @@ pub(crate) fn open_all<'a>(
     locked: bool,
 ) -> anyhow::Result<()> {
     for spec in specs {
-        let twice =
-            || bad_input(anyhow!("the pool {} is asked for twice", spec.directory.display()));
+        let twice = || bad_input(anyhow!("the pool {} is named twice", spec.directory.display()));
         if POOLS.lock().contains_key(&spec.directory) {
             return Err(twice());
         }

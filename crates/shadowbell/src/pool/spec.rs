@@ -1,6 +1,6 @@
 //! Specification of a pool: `DIR?capacity=1TiB`.
 
-use crate::self_as_is;
+use crate::process_env;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::parse_size;
 use std::path::{Path, PathBuf};
@@ -20,8 +20,8 @@ impl std::str::FromStr for PoolSpec {
     fn from_str(text: &str) -> Result<Self, String> {
         let no_capacity = || {
             format!(
-                "a pool is a directory and how much its namespaces may have together, as in \
-                 `/srv/pool?capacity=1TiB`, and not `{text}`"
+                "`{text}` is not a pool; write its directory and capacity, as in \
+                 `/srv/pool?capacity=1TiB`"
             )
         };
         let (directory, options) = text.split_once('?').ok_or_else(no_capacity)?;
@@ -31,9 +31,9 @@ impl std::str::FromStr for PoolSpec {
             return Err(no_capacity());
         }
         if directory.contains('%') {
-            return Err("the directory of a pool has no `%` in its name".to_owned());
+            return Err("the name of a pool's directory must not contain `%`".to_owned());
         }
-        Ok(Self { directory: self_as_is::absolute(Path::new(directory)), capacity })
+        Ok(Self { directory: process_env::absolute(Path::new(directory)), capacity })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::reconfigure::Changes;
 use super::registry::ServedController;
-use crate::ana_word::AnaWord;
+use crate::ana_state::AnaWord;
 use crate::exit;
 use anyhow::anyhow;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -38,23 +38,23 @@ impl Changes {
         state: AnaWord,
     ) -> anyhow::Result<bool> {
         let mut asked = (*served.asked()).clone();
-        let Some(place) = &mut asked.controller.subsystem else {
+        let Some(membership) = &mut asked.controller.subsystem else {
             return Err(exit::conflict(anyhow!(
                 "{} belongs to no subsystem, so it has no ANA groups",
                 served.name
             )));
         };
-        let count = place.ana.count();
+        let count = membership.ana.count();
         if !(1..=count).contains(&group) {
             return Err(exit::not_there(anyhow!(
                 "the subsystem {} has ANA groups 1 to {count}, not {group}",
-                place.name
+                membership.name
             )));
         }
-        if place.ana.state(group) == state {
+        if membership.ana.state(group) == state {
             return Ok(false);
         }
-        place.ana.set(group, state);
+        membership.ana.set(group, state);
         if let Some(kept) = self.kept() {
             kept.ask_otherwise(served.index, &asked);
         }

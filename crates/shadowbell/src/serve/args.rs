@@ -6,7 +6,7 @@ use super::server_config::{
 use super::socket_access::{self, SocketAccess};
 use super::worker_link::Role;
 use super::{config_file, sandbox, stats_file};
-use crate::control::place::{self, Place};
+use crate::control::socket_path::{self, SocketPath};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list::{self, CpuList};
 use crate::exit::bad_input;
@@ -78,7 +78,7 @@ pub(crate) struct Args {
     control_socket: Option<PathBuf>,
 
     /// Name of the server [default: the name of the configuration file, or of the socket]
-    #[arg(long, value_name = "NAME", value_parser = place::check_name)]
+    #[arg(long, value_name = "NAME", value_parser = socket_path::check_name)]
     name: Option<String>,
 
     /// Mode of the controllers' sockets, as in 0660 [default: set by the umask]
@@ -298,7 +298,7 @@ impl Args {
     pub(crate) fn config(self) -> anyhow::Result<ServerConfig> {
         let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
         let names = self.config.as_deref().or(self.socket.as_deref());
-        let default_name = names.map(place::name_from).unwrap_or_default();
+        let default_name = names.map(socket_path::name_from).unwrap_or_default();
         let is_polling_open = self.pool.poll.is_none() && self.pool.poll_max.is_none();
         let mut config = match self.config {
             Some(path) => config_file::read(&path)?,
@@ -318,7 +318,7 @@ impl Args {
                 measure: false,
                 stats_json: None,
                 stats_socket: None,
-                control: Place::default(),
+                control: SocketPath::default(),
                 default_name: String::new(),
                 metrics: None,
                 groups: Vec::new(),
@@ -336,8 +336,9 @@ impl Args {
         let SocketAccess { mode, group } = config.socket_access;
         config.socket_access =
             SocketAccess { mode: self.socket_mode.or(mode), group: self.socket_group.or(group) };
-        let Place { name, path } = config.control;
-        config.control = Place { name: self.name.or(name), path: self.control_socket.or(path) };
+        let SocketPath { name, path } = config.control;
+        config.control =
+            SocketPath { name: self.name.or(name), path: self.control_socket.or(path) };
         if let Some(path) = &config.stats_json {
             let checked = check_output(path).and_then(|()| stats_file::check(path));
             checked.context("--stats-json").map_err(bad_input)?;

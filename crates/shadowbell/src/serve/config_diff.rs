@@ -7,7 +7,7 @@
 use super::namespaces::{NamespaceChange, explicit};
 use super::registry::{Registry, ServedController};
 use super::server_config::{Own, SocketConfig, WorkerChoice};
-use crate::ana_word::AnaWord;
+use crate::ana_state::AnaWord;
 use crate::control::api::Difference;
 use crate::controller_config::{ControllerConfig, DiskConfig, nsids};
 use crate::disk_spec;
@@ -265,7 +265,7 @@ fn texts(of: &SocketConfig) -> [(&'static str, Option<String>); 11] {
         ("read-only", config.read_only.then(|| "true".to_owned())),
         ("worker", worker),
         ("pool", config.pool.as_ref().map(PoolSpec::to_string)),
-        ("ana", config.subsystem.as_ref().and_then(|place| place.ana.text())),
+        ("ana", config.subsystem.as_ref().and_then(|membership| membership.ana.text())),
     ]
 }
 

@@ -9,12 +9,12 @@ use super::server_config::{
     pool_options,
 };
 use super::socket_access::{self, SocketAccess};
-use crate::control::place::{self, Place};
+use crate::control::socket_path::{self, SocketPath};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::cpu_list;
+use crate::error_text::plain;
 use crate::exit::bad_input;
 use crate::limits::{self, DiskLimits, Group};
-use crate::plain_words::plain;
 use crate::pool::PoolSpec;
 use crate::uuid_text::{no_uuid, parse_uuid};
 use anyhow::anyhow;
@@ -227,7 +227,7 @@ impl Check<'_> {
             }
         }
         let name = file.name.map(|name| {
-            if let Err(why) = place::check_name(name.get_ref()) {
+            if let Err(why) = socket_path::check_name(name.get_ref()) {
                 self.refuse(&name, format!("`name`: {why}"));
             }
             name.into_inner()
@@ -288,7 +288,7 @@ impl Check<'_> {
                 self.wrong.push((*line, why.to_owned()));
             }
             if let Some((line, name)) = place {
-                match shared.place(&name, &controller, ana.map(|(_, ana)| ana)) {
+                match shared.membership(&name, &controller, ana.map(|(_, ana)| ana)) {
                     Ok(place) => controller.subsystem = Some(place),
                     Err(why) => self.wrong.push((line, why)),
                 }
@@ -326,7 +326,7 @@ impl Check<'_> {
             measure: file.measure,
             stats_json: file.stats_json,
             stats_socket: file.stats_socket,
-            control: Place { name, path: file.control_socket },
+            control: SocketPath { name, path: file.control_socket },
             default_name: String::new(),
             metrics: file.metrics,
             groups,

@@ -2,7 +2,7 @@
 
 use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::OfferedDoorbells;
-use crate::{logging, paste, shell};
+use crate::{logging, shell_quote};
 use std::path::{Path, PathBuf};
 
 /// Socket name in a directory, as in SPDK.
@@ -32,7 +32,7 @@ pub(super) fn show(config: &ServerConfig) {
         return;
     }
     let endpoints: Vec<Endpoint> = config.controllers.iter().map(Endpoint::new).collect();
-    paste::print(text(&endpoints));
+    shell_quote::print_commands(text(&endpoints));
 }
 
 fn text(endpoints: &[Endpoint]) -> String {
@@ -59,7 +59,7 @@ fn text(endpoints: &[Endpoint]) -> String {
             // SPDK's client does not use shadow doorbells, and fails if it cannot map the
             // doorbell page.
             let lacks = if *mapped { "" } else { "    # needs `--doorbells mapped` here" };
-            text.push_str(&format!("  -r {}{lacks}\n", shell::word(&id)));
+            text.push_str(&format!("  -r {}{lacks}\n", shell_quote::quote(&id)));
         }
         text.push('\n');
     }
@@ -71,11 +71,11 @@ fn qemu(socket: &Path) -> String {
         "driver": "vfio-user-pci",
         "socket": { "type": "unix", "path": socket.to_string_lossy() },
     });
-    format!("-device {}", shell::word(&device.to_string()))
+    format!("-device {}", shell_quote::quote(&device.to_string()))
 }
 
 fn cloud_hypervisor(socket: &Path) -> String {
-    format!("--user-device {}", shell::word(&format!("socket={}", socket.display())))
+    format!("--user-device {}", shell_quote::quote(&format!("socket={}", socket.display())))
 }
 
 #[cfg(test)]

@@ -428,11 +428,11 @@ fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
 fn check_alone(served: &ServedController) -> anyhow::Result<()> {
     match &served.asked().controller.subsystem {
         None => Ok(()),
-        Some(place) => Err(exit::conflict(anyhow!(
+        Some(membership) => Err(exit::conflict(anyhow!(
             "{} belongs to the subsystem {}, whose namespaces change only with the configuration \
              at the start of the server",
             served.name,
-            place.name
+            membership.name
         ))),
     }
 }

@@ -1,13 +1,13 @@
 //! Sockets and output files: created by the path broker of the supervisor, if it has one, and
 //! otherwise by this process. The protocol is in [`crate::path_broker`].
 
+use crate::atomic_file;
 use crate::path_broker::{
     COUNTERS, DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
     PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
     path_of,
 };
 use crate::supervisor::protocol::{self, Packet, send_bytes};
-use crate::whole_file;
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -178,7 +178,7 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
 /// # Errors
 /// The file cannot be written.
 pub(super) fn write_counters(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let Some(broker) = BROKER.get() else { return whole_file::write(path, bytes) };
+    let Some(broker) = BROKER.get() else { return atomic_file::write(path, bytes) };
     let memory = memory(bytes)?;
     ask(&broker.socket.lock(), COUNTERS, "", Some(&memory)).map(drop).map_err(Refusal::into_error)
 }

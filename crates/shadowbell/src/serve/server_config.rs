@@ -1,11 +1,11 @@
 //! Configuration of `serve`, from the command line or a configuration file.
 
 use super::socket_access::SocketAccess;
-use crate::control::place::Place;
+use crate::control::socket_path::SocketPath;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::limits::Group;
 use crate::pool_disks;
-use crate::self_as_is;
+use crate::process_env;
 use crate::supervisor::protocol::known_path;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -39,7 +39,7 @@ pub(crate) struct ServerConfig {
     /// Statistics socket for `top`.
     pub stats_socket: Option<PathBuf>,
     /// Name and path for the control socket.
-    pub control: Place,
+    pub control: SocketPath,
     /// Name of the server if none is configured.
     pub default_name: String,
     /// TCP address of the metrics.
@@ -107,7 +107,7 @@ impl SocketConfig {
     /// Absolute path of the configured socket, which identifies the controller.
     #[must_use]
     pub(crate) fn absolute_socket(&self) -> PathBuf {
-        let path = self_as_is::absolute(&self.socket);
+        let path = process_env::absolute(&self.socket);
         // Symbolic links of the directory are resolved, if it exists.
         match (path.parent().map(Path::canonicalize), path.file_name()) {
             (Some(Ok(directory)), Some(name)) => directory.join(name),
@@ -222,7 +222,7 @@ pub(super) fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<Strin
     for served in controllers {
         for disk in &served.controller.disks {
             let (name, options) = disk.disk.split_once('?').unwrap_or((&disk.disk, ""));
-            let path = self_as_is::absolute(Path::new(name)).canonicalize();
+            let path = process_env::absolute(Path::new(name)).canonicalize();
             let Ok(path) = path else { continue };
             let is_asked = |option| ["read-only=on", "read-only=true"].contains(&option);
             let reads = served.controller.read_only || options.split('&').any(is_asked);

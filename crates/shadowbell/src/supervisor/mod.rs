@@ -76,7 +76,7 @@ mod watchdog;
 mod worker;
 
 use crate::signals::{Caught, Meanings};
-use crate::{descriptor_limit, exit, late_close, notify};
+use crate::{deferred_close, descriptor_limit, exit, notify};
 use command_line::has_file;
 use control::Control;
 use fd_store::FdStore;
@@ -105,7 +105,7 @@ pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
     // The supervisor holds the descriptors of all guests for recovery.
     descriptor_limit::raise();
     // Closing the last descriptor of guest memory frees it, which must not block this thread.
-    late_close::enable();
+    deferred_close::enable();
     let supervisor = match command_line::take_left(&mut arguments) {
         Some(left) => Supervisor::go_on(arguments, left),
         None => Supervisor::start(arguments),

@@ -9,13 +9,13 @@
 
 use super::log::log_line;
 use super::open_broker::working;
+use crate::atomic_file;
 use crate::path_broker::{
     COUNTERS, DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, MOST, Made, NO_SOCKET, NoSocket, PAIR,
     PLACES, PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
     path_of,
 };
 use crate::supervisor::protocol::{self, Packet};
-use crate::whole_file;
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -181,7 +181,7 @@ impl PathBroker {
                     return Err(Errno::ACCESS.into());
                 };
                 let bytes = contents(memory.as_fd())?;
-                Ok(nothing(whole_file::write(&path_of(&path.0), &bytes)?))
+                Ok(nothing(atomic_file::write(&path_of(&path.0), &bytes)?))
             }
             TRACE => {
                 let path = places.trace.as_ref().ok_or(Errno::ACCESS)?;

@@ -1,8 +1,8 @@
 //! Protocol between supervisor, server processes and clients of the supervisor: packets over Unix
 //! sockets, each with a type letter, a body, and for some types descriptors.
 
-use crate::late_close;
-use crate::self_as_is;
+use crate::deferred_close;
+use crate::process_env;
 use rustix::io::Errno;
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{
@@ -285,7 +285,7 @@ pub(crate) fn drop_one(socket: impl AsFd) {
     }
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = message {
-            late_close::close(fds);
+            deferred_close::close(fds);
         }
     }
 }
@@ -327,12 +327,12 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
 /// Returns true if the peer runs as this process's user or as root.
 pub(crate) fn is_ours(socket: impl AsFd) -> bool {
     let peer = rustix::net::sockopt::socket_peercred(socket).map(|peer| peer.uid);
-    peer.is_ok_and(|uid| uid.is_root() || uid == self_as_is::user())
+    peer.is_ok_and(|uid| uid.is_root() || uid == process_env::user())
 }
 
 /// Canonical path of a socket.
 pub(crate) fn known_path(path: &Path) -> PathBuf {
-    let from_root = self_as_is::absolute(path);
+    let from_root = process_env::absolute(path);
     let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
     // A directory stands for the socket `cntrl` in it, as in SPDK.
     if path.is_dir() { path.join("cntrl") } else { path }

@@ -147,7 +147,7 @@ impl Screen {
         } else {
             "   `shadowbell ctl measure on`: namespaces, p50"
         };
-        let keys = format!("q end   arrows move   d doorbells{hint}");
+        let keys = format!("q quit   arrows move   d doorbells{hint}");
         frame
             .render_widget(Line::from(keys).style(Style::new().add_modifier(Modifier::DIM)), below);
     }

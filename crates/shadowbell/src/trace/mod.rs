@@ -19,14 +19,14 @@ use std::process::ExitCode;
 /// Print a recording of `serve --trace FILE`: every decision about a doorbell
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = "\
-A trace can be read while it is being written, and what was recorded survives a crash. Times are in \
-seconds since the trace began.
+A trace can be read while it is written, and survives a crash of the server. Times are in seconds \
+since the trace began.
 
-Open a picture at https://ui.perfetto.dev or in chrome://tracing; the file stays on this machine. It \
-has a track for each worker, queue, doorbell and interrupt vector, and arrows from commands to their \
-completions and from doorbells that rang to the worker that they woke. With --json each record is an \
-object on a line of its own: time_ns and kind, then worker, controller, and sq or cq where it is \
-about one, and what the kind has besides.")]
+Open a time line of --perfetto at https://ui.perfetto.dev or in chrome://tracing; the file stays on \
+this machine. It has a track for each I/O thread (worker), queue, doorbell and interrupt vector, and \
+arrows from commands to their completions and from doorbell writes to the I/O thread that they woke. \
+With --json, each record is an object on its own line: time_ns and kind, then worker, controller, \
+and sq or cq if they apply, and the fields of the kind.")]
 pub(crate) struct Args {
     /// Trace file
     #[arg(value_name = "FILE")]
@@ -84,7 +84,7 @@ fn kind(text: &str) -> Result<Kind, String> {
     let found = Kind::ALL.iter().copied().find(|kind| option_name(*kind) == text);
     found.ok_or_else(|| {
         let all: Vec<_> = Kind::ALL.iter().map(|kind| option_name(*kind)).collect();
-        format!("there is no such kind; there are {}", all.join(", "))
+        format!("unknown kind; the kinds are {}", all.join(", "))
     })
 }
 
@@ -109,7 +109,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let records = read_trace(&args.file).map_err(|error| {
         let name = args.file.display();
         match error {
-            TraceError::Io(error) => bad_input(anyhow!("{name} can not be read: {error}")),
+            TraceError::Io(error) => bad_input(anyhow!("cannot read {name}: {error}")),
             error => bad_input(anyhow!("{name}: {error}")),
         }
     })?;
@@ -145,12 +145,15 @@ fn draw(records: &[Record], path: &Path) -> anyhow::Result<()> {
     }
     let name = path.display();
     let file = File::create(path)
-        .map_err(|error| bad_input(anyhow!("the picture can not be written to {name}: {error}")))?;
+        .map_err(|error| bad_input(anyhow!("cannot write the time line to {name}: {error}")))?;
     let mut out = BufWriter::new(file);
     perfetto::write(records, &mut out)
         .and_then(|()| out.flush())
-        .with_context(|| format!("the picture can not be written to {name}"))?;
-    tracing::info!("{name} has a picture of {} records: open it at ui.perfetto.dev", records.len());
+        .with_context(|| format!("cannot write the time line to {name}"))?;
+    tracing::info!(
+        "time line of {} records written to {name}; open it at ui.perfetto.dev",
+        records.len()
+    );
     Ok(())
 }
 
@@ -159,7 +162,7 @@ type QueueKey = (u16, Option<Queue>);
 
 fn summarise(records: &[Record], out: &mut impl Write) -> io::Result<()> {
     let (Some(first), Some(last)) = (records.first(), records.last()) else {
-        return writeln!(out, "There are no such records.");
+        return writeln!(out, "No matching records.");
     };
     let mut sums: BTreeMap<QueueKey, BTreeMap<u8, (Kind, u64)>> = BTreeMap::new();
     for record in records {
@@ -244,6 +247,6 @@ mod tests {
         assert!(text.contains("CQ 3\n           1  interrupt raised"), "{text}");
         let mut out = Vec::new();
         summarise(&[], &mut out).unwrap();
-        assert_eq!(out, b"There are no such records.\n");
+        assert_eq!(out, b"No matching records.\n");
     }
 }

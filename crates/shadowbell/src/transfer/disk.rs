@@ -90,7 +90,7 @@ impl Port {
                 return Ok((number, done.buffer));
             }
             if !self.queue.wait(Some(deadline))? && Instant::now() >= deadline {
-                bail!("{}: nothing was completed for {} s", self.name, REQUEST_TIMEOUT.as_secs());
+                bail!("{}: no command completed for {} s", self.name, REQUEST_TIMEOUT.as_secs());
             }
         }
     }
@@ -196,7 +196,7 @@ impl DiskReader {
         let end = offset
             .checked_add(len)
             .and_then(|end| end.checked_next_multiple_of(block))
-            .ok_or_else(|| anyhow!("the end is beyond what 64 bits can tell"))?;
+            .ok_or_else(|| anyhow!("the end of the range exceeds 64 bits"))?;
         Ok(Self {
             port,
             next: offset - skip,

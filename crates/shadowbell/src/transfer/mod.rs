@@ -83,8 +83,7 @@ pub(crate) struct CopyArgs {
 pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     let output = args.output.as_deref().filter(|path| !is_standard(path));
     if output.is_none() && io::stdout().is_terminal() {
-        let error =
-            anyhow!("the bytes of a disk are not for a terminal: use `> FILE` or `-o FILE`");
+        let error = anyhow!("not writing disk data to a terminal; use `> FILE` or `-o FILE`");
         return Err(exit::bad_input(error));
     }
     let mut session = attach(&args.target, 1)?;
@@ -197,7 +196,7 @@ pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
             let fits = usize::try_from(rest - written)?;
             writer.write(bytes.get(..fits).unwrap_or_default())?;
             writer.finish()?;
-            bail!("{}: it is full after {rest} bytes, and {name} goes on", args.target);
+            bail!("{}: full after {rest} bytes, but {name} has more data", args.target);
         }
         writer.write(bytes.get(..count).unwrap_or_default())?;
         written += count as u64;
@@ -216,7 +215,7 @@ pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
 /// Errors of the driver; with exit status [`exit::BAD_INPUT`] if the destination is too small.
 pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     let CopyArgs { source, destination, overwrite } = args;
-    let stop = signals::stop_flag().context("signals can not be caught")?;
+    let stop = signals::stop_flag().context("catching signals")?;
     let pump = |reader, writer, bytes| pump(reader, writer, bytes, (destination, &stop));
     if source == destination {
         return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
@@ -341,7 +340,7 @@ fn check_room(
     }
     let room = into.bytes();
     Err(exit::bad_input(anyhow!(
-        "{source} has {bytes} bytes, and {destination} room for {room} only"
+        "{source} has {bytes} bytes, but {destination} has room for only {room}"
     )))
 }
 

@@ -1,6 +1,6 @@
 //! Expected content of every block of a part of the namespace, and blocks with commands in flight.
 
-use crate::content;
+use crate::block_pattern;
 use crate::rng::Rng;
 use shadowbell_driver::Buffer;
 
@@ -194,7 +194,7 @@ impl ExpectedData {
             if entry == ZEROES {
                 self.scratch.fill(0);
             } else {
-                content::fill(&mut self.scratch, offset, entry, seed);
+                block_pattern::fill(&mut self.scratch, offset, entry, seed);
             }
             buffer.copy_from(index as usize * size, &self.scratch)
         })
@@ -228,12 +228,12 @@ impl ExpectedData {
     fn wrong(&self, entry: u32, offset: u64) -> Option<String> {
         let seed = self.shape.seed as u32;
         if entry != ZEROES {
-            return content::check(&self.scratch, offset, Some(entry), seed)
+            return block_pattern::check(&self.scratch, offset, Some(entry), seed)
                 .err()
                 .map(|bad| bad.to_string());
         }
         let at = self.scratch.iter().position(|byte| *byte != 0)?;
-        let holds = match content::check(&self.scratch, offset, None, seed) {
+        let holds = match block_pattern::check(&self.scratch, offset, None, seed) {
             Ok(()) => "holds a write from before it was zeroed",
             Err(_) => "is not zero, and was zeroed",
         };
@@ -312,7 +312,7 @@ mod tests {
     fn what_is_known_is_read_back_and_a_failed_write_is_not() {
         let mut expected = data(16);
         let write = expected.begin(Kind::Write, 20, 4).unwrap();
-        assert_eq!(expected.begin(Kind::Read, 23, 1), None, "somebody writes there");
+        assert_eq!(expected.begin(Kind::Read, 23, 1), None, "a write is in flight there");
         expected.succeeded(write, None);
         let failed = expected.begin(Kind::WriteZeroes, 40, 4).unwrap();
         expected.failed(failed);
@@ -328,7 +328,7 @@ mod tests {
     fn a_stale_block_and_one_that_is_not_zero_are_found() {
         let mut expected = data(16);
         let offset = 1 << 20;
-        content::fill(&mut expected.scratch, offset, 7, 3);
+        block_pattern::fill(&mut expected.scratch, offset, 7, 3);
         assert_eq!(expected.wrong(7, offset), None);
         let stale = expected.wrong(8, offset).unwrap();
         assert!(stale.contains("holds write 7, and the last that completed was 8"), "{stale}");

@@ -143,7 +143,7 @@ impl Job {
                 match next(self) {
                     Next::Command(op) => {
                         let Some(buffer) = self.pool.take() else {
-                            bail!("a buffer was not given back")
+                            bail!("a buffer was not returned")
                         };
                         self.submit(InFlight { op, tries: 0 }, buffer)?;
                     }
@@ -230,7 +230,8 @@ impl Job {
     fn complete(&mut self, completion: Completion) -> anyhow::Result<()> {
         let Completion { token, status, buffer, .. } = completion;
         let taken = self.in_flight.get_mut(token.index()).and_then(Option::take);
-        let (it, began) = taken.ok_or_else(|| anyhow!("a completion of no command: {status}"))?;
+        let (it, began) =
+            taken.ok_or_else(|| anyhow!("a completion without a command: {status}"))?;
         self.found.slowest = self.found.slowest.max(began.elapsed());
         let op = it.op;
         if status.is_success() {

@@ -67,11 +67,11 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
     }
     if controller.queue_pairs() < args.numjobs {
         let granted = controller.queue_pairs();
-        return Err(anyhow!("the controller grants {granted} queue pairs: no more --numjobs"));
+        return Err(anyhow!("the controller grants {granted} queue pairs; reduce --numjobs"));
     }
     if controller.queue_depth() <= u32::from(args.iodepth) {
         let holds = controller.queue_depth() - 1;
-        return Err(anyhow!("the queues of the controller hold {holds}: no more --iodepth"));
+        return Err(anyhow!("the controller's queues hold {holds} commands; reduce --iodepth"));
     }
     let (bytes, most) = (namespace.bytes(), namespace.max_transfer_bytes());
     if !args.max_bs.is_multiple_of(size) || args.max_bs > most {
@@ -98,7 +98,7 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
         ));
     }
     if blocks * jobs > MOST_BLOCKS {
-        return Err(anyhow!("account is kept of {MOST_BLOCKS} blocks at most: a smaller --size"));
+        return Err(anyhow!("at most {MOST_BLOCKS} blocks can be verified; reduce --size"));
     }
     let has = namespace.optional_commands();
     let deallocated = namespace.identity().dlfeat;
@@ -213,7 +213,7 @@ fn work(
                 Ok(handle) => handles.push(handle),
                 Err(error) => {
                     failed.store(true, Ordering::Relaxed);
-                    return Err(error).context("no thread for a job");
+                    return Err(error).context("starting a thread for a job");
                 }
             }
         }

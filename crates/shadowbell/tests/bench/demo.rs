@@ -56,7 +56,7 @@ fn people_see_the_figures_beside_the_published_ones() {
         "43.9 K",
         "184 K",
         "published",
-        "here and now",
+        "measured",
         "count the same doorbell writes",
         "shadowbell serve disk.img",
         "shadowbell bench ",

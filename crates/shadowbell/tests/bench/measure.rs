@@ -163,7 +163,7 @@ fn what_can_not_be_measured_is_refused_with_the_reason() {
         ("bench qcow3:x", "no kind of disk called"),
         ("bench mem:1MiB --bs 1000", "multiple of the block size"),
         ("bench mem:1MiB --bs 2m --number-ios 1", "no room"),
-        ("bench mem:64MiB --bs 32m --number-ios 1", "more than one command moves"),
+        ("bench mem:64MiB --bs 32m --number-ios 1", "exceeds the maximum transfer size"),
         ("bench mem:1MiB --offset 2m", "past the end"),
         ("bench mem:1MiB --size 2m", "past the end"),
         ("bench mem:1MiB?read-only=on --rw write", "read-only"),

@@ -178,7 +178,7 @@ fn a_page_of_a_benchmark_is_read_in_a_browser() {
         [
             "I/Os per second",
             "Latency",
-            "Latency, all I/Os that were timed",
+            "Latency of all measured I/Os",
             "Latency over time: the darker, the more I/Os",
             "Doorbells",
             "I/Os per second of each queue"
@@ -212,9 +212,9 @@ fn a_page_of_the_demonstration_compares() {
         titles[..4],
         [
             "I/Os per second",
-            "MMIO writes for each I/O",
+            "MMIO writes per I/O",
             "Median latency",
-            "Driver's time for each I/O"
+            "CPU time of the driver per I/O"
         ]
     );
     // Twelve measurements with five diagrams, those of four jobs with one more.
@@ -225,8 +225,8 @@ fn a_page_of_the_demonstration_compares() {
 fn a_page_that_can_not_be_written_is_refused_before_the_measurement() {
     for verb in ["bench null:1GiB --runtime 100", "demo --runtime 60000"] {
         let said = complaint(&mut line(&format!("{verb} --report no/such/page.html")), 2);
-        assert!(said.contains("can not be written to no/such/page.html"), "{said}");
+        assert!(said.contains("cannot write the report to no/such/page.html"), "{said}");
         let said = complaint(&mut line(&format!("{verb} --report -")), 2);
-        assert!(said.contains("standard output has the figures"), "{said}");
+        assert!(said.contains("standard output has the results"), "{said}");
     }
 }

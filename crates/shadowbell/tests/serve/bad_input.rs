@@ -213,7 +213,11 @@ fn options_that_can_not_be() {
     }
     refused(at, &["--socket", "vm.sock"], &["<DISK>"]);
     refused(at, &["mem:1MiB"], &["--socket <PATH>"]);
-    refused(at, &["mem:1MiB?read-only=off", "--read-only", "--socket", "vm.sock"], &["leave one"]);
+    refused(
+        at,
+        &["mem:1MiB?read-only=off", "--read-only", "--socket", "vm.sock"],
+        &["leave out one"],
+    );
     let all: Vec<_> = std::fs::read_dir(at).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(all, ["notes.txt"], "nothing is left behind");
     assert_eq!(std::fs::read_to_string(at.join("notes.txt")).unwrap(), "precious");

@@ -122,7 +122,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     assert_eq!(code, Some(0));
     assert_eq!(
         said,
-        "+ vm2\n+ vm3\n- vm1\n2 come, 1 go, 0 are replaced, 0 change, 1 stay; nothing was done\n"
+        "+ vm2\n+ vm3\n- vm1\n2 added, 1 removed, 0 replaced, 0 changed, 1 unchanged; not applied\n"
     );
     assert_eq!(ids(), ["vm0", "vm1"]);
     // Whoever looked whether vm1 listens may still count as its client.
@@ -143,8 +143,8 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     let (code, said, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
     let image = server.directory().canonicalize().unwrap().join("0.img");
     let expected = format!(
-        "~ vm0 (a client has it)\n    namespace 1: {} -> mem:1MiB\n\
-         0 come, 0 go, 1 are replaced, 0 change, 2 stay; nothing was done\n",
+        "~ vm0 (has a client)\n    namespace 1: {} -> mem:1MiB\n\
+         0 added, 0 removed, 1 replaced, 0 changed, 2 unchanged; not applied\n",
         image.display()
     );
     assert_eq!((code, said), (Some(0), expected));
@@ -201,7 +201,7 @@ fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
          namespace 2: {at}/a.img -> {at}/a.img?read-only=on\n    \
          namespace 3: none -> {at}/b.img\n\
          * limit group db: none -> iops=5000\n\
-         0 come, 0 go, 0 are replaced, 1 change, 0 stay; nothing was done\n"
+         0 added, 0 removed, 0 replaced, 1 changed, 0 unchanged; not applied\n"
     );
     assert_eq!((code, &said[..], &errors[..]), (Some(0), &expected[..], ""));
     assert_eq!(disks(), ["1 mem:4MiB false null", "2 a.img false null"]);
@@ -239,7 +239,7 @@ fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
     std::fs::write(server.directory().join("vms.toml"), format!("workers = 2\n{text}")).unwrap();
     let (_, said, _) = apply(&[]);
-    assert!(said.starts_with("what the file says otherwise of the server itself counts"), "{said}");
+    assert!(said.starts_with("server-wide settings differ"), "{said}");
     drop(guest);
     assert!(server.stop().success());
 }

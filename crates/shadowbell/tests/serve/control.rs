@@ -106,7 +106,7 @@ fn a_server_says_what_it_serves_and_ends_when_it_is_told() {
     let (_, table, _) = ctl(&server, &["stats"]);
     assert!(table.contains("4.0 KiB") && table.lines().count() == 2, "{table}");
     for (what, word) in
-        [("status", "1, of which 1 have a client"), ("controllers", "ready"), ("namespaces", &disk)]
+        [("status", "1, 1 with a client"), ("controllers", "ready"), ("namespaces", &disk)]
     {
         let (status, text, errors) = ctl(&server, &[what]);
         assert_eq!((status, &errors[..]), (Some(0), ""), "{what}");
@@ -114,7 +114,10 @@ fn a_server_says_what_it_serves_and_ends_when_it_is_told() {
     }
 
     let (status, output, _) = ctl(&server, &["shutdown"]);
-    assert_eq!((status, output), (Some(0), format!("vm (process {}) ends\n", server.pid())));
+    assert_eq!(
+        (status, output),
+        (Some(0), format!("vm (process {}) is shutting down\n", server.pid()))
+    );
     assert!(server.wait().success(), "{}", server.stderr());
     assert!(!server.directory().join("run/vm").exists(), "nothing is left behind");
 }
@@ -126,7 +129,7 @@ fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
         (&["status", "-s", "vm1"][..], 3, "there is no server `vm1`"),
         (&["status", "-s", "/nonexistent/x.sock"], 3, "no such control socket"),
         (&["controllers", "vm7"], 3, "there is no controller `vm7`"),
-        (&["log-level", "loud=="], 2, "says nothing of what to log"),
+        (&["log-level", "loud=="], 2, "is not a log filter"),
         (&["upgrade"], 4, "has no supervisor"),
         (&["upgrade", "--binary", "/nonexistent/x"], 2, "--binary"),
         (&["frobnicate"], 2, "frobnicate"),
@@ -141,7 +144,7 @@ fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
     }
     assert!(server.stop().success());
     let (code, _, errors) = ctl(&server, &["status"]);
-    assert!(code == Some(3) && errors.contains("no server runs"), "{code:?}: {errors}");
+    assert!(code == Some(3) && errors.contains("no running server"), "{code:?}: {errors}");
 }
 
 #[test]
@@ -160,7 +163,7 @@ fn a_name_that_is_taken_is_made_another_unless_it_was_asked_for() {
     let name = format!("vm.{}", child.id());
     until("the second one", || ctl(&first, &["status", "-s", &name]).0 == Some(0));
     let (code, _, errors) = ctl(&first, &["status"]);
-    assert!(code == Some(2) && errors.contains("several servers run"), "{errors}");
+    assert!(code == Some(2) && errors.contains("several servers are running"), "{errors}");
     let by_socket = ctl_json(&first, &["status", "-s", second.to_str().unwrap()]);
     assert_eq!((&by_socket["name"], &by_socket["pid"]), (&json!(name), &json!(child.id())));
     let (code, _, errors) = finish(other(&["third.sock", "--name", "vm"]));
@@ -364,7 +367,7 @@ fn a_controller_that_is_in_use_can_be_looked_at() {
     assert_eq!(table.lines().count(), 3, "{table}");
     // What has to be attached says who is in the way.
     let (status, _, errors) = look("get-feature", &target, &[]);
-    assert!(status == Some(2) && errors.contains("another client has it"), "{errors}");
+    assert!(status == Some(2) && errors.contains("another client is connected"), "{errors}");
     drop((queue, pool, guest));
     assert!(server.stop().success());
 }
@@ -393,7 +396,7 @@ fn top_finds_the_servers_that_run() {
     }
     assert!(server.stop().success());
     let (status, _, errors) = top(&[]);
-    assert!(status == Some(3) && errors.contains("no server runs"), "{errors}");
+    assert!(status == Some(3) && errors.contains("no running server"), "{errors}");
 }
 
 #[test]

@@ -220,7 +220,7 @@ fn another_disk_is_not_taken_for_the_one_that_it_was() {
     drop(first);
     let _second = below("mem:4MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad92");
     crate::supervisor::signal(worker(&server), Signal::KILL);
-    server.says("it is another disk than before");
+    server.says("another disk than before");
     server.says("have lost their controllers");
     drop(client);
     until("another one's socket", || UnixStream::connect(server.socket()).is_ok());

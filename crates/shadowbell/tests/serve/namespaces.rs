@@ -161,7 +161,7 @@ fn what_has_changed_goes_on_after_a_death_and_an_upgrade() {
     // The same in a file, from which another server serves the same.
     let (status, text, errors) = ctl(&server, &["save-config", "saved.toml"]);
     assert_eq!(status, Some(0), "{errors}");
-    assert_eq!(text, "saved.toml has what is served\n");
+    assert_eq!(text, "configuration written to saved.toml\n");
     let plan = ctl_json(&server, &["apply", "saved.toml", "--dry-run"]);
     assert_eq!(
         (&plan["unchanged"], &plan["add"], &plan["remove"]),
@@ -237,8 +237,8 @@ fn limits_come_change_and_go_and_last() {
     assert_eq!(groups, json!([{"name": "slow", "limits": {"iops": "1000000"}}]));
     for (arguments, words) in [
         (&["vm.sock", "1", "--iops", "many"][..], "`iops`"),
-        (&["--iops", "7"], "whose limits"),
-        (&["--of-group", "a/b", "--iops", "7"], "no name of a group"),
+        (&["--iops", "7"], "limits of which namespace"),
+        (&["--of-group", "a/b", "--iops", "7"], "is not a group name"),
         (&["vm.sock"], "nsid"),
     ] {
         let (code, _, errors) = ctl(&server, &[&["limit"], arguments].concat());

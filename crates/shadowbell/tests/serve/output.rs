@@ -177,7 +177,7 @@ fn a_trace_shows_every_decision() {
             .count(),
         3
     );
-    assert!(trace(&["--summary", "--queue", "9"]).contains("no such records"));
+    assert!(trace(&["--summary", "--queue", "9"]).contains("No matching records"));
     controller.detach().unwrap();
     assert!(server.stop().success());
     assert!(trace(&["--summary"]).contains("records in"), "and when it is over");
@@ -193,7 +193,7 @@ fn what_is_no_trace_is_refused() {
         ("text", "this is not a trace"),
         ("empty", "this is not a trace"),
         (".", "this is not a trace"),
-        ("missing", "can not be read"),
+        ("missing", "cannot read missing"),
     ] {
         let mut command = program();
         command.args(["trace", name]).current_dir(at);

@@ -206,9 +206,9 @@ fn what_is_no_socket_of_counters_is_told() {
         complaint
     };
     let complaint = top(Path::new("/nowhere/stats"));
-    assert!(complaint.contains("there is no such socket; `shadowbell serve"), "{complaint}");
+    assert!(complaint.contains("no such socket; `shadowbell serve"), "{complaint}");
     let complaint = top(&server.socket());
-    assert!(complaint.contains("it is no socket of counters"), "{complaint}");
+    assert!(complaint.contains("neither a control socket nor a statistics socket"), "{complaint}");
     let complaint = top(&server.directory().join("stderr"));
     assert!(complaint.contains("stderr: "), "{complaint}");
     drop(server.attach());

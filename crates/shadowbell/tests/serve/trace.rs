@@ -289,7 +289,7 @@ fn a_trace_begins_and_ends_while_the_server_runs() {
     work(&server);
     assert_eq!(save(), 40);
     let (_, said, _) = ctl(&server, &["trace"]);
-    assert!(said.starts_with("on: the last 2048 records of each worker"), "{said}");
+    assert!(said.starts_with("on: the last 2048 records per I/O thread"), "{said}");
     // It ends, and what there is stays.
     for _ in 0..2 {
         assert_eq!(ctl_json(&server, &["trace", "off"])["on"], false);

@@ -161,7 +161,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
              done=0\n\
              is_served() {{ shadowbell ctl -s /tmp/ch.sock status >/dev/null 2>&1; }}\n\
              # A client that is about to be accepted is nobody's yet.\n\
-             until shadowbell ctl -s /tmp/ch.sock status | grep -q '1 have a client'; do\n\
+             until shadowbell ctl -s /tmp/ch.sock status | grep -q '1 with a client'; do\n\
                  sleep 0.1\n\
              done\n\
              while [ ! -e /tmp/stop ]; do\n\

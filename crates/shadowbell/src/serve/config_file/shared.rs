@@ -1,9 +1,9 @@
 //! NVM subsystems of a configuration file, and their controllers.
 
-use crate::ana_word::{AnaGroups, AnaWord};
+use crate::ana_state::{AnaGroups, AnaWord};
 use crate::controller_config::{ControllerConfig, DiskConfig, nsids as nsids_of};
 use crate::limits;
-use crate::subsystems::Place;
+use crate::subsystems::Membership;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -78,12 +78,12 @@ impl Subsystems {
     ///
     /// # Errors
     /// The controller does not fit the subsystem.
-    pub(super) fn place(
+    pub(super) fn membership(
         &mut self,
         name: &str,
         controller: &ControllerConfig,
         ana: Option<AnaStates>,
-    ) -> Result<Place, String> {
+    ) -> Result<Membership, String> {
         let known = self.0.get_mut(name).ok_or_else(|| {
             format!("there is no `[[subsystem]]` `{name}`: add one of this name, or correct it")
         })?;
@@ -114,7 +114,7 @@ impl Subsystems {
         };
         (1..).zip(states).for_each(|(group, state)| groups.set(group, state));
         known.count += 1;
-        Ok(Place {
+        Ok(Membership {
             name: name.to_owned(),
             state: known.table.state.clone(),
             serial: known.table.serial.clone(),

@@ -358,7 +358,7 @@ fn groups_and_their_states_are_those_of_a_subsystem() {
     assert_eq!(texts(&parse(&again, "x").unwrap()), texts(&config));
     for (from, to, words) in [
         ("[[1], [2]]", "[[1], [1]]", "x:10: `ana-groups` has namespace 1 twice"),
-        ("[[1], [2]]", "[[1], [4]]", "namespace 4, which there is not"),
+        ("[[1], [2]]", "[[1], [4]]", "namespace 4, which does not exist"),
         ("[\"inaccessible\", \"change\"]", "\"best\"", "`ana` is `optimized`, `non-optimized`"),
         ("\"change\"]", "\"change\", \"change\"]", "x:10: `ana` has 3 states, and there are 2"),
         ("subsystem = \"pair\"", "", "x:11: `ana` is of a controller with a `subsystem`"),

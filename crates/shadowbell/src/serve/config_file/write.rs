@@ -1,12 +1,12 @@
 //! Writer of a configuration file from the state of a running server.
 
-use crate::ana_word::AnaWord;
+use crate::ana_state::AnaWord;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::disk_spec;
 use crate::limits::{self, Group};
 use crate::pool::PoolSpec;
 use crate::pool_disks;
-use crate::self_as_is::absolute;
+use crate::process_env::absolute;
 use crate::serve::server_config::{Own, ServerConfig, SocketConfig, WorkerChoice};
 use crate::serve::socket_access::SocketAccess;
 use crate::uuid_text::uuid_text;

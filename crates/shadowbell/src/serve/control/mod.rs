@@ -38,7 +38,7 @@ mod trace;
 
 pub(super) use state::ServerState;
 
-use crate::control::place::{self, Place};
+use crate::control::socket_path::{self, SocketPath};
 use crate::exit::bad_input;
 use crate::logging;
 use crate::path_broker::Kind;
@@ -122,7 +122,7 @@ impl Resting {
     /// A configured socket cannot be created. If the default control socket cannot be created, a
     /// warning is logged instead.
     pub(super) fn listen(
-        place: &Place,
+        place: &SocketPath,
         default_name: &str,
         pid: u32,
         metrics: Option<SocketAddr>,
@@ -140,7 +140,7 @@ impl Resting {
             let socket = Some(Socket { listener, directory: None });
             return Ok(of(name, socket));
         }
-        let Some(directory) = place::directory() else {
+        let Some(directory) = socket_path::directory() else {
             if place.name.is_some() {
                 return Err(bad_input(anyhow!(
                     "--name: XDG_RUNTIME_DIR is not set, so there is no usual place for the \
@@ -261,7 +261,7 @@ fn refused(error: BindError) -> anyhow::Error {
 
 /// Creates the control socket of the server `name`, and the directories for it.
 fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
-    let path = place::socket(directory, name);
+    let path = socket_path::socket(directory, name);
     let own = directory.join(name);
     if path_broker::has_broker() {
         // The supervisor creates the directory, too.

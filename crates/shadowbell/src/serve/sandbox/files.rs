@@ -5,13 +5,13 @@
 
 use super::asked::Asked;
 use super::open_broker::{self, Allowed};
-use crate::control::place;
+use crate::control::socket_path;
 use crate::path_broker::{PathPermissions, bytes_of};
 use crate::serve::path_broker;
 use crate::serve::server_config::ServerConfig;
 use crate::serve::worker_link::WorkerLink;
 use crate::supervisor::protocol::{self, to_supervisor};
-use crate::{disk_spec, self_as_is};
+use crate::{disk_spec, process_env};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort,
     PathFd, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
@@ -79,10 +79,10 @@ pub(super) fn prepare(
 fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Result<(), String> {
     let (ours, theirs) = protocol::pair().map_err(|error| error.to_string())?;
     link.give(to_supervisor::PATH_BROKER, theirs).map_err(|error| error.to_string())?;
-    let control = config.control.path.is_none().then(place::settle).flatten();
+    let control = config.control.path.is_none().then(socket_path::settle).flatten();
     let control = control.filter(|directory| make(directory));
     let real = |path: PathBuf| path.canonicalize().ok().map(|path| bytes_of(&path));
-    let from_root = |path: &PathBuf| bytes_of(&self_as_is::absolute(path));
+    let from_root = |path: &PathBuf| bytes_of(&process_env::absolute(path));
     path_broker::begin(
         ours,
         &PathPermissions {
@@ -138,7 +138,7 @@ fn rules(
     let rules = rules
         .add_rules(path_beneath_rules(socket_directories(asked, config), sockets()))?
         .add_rules(path_beneath_rules(written(config), outputs()))?;
-    let control = config.control.path.is_none().then(place::settle).flatten();
+    let control = config.control.path.is_none().then(socket_path::settle).flatten();
     // Each server has a directory in the common one.
     let control = control.filter(|directory| make(directory));
     let of_control = sockets() | AccessFs::MakeDir | AccessFs::RemoveDir;

@@ -28,9 +28,9 @@ pub(super) use user::{User, parse_user};
 
 use super::server_config::ServerConfig;
 use super::worker_link::WorkerLink;
-use crate::control::place;
+use crate::control::socket_path;
 use crate::exit::bad_input;
-use crate::{disk_spec, self_as_is};
+use crate::{disk_spec, process_env};
 use anyhow::{Context, anyhow};
 use files::{Files, Held};
 use filter::Needs;
@@ -128,8 +128,8 @@ fn hindrance(config: &ServerConfig) -> Option<String> {
 
 /// Caches system values that the sandbox makes unreadable.
 fn settle() {
-    place::settle();
-    self_as_is::settle();
+    socket_path::settle();
+    process_env::settle();
     processors::settle();
     read_limits();
 }

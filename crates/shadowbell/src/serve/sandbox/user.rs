@@ -1,6 +1,6 @@
 //! User that the server process becomes (`--user`).
 
-use crate::control::place;
+use crate::control::socket_path;
 use crate::serve::server_config::ServerConfig;
 use crate::serve::socket_access::{SocketAccess, parse_group};
 use anyhow::{Context, bail};
@@ -73,7 +73,7 @@ impl User {
 /// The change is not permitted, or could be reverted.
 pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<()> {
     // The control socket's directory is determined before, since it depends on the user.
-    let directory = place::settle();
+    let directory = socket_path::settle();
     if geteuid().as_raw() == user.uid {
         return Ok(());
     }

@@ -119,8 +119,11 @@ fn bind_all(guest: &mut Guest) -> Result<()> {
     let addresses: Vec<_> = (0..DRIVEN.len()).map(config::pci_address).collect();
     let output = shadowbell(guest, &format!("bind {}", addresses.join(" ")))?.success()?;
     for address in &addresses {
-        ensure!(output.contains(&format!("{address}: taken from nvme, with nvme")), "{output}");
-        ensure!(output.contains(&format!("drive it as nvme://{address}")), "{output}");
+        ensure!(
+            output.contains(&format!("{address}: unbound from nvme, with unused nvme")),
+            "{output}"
+        );
+        ensure!(output.contains(&format!("use it as nvme://{address}")), "{output}");
         let link = format!("readlink /sys/bus/pci/devices/{address}/driver");
         ensure!(guest.sh(&link, MINUTE)?.trim().ends_with("/vfio-pci"), "{address} is elsewhere");
     }
@@ -204,7 +207,7 @@ fn give_back(guest: &mut Guest) -> Result<()> {
     let addresses: Vec<_> = (0..DRIVEN.len()).map(config::pci_address).collect();
     let output = shadowbell(guest, &format!("unbind {}", addresses.join(" ")))?.success()?;
     for (index, address) in addresses.iter().enumerate() {
-        ensure!(output.contains(&format!("{address}: given back to nvme")), "{output}");
+        ensure!(output.contains(&format!("{address}: bound to nvme")), "{output}");
         let disk = names(guest, index)?.1;
         guest.sh(
             &format!(

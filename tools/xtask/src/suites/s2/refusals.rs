@@ -59,7 +59,7 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
             ),
             MINUTE,
         )?;
-        let hidden = refused(guest, &format!("bind {address}"), &[&disk, "exclusive use"]);
+        let hidden = refused(guest, &format!("bind {address}"), &[&disk, "opened exclusively"]);
         // The kernel unmounts in its own time; blkdiscard wants the disk for itself.
         guest.sh(
             &format!(
@@ -111,7 +111,7 @@ pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
             MINUTE,
         )?;
         let opened = refused(guest, &format!("list {target}"), &["is in use"]);
-        let given = refused(guest, &format!("unbind {address}"), &["a program has it open"]);
+        let given = refused(guest, &format!("unbind {address}"), &["in use by a program"]);
         guest.sh("kill -INT $(cat /tmp/using.pid); wait; sleep 1; cat /tmp/using", MINUTE)?;
         opened.and(given)
     });

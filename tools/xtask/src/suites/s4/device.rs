@@ -315,7 +315,7 @@ pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()>
         )?;
         export = Export::start(guest, target, "--recover")?;
         let said = guest.sh("cat /tmp/export0", MINUTE)?;
-        ensure!(said.contains("goes on where it was") && said.contains(words), "{said}");
+        ensure!(said.contains(": recovered") && said.contains(words), "{said}");
     }
     let said = guest.sh(
         "for i in $(seq 600); do grep -q ended /tmp/fio && break; sleep 0.1; done; cat /tmp/fio",

@@ -116,7 +116,7 @@ fn banner(guest: &mut Guest, controller: &Controller) -> Result<()> {
         println!("         {line}");
     }
     for word in [
-        "2 queue pairs asked for, 2 got",
+        "2 queue pairs requested, 2 granted",
         "NVMe ",
         "MQES",
         "serial",

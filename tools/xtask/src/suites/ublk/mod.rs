@@ -18,7 +18,7 @@ use crate::report::Report;
 const UBLK: &str = "ublk_drv";
 const SIZE: u64 = 512 << 20;
 /// What is said when nobody copies.
-const STRAIGHT: &str = "without a copy";
+const STRAIGHT: &str = "zero-copy I/O";
 /// An image on the second disk's file system.
 const IMAGE: &str = "/img/disk.img";
 const IMAGE_BYTES: u64 = 384 << 20;
@@ -109,7 +109,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
     let is_straight = options.is_empty();
     let text = said(guest)?;
     ensure!(text.contains(STRAIGHT) == is_straight, "{text}");
-    ensure!(text.contains("data are copied: an option requests it") != is_straight, "{text}");
+    ensure!(text.contains("data is copied: an option requests it") != is_straight, "{text}");
     let disk = &export.disk;
     let fio = "--direct=1 --ioengine=libaio --verify=crc32c --verify_fatal=1 --output-format=terse";
     guest.sh(
@@ -244,7 +244,7 @@ fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
         refused(guest, &format!("{raw} --ublk --ublk-id 0"), &["ublkb0"])?;
         let export = Export::start(guest, raw, &format!("{then} --recover"))?;
         let text = said(guest)?;
-        ensure!(text.contains("goes on where it was") && text.contains(words), "{text}");
+        ensure!(text.contains(": recovered") && text.contains(words), "{text}");
         let disk = &export.disk;
         guest.sh(
             &format!(

@@ -14,7 +14,7 @@ const MAX_NAME: usize = 40;
 
 /// Location of the control socket, as given on the command line or in the configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct SocketPath {
     /// The name of the server, if one was given.
     pub(crate) name: Option<String>,
     /// The path, if one was given.

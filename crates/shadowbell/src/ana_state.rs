@@ -78,7 +78,7 @@ impl AnaGroups {
                 return Err(format!("`ana-groups` has namespace {nsid} twice"));
             }
             if !all.contains(nsid) {
-                return Err(format!("`ana-groups` has namespace {nsid}, which there is not"));
+                return Err(format!("`ana-groups` has namespace {nsid}, which does not exist"));
             }
             seen.push(*nsid);
         }
@@ -153,7 +153,7 @@ mod tests {
         };
         assert_eq!(check(&[&[1], &[], &[2]]), Ok(()));
         assert!(check(&[&[1], &[1]]).unwrap_err().contains("twice"));
-        assert!(check(&[&[3]]).unwrap_err().contains("which there is not"));
+        assert!(check(&[&[3]]).unwrap_err().contains("which does not exist"));
         assert!(check(&[&[] as &[u32]; 17]).unwrap_err().contains("16"));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::api::Controller;
 use super::client::Client;
-use super::place;
+use super::socket_path;
 use crate::exit;
 use crate::supervisor::protocol::known_path;
 use anyhow::anyhow;
@@ -15,11 +15,11 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// No server is found, or several are.
 pub(crate) fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
-    let directory = place::directory();
+    let directory = socket_path::directory();
     let Some(wanted) = wanted else { return only(directory.as_deref()) };
     if !wanted.contains('/') {
         let Some(directory) = directory else { return Err(no_directory()) };
-        let socket = place::socket(&directory, wanted);
+        let socket = socket_path::socket(&directory, wanted);
         if !socket.exists() {
             let others = names(&running(&directory));
             return Err(exit::not_there(anyhow!(
@@ -38,7 +38,7 @@ pub(crate) fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
 pub(crate) fn owner(socket: &Path) -> Option<(Client, Controller)> {
     let socket = known_path(&std::path::absolute(socket).ok()?);
     let socket = socket.to_str()?;
-    for (_, control) in running(&place::directory()?) {
+    for (_, control) in running(&socket_path::directory()?) {
         let client = Client::new(&control);
         let Ok(controllers) = client.get::<Vec<Controller>>("/v1/controllers") else { continue };
         if let Some(controller) = controllers.into_iter().find(|c| c.socket == socket) {
@@ -53,12 +53,12 @@ pub(crate) fn owner(socket: &Path) -> Option<(Client, Controller)> {
 /// # Errors
 /// This user has no such directory.
 pub(crate) fn directory() -> anyhow::Result<PathBuf> {
-    place::directory().ok_or_else(no_directory)
+    socket_path::directory().ok_or_else(no_directory)
 }
 
 /// Servers in `directory` that accept connections.
 pub(crate) fn running(directory: &Path) -> Vec<(String, PathBuf)> {
-    let mut servers = place::servers(directory);
+    let mut servers = socket_path::servers(directory);
     servers.retain(|(_, socket)| UnixStream::connect(socket).is_ok());
     servers
 }
@@ -69,11 +69,11 @@ fn only(directory: Option<&Path>) -> anyhow::Result<Client> {
     match &servers[..] {
         [(_, socket)] => Ok(Client::new(socket)),
         [] => Err(exit::not_there(anyhow!(
-            "no server runs that has its control socket in {}; name another by `--server PATH`",
+            "no running server has its control socket in {}; name one with `--server PATH`",
             directory.display()
         ))),
         _ => Err(exit::bad_input(anyhow!(
-            "several servers run: say which by `--server NAME`{}",
+            "several servers are running; choose one with `--server NAME`{}",
             names(&servers)
         ))),
     }
@@ -81,15 +81,15 @@ fn only(directory: Option<&Path>) -> anyhow::Result<Client> {
 
 fn no_directory() -> anyhow::Error {
     exit::not_there(anyhow!(
-        "XDG_RUNTIME_DIR is not set, so there is no usual place for a control socket; name one by \
-         `--server PATH`"
+        "XDG_RUNTIME_DIR is not set, so there is no default directory of control sockets; name a \
+         socket with `--server PATH`"
     ))
 }
 
 fn names(servers: &[(String, PathBuf)]) -> String {
     if servers.is_empty() {
-        return "; none runs there".to_owned();
+        return "; no server is running there".to_owned();
     }
     let names: Vec<_> = servers.iter().map(|(name, _)| name.as_str()).collect();
-    format!("; there are: {}", names.join(", "))
+    format!("; running servers: {}", names.join(", "))
 }
