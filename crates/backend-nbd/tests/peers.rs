@@ -364,7 +364,7 @@ fn each_mistake_with_tls_has_its_sentence() {
     assert!(text.contains("TLS handshake failed") || text.contains("connection failed"), "{text}");
     let empty = tempfile::tempdir().unwrap();
     let text = refused(empty.path(), "");
-    assert!(text.contains("ca-cert.pem can not be read"), "{text}");
+    assert!(text.contains("ca-cert.pem cannot be read"), "{text}");
     // A server that wants TLS, and one that has none.
     let socket = peer.directory.path().join("nbd");
     let spec = NbdSpec::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();

@@ -66,7 +66,7 @@ impl Changes {
             return match is_same {
                 true => Ok(false),
                 false => Err(exit::conflict(anyhow!(
-                    "a namespace {nsid} exists already, with other properties; remove it first, or \
+                    "namespace {nsid} exists already, with other properties; remove it first, or \
                      replace its disk"
                 ))),
             };

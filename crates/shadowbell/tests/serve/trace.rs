@@ -251,7 +251,7 @@ fn an_output_that_can_not_be_is_refused() {
     command.arg("trace").arg(&file).args(["--perfetto", "no/such/picture.json"]);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
-    assert!(errors.contains("can not be written to no/such/picture.json"), "{errors}");
+    assert!(errors.contains("cannot write the time line to no/such/picture.json"), "{errors}");
 }
 
 /// Without `--trace`: on and off while the server runs, in a sandbox, and in the process that an
