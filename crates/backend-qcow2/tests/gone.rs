@@ -20,7 +20,7 @@ const BLOCK: u64 = 4096;
 const DEPTH: u32 = 32;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
@@ -171,7 +171,7 @@ fn the_server_of_a_file_system_is_killed() {
         let mut model = Model::new(71, false);
         for round in 0..6_u64 {
             let context = format!("{options} round {round}");
-            let Some(mount) = Mount::over("the_daemon", &behind) else { return };
+            let Some(mount) = Mount::over("fuse_daemon", &behind) else { return };
             let disk = open(&mount.path(), options);
             let mut queue = disk.queue().unwrap();
             let (began, mut mount) = (Instant::now(), mount);

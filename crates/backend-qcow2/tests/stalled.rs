@@ -11,7 +11,7 @@ const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 64 << 10;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
@@ -26,7 +26,7 @@ fn what_waits_for_storage_holds_up_no_other_image_and_ends_when_that_answers() {
         write(&mut *queue, 0, &[7; 2 << 20]).unwrap();
         flush(&mut *queue).unwrap();
     }
-    let Some(mount) = Mount::over("the_daemon", &slow) else { return };
+    let Some(mount) = Mount::over("fuse_daemon", &slow) else { return };
     let slow = open(&mount.path(), "");
     let good = open(&good, "");
     let (mut waits, mut goes) = (slow.queue().unwrap(), good.queue().unwrap());

@@ -15,7 +15,7 @@ const MIB: u64 = 1 << 20;
 const ALL: [&str; 4] = ["?direct=off", "?direct=off&aio=threads", "", "?aio=threads"];
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
@@ -113,7 +113,7 @@ fn the_server_of_a_file_system_is_killed() {
     let host = Host::new(MIB);
     for (round, options) in ALL.into_iter().enumerate() {
         let byte = round as u8 + 1;
-        let Some(mut mount) = Mount::over("the_daemon", &behind) else { return };
+        let Some(mut mount) = Mount::over("fuse_daemon", &behind) else { return };
         let options = if options.is_empty() {
             "?format=raw".to_owned()
         } else {
@@ -149,7 +149,7 @@ fn the_server_of_a_file_system_is_killed() {
         ends(&mut *queue, &mut ended);
         assert_ne!(ended[4], Some(Ok(())));
         drop(mount);
-        let Some(mount) = Mount::over("the_daemon", &behind) else { return };
+        let Some(mount) = Mount::over("fuse_daemon", &behind) else { return };
         fails(&mut *queue, &host, &gone, &options);
         let again = open(&mount.path(), &options);
         let mut queue = again.queue().unwrap();
@@ -167,7 +167,7 @@ fn a_file_system_without_syncs_ends() {
     let behind = image(directory.path(), MIB);
     let host = Host::new(MIB);
     for options in ["?direct=off&format=raw", "?direct=off&aio=threads&format=raw"] {
-        let Some(mut mount) = Mount::without_syncs("the_daemon", &behind) else { return };
+        let Some(mut mount) = Mount::without_syncs("fuse_daemon", &behind) else { return };
         let disk = open(&mount.path(), options);
         let mut queue = disk.queue().unwrap();
         assert_eq!(write(&mut *queue, &host, 0, 7), Ok(()));

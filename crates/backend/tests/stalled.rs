@@ -11,13 +11,13 @@ use std::time::Duration;
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
 #[test]
 fn an_image_that_does_not_answer_holds_up_no_other() {
-    let Some(mount) = Mount::with_image("the_daemon") else { return };
+    let Some(mount) = Mount::with_image("fuse_daemon") else { return };
     let bad = open(&mount.path(), "?direct=off&format=raw");
     holds_up_no_other(mount, bad);
 }
@@ -27,7 +27,7 @@ fn an_image_that_does_not_answer_holds_up_no_other() {
 fn an_image_of_which_nothing_is_said_holds_up_no_other() {
     let directory = directory();
     let behind = image(directory.path(), MIB);
-    let Some(mount) = Mount::over("the_daemon", &behind) else { return };
+    let Some(mount) = Mount::over("fuse_daemon", &behind) else { return };
     let bad = open(&mount.path(), "?direct=off&format=raw");
     mount.stall();
     holds_up_no_other(mount, bad);

@@ -13,7 +13,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     stalled::be_the_daemon();
 }
 
@@ -22,7 +22,7 @@ const STALLED: u64 = 1 << 40;
 
 /// A mount, the open file, and its memory.
 fn stalled() -> Option<(Mount, OwnedFd, SharedBytes)> {
-    let mount = Mount::new("the_daemon")?;
+    let mount = Mount::new("fuse_daemon")?;
     let file = mount.open();
     let memory = Mapping::from_fd(&file, 0, 4096, Protection::ReadWrite).unwrap().bytes();
     Some((mount, file, memory))

@@ -17,12 +17,12 @@ use zerocopy::IntoBytes;
 const SOON: Duration = Duration::from_secs(3);
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     stalled::be_the_daemon();
 }
 
 fn mount() -> Option<Mount> {
-    Mount::new("the_daemon")
+    Mount::new("fuse_daemon")
 }
 
 /// The reactor looks after another client.

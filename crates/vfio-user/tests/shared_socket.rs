@@ -255,7 +255,7 @@ fn what_is_no_doorbell_write_is_the_reactors_and_so_is_all_that_follows() {
 }
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     shadowbell_testing::stalled::be_the_daemon();
 }
 
@@ -266,7 +266,7 @@ fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other, other_shared, _) = server.add("other");
     // Ends before the server: a reactor that is stalled after all is let go then.
-    let Some(mount) = shadowbell_testing::stalled::Mount::new("the_daemon") else { return };
+    let Some(mount) = shadowbell_testing::stalled::Mount::new("fuse_daemon") else { return };
     let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
     let (mut raw, socket) = share(&path, &shared);
     eventually("the reactor sleeps", || sleeps(server.tid));
