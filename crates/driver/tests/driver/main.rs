@@ -1,4 +1,4 @@
-//! The driver against a controller that a test controls.
+//! The driver against a fake controller.
 
 mod admin;
 mod attach;
@@ -16,7 +16,7 @@ use fake::Fake;
 use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts};
 use std::time::Duration;
 
-/// Options that do not make a test wait for long.
+/// Options with short timeouts.
 fn options() -> AttachOptions {
     AttachOptions {
         queue_depth: 16,
@@ -26,7 +26,7 @@ fn options() -> AttachOptions {
             io: Duration::from_millis(80),
             shutdown: Duration::from_millis(50),
         },
-        // Otherwise a fake that holds commands back would not be left alone.
+        // Recovery would interfere with commands that the fake holds.
         recovery: Recovery::OFF,
         ..AttachOptions::default()
     }

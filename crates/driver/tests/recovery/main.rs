@@ -1,4 +1,4 @@
-//! The steps of recovery, against the real controller that does wrong on purpose.
+//! Steps of recovery against the real controller with injected faults.
 
 #[path = "../common/direct.rs"]
 mod direct;
@@ -25,8 +25,8 @@ fn emulated(disk: Arc<dyn Disk>) -> Emulated {
     Emulated::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Options that do not make a test wait for long, but long enough that a controller which is not
-/// run for a while, on a busy machine, is not taken for one that does wrong.
+/// Options with timeouts that are short, but long enough for a controller that is not scheduled
+/// for a while on a busy machine.
 fn options() -> AttachOptions {
     AttachOptions {
         timeouts: Timeouts {
