@@ -1,4 +1,4 @@
-//! Disks whose process has died, in the next one.
+//! Recovery of disks of a dead process.
 
 mod common;
 
@@ -17,19 +17,19 @@ use std::time::{Duration, Instant};
 const MIB: u64 = 1 << 20;
 const LEN: usize = 4096;
 
-/// Says to this test program which disk it has, what it does with it, and that it dies of that.
+/// Environment variable of the child process: its disk, and the request with which it dies.
 const DIES: &str = "BACKEND_TEST_DIES";
 
-/// What a process that has died has left.
+/// State of a dead process.
 struct Left {
     state: serde_json::Value,
     fds: Descriptors,
-    /// Comes to its end when all that it had under way has ended.
+    /// Fence: becomes readable when all requests in flight have ended.
     fence: OwnedFd,
 }
 
-/// Not a test of its own: a process that sends what it leaves to its standard input, has a request
-/// under way, and kills itself.
+/// Entry point of a child process, not a test of its own: sends its state to its standard
+/// input, has a request in flight, and kills itself.
 #[test]
 fn dies() {
     let Ok(what) = std::env::var(DIES) else { return };
@@ -46,7 +46,7 @@ fn dies() {
     let mut queue = disk.queue().unwrap();
     let op = if op == "read" { Op::Read } else { Op::Write { fua: false } };
     let mut data = host.buffer(&[(0, LEN)], op == Op::Read);
-    // Of the beginning something may be in a cache.
+    // The beginning may be in a cache.
     let offset = if op == Op::Read { 8 * MIB } else { 0 };
     let request = Request { op, offset, len: LEN as u64 };
     let submitted = queue.submit(1, &request, &mut data);
@@ -56,7 +56,7 @@ fn dies() {
         .unwrap();
 }
 
-/// What a process leaves that has died with a request under way at `spec`.
+/// State of a process that has died with a request in flight at `spec`.
 fn die(op: &str, spec: &str) -> Left {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -71,7 +71,7 @@ fn die(op: &str, spec: &str) -> Left {
     Left { state, fds: std::mem::take(parcel.descriptors()), fence }
 }
 
-/// Whether this comes to its end within that time.
+/// Whether the fence ends within this time.
 fn ends(fence: &OwnedFd, within: Duration) -> bool {
     let timeout = rustix::event::Timespec::try_from(within).unwrap();
     poll(&mut [PollFd::new(fence, PollFlags::IN)], Some(&timeout)).unwrap() == 1
@@ -85,7 +85,7 @@ fn first_byte(disk: &dyn Disk) -> u8 {
     host.bytes.read(0).unwrap()
 }
 
-/// A block device that takes its time for each request, over memory that can be looked at.
+/// A slow block device over a file that can be examined.
 struct Slow {
     server: Child,
     directory: tempfile::TempDir,
@@ -93,7 +93,7 @@ struct Slow {
 }
 
 impl Slow {
-    /// Nothing where the machine has not what it needs.
+    /// None where the machine lacks the tools.
     fn start(seconds: &str) -> Option<Self> {
         if !rustix::process::geteuid().is_root() || !Path::new("/dev/loop-control").exists() {
             return None;
@@ -123,7 +123,7 @@ impl Slow {
         (output.status.success() && slow.device.exists()).then_some(slow)
     }
 
-    /// The first byte of what is below.
+    /// The first byte of the file below the device.
     fn holds(&self) -> u8 {
         std::fs::read(self.directory.path().join("disk.img")).unwrap()[0]
     }
@@ -141,9 +141,9 @@ impl Drop for Slow {
     }
 }
 
-/// The process is gone at once, and what it has under way is not.
+/// The process has ended at once, with its request still in flight.
 #[test]
-fn a_write_that_outlives_its_process_is_waited_for() {
+fn recovery_waits_for_a_write_of_the_dead_process() {
     let Some(slow) = Slow::start("2") else {
         return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
     };
@@ -163,9 +163,9 @@ fn a_write_that_outlives_its_process_is_waited_for() {
     assert_eq!(first_byte(&*disk), 0xaa);
 }
 
-/// A reader's lock waits for nobody; its fence does.
+/// A reader's lock excludes no other reader, but its fence has to end.
 #[test]
-fn a_read_that_outlives_its_process_is_seen() {
+fn the_fence_waits_for_a_read_of_the_dead_process() {
     let Some(slow) = Slow::start("2") else {
         return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
     };
@@ -176,7 +176,7 @@ fn a_read_that_outlives_its_process_is_seen() {
 }
 
 #[test]
-fn an_image_that_somebody_has_is_waited_for_until_it_is_not() {
+fn recovery_waits_for_the_lock_of_an_image() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let spec = format!("{}?direct=off", path.display());
@@ -194,13 +194,13 @@ fn an_image_that_somebody_has_is_waited_for_until_it_is_not() {
         true
     };
     let state = left.state;
-    // It was called otherwise meanwhile, and something else has its name.
+    // The image was renamed meanwhile, and another file has its name.
     std::fs::rename(&path, directory.path().join("other")).unwrap();
     image(directory.path(), 2 * MIB);
     let disk = recover(&spec, &state, &mut left.fds, &wait).unwrap();
     assert!(waited.get() >= 700, "for longer than a disk that is opened");
     assert_eq!((disk.info().bytes(), first_byte(&*disk)), (MIB, 0xaa));
-    // Until it is not worth it any more.
+    // Waiting ends when the callback gives up.
     let mut fds = Descriptors::default();
     let again = disk.keep(&mut fds).unwrap();
     let error = recover(&spec, &again, &mut fds, &|| false).unwrap_err();
@@ -208,7 +208,7 @@ fn an_image_that_somebody_has_is_waited_for_until_it_is_not() {
 }
 
 #[test]
-fn what_was_noticed_stays_noticed_and_what_a_guest_wrote_tells_nothing() {
+fn recovery_keeps_a_loss_and_ignores_guest_data() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let spec = format!("{}?direct=off", path.display());
@@ -229,13 +229,13 @@ fn what_was_noticed_stays_noticed_and_what_a_guest_wrote_tells_nothing() {
     assert!(run_one(&mut *queue, Op::Read, MIB / 2, LEN as u64, data()).is_err());
     assert!(run_one(&mut *queue, Op::Flush, 0, 0, host.buffer(&[], true)).is_err());
     drop((queue, disk));
-    // What is no state of such a disk is refused.
+    // State that is not of this type of disk is refused.
     let error = recover("mem:1MiB", &state, &mut fds, &|| true).unwrap_err();
     assert!(matches!(error, OpenError::NotThatDisk { .. }), "{error}");
 }
 
 #[test]
-fn memory_keeps_its_content_and_nothing_is_waited_for() {
+fn a_memory_disk_recovers_without_waiting() {
     for spec in ["mem:1MiB", "null:1MiB?read-zeroes=on"] {
         let disk = open_lasting(spec).unwrap();
         let host = Host::new(MIB);

@@ -314,7 +314,9 @@ proptest! {
     })]
 
     #[test]
-    fn any_sequence_of_replacements_keeps_every_command(steps in steps(), which in 0usize..4, polls in 0usize..3) {
+    fn any_sequence_of_replacements_keeps_every_command(
+        steps in steps(), which in 0usize..4, polls in 0usize..3
+    ) {
         use Doorbells::{Eventfds, Mapped, Registers, Shadow};
         let doorbells = [Registers, Shadow, Eventfds, Mapped][which];
         let polling = [Polling::Never, ADAPTIVE, Polling::Always][polls];

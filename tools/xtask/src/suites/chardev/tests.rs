@@ -84,7 +84,7 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     {
         check(&format!("{what}: against a model"), 0, "namespaces", device);
     }
-    check("requests are cancelled in mid-I/O", 1, "requests_are_cancelled_in_mid_io", SLOW);
+    check("requests are cancelled in mid-I/O", 1, "requests_can_be_cancelled_in_mid_io", SLOW);
     let kinds = "kinds::character_device_namespaces_pass";
     for (what, device) in [("ours, which is late", SLOW), ("QEMU's", QEMU)] {
         check(&format!("{what}: `verify`, and resets in mid-I/O"), 2, kinds, device);
