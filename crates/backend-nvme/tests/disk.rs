@@ -285,7 +285,7 @@ fn memory_unmapped_by_the_guest_is_released_by_the_ssd() {
     // The unmap is complete when nothing accesses the memory, the SSD's I/O threads included.
     let deadline = Instant::now() + Duration::from_secs(10);
     while mapping.upgrade().is_some() {
-        assert!(Instant::now() < deadline, "the SSD keeps it");
+        assert!(Instant::now() < deadline, "the SSD still references the memory");
         std::thread::sleep(Duration::from_millis(1));
     }
     let pool = rig.controller.buffers(1, 4096).unwrap();

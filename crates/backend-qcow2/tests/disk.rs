@@ -65,7 +65,7 @@ fn an_image_has_the_properties_of_its_format() {
 }
 
 #[test]
-fn what_can_not_be_served_is_refused_with_the_reason() {
+fn invalid_images_are_refused_with_the_reason() {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     let refused = |options: &str| try_open(&path, options).unwrap_err().to_string();
@@ -290,7 +290,7 @@ fn full_storage_gives_no_space_and_recovers() {
             }
         }
     }
-    let refused = refused.expect("it does not fit");
+    let refused = refused.expect("no request fails on a full file system");
     assert!(disk.is_full());
     for n in 0..refused {
         let there = read(&mut *queue, n * 65536, 65536).unwrap();

@@ -103,7 +103,8 @@ impl Model {
             if queue.pending() > 0 {
                 wait(queue);
                 queue.reap(&mut |tag, result, _| {
-                    let what = sent[tag as usize].take().expect("it ends once");
+                    let what =
+                        sent[tag as usize].take().expect("a completion of a request in flight");
                     self.ended(what, result, has_ended, &mut errors);
                 });
             }
@@ -302,7 +303,7 @@ fn a_file_system_is_shut_down() {
             let errors = model.load(&mut *queue, || {
                 if began.elapsed() > time && !is_shut {
                     is_shut = does("xfs_io", &["-x", "-c", "shutdown", name]).is_some();
-                    assert!(is_shut, "`xfs_io` can not shut it down");
+                    assert!(is_shut, "`xfs_io` cannot shut the file system down");
                 }
                 is_shut
             });
@@ -316,7 +317,10 @@ fn a_file_system_is_shut_down() {
             // its program.
             let began = Instant::now();
             while !Command::new("umount").arg(name).output().unwrap().status.success() {
-                assert!(began.elapsed() < Duration::from_secs(20), "it stays mounted");
+                assert!(
+                    began.elapsed() < Duration::from_secs(20),
+                    "the file system cannot be unmounted"
+                );
                 std::thread::sleep(Duration::from_millis(5));
             }
         }

@@ -55,7 +55,7 @@ fn hung_storage_delays_no_other_image() {
     waits.commit();
     let mut ended = vec![None; 200];
     waits.reap(&mut |tag, result, _| ended[tag as usize] = Some(result));
-    assert!(ended.iter().all(Option::is_none), "it answers: {ended:?}");
+    assert!(ended.iter().all(Option::is_none), "a request completed on hung storage: {ended:?}");
     // The other image allocates, reads and syncs meanwhile on this thread.
     for n in 0..16u8 {
         let at = 4 * MIB + u64::from(n) * CLUSTER;

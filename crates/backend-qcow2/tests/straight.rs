@@ -265,9 +265,10 @@ fn an_image_with_tables_as_data_is_not_written() {
     ] {
         let path = tables.with(&[(at, number)]);
         let before = std::fs::read(path).unwrap();
-        let error = try_open(path, "").err().unwrap_or_else(|| panic!("{what}: it is open"));
+        let error =
+            try_open(path, "").err().unwrap_or_else(|| panic!("{what}: the image was opened"));
         assert!(matches!(error, OpenError::Damaged { .. }), "{what}: {error}");
-        assert!(std::fs::read(path).unwrap() == before, "{what}: it was written");
+        assert!(std::fs::read(path).unwrap() == before, "{what}: the image was modified");
         // Reading does no harm.
         let disk = open(path, "?read-only=on");
         let _ = read(&mut *disk.queue().unwrap(), 0, 65536);

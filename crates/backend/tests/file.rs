@@ -76,7 +76,7 @@ fn a_grown_file_is_a_larger_disk_with_the_same_lock() {
     file.write_all_at(&[7; 512], 2 * MIB).unwrap();
     let large = small.resized(None).unwrap();
     assert_eq!(large.info().bytes(), 2 * MIB + 512);
-    assert_eq!(small.info().bytes(), MIB, "it stays as it is");
+    assert_eq!(small.info().bytes(), MIB, "the old disk keeps its size");
     assert_eq!(small.resized(Some(MIB / 2)).unwrap().info().bytes(), MIB / 2);
     assert!(matches!(small.resized(Some(MIB + 1)), Err(ResizeError::Size { .. })));
     drop(small);
@@ -84,7 +84,7 @@ fn a_grown_file_is_a_larger_disk_with_the_same_lock() {
     let data = host.buffer(&[(0, 512)], true);
     run_one(&mut *large.queue().unwrap(), Op::Read, 2 * MIB, 512, data).unwrap();
     assert_eq!(host.content()[..512], [7; 512]);
-    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "it is locked yet");
+    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "the image is still locked");
     drop(large);
     open(&path, "");
 }
@@ -226,11 +226,11 @@ fn one_image_has_one_writer() {
     let disk = open(&path, "");
     let queue = disk.queue().unwrap();
     drop(disk);
-    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "a queue still uses it");
+    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "a queue still uses the file");
     drop(queue);
     let since = Instant::now();
     drop(open(&path, ""));
-    assert!(since.elapsed() < Duration::from_millis(400), "it is free at once");
+    assert!(since.elapsed() < Duration::from_millis(400), "the lock is released at once");
 }
 
 #[test]
@@ -306,7 +306,11 @@ fn an_image_that_shrinks_gives_errors_and_never_zeroes() {
         let flushed = run_one(&mut *other, Op::Flush, 0, 0, Segments::new());
         assert_eq!(flushed, Err(DiskError::Io(libc::EIO)));
         let data = host.buffer(&[(0, 4096)], false);
-        assert_eq!(run_one(&mut *other, WRITE, 0, 4096, data), Ok(()), "the rest goes on");
+        assert_eq!(
+            run_one(&mut *other, WRITE, 0, 4096, data),
+            Ok(()),
+            "the remaining blocks are writable"
+        );
     }
 }
 
@@ -374,7 +378,7 @@ fn truncated_host_memory_is_an_error() {
             assert_eq!(result, Err(DiskError::Io(libc::EFAULT)), "{op:?}");
         }
         let data = Segments::from_bytes(&memory.bytes());
-        assert_eq!(run_one(&mut *queue, Op::Read, 0, 4096, data), Ok(()), "the queue goes on");
+        assert_eq!(run_one(&mut *queue, Op::Read, 0, 4096, data), Ok(()), "the queue still works");
     }
 }
 

@@ -259,10 +259,16 @@ fn a_file_system_is_shut_down() {
         // program.
         let began = Instant::now();
         while !Command::new("umount").arg(name).output().unwrap().status.success() {
-            assert!(began.elapsed() < Duration::from_secs(20), "it stays mounted");
+            assert!(
+                began.elapsed() < Duration::from_secs(20),
+                "the file system cannot be unmounted"
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert!(as_root("mount", &[&device, name]).is_some(), "it can not be mounted again");
+        assert!(
+            as_root("mount", &[&device, name]).is_some(),
+            "the file system cannot be mounted again"
+        );
         let again = open(&path, options);
         let mut queue = again.queue().unwrap();
         assert_eq!(read(&mut *queue, &host, 0), Ok(byte), "{options}");

@@ -81,7 +81,7 @@ fn the_lock_of_a_file_is_held_during_a_handover() {
         assert_eq!((new.info(), new.name()), (old.info(), old.name()));
         old.share_lock(true);
         drop(old);
-        assert!(is_locked(&spec), "the old one is gone, and its queues and descriptors with it");
+        assert!(is_locked(&spec), "the new disk holds the lock");
         assert_eq!(read(&*new), 7);
         write(&*new, 8);
         new.share_lock(false);
@@ -99,7 +99,7 @@ fn a_cancelled_handover_keeps_the_lock() {
     let (state, mut fds) = travel(&*old);
     old.share_lock(true);
     drop(adopt(&spec, &state, &mut fds).unwrap());
-    assert!(is_locked(&spec), "the new one has failed, and the old one goes on");
+    assert!(is_locked(&spec), "the old disk holds the lock");
     old.share_lock(false);
     write(&*old, 1);
     drop((old, fds));

@@ -149,7 +149,10 @@ fn recovery_waits_for_a_write_of_the_dead_process() {
     };
     let spec = format!("{}?direct=on&aio=io_uring", slow.device.display());
     let mut left = die("write", &spec);
-    assert!(slow.holds() == 0 && !ends(&left.fence, Duration::ZERO), "nothing was to be seen");
+    assert!(
+        slow.holds() == 0 && !ends(&left.fence, Duration::ZERO),
+        "the write is still in flight"
+    );
     let waited = Cell::new(0);
     let wait = || {
         waited.set(waited.get() + 1);
@@ -157,7 +160,7 @@ fn recovery_waits_for_a_write_of_the_dead_process() {
         true
     };
     let disk = recover(&spec, &left.state, &mut left.fds, &wait).unwrap();
-    assert_eq!(slow.holds(), 0xaa, "it has reached the disk");
+    assert_eq!(slow.holds(), 0xaa, "the late write has reached the disk");
     assert!(waited.get() > 10);
     assert!(ends(&left.fence, Duration::from_secs(20)));
     assert_eq!(first_byte(&*disk), 0xaa);
@@ -171,7 +174,7 @@ fn the_fence_waits_for_a_read_of_the_dead_process() {
     };
     let spec = format!("{}?direct=on&aio=io_uring&read-only=on", slow.device.display());
     let left = die("read", &spec);
-    assert!(!ends(&left.fence, Duration::from_millis(500)), "it is under way");
+    assert!(!ends(&left.fence, Duration::from_millis(500)), "the read is in flight");
     assert!(ends(&left.fence, Duration::from_secs(20)));
 }
 
@@ -221,7 +224,7 @@ fn recovery_keeps_a_loss_and_ignores_guest_data() {
     std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
     let disk = recover(&spec, &state, &mut fds, &|| true).unwrap();
     assert!(disk.has_lost());
-    assert_eq!(disk.info().bytes(), MIB, "to the guest it is what it was");
+    assert_eq!(disk.info().bytes(), MIB, "the guest's disk keeps its size");
     assert_eq!(first_byte(&*disk), b'Q');
     let host = Host::new(MIB);
     let mut queue = disk.queue().unwrap();
@@ -246,7 +249,8 @@ fn a_memory_disk_recovers_without_waiting() {
         assert_eq!(run_one(&mut *queue, write, 0, LEN as u64, data), Ok(()));
         let mut fds = Descriptors::default();
         let state = disk.keep(&mut fds).unwrap();
-        let next = recover(spec, &state, &mut fds, &|| panic!("for what?")).unwrap();
+        let next =
+            recover(spec, &state, &mut fds, &|| panic!("recovery waits without a reason")).unwrap();
         assert_eq!(first_byte(&*next), if spec.starts_with("mem") { 7 } else { 0 });
     }
 }

@@ -85,7 +85,7 @@ fn stays_whole(disk: &dyn Disk) {
             over.fetch_or(Instant::now() > until || torn != 0, Ordering::Relaxed);
         };
         run(disk, Op::Read, &over, |_| 0, look);
-        assert_eq!(torn, 0, "a block was read that nobody has written");
+        assert_eq!(torn, 0, "a torn block was read");
     });
 }
 

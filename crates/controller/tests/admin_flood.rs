@@ -168,7 +168,7 @@ fn repeated_shutdowns_have_one_flush_in_flight() {
         host.write32(regs::CC, cc.with_shn(regs::SHN_NONE).into_bits());
     }
     while turns.turn() && disk.seen().len() < 10 {}
-    assert_eq!(disk.seen().len(), 1, "one is under way");
+    assert_eq!(disk.seen().len(), 1, "one flush is in flight");
     assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
     disk.order(|orders| orders.hold = false);
     let mut left = 1000;

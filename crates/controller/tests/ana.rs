@@ -123,7 +123,7 @@ fn an_ana_change_waits_for_commands_in_flight() {
     let write = |one: &One, lba, cid| Sqe::write(1, lba, 0, cid).with_prps(one.data, 0);
     let first = write(&one, 3, 5);
     one.host.submit(&mut one.queue, &first);
-    one.host.until("the write is under way", || !held.seen().is_empty());
+    one.host.until("the write at the disk", || !held.seen().is_empty());
     let end = begin(&one.host, 1, AnaState::Inaccessible);
     let late = loop {
         let sqe = write(&one, 4, 6);
@@ -134,7 +134,7 @@ fn an_ana_change_waits_for_commands_in_flight() {
         }
     };
     assert_eq!((late.0, late.1), (6, Status::ANA_INACCESSIBLE));
-    assert!(end.try_recv().is_err(), "a write is under way");
+    assert!(end.try_recv().is_err(), "the change waits for the write in flight");
     // The log page has the new state at once, for hosts whose commands were refused.
     assert_eq!(log(&mut one.host).groups[0].state, Some(AnaState::Inaccessible));
     held.order(|orders| orders.hold = false);

@@ -201,7 +201,7 @@ fn copy_limits_are_enforced() {
 }
 
 #[test]
-fn every_bad_copy_ends_in_its_status() {
+fn every_invalid_copy_has_its_status() {
     let mut host = Host::new(&["mem:8MiB"], ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let good = command(&mut host, 1, 100, &[(0, 1)]);
@@ -562,7 +562,7 @@ fn deleting_a_queue_ends_its_copies() {
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &Sqe::delete_io_sq(1, 5));
     host.until("the deletion to be noticed", || held.cancelled() > 0);
-    assert_eq!(host.reap(&mut admin), None, "the disk still reads for it");
+    assert_eq!(host.reap(&mut admin), None, "the deletion waits for reads in flight");
     held.order(|orders| orders.hold = false);
     assert_eq!(host.wait(&mut admin).1, Status::SUCCESS);
     let mut ended = 0;
@@ -652,10 +652,18 @@ fn a_bad_source_namespace_has_its_status() {
     let mut host = Host::new(&disks, ADAPTIVE);
     let mut queue = host.create(1, 64, false);
     let sqe = copy_between(&mut host, 2, 100, &[(2, 0, 1)]);
-    assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD, "nobody enabled it");
+    assert_eq!(
+        host.run(&mut queue, sqe).0.code(),
+        Status::INVALID_FIELD,
+        "format 2h is not enabled"
+    );
     enable_formats(&mut host, 1 << 2);
     let sqe = copy_between(&mut host, 3, 100, &[(2, 0, 1)]);
-    assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD, "nor this one");
+    assert_eq!(
+        host.run(&mut queue, sqe).0.code(),
+        Status::INVALID_FIELD,
+        "format 3h is not enabled"
+    );
     host.controller.remove_namespace(4, |_| {}).unwrap();
     host.until("no namespace 4", || host.controller.namespaces().len() == 3);
     for (ranges, expected) in [

@@ -75,7 +75,7 @@ fn an_unreadable_piece_fails_the_self_test() {
     for nth in 0..32 {
         let began = Instant::now();
         while self_test_log(&mut host).completion != (nth * 100 / 32) as u8 || gate.waiting() != 1 {
-            assert!(began.elapsed() < TIMEOUT, "piece {nth} never comes");
+            assert!(began.elapsed() < TIMEOUT, "piece {nth} is not read");
         }
         gate.end(if nth == 1 { Err(DiskError::Io(5)) } else { Ok(()) });
     }

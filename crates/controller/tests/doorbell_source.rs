@@ -44,7 +44,7 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
         assert!(turns.sleep(), "there is nothing to do but what is on the wire");
         assert_eq!(wire.take(), []);
         assert!(turns.turn());
-        let (_, status, _) = host.reap(&mut queue).expect("it was woken");
+        let (_, status, _) = host.reap(&mut queue).expect("a completion after the wakeup");
         assert_eq!(status, Status::SUCCESS);
     }
     let controller = host.controller.clone();

@@ -43,7 +43,7 @@ fn commands_are_executed_only_in_turns() {
     let buffer = host.alloc(4096);
     let read = Sqe::read(1, 0, 7, 7).with_prps(buffer, 0);
     host.submit(&mut queue, &read);
-    assert!(host.reap(&mut queue).is_none(), "nobody has taken a turn");
+    assert!(host.reap(&mut queue).is_none(), "no turn was taken");
     assert!(turns.turn());
     let done = host.reap(&mut queue).expect("a turn is all that a null disk needs");
     assert_eq!(done, (7, Status::SUCCESS, 0));
@@ -66,7 +66,7 @@ fn a_liveness_check_ends_at_the_io_threads_next_turn() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (came, comes) = std::sync::mpsc::channel();
     pool.visit(move || came.send(()).unwrap());
-    assert!(comes.try_recv().is_err(), "nobody has taken a turn");
+    assert!(comes.try_recv().is_err(), "no turn was taken");
     while turns.turn() {}
     comes.try_recv().unwrap();
 
@@ -195,7 +195,7 @@ fn completion_room_seen_in_a_pass_prevents_sleep() {
     let doorbells = host.controller.doorbells().clone();
     let head = (cq_doorbell_offset(1, 0) - regs::DOORBELLS) as usize;
     *disk.0.lock().unwrap() = Some((doorbells, head, 2));
-    assert!(!turns.turn(), "there was room for it at the first look");
+    assert!(!turns.turn(), "the first check found room");
     assert!(disk.0.lock().unwrap().is_none());
     host.controller.write_doorbell(cq_doorbell_offset(1, 0), 2);
     (queue.head, queue.phase) = (2, true);
@@ -231,7 +231,7 @@ fn dma_is_disabled_and_restored_with_the_same_map() {
     assert_eq!(host.controller.dma_table().len(), table.len() + 1);
     host.submit(&mut queue, &Sqe::read(1, 8, 0, 9).with_prps(1 << 40, 0));
     while turns.turn() {}
-    assert_eq!(host.reap(&mut queue), None, "it has no memory");
+    assert_eq!(host.reap(&mut queue), None, "DMA is disabled");
     host.controller.enable_dma();
     while turns.turn() {}
     assert_eq!(host.reap(&mut queue), Some((9, Status::SUCCESS, 0)));

@@ -368,7 +368,7 @@ fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
         held.order(|orders| orders.hold = true);
         wait_behind_a_read(&mut host, &mut queue, &mut other, seen);
         std::thread::sleep(Duration::from_millis(5));
-        assert_eq!(host.must(Sqe::abort(Abort { sqid: 1, cid }, 0)), 0, "it was aborted");
+        assert_eq!(host.must(Sqe::abort(Abort { sqid: 1, cid }, 0)), 0, "the pair was aborted");
         assert_eq!(ends(&mut host, &mut queue).map(Status::code), expected);
         held.order(|orders| orders.hold = false);
         assert_eq!(host.wait(&mut other).0, 9);

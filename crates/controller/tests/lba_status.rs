@@ -432,7 +432,7 @@ fn a_removal_waits_for_a_running_extents_call() {
     removed.recv_timeout(common::TIMEOUT).unwrap().unwrap();
     let told = gate.told.load(Ordering::SeqCst);
     drop(gate);
-    assert_eq!(weak.strong_count(), 0, "nobody has the disk");
+    assert_eq!(weak.strong_count(), 0, "the disk is released");
     assert!(told <= 64, "the one that had not begun did not ask");
     let mut ended = [host.wait(&mut admin), host.wait(&mut admin)];
     ended.sort_unstable_by_key(|done| done.0);

@@ -66,7 +66,7 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
         host.controller.write(regs::ASQ, &host.admin.sq.to_le_bytes());
         host.controller.write(regs::ACQ, &acq.to_le_bytes());
         host.write32(regs::CC, Cc::new().with_iosqes(6).with_iocqes(4).with_en(true).into_bits());
-        assert!(host.csts().rdy() && !host.csts().cfs(), "nothing needs it yet");
+        assert!(host.csts().rdy() && !host.csts().cfs(), "the queue is not needed yet");
         host
     };
     // An invalid address, and one left over from a previous host.
@@ -193,7 +193,7 @@ fn a_reset_waits_for_requests_in_flight() {
     for _ in 0..4 {
         gate.end(Ok(()));
     }
-    host.until("the queues to be gone", || gate.waiting() == 0);
+    host.until("the end of all requests", || gate.waiting() == 0);
     let written = host.peek(queue.cq, 256);
     assert!(written.iter().all(|b| *b == 0), "no completion after the reset began");
     host.until("ready again", || host.csts().rdy());
@@ -226,7 +226,7 @@ fn unmapping_waits_for_commands_of_an_earlier_dma_table() {
     gate.end(Ok(()));
     assert_eq!(host.wait(&mut queue).1, Status::SUCCESS);
     unmapped.recv_timeout(TIMEOUT).unwrap();
-    assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
+    assert_eq!(other.read::<u8>(0), Some(0xee), "the read ended before the unmap");
 }
 
 #[test]
@@ -246,7 +246,7 @@ fn unmapping_waits_for_commands_in_flight() {
     assert_eq!(status, Status::DATA_XFER_ERROR);
     gate.end(Ok(()));
     unmapped.recv_timeout(TIMEOUT).unwrap();
-    assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
+    assert_eq!(other.read::<u8>(0), Some(0xee), "the read ended before the unmap");
     assert_eq!(host.wait(&mut queue).0, 1);
     assert!(host.controller.unmap_dma(iova, 4096, || ()).is_err());
 }
@@ -443,7 +443,7 @@ fn a_disconnect_releases_memory_and_queues() {
         controller.disconnect(move || sent.send(()).unwrap());
         gone.recv_timeout(TIMEOUT).unwrap();
         drop(host);
-        assert_eq!(memory.strong_count(), 0, "nobody holds the host's memory any more");
+        assert_eq!(memory.strong_count(), 0, "the host's memory is released");
     }
     let events = events.lock().unwrap();
     let one = [Event::Enabled, Event::ShadowDoorbells, Event::QueueCreated(1), Event::Disabled];

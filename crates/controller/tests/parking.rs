@@ -181,7 +181,7 @@ fn a_parked_controller_is_noticed_asleep_and_awake() {
             pool.park_all_but(busy);
             let rings = pool.hosts[idle].0.rings;
             pool.submit(idle);
-            assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: it must ring");
+            assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: the host must ring");
             if round == 0 {
                 // The sleep ends, or does not start.
                 sleep(&mut pool.turns);
@@ -284,7 +284,7 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
         assert_eq!((sq.commands, sq.blocked), (7, 1));
         let before = pool.looks(idle);
         pool.park_all_but(busy);
-        assert_eq!(pool.looks(idle), before, "{kind:?}: it is parked");
+        assert_eq!(pool.looks(idle), before, "{kind:?}: the controller is parked");
         assert!(pool.reap(idle));
         sleep(&mut pool.turns);
         while pool.turns.turn() {}
@@ -319,7 +319,7 @@ fn control_operations_reach_parked_controllers() {
                 done.recv_timeout(TIMEOUT).unwrap();
             }
         });
-        assert_eq!(gone.strong_count(), 0, "{kind:?}: nobody holds it any more");
+        assert_eq!(gone.strong_count(), 0, "{kind:?}: the old memory is released");
         pool.disturb(idle);
 
         // Doorbell Buffer Config, and the next command by its rule.
@@ -381,7 +381,7 @@ fn a_parked_controllers_disk_completion_is_noticed() {
     pool.park_all_but(busy);
     let before = pool.looks(idle);
     pool.park_all_but(busy);
-    assert_eq!(pool.looks(idle), before, "then it is parked");
+    assert_eq!(pool.looks(idle), before, "the controller is parked");
 }
 
 /// A host with shadow doorbells does not ring for an I/O thread that always polls.
@@ -405,7 +405,7 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
         }
         let looks = pool.looks(idle[7])[0] - before;
         if looks < 100 {
-            assert!(looks > 2, "it is visited: {looks}");
+            assert!(looks > 2, "the controller is checked occasionally: {looks}");
             break;
         }
         assert!(started.elapsed() < TIMEOUT, "{looks} looks in 1000 passes");
@@ -421,7 +421,7 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
 
 /// Each I/O thread has to check its own queues, and not only the one with the admin queue.
 #[test]
-fn mapped_doorbells_are_found_by_every_worker() {
+fn mapped_doorbells_are_found_by_every_io_thread() {
     for polling in [Polling::Never, ADAPTIVE] {
         let options = PoolOptions { workers: 2, polling, pin: Vec::new() };
         let pool = Pool::start(&options).unwrap();

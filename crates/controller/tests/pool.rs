@@ -146,7 +146,7 @@ impl MemPool {
                     }
                     self.waits();
                     let disk = self.disks.lock().unwrap().remove(&nsid).unwrap();
-                    assert_eq!(Arc::strong_count(&disk), 1, "nobody else has its disk");
+                    assert_eq!(Arc::strong_count(&disk), 1, "the disk has no other user");
                     let blocks = self.change(|state| {
                         let mut all = state.namespaces.iter_mut();
                         let namespace = all.find(|other| other.nsid == nsid).unwrap();
@@ -567,12 +567,12 @@ fn commands_in_flight_end_before_a_format() {
     assert_eq!(ours.attach(nsid, NamespaceAttachment::ATTACH, &[1]), Status::SUCCESS);
     let page = ours.host.alloc(4096);
     ours.host.submit(&mut queue, &Sqe::write(nsid, 0, 0, 77).with_prps(page, 0));
-    ours.host.until("the disk to have it", || held.seen().len() == 1);
+    ours.host.until("the write at the disk", || held.seen().len() == 1);
     ours.begin(Sqe::format_nvm(nsid, FormatNvm { lbaf: 1, ..FormatNvm::default() }, 900));
     ours.host.until("the namespace to go", || held.cancelled() == 1);
     std::thread::sleep(Duration::from_millis(20));
     let block_size = pool.change(|state| state.get(nsid).unwrap().block_size);
-    assert_eq!(block_size, 512, "nobody erases below a write that is under way");
+    assert_eq!(block_size, 512, "the format waits for the write in flight");
     held.order(|orders| orders.hold = false);
     let (cid, status, _) = ours.host.wait(&mut queue);
     assert_eq!((cid, status), (77, Status::FORMAT_IN_PROGRESS));
@@ -598,7 +598,11 @@ fn a_sanitize_operation_refuses_access_until_its_end() {
     }
     let erase = Sanitize { sanact: Sanitize::BLOCK_ERASE, ause: true, ..Sanitize::default() };
     pool.hold(true);
-    assert_eq!(ours.sanitize(erase), Status::SUCCESS, "the command is over when it has begun");
+    assert_eq!(
+        ours.sanitize(erase),
+        Status::SUCCESS,
+        "the command completes when the operation has started"
+    );
     assert_eq!(ours.read(&mut queue, nsid, 3), Err(Status::SANITIZE_IN_PROGRESS));
     assert_eq!(ours.write(&mut queue, nsid, 3, 8), Status::SANITIZE_IN_PROGRESS);
     assert_eq!(ours.sanitize(erase).code(), Status::SANITIZE_IN_PROGRESS);

@@ -327,7 +327,7 @@ fn a_slow_controller_is_isolated_from_its_neighbour() {
         work(&mut neighbour, &mut others, rounds);
         work(&mut slow, &mut queues, rounds);
         rounds += 1;
-        assert!(rounds < 100, "nobody has noticed");
+        assert!(rounds < 100, "the controller was not isolated");
     }
     work(&mut slow, &mut queues, 1000);
     assert_eq!((worker(&slow), worker(&neighbour)), (1, 0));

@@ -167,7 +167,7 @@ fn preempt_waits_for_or_aborts_commands_in_flight() {
         held.order(|orders| orders.hold = true);
         let write = Sqe::write(1, 3, 0, 5).with_prps(other.data, 0);
         other.host.submit(&mut other.queue, &write);
-        other.host.until("the write is under way", || !held.seen().is_empty());
+        other.host.until("the write at the disk", || !held.seen().is_empty());
         let action = if aborts { 2 } else { 1 };
         let preempt = one.entry(0x11, 1 << 8 | action, (1, 2));
         one.host.submit(&mut one.queue, &preempt.with_cid(9));
@@ -181,7 +181,10 @@ fn preempt_waits_for_or_aborts_commands_in_flight() {
             }
         };
         assert_eq!(late.1.code(), Status::RESERVATION_CONFLICT);
-        assert!(one.host.reap(&mut one.queue).is_none(), "a write is under way");
+        assert!(
+            one.host.reap(&mut one.queue).is_none(),
+            "the preemption waits for the write in flight"
+        );
         assert_eq!(held.cancelled() != 0, aborts);
         held.order(|orders| orders.hold = false);
         assert_eq!(one.host.wait(&mut one.queue).1, Status::SUCCESS);

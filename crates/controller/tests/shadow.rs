@@ -179,7 +179,10 @@ fn the_admin_queue_may_be_shadowed_or_not() {
         host.admin.shadowed = shadowed;
         for _ in 0..100 {
             let (status, _) = host.admin(Sqe::new(0x06, 0, 0));
-            assert!(!status.is_success(), "no data pointer: but it was executed");
+            assert!(
+                !status.is_success(),
+                "the command without a data pointer was executed, and failed"
+            );
         }
     }
 }
@@ -338,7 +341,7 @@ fn a_reset_releases_the_shadow_pages() {
 }
 
 #[test]
-fn bad_buffers_and_a_controller_without_it_refuse() {
+fn shadow_doorbells_need_valid_buffers_and_support() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let good = host.alloc(4096);
     let config = |shadow, event_idx| {

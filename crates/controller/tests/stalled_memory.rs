@@ -51,7 +51,7 @@ fn soon<T: Send + 'static>(
     is_done.recv_timeout(TIMEOUT).unwrap_or_else(|_| {
         // Otherwise the end of this process would wait, too.
         mount.end();
-        panic!("held up: {what}")
+        panic!("{what}: blocked by hung memory")
     })
 }
 
@@ -164,7 +164,7 @@ fn hung_memory_does_not_delay_other_resets_and_the_end() {
         let controller = one.controller.clone();
         soon(&mut mount, "statistics", move || controller.stats())
     };
-    assert_eq!(stats.submission_queues[0].qid, 0, "its turn is not over, and is counted");
+    assert_eq!(stats.submission_queues[0].qid, 0, "a command in progress is counted");
     mount.end();
     let (_, status, _) = one.wait(&mut admin);
     assert!(status == Status::SUCCESS || !status.is_success());
@@ -172,7 +172,7 @@ fn hung_memory_does_not_delay_other_resets_and_the_end() {
 
 /// Statistics include an I/O thread that hangs in guest memory.
 #[test]
-fn statistics_do_not_wait_for_a_worker() {
+fn statistics_do_not_wait_for_a_hung_io_thread() {
     let Some((mut mount, _file, memory)) = stalled() else { return };
     let pool = common::pool(Polling::Adaptive(Duration::from_micros(50)));
     let mut host = host(&pool);

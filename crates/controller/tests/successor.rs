@@ -78,7 +78,7 @@ impl Lab {
     fn freeze(&self) {
         let (done, frozen) = channel();
         self.host.controller.freeze(move || done.send(()).unwrap());
-        frozen.recv_timeout(common::TIMEOUT).expect("it comes to rest");
+        frozen.recv_timeout(common::TIMEOUT).expect("the controller is quiesced");
     }
 
     /// Replaces the controller by a successor; the host runs `meanwhile` while neither serves it.
@@ -382,7 +382,7 @@ fn a_quiesce_can_be_cancelled() {
             assert!(frozen.recv_timeout(Duration::from_millis(2)).is_err());
         }
         lab.host.controller.resume();
-        assert!(frozen.recv().is_err(), "it is dropped and not called");
+        assert!(frozen.recv().is_err(), "the callback is dropped and not called");
         lab.host.submit(&mut queue, &Sqe::read(1, 2, 0, second).with_prps(page, 0));
         // The second request is submitted beside the held one.
         lab.host.until("the second", || held.seen().len() == usize::from(second) + 1);
@@ -592,7 +592,7 @@ fn a_corrupt_state_never_panics() {
                 }
                 let (done, gone) = channel();
                 successor.disconnect(move || done.send(()).unwrap());
-                gone.recv_timeout(common::TIMEOUT).expect("it can be reset");
+                gone.recv_timeout(common::TIMEOUT).expect("the controller can be reset");
             }
         }
     }

@@ -101,7 +101,7 @@ fn a_busy_queue_rings_never() {
 /// EventIdx shares a cache line with the host, so it is stored at most once per eighth of the
 /// ring.
 #[test]
-fn event_idx_is_left_alone_most_of_the_time() {
+fn event_idx_is_stored_rarely() {
     for entries in SIZES {
         let depth = quiet_depth(Predicate::Linux, entries).min(entries - 1);
         for batch in [1, depth] {
@@ -116,7 +116,7 @@ fn event_idx_is_left_alone_most_of_the_time() {
 /// With the queue full, a few doorbell writes per turn; the bounds are those of the exhaustive
 /// model.
 #[test]
-fn a_full_queue_rings_a_few_times_per_turn() {
+fn a_full_queue_rings_few_times_per_turn() {
     for entries in SIZES {
         for (predicate, worst) in [(Predicate::Linux, 3), (Predicate::SpdkInclusive, 5)] {
             // In the smallest rings a turn is only a few updates, and each may ring.

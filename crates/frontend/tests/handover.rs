@@ -173,7 +173,7 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
         }
     }
     // The client can unmap them as before.
-    assert!(client.dma_map(&share(PAGE, 2 * PAGE, other.fd(), 0)).is_err(), "it overlaps");
+    assert!(client.dma_map(&share(PAGE, 2 * PAGE, other.fd(), 0)).is_err(), "the map overlaps");
     for iova in [2 * PAGE, 2 << 30, 3 << 30] {
         let len = if iova == 2 << 30 { 2 * PAGE } else { PAGE };
         client.dma_unmap(DmaUnmap::Range { iova, len }).unwrap();
@@ -220,7 +220,7 @@ fn a_successor_keeps_bus_mastering() {
     let mut status = [0; 4];
     while status[0] & 1 == 0 {
         client.region_read(region::BAR0, regs::CSTS, &mut status).unwrap();
-        assert!(Instant::now() < deadline, "it does not become ready: {status:?}");
+        assert!(Instant::now() < deadline, "CSTS.RDY is not set: {status:?}");
     }
     let bytes = memory.bytes();
     bytes.write(0, &0x0001_0006_u32).unwrap();

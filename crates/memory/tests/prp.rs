@@ -269,7 +269,11 @@ fn each_mistake_has_its_status() {
         for odd in 1..8 {
             assert_eq!(status((data(0), list + odd), eight), Err(invalid_offset), "list");
             let error = resolve(&view, (data(0), list + odd), eight, page, true).unwrap_err();
-            assert_eq!(error, DataPointerError::PrpOffset(list + odd), "it, not what it holds");
+            assert_eq!(
+                error,
+                DataPointerError::PrpOffset(list + odd),
+                "the list pointer is invalid, not an entry"
+            );
         }
         for offset in [1, 4, 512, page as u64 - 8] {
             assert_eq!(status((data(0), data(1) + offset), 2 * page), Err(invalid_offset), "PRP 2");
@@ -292,7 +296,7 @@ fn each_mistake_has_its_status() {
 }
 
 #[test]
-fn what_is_not_mapped_is_a_transfer_error() {
+fn unmapped_memory_is_a_transfer_error() {
     let transfer = Err(Status::DATA_XFER_ERROR);
     let page = 4096;
     // Data pages 1 to 4, of which 3 is read-only and 4 a hole; page 0 has the list.
@@ -317,8 +321,12 @@ fn what_is_not_mapped_is_a_transfer_error() {
     assert_eq!(status((at(1), !4095), 3 * 4096, true), transfer);
     peer.put_u64(at(0), at(2));
     peer.put_u64(at(0) + 8, at(3));
-    assert_eq!(status((at(1), at(0)), 3 * 4096, false), Ok(()), "a write command reads it");
-    assert_eq!(status((at(1), at(0)), 3 * 4096, true), transfer, "a read command may not write it");
+    assert_eq!(status((at(1), at(0)), 3 * 4096, false), Ok(()), "a write command reads the page");
+    assert_eq!(
+        status((at(1), at(0)), 3 * 4096, true),
+        transfer,
+        "a read command may not write the page"
+    );
     assert_eq!(status((at(1), at(3)), 2 * 4096, true), transfer);
     // The list itself is only read.
     peer.put_u64(at(3), at(2));

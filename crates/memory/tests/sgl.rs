@@ -370,7 +370,7 @@ fn bit_buckets_discard_and_supply_no_data() {
 }
 
 #[test]
-fn what_is_not_mapped_is_a_transfer_error() {
+fn unmapped_memory_is_a_transfer_error() {
     let transfer = Err(Status::DATA_XFER_ERROR);
     let stretch = |granules, access| Stretch { granules, access, apart: false };
     let peer = Peer::new(&[

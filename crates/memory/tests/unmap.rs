@@ -45,7 +45,7 @@ fn a_command_in_flight_keeps_unmapped_memory() {
     assert!(!watch.is_idle());
     drop(taken);
     assert!(watch.is_idle());
-    assert!(!is_mapped(address), "and the memory is gone with the last user");
+    assert!(!is_mapped(address), "the memory is unmapped with the last user");
 }
 
 #[test]

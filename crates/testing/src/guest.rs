@@ -357,7 +357,7 @@ impl Guest {
             self.copy(&to, dirty.into_iter().chain(touched));
         }
         self.submit(SLOTS as usize);
-        self.client.set_migration_state(MigrationState::Stop).expect("it stops");
+        self.client.set_migration_state(MigrationState::Stop).expect("the device stops");
         moved.in_flight = self.in_flight.len();
         let dirty = self.client.dirty_pages(0, MEMORY, PAGE).expect("the log");
         moved.dirty += dirty.len() as u64;
@@ -401,7 +401,7 @@ impl Guest {
 
     /// Resumes at the source.
     pub fn go_on(&mut self) {
-        self.client.set_migration_state(MigrationState::Running).expect("it runs again");
+        self.client.set_migration_state(MigrationState::Running).expect("the device runs again");
     }
 
     /// The guest's client.

@@ -247,7 +247,7 @@ fn an_incomplete_directory_is_refused_with_the_reason() {
     let authority = Authority::new();
     let load = |place: &Place| match ServerTls::load(place.0.path(), false) {
         Err(error) => error.to_string(),
-        Ok(_) => panic!("it was taken"),
+        Ok(_) => panic!("an incomplete directory was accepted"),
     };
     let place = Place::new(|_| {});
     let text = load(&place);

@@ -391,7 +391,7 @@ fn a_region_without_descriptors_may_have_an_empty_list() {
     let client = client.unwrap();
     let found = client.region_io_fds(0).unwrap();
     assert!(found.events.is_empty() && found.areas.is_empty());
-    client.reset().expect("the connection goes on");
+    client.reset().expect("the connection still works");
     drop(client);
     server.join().unwrap();
 }

@@ -481,7 +481,7 @@ fn the_socket_file_exists_until_the_last_server_ends() {
     server.run(new);
     waiting.negotiate();
     assert!(path.exists());
-    assert!(Listener::bind(&path).is_err(), "somebody listens");
+    assert!(Listener::bind(&path).is_err(), "the socket has a listener");
     server.stop();
     waiting.assert_closed();
     assert!(!path.exists());
@@ -529,7 +529,7 @@ fn a_freeze_suspends_the_message_timeout() {
     let mut raw = Raw::attach(&path);
     let bytes = message(5, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
     raw.send(&bytes[..20]);
-    eventually("it is waited for", || sleeps(server.tid));
+    eventually("the reactor waits for the rest", || sleeps(server.tid));
     let old = server.freeze();
     std::thread::sleep(Duration::from_millis(2200));
     server.run(old);

@@ -59,7 +59,7 @@ fn a_stale_file_is_replaced() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
     drop(UnixListener::bind(&path).unwrap());
-    assert!(path.exists(), "the standard library leaves it behind");
+    assert!(path.exists(), "the standard library leaves the file behind");
     let listener = Listener::bind(&path).unwrap();
     assert!(std::os::unix::net::UnixStream::connect(&path).is_ok());
     drop(listener);
@@ -138,7 +138,7 @@ fn a_file_other_than_a_socket_is_kept() {
 }
 
 #[test]
-fn a_path_that_is_too_long_says_so() {
+fn a_too_long_path_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let name = |len: usize| {
         let room = len - directory.path().as_os_str().len() - 1;
@@ -152,7 +152,7 @@ fn a_path_that_is_too_long_says_so() {
 }
 
 #[test]
-fn a_path_in_no_directory_says_which_to_create() {
+fn a_missing_directory_is_named() {
     let error = Listener::bind("/nonexistent/deep/socket").unwrap_err();
     assert!(matches!(error, BindError::NoDirectory { .. }), "{error}");
     assert!(error.to_string().contains("create /nonexistent/deep first"), "{error}");

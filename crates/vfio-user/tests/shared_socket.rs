@@ -372,7 +372,7 @@ fn half_a_message_is_left_to_the_reactor() {
     let (first, second) = bytes.split_at(7);
     let before = poller.polled().len();
     raw.send(first);
-    eventually("it was polled", || poller.polled().len() > before);
+    eventually("a poll of the socket", || poller.polled().len() > before);
     assert_eq!(poller.polled().last(), Some(&PolledWrites { writes: 0, all: false }));
     raw.send(second);
     assert_eq!(wait_doorbell_writes(&shared, 1), [(1, true)]);
@@ -412,7 +412,7 @@ fn a_disconnect_on_a_shared_socket_frees_the_device() {
     ring(&mut raw, 1);
     drop(raw);
     shared.wait_log("disconnected");
-    assert_eq!(doorbell_writes(&shared).len(), 1, "what it wrote before counts");
+    assert_eq!(doorbell_writes(&shared).len(), 1, "writes before the disconnect count");
     // The socket of a disconnected client is unusable, and does not affect the next client.
     let (mut next, socket) = share(&path, &shared);
     let old = poller.stop().unwrap();
@@ -484,7 +484,7 @@ fn a_doorbell_write_after_the_poller_stopped_is_not_lost() {
     let go = detain(&mut second, &other);
     drop(socket);
     ring(&mut raw, 6);
-    eventually("it was woken", || !stopped.polled().is_empty());
+    eventually("a wakeup of the poller", || !stopped.polled().is_empty());
     go.send(()).unwrap();
     assert_eq!(wait_doorbell_writes(&shared, 1), [(6, true)]);
     // From here on only the reactor polls.
@@ -578,7 +578,7 @@ fn a_frozen_server_has_taken_the_socket_back() {
     (1..=5).for_each(|value| ring(&mut raw, value));
     // A woken poller would poll before it sleeps again.
     poller.wait_asleep();
-    assert_eq!(poller.polled().len(), polled, "the other is not woken");
+    assert_eq!(poller.polled().len(), polled, "the poller is not woken");
     assert_eq!(doorbell_writes(&shared).len(), 1);
     let new = server.successor(&mut old, &[&shared]);
     old.hand_over();
@@ -631,7 +631,7 @@ fn no_message_is_lost_in_a_replacement_with_a_poller() {
             let socket = share_of(&mut raw, &shared);
             let epoll = Poller::epoll();
             // The reactor may hold the socket at the moment.
-            eventually("it is watched", || socket.watch(&epoll, TOKEN).is_ok());
+            eventually("the registration in epoll", || socket.watch(&epoll, TOKEN).is_ok());
             let _poller = Poller::start(epoll, Some(socket), &shared);
             let mut replies = 0;
             for _ in 0..dice.roll(4) + 1 {

@@ -208,12 +208,15 @@ fn removing_a_device_disconnects_and_removes_the_socket() {
     let gone = server.handle.remove(port);
     raw.assert_closed();
     let done = shared.wait_held();
-    assert!(gone.recv_timeout(Duration::from_millis(30)).is_err(), "it is still letting go");
+    assert!(
+        gone.recv_timeout(Duration::from_millis(30)).is_err(),
+        "the device is still releasing its client"
+    );
     assert!(!path.exists());
     done.ok();
     gone.recv_timeout(Duration::from_secs(10)).unwrap();
     assert_eq!(std::sync::Arc::strong_count(&shared), 1);
-    assert!(server.handle.remove(port).recv().is_err(), "it is gone");
+    assert!(server.handle.remove(port).recv().is_err(), "the port does not exist any more");
 
     let mut raw = Raw::attach(&other);
     server.stop();

@@ -198,7 +198,7 @@ impl Guest {
         let at = iova.wrapping_sub(BASE);
         if at.saturating_add(bytes.len() as u64) <= PAGES * PAGE {
             let at = at as usize;
-            self.memory.write_from(at, bytes).expect("it is in range");
+            self.memory.write_from(at, bytes).expect("an address in range");
             self.image[at..at + bytes.len()].copy_from_slice(bytes);
         }
     }
@@ -382,7 +382,7 @@ impl Guest {
             self.settle();
         }
         let csts = self.csts();
-        assert!(!csts.rdy() || !self.frozen, "it was reset, and is ready: {csts:?}");
+        assert!(!csts.rdy() || !self.frozen, "CSTS.RDY is set after a reset: {csts:?}");
     }
 
     /// Many maps and unmaps before the I/O thread has seen any.
@@ -391,7 +391,7 @@ impl Guest {
         for n in 0..FLOOD {
             let at = FAR + n * PAGE;
             self.controller.map_dma(at, PAGE, &page).expect("nothing else is there");
-            self.controller.unmap_dma(at, PAGE, || ()).expect("it is there");
+            self.controller.unmap_dma(at, PAGE, || ()).expect("a mapped page");
         }
     }
 
@@ -441,6 +441,6 @@ impl Guest {
             self.test_disk.state().end_flushes();
             self.settle();
         }
-        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests of nobody");
+        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests without a command");
     }
 }

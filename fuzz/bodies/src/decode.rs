@@ -116,7 +116,11 @@ fn stream(source: &mut Source<'_>) {
         bytes.extend(payload);
     }
     let whole = messages(&bytes, usize::MAX, most);
-    assert_eq!(whole, messages(&bytes, pieces, most), "it depends on how the bytes arrive");
+    assert_eq!(
+        whole,
+        messages(&bytes, pieces, most),
+        "the messages depend on how the bytes arrive"
+    );
     for (_, payload) in &whole.0 {
         assert!(payload.len() + HEADER_LEN <= most + MESSAGE_OVERHEAD);
     }

@@ -56,9 +56,9 @@ fn handshake(source: &mut Source<'_>) {
     let at = source.below(bytes.len() + 1);
     let (front, back) = bytes.split_at(at);
     let apart = negotiate(&[front, back]);
-    assert_eq!(whole, apart, "it depends on how the bytes arrive");
+    assert_eq!(whole, apart, "the handshake depends on how the bytes arrive");
     let single: Vec<&[u8]> = bytes.chunks(1).collect();
-    assert_eq!(whole, negotiate(&single), "it depends on how the bytes arrive");
+    assert_eq!(whole, negotiate(&single), "the handshake depends on how the bytes arrive");
 }
 
 /// Result of a handshake, its output, and the number of bytes consumed.
@@ -88,7 +88,7 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
                 return (step, out, taken);
             }
             if used == 0 {
-                assert!(input.len() < Handshake::LONGEST, "it never gets on");
+                assert!(input.len() < Handshake::LONGEST, "the handshake makes no progress");
                 break;
             }
         }

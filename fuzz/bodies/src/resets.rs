@@ -193,7 +193,7 @@ impl Guest {
     }
 
     fn poke(&self, iova: u64, bytes: &[u8]) {
-        self.memory.write_from((iova - BASE) as usize, bytes).expect("it is in range");
+        self.memory.write_from((iova - BASE) as usize, bytes).expect("an address in range");
     }
 
     fn map(&self, first: u64, pages: u64) {
@@ -228,7 +228,11 @@ impl Guest {
         self.controller.write(regs::ASQ, &command::ASQ.to_le_bytes());
         self.controller.write(regs::ACQ, &command::ACQ.to_le_bytes());
         self.write32(regs::CC, CC | 1);
-        assert!(self.is_ready(), "it can not be enabled: {:#x}", self.read32(regs::CSTS));
+        assert!(
+            self.is_ready(),
+            "the controller does not become ready: {:#x}",
+            self.read32(regs::CSTS)
+        );
         self.life = Life::On;
         (self.blind, self.forgets) = (false, false);
         let entries = command::ADMIN_ENTRIES;
@@ -424,7 +428,7 @@ impl Guest {
                 let flag = Arc::clone(&done);
                 let then = move || flag.store(true, Ordering::SeqCst);
                 let len = (PAGES - DATA) * PAGE;
-                self.controller.unmap_dma(page(DATA), len, then).expect("it was mapped");
+                self.controller.unmap_dma(page(DATA), len, then).expect("memory that was mapped");
                 self.away = Some((done, None));
                 self.note_away();
             }
@@ -525,7 +529,7 @@ impl Guest {
         if !over {
             return;
         }
-        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests of nobody");
+        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests without a command");
         self.life = Life::Off;
         self.sqs.clear();
         self.cqs.clear();
@@ -572,7 +576,7 @@ impl Guest {
             if matches!(self.life, Life::Off) && given {
                 return self.check();
             }
-            assert!(!prompt, "a reset waits for what it could have cancelled");
+            assert!(!prompt, "a reset waits for a cancellable request");
             self.test_disk.state().end_all();
         }
         panic!("a reset does not end");

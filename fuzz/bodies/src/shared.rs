@@ -202,8 +202,8 @@ impl Visit {
     }
 
     fn serve(&mut self) {
-        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor goes on");
-        assert!(alive, "nobody stopped it");
+        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor runs");
+        assert!(alive, "the reactor was not stopped");
     }
 
     /// Turn of the other thread: it takes writes until it stops.

@@ -155,7 +155,7 @@ pub(crate) fn get_features(nsid: u32) -> Sqe {
 pub(crate) fn replace(host: &mut Host, interrupts: &BTreeMap<usize, EventFd>) {
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());
-    frozen.recv_timeout(common::TIMEOUT).expect("it comes to rest");
+    frozen.recv_timeout(common::TIMEOUT).expect("the controller is quiesced");
     let mut parcel = Parcel::new();
     let saved = host.controller.save(parcel.descriptors()).unwrap();
     parcel.add("controller", true, &saved).unwrap();

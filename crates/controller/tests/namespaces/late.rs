@@ -135,7 +135,7 @@ impl shadowbell_backend::Queue for LateQueue {
     }
 
     fn cancel(&mut self, tag: u32) {
-        assert!(self.held.iter().any(|(of, ..)| *of == tag), "it has this one");
+        assert!(self.held.iter().any(|(of, ..)| *of == tag), "the cancelled request is pending");
         self.disk.orders.cancelled.fetch_add(1, Ordering::SeqCst);
     }
 

@@ -290,7 +290,7 @@ impl World {
             }
         }
         for disk in &self.gone {
-            assert!(!disk.was_used_after(), "it was used after it was let go");
+            assert!(!disk.was_used_after(), "the disk was used after its release");
         }
     }
 }

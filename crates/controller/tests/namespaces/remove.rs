@@ -52,7 +52,7 @@ fn removal_ends_commands_and_releases_the_disk() {
             assert_eq!(ended.insert(cid, status), None);
         }
         assert_eq!((ended[&20], ended[&21]), (INACTIVE, Status::SUCCESS));
-        assert!(!ended.contains_key(&1), "the disk has it");
+        assert!(!ended.contains_key(&1), "the command is still at the disk");
     }
     assert_eq!(active(&mut host), [2]);
     std::thread::sleep(SHORT);

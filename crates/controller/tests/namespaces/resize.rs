@@ -33,7 +33,10 @@ fn a_namespace_grows_and_shrinks() {
     assert_eq!((changed(&mut host), size(&mut host, 1)), (vec![1], 1000));
     for queue in &mut queues {
         let (status, _) = host.run(queue, Sqe::read(1, 63, 0, 0).with_prps(page, 0));
-        assert!(status.is_success() && host.peek(page, 512) == [5; 512], "it has the same bytes");
+        assert!(
+            status.is_success() && host.peek(page, 512) == [5; 512],
+            "the resized disk has the same data"
+        );
         assert!(write_and_read(&mut host, queue, 1, 999, 8).is_success());
         assert_eq!(write_and_read(&mut host, queue, 1, 1000, 8), OUTSIDE);
     }

@@ -51,7 +51,7 @@ fn completions(host: &mut Host, wanted: usize) -> Vec<Cqe> {
 fn until_dead(host: &mut Host) {
     let began = Instant::now();
     while host.orders.abort_at.is_some() {
-        assert!(began.elapsed() < host.patience, "it never comes to that step");
+        assert!(began.elapsed() < host.patience, "the crash point is not reached");
         if host.has_died() {
             host.orders.abort_at = None;
             host.kill();
@@ -197,7 +197,7 @@ fn recovery_detects_writes_of_other_users() {
         let cids = submit_both(&mut host, 0, first, second);
         let began = Instant::now();
         while !host.has_died() {
-            assert!(began.elapsed() < host.patience, "it never comes to that step");
+            assert!(began.elapsed() < host.patience, "the crash point is not reached");
             std::thread::sleep(Duration::from_micros(200));
         }
         blocks.write(0, &other).unwrap();

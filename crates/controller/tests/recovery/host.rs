@@ -332,7 +332,7 @@ impl Host {
         self.completed += 1;
         if self.deadly.contains(&lba) {
             assert_eq!(cqe.status(), Status::INTERNAL.with_dnr());
-            assert!(self.given_up.insert(lba), "it is completed once");
+            assert!(self.given_up.insert(lba), "the command completed twice");
             return true;
         }
         assert!(cqe.status().is_success(), "block {lba}: {}", cqe.status());

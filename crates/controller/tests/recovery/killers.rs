@@ -67,7 +67,7 @@ fn a_deadly_command_on_a_file_fails_after_three_crashes() {
 
 /// A crash is not attributed to other commands, of the same queue or not.
 #[test]
-fn several_deadly_commands_are_told_from_others() {
+fn several_deadly_commands_are_distinguished() {
     let directory = tempfile::tempdir().unwrap();
     survive(file(&directory), "end:103,end:109,end:202", &[103, 109, 202]);
     survive(memory(), "start:103,start:109,start:202", &[103, 109, 202]);
@@ -94,7 +94,7 @@ fn a_process_that_is_killed_from_outside_blames_no_command() {
         for step in [Some(then), Some(then), Some(then), Some(then), None] {
             let began = Instant::now();
             while !host.has_died() {
-                assert!(began.elapsed() < host.patience, "it does not come to {step:?}");
+                assert!(began.elapsed() < host.patience, "crash point {step:?} is not reached");
                 std::thread::sleep(Duration::from_micros(200));
             }
             host.orders.abort_at = step.map(|step| (step, 1));

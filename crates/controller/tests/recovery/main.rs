@@ -81,7 +81,7 @@ fn work(host: &mut Host, random: &mut Random) {
         if !reaped {
             std::thread::sleep(Duration::from_micros(20));
         }
-        assert!(began.elapsed() < TIMEOUT, "it stands still: {:?}", host.under_way);
+        assert!(began.elapsed() < TIMEOUT, "no progress: {:?}", host.under_way);
     }
 }
 
@@ -137,7 +137,7 @@ fn a_controller_that_quiesces_after_recovery_survives_kills() {
             host.kill();
         }
         host.verify();
-        assert_ne!(host.replayed, 0, "nothing was under way");
+        assert_ne!(host.replayed, 0, "no command was in flight at a kill");
     }
 }
 
@@ -199,7 +199,7 @@ fn admin_commands_end_once_each() {
 fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
     let (began, mut completed) = (Instant::now(), 0);
     while !host.has_died() && host.orders.abort_at.is_some() && completed < 300 {
-        assert!(began.elapsed() < host.patience, "it stands still: {:?}", host.under_way);
+        assert!(began.elapsed() < host.patience, "no progress: {:?}", host.under_way);
         let at = (random.next() % 2) as usize;
         for _ in 0..random.next() % 8 {
             host.submit_io(at, random.next());
@@ -235,7 +235,7 @@ fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint])
         host.kill();
         let is_reached = work_until_dead(host, random, true);
         // There may be fewer commands to recover than that.
-        assert!(is_reached || nth != 1, "{} is never come to", point.name());
+        assert!(is_reached || nth != 1, "crash point {} is not reached", point.name());
         host.kill();
         host.until_taken();
     }

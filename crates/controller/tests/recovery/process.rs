@@ -145,7 +145,7 @@ fn worker() {
         if task.rests {
             let (sender, receiver) = std::sync::mpsc::channel();
             controller.freeze(move || sender.send(()).unwrap());
-            receiver.recv_timeout(TIMEOUT / 5).expect("it does not come to rest");
+            receiver.recv_timeout(TIMEOUT / 5).expect("the controller is quiesced");
             controller.resume();
         }
     } else {

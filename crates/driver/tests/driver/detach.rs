@@ -34,7 +34,7 @@ fn dropping_the_last_handle_detaches() {
     let queue = controller.take_queue_pair();
     let pool = controller.buffers(1, 4096).unwrap();
     drop(controller);
-    assert!(fake.state().csts.rdy(), "the queue pair still needs it");
+    assert!(fake.state().csts.rdy(), "the queue pair keeps the controller enabled");
     drop(queue);
     assert!(!fake.state().csts.rdy());
     assert_eq!(fake.state().resets, 0);

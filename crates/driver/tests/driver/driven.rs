@@ -83,7 +83,7 @@ fn drive<F: Future>(driver: &mut Driver, future: F) -> (F::Output, Vec<ThreadId>
 fn wait_for(mut what: impl FnMut() -> bool) {
     let began = Instant::now();
     while !what() {
-        assert!(began.elapsed() < Duration::from_secs(10), "it never happened");
+        assert!(began.elapsed() < Duration::from_secs(10), "the expected event did not happen");
         std::thread::sleep(Duration::from_micros(200));
     }
 }
@@ -138,7 +138,7 @@ fn commands_of_one_step_share_a_doorbell_write() {
     let mut driver = take(&queue);
     let mut futures: Vec<_> = (0..10).map(|lba| disk.verify(lba, 1)).collect();
     futures.iter_mut().for_each(|future| assert!(poll_once(future).is_pending()));
-    assert!(fake.state().held.is_empty(), "nobody submits but who drives");
+    assert!(fake.state().held.is_empty(), "only the driving thread submits");
     let before = fake.state().doorbell_writes.len();
     assert!(driver.step());
     assert_eq!(fake.state().held.len(), 10);
@@ -224,7 +224,7 @@ fn a_queue_with_commands_in_flight_can_be_driven() {
             Some(driver) => break driver,
             // A nudge ends the sleep of the queue's own thread.
             None if began.elapsed() < Duration::from_secs(10) => queue.nudge(),
-            None => panic!("the queue's thread keeps it"),
+            None => panic!("the queue's thread does not release the queue"),
         }
         std::thread::yield_now();
     };

@@ -55,7 +55,7 @@ fn poll_once<F: Future + Unpin>(future: &mut F, count: &Arc<Count>) -> Poll<F::O
 fn wait_for(mut what: impl FnMut() -> bool) {
     let began = Instant::now();
     while !what() {
-        assert!(began.elapsed() < Duration::from_secs(10), "it never happened");
+        assert!(began.elapsed() < Duration::from_secs(10), "the expected event did not happen");
         std::thread::sleep(Duration::from_micros(200));
     }
 }
@@ -105,7 +105,7 @@ fn every_command_works_as_a_future() {
                 error.kind,
                 IoErrorKind::Status { status: Status::COMPARE_FAILURE, opcode: 5, .. }
             ));
-            assert!(error.buffer.is_some(), "the device is done with it");
+            assert!(error.buffer.is_some(), "the device no longer uses the buffer");
         });
         assert_eq!(pool.available(), 64);
     }
@@ -146,16 +146,16 @@ fn a_dropped_future_leaves_its_buffer_to_the_device() {
     assert!(poll_once(&mut future, &count).is_pending());
     wait_for(|| fake.state().held.len() == 1);
     drop(future);
-    assert_eq!(pool.available(), 63, "the device may still write to it");
+    assert_eq!(pool.available(), 63, "the device may still write to the buffer");
     // All other buffers are available; none of them is the one in flight.
     let others: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
     assert!(others.iter().all(|other| other.bytes().address() != bytes.address()));
     drop(others);
     std::thread::sleep(Duration::from_millis(5));
     fake.complete(0);
-    assert_eq!(bytes.read::<u8>(4095), Some(0x5a), "and it does");
+    assert_eq!(bytes.read::<u8>(4095), Some(0x5a), "the device wrote to the buffer");
     wait_for(|| pool.available() == 64);
-    assert_eq!(count.0.load(Ordering::SeqCst), 0, "nobody is woken");
+    assert_eq!(count.0.load(Ordering::SeqCst), 0, "no waker is called");
 }
 
 #[test]

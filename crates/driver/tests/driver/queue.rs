@@ -444,7 +444,7 @@ fn buffers_of_a_queue_that_is_not_deleted_are_kept() {
     assert_eq!(bytes.read::<u8>(0), Some(0x5a));
     let unmaps = fake.state().unmaps;
     drop((pool, bytes));
-    assert_eq!(fake.state().unmaps, unmaps, "the device keeps what it may write to");
+    assert_eq!(fake.state().unmaps, unmaps, "memory that the device may write to stays mapped");
     drop(controller);
 }
 
@@ -506,6 +506,6 @@ fn a_long_queue_is_rung_for_several_commands_at_a_time() {
     assert_eq!(queue.stats().batches, 7);
     queue.submit(flush, None).unwrap_err();
     queue.ring().unwrap();
-    assert!(queue.ring_in_time().unwrap(), "it knows of all");
+    assert!(queue.ring_in_time().unwrap(), "all commands are published");
     assert_eq!(queue.stats().batches, 8);
 }

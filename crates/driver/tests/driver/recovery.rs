@@ -25,7 +25,7 @@ fn attach(fake: &Fake) -> (Controller, QueuePair) {
 fn wait_for(mut what: impl FnMut() -> bool) {
     let began = Instant::now();
     while !what() {
-        assert!(began.elapsed() < Duration::from_secs(10), "it never happened");
+        assert!(began.elapsed() < Duration::from_secs(10), "the expected event did not happen");
         std::thread::sleep(Duration::from_micros(200));
     }
 }
@@ -85,7 +85,7 @@ fn namespaces_are_read_again_when_they_change() {
     wait_for(|| controller.recovery_stats().namespaces_read == 1);
     let log = fake.with(|state| state.admin_log.clone());
     assert!(log.contains(&(AdminOpcode::GetLogPage as u8)), "the event is taken note of");
-    assert_eq!(controller.namespaces().len(), 1, "as it was until the program asks");
+    assert_eq!(controller.namespaces().len(), 1, "the list changes only when the program asks");
     assert!(controller.check().unwrap());
     assert_eq!(controller.namespace(2).unwrap().blocks(), 77);
     assert!(!controller.check().unwrap());
@@ -115,7 +115,7 @@ fn buffers_stay_reserved_if_the_controller_cannot_be_stopped() {
     });
     let error = loop {
         match queue.wait(Some(Instant::now() + Duration::from_secs(20))) {
-            Ok(there) => assert!(there, "it never ends"),
+            Ok(there) => assert!(there, "the queue fails in time"),
             Err(error) => break error,
         }
     };
@@ -132,7 +132,7 @@ fn buffers_stay_reserved_if_the_controller_cannot_be_stopped() {
     assert_eq!(pool.available(), 2);
     let unmaps = fake.state().unmaps;
     drop(pool);
-    assert_eq!(fake.state().unmaps, unmaps, "what it may write to stays its own");
+    assert_eq!(fake.state().unmaps, unmaps, "memory that the device may write to stays mapped");
     // The controller does write to it.
     fake.with(|state| state.blocks.fill(0x5a));
     fake.complete(0);
@@ -185,7 +185,7 @@ fn a_duplicate_completion_does_not_end_the_repetition() {
     }
     let aborted = Cqe::new(token.cid(), 1, 0, Status::ABORT_REQUESTED, 0);
     fake.post(1, aborted, 1, None);
-    assert!(queue.pop().is_none(), "it is submitted again");
+    assert!(queue.pop().is_none(), "the command is resubmitted");
     assert_eq!(fake.state().held.len(), 2);
     let unknown = queue.stats().unknown_completions;
     for status in [Status::SUCCESS, Status::ABORT_REQUESTED] {
@@ -282,7 +282,7 @@ fn dropping_the_last_handle_shuts_the_controller_down() {
         std::thread::sleep(Duration::from_micros(500 * (round % 5)));
         drop(controller);
         drop(admin);
-        assert!(fake.state().csts.rdy(), "the queue pair still needs it");
+        assert!(fake.state().csts.rdy(), "the queue pair keeps the controller enabled");
         drop(queue);
         assert!(!fake.state().csts.rdy());
         assert_eq!(fake.state().deleted, [1]);

@@ -310,8 +310,12 @@ fn a_reset_leaves_a_device_that_can_be_attached() {
     server.fake.with(|state| state.stuck = true);
     assert!(controller.detach().is_err());
     server.fake.with(|state| state.stuck = false);
-    assert_eq!(server.fake.state().resets, 1, "it could not be disabled otherwise");
-    assert_eq!(server.board.lock().unwrap().config[4..6], [6, 4], "enabled again after it");
+    assert_eq!(server.fake.state().resets, 1, "the hung controller needs a reset");
+    assert_eq!(
+        server.board.lock().unwrap().config[4..6],
+        [6, 4],
+        "memory space and bus master are enabled after the reset"
+    );
     Controller::attach(reach(), &options()).unwrap().detach().unwrap();
 
     let server = Server::start(Board { resettable: false, ..board() });
@@ -357,7 +361,7 @@ fn a_lost_server_fails_the_queue() {
         let _ = queue.submit(controller.namespace(1).unwrap().flush(), None);
         queue.ring().err()
     });
-    let error = error.expect("the doorbell can not be rung");
+    let error = error.expect("a doorbell write to a dead server fails");
     assert!(error.to_string().contains("lost the connection"), "{error}");
     assert!(controller.registers().is_err());
     drop(queue);
@@ -426,7 +430,7 @@ fn punched_huge_pages_disconnect_the_server() {
             Ok(_) => drop(queue.pop()),
             Err(error) => break error,
         }
-        assert!(Instant::now() < until, "nobody has noticed");
+        assert!(Instant::now() < until, "the loss of the server is not noticed");
     };
     assert!(error.contains("its server has removed pages from the memory"), "{error}");
 }

@@ -224,7 +224,7 @@ impl Program {
         let Completion { token, status, buffer, .. } = completion;
         let op = self.ops[token.index()].take().expect("a completion of a command");
         self.slowest = self.slowest.max(op.began.elapsed());
-        assert!(op.began.elapsed() < LONGEST, "it took {:?}", op.began.elapsed());
+        assert!(op.began.elapsed() < LONGEST, "a command took {:?}", op.began.elapsed());
         let buffer = buffer.expect("the controller is done with the buffer");
         if !status.is_success() {
             // The outcome is unknown: repeat it before any other command to these blocks.

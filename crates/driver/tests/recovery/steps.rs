@@ -46,7 +46,7 @@ fn next(queue: &mut QueuePair) -> Completion {
         if let Some(completion) = queue.pop() {
             return completion;
         }
-        assert!(Instant::now() < deadline, "it never ends: {:?}", queue.stats());
+        assert!(Instant::now() < deadline, "the command does not complete: {:?}", queue.stats());
     }
 }
 
@@ -387,7 +387,7 @@ fn a_controller_that_cannot_be_reset_returns_its_buffers() {
     let mut ended = Vec::new();
     let error = loop {
         match rig.queue.wait(Some(deadline)) {
-            Ok(there) => assert!(there, "it never ends"),
+            Ok(there) => assert!(there, "the queue fails in time"),
             Err(error) => break error,
         }
         ended.extend(std::iter::from_fn(|| rig.queue.pop()));
@@ -426,7 +426,7 @@ fn a_removal_fails_all_queues_and_keeps_the_buffers() {
         let began = Instant::now();
         let error = loop {
             match queue.wait(Some(began + Duration::from_secs(20))) {
-                Ok(there) => assert!(there, "it never ends"),
+                Ok(there) => assert!(there, "the queue fails in time"),
                 Err(error) => break error,
             }
         };

@@ -172,12 +172,12 @@ fn every_block_that_is_not_run_has_a_reason() {
                 "sh,no-run" => {
                     let above = lines[..line - 1].iter().rev().find(|line| !line.is_empty());
                     let reason = above.is_some_and(|l| l.starts_with("*Not run by the tests"));
-                    assert!(reason, "{place}: no reason above it");
+                    assert!(reason, "{place}: no reason above the block");
                 }
                 _ => {
                     // A table of figures may begin with a name.
                     let found = text.lines().find(|line| is_command(line) && !line.contains("  "));
-                    assert!(found.is_none(), "{place}: a command that nobody runs: {found:?}");
+                    assert!(found.is_none(), "{place}: a command that is not run: {found:?}");
                 }
             }
         }

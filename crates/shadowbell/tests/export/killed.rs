@@ -77,7 +77,7 @@ impl Service {
                     assert!(said.contains("another program"), "{said}");
                     break;
                 }
-                assert!(Instant::now() < deadline, "it does not start: {said}");
+                assert!(Instant::now() < deadline, "the export does not start: {said}");
                 wait::pause();
             }
             let none = tempfile::tempdir().unwrap();

@@ -115,7 +115,7 @@ fn ana_groups_and_initial_states_come_from_the_file() {
     assert_eq!(one.read(1, 0), 3);
     set(&server, 1, "2", "optimized");
     set(&server, 1, "2", "optimized");
-    assert_eq!(log(&mut other).changes, 1, "the second time it is so already");
+    assert_eq!(log(&mut other).changes, 1, "setting the same state is no change");
     other.write(2, 0, 4);
     for (words, status, why) in [
         (["ana", "vm0.sock", "3", "change"], 3, "ANA groups 1 to 2"),

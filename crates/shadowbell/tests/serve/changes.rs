@@ -46,7 +46,9 @@ fn a_controller_is_added_and_removed_beside_a_guest() {
     let (code, _, errors) = ctl(&server, &["controller", "remove", "b"]);
     assert!(code == Some(4) && errors.contains("has a client"), "{errors}");
     drop(other);
-    until("the client is gone", || ctl_json(&server, &["controllers", "b"])[0]["client"] == false);
+    until("the client's disconnect", || {
+        ctl_json(&server, &["controllers", "b"])[0]["client"] == false
+    });
     assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
     assert!(!server.directory().join("b.sock").exists());
     let (code, _, errors) = ctl(&server, &["controller", "remove", "b"]);
@@ -77,11 +79,15 @@ fn an_added_controller_survives_upgrades() {
         let (code, _, errors) = ctl(&server, &["upgrade"]);
         assert_eq!(code, Some(0), "{errors}\n{}", server.stderr());
         assert_ne!(ctl_json(&server, &["status"])["pid"], before);
-        assert_eq!(ctl_json(&server, &add)[0]["client"], true, "it is the same");
+        assert_eq!(
+            ctl_json(&server, &add)[0]["client"],
+            true,
+            "the controller and its client survive"
+        );
     }
     assert_eq!(read(&mut guest), Status::SUCCESS);
     drop(guest);
-    until("the client is gone", || ctl_json(&server, &["status"])["clients"] == 0);
+    until("the client's disconnect", || ctl_json(&server, &["status"])["clients"] == 0);
     assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
     assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
     assert_eq!(ctl_json(&server, &["status"])["controllers"], 1);
@@ -213,7 +219,11 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     let now = ["1 mem:4MiB false \"db\"", "2 a.img true null", "3 b.img false null"];
     assert_eq!(disks(), now);
     assert_eq!(ctl_json(&server, &["limit"])[0]["limits"]["iops"], "5000");
-    assert_eq!(ctl_json(&server, &["apply", "vms.toml"])["unchanged"], 1, "it is done");
+    assert_eq!(
+        ctl_json(&server, &["apply", "vms.toml"])["unchanged"],
+        1,
+        "the file is already applied"
+    );
     let client = || ctl_json(&server, &["controllers", "vm0"])[0]["client"] == true;
     assert!(client() && read(&mut guest) == Status::SUCCESS);
 

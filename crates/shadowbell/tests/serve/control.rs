@@ -303,7 +303,7 @@ fn misbehaving_control_clients_do_not_block_others() {
     let mut sent = 0_u64;
     while let Ok(len) = endless.write(&[b' '; 65536]) {
         sent += len as u64;
-        assert!(sent < 64 << 20, "it takes everything");
+        assert!(sent < 64 << 20, "an endless request is accepted");
     }
     // Silent connections take all slots. The next one waits for one of them.
     let silent: Vec<_> = (0..16).map(|_| connect()).collect();
@@ -311,7 +311,7 @@ fn misbehaving_control_clients_do_not_block_others() {
     next.write_all(request("GET", "/v1/status", "").as_bytes()).unwrap();
     moment();
     next.set_nonblocking(true).unwrap();
-    assert!(next.read(&mut [0; 1]).is_err(), "there was no place for it");
+    assert!(next.read(&mut [0; 1]).is_err(), "all connection slots are taken");
     next.set_nonblocking(false).unwrap();
     // I/O of a guest continues meanwhile.
     let mut guest = attach(&server.socket(), &AttachOptions::default());

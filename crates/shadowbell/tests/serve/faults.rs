@@ -57,7 +57,10 @@ fn a_timed_hang_ends_with_an_error() {
     assert_eq!((stats.aborts, stats.queues_recreated), (0, 0), "{stats:?}");
     let read = run(&mut queue, namespace.read(4 * 8, 8).unwrap(), pool.take());
     assert_eq!(read.status, Status::SUCCESS);
-    assert!(read.buffer.unwrap().to_vec(4096).iter().all(|b| *b == 0), "it was not carried out");
+    assert!(
+        read.buffer.unwrap().to_vec(4096).iter().all(|b| *b == 0),
+        "a hung command was not executed"
+    );
     drop(queue);
     controller.detach().unwrap();
 }

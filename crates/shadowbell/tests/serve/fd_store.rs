@@ -250,7 +250,7 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
         let workers = service.kill(n % 2 == 0);
         service.again();
         service.until_ready();
-        assert!(workers.iter().all(|pid| has_ended(*pid)), "two serve");
+        assert!(workers.iter().all(|pid| has_ended(*pid)), "two processes serve");
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
@@ -263,7 +263,7 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
     drop(client);
     // An orderly end leaves nothing in the store.
     assert!(service.stop().success(), "{}", service.log());
-    until("nothing is kept", || service.kept().is_empty());
+    until("an empty FD store", || service.kept().is_empty());
     assert!((0..3).all(|n| !service.socket(n).exists()));
     service.again();
     service.until_ready();
@@ -350,5 +350,5 @@ fn unusable_state_in_the_fd_store_is_removed() {
     until("its socket", || UnixStream::connect(service.socket(0)).is_ok());
     Client::attach(&service.socket(0)).write(1, 0, 1);
     assert!(service.stop().success());
-    until("nothing is kept", || service.kept().is_empty());
+    until("an empty FD store", || service.kept().is_empty());
 }

@@ -71,7 +71,7 @@ fn raw(device: &LateDevice) -> String {
 fn a_late_write_of_a_dead_process_does_not_overwrite_a_newer_one() {
     let Some(late) = Late::start(&[]) else { return };
     late.server.says("waits for what the dead process has under way");
-    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }
 
@@ -107,7 +107,7 @@ fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     until("its end", || has_ended(pid));
     late.server.says("waits for what the dead process has under way at vfio-user:");
     moment();
-    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }
 
@@ -121,7 +121,7 @@ fn without_a_fence_a_late_write_of_a_dead_process_overwrites_a_newer_one() {
     client.write(1, 0, 0xbb);
     assert_eq!(client.read(1, 0), 0xbb);
     device.release();
-    assert_eq!(client.read(1, 0), 0xaa, "the fence is not what this test is about");
+    assert_eq!(client.read(1, 0), 0xaa, "the newer write is not overwritten without the fence");
     drop(client);
     drop(server);
 }
@@ -137,7 +137,7 @@ fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     until("its end", || has_ended(pid));
     late.server.says("waits for what the dead process has under way at nbd+unix:");
     moment();
-    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }
 
@@ -152,7 +152,7 @@ fn a_late_write_at_an_nbd_server_overwrites_a_newer_one_if_it_has_not_settled() 
     client.write(1, 0, 0xbb);
     assert_eq!(client.read(1, 0), 0xbb);
     late.device.release();
-    assert_eq!(client.read(1, 0), 0xaa, "time is not what this test is about");
+    assert_eq!(client.read(1, 0), 0xaa, "the newer write is not overwritten without a settle time");
     drop(client);
     drop(late.server);
 }

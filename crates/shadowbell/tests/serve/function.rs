@@ -157,7 +157,7 @@ fn the_pci_function_is_an_nvme_controller() {
             _ => 0,
         };
         assert_eq!(region.size, expected, "region {index}");
-        assert!(region.areas.is_empty(), "nothing is mapped unless it is asked for");
+        assert!(region.areas.is_empty(), "nothing is mappable by default");
     }
     for index in 0..irq::COUNT {
         let info = guest.client.irq_info(index).unwrap();
@@ -225,7 +225,10 @@ fn doorbells_can_be_mapped_with_the_option() {
     let bar0 = guest.client.region_info(region::BAR0).unwrap();
     let [area] = &bar0.areas[..] else { panic!("{bar0:?}") };
     assert_eq!((area.offset, area.len), (0x1000, 0x1000));
-    assert_eq!(area.fd_offset, 0x1000, "as it is in the region, which is how clients take it");
+    assert_eq!(
+        area.fd_offset, 0x1000,
+        "clients expect the offset in the file to equal that in the region"
+    );
 }
 
 #[test]
@@ -267,7 +270,7 @@ fn interrupts_are_eventfds() {
     guest.client.set_irq_eventfds(irq::ERR, 0, &events[7..9]).unwrap_err();
     guest.client.disable_irqs(irq::ERR).unwrap();
     guest.works();
-    assert!(events[0].wait(Some(LIMIT)).unwrap(), "they are as they were");
+    assert!(events[0].wait(Some(LIMIT)).unwrap(), "the eventfds are unchanged");
     assert!(events[1..].iter().all(|event| event.drain() == 0));
 }
 
@@ -371,7 +374,10 @@ fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
     }
     let after = sleeps();
     let [reactor, worker] = [after[0] - before[0], after[1] - before[1]];
-    assert!(worker >= u64::from(COMMANDS) - 22, "it was to sleep before each: {worker}");
+    assert!(
+        worker >= u64::from(COMMANDS) - 22,
+        "the I/O thread sleeps before each command: {worker}"
+    );
     assert!(reactor <= 20, "{reactor} wakeups of the reactor for {COMMANDS} commands");
     // Other messages are handled as before.
     guest.works();
@@ -438,7 +444,7 @@ impl WithLen for Share<'_> {
 }
 
 #[test]
-fn a_guest_without_shared_memory_is_told_which_option_is_missing() {
+fn a_missing_share_option_is_logged_for_unshared_memory() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let guest = Guest::new(&server);
     guest.client.dma_map(&Share { fd: None, ..share(&guest.memory, IOVA) }).unwrap();
@@ -469,7 +475,7 @@ fn memory_without_a_descriptor_beside_shared_memory_is_not_logged() {
 }
 
 #[test]
-fn a_guest_whose_memory_file_is_private_is_told_which_option_is_missing() {
+fn a_missing_share_option_is_logged_for_a_private_file() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let mut guest = Guest::new(&server);
     guest.share();

@@ -140,7 +140,7 @@ fn shadow_doorbells_wake_the_io_thread_without_the_reactor() {
         assert_eq!((completion.token, completion.status), (token, Status::SUCCESS));
     }
     let slept = sleeps_of(worker(&server), "sb-worker0") - slept;
-    assert!(slept >= COMMANDS - 1, "it was to sleep before each: {slept}");
+    assert!(slept >= COMMANDS - 1, "the I/O thread sleeps before each command: {slept}");
     let reactor = sleeps_of(worker(&server), "sb-reactor") - reactor;
     assert!(reactor <= 10, "{reactor} wakeups of the reactor for {COMMANDS} commands");
 }

@@ -119,7 +119,7 @@ fn resets(server: &Server) {
             }
             let Completion { token, status, buffer, .. } = complete(&mut queue);
             let is = |page: &Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
-            let at = pages.iter().position(is).expect("it ends once");
+            let at = pages.iter().position(is).expect("a completion of a request in flight");
             let page = &mut pages[at];
             let (_, number) = page.under_way.take().unwrap();
             match (status, number) {
@@ -175,12 +175,12 @@ fn a_qcow2_image_passes() {
 }
 
 #[test]
-fn memory_passes() {
+fn a_memory_disk_passes() {
     passes("mem:16MiB");
 }
 
 #[test]
-fn an_export_passes() {
+fn an_nbd_disk_passes() {
     let below = Export::start("mem:16MiB");
     passes(&below.uri("&settle=50ms"));
 }

@@ -20,7 +20,7 @@ impl Metrics {
     /// Parses a text, and refuses what the specification forbids.
     #[track_caller]
     fn parse(text: &str) -> Self {
-        let body = text.strip_suffix("# EOF\n").expect("it ends with EOF");
+        let body = text.strip_suffix("# EOF\n").expect("the text ends with EOF");
         let (mut samples, mut kinds) = (BTreeMap::new(), BTreeMap::new());
         let mut said = BTreeSet::new();
         let mut family = String::new();
@@ -169,7 +169,9 @@ fn metrics_count_a_guests_commands() {
 
     drop((queue, pool));
     guest.detach().unwrap();
-    until("the client is gone", || scrape(&server).get("shadowbell_client_connected", &[]) == 0.0);
+    until("the client's disconnect", || {
+        scrape(&server).get("shadowbell_client_connected", &[]) == 0.0
+    });
     let after = scrape(&server);
     assert_eq!(commands(&after, "deleted"), 100.0, "what was counted is not lost");
     assert_eq!(after.get(reads, &[("kind", "read")]), 100.0);
@@ -245,7 +247,7 @@ fn namespace_latencies_are_measured_on_request() {
             // Measuring continues in the next process, with counters from zero.
             let (status, _, errors) = ctl(&server, &["upgrade"]);
             assert_eq!(status, Some(0), "{errors}");
-            until("it is on there, too", || ctl(&server, &["measure"]).1 == "on\n");
+            until("measuring in the next process", || ctl(&server, &["measure"]).1 == "on\n");
             assert!(!scrape(&server).kinds.contains_key(latency));
             work();
         }

@@ -72,7 +72,7 @@ fn a_suspended_device_does_not_resume_in_the_next_process() {
     drop(connect(&server));
     let gone = guest.client().migration_state();
     assert!(gone.is_err(), "{gone:?}");
-    assert!(content == std::fs::read(&disk).unwrap(), "it was written meanwhile");
+    assert!(content == std::fs::read(&disk).unwrap(), "the image was written meanwhile");
     assert!(server.stop().success(), "{}", server.stderr());
     let server = serve(&disk, &[]);
     guest.resume(connect(&server), memory, &stream).unwrap();

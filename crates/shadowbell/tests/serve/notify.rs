@@ -55,7 +55,7 @@ impl Manager {
 
     #[track_caller]
     fn hear(&self) -> String {
-        self.hear_within(LIMIT).expect("it says nothing")
+        self.hear_within(LIMIT).expect("a message to the service manager")
     }
 
     /// The next message other than the watchdog's.
@@ -123,7 +123,7 @@ fn a_hung_process_sends_no_watchdog_message() {
     assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     assert!(manager.hear().starts_with("WATCHDOG=1"));
     signal(server.pid(), Signal::STOP);
-    until("it is quiet", || manager.hear_within(QUIET).is_none());
+    until("the end of watchdog messages", || manager.hear_within(QUIET).is_none());
 }
 
 /// Another process recovers, so clients see a short pause, and the service manager gets its
@@ -235,7 +235,7 @@ fn the_next_process_handles_a_missed_reload() {
     assert!(manager.hear().starts_with("RELOADING=1"));
     assert_eq!(manager.hear_within(QUIET), None);
     signal(before, Signal::KILL);
-    until("it is read", || manager.hear().starts_with("READY=1\nSTATUS=the configuration was"));
+    until("the reload", || manager.hear().starts_with("READY=1\nSTATUS=the configuration was"));
     let socket = server.directory().join("vm1.sock");
     drop(attach(&socket, &AttachOptions { queue_pairs: 1, ..AttachOptions::default() }));
     assert!(server.stop().success(), "{}", server.stderr());

@@ -116,7 +116,7 @@ fn namespaces_created_by_a_guest_outlive_the_server() {
     verb(&server, "delete-ns", &["-n", "1", "--force"]);
     assert_eq!(Guest::attach(&server).nsids(), [2]);
     let file = std::fs::metadata(server.directory().join("pool/namespace-001")).unwrap();
-    assert_eq!(file.len(), 4096, "nothing is left of it");
+    assert_eq!(file.len(), 4096, "the deleted namespace takes no space");
 }
 
 #[test]
@@ -192,7 +192,7 @@ fn a_sanitize_operation_continues_after_a_crash() {
         }
         match guest.read(1, 0) {
             Err(status) => assert_eq!(status.code(), Status::SANITIZE_IN_PROGRESS),
-            Ok(value) => assert_eq!(value, 0, "it has ended meanwhile"),
+            Ok(value) => assert_eq!(value, 0, "sanitize has ended meanwhile"),
         }
     };
     assert_eq!((log.sstat.sos(), log.sstat.opc(), log.sprog), (sos::SUCCESSFUL, 16, 0xffff));
@@ -254,7 +254,7 @@ fn a_sanitize_operation_continues_across_upgrades() {
             assert!(after.sprog >= before.sprog.saturating_sub(a_pass), "{progress:?}");
             match guest.read(1, 0) {
                 Err(status) => assert_eq!(status.code(), Status::SANITIZE_IN_PROGRESS),
-                Ok(value) => assert_eq!(value, 0, "it has ended meanwhile"),
+                Ok(value) => assert_eq!(value, 0, "sanitize has ended meanwhile"),
             }
         }
     }

@@ -175,7 +175,7 @@ fn a_recovering_process_may_be_killed() {
         if said(&server, "has recovered the clients") == deaths && !has_ended(next) {
             signal(next, Signal::KILL);
         }
-        until("one that goes on", || said(&server, "has recovered the clients") > deaths);
+        until("the recovery", || said(&server, "has recovered the clients") > deaths);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8), "after {wait} ms");
         // Pause so that the kills do not count as a crash loop.
         std::thread::sleep(Duration::from_millis(60));

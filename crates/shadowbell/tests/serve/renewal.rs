@@ -94,7 +94,7 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         let output = upgrade_to(&server, program);
         assert!(output.contains("; its supervisor runs that program too"), "{output}");
         assert_eq!(runs(&server), *program);
-        assert!(server.is_alive(), "it is the same process");
+        assert!(server.is_alive(), "the supervisor is the same process");
         // The server process is still a child of the supervisor, which can recover after its death.
         if n % 5 == 4 {
             // The process has served for a while, so this is no crash loop.

@@ -40,7 +40,7 @@ impl Strace {
         self.0.signal(Signal::INT);
         self.0.wait();
         let calls = std::fs::read_to_string(server.directory().join("calls")).unwrap();
-        let (before, _) = calls.split_once(TAKEN).expect("it says so");
+        let (before, _) = calls.split_once(TAKEN).expect("the message that recovery is complete");
         // Thread that makes the reporting call, and all recovery before it.
         let thread = before.lines().last().and_then(|line| line.split_once(' ')).unwrap().0;
         let is_call = |line: &&str| {

@@ -28,7 +28,7 @@ fn a_forbidden_system_call_ends_the_process() {
         command.arg(directory.path().join("vm.sock"));
         command.args(["--attempt", call]).env("SHADOWBELL_RUN_DIR", directory.path());
         let (status, _, errors) = finish(command);
-        assert_eq!(status, None, "{call}: it is ended by a signal: {errors}");
+        assert_eq!(status, None, "{call}: the process ends by a signal: {errors}");
         let line = format!("error: the sandbox forbids the system call {call} (");
         assert!(errors.contains(&line) && errors.contains("SIGSYS"), "{call}: {errors}");
         assert!(!errors.contains("attempt"), "{errors}");

@@ -80,7 +80,7 @@ fn a_dead_lower_controller_gives_the_guest_an_error() {
     until("an error", || !run(&mut queue, read, pool.take()).status.is_success());
     assert!(!run(&mut queue, gone.flush(), None).status.is_success());
     let fine = run(&mut queue, there.read(0, 8).unwrap(), pool.take()).status;
-    assert_eq!(fine, Status::SUCCESS, "the other namespace is none the worse for it");
+    assert_eq!(fine, Status::SUCCESS, "the other namespace still works");
     drop((queue, pool));
     controller.detach().unwrap();
     // A guest that attaches again finds the same state, and the server ends on a signal.

@@ -14,7 +14,7 @@ fn start(disks: &[&str], options: &[&str]) -> Server {
 
 /// Process id of the server process.
 pub(crate) fn worker(server: &Server) -> u32 {
-    children(server.pid()).first().copied().expect("it has a worker")
+    children(server.pid()).first().copied().expect("the supervisor has a server process")
 }
 
 pub(crate) fn children(pid: u32) -> Vec<u32> {

@@ -139,7 +139,7 @@ impl Guest {
 fn take(pages: &mut [Page], completion: Completion, expected: &[Status]) -> Status {
     let Completion { token, status, buffer, .. } = completion;
     let is = |page: &&mut Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
-    let page = pages.iter_mut().find(is).expect("it ends once");
+    let page = pages.iter_mut().find(is).expect("a completion of a request in flight");
     let (_, number) = page.under_way.take().unwrap();
     assert!(expected.contains(&status), "{status:?}");
     match (status, number) {
@@ -170,7 +170,7 @@ fn is_waited_for(server: &Server, storage: &dyn Stalls) {
     guest.submit_many();
     guest.the_other_goes_on(&mut other, &pool);
     moment();
-    assert!(guest.queue.pop().is_none(), "it has answered");
+    assert!(guest.queue.pop().is_none(), "a command completed on hung storage");
     guest.the_other_goes_on(&mut other, &pool);
     storage.go_on();
     guest.settle(&[Status::SUCCESS]);

@@ -594,7 +594,7 @@ pub(crate) fn access(region: u32, offset: u64, len: usize) -> wire::RegionAccess
 pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(10);
     while !so() {
-        assert!(Instant::now() < until, "it never came to pass that {what}");
+        assert!(Instant::now() < until, "did not happen: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -302,13 +302,13 @@ impl Host {
                 return self.check();
             }
         }
-        panic!("there is always something to do");
+        panic!("the I/O thread never becomes idle");
     }
 
     /// Checks everything.
     pub(super) fn check(&mut self) {
         let csts = regs::Csts::from_bits(self.read32(regs::CSTS));
-        assert!(!csts.cfs(), "a fatal state, and nobody did anything wrong");
+        assert!(!csts.cfs(), "CSTS.CFS is set without an error of the host");
         let mut now = std::mem::take(&mut self.spare);
         self.memory.read_into(0, &mut now).expect("memory");
         let mut allowed: Vec<(u64, usize)> = Vec::new();
@@ -331,7 +331,7 @@ impl Host {
         if self.image != now {
             let at = now.iter().zip(&self.image).position(|(a, b)| a != b).unwrap_or(0);
             panic!(
-                "byte {at:#x} (page {}) of the guest's memory was written by nobody's wish",
+                "byte {at:#x} (page {}) of the guest's memory was written without a command",
                 at as u64 / PAGE
             );
         }
@@ -367,7 +367,7 @@ impl Host {
                     _ => {}
                 }
             }
-            assert!(is_wanted, "the disk is given what nobody wanted to write");
+            assert!(is_wanted, "the disk gets data of no command");
         }
     }
 

@@ -22,7 +22,7 @@ impl Host {
         let done = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&done);
         let then = move || flag.store(true, Ordering::SeqCst);
-        self.controller.unmap_dma(BASE + at, len, then).expect("it was mapped");
+        self.controller.unmap_dma(BASE + at, len, then).expect("memory that was mapped");
         self.until(&done, "memory is not given back");
     }
 
@@ -95,7 +95,7 @@ impl Host {
         (self.shadow, self.trouble) = (false, false);
         self.settle();
         let mut state = self.test_disk.state();
-        assert_eq!(state.deferred(), 0, "the disk has requests of nobody");
+        assert_eq!(state.deferred(), 0, "the disk has requests without a command");
         state.fail.clear();
         drop(state);
         self.enable();
