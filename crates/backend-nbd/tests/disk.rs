@@ -1,5 +1,5 @@
-//! An export as a disk: what it is, what its requests come to, and what becomes of them when the
-//! server lies, hangs, dies and comes back.
+//! An NBD export as a disk: its properties, its requests, and a server that lies, hangs, dies
+//! and restarts.
 
 mod common;
 
@@ -27,7 +27,7 @@ fn write_durably(queue: &mut dyn Queue, offset: u64, data: &[u8]) -> Result<(), 
     run_one(queue, Op::Write { fua: true }, offset, data.len() as u64, segments)
 }
 
-/// Submits a request that is to be pending.
+/// Submits a request, which must be pending.
 fn submit(queue: &mut dyn Queue, tag: u32, op: Op, offset: u64, len: u64, data: Segments) {
     let mut data = data;
     let submitted = queue.submit(tag, &Request { op, offset, len }, &mut data);
@@ -35,7 +35,7 @@ fn submit(queue: &mut dyn Queue, tag: u32, op: Op, offset: u64, len: u64, data: 
     queue.commit();
 }
 
-/// Waits until all has ended.
+/// Waits until all requests have completed.
 fn end(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
     let mut ended = Vec::new();
     while queue.pending() > 0 {
@@ -48,7 +48,7 @@ fn end(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
 }
 
 #[test]
-fn an_export_has_the_properties_that_the_server_says() {
+fn an_export_has_the_servers_properties() {
     let fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let info = disk.info();
@@ -73,7 +73,7 @@ fn an_export_has_the_properties_that_the_server_says() {
 }
 
 #[test]
-fn what_is_no_disk_is_refused_with_the_reason() {
+fn invalid_exports_are_refused_with_the_reason() {
     let mut fake = Fake::new(1000, ALL);
     let refused = |fake: &Fake, words: &str| {
         let error = fake.try_open("").unwrap_err().to_string();
@@ -92,7 +92,7 @@ fn what_is_no_disk_is_refused_with_the_reason() {
     refused(&fake, "is unreachable");
 }
 
-/// Random batches against a model, on a server that behaves like this.
+/// Random batches against a model, on a server with this behaviour.
 fn cases(flags: u16, structured: bool, options: &str, most: Option<u32>) {
     let config = Config { cases: 4, failure_persistence: None, ..Config::default() };
     TestRunner::new(config)
@@ -121,12 +121,12 @@ fn cases(flags: u16, structured: bool, options: &str, most: Option<u32>) {
 }
 
 #[test]
-fn model_of_a_server_that_can_everything() {
+fn model_of_a_server_with_all_features() {
     cases(ALL, true, "", None);
 }
 
 #[test]
-fn model_of_a_server_that_can_nothing() {
+fn model_of_a_server_without_features() {
     cases(transmission::HAS_FLAGS, false, "", None);
 }
 
@@ -142,7 +142,7 @@ fn model_with_a_small_journal() {
 }
 
 #[test]
-fn fua_is_a_flush_where_the_server_has_none() {
+fn fua_is_a_flush_on_a_server_without_fua() {
     let fake = Fake::new(MIB, ALL & !transmission::SEND_FUA);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();
@@ -156,7 +156,7 @@ fn fua_is_a_flush_where_the_server_has_none() {
 }
 
 #[test]
-fn errors_are_those_of_the_request_alone() {
+fn an_error_affects_its_request_only() {
     let fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();
@@ -173,7 +173,7 @@ fn errors_are_those_of_the_request_alone() {
                 manner.errors = [(command::WRITE, error)].into();
             });
             assert_eq!(write(&mut *queue, 0, &[1; 512]), Err(expected));
-            // Until a write succeeds.
+            // The disk is full until a write succeeds.
             assert_eq!(disk.is_full(), [28, 95, u32::MAX].contains(&error));
             assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
         }
@@ -185,7 +185,7 @@ fn errors_are_those_of_the_request_alone() {
 }
 
 #[test]
-fn what_was_answered_and_not_flushed_survives_a_server_that_loses_it() {
+fn unflushed_writes_survive_a_kill_of_the_server() {
     for connections in [1, 4] {
         let mut fake = Fake::new(MIB, ALL);
         let disk = fake.open(&format!("connections={connections}"));
@@ -193,7 +193,7 @@ fn what_was_answered_and_not_flushed_survives_a_server_that_loses_it() {
         write(&mut *queue, 0, &[1; 4096]).unwrap();
         write(&mut *queue, 4096, &[2; 4096]).unwrap();
         flush(&mut *queue).unwrap();
-        // Over each other, in an order that counts, one of them durable by itself.
+        // Overlapping writes, whose order matters; one of them has FUA.
         write(&mut *queue, 0, &[3; 4096]).unwrap();
         write(&mut *queue, 512, &[4; 512]).unwrap();
         write_durably(&mut *queue, 1024, &[5; 512]).unwrap();
@@ -202,7 +202,7 @@ fn what_was_answered_and_not_flushed_survives_a_server_that_loses_it() {
         fake.kill();
         assert_eq!(fake.cache()[..512], [1; 512], "the server has lost something");
         fake.start();
-        // A host that knows nothing of it flushes, and takes it for durable.
+        // The host's flush must succeed, and make the data durable.
         assert_eq!(flush(&mut *queue), Ok(()));
         let durable = fake.durable();
         for (at, byte) in [(0, 0), (512, 4), (1024, 5), (1536, 3), (4096, 2)] {
@@ -210,7 +210,7 @@ fn what_was_answered_and_not_flushed_survives_a_server_that_loses_it() {
         }
         assert!(!disk.has_lost());
         assert_eq!(disk.counters()[3], ("requests_replayed", 4));
-        // What was flushed is not written again.
+        // Flushed data are not written again.
         fake.kill();
         fake.start();
         assert_eq!(read(&mut *queue, 512, 512), Ok(vec![4; 512]));
@@ -219,7 +219,7 @@ fn what_was_answered_and_not_flushed_survives_a_server_that_loses_it() {
 }
 
 #[test]
-fn what_was_not_kept_is_not_called_durable() {
+fn a_flush_fails_after_a_loss_without_replay() {
     let mut fake = Fake::new(MIB, ALL);
     let disk = fake.open("replay=off");
     let mut queue = disk.queue().unwrap();
@@ -242,7 +242,7 @@ fn what_was_not_kept_is_not_called_durable() {
 }
 
 #[test]
-fn a_server_that_refuses_what_it_had_taken_has_lost_it() {
+fn a_refused_replay_is_a_loss() {
     let mut fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();
@@ -256,16 +256,16 @@ fn a_server_that_refuses_what_it_had_taken_has_lost_it() {
 }
 
 #[test]
-fn a_journal_that_is_full_is_flushed() {
+fn a_full_replay_buffer_is_flushed() {
     let fake = Fake::new(MIB, ALL);
     let disk = fake.open("replay=64KiB");
     let mut queue = disk.queue().unwrap();
     for round in 0..200_u64 {
         write(&mut *queue, round % 16 * 4096, &[round as u8; 4096]).unwrap();
     }
-    // 800 KiB were written, and 64 KiB are kept at most.
+    // 800 KiB were written, and the replay buffer has 64 KiB.
     assert!(fake.count(command::FLUSH) >= 10);
-    // One that fails is said with the host's own, for as long as the disk is open.
+    // A failed flush is reported by the host's flushes, for as long as the disk is open.
     fake.change(|manner| manner.errors = [(command::FLUSH, 5)].into());
     let flushes = fake.count(command::FLUSH);
     for round in 0..32 {
@@ -278,10 +278,10 @@ fn a_journal_that_is_full_is_flushed() {
     assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
 }
 
-/// Writers with blocks of their own and a server that is killed and started under them: no error,
-/// and every block is what it was last written with, on the disk and, at the end, durable.
+/// Writers with separate blocks, and a server that is killed and restarted under them: there is
+/// no error, and every block has its last data, on the disk and, at the end, durably.
 #[test]
-fn a_server_is_killed_again_and_again_under_load() {
+fn a_load_survives_repeated_kills_of_the_server() {
     for flags in [ALL, ALL & !transmission::CAN_MULTI_CONN] {
         let mut fake = Fake::new(4 * MIB, flags);
         let disk = fake.open("replay=1MiB");
@@ -324,7 +324,7 @@ fn a_server_is_killed_again_and_again_under_load() {
                 }));
             }
             for _ in 0..8 {
-                // Reads are not written again: so many rounds.
+                // Reads are not replayed, so they count the rounds.
                 let rounds = fake.count(command::READ) + 20;
                 fake.wait(|counts| counts.get(&command::READ).is_some_and(|r| *r > rounds));
                 fake.kill();
@@ -342,9 +342,9 @@ fn a_server_is_killed_again_and_again_under_load() {
     }
 }
 
-/// One connection of several ends, while others have requests that the server holds.
+/// One of several connections ends, while the server holds requests of others.
 #[test]
-fn one_connection_of_several_is_lost() {
+fn requests_of_a_lost_connection_are_replayed() {
     let fake = Fake::new(MIB, ALL);
     let disk = fake.open("connections=2");
     let (mut one, mut two) = (disk.queue().unwrap(), disk.queue().unwrap());
@@ -365,7 +365,7 @@ fn one_connection_of_several_is_lost() {
 }
 
 #[test]
-fn a_connection_ends_after_every_few_requests() {
+fn requests_survive_frequent_disconnects() {
     let fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();
@@ -377,7 +377,7 @@ fn a_connection_ends_after_every_few_requests() {
         let fresh = random.bytes(4096);
         model[at..at + 4096].copy_from_slice(&fresh);
         write(&mut *queue, at as u64, &fresh).unwrap();
-        // What is written again must not be more than a connection lives.
+        // The replayed requests must be fewer than a connection's limit.
         if round % 4 == 0 {
             flush(&mut *queue).unwrap();
         }
@@ -387,9 +387,9 @@ fn a_connection_ends_after_every_few_requests() {
     assert!(fake.durable() == model);
 }
 
-/// What is cancelled while there is no server ends, and is not carried out later.
+/// A request that is cancelled without a server ends, and is not executed later.
 #[test]
-fn requests_are_cancelled_while_the_server_is_away() {
+fn requests_are_cancelled_without_a_server() {
     let mut fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();
@@ -399,7 +399,7 @@ fn requests_are_cancelled_while_the_server_is_away() {
     let write_op = Op::Write { fua: false };
     submit(&mut *queue, 1, write_op, 0, 512, segments(&bytes, 0, 512));
     submit(&mut *queue, 2, Op::Read, 512, 512, segments(&bytes, 512, 512));
-    // The server has both. A read ends at once, a write as it would have.
+    // The server has both requests. A read is cancelled at once, a write completes normally.
     queue.cancel(1);
     queue.cancel(2);
     let mut ended = Vec::new();
@@ -412,8 +412,8 @@ fn requests_are_cancelled_while_the_server_is_away() {
     fake.kill();
     submit(&mut *queue, 3, write_op, 1024, MIB as u64 / 2, segments(&bytes, 0, MIB / 2));
     submit(&mut *queue, 4, Op::Flush, 0, 0, Segments::new());
-    // The reconnection thread or the queue sees the end of the connection; then both can be
-    // cancelled.
+    // The reconnect thread or the queue notices the end of the connection; then both requests can
+    // be cancelled.
     while queue.pending() > 0 {
         for tag in [1, 3, 4] {
             queue.cancel(tag);
@@ -427,7 +427,7 @@ fn requests_are_cancelled_while_the_server_is_away() {
     assert_eq!(flush(&mut *queue), Ok(()));
 }
 
-/// A step for each, and not one for each pair: with these many it would take minutes.
+/// Cancelling takes a constant number of steps per request: quadratic time would be minutes.
 #[test]
 fn a_hundred_thousand_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -442,7 +442,7 @@ fn a_hundred_thousand_requests_are_cancelled_at_once() {
         assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
     }
     queue.commit();
-    // The last one first, which is the worst order for a search from the front.
+    // The last request first, which is the worst order for a search from the front.
     (0..MANY).rev().for_each(|tag| queue.cancel(tag));
     let mut ended = end(&mut *queue);
     assert!(ended.iter().all(|(_, result)| *result == Err(DiskError::Cancelled)));
@@ -452,7 +452,7 @@ fn a_hundred_thousand_requests_are_cancelled_at_once() {
     assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
 }
 
-/// The descriptor is silent while nothing happens, also after answers that nobody waits for.
+/// The wake descriptor is silent while idle, also after replies that were reaped inline.
 #[test]
 fn a_queue_without_requests_is_silent() {
     let fake = Fake::new(MIB, ALL);
@@ -470,7 +470,7 @@ fn a_queue_without_requests_is_silent() {
 }
 
 #[test]
-fn a_server_that_lies_is_left_and_its_requests_fail_in_the_end() {
+fn requests_fail_on_a_server_with_wrong_replies() {
     let lies: [common::Lie; 8] = [
         |_| Some(vec![0xff; 64]),
         |request| Some(Head::simple(request.cookie ^ 1 << 40, Ok(())).bytes().to_vec()),
@@ -505,7 +505,7 @@ fn a_server_that_lies_is_left_and_its_requests_fail_in_the_end() {
 }
 
 #[test]
-fn an_export_that_was_resized_is_seen() {
+fn a_resized_export_is_detected() {
     let mut fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();
@@ -517,7 +517,7 @@ fn an_export_that_was_resized_is_seen() {
     assert_eq!(write(&mut *queue, MIB as u64, &[1; 512]), Err(DiskError::OutOfRange));
     assert!(matches!(disk.resized(Some(4 << 20)), Err(ResizeError::Short { .. })));
     assert!(matches!(disk.resized(Some(1000)), Err(ResizeError::Size { .. })));
-    // It shrinks while the server is away.
+    // The export shrinks while the server is down.
     fake.kill();
     fake.resize(MIB / 2);
     fake.start();
@@ -527,7 +527,7 @@ fn an_export_that_was_resized_is_seen() {
 }
 
 #[test]
-fn a_server_that_comes_back_with_less_is_not_used() {
+fn a_restarted_server_with_fewer_features_is_not_used() {
     let mut fake = Fake::new(MIB, ALL);
     let disk = fake.open("");
     let mut queue = disk.queue().unwrap();

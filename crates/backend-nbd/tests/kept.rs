@@ -1,4 +1,4 @@
-//! The disk of a process that has died, in the next one.
+//! Recovery of an NBD disk of a dead process.
 
 mod common;
 
@@ -11,7 +11,7 @@ use shadowbell_testing::disks::{flush, write};
 use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 
-/// What another process goes on with, as it reads it.
+/// State for the next process.
 fn kept(disk: &NbdDisk) -> serde_json::Value {
     disk.keep(&mut Descriptors::default()).unwrap()
 }
@@ -26,7 +26,7 @@ fn recover(fake: &Fake, options: &str, state: &serde_json::Value) -> Result<NbdD
 }
 
 #[test]
-fn a_disk_is_gone_on_with_if_somebody_says_when_writes_have_settled() {
+fn a_disk_with_settle_is_recovered() {
     let fake = Fake::new(1 << 20, ALL);
     let error = fake.open("").keep(&mut Descriptors::default()).unwrap_err().to_string();
     assert!(error.contains("add `settle=SECONDS`"), "{error}");
@@ -46,13 +46,13 @@ fn a_disk_is_gone_on_with_if_somebody_says_when_writes_have_settled() {
     );
     assert_eq!(next.info(), disk.info());
     assert!(!next.has_lost());
-    // Who had not said it says it no more in time.
+    // A disk without `settle` before its crash cannot be recovered with it.
     let error = recover(&fake, "replay=off", &state).unwrap_err().to_string();
     assert!(error.contains("cannot be recovered"), "{error}");
 }
 
 #[test]
-fn a_server_that_is_not_what_it_was_is_refused_and_a_loss_is_remembered() {
+fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
     let fake = Fake::new(1 << 20, ALL);
     let state = kept(&fake.open("settle=0"));
     for (flags, words) in [
@@ -69,7 +69,7 @@ fn a_server_that_is_not_what_it_was_is_refused_and_a_loss_is_remembered() {
     larger["nbd"]["blocks"] = 4096.into();
     let error = recover(&fake, "settle=0", &larger).unwrap_err().to_string();
     assert!(error.contains("smaller than it was"), "{error}");
-    // A flush that fails has lost what was not flushed; so has one that failed before.
+    // A failed flush means that unflushed data are lost, now or before the crash.
     let fails = (command::FLUSH, NbdError::Io as u32);
     fake.change(|manner| manner.errors.extend([fails]));
     let lost = recover(&fake, "settle=0", &state).unwrap();
@@ -81,9 +81,10 @@ fn a_server_that_is_not_what_it_was_is_refused_and_a_loss_is_remembered() {
     assert!(flush(&mut *queue).is_err());
 }
 
-/// Nobody waits for writes that there are not, and a server may be away for a while.
+/// A read-only disk has no late writes to wait for, and recovery waits for a server that is
+/// down for a while.
 #[test]
-fn a_disk_that_is_only_read_needs_no_time_and_its_server_is_waited_for() {
+fn a_read_only_disk_recovers_after_its_server_restarts() {
     let mut fake = Fake::new(1 << 20, ALL | transmission::READ_ONLY);
     let state = kept(&fake.open(""));
     fake.kill();

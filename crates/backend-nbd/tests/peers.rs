@@ -1,5 +1,5 @@
-//! The servers that people have: nbdkit with its filters, and qemu-nbd. Skipped with a word where
-//! they are not installed.
+//! Real NBD servers: nbdkit with its filters, and qemu-nbd. Skipped with a message where they
+//! are not installed.
 
 use shadowbell_backend::{Disk, DiskError, Op, Request};
 use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
@@ -25,8 +25,8 @@ struct Peer {
 }
 
 impl Peer {
-    /// Starts `program` with a socket, and waits until it takes clients. Nothing, with a message,
-    /// if it is not there.
+    /// Starts `program` with a socket, and waits until it accepts clients. None, with a message, if
+    /// it is not installed.
     fn start(program: &str, arguments: &[&str]) -> Option<Self> {
         let directory = tempfile::tempdir().unwrap();
         let child = start(program, arguments, &directory.path().join("nbd"))?;
@@ -45,7 +45,7 @@ fn open(socket: &Path, options: &str) -> NbdDisk {
 
 fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<ProcessGroup> {
     let path = socket.to_str().unwrap();
-    // One that was killed leaves its socket.
+    // A killed server leaves its socket file.
     let _ = std::fs::remove_file(socket);
     let mut command = Command::new(program);
     if program == "nbdkit" {
@@ -63,7 +63,7 @@ fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<ProcessGrou
             return None;
         }
     };
-    // Neither says when it is ready, but by its socket.
+    // The servers have no ready message, so the test connects.
     wait::until(&format!("a socket of {program}"), || {
         if let Ok(Some(status)) = child.try_wait() {
             let mut text = String::new();
@@ -96,7 +96,7 @@ fn nbdkit_with_memory() {
 }
 
 #[test]
-fn nbdkit_without_what_others_have() {
+fn nbdkit_with_few_features() {
     let filters = ["--filter=nozero", "--filter=multi-conn"];
     let parameters = ["memory", "2M", "zeromode=none", "multi-conn-mode=disable"];
     let Some(peer) = Peer::start("nbdkit", &[&filters[..], &parameters].concat()) else { return };
@@ -106,7 +106,7 @@ fn nbdkit_without_what_others_have() {
     model(&disk, 6, 20);
 }
 
-/// Answers in any order, late.
+/// Late replies in any order.
 #[test]
 fn nbdkit_with_delays() {
     let parameters = ["--filter=delay", "memory", "2M", "rdelay=3ms", "wdelay=2ms"];
@@ -133,9 +133,9 @@ fn nbdkit_with_errors() {
     assert_eq!(disk.counters()[1], ("connections_lost", 0));
 }
 
-/// It ends a connection at one request in so many, and has answered others.
+/// The server dies at one of several requests, and has answered others.
 #[test]
-fn nbdkit_that_hangs_up() {
+fn nbdkit_that_dies_repeatedly() {
     let script = r#"
         case "$1" in
             get_size) echo 1048576 ;;
@@ -165,7 +165,7 @@ fn nbdkit_that_hangs_up() {
             }
             over.store(true, std::sync::atomic::Ordering::Release);
         });
-        // Somebody starts it again, as systemd would.
+        // Restarts the server, as systemd would.
         while !over.load(std::sync::atomic::Ordering::Acquire) && !reader.is_finished() {
             match child.try_wait().unwrap() {
                 Some(_) => child = start("nbdkit", &arguments, &socket).unwrap(),
@@ -178,9 +178,9 @@ fn nbdkit_that_hangs_up() {
     assert!(disk.counters()[1].1 > 0);
 }
 
-/// qemu-nbd on a qcow2 image that it keeps in a cache of its own, killed in between.
+/// qemu-nbd on a qcow2 image with a cache of its own, killed in between.
 #[test]
-fn qemu_nbd_is_killed_and_started() {
+fn qemu_nbd_killed_and_restarted() {
     let directory = tempfile::tempdir().unwrap();
     let (image, socket) = (directory.path().join("a.qcow2"), directory.path().join("nbd"));
     let name = image.to_str().unwrap();
@@ -189,7 +189,7 @@ fn qemu_nbd_is_killed_and_started() {
         eprintln!("skipped: `qemu-img` is not here; it is in Debian's qemu-utils");
         return;
     }
-    // Writes stay in its own memory: metadata as long as it likes.
+    // Writes stay in the server's memory, metadata for any time.
     let arguments = ["--format=qcow2", "--shared=8", "--cache=writeback", "--discard=unmap", name];
     let Some(mut child) = start("qemu-nbd", &arguments, &socket) else { return };
     let disk = open(&socket, "");
@@ -213,7 +213,7 @@ fn qemu_nbd_is_killed_and_started() {
     drop((queue, disk));
     drop(child);
     let check = Command::new("qemu-img").args(["check", "-q", name]).status().unwrap();
-    // Leaks are what a kill leaves.
+    // A kill may leave leaked clusters.
     assert!(matches!(check.code(), Some(0 | 3)), "{check:?}");
 }
 
@@ -250,7 +250,7 @@ fn tcp() {
     drop((disk, server));
 }
 
-/// What is allocated of the whole disk, extents of one kind together.
+/// Extents of the whole disk, with adjacent ones of the same kind merged.
 fn extents(disk: &NbdDisk) -> Vec<(u64, bool)> {
     let mut found: Vec<(u64, bool)> = Vec::new();
     disk.extents(0, disk.info().bytes(), &mut |extent| {
@@ -264,7 +264,7 @@ fn extents(disk: &NbdDisk) -> Vec<(u64, bool)> {
 }
 
 #[test]
-fn what_nbdkit_has_not_is_a_hole() {
+fn unallocated_parts_of_nbdkit_are_holes() {
     const MIB: u64 = 1 << 20;
     let Some(peer) = Peer::start("nbdkit", &["memory", "4M"]) else { return };
     let disk = peer.open("");
@@ -273,7 +273,7 @@ fn what_nbdkit_has_not_is_a_hole() {
     write(&mut *queue, MIB, &[7; 65536]).unwrap();
     let expected = [(MIB, false), (65536, true), (3 * MIB - 65536, false)];
     assert_eq!(extents(&disk), expected);
-    // From the middle, and no more than is wanted.
+    // From the middle, and stopped after the first.
     let mut first = None;
     disk.extents(MIB + 512, MIB, &mut |extent| {
         first = Some((extent.len, extent.allocated));
@@ -296,7 +296,7 @@ impl Certificates {
         made
     }
 
-    /// nbdkit with memory, which wants to know its clients.
+    /// nbdkit with memory, which requires client certificates.
     fn nbdkit(&self, more: &[&str]) -> Option<Peer> {
         let directory = format!("--tls-certificates={}", self.directory.path().display());
         let tls = [&directory[..], "--tls=require", "--tls-verify-peer"];
@@ -312,7 +312,7 @@ fn try_open(peer: &Peer, certificates: &Path, more: &str) -> Result<NbdDisk, Str
 }
 
 #[test]
-fn nbdkit_by_tls() {
+fn nbdkit_over_tls() {
     let certificates = Certificates::new();
     let Some(peer) = certificates.nbdkit(&[]) else { return };
     let disk = try_open(&peer, certificates.directory.path(), "").unwrap();
@@ -321,9 +321,9 @@ fn nbdkit_by_tls() {
     model(&disk, 12, 20);
 }
 
-/// Requests wait while there is no server, and the next one is agreed with by TLS as well.
+/// Requests wait without a server, and TLS is negotiated with the next one as well.
 #[test]
-fn nbdkit_by_tls_is_killed_and_started() {
+fn nbdkit_over_tls_killed_and_restarted() {
     let certificates = Certificates::new();
     let Some(mut peer) = certificates.nbdkit(&[]) else { return };
     let options = "&replay=4MiB&connections=2";
@@ -336,14 +336,14 @@ fn nbdkit_by_tls_is_killed_and_started() {
     let directory = format!("--tls-certificates={}", certificates.directory.path().display());
     let arguments = [&directory[..], "--tls=require", "--tls-verify-peer", "memory", "2M"];
     peer.child = start("nbdkit", &arguments, &socket).unwrap();
-    // Its memory was lost with it, and what was not flushed is written again.
+    // The server's memory was lost, so unflushed data are written again.
     assert!(read(&mut *queue, 0, MIB).unwrap() == data);
     assert_eq!(flush(&mut *queue), Ok(()));
     assert!(disk.counters()[1].1 > 0);
 }
 
 #[test]
-fn each_mistake_with_tls_has_its_sentence() {
+fn each_tls_error_has_its_message() {
     let certificates = Certificates::new();
     let own = certificates.directory.path();
     let Some(peer) = certificates.nbdkit(&[]) else { return };
@@ -354,7 +354,7 @@ fn each_mistake_with_tls_has_its_sentence() {
     Authority::new().put_all(stranger.path());
     let text = refused(stranger.path(), "");
     assert!(text.contains("not signed by the CA in ca-cert.pem"), "{text}");
-    // gnutls hangs up on a client that shows none, or one of another CA.
+    // gnutls disconnects a client without a certificate, or with one of another CA.
     let nobody = tempfile::tempdir().unwrap();
     certificates.authority.put_ca(nobody.path());
     let text = refused(nobody.path(), "");
@@ -365,7 +365,7 @@ fn each_mistake_with_tls_has_its_sentence() {
     let empty = tempfile::tempdir().unwrap();
     let text = refused(empty.path(), "");
     assert!(text.contains("ca-cert.pem cannot be read"), "{text}");
-    // A server that wants TLS, and one that has none.
+    // A server that requires TLS, and one without TLS.
     let socket = peer.directory.path().join("nbd");
     let spec = NbdSpec::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();
     let text = NbdDisk::open(&spec).err().unwrap().to_string();

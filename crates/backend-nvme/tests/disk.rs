@@ -1,5 +1,5 @@
-//! Three layers in one process: a driver, on a virtual controller, on an SSD, which is an emulated
-//! controller over a disk whose requests this test records.
+//! Three layers in one process: a driver on a virtual controller, on an SSD, which is an
+//! emulated controller over a disk that records its requests.
 
 use shadowbell_backend::{
     Disk, DiskError, DiskInfo, MemDisk, NullDisk, Op, Queue, Request, Submitted, Tell,
@@ -18,10 +18,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use zerocopy::IntoBytes;
 
-/// What was asked of the SSD's disk, and how it fails.
+/// Requests at the SSD's disk, and its injected error.
 #[derive(Debug, Default)]
 struct Recorded {
-    /// The requests, each with where in this process its data were.
+    /// Requests, each with the addresses of its data in this process.
     requests: Vec<(Request, Vec<(usize, usize)>)>,
     fail: Option<DiskError>,
 }
@@ -98,7 +98,7 @@ fn rig_over(spy: Spy, options: &Options) -> Rig {
 }
 
 fn options(zero_copy: bool) -> Options {
-    // Short, so that requests wait for places.
+    // Short queues, so that requests wait for slots.
     let mut options = Options::default();
     options.zero_copy = zero_copy;
     options.queue_pairs = 2;
@@ -123,7 +123,7 @@ impl Rig {
     }
 }
 
-/// A generator of numbers, the same in every run.
+/// Deterministic random numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -135,7 +135,7 @@ impl Dice {
 }
 
 #[test]
-fn what_is_written_is_what_is_read_by_any_command_of_any_length() {
+fn data_matches_a_model_for_any_command_and_length() {
     for (zero_copy, block) in [(true, 512u32), (false, 512), (true, 4096), (false, 4096)] {
         let bytes = 4u64 << 20;
         let blocks = bytes / u64::from(block);
@@ -146,7 +146,7 @@ fn what_is_written_is_what_is_read_by_any_command_of_any_length() {
         let pool = rig.controller.buffers(2, longest as usize).unwrap();
         let mut dice = Dice(7);
         for round in 0..300u32 {
-            // Mostly short, at times as long as can be.
+            // Mostly short, sometimes of the maximum length.
             let most = if dice.below(4) == 0 { longest } else { 32 << 10 } / u64::from(block);
             let lba = dice.below(blocks);
             let count = (1 + dice.below(most)).min(blocks - lba);
@@ -207,7 +207,7 @@ fn what_is_written_is_what_is_read_by_any_command_of_any_length() {
 }
 
 #[test]
-fn more_requests_than_the_ssd_takes_wait_and_none_is_lost() {
+fn excess_requests_wait_and_none_is_lost() {
     for zero_copy in [true, false] {
         let mut rig = rig_over(Spy::new(8 << 10, 512), &options(zero_copy));
         let pool = rig.controller.buffers(100, 16 << 10).unwrap();
@@ -227,7 +227,7 @@ fn more_requests_than_the_ssd_takes_wait_and_none_is_lost() {
                 let token = rig.queue.submit(command.unwrap(), Some(buffer)).unwrap();
                 slots[token.index()] = submitted;
                 submitted += 1;
-                // Reads come after the writes of the same place.
+                // Reads follow the completion of writes of the same blocks.
                 if submitted.is_multiple_of(256) {
                     break;
                 }
@@ -253,7 +253,7 @@ fn more_requests_than_the_ssd_takes_wait_and_none_is_lost() {
 }
 
 #[test]
-fn what_the_ssd_can_reach_is_not_copied() {
+fn zero_copy_data_is_not_copied() {
     for zero_copy in [true, false] {
         let mut rig = rig_over(Spy::new(4096, 512), &options(zero_copy));
         let pool = rig.controller.buffers(1, 64 << 10).unwrap();
@@ -276,7 +276,7 @@ fn what_the_ssd_can_reach_is_not_copied() {
 }
 
 #[test]
-fn memory_that_the_guest_takes_back_the_ssd_loses() {
+fn memory_unmapped_by_the_guest_is_released_by_the_ssd() {
     let mut rig = rig_over(Spy::new(4096, 512), &options(true));
     let pool = rig.controller.buffers(1, 4096).unwrap();
     let buffer = pool.take().unwrap();
@@ -290,7 +290,7 @@ fn memory_that_the_guest_takes_back_the_ssd_loses() {
 }
 
 #[test]
-fn the_guest_gets_the_status_that_the_ssd_gave() {
+fn the_guest_gets_the_ssds_status() {
     for (error, read, write) in [
         (DiskError::Io(5), Status::UNRECOVERED_READ, Status::WRITE_FAULT),
         (DiskError::NoSpace, Status::CAPACITY_EXCEEDED, Status::CAPACITY_EXCEEDED),
@@ -301,7 +301,7 @@ fn the_guest_gets_the_status_that_the_ssd_gave() {
             let pool = rig.controller.buffers(1, 1 << 20).unwrap();
             rig.spy.recorded.lock().unwrap().fail = Some(error);
             let namespace = rig.namespace.clone();
-            // Longer than a buffer of the queue's: several commands, one status.
+            // Longer than a buffer of the queue: several commands, one status.
             let status = rig.run(namespace.read(0, 1024).unwrap(), pool.take()).status;
             assert_eq!(status.code(), read);
             let status = rig.run(namespace.write(0, 1024).unwrap(), pool.take()).status;
@@ -317,7 +317,7 @@ fn the_guest_gets_the_status_that_the_ssd_gave() {
 }
 
 #[test]
-fn a_namespace_that_shrinks_is_out_of_range_beyond_its_end_and_no_size_is_offered() {
+fn a_shrunken_namespace_gives_lba_out_of_range() {
     let null = |blocks| Arc::new(NullDisk::new(blocks, 512));
     let ssd = Arc::new(InProcess::over(null(100)).unwrap());
     let disk = NvmeDisk::open(Arc::clone(&ssd) as Arc<dyn Transport>, 1, "an SSD", &options(true))
@@ -336,7 +336,7 @@ fn a_namespace_that_shrinks_is_out_of_range_beyond_its_end_and_no_size_is_offere
     let done = move |outcome: Result<(), _>| told.send(outcome.is_ok()).unwrap();
     ssd.controller().change_disk(1, null(50), done).unwrap();
     assert_eq!(is_told.recv_timeout(wait::LIMIT), Ok(true));
-    // The last one reaches beyond the new end with its last block.
+    // The last block of the last read is beyond the new end.
     for lba in [92, 50, 43] {
         assert_eq!(status(namespace.read(lba, 8).unwrap(), true), Status::LBA_OUT_OF_RANGE);
         assert_eq!(status(namespace.write(lba, 8).unwrap(), true), Status::LBA_OUT_OF_RANGE);
@@ -345,7 +345,7 @@ fn a_namespace_that_shrinks_is_out_of_range_beyond_its_end_and_no_size_is_offere
     }
     assert_eq!(status(namespace.read(42, 8).unwrap(), true), Status::SUCCESS);
     assert_eq!(status(namespace.write(42, 8).unwrap(), true), Status::SUCCESS);
-    // To its own guest the disk is as large as it was, for as long as it is open.
+    // The guest's disk keeps its size for as long as it is open.
     assert_eq!(disk.info().blocks, 100);
     let refused = disk.resized(None).unwrap_err().to_string();
     assert!(
@@ -371,7 +371,7 @@ fn the_disk_has_the_properties_of_the_ssd() {
 }
 
 #[test]
-fn as_many_workers_as_there_are_queue_pairs_and_each_pair_is_used_again() {
+fn queues_are_limited_by_queue_pairs_and_reused() {
     let ssd: Arc<dyn Transport> = Arc::new(InProcess::over(Arc::new(Spy::new(100, 512))).unwrap());
     let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
     let queues = [disk.queue().unwrap(), disk.queue().unwrap()];
@@ -383,7 +383,7 @@ fn as_many_workers_as_there_are_queue_pairs_and_each_pair_is_used_again() {
 }
 
 #[test]
-fn a_request_that_waits_can_be_taken_back() {
+fn a_waiting_request_can_be_cancelled() {
     let ssd: Arc<dyn Transport> = Arc::new(InProcess::over(Arc::new(Spy::new(4096, 512))).unwrap());
     let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
     let mut queue = disk.queue().unwrap();
@@ -403,13 +403,13 @@ fn a_request_that_waits_can_be_taken_back() {
     ended.sort_by_key(|(tag, _)| *tag);
     assert_eq!(ended.len(), 40);
     assert_eq!(ended[39], (39, Err(DiskError::Cancelled)));
-    // The SSD had the first one already.
+    // The SSD had the first request already.
     assert!(ended[..39].iter().all(|(_, outcome)| outcome.is_ok()), "{ended:?}");
 }
 
-/// A step for each, and not one for each pair: with these many it would take minutes.
+/// Cancelling takes a constant number of steps per request: quadratic time would be minutes.
 #[test]
-fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
+fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
     let ssd: Arc<dyn Transport> = Arc::new(InProcess::over(Arc::new(Spy::new(4096, 512))).unwrap());
     let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
@@ -418,7 +418,7 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     for tag in 0..MANY {
         assert_eq!(queue.submit(tag, &request, &mut Segments::new()), Submitted::Pending);
     }
-    // The last one first, which is the worst order for a search from the front.
+    // The last request first, which is the worst order for a search from the front.
     (0..MANY).rev().for_each(|tag| queue.cancel(tag));
     let mut ended = Vec::new();
     let deadline = wait::deadline();
@@ -429,18 +429,18 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     }
     ended.sort_by_key(|(tag, _)| *tag);
     assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
-    // The SSD had a few of them already.
+    // The SSD had a few of the requests already.
     assert!(ended[100..].iter().all(|(_, outcome)| *outcome == Err(DiskError::Cancelled)));
 }
 
-/// What the SSD says of its blocks is what the disk says, and so what the guest is told.
+/// The SSD's allocation status is that of the disk, and is reported to the guest.
 #[test]
-fn the_guest_is_told_which_blocks_the_ssd_has_allocated() {
+fn allocated_blocks_of_the_ssd_are_reported_to_the_guest() {
     let mut spy = Spy::new(1, 512);
     spy.mem = MemDisk::lasting(1 << 20, 512).unwrap();
     let mut written = vec![false; 256];
     let mut dice = Dice(7);
-    // Pieces of 2 MiB, as huge as pages get.
+    // Pieces of 2 MiB, the largest size of huge pages.
     for _ in 0..100 {
         let piece = dice.below(256);
         spy.mem.bytes().write((piece << 21) as usize, &1u8).unwrap();
@@ -462,7 +462,7 @@ fn the_guest_is_told_which_blocks_the_ssd_has_allocated() {
         at = found.until;
     }
     assert_eq!(allocated, written);
-    // Without gaps, whatever is asked for.
+    // Extents have no gaps, whatever the range.
     let mut told = Vec::new();
     rig.disk.extents(1 << 20, 1 << 20, &mut |extent| {
         told.push(extent);

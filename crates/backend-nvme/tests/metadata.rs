@@ -1,5 +1,4 @@
-//! A namespace whose blocks have protection information, as a disk without: the SSD inserts and
-//! strips it.
+//! A namespace with protection information as a disk without: the SSD inserts and strips it.
 
 use shadowbell_backend::{Disk, MemDisk, MetadataDisk, MetadataFormat};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
@@ -29,7 +28,7 @@ fn run(queue: &mut QueuePair, command: Command, buffer: Buffer) -> (Status, Buff
 }
 
 #[test]
-fn an_ssd_inserts_and_strips_what_a_guest_does_not_know() {
+fn an_ssd_inserts_and_strips_protection_information() {
     for format in ["metadata=8&pi=1", "metadata=16&guard=64&pi=2&extended=on"] {
         for zero_copy in [true, false] {
             let memory = MemDisk::new(4096, 512).unwrap();

@@ -1,5 +1,5 @@
-//! Every operation on a namespace of another controller, in batches, against a disk that is a
-//! vector: the suite that disks of other kinds go through as well.
+//! Every operation on a namespace of another controller, in batches, against a vector: the
+//! suite that disks of other types pass as well.
 
 use shadowbell_backend::{Disk, MemDisk};
 use shadowbell_backend_nvme::{NvmeDisk, Options};

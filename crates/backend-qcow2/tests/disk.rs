@@ -1,5 +1,4 @@
-//! What an image is besides a place for bytes: something that is locked, refused, full, damaged,
-//! cut off, killed in the middle of its work.
+//! qcow2 images that are locked, refused, full, damaged, truncated, or killed in mid-write.
 
 mod common;
 
@@ -30,7 +29,7 @@ fn name(path: &Path) -> &str {
 }
 
 #[test]
-fn an_image_is_locked_as_a_raw_one_is() {
+fn a_qcow2_image_is_locked_like_a_raw_one() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let first = open(&path, "");
@@ -68,7 +67,7 @@ fn an_image_has_the_properties_of_its_format() {
 }
 
 #[test]
-fn what_can_not_be_served_is_refused_with_the_reason() {
+fn invalid_images_are_refused_with_the_reason() {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     let refused = |options: &str| try_open(&path, options).unwrap_err().to_string();
@@ -78,7 +77,7 @@ fn what_can_not_be_served_is_refused_with_the_reason() {
     assert!(refused("").contains("ends inside of its header"));
     let base = directory.path().join("base");
     std::fs::write(&base, [1; 4096]).unwrap();
-    // As `qemu-img create -o encrypt.format=luks` marks it.
+    // Marked as by `qemu-img create -o encrypt.format=luks`.
     create(&path.with_extension("luks"), MIB).unwrap();
     let luks = std::fs::File::options().write(true).open(path.with_extension("luks")).unwrap();
     luks.write_all_at(&2_u32.to_be_bytes(), 32).unwrap();
@@ -99,7 +98,7 @@ fn what_can_not_be_served_is_refused_with_the_reason() {
     assert!(refused("").contains("extended L2"));
     create(&["-o", &format!("data_file={}/data", directory.path().display())]);
     assert!(refused("").contains("external data file"));
-    // A file that it names is read only if that is allowed, and if it is said how.
+    // A backing file is read only if that is allowed and its format is given.
     create(&["-b", name(&base), "-F", "raw"]);
     assert!(refused("").contains("allow-backing=on"));
     assert_eq!(content(&try_open(path.as_ref(), "?allow-backing=on").unwrap())[..4096], [1; 4096]);
@@ -153,7 +152,7 @@ fn a_cancelled_read_leaves_the_memory_alone_and_a_write_ends() {
             });
         }
         assert_eq!(pending, 0);
-        // Every thread is done with what it had, and the memory is as it was when that was said.
+        // All threads have finished their requests, and the memory does not change any more.
         let before = bytes.slice(0, 64 << 10).unwrap();
         let mut one = vec![0; 64 << 10];
         before.read_into(0, &mut one).unwrap();
@@ -168,7 +167,7 @@ fn a_cancelled_read_leaves_the_memory_alone_and_a_write_ends() {
 }
 
 #[test]
-fn what_waits_is_cancelled_before_it_begins() {
+fn a_waiting_request_is_cancelled_before_its_start() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let disk = open(&path, "");
@@ -188,7 +187,7 @@ fn what_waits_is_cancelled_before_it_begins() {
 }
 
 #[test]
-fn more_than_the_buffers_hold_waits_for_its_turn() {
+fn requests_wait_for_buffers() {
     let directory = directory();
     let path = image(directory.path(), 256 * MIB);
     let disk = open(&path, "");
@@ -207,7 +206,7 @@ fn more_than_the_buffers_hold_waits_for_its_turn() {
 }
 
 #[test]
-fn a_file_that_becomes_shorter_is_an_error_and_not_zeroes() {
+fn a_truncated_file_gives_errors_and_not_zeroes() {
     let directory = directory();
     let path = image(directory.path(), 4 * MIB);
     let disk = open(&path, "");
@@ -223,10 +222,10 @@ fn a_file_that_becomes_shorter_is_an_error_and_not_zeroes() {
     assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2, "nothing was written any more");
 }
 
-/// What has no cluster, here or below, is a hole; what was written is none, also if only the tables
-/// in memory know of it.
+/// Clusters that are unallocated in the image and its backing file are holes; written ones are
+/// not, also if only the tables in memory have them.
 #[test]
-fn clusters_that_are_not_there_are_holes() {
+fn unallocated_clusters_are_holes() {
     let extents = |disk: &dyn Disk| {
         let mut all: Vec<(u64, bool)> = Vec::new();
         disk.extents(0, disk.info().bytes(), &mut |extent| {
@@ -251,16 +250,16 @@ fn clusters_that_are_not_there_are_holes() {
     assert_eq!(extents(&disk), all);
     run_one(&mut *queue, Op::Discard, 600 * MIB, cluster, Segments::new()).unwrap();
     assert_eq!(extents(&disk), [(2048 * MIB, false)]);
-    // Of an image that can not be read any more nothing is known.
+    // An unreadable image reports no holes.
     write(&mut *queue, 0, &vec![1; 1 << 20]).unwrap();
     flush(&mut *queue).unwrap();
     std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
     assert_eq!(extents(&disk), [(2048 * MIB, true)]);
 }
 
-/// Storage that is full refuses with its own error, and takes more once there is room.
+/// A full file system gives `NoSpace`, and writes succeed again with free space.
 #[test]
-fn full_storage_says_so_and_recovers() {
+fn full_storage_gives_no_space_and_recovers() {
     let directory = directory();
     let point = directory.path().join("small");
     std::fs::create_dir(&point).unwrap();
@@ -293,7 +292,7 @@ fn full_storage_says_so_and_recovers() {
             }
         }
     }
-    let refused = refused.expect("it does not fit");
+    let refused = refused.expect("no request fails on a full file system");
     assert!(disk.is_full());
     for n in 0..refused {
         let there = read(&mut *queue, n * 65536, 65536).unwrap();
@@ -314,9 +313,9 @@ fn full_storage_says_so_and_recovers() {
     check(&path);
 }
 
-/// Whatever is in the tables of an image, what is asked of it ends, and the process goes on.
+/// With any damage in the tables, every request ends, and the process continues.
 #[test]
-fn damaged_tables_are_errors_at_worst() {
+fn damaged_tables_never_panic() {
     let directory = directory();
     let path = image(directory.path(), 64 * MIB);
     let disk = open(&path, "");
@@ -330,12 +329,12 @@ fn damaged_tables_are_errors_at_worst() {
     for _ in 0..60 {
         let mut bad = good.clone();
         for _ in 0..1 + random.below(20) {
-            // The header, and all the tables, are in front of the data.
+            // The header and all tables are in front of the data.
             let at = random.below(8 * 65536.min(bad.len() as u64 / 8)) as usize;
             bad[at] = random.next() as u8;
             let aligned = at & !7;
             if random.below(2) == 0 {
-                // An entry that leads somewhere.
+                // An entry with a plausible offset.
                 let entry = (random.below(40) << 16) | (1 << 63);
                 bad[aligned..aligned + 8].copy_from_slice(&entry.to_be_bytes());
             }
@@ -355,8 +354,8 @@ fn damaged_tables_are_errors_at_worst() {
     }
 }
 
-/// The child of [`a_killed_writer_leaves_a_consistent_image`]: writes until it is killed, and says
-/// what was flushed.
+/// Child process of [`a_killed_writer_leaves_a_consistent_image`]: writes until it is killed,
+/// and prints what was flushed.
 #[test]
 fn child_that_writes() {
     let Ok(path) = std::env::var("QCOW2_TEST_IMAGE") else { return };
@@ -366,7 +365,7 @@ fn child_that_writes() {
     let mut random = Random(seed);
     let mut out = std::io::stdout().lock();
     for number in 1_u32.. {
-        // Places of its own for each number, so that what was flushed is not overwritten.
+        // A separate block for each number, so that flushed ones are not overwritten.
         let at = u64::from(number % 4096) * 16384;
         let mut data = vec![0; 16384];
         data[..4].copy_from_slice(&number.to_le_bytes());
@@ -408,7 +407,7 @@ fn a_killed_writer_leaves_a_consistent_image() {
         for (seen, number) in numbers.enumerate() {
             flushed = number;
             if seen as u64 == stop {
-                // In the middle of what comes next, whatever that is.
+                // The kill comes in the middle of the next operation.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
                 child.kill();
             }
@@ -426,9 +425,10 @@ fn a_killed_writer_leaves_a_consistent_image() {
     }
 }
 
-/// Without a flush, what was written is in the file before long, in case the process is killed.
+/// Without a flush, tables are written to the file after a short time, in case the process is
+/// killed.
 #[test]
-fn tables_are_written_before_long() {
+fn tables_are_written_after_a_short_time() {
     let directory = directory();
     let path = image(directory.path(), 16 * MIB);
     let disk = open(&path, "");

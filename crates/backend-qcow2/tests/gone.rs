@@ -1,5 +1,5 @@
-//! Storage that goes away under an image in mid-I/O, and is there again later: what was flushed is
-//! in the image, and nothing that was written half makes it a damaged one.
+//! Storage that is removed under a qcow2 image in mid-I/O and returns: flushed data are in the
+//! image, and partial writes do not damage it.
 
 mod common;
 
@@ -17,28 +17,28 @@ use std::time::{Duration, Instant};
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
 const BLOCK: u64 = 4096;
-/// How many requests are under way.
+/// Number of requests in flight.
 const DEPTH: u32 = 32;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
-/// What the blocks of a disk may hold: a number each, and zero at first.
+/// Possible contents of each block: a number, zero at first.
 struct Model {
-    /// What each held when a flush ended last, and all that was written to it since.
+    /// Contents at the last completed flush, and all data written since.
     blocks: Vec<Vec<u64>>,
-    /// What was flushed is there, and no more than that: in a cluster that was allocated since,
-    /// what the file has had there at any time may be read.
+    /// Only flushed data are guaranteed: in a cluster allocated since, any old contents of that
+    /// place of the file may be read.
     is_rough: bool,
-    /// What each has held before. Of those alone that were not flushed, if that is `is_rough`.
+    /// All earlier contents of each block; with `is_rough`, only of blocks that were not flushed.
     older: Vec<Vec<u64>>,
     last: u64,
     random: Random,
 }
 
-/// What a request has written, or that it was a flush, and what was written before that.
+/// A request in flight: a write, or a flush with the blocks that were written before it.
 enum Sent {
     Write(usize),
     Flush(Vec<usize>),
@@ -51,9 +51,9 @@ impl Model {
         Self { blocks, is_rough, older, last: 0, random: Random(seed) }
     }
 
-    /// Keeps writes under way, with a flush now and then, until something fails. `end` takes the
-    /// storage away when it is time, and says whether it has: what a flush says from then on does
-    /// not count. Then waits for all, and returns the errors.
+    /// Keeps writes in flight, with occasional flushes, until a request fails. `end` removes the
+    /// storage in time, and returns whether it has: later flushes do not count. Then waits for all
+    /// requests, and returns the errors.
     fn load(&mut self, queue: &mut dyn Queue, mut end: impl FnMut() -> bool) -> Vec<DiskError> {
         let bytes = memory((u64::from(DEPTH) * BLOCK) as usize);
         let mut sent: Vec<Option<Sent>> = (0..DEPTH).map(|_| None).collect();
@@ -71,7 +71,7 @@ impl Model {
                         let is = |sent: &Option<Sent>| matches!(sent, Some(Sent::Write(it)) if it == block);
                         sent.iter().any(is)
                     };
-                    // What has ended when it begins is in the image when it ends.
+                    // A flush makes writes durable that completed before its submission.
                     let ended = (0..self.blocks.len())
                         .filter(|block| self.blocks[*block].len() > 1 && !is_under_way(block));
                     (Request { op: Op::Flush, offset: 0, len: 0 }, Sent::Flush(ended.collect()))
@@ -104,7 +104,8 @@ impl Model {
             if queue.pending() > 0 {
                 wait(queue);
                 queue.reap(&mut |tag, result, _| {
-                    let what = sent[tag as usize].take().expect("it ends once");
+                    let what =
+                        sent[tag as usize].take().expect("a completion of a request in flight");
                     self.ended(what, result, has_ended, &mut errors);
                 });
             }
@@ -132,7 +133,7 @@ impl Model {
         }
     }
 
-    /// Reads all of the disk. What it holds is what it held from here on.
+    /// Reads the whole disk; its contents are the expected ones from here on.
     fn compare(&mut self, disk: &Qcow2Disk, context: &str) {
         let all = read(&mut *disk.queue().unwrap(), 0, SIZE as usize).unwrap();
         for (block, held) in all.chunks(BLOCK as usize).enumerate() {
@@ -150,12 +151,12 @@ impl Model {
     }
 }
 
-/// The image with `options`, when whoever had it is gone.
+/// Opens the image with `options`, after the previous holder has released its lock.
 fn open_soon(path: &Path, options: &str) -> Qcow2Disk {
     wait::until_some("a free image", || Qcow2Disk::open(path, &file_options(options)).ok())
 }
 
-/// The server of the file system is killed at any moment.
+/// The daemon of the FUSE file system is killed at any moment.
 #[test]
 fn the_server_of_a_file_system_is_killed() {
     for options in ["", "?aio=threads"] {
@@ -165,7 +166,7 @@ fn the_server_of_a_file_system_is_killed() {
         let mut model = Model::new(71, false);
         for round in 0..6_u64 {
             let context = format!("{options} round {round}");
-            let Some(mount) = Mount::over("the_daemon", &behind) else { return };
+            let Some(mount) = Mount::over("fuse_daemon", &behind) else { return };
             let disk = open(&mount.path(), options);
             let mut queue = disk.queue().unwrap();
             let (began, mut mount) = (Instant::now(), mount);
@@ -197,10 +198,10 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// Tables that got further than the length of the file: what is beyond its end reads as zeroes, and
-/// the image is none that is damaged. An image that names what no file can have has its length.
+/// Tables that refer beyond the end of the file: those clusters read as zeroes, and the image
+/// is not damaged. An entry with an impossible offset does not extend the file.
 #[test]
-fn a_file_that_is_shorter_than_its_tables_say_is_made_as_long() {
+fn a_file_shorter_than_its_tables_is_extended() {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     create(&path, SIZE).unwrap();
@@ -222,12 +223,12 @@ fn a_file_that_is_shorter_than_its_tables_say_is_made_as_long() {
     drop((queue, disk));
     assert_eq!(file.metadata().unwrap().len(), len);
     check(&path);
-    // One that ends inside of its last cluster is as it should be.
+    // A file that ends within its last cluster is valid.
     file.set_len(len - 4096).unwrap();
     drop(open_soon(&path, ""));
     assert_eq!(file.metadata().unwrap().len(), len - 4096);
     file.set_len(len).unwrap();
-    // An entry of the table of the first part, of which there is one table.
+    // An entry of the first L2 table, the only one.
     let mut entry = [0; 8];
     file.read_exact_at(&mut entry, 40).unwrap();
     let l1 = u64::from_be_bytes(entry);
@@ -238,7 +239,7 @@ fn a_file_that_is_shorter_than_its_tables_say_is_made_as_long() {
     assert_eq!(file.metadata().unwrap().len(), len);
 }
 
-/// Undoes a mount or a loop device.
+/// Undoes a mount or a loop device on drop.
 struct Undo(Vec<String>);
 
 impl Drop for Undo {
@@ -259,7 +260,7 @@ fn does(program: &str, arguments: &[&str]) -> Option<String> {
     }
 }
 
-/// A file system is shut down at any moment, with what is not on its device yet lost.
+/// A file system is shut down at any moment, which loses data that are not on its device.
 #[test]
 fn a_file_system_is_shut_down() {
     let directory = directory();
@@ -298,11 +299,11 @@ fn a_file_system_is_shut_down() {
             let errors = model.load(&mut *queue, || {
                 if began.elapsed() > time && !is_shut {
                     is_shut = does("xfs_io", &["-x", "-c", "shutdown", name]).is_some();
-                    assert!(is_shut, "`xfs_io` can not shut it down");
+                    assert!(is_shut, "`xfs_io` cannot shut the file system down");
                 }
                 is_shut
             });
-            // Now and then the file system says that it can only be read.
+            // The file system may report itself as read-only.
             let is_gone =
                 |error: &DiskError| matches!(error, DiskError::Io(libc::EIO | libc::EROFS));
             assert!(errors.iter().all(is_gone), "{context}: {errors:?}");

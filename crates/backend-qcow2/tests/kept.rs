@@ -1,5 +1,5 @@
-//! An image that is kept for the next process: what has ended is in the file, and counts of clusters
-//! that a death has left wrong are made good.
+//! Recovery of a qcow2 image: completed writes are in the file, and wrong reference counts
+//! after a crash are repaired.
 
 mod common;
 
@@ -18,14 +18,14 @@ use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
-/// The image as a process leaves it that was killed at this moment.
+/// A copy of the image as it would be after a kill at this moment.
 fn killed(path: &Path) -> std::path::PathBuf {
     let copy = path.with_extension("copy");
     std::fs::copy(path, &copy).unwrap();
     copy
 }
 
-/// What another process goes on with.
+/// State for the next process.
 fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
     let mut fds = Descriptors::default();
     let state = disk.keep(&mut fds).unwrap();
@@ -33,7 +33,8 @@ fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
     (state, fds)
 }
 
-/// The process of another test, begun just now, may have the lock until it is another program.
+/// A child process that another test has just forked may hold the lock until it executes its
+/// program.
 fn recover(path: &Path, (state, mut fds): (serde_json::Value, Descriptors)) -> Qcow2Disk {
     let deadline = wait::deadline();
     let wait = || Instant::now() < deadline;
@@ -49,14 +50,14 @@ fn try_recover(
     Qcow2Disk::recover(path, &file_options("?allow-backing=on"), state, fds, &|| false)
 }
 
-/// `qemu-img check` finds clusters that are used and not counted.
+/// Whether `qemu-img check` finds used clusters that are not counted.
 fn is_corrupt(path: &Path) -> bool {
     let check = qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]);
     check.is_none_or(|output| output.status.code() == Some(2))
 }
 
 #[test]
-fn what_has_ended_is_in_the_file() {
+fn completed_writes_are_in_the_file() {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     create(&path, 4096 * MIB).unwrap();
@@ -69,7 +70,7 @@ fn what_has_ended_is_in_the_file() {
         let mut queue = open(&copy, "").queue().unwrap();
         assert_eq!(read(&mut *queue, at, 4096).unwrap(), [byte; 4096], "at {at:#x}");
     };
-    // What was written before, what allocates and what does not, and in other parts of the disk.
+    // Earlier writes, allocating and other ones, and in other parts of the disk.
     there(0, 9);
     for at in [4096, 0, 65536, 65536 + 4096, 600 * MIB, 4000 * MIB, 4000 * MIB + 65536] {
         write(&mut *queue, at, &[7; 4096]).unwrap();
@@ -83,13 +84,13 @@ fn what_has_ended_is_in_the_file() {
     write(&mut *queue, 8 * MIB, &[6; 4096]).unwrap();
     there(8 * MIB, 6);
     flush(&mut *queue).unwrap();
-    // This one is alive, and has the lock.
+    // The first process is alive, and holds the lock.
     let busy = try_recover(&path, &state, &mut fds).unwrap_err().to_string();
     assert!(busy.contains("another program"), "{busy}");
 }
 
 #[test]
-fn what_a_death_has_left_uncounted_is_counted() {
+fn reference_counts_are_repaired_after_a_crash() {
     let directory = directory();
     for version in ["1.1", "0.10"] {
         for bits in ["16", "64", "1"].iter().filter(|bits| version == "1.1" || **bits == "16") {
@@ -110,7 +111,7 @@ fn what_a_death_has_left_uncounted_is_counted() {
             drop((queue, disk));
             check(&path);
             assert!(is_corrupt(&copy), "this test is about nothing");
-            // Whether another process goes on with it, or just opens it.
+            // Recovery and a plain open repair the counts.
             let fresh = killed(&copy);
             drop(open(&fresh, ""));
             check(&fresh);
@@ -129,7 +130,7 @@ fn what_a_death_has_left_uncounted_is_counted() {
 }
 
 #[test]
-fn an_image_that_was_renamed_is_found_and_another_one_is_not_taken_for_it() {
+fn a_renamed_image_is_recovered_and_another_one_refused() {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     let base = directory.path().join("base.qcow2");
@@ -155,7 +156,7 @@ fn an_image_that_was_renamed_is_found_and_another_one_is_not_taken_for_it() {
     assert_eq!(read(&mut *queue, MIB, 4096).unwrap(), [5; 4096]);
     assert_eq!(read(&mut *queue, 2 * MIB, 4096).unwrap(), [6; 4096]);
     drop((queue, disk));
-    // It can not become smaller in between, or be another kind of image.
+    // The disk must not have become smaller, nor another type of image.
     let (mut state, mut fds) = keep(&open(&path, ""));
     state["qcow2"]["blocks"] = 1.into();
     let error = try_recover(&path, &state, &mut fds).unwrap_err().to_string();
@@ -164,7 +165,7 @@ fn an_image_that_was_renamed_is_found_and_another_one_is_not_taken_for_it() {
     assert!(error.contains("not that of a qcow2 image"), "{error}");
 }
 
-/// The child of [`each_write_that_has_ended_outlives_its_process`].
+/// Child process of [`each_completed_write_survives_a_kill`].
 #[test]
 fn child_that_writes() {
     let Ok(path) = std::env::var("QCOW2_TEST_IMAGE") else { return };
@@ -194,14 +195,14 @@ fn child_that_writes() {
 }
 
 #[test]
-fn each_write_that_has_ended_outlives_its_process() {
+fn each_completed_write_survives_a_kill() {
     let directory = directory();
     let path = directory.path().join("disk.qcow2");
     create(&path, 1024 * MIB).unwrap();
     let mut random = Random(21);
     let mut ended = std::collections::HashMap::new();
     for round in 0..6 {
-        // What an earlier process has kept: a name of the file.
+        // State of an earlier process: the identity of the file.
         let kept = keep(&open(&path, ""));
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
@@ -212,7 +213,7 @@ fn each_write_that_has_ended_outlives_its_process() {
         let mut child = ProcessGroup::spawn(&mut command).unwrap();
         let stop = 50 + random.below(300);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        // The one after it may be there, or not.
+        // The write after the last reported one may be there or not.
         let mut seen = 0;
         for line in lines.map_while(Result::ok) {
             let Some((_, what)) = line.split_once("wrote ") else { continue };
@@ -240,7 +241,7 @@ fn each_write_that_has_ended_outlives_its_process() {
                 *number = there;
             }
         }
-        // The one that was under way.
+        // The write that was in flight.
         assert!(differ.len() <= 1, "{differ:?}");
         drop((queue, disk));
         check(&path);

@@ -1,5 +1,5 @@
-//! Every operation on every kind of image, in batches, against a disk that is a vector; and what
-//! QEMU says of the image afterwards.
+//! Every operation on every kind of qcow2 image, in batches, against a vector; and QEMU's check
+//! of the image afterwards.
 
 mod common;
 
@@ -10,11 +10,11 @@ use shadowbell_backend::Disk;
 use shadowbell_testing::disks::{Random, batch};
 use std::path::Path;
 
-/// The disk.
+/// Size of the disk.
 const SIZE: usize = 4 << 20;
 const BATCHES: usize = 12;
 
-/// Random batches on images that `fresh` makes, whose first content it returns.
+/// Random batches on images that `fresh` creates; it returns their initial contents.
 fn cases(path: &Path, options: &str, fresh: impl Fn() -> Vec<u8>) {
     let config = Config { cases: 5, failure_persistence: None, ..Config::default() };
     TestRunner::new(config)
@@ -42,7 +42,7 @@ fn cases(path: &Path, options: &str, fresh: impl Fn() -> Vec<u8>) {
         .unwrap();
 }
 
-/// QEMU reads what the model has.
+/// Checks that QEMU reads the model's contents.
 fn same_to_qemu(path: &Path, model: &[u8]) {
     let raw = path.with_extension("raw");
     std::fs::write(&raw, model).unwrap();
@@ -137,7 +137,7 @@ fn on_backing(format: &str) {
     let first = Random(7).bytes(SIZE / 2);
     std::fs::write(&raw, &first).unwrap();
     let name = |path: &Path| path.to_str().unwrap().to_owned();
-    // Shorter than the disk: behind its end there are zeroes.
+    // The backing file is shorter than the disk: beyond its end there are zeroes.
     if !qemu_img_does(&["convert", "-f", "raw", "-O", format, &name(&raw), &name(&base)]) {
         return;
     }
@@ -163,7 +163,7 @@ fn above_a_qcow2_image() {
     on_backing("qcow2");
 }
 
-/// What is in a snapshot stays as it is.
+/// The contents of snapshots do not change.
 #[test]
 fn above_snapshots() {
     let directory = directory();

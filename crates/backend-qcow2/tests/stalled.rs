@@ -1,4 +1,4 @@
-//! An image on storage that does not answer for a while, beside another one of the same thread.
+//! A qcow2 image on hung storage, beside another image on the same thread.
 
 mod common;
 
@@ -11,12 +11,12 @@ const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 64 << 10;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
 #[test]
-fn what_waits_for_storage_holds_up_no_other_image_and_ends_when_that_answers() {
+fn hung_storage_delays_no_other_image() {
     let directory = directory();
     let [good, slow] = ["good.qcow2", "slow.qcow2"].map(|name| directory.path().join(name));
     for path in [&good, &slow] {
@@ -26,13 +26,14 @@ fn what_waits_for_storage_holds_up_no_other_image_and_ends_when_that_answers() {
         write(&mut *queue, 0, &[7; 2 << 20]).unwrap();
         flush(&mut *queue).unwrap();
     }
-    let Some(mount) = Mount::over("the_daemon", &slow) else { return };
+    let Some(mount) = Mount::over("fuse_daemon", &slow) else { return };
     let slow = open(&mount.path(), "");
     let good = open(&good, "");
     let (mut waits, mut goes) = (slow.queue().unwrap(), good.queue().unwrap());
-    // It goes first, whatever happens here: what waits for it goes on then.
+    // The mount is dropped first, so that waiting requests end.
     let mount = mount;
-    // Where the first clusters are is known from here on: reads of them go straight.
+    // The location of the first clusters is cached from here on, so reads of them take the fast
+    // path.
     assert_eq!(read(&mut *waits, 0, 4096), Ok(vec![7; 4096]));
     mount.stall();
     let bytes = memory(200 * 4096);
@@ -54,15 +55,15 @@ fn what_waits_for_storage_holds_up_no_other_image_and_ends_when_that_answers() {
     waits.commit();
     let mut ended = vec![None; 200];
     waits.reap(&mut |tag, result, _| ended[tag as usize] = Some(result));
-    assert!(ended.iter().all(Option::is_none), "it answers: {ended:?}");
-    // The other one allocates, reads and syncs meanwhile, on this thread.
+    assert!(ended.iter().all(Option::is_none), "a request completed on hung storage: {ended:?}");
+    // The other image allocates, reads and syncs meanwhile on this thread.
     for n in 0..16u8 {
         let at = 4 * MIB + u64::from(n) * CLUSTER;
         write(&mut *goes, at, &[n; 4096]).unwrap();
         assert_eq!(read(&mut *goes, at, 4096), Ok(vec![n; 4096]));
     }
     flush(&mut *goes).unwrap();
-    // A cancel comes in time, or the request ends as it would have.
+    // A cancelled request ends early, or completes normally.
     (0..200).step_by(3).for_each(|tag| waits.cancel(tag));
     waits.reap(&mut |tag, result, _| ended[tag as usize] = Some(result));
     mount.go_on();

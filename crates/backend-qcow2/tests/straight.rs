@@ -1,5 +1,5 @@
-//! Requests that go straight to the image's file: which do, what happens when the clusters under
-//! them move, and what an image that somebody else has made can not do by them.
+//! Fast path of qcow2 requests: which requests take it, moving clusters under it, and crafted
+//! images that try to misuse it.
 
 mod common;
 
@@ -23,14 +23,14 @@ fn image(directory: &Path, size: u64) -> PathBuf {
     path
 }
 
-/// Whether reads, and writes, of the first bytes of a cluster go straight.
+/// Whether reads, and writes, of the first bytes of a cluster take the fast path.
 fn straight(disk: &Qcow2Disk, cluster: u64) -> (bool, bool) {
     let at = cluster * CLUSTER;
     (disk.goes_straight(at, 4096, false), disk.goes_straight(at, 4096, true))
 }
 
 #[test]
-fn what_is_allocated_goes_straight_until_it_is_given_back() {
+fn allocated_clusters_take_the_fast_path() {
     let directory = directory();
     let path = image(directory.path(), 64 * MIB);
     let disk = open(&path, "");
@@ -49,14 +49,14 @@ fn what_is_allocated_goes_straight_until_it_is_given_back() {
         assert_eq!(straight(&disk, at / CLUSTER), (false, false), "{op:?}");
         assert_eq!(read(&mut *queue, at + 4096, 4096).unwrap(), [0; 4096]);
     }
-    // Zeroes in a part of a cluster are written there.
+    // Zeroes in a part of a cluster are written in place.
     run_one(&mut *queue, zeroes, 3 * CLUSTER, 4096, Segments::new()).unwrap();
     assert_eq!(straight(&disk, 3), (true, true));
     assert_eq!(read(&mut *queue, 3 * CLUSTER, 4096).unwrap(), [0; 4096]);
     flush(&mut *queue).unwrap();
     drop((queue, disk));
     check_whole(&path);
-    // Another process learns a whole part of the disk with the first request.
+    // The next open caches the mapping of a whole part of the disk with the first request.
     for (options, writes) in [("", true), ("?read-only=on", false)] {
         let disk = open(&path, options);
         assert_eq!(straight(&disk, 2), (false, false));
@@ -69,7 +69,7 @@ fn what_is_allocated_goes_straight_until_it_is_given_back() {
 }
 
 #[test]
-fn what_a_snapshot_shares_goes_the_long_way() {
+fn clusters_shared_with_a_snapshot_take_the_slow_path() {
     let directory = directory();
     let path = image(directory.path(), 64 * MIB);
     let disk = open(&path, "");
@@ -92,8 +92,8 @@ fn what_a_snapshot_shares_goes_the_long_way() {
     assert_eq!(read(&mut *disk.queue().unwrap(), 0, 8192).unwrap(), [1; 8192]);
 }
 
-/// Fast requests on clusters that another queue gives back, zeroes, allocates anew and writes. What
-/// a unit holds is the unit's own at any time, and none of it is in a table.
+/// Fast requests on clusters that another queue frees, zeroes, allocates anew and writes. Each
+/// unit holds only its own data at any time, and never a table.
 fn race(path: &Path, cluster: u64, millis: u64) {
     const UNIT: u64 = 4096;
     const UNITS: u64 = 256;
@@ -114,7 +114,7 @@ fn race(path: &Path, cluster: u64, millis: u64) {
                 _ => Op::Write { fua: false },
             };
             let units = |from: u64, len: u64| (from * UNIT, len * UNIT);
-            // A few units, or the whole cluster; a lane each, so that buffers do not overlap.
+            // A few units, or the whole cluster; each with its own buffer.
             let (offset, len) = match op {
                 Op::Read | Op::Write { .. } => units(at, 1),
                 _ => (at * UNIT / cluster * cluster, cluster.max(UNIT)),
@@ -139,7 +139,7 @@ fn race(path: &Path, cluster: u64, millis: u64) {
         for Request { offset, .. } in plan.iter().filter(|request| request.op == Op::Read) {
             let mut unit = vec![0; UNIT as usize];
             bytes.read_into(*offset as usize, &mut unit).unwrap();
-            // Of writes that race a unit may hold parts, but of no other unit.
+            // A unit may mix parts of racing writes to it, but has no data of another unit.
             let odd = unit.chunks_exact(8).find(|word| {
                 let word = u64::from_le_bytes((*word).try_into().unwrap());
                 word != 0 && word >> 32 != offset / UNIT + 1
@@ -154,7 +154,7 @@ fn race(path: &Path, cluster: u64, millis: u64) {
                 let mut queue = disk.queue().unwrap();
                 let mut random = Random(seed);
                 while Instant::now() < until && !over.load(Ordering::Relaxed) {
-                    // One of them has the clusters move.
+                    // The first queue moves the clusters.
                     batch(&mut *queue, &mut random, seed == 1);
                 }
                 over.store(true, Ordering::Relaxed);
@@ -166,7 +166,7 @@ fn race(path: &Path, cluster: u64, millis: u64) {
 }
 
 #[test]
-fn clusters_that_move_under_requests() {
+fn fast_requests_survive_moving_clusters() {
     let directory = directory();
     race(&image(directory.path(), MIB), CLUSTER, 400);
     let path = directory.path().join("small.qcow2");
@@ -184,10 +184,10 @@ fn clusters_that_move_under_requests() {
     }
 }
 
-/// Of an image that is kept for the next process, a cluster is overwritten past the format only
-/// when the table that names it is in the file.
+/// In a recoverable image, the fast path overwrites a cluster only after the table that refers
+/// to it is in the file.
 #[test]
-fn a_kept_image_is_overwritten_when_its_tables_are_saved() {
+fn a_recoverable_image_is_overwritten_after_its_tables_are_saved() {
     let directory = directory();
     let path = image(directory.path(), 64 * MIB);
     let disk = open(&path, "");
@@ -206,7 +206,7 @@ fn a_kept_image_is_overwritten_when_its_tables_are_saved() {
     }
 }
 
-/// An image with data in its first clusters, and where its tables are.
+/// An image with data in its first clusters, and the offsets of its tables.
 struct Tables {
     path: PathBuf,
     bytes: Vec<u8>,
@@ -235,7 +235,7 @@ impl Tables {
         u64::from_be_bytes(self.bytes[at..at + 8].try_into().unwrap())
     }
 
-    /// The image with other numbers at these places.
+    /// Writes the image with other numbers at these offsets.
     fn with(&self, numbers: &[(u64, u64)]) -> &Path {
         let mut bytes = self.bytes.clone();
         for (at, number) in numbers {
@@ -247,7 +247,7 @@ impl Tables {
 }
 
 #[test]
-fn an_image_that_names_its_tables_as_data_is_not_written() {
+fn an_image_with_tables_as_data_is_not_written() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     let Tables { l1, l2, refcounts, block, .. } = tables;
@@ -266,10 +266,11 @@ fn an_image_that_names_its_tables_as_data_is_not_written() {
     ] {
         let path = tables.with(&[(at, number)]);
         let before = std::fs::read(path).unwrap();
-        let error = try_open(path, "").err().unwrap_or_else(|| panic!("{what}: it is open"));
+        let error =
+            try_open(path, "").err().unwrap_or_else(|| panic!("{what}: the image was opened"));
         assert!(matches!(error, OpenError::Damaged { .. }), "{what}: {error}");
-        assert!(std::fs::read(path).unwrap() == before, "{what}: it was written");
-        // To read it does no harm.
+        assert!(std::fs::read(path).unwrap() == before, "{what}: the image was modified");
+        // Reading does no harm.
         let disk = open(path, "?read-only=on");
         let _ = read(&mut *disk.queue().unwrap(), 0, 65536);
         assert!(!disk.goes_straight(0, 512, true));
@@ -277,7 +278,7 @@ fn an_image_that_names_its_tables_as_data_is_not_written() {
 }
 
 #[test]
-fn an_image_that_names_a_cluster_twice_is_not_written_straight() {
+fn doubly_referenced_clusters_take_the_slow_path() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     let Tables { l2, .. } = tables;
@@ -294,11 +295,11 @@ fn an_image_that_names_a_cluster_twice_is_not_written_straight() {
 }
 
 #[test]
-fn places_that_are_none_are_not_gone_to() {
+fn invalid_cluster_offsets_are_not_accessed() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     let l2 = tables.l2;
-    // Behind the end of the file, where it is in the counts still; there; where no cluster begins.
+    // Beyond the end of the file, where no reference count exists; and unaligned.
     for (what, place) in [("behind", 1 << 30), ("unaligned", 8 * CLUSTER + 512)] {
         let len = tables.bytes.len() as u64;
         let path = tables.with(&[(l2, COPIED | place)]);
@@ -307,7 +308,7 @@ fn places_that_are_none_are_not_gone_to() {
         let _ = read(&mut *queue, 0, 4096);
         assert_eq!(straight(&disk, 0), (false, false), "{what}");
         assert_eq!(std::fs::metadata(path).unwrap().len(), len);
-        // Of a table that makes no sense nothing is read.
+        // Nothing is read by an invalid table.
         if place.is_multiple_of(CLUSTER) {
             assert_eq!(read(&mut *queue, CLUSTER, 4096).unwrap(), [1; 4096]);
             assert_eq!(straight(&disk, 1), (true, true), "{what}");
@@ -320,13 +321,13 @@ fn places_that_are_none_are_not_gone_to() {
     assert_eq!(straight(&disk, 0), (false, false));
 }
 
-/// Tables whose own clusters count as free are given to nobody.
+/// Clusters of tables are never allocated, even if their reference count is zero.
 #[test]
-fn tables_that_are_not_counted_are_kept() {
+fn uncounted_tables_are_not_allocated() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     for place in [0, tables.l1, tables.l2, tables.refcounts, tables.block] {
-        // Four counts of 16 bits each are in a number.
+        // A number has four counts of 16 bits.
         let nth = place / CLUSTER;
         let at = tables.block + nth / 4 * 8;
         let counts = tables.number(at) & !(0xffff << (48 - nth % 4 * 16));
@@ -344,9 +345,9 @@ fn tables_that_are_not_counted_are_kept() {
     }
 }
 
-/// A file that ends where a cluster was is looked into, whatever way a request went.
+/// A truncated file is detected on the fast path, too.
 #[test]
-fn a_file_that_has_become_shorter_is_noticed() {
+fn a_truncated_file_is_detected_on_the_fast_path() {
     let directory = directory();
     for writes in [false, true] {
         let path = image(directory.path(), 4 * MIB);

@@ -1,5 +1,5 @@
-//! Images of a real cluster: one of this machine's own, which `SHADOWBELL_CEPH_CONF` names. `cargo
-//! xtask ceph` starts one and runs these. Skipped with a word where there is none.
+//! RBD images of a real cluster on this machine, named by `SHADOWBELL_CEPH_CONF`. `cargo xtask
+//! ceph` starts one and runs these tests. Skipped with a message without a cluster.
 
 use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_backend_rbd::{OpenError, RbdDisk, RbdSpec};
@@ -12,10 +12,10 @@ use std::path::Path;
 use std::process::Command;
 
 const MIB: u64 = 1 << 20;
-/// Says to a process that it is the one that ends.
+/// Environment variable of the child process that ends.
 const ENDS: &str = "SHADOWBELL_TEST_RBD_ENDS";
 
-/// The cluster's configuration file.
+/// Configuration file of the cluster.
 fn conf() -> Option<String> {
     let conf = std::env::var("SHADOWBELL_CEPH_CONF").ok();
     if conf.is_none() {
@@ -35,7 +35,7 @@ fn open(conf: &str, image: &str) -> RbdDisk {
     RbdDisk::open(&RbdSpec::parse(&format!("rbd:rbd/{image}?conf={conf}")).unwrap()).unwrap()
 }
 
-/// A new image of so many MiB.
+/// Creates an image of `size`.
 fn image(conf: &str, name: &str, size: &str) {
     let purge = ["-c", conf, "snap", "purge", "--no-progress", name];
     let _ = Command::new("rbd").args(purge).output();
@@ -57,7 +57,7 @@ fn model() {
         batch(&disk, &mut **queue, &mut model, &mut random);
     }
     assert_eq!(flush(&mut *queues[0]), Ok(()));
-    // What another client sees.
+    // Contents that another client reads.
     let other = format!("rbd:rbd/model?conf={conf}&read-only=on&block-size=4096");
     let other = RbdDisk::open(&RbdSpec::parse(&other).unwrap()).unwrap();
     assert!(content(&other) == model && content(&disk) == model);
@@ -66,7 +66,7 @@ fn model() {
 }
 
 #[test]
-fn snapshots_and_sizes() {
+fn snapshots_are_read_only_and_sizes_change() {
     let Some(conf) = conf() else { return };
     image(&conf, "sizes", "4M");
     let disk = open(&conf, "sizes");
@@ -89,9 +89,9 @@ fn snapshots_and_sizes() {
     assert_eq!(read(&mut *queue, 3 * MIB, 512), Err(DiskError::OutOfRange));
 }
 
-/// Ceph tells of a new size, by itself and once.
+/// Ceph notifies of a new size once.
 #[test]
-fn a_new_size_is_told() {
+fn a_new_size_is_notified_once() {
     let Some(conf) = conf() else { return };
     image(&conf, "told", "4M");
     let disk = open(&conf, "told");
@@ -101,7 +101,7 @@ fn a_new_size_is_told() {
     assert_eq!(disk.resized(None).unwrap().info().bytes(), 8 * MIB);
 }
 
-/// Both halves of a compare and write, of a block that begins with a number.
+/// Compares and writes a block that begins with a number.
 fn swap(queue: &mut dyn Queue, at: u64, old: u64, new: u64) -> Result<(), DiskError> {
     let mut bytes = vec![0; 1024];
     bytes[..8].copy_from_slice(&old.to_le_bytes());
@@ -124,13 +124,13 @@ fn swap(queue: &mut dyn Queue, at: u64, old: u64, new: u64) -> Result<(), DiskEr
 }
 
 #[test]
-fn what_is_not_equal_is_not_written() {
+fn an_unequal_block_is_not_written() {
     let Some(conf) = conf() else { return };
     image(&conf, "swap", "8M");
     let disk = open(&conf, "swap");
     let mut queue = disk.queue().unwrap();
     assert!(queue.compares_and_writes());
-    // In an object that is not there yet, at the border of two, and at the end.
+    // In an object that does not exist yet, at the border of two, and at the end.
     for at in [0, 4 * MIB - 512, 4 * MIB, 8 * MIB - 512] {
         assert_eq!(swap(&mut *queue, at, 1, 2), Err(DiskError::CompareFailed), "{at}");
         assert_eq!(swap(&mut *queue, at, 0, 3), Ok(()), "{at}");
@@ -144,14 +144,14 @@ fn what_is_not_equal_is_not_written() {
     let mut taken = snapshot.queue().unwrap();
     assert!(!taken.compares_and_writes());
     assert_eq!(swap(&mut *taken, 0, 5, 6), Err(DiskError::ReadOnly));
-    // What is written lasts for the next process, as any write.
+    // On a recoverable disk, compare-and-write is durable like any write.
     disk.keep(&mut Descriptors::default()).unwrap();
     assert_eq!(swap(&mut *queue, 0, 5, 6), Ok(()));
 }
 
-/// An image whose data are spread in pieces that are shorter than a block.
+/// An image striped in units shorter than a block.
 #[test]
-fn a_block_in_several_objects_is_not_one_step() {
+fn a_block_across_objects_has_no_compare_and_write() {
     let Some(conf) = conf() else { return };
     let _ = Command::new("rbd").args(["-c", &conf, "rm", "--no-progress", "strip"]).output();
     let stripes = ["--stripe-unit", "1024", "--stripe-count", "4"];
@@ -167,10 +167,10 @@ fn a_block_in_several_objects_is_not_one_step() {
     assert!(!wide.queue().unwrap().compares_and_writes());
 }
 
-/// Two clients of the cluster add one to the same block, with a lock that goes from one to the
-/// other and without.
+/// Two clients of the cluster increment the same block, with an exclusive lock that moves
+/// between them and without.
 #[test]
-fn two_clients_count_together() {
+fn two_clients_increment_the_same_block() {
     const EACH: u64 = 100;
     let Some(conf) = conf() else { return };
     for (name, features) in [("count", "layering,exclusive-lock"), ("free", "layering")] {
@@ -203,7 +203,7 @@ fn two_clients_count_together() {
     }
 }
 
-/// A process that ends has closed its images, and has the status that it was to have.
+/// A process closes its images before it ends, with its intended exit status.
 #[test]
 fn a_process_ends_when_its_images_are_closed() {
     let Some(conf) = conf() else { return };
@@ -225,9 +225,9 @@ fn a_process_ends_when_its_images_are_closed() {
     }
 }
 
-/// Two clients write in turns: the lock goes from one to the other.
+/// Two clients write in turns: the exclusive lock moves between them.
 #[test]
-fn the_lock_is_handed_over() {
+fn the_exclusive_lock_moves_between_clients() {
     let Some(conf) = conf() else { return };
     image(&conf, "lock", "4M");
     let (one, two) = (open(&conf, "lock"), open(&conf, "lock"));
@@ -241,10 +241,10 @@ fn the_lock_is_handed_over() {
     assert_eq!(read(&mut *open(&conf, "lock").queue().unwrap(), 0, 1024), Ok(vec![4; 1024]));
 }
 
-/// What a process has written, and not flushed, is there for the one that goes on after its death;
-/// and nothing more of it reaches the image, with a lock of Ceph's or without.
+/// Unflushed writes of a dead process are there after recovery, and its late writes no longer
+/// reach the image, with Ceph's exclusive lock or without.
 #[test]
-fn who_goes_on_has_what_was_answered_and_keeps_the_dead_out() {
+fn recovery_has_unflushed_writes_and_fences_the_dead_process() {
     let Some(conf) = conf() else { return };
     for (name, features) in [("kept", "layering,exclusive-lock"), ("bare", "layering")] {
         let _ = Command::new("rbd").args(["-c", &conf, "rm", "--no-progress", name]).output();
@@ -273,7 +273,7 @@ fn who_goes_on_has_what_was_answered_and_keeps_the_dead_out() {
         assert_eq!(flush(&mut *new), Ok(()));
         assert_eq!(read(&mut *open(&conf, name).queue().unwrap(), 0, 4096), Ok(vec![99; 4096]));
     }
-    // It can not be waited for for ever.
+    // Recovery gives up after a time.
     let spec = RbdSpec::parse(&format!("rbd:rbd/kept?conf={conf}")).unwrap();
     let state = open(&conf, "kept").keep(&mut Descriptors::default()).unwrap();
     let refused = RbdDisk::recover(&spec, &state, &|| false).unwrap_err();
@@ -283,7 +283,7 @@ fn who_goes_on_has_what_was_answered_and_keeps_the_dead_out() {
     assert!(refused.to_string().contains("smaller than it was"), "{refused}");
 }
 
-/// Stops all OSDs as long as this lives.
+/// Stops all OSDs until dropped.
 struct Stopped(Vec<String>);
 
 impl Stopped {
@@ -297,7 +297,7 @@ impl Stopped {
         let pid = |path| std::fs::read_to_string(path).unwrap().trim().to_owned();
         let stopped = Self(files.filter(of_osd).map(pid).collect());
         stopped.signal("-STOP");
-        // The signal is on its way for a moment.
+        // The signal takes a moment.
         while stopped.0.iter().any(|pid| !is_stopped(pid)) {
             std::thread::yield_now();
         }
@@ -316,25 +316,24 @@ impl Drop for Stopped {
     }
 }
 
-/// Whether each thread of a process is stopped.
+/// Whether all threads of a process are stopped.
 fn is_stopped(pid: &str) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let stat = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("stat"));
-    // The state follows the name, which is in brackets.
+    // The state follows the name, which is in parentheses.
     threads.flatten().map(stat).all(|stat| stat.is_ok_and(|stat| stat.contains(") T ")))
 }
 
-/// The OSDs do not answer, and a write that is answered is in a cache of this process. One with
-/// FUA, or on a disk that is kept for another process, is not answered, whoever has set up the
-/// cache.
+/// The OSDs hang, and completed writes are in a cache of this process. A write with FUA, or one
+/// on a recoverable disk, does not complete, whatever the cache settings are.
 #[test]
-fn the_cluster_does_not_answer_and_what_is_to_be_in_it_waits() {
+fn durable_writes_wait_for_a_hung_cluster() {
     let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {
         return;
     };
     let write = |fua| Op::Write { fua };
     let zeroes = |fua| Op::WriteZeroes { fua, deallocate: false };
-    // How it is opened, what the image's own settings are, and whether it is kept.
+    // How the disk is opened, the image's own settings, and whether the disk is recoverable.
     let cached = (false, &[][..], false);
     let kept_late = (false, &[][..], true);
     let own = &[("rbd_cache", "true")][..];
@@ -368,7 +367,7 @@ fn the_cluster_does_not_answer_and_what_is_to_be_in_it_waits() {
             disk.keep(&mut Descriptors::default()).unwrap();
         }
         let mut queue = disk.queue().unwrap();
-        // The image's lock is taken.
+        // The write acquires the image's lock.
         assert_eq!(self::write(&mut *queue, 0, &[1; 8192]), Ok(()));
         assert_eq!(flush(&mut *queue), Ok(()));
         let bytes = memory(4096);
@@ -389,10 +388,10 @@ fn the_cluster_does_not_answer_and_what_is_to_be_in_it_waits() {
     }
 }
 
-/// The OSDs do not answer: reads and what has not begun can be cancelled at once, a write that has
-/// begun ends as it would have, and everything goes on when they answer again.
+/// The OSDs hang: reads and unsubmitted requests are cancelled at once, a submitted write
+/// completes normally, and everything continues after the OSDs resume.
 #[test]
-fn the_cluster_does_not_answer() {
+fn requests_to_a_hung_cluster_can_be_cancelled() {
     let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {
         return;
     };
@@ -413,9 +412,9 @@ fn the_cluster_does_not_answer() {
     submit(&mut *queue, 0, Op::Read, 0, 4096);
     submit(&mut *queue, 1, Op::Read, 4096, 4096);
     submit(&mut *queue, 2, Op::Write { fua: true }, 64 << 10, 4096);
-    // It is in Ceph's cache, and the flush after it is under way.
+    // The write is in Ceph's cache, and the flush after it is in flight.
     none_ends(&mut *queue);
-    // Of these not all have room for their buffers, and in that cache, at the same time.
+    // More requests than buffers, and than that cache, have room for at a time.
     for n in 0..MANY {
         let at = (16 << 20) + u64::from(n) * long;
         submit(&mut *queue, 10 + n, Op::Write { fua: true }, at, long);
@@ -429,7 +428,7 @@ fn the_cluster_does_not_answer() {
     none_ends(&mut *queue);
     cancelled.sort_unstable_by_key(|(tag, _)| *tag);
     assert_eq!(cancelled, [0, LAST].map(|tag| (tag, Err(DiskError::Cancelled))));
-    // More at a time than Ceph's own client lets under way (`objecter_inflight_ops`).
+    // More requests than Ceph's client allows in flight (`objecter_inflight_ops`).
     let (told, hears) = std::sync::mpsc::channel();
     let many = std::thread::spawn({
         let (disk, bytes) = (disk.clone(), bytes.clone());
@@ -462,7 +461,7 @@ fn the_cluster_does_not_answer() {
 }
 
 #[test]
-fn what_is_not_there_is_said() {
+fn missing_images_are_refused_with_the_reason() {
     let Some(conf) = conf() else { return };
     let refused = |spec: &str, words: &str| {
         let error = RbdDisk::open(&RbdSpec::parse(spec).unwrap()).unwrap_err();
@@ -474,9 +473,9 @@ fn what_is_not_there_is_said() {
     refused("rbd:rbd/x?conf=/nonexistent", "configuration");
 }
 
-/// An OSD is killed while a writer writes: nothing fails, and everything is there.
+/// An OSD is killed under a writer: nothing fails, and all data are there.
 #[test]
-fn an_osd_dies() {
+fn a_writer_survives_a_killed_osd() {
     let (Some(conf), Ok(victim)) = (conf(), std::env::var("SHADOWBELL_CEPH_VICTIM")) else {
         return;
     };

@@ -1,5 +1,5 @@
-//! A cluster that is full: one of this machine's own, as `cargo xtask ceph` starts it. It fills the
-//! whole cluster, so it takes `SHADOWBELL_CEPH_FILL` beside `SHADOWBELL_CEPH_CONF`.
+//! A full Ceph cluster on this machine, as started by `cargo xtask ceph`. The test fills the
+//! whole cluster, so it needs `SHADOWBELL_CEPH_FILL` in addition to `SHADOWBELL_CEPH_CONF`.
 
 use shadowbell_backend::{Disk, DiskError, Op, Queue, Request};
 use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
@@ -17,7 +17,7 @@ fn ceph(conf: &str, program: &str, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// The cluster calls itself full for as long as this lives.
+/// Makes the cluster full until dropped.
 struct Full(String);
 
 impl Full {
@@ -27,7 +27,7 @@ impl Full {
         full
     }
 
-    /// Has it call itself full from such a part on, and waits until it does, or does not.
+    /// Sets the full ratios, and waits until the cluster is full, or is not.
     fn ratios(&self, from: &str, is_full: bool) {
         for kind in ["full", "backfillfull", "nearfull"] {
             ceph(&self.0, "ceph", &["osd", &format!("set-{kind}-ratio"), from]);
@@ -53,7 +53,7 @@ fn spec(conf: &str, image: &str) -> RbdSpec {
 }
 
 #[test]
-fn a_full_cluster() {
+fn a_full_cluster_gives_no_space_or_waits() {
     let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
         eprintln!("skipped: `SHADOWBELL_CEPH_CONF` names no cluster");
         return;
@@ -67,8 +67,8 @@ fn a_full_cluster() {
     waits_with_a_cache(&conf);
 }
 
-/// Without a cache in this process, a write that takes room ends with Capacity Exceeded, and all
-/// that takes none goes on.
+/// Without a cache in this process, an allocating write ends with `NoSpace`, and everything
+/// else succeeds.
 fn says_so(conf: &str) {
     let disk = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
     let mut queue = disk.queue().unwrap();
@@ -77,9 +77,9 @@ fn says_so(conf: &str) {
     }
     assert!(!disk.is_full());
     let full = Full::new(conf);
-    // What was not there yet, by all that writes.
+    // New objects, by every kind of write.
     let no_room = Err(DiskError::NoSpace);
-    // The first may have been under way while the cluster filled.
+    // The first write may have been in flight while the cluster became full.
     wait::until("a full cluster", || write(&mut *queue, 8 * MIB, &[1; 4096]) == no_room);
     assert!(disk.is_full());
     assert_eq!(write(&mut *queue, 12 * MIB, &[1; MIB as usize]), no_room);
@@ -93,9 +93,9 @@ fn says_so(conf: &str) {
         let data = segments(&bytes, 0, if moves { 4096 } else { 0 });
         assert_eq!(run_one(&mut *queue, op, 16 * MIB, len, data), no_room, "{op:?}");
     }
-    // Across what is there and what is not.
+    // Across existing and new objects.
     assert_eq!(write(&mut *queue, 8 * MIB - 4096, &[2; 8192]), no_room);
-    // Reads, overwrites, flushes and discards go on.
+    // Reads, overwrites, flushes and discards succeed.
     assert_eq!(read(&mut *queue, 0, 4096), Ok(vec![7; 4096]));
     assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![0; 4096]));
     assert_eq!(write(&mut *queue, 4096, &[8; 4096]), Ok(()));
@@ -106,14 +106,14 @@ fn says_so(conf: &str) {
     };
     assert_eq!(discard(&mut *queue), Ok(()));
     assert_eq!(read(&mut *queue, 4 * MIB, 4096), Ok(vec![0; 4096]));
-    // A server that is started now has its disk.
+    // A disk can be opened on a full cluster.
     let second = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
     let mut other = second.queue().unwrap();
     assert_eq!(read(&mut *other, 4096, 4096), Ok(vec![8; 4096]));
     assert_eq!(write(&mut *other, 20 * MIB, &[1; 4096]), no_room);
     assert!(second.is_full());
     drop((other, second));
-    // With room again all of it is written.
+    // With free space, all of it is written.
     drop(full);
     wait::until("room in the cluster", || write(&mut *queue, 8 * MIB, &[9; 4096]) == Ok(()));
     assert!(!disk.is_full());
@@ -121,9 +121,10 @@ fn says_so(conf: &str) {
     assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![9; 4096]));
 }
 
-/// With Ceph's cache in this process, writes were answered that the cluster has no room for yet.
-/// They are not given up: they wait, and what waits for them. Reads go on, and what was not begun
-/// can be cancelled. The same if the cluster has set that there is a cache.
+/// With Ceph's cache in this process, writes have completed that the cluster has no room for.
+/// They are not dropped: they wait, and so do requests behind them. Reads succeed, and
+/// unsubmitted requests can be cancelled. The same holds if the cluster's settings enable the
+/// cache.
 fn waits_with_a_cache(conf: &str) {
     ceph(conf, "rbd", &["create", "own", "--size", "256M"]);
     ceph(conf, "rbd", &["config", "image", "set", "rbd/own", "rbd_cache", "true"]);
@@ -143,14 +144,15 @@ fn waits_with_a_cache(conf: &str) {
             let data = segments(&bytes, 0, len as usize);
             begin(queue, tag, &Request { op, offset, len }, data);
         };
-        // More than that cache and the queue's buffers have room for: the last have not begun.
+        // More requests than the cache and the queue's buffers have room for, so the last are not
+        // submitted.
         for n in 0..40 {
             let at = 4 * MIB * u64::from(n);
             submit(&mut **queue, n, Op::Write { fua: true }, at, 4 * MIB);
         }
         submit(&mut **queue, 40, Op::Flush, 0, 0);
         none_ends(&mut **queue);
-        // The buffers are all in use: another queue reads.
+        // All buffers are in use, so another queue reads.
         let mut reads = disk.queue().unwrap();
         assert_eq!(read(&mut *reads, 200 * MIB, 4096), Ok(vec![0; 4096]));
         queue.cancel(39);

@@ -1,4 +1,4 @@
-//! Which bytes disks say are allocated.
+//! Allocated extents that disks report.
 
 mod common;
 
@@ -10,7 +10,8 @@ use std::path::Path;
 
 const MIB: u64 = 1 << 20;
 
-/// The extents, those of the same kind as one: how many bytes, and whether they are allocated.
+/// Extents with adjacent ones of the same kind merged: number of bytes, and whether they are
+/// allocated.
 fn extents(disk: &dyn Disk, offset: u64, len: u64) -> Vec<(u64, bool)> {
     let mut all: Vec<(u64, bool)> = Vec::new();
     disk.extents(offset, len, &mut |Extent { len, allocated }| {
@@ -25,7 +26,8 @@ fn extents(disk: &dyn Disk, offset: u64, len: u64) -> Vec<(u64, bool)> {
     all
 }
 
-/// An image of 16 MiB with a MiB of data at 4 MiB; nothing where the file system keeps no holes.
+/// Creates an image of 16 MiB with a MiB of data at 4 MiB; none if the file system does not
+/// support holes.
 fn sparse(path: &Path) -> Option<File> {
     let file = File::options().create_new(true).read(true).write(true).open(path).unwrap();
     file.set_len(16 * MIB).unwrap();
@@ -43,7 +45,7 @@ fn open(path: &Path, options: &str) -> std::sync::Arc<dyn Disk> {
 }
 
 #[test]
-fn a_file_says_what_its_file_system_knows() {
+fn a_file_reports_the_extents_of_its_file_system() {
     let directory = directory();
     let path = directory.path().join("image");
     let Some(file) = sparse(&path) else { return };
@@ -54,7 +56,7 @@ fn a_file_says_what_its_file_system_knows() {
         assert_eq!(extents(&*disk, 4 * MIB + 512, MIB), [(MIB - 512, true), (512, false)]);
         assert_eq!(extents(&*disk, 15 * MIB, MIB), [(MIB, false)]);
         assert_eq!(extents(&*disk, 16 * MIB, 0), []);
-        // Whoever wants no more is told no more.
+        // Reporting stops when the callback returns false.
         let mut told = 0;
         disk.extents(0, 16 * MIB, &mut |_| {
             told += 1;
@@ -62,7 +64,7 @@ fn a_file_says_what_its_file_system_knows() {
         });
         assert_eq!(told, 2);
     }
-    // Data of which nothing is on the storage yet.
+    // Data in the page cache only.
     file.write_all_at(&[7; 512], 9 * MIB).unwrap();
     let disk = open(&path, "");
     let [.., (_, true), (_, false)] = extents(&*disk, 0, 16 * MIB)[..] else {
@@ -72,7 +74,7 @@ fn a_file_says_what_its_file_system_knows() {
 }
 
 #[test]
-fn what_a_file_has_no_more_is_no_hole() {
+fn the_truncated_part_of_a_file_is_no_hole() {
     let directory = directory();
     let path = directory.path().join("image");
     let Some(file) = sparse(&path) else { return };
@@ -83,19 +85,19 @@ fn what_a_file_has_no_more_is_no_hole() {
     assert_eq!(extents(&*disk, 8 * MIB, MIB), [(MIB, true)]);
     file.set_len(0).unwrap();
     assert_eq!(extents(&*disk, 0, 16 * MIB), [(16 * MIB, true)]);
-    // One that has grown is as long as it was, for this disk.
+    // For this disk, a file that has grown keeps its size.
     file.set_len(32 * MIB).unwrap();
     assert_eq!(extents(&*disk, 0, 16 * MIB), [(16 * MIB, false)]);
 }
 
 #[test]
-fn memory_knows_if_it_is_a_file() {
+fn lasting_memory_reports_holes() {
     let lasting = MemDisk::lasting(32 << 11, 512).unwrap();
     assert_eq!(extents(&lasting, 0, 32 * MIB), [(32 * MIB, false)]);
     lasting.bytes().write(20 << 20, &1u8).unwrap();
     assert_eq!(extents(&lasting, 20 * MIB, 512), [(512, true)]);
     assert_eq!(extents(&lasting, 0, 16 * MIB), [(16 * MIB, false)]);
-    // The same memory in another size.
+    // The same memory with another size.
     let smaller = lasting.resized(Some(21 * MIB)).unwrap();
     assert_eq!(extents(&*smaller, 20 * MIB, 512), [(512, true)]);
     let plain = MemDisk::new(2048, 512).unwrap();
@@ -103,7 +105,7 @@ fn memory_knows_if_it_is_a_file() {
 }
 
 #[test]
-fn a_disk_that_keeps_nothing_has_holes_if_it_reads_as_zeroes() {
+fn a_null_disk_has_holes_if_it_reads_as_zeroes() {
     let disk = NullDisk::new(2048, 512);
     assert_eq!(extents(&disk, 512, MIB - 512), [(MIB - 512, true)]);
     assert_eq!(extents(&disk.with_read_zeroes(true), 0, MIB), [(MIB, false)]);

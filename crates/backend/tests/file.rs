@@ -1,4 +1,4 @@
-//! Files as people have them: wrong ones, shared ones, read-only ones, full and shrinking ones.
+//! Image files that are invalid, shared, read-only, full, or shrinking.
 
 mod common;
 
@@ -27,7 +27,7 @@ fn refused(path: &Path, options: &str) -> OpenError {
     disk::open(&format!("{}{options}", path.display())).expect_err("this must not open")
 }
 
-/// The sentence names the file and holds these words.
+/// Checks that the error names the file and contains these words.
 fn says(error: &OpenError, path: &Path, words: &[&str]) {
     let text = error.to_string();
     assert!(text.starts_with(path.to_str().unwrap()), "{text}");
@@ -38,7 +38,7 @@ fn says(error: &OpenError, path: &Path, words: &[&str]) {
 }
 
 #[test]
-fn a_disk_takes_no_writes_and_takes_them_again() {
+fn a_disk_becomes_read_only_and_writable_again() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let writes = open(&path, "");
@@ -55,7 +55,7 @@ fn a_disk_takes_no_writes_and_takes_them_again() {
     let writes = reads.with_writes(true).unwrap();
     run(&*writes, WRITE).unwrap();
     drop((reads, writes));
-    // What was opened to be read can not be written.
+    // A disk opened read-only cannot become writable.
     let opened = open(&path, "?read-only=on");
     assert!(matches!(opened.with_writes(true), Err(ResizeError::Opened { .. })));
     assert!(opened.with_writes(false).unwrap().info().read_only);
@@ -66,7 +66,7 @@ fn a_disk_takes_no_writes_and_takes_them_again() {
 }
 
 #[test]
-fn a_file_that_grew_is_a_larger_disk_under_the_same_lock() {
+fn a_grown_file_is_a_larger_disk_with_the_same_lock() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let small = open(&path, "");
@@ -77,7 +77,7 @@ fn a_file_that_grew_is_a_larger_disk_under_the_same_lock() {
     file.write_all_at(&[7; 512], 2 * MIB).unwrap();
     let large = small.resized(None).unwrap();
     assert_eq!(large.info().bytes(), 2 * MIB + 512);
-    assert_eq!(small.info().bytes(), MIB, "it stays as it is");
+    assert_eq!(small.info().bytes(), MIB, "the old disk keeps its size");
     assert_eq!(small.resized(Some(MIB / 2)).unwrap().info().bytes(), MIB / 2);
     assert!(matches!(small.resized(Some(MIB + 1)), Err(ResizeError::Size { .. })));
     drop(small);
@@ -85,13 +85,13 @@ fn a_file_that_grew_is_a_larger_disk_under_the_same_lock() {
     let data = host.buffer(&[(0, 512)], true);
     run_one(&mut *large.queue().unwrap(), Op::Read, 2 * MIB, 512, data).unwrap();
     assert_eq!(host.content()[..512], [7; 512]);
-    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "it is locked yet");
+    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "the image is still locked");
     drop(large);
     open(&path, "");
 }
 
 #[test]
-fn files_that_are_no_disks_are_refused_with_a_sentence() {
+fn invalid_files_are_refused_with_the_reason() {
     let directory = directory();
     let missing = directory.path().join("missing.img");
     let error = refused(&missing, "");
@@ -113,7 +113,7 @@ fn files_that_are_no_disks_are_refused_with_a_sentence() {
     let pipe = directory.path().join("pipe");
     let made = std::process::Command::new("mkfifo").arg(&pipe).status();
     if made.is_ok_and(|status| status.success()) {
-        says(&refused(&pipe, ""), &pipe, &["a pipe"]); // and it does not hang
+        says(&refused(&pipe, ""), &pipe, &["a pipe"]); // and does not block
     }
 
     let empty = image(directory.path(), 0);
@@ -123,7 +123,8 @@ fn files_that_are_no_disks_are_refused_with_a_sentence() {
 
     let odd = image(directory.path(), MIB + 100);
     says(&refused(&odd, ""), &odd, &["1048676 bytes", "512", "truncate -s %512"]);
-    // One of a format, whose bytes were asked for: longer it would be another one.
+    // An image of a known format, opened with `format=raw`: the advice to extend it would damage
+    // it.
     let mut vmdk = std::fs::read(&odd).unwrap();
     vmdk[..4].copy_from_slice(b"KDMV");
     std::fs::write(&odd, vmdk).unwrap();
@@ -138,9 +139,9 @@ fn files_that_are_no_disks_are_refused_with_a_sentence() {
 }
 
 #[test]
-fn files_that_we_may_not_read_are_refused() {
+fn unreadable_files_are_refused() {
     if rustix::process::geteuid().is_root() {
-        // Root may read everything. The message is the same for both; see that it is formed.
+        // Root may read everything, so only the message is tested.
         let source = std::io::Error::from_raw_os_error(13);
         let error = OpenError::Unreadable { path: "x.img".into(), source };
         says(&error, "x.img".as_ref(), &["may not read it", "Permission denied", "permissions"]);
@@ -155,7 +156,7 @@ fn files_that_we_may_not_read_are_refused() {
 }
 
 #[test]
-fn a_file_is_what_its_name_decodes_to() {
+fn a_file_name_is_percent_decoded() {
     let directory = directory();
     let path = directory.path().join("what? 100%.img");
     File::create(&path).unwrap().set_len(MIB).unwrap();
@@ -226,7 +227,7 @@ fn one_image_has_one_writer() {
     let disk = open(&path, "");
     let queue = disk.queue().unwrap();
     drop(disk);
-    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "a queue still uses it");
+    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "a queue still uses the file");
     drop(queue);
     // On a busy machine it may take a while all the same.
     wait::until("an image that is free at once", || {
@@ -239,7 +240,7 @@ fn one_image_has_one_writer() {
 }
 
 #[test]
-fn a_server_that_goes_away_is_waited_for() {
+fn opening_waits_for_the_lock_of_an_ending_server() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     // On a busy machine it may go away when it is waited for no longer.
@@ -256,7 +257,7 @@ fn a_server_that_goes_away_is_waited_for() {
 }
 
 #[test]
-fn other_programs_see_what_was_written() {
+fn other_programs_see_written_data() {
     let directory = directory();
     let path = image(directory.path(), 4 * MIB);
     for options in ["", "?direct=off"] {
@@ -304,8 +305,8 @@ fn an_image_that_shrinks_gives_errors_and_never_zeroes() {
             let result = run_one(&mut *queue, op, beyond, 4096, Segments::new());
             assert_eq!(result, Err(DiskError::OutOfRange), "{op:?}");
         }
-        // The file does not grow back behind our back, and if somebody else lets it, what it
-        // held is still lost; every queue knows.
+        // The file does not grow again by itself. If another process extends it, its old contents
+        // are still lost; every queue detects that.
         let data = host.buffer(&[(0, 4096)], false);
         assert_eq!(run_one(&mut *other, WRITE, beyond, 4096, data), Err(DiskError::OutOfRange));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2 + 1000);
@@ -315,7 +316,11 @@ fn an_image_that_shrinks_gives_errors_and_never_zeroes() {
         let flushed = run_one(&mut *other, Op::Flush, 0, 0, Segments::new());
         assert_eq!(flushed, Err(DiskError::Io(libc::EIO)));
         let data = host.buffer(&[(0, 4096)], false);
-        assert_eq!(run_one(&mut *other, WRITE, 0, 4096, data), Ok(()), "the rest goes on");
+        assert_eq!(
+            run_one(&mut *other, WRITE, 0, 4096, data),
+            Ok(()),
+            "the remaining blocks are writable"
+        );
     }
 }
 
@@ -335,7 +340,7 @@ fn a_flush_notices_that_the_image_shrank() {
 }
 
 #[test]
-fn a_full_file_system_is_no_space_and_nothing_worse() {
+fn a_full_file_system_gives_no_space() {
     let directory = directory();
     let mount = directory.path().to_str().unwrap();
     let options = ["-t", "tmpfs", "-o", "size=1m,huge=never", "tmpfs", mount];
@@ -343,7 +348,7 @@ fn a_full_file_system_is_no_space_and_nothing_worse() {
         return;
     }
     let _unmount = Undo("umount", vec!["-l".into(), mount.into()]);
-    let path = image(directory.path(), 16 * MIB); // sparse: it promises more than there is
+    let path = image(directory.path(), 16 * MIB); // sparse: larger than the file system
     let disk = open(&path, "");
     let mut queue = disk.queue().unwrap();
     let queue = &mut *queue;
@@ -355,7 +360,7 @@ fn a_full_file_system_is_no_space_and_nothing_worse() {
     let zeroes = Op::WriteZeroes { deallocate: false, fua: false };
     let result = run_one(queue, zeroes, 8 * MIB, 4 * MIB, Segments::new());
     assert_eq!(result, Err(DiskError::NoSpace));
-    // What was written is still there, and once there is room, it works again.
+    // Written data are still there, and with free space writes succeed again.
     let back = host.buffer(&[(0, MIB as usize / 2)], true);
     assert_eq!(run_one(queue, Op::Read, 0, MIB / 2, back), Ok(()));
     assert_eq!(host.bytes.read::<u8>(MIB as usize / 2 - 1), Some(1));
@@ -366,7 +371,7 @@ fn a_full_file_system_is_no_space_and_nothing_worse() {
 }
 
 #[test]
-fn memory_that_the_host_takes_away_is_an_error() {
+fn truncated_host_memory_is_an_error() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     for options in ["", "?direct=off"] {
@@ -383,7 +388,7 @@ fn memory_that_the_host_takes_away_is_an_error() {
             assert_eq!(result, Err(DiskError::Io(libc::EFAULT)), "{op:?}");
         }
         let data = Segments::from_bytes(&memory.bytes());
-        assert_eq!(run_one(&mut *queue, Op::Read, 0, 4096, data), Ok(()), "the queue goes on");
+        assert_eq!(run_one(&mut *queue, Op::Read, 0, 4096, data), Ok(()), "the queue still works");
     }
 }
 
@@ -395,7 +400,7 @@ fn large_requests_and_scattered_ones_work() {
         let disk = open(&path, options);
         let mut queue = disk.queue().unwrap();
         let host = Host::new(48 * MIB);
-        // More pieces than the system takes in one call, at addresses that direct I/O takes.
+        // More pieces than the kernel accepts in one call, at addresses suitable for direct I/O.
         let pieces: Vec<_> = (0..3000).map(|i| (i * 8192, 512)).collect();
         for (at, len) in &pieces {
             host.bytes.fill(*at, *len, (at / 8192) as u8).unwrap();
@@ -410,7 +415,7 @@ fn large_requests_and_scattered_ones_work() {
         assert_eq!(run_one(&mut *queue, Op::Read, 512, len, back), Ok(()));
         let start = &host.content()[..len as usize];
         assert!(*start == content[..]);
-        // One of 48 MiB.
+        // A request of 48 MiB.
         let data = host.buffer(&[(0, 48 * MIB as usize)], false);
         assert_eq!(run_one(&mut *queue, Op::Write { fua: true }, 0, 48 * MIB, data), Ok(()));
         let data = host.buffer(&[(0, 48 * MIB as usize)], false);
@@ -419,7 +424,7 @@ fn large_requests_and_scattered_ones_work() {
 }
 
 #[test]
-fn flushes_and_forced_writes_reach_the_device() {
+fn flushes_and_fua_writes_reach_the_device() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let name = path.to_str().unwrap();
@@ -459,7 +464,7 @@ fn flushes_and_forced_writes_reach_the_device() {
 }
 
 #[test]
-fn direct_io_is_used_where_it_can_be_and_explained_where_not() {
+fn direct_io_is_used_where_possible_and_refused_with_the_reason() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let buffered = options(|o| o.direct = Direct::Off);
@@ -469,7 +474,7 @@ fn direct_io_is_used_where_it_can_be_and_explained_where_not() {
         Ok(disk) => assert!(disk.is_direct()),
         Err(error) => says(&error, &path, &["direct I/O is not possible", "leave out `direct=on`"]),
     }
-    // A device of 4096-byte sectors has no direct I/O for blocks of 512.
+    // A device with sectors of 4096 bytes has no direct I/O for blocks of 512.
     let name = path.to_str().unwrap();
     let Some(device) = as_root("losetup", &["-f", "--show", "-b", "4096", name]) else {
         return;
@@ -508,10 +513,10 @@ fn a_mounted_device_is_not_overwritten() {
     assert!(open(device.as_ref(), "?read-only=on").info().read_only);
 }
 
-/// The system tells one of several syncs at once of what it could not write back. The others must
-/// not succeed for that.
+/// The kernel reports a failed writeback to one of several concurrent syncs only. The others
+/// must fail, too.
 #[test]
-fn of_two_flushes_at_once_none_succeeds_after_a_lost_write() {
+fn concurrent_flushes_all_fail_after_a_lost_write() {
     let directory = directory();
     let place = directory.path().join("small");
     std::fs::create_dir(&place).unwrap();
@@ -540,7 +545,7 @@ fn of_two_flushes_at_once_none_succeeds_after_a_lost_write() {
                 assert_eq!(queue.submit(1, &request, &mut data), Submitted::Pending);
                 queue.commit();
             }
-            // Whoever was told second is looked at first.
+            // The second flush is examined first.
             for queue in queues.iter_mut().rev() {
                 let mut result = None;
                 while result.is_none() {
@@ -554,9 +559,9 @@ fn of_two_flushes_at_once_none_succeeds_after_a_lost_write() {
     }
 }
 
-/// A guest must not see the file that holds its disk.
+/// A guest must not see the image file that contains its disk.
 #[test]
-fn images_of_other_formats_are_refused_unless_they_are_called_raw() {
+fn images_of_other_formats_need_format_raw() {
     let directory = directory();
     let path = image(directory.path(), 1 << 20);
     for (start, format) in [
@@ -577,7 +582,7 @@ fn images_of_other_formats_are_refused_unless_they_are_called_raw() {
         let raw = open(&path, "?format=raw");
         assert_eq!(raw.info().bytes(), 1 << 20);
         drop(raw);
-        // It was closed again, with its lock.
+        // The file was closed again, with its lock.
         open(&path, "?format=raw&direct=off");
     }
 }

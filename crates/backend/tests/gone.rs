@@ -1,5 +1,5 @@
-//! Storage that goes away under an open image: a file system whose server is killed or that is shut
-//! down, and a device that loses what is behind it.
+//! Storage that is removed under an open image: a FUSE file system whose daemon is killed, a
+//! file system that is shut down, and a device that loses its backing file.
 
 mod common;
 
@@ -15,11 +15,11 @@ const MIB: u64 = 1 << 20;
 const ALL: [&str; 4] = ["?direct=off", "?direct=off&aio=threads", "", "?aio=threads"];
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
-/// One request to the host's bytes from 0 on.
+/// Runs one request on the host's bytes from 0 on.
 fn one(queue: &mut dyn Queue, host: &Host, op: Op, offset: u64) -> Result<(), DiskError> {
     let len = if op == Op::Flush { 0 } else { 4096 };
     let moves = matches!(op, Op::Read | Op::Write { .. } | Op::Compare);
@@ -32,7 +32,7 @@ fn write(queue: &mut dyn Queue, host: &Host, offset: u64, byte: u8) -> Result<()
     one(queue, host, Op::Write { fua: false }, offset)
 }
 
-/// The byte that all of a page has.
+/// Reads a page; returns its fill byte.
 fn read(queue: &mut dyn Queue, host: &Host, offset: u64) -> Result<u8, DiskError> {
     one(queue, host, Op::Read, offset)?;
     let page = host.content()[..4096].to_vec();
@@ -40,7 +40,7 @@ fn read(queue: &mut dyn Queue, host: &Host, offset: u64) -> Result<u8, DiskError
     Ok(page[0])
 }
 
-/// Many requests of all kinds, which are under way when this returns, or have ended already.
+/// Submits many requests of all kinds, which are in flight or completed when this returns.
 fn submit_many(queue: &mut dyn Queue, host: &Host) -> Vec<Option<Result<(), DiskError>>> {
     let mut ended = vec![None; 200];
     for tag in 0..200_u32 {
@@ -63,7 +63,7 @@ fn submit_many(queue: &mut dyn Queue, host: &Host) -> Vec<Option<Result<(), Disk
     ended
 }
 
-/// Waits for all of them.
+/// Waits for all requests.
 fn ends(queue: &mut dyn Queue, ended: &mut [Option<Result<(), DiskError>>]) {
     while queue.pending() > 0 {
         wait(queue);
@@ -73,8 +73,7 @@ fn ends(queue: &mut dyn Queue, ended: &mut [Option<Result<(), DiskError>>]) {
     }
 }
 
-/// Nothing but one of these errors, whatever is asked for. A place that was there is no place
-/// beyond the end.
+/// Checks that all requests fail with one of these errors, and never with `OutOfRange`.
 fn fails(queue: &mut dyn Queue, host: &Host, errors: &[i32], context: &str) {
     for op in [
         Op::Read,
@@ -93,15 +92,15 @@ fn fails(queue: &mut dyn Queue, host: &Host, errors: &[i32], context: &str) {
     }
 }
 
-/// Another disk on the same thread goes on.
+/// Checks that another disk on the same thread still works.
 fn goes_on(queue: &mut dyn Queue, host: &Host, byte: u8) {
     assert_eq!(write(queue, host, 0, byte), Ok(()));
     assert_eq!(one(queue, host, Op::Flush, 0), Ok(()));
     assert_eq!(read(queue, host, 0), Ok(byte));
 }
 
-/// The server of a FUSE file system is killed in mid-I/O, with requests that wait for it and
-/// requests that were cancelled. Mounted again, the image is opened again.
+/// The daemon of a FUSE file system is killed in mid-I/O, with requests that wait for it and
+/// requests that were cancelled. After a new mount, the image is reopened.
 #[test]
 fn the_server_of_a_file_system_is_killed() {
     let directory = directory();
@@ -113,7 +112,7 @@ fn the_server_of_a_file_system_is_killed() {
     let host = Host::new(MIB);
     for (round, options) in ALL.into_iter().enumerate() {
         let byte = round as u8 + 1;
-        let Some(mut mount) = Mount::over("the_daemon", &behind) else { return };
+        let Some(mut mount) = Mount::over("fuse_daemon", &behind) else { return };
         let options = if options.is_empty() {
             "?format=raw".to_owned()
         } else {
@@ -143,13 +142,13 @@ fn the_server_of_a_file_system_is_killed() {
         let gone = [libc::ENOTCONN, libc::ECONNABORTED];
         fails(&mut *queue, &host, &gone, &options);
         goes_on(&mut *other, &host, byte + 100);
-        // Cancels of what has no storage end, too.
+        // Cancelled requests without storage end, too.
         let mut ended = submit_many(&mut *queue, &host);
         (0..200).for_each(|tag| queue.cancel(tag));
         ends(&mut *queue, &mut ended);
         assert_ne!(ended[4], Some(Ok(())));
         drop(mount);
-        let Some(mount) = Mount::over("the_daemon", &behind) else { return };
+        let Some(mount) = Mount::over("fuse_daemon", &behind) else { return };
         fails(&mut *queue, &host, &gone, &options);
         let again = open(&mount.path(), &options);
         let mut queue = again.queue().unwrap();
@@ -159,15 +158,15 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// A file system that knows no syncs: the system says in its place that there is nothing to do,
-/// even when its server is dead. That is no durable write, and no image that has become shorter.
+/// A file system without fsync: the kernel reports success for it even after the death of the
+/// daemon. That is no durable write, and no truncated image.
 #[test]
-fn a_file_system_without_syncs_ends() {
+fn a_dead_file_system_without_fsync_gives_errors() {
     let directory = directory();
     let behind = image(directory.path(), MIB);
     let host = Host::new(MIB);
     for options in ["?direct=off&format=raw", "?direct=off&aio=threads&format=raw"] {
-        let Some(mut mount) = Mount::without_syncs("the_daemon", &behind) else { return };
+        let Some(mut mount) = Mount::without_syncs("fuse_daemon", &behind) else { return };
         let disk = open(&mount.path(), options);
         let mut queue = disk.queue().unwrap();
         assert_eq!(write(&mut *queue, &host, 0, 7), Ok(()));
@@ -177,17 +176,17 @@ fn a_file_system_without_syncs_ends() {
     }
 }
 
-/// A loop device with `file` behind it.
+/// A loop device backed by `file`.
 fn device(file: &Path) -> Option<(String, Undo)> {
     let device = as_root("losetup", &["-f", "--show", file.to_str().unwrap()])?;
     let detach = Undo("losetup", vec!["-d".into(), device.clone()]);
     Some((device, detach))
 }
 
-/// What is behind a device is gone for a while: nothing has to be opened again, unless writes were
-/// answered that only the page cache had.
+/// The backing file of a device is truncated for a while: no reopen is needed, unless completed
+/// writes were in the page cache only.
 #[test]
-fn a_device_loses_its_storage_for_a_while() {
+fn a_device_without_backing_storage_recovers() {
     let directory = directory();
     let behind = image(directory.path(), 4 * MIB);
     let Some((device, _detach)) = device(&behind) else { return };
@@ -203,7 +202,7 @@ fn a_device_loses_its_storage_for_a_while() {
         for op in [Op::Read, Op::Verify, Op::Compare] {
             assert_eq!(one(&mut *queue, &host, op, 0), Err(DiskError::Io(libc::EIO)), "{op:?}");
         }
-        // All of it again. What it held is another matter.
+        // The file has its size again, with other contents.
         file.set_len(4 * MIB).unwrap();
         assert_eq!(read(&mut *queue, &host, 0), Ok(0), "{options}");
         assert_eq!(write(&mut *queue, &host, 4096, byte), Ok(()));
@@ -212,8 +211,8 @@ fn a_device_loses_its_storage_for_a_while() {
     }
 }
 
-/// A file system that has seen an error it can not live with ends itself, or somebody ends it. What
-/// it answers from then on is an error, and it can be mounted again.
+/// A file system is shut down after a fatal error or by an operator. From then on every request
+/// fails, until it is mounted again.
 #[test]
 fn a_file_system_is_shut_down() {
     let directory = directory();
@@ -248,8 +247,8 @@ fn a_file_system_is_shut_down() {
         };
         assert!(status.success());
         ends(&mut *queue, &mut ended);
-        // What the page cache has is read from there, and a write that allocates nothing may go to
-        // the device; no flush says that it is there.
+        // Pages in the page cache are still readable, and a write that allocates nothing may reach
+        // the device; no flush succeeds.
         let mut statuses = vec![one(&mut *queue, &host, Op::Flush, 0)];
         statuses.push(write(&mut *queue, &host, 0, 99));
         statuses.push(one(&mut *queue, &host, Op::WriteZeroes { deallocate: true, fua: true }, 0));

@@ -1,4 +1,4 @@
-//! Disks that go from one process to another.
+//! Handover of disks from one process to another.
 
 use shadowbell_backend::{Disk, HandOverError, Op, OpenError, Request, Submitted, adopt};
 use shadowbell_backend::{open, open_lasting};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 const LEN: usize = 4096;
 
-/// What arrives of a disk at the other end of a socket.
+/// Sends a disk's state through a socket; returns what arrives.
 fn travel(disk: &dyn Disk) -> (serde_json::Value, Descriptors) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut parcel = Parcel::new();
@@ -69,7 +69,7 @@ fn is_locked(spec: &str) -> bool {
 }
 
 #[test]
-fn the_lock_on_a_file_is_held_all_the_time() {
+fn the_lock_of_a_file_is_held_during_a_handover() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path());
     for options in ["", "?direct=off", "?aio=threads&direct=off"] {
@@ -81,7 +81,7 @@ fn the_lock_on_a_file_is_held_all_the_time() {
         assert_eq!((new.info(), new.name()), (old.info(), old.name()));
         old.share_lock(true);
         drop(old);
-        assert!(is_locked(&spec), "the old one is gone, and its queues and descriptors with it");
+        assert!(is_locked(&spec), "the new disk holds the lock");
         assert_eq!(read(&*new), 7);
         write(&*new, 8);
         new.share_lock(false);
@@ -92,14 +92,14 @@ fn the_lock_on_a_file_is_held_all_the_time() {
 }
 
 #[test]
-fn who_takes_a_disk_back_has_its_lock() {
+fn a_cancelled_handover_keeps_the_lock() {
     let directory = tempfile::tempdir().unwrap();
     let spec = image(directory.path());
     let old = open_lasting(&spec).unwrap();
     let (state, mut fds) = travel(&*old);
     old.share_lock(true);
     drop(adopt(&spec, &state, &mut fds).unwrap());
-    assert!(is_locked(&spec), "the new one has failed, and the old one goes on");
+    assert!(is_locked(&spec), "the old disk holds the lock");
     old.share_lock(false);
     write(&*old, 1);
     drop((old, fds));
@@ -107,7 +107,7 @@ fn who_takes_a_disk_back_has_its_lock() {
 }
 
 #[test]
-fn what_a_file_has_lost_stays_lost() {
+fn a_lost_write_stays_lost_after_a_handover() {
     let directory = tempfile::tempdir().unwrap();
     let spec = format!("{}?direct=off", image(directory.path()));
     let old = open_lasting(&spec).unwrap();
@@ -125,7 +125,7 @@ fn what_a_file_has_lost_stays_lost() {
 }
 
 #[test]
-fn memory_keeps_its_content() {
+fn a_memory_disk_keeps_its_contents_in_a_handover() {
     for spec in ["mem:1MiB", "mem:516KiB?block-size=4096", "mem:3KiB", "mem:128MiB"] {
         let old = open_lasting(spec).unwrap();
         if old.info().bytes() >= LEN as u64 {
@@ -149,7 +149,7 @@ fn memory_keeps_its_content() {
 }
 
 #[test]
-fn what_is_not_the_disk_or_can_not_go_is_refused() {
+fn another_disk_or_a_private_one_is_refused() {
     let disk: Arc<dyn Disk> = open("mem:1MiB").unwrap();
     let error = disk.hand_over(&mut Descriptors::default()).unwrap_err();
     assert!(matches!(error, HandOverError::Private { .. }), "{error}");

@@ -1,4 +1,4 @@
-//! Every operation on every kind of disk, in batches, against a disk that is a vector.
+//! Every operation on every disk type, in batches, against a vector.
 
 mod common;
 
@@ -10,17 +10,17 @@ use shadowbell_backend::{self as disk, Disk, DiskError, Op, Request};
 use shadowbell_testing::outside;
 use std::sync::Arc;
 
-/// The disk; more than two bounce buffers of data fit.
+/// Size of the disk: more than two bounce buffers.
 const SIZE: usize = 1 << 20;
 /// Requests in a batch; each has its own part of the disk and of the host's memory.
 const LANES: usize = 8;
 /// Twice the disk, so that buffers can be scattered.
 const MEMORY: usize = 2 * SIZE;
 
-/// How a request's buffer lies in memory.
+/// Layout of a request's buffer in memory.
 #[derive(Clone, Debug)]
 struct Layout {
-    /// Every address and length is a multiple of this, apart from the last piece.
+    /// Every address and length is a multiple of this, except for the last piece.
     unit: usize,
     /// Length of each piece and of the gap before it, in units.
     pieces: Vec<(usize, usize)>,
@@ -34,14 +34,14 @@ struct Action {
     len: u16,
     layout: Layout,
     seed: u64,
-    /// For a compare: the data differ in this byte, as a fraction of its length.
+    /// For a compare: position of a differing byte, as a fraction of its length.
     differs: Option<u16>,
 }
 
 #[derive(Clone, Debug)]
 enum Step {
     Batch(Vec<Option<Action>>),
-    /// One request that may take the whole disk.
+    /// A single request of up to the whole disk.
     Whole(Action),
     Flush,
     Reopen,
@@ -80,7 +80,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Where the pieces of `len` bytes lie inside `[base, base + room)`.
+/// Pieces of `len` bytes scattered inside `[base, base + room)`.
 fn scatter(layout: &Layout, base: usize, room: usize, len: usize) -> Vec<(usize, usize)> {
     let mut spare = room - len;
     let (mut at, mut left, mut pieces) = (base, len, Vec::new());
@@ -113,7 +113,7 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// The naive disk, and what it says must become of the host's memory.
+/// Simple model of the disk, and the expected contents of the host's memory.
 struct Model {
     block: usize,
     blocks: Vec<u8>,
@@ -121,7 +121,7 @@ struct Model {
 }
 
 impl Model {
-    /// What the action asks, with its buffer's pieces, in lane `lane` of `lanes`.
+    /// Request of the action, with its buffer's pieces, in lane `lane` of `lanes`.
     fn request(
         &self,
         action: &Action,
@@ -144,7 +144,7 @@ impl Model {
         (request, pieces)
     }
 
-    /// Puts the action's data into the host's memory.
+    /// Stores the action's data in the host's memory.
     fn prepare(&mut self, action: &Action, request: &Request, pieces: &[(usize, usize)]) {
         let range = request.offset as usize..(request.offset + request.len) as usize;
         let data = match action.op {
@@ -166,7 +166,7 @@ impl Model {
         }
     }
 
-    /// Does what the disk should have done.
+    /// Applies the expected effect of the request.
     fn apply(
         &mut self,
         action: &Action,
@@ -249,7 +249,7 @@ fn check(steps: &[Step], open: &dyn Fn(bool) -> Arc<dyn Disk>) {
             let expected = model.apply(action, request, pieces);
             assert_eq!(result, expected, "{request:?} into {pieces:?}");
         }
-        // All of the memory: what no request should have touched must be as it was.
+        // All of the memory, so that stray writes are detected.
         let same = host.content() == model.memory;
         assert!(same, "the host's memory differs after {planned:?}");
     }
@@ -367,7 +367,7 @@ fn block_device() {
     }
 }
 
-/// Namespaces by their character devices, of a MiB each.
+/// Character-device namespaces, of a MiB each.
 #[test]
 fn namespaces() {
     for device in outside::namespaces() {

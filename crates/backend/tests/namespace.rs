@@ -1,5 +1,5 @@
-//! Requests to namespaces by their character devices, cancelled in mid-I/O. The devices carry each
-//! command out a moment later than they could.
+//! Requests to character-device namespaces, cancelled in mid-I/O. The devices execute each
+//! command after a delay.
 
 mod common;
 
@@ -9,23 +9,24 @@ use shadowbell_testing::outside;
 use std::time::Duration;
 
 const PAGE: usize = 4096;
-/// More requests than the system gets at a time: some are under way, and some wait.
+/// More requests than the kernel gets at a time: some are in flight, and some wait.
 const PAGES: usize = 1536;
 const ROUNDS: u64 = 8;
-/// Longer than the devices wait before they carry out a command.
+/// Longer than the devices' delay.
 const LATER: Duration = Duration::from_millis(200);
-/// What is in the host's memory when nothing is to read or write it any more.
+/// Contents of the host's memory while no request may access it.
 const NOBODYS: u8 = 0xa5;
 
 fn page(number: u64) -> Vec<u8> {
     number.to_le_bytes().repeat(PAGE / 8)
 }
 
-/// What each page of the disk may hold.
+/// Possible contents of each page of the disk.
 struct Pages(Vec<Vec<u64>>);
 
 impl Pages {
-    /// What was read is what the page may hold, and what it holds from then on.
+    /// Checks a page that was read against its possible contents; from then on it holds this
+    /// number.
     fn holds(&mut self, at: usize, data: &[u8]) {
         let number = u64::from_le_bytes(data[..8].try_into().unwrap());
         assert!(data == page(number), "a page is in parts: {number} and others");
@@ -49,9 +50,9 @@ fn offset(page: usize) -> u64 {
     (page * PAGE) as u64
 }
 
-/// Requests are cancelled while many are under way. Each ends once, as carried out or as
-/// cancelled. What is cancelled is there as a whole or not at all; and neither gets to the disk
-/// nor touches the host's memory after its end.
+/// Requests are cancelled with many in flight. Each ends once, as executed or as cancelled. A
+/// cancelled write is on the disk as a whole or not at all; and no request reaches the disk or
+/// the host's memory after its end.
 fn cancelled_in_mid_io(disk: &str) {
     let disk = open(disk.as_ref(), "");
     let mut queue = disk.queue().unwrap();
@@ -107,8 +108,8 @@ fn cancelled_in_mid_io(disk: &str) {
             }
             carried_out += usize::from(round > 0);
         }
-        // All of this is over for the host: what comes later would be seen in its memory, or on the
-        // disk with what is in its memory now.
+        // All requests have ended: a late access would show in the memory, or on the disk with this
+        // pattern.
         host.bytes.write_from(0, &vec![NOBODYS; PAGES * PAGE]).unwrap();
         // In this time.
         std::thread::sleep(LATER);
@@ -123,7 +124,7 @@ fn cancelled_in_mid_io(disk: &str) {
 }
 
 #[test]
-fn requests_are_cancelled_in_mid_io() {
+fn requests_can_be_cancelled_in_mid_io() {
     for device in outside::namespaces() {
         for options in ["", "?aio=threads"] {
             cancelled_in_mid_io(&format!("{device}{options}"));

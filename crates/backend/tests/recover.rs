@@ -1,4 +1,4 @@
-//! Disks whose process has died, in the next one.
+//! Recovery of disks of a dead process.
 
 mod common;
 
@@ -19,19 +19,19 @@ use std::time::Duration;
 const MIB: u64 = 1 << 20;
 const LEN: usize = 4096;
 
-/// Says to this test program which disk it has, what it does with it, and that it dies of that.
+/// Environment variable of the child process: its disk, and the request with which it dies.
 const DIES: &str = "BACKEND_TEST_DIES";
 
-/// What a process that has died has left.
+/// State of a dead process.
 struct Left {
     state: serde_json::Value,
     fds: Descriptors,
-    /// Comes to its end when all that it had under way has ended.
+    /// Fence: becomes readable when all requests in flight have ended.
     fence: OwnedFd,
 }
 
-/// Not a test of its own: a process that sends what it leaves to its standard input, has a request
-/// under way, and kills itself.
+/// Entry point of a child process, not a test of its own: sends its state to its standard
+/// input, has a request in flight, and kills itself.
 #[test]
 fn dies() {
     let Ok(what) = std::env::var(DIES) else { return };
@@ -48,7 +48,7 @@ fn dies() {
     let mut queue = disk.queue().unwrap();
     let op = if op == "read" { Op::Read } else { Op::Write { fua: false } };
     let mut data = host.buffer(&[(0, LEN)], op == Op::Read);
-    // Of the beginning something may be in a cache.
+    // The beginning may be in a cache.
     let offset = if op == Op::Read { 8 * MIB } else { 0 };
     let request = Request { op, offset, len: LEN as u64 };
     let submitted = queue.submit(1, &request, &mut data);
@@ -58,7 +58,7 @@ fn dies() {
         .unwrap();
 }
 
-/// What a process leaves that has died with a request under way at `spec`.
+/// State of a process that has died with a request in flight at `spec`.
 fn die(op: &str, spec: &str) -> Left {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -73,7 +73,7 @@ fn die(op: &str, spec: &str) -> Left {
     Left { state, fds: std::mem::take(parcel.descriptors()), fence }
 }
 
-/// Whether this comes to its end within that time.
+/// Whether the fence ends within this time.
 fn ends(fence: &OwnedFd, within: Duration) -> bool {
     let timeout = rustix::event::Timespec::try_from(within).unwrap();
     poll(&mut [PollFd::new(fence, PollFlags::IN)], Some(&timeout)).unwrap() == 1
@@ -87,7 +87,7 @@ fn first_byte(disk: &dyn Disk) -> u8 {
     host.bytes.read(0).unwrap()
 }
 
-/// A block device that takes its time for each request, over memory that can be looked at.
+/// A slow block device over a file that can be examined.
 struct Slow {
     server: ProcessGroup,
     directory: tempfile::TempDir,
@@ -95,7 +95,7 @@ struct Slow {
 }
 
 impl Slow {
-    /// Nothing where the machine has not what it needs.
+    /// None where the machine lacks the tools.
     fn start(seconds: &str) -> Option<Self> {
         if !rustix::process::geteuid().is_root() || !Path::new("/dev/loop-control").exists() {
             return None;
@@ -126,7 +126,7 @@ impl Slow {
         (output.status.success() && slow.device.exists()).then_some(slow)
     }
 
-    /// The first byte of what is below.
+    /// The first byte of the file below the device.
     fn holds(&self) -> u8 {
         std::fs::read(self.directory.path().join("disk.img")).unwrap()[0]
     }
@@ -143,15 +143,18 @@ impl Drop for Slow {
     }
 }
 
-/// The process is gone at once, and what it has under way is not.
+/// The process has ended at once, with its request still in flight.
 #[test]
-fn a_write_that_outlives_its_process_is_waited_for() {
+fn recovery_waits_for_a_write_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {
         return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
     };
     let spec = format!("{}?direct=on&aio=io_uring", slow.device.display());
     let mut left = die("write", &spec);
-    assert!(slow.holds() == 0 && !ends(&left.fence, Duration::ZERO), "nothing was to be seen");
+    assert!(
+        slow.holds() == 0 && !ends(&left.fence, Duration::ZERO),
+        "the write is still in flight"
+    );
     let waited = Cell::new(0);
     let wait = || {
         waited.set(waited.get() + 1);
@@ -159,27 +162,27 @@ fn a_write_that_outlives_its_process_is_waited_for() {
         true
     };
     let disk = recover(&spec, &left.state, &mut left.fds, &wait).unwrap();
-    assert_eq!(slow.holds(), 0xaa, "it has reached the disk");
+    assert_eq!(slow.holds(), 0xaa, "the late write has reached the disk");
     assert!(waited.get() > 10);
     assert!(ends(&left.fence, LIMIT));
     assert_eq!(first_byte(&*disk), 0xaa);
 }
 
-/// A reader's lock waits for nobody; its fence does.
+/// A reader's lock excludes no other reader, but its fence has to end.
 #[test]
-fn a_read_that_outlives_its_process_is_seen() {
+fn the_fence_waits_for_a_read_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {
         return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
     };
     let spec = format!("{}?direct=on&aio=io_uring&read-only=on", slow.device.display());
     let left = die("read", &spec);
     wait::moment();
-    assert!(!ends(&left.fence, Duration::ZERO), "it is in flight");
+    assert!(!ends(&left.fence, Duration::ZERO), "the read is in flight");
     assert!(ends(&left.fence, LIMIT));
 }
 
 #[test]
-fn an_image_that_somebody_has_is_waited_for_until_it_is_not() {
+fn recovery_waits_for_the_lock_of_an_image() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let spec = format!("{}?direct=off", path.display());
@@ -197,13 +200,13 @@ fn an_image_that_somebody_has_is_waited_for_until_it_is_not() {
         true
     };
     let state = left.state;
-    // It was called otherwise meanwhile, and something else has its name.
+    // The image was renamed meanwhile, and another file has its name.
     std::fs::rename(&path, directory.path().join("other")).unwrap();
     image(directory.path(), 2 * MIB);
     let disk = recover(&spec, &state, &mut left.fds, &wait).unwrap();
     assert!(waited.get() >= 700, "for longer than a disk that is opened");
     assert_eq!((disk.info().bytes(), first_byte(&*disk)), (MIB, 0xaa));
-    // Until it is not worth it any more.
+    // Waiting ends when the callback gives up.
     let mut fds = Descriptors::default();
     let again = disk.keep(&mut fds).unwrap();
     let error = recover(&spec, &again, &mut fds, &|| false).unwrap_err();
@@ -211,7 +214,7 @@ fn an_image_that_somebody_has_is_waited_for_until_it_is_not() {
 }
 
 #[test]
-fn what_was_noticed_stays_noticed_and_what_a_guest_wrote_tells_nothing() {
+fn recovery_keeps_a_loss_and_ignores_guest_data() {
     let directory = directory();
     let path = image(directory.path(), MIB);
     let spec = format!("{}?direct=off", path.display());
@@ -224,7 +227,7 @@ fn what_was_noticed_stays_noticed_and_what_a_guest_wrote_tells_nothing() {
     std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
     let disk = recover(&spec, &state, &mut fds, &|| true).unwrap();
     assert!(disk.has_lost());
-    assert_eq!(disk.info().bytes(), MIB, "to the guest it is what it was");
+    assert_eq!(disk.info().bytes(), MIB, "the guest's disk keeps its size");
     assert_eq!(first_byte(&*disk), b'Q');
     let host = Host::new(MIB);
     let mut queue = disk.queue().unwrap();
@@ -232,13 +235,13 @@ fn what_was_noticed_stays_noticed_and_what_a_guest_wrote_tells_nothing() {
     assert!(run_one(&mut *queue, Op::Read, MIB / 2, LEN as u64, data()).is_err());
     assert!(run_one(&mut *queue, Op::Flush, 0, 0, host.buffer(&[], true)).is_err());
     drop((queue, disk));
-    // What is no state of such a disk is refused.
+    // State that is not of this type of disk is refused.
     let error = recover("mem:1MiB", &state, &mut fds, &|| true).unwrap_err();
     assert!(matches!(error, OpenError::NotThatDisk { .. }), "{error}");
 }
 
 #[test]
-fn memory_keeps_its_content_and_nothing_is_waited_for() {
+fn a_memory_disk_recovers_without_waiting() {
     for spec in ["mem:1MiB", "null:1MiB?read-zeroes=on"] {
         let disk = open_lasting(spec).unwrap();
         let host = Host::new(MIB);
@@ -249,7 +252,8 @@ fn memory_keeps_its_content_and_nothing_is_waited_for() {
         assert_eq!(run_one(&mut *queue, write, 0, LEN as u64, data), Ok(()));
         let mut fds = Descriptors::default();
         let state = disk.keep(&mut fds).unwrap();
-        let next = recover(spec, &state, &mut fds, &|| panic!("for what?")).unwrap();
+        let next =
+            recover(spec, &state, &mut fds, &|| panic!("recovery waits without a reason")).unwrap();
         assert_eq!(first_byte(&*next), if spec.starts_with("mem") { 7 } else { 0 });
     }
 }

@@ -1,4 +1,4 @@
-//! An image that does not answer, beside another that one thread serves as well.
+//! A hung image, beside another image on the same thread.
 
 mod common;
 
@@ -11,23 +11,23 @@ use std::sync::{Arc, mpsc};
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
 #[test]
-fn an_image_that_does_not_answer_holds_up_no_other() {
-    let Some(mount) = Mount::with_image("the_daemon") else { return };
+fn a_hung_image_delays_no_other() {
+    let Some(mount) = Mount::with_image("fuse_daemon") else { return };
     let bad = open(&mount.path(), "?direct=off&format=raw");
     holds_up_no_other(mount, bad);
 }
 
-/// As above, and the file system does not even say how long the file is.
+/// Like the test above, with a file system that does not even return the file's length.
 #[test]
-fn an_image_of_which_nothing_is_said_holds_up_no_other() {
+fn a_hung_fstat_delays_no_other_image() {
     let directory = directory();
     let behind = image(directory.path(), MIB);
-    let Some(mount) = Mount::over("the_daemon", &behind) else { return };
+    let Some(mount) = Mount::over("fuse_daemon", &behind) else { return };
     let bad = open(&mount.path(), "?direct=off&format=raw");
     mount.stall();
     holds_up_no_other(mount, bad);
@@ -37,7 +37,8 @@ fn holds_up_no_other(mut mount: Mount, bad: Arc<dyn Disk>) {
     let directory = directory();
     let good = image(directory.path(), 64 * MIB);
     let (done, is_done) = mpsc::channel();
-    // One thread, as a worker is, whose calls the kernel would leave to the same few workers.
+    // One thread, as an I/O thread is: the kernel would run the calls of both images on the same
+    // few io_uring workers.
     let worker = std::thread::spawn(move || {
         let host = Host::new(MIB);
         let mut bad = bad.queue().unwrap();
@@ -77,7 +78,7 @@ fn holds_up_no_other(mut mount: Mount, bad: Arc<dyn Disk>) {
         drop(bad);
     });
     let outcome = is_done.recv_timeout(LIMIT);
-    // What waits for it goes on.
+    // Requests that wait for the storage end.
     mount.end();
     let _ = worker.join();
     assert!(outcome.is_ok(), "one image waits for the other");

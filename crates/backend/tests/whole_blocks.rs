@@ -1,4 +1,5 @@
-//! A block is written and read as one, whichever queues do so at the same time: what AWUN promises.
+//! Atomicity of blocks: each is written and read as a whole, whatever queues do so at the same
+//! time, as AWUN promises.
 
 mod common;
 
@@ -11,13 +12,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const BLOCK: usize = 4096;
-/// How many blocks are fought for: few, so that all meet, and more than one at a time.
+/// Number of contended blocks: few for collisions, and more than one at a time.
 const BLOCKS: u64 = 2;
-/// Requests of a queue at a time.
+/// Requests in flight of a queue.
 const DEPTH: usize = 4;
 
-/// What a queue does, again and again until `over`: as many requests as may be at a time, for
-/// blocks in turn. Each has a buffer of its own, which `prepared` fills and `ended` looks at.
+/// Keeps `DEPTH` requests in flight until `over`, for each block in turn. Each has a buffer of
+/// its own, which `prepared` fills and `ended` examines.
 fn run(
     disk: &dyn Disk,
     op: Op,
@@ -63,7 +64,7 @@ fn run(
     }
 }
 
-/// Two queues write blocks that are of one value each, and a third one reads them.
+/// Two queues write blocks of a single value each, and a third one reads them.
 fn stays_whole(disk: &dyn Disk) {
     let over = AtomicBool::new(false);
     // The length of the load.
@@ -80,17 +81,17 @@ fn stays_whole(disk: &dyn Disk) {
             over.fetch_or(Instant::now() > until || torn != 0, Ordering::Relaxed);
         };
         run(disk, Op::Read, &over, |_| 0, look);
-        assert_eq!(torn, 0, "a block was read that nobody has written");
+        assert_eq!(torn, 0, "a torn block was read");
     });
 }
 
 #[test]
-fn blocks_in_memory_are_whole() {
+fn blocks_in_memory_are_atomic() {
     stays_whole(&MemDisk::new(BLOCKS, BLOCK as u32).unwrap());
 }
 
 #[test]
-fn blocks_in_the_page_cache_are_whole() {
+fn blocks_in_the_page_cache_are_atomic() {
     for aio in [Aio::Auto, Aio::Threads] {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = dir.path().join("disk");

@@ -1,5 +1,5 @@
-//! Admin commands without end: how much they can make a worker and its mailbox do, and the memory
-//! of a controller.
+//! Floods of admin commands: their effect on an I/O thread and its mailbox, and the memory of a
+//! controller.
 
 mod common;
 #[path = "common/held.rs"]
@@ -16,7 +16,7 @@ use std::sync::Arc;
 const IDENTIFY: u8 = 0x06;
 const GET_LOG_PAGE: u8 = 0x02;
 
-/// A host with an I/O queue pair, whose worker takes its turns when a test says so.
+/// A host with an I/O queue pair, whose I/O thread runs only when the test takes a turn.
 fn attached(config: Config) -> (Host, Queue, Turns) {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let controller = Controller::new(config, pool, Carrier::default()).unwrap();
@@ -37,9 +37,9 @@ fn smart(at: u64) -> Sqe {
     Sqe { cdw10: 127 << 16 | 2, ..Sqe::new(GET_LOG_PAGE, 0, 0) }.with_prps(at, 0)
 }
 
-/// Until now, each asked every worker by message.
+/// Identify and Get Log Page need no message to an I/O thread.
 #[test]
-fn a_hundred_thousand_admin_commands_are_nothing_to_a_worker() {
+fn admin_commands_need_no_turn_of_an_io_thread() {
     let (mut host, mut queue, mut turns) = attached(config(&["mem:1MiB"]));
     let page = host.alloc(4096);
     let read = Sqe::read(1, 0, 7, 77).with_prps(page, 0);
@@ -51,7 +51,7 @@ fn a_hundred_thousand_admin_commands_are_nothing_to_a_worker() {
             host.put(&mut admin, &sqe.with_cid(cid));
         }
         host.ring(&admin, old);
-        // No turn of the worker was taken.
+        // The I/O thread has taken no turn.
         for cid in 0..31 {
             assert_eq!(host.reap(&mut admin), Some((cid, Status::SUCCESS, 0)), "round {n}");
         }
@@ -64,14 +64,14 @@ fn a_hundred_thousand_admin_commands_are_nothing_to_a_worker() {
         }
     }
     assert!(!turns.turn(), "the worker has a message");
-    // Reads are in the log as soon as they are complete.
+    // Completed reads are in the log at once.
     host.must(smart(page));
     assert_eq!(host.peek(page + 64, 2), [4, 0]);
 }
 
-/// Until now, a worker had as many messages as there were commands.
+/// The mailbox of an I/O thread holds one message, however many commands there are.
 #[test]
-fn doorbell_buffers_are_configured_one_after_the_other() {
+fn doorbell_buffer_configs_are_executed_one_by_one() {
     let (mut host, _queue, mut turns) = attached(config(&["mem:1MiB"]));
     let (shadow, event_idx) = (host.alloc(4096), host.alloc(4096));
     let page = host.alloc(4096);
@@ -85,16 +85,17 @@ fn doorbell_buffers_are_configured_one_after_the_other() {
     host.ring(&admin, old);
     host.shadow = Some((shadow, event_idx));
     for cid in 0..30 {
-        // The worker has not had its turn. Behind the last one, others need not wait.
+        // The I/O thread has taken no turn. The command after the last Doorbell Buffer Config does
+        // not wait.
         assert_eq!(host.reap(&mut admin).map(|done| done.0), (cid == 29).then_some(30));
-        // It has one message, and when it has handled it the next.
+        // The I/O thread has one message, and gets the next after handling it.
         assert!(turns.turn());
         assert_eq!(host.reap(&mut admin), Some((cid, Status::SUCCESS, 0)));
     }
     assert!(!turns.turn());
 }
 
-/// Every command that is under way has its place in the completion queue.
+/// Every command in flight has a slot reserved in the completion queue.
 #[test]
 fn no_more_is_fetched_than_can_be_completed() {
     let (mut host, _queue, mut turns) = attached(config(&["mem:1MiB"]));
@@ -116,17 +117,17 @@ fn no_more_is_fetched_than_can_be_completed() {
         }
         host.ring(admin, old);
     };
-    // Event requests first: they wait for events, and take no place meanwhile.
+    // Asynchronous Event Requests first: while they wait for events they reserve no slot.
     for event in 0..4 {
         let sqe = Sqe::new(0x0c, 1000 + event, 0);
         host.submit(&mut admin, &sqe);
     }
     assert_eq!(stats(&host, &mut turns), (before.0 + 4, before.1));
-    // As many as there are places, and then as many again, of which the host takes nothing away.
+    // As many commands as there are slots, and then as many again; the host consumes none.
     fill(&mut host, &mut admin);
     fill(&mut host, &mut admin);
     assert_eq!(stats(&host, &mut turns), (before.0 + 4 + 31, before.1 + 31));
-    // An event that finds no place waits for one.
+    // An event without a free slot waits for one.
     host.controller.write_doorbell(regs::DOORBELLS + 8 * 9, 1);
     assert_eq!(stats(&host, &mut turns), (before.0 + 4 + 31, before.1 + 31));
     let mut done: Vec<u16> = Vec::new();
@@ -138,7 +139,7 @@ fn no_more_is_fetched_than_can_be_completed() {
     assert_eq!((events, done.len()), (1, 63));
     done.retain(|cid| *cid < 1000);
     assert_eq!(done, (0..62).collect::<Vec<_>>());
-    // And the host can go on for as long as it likes.
+    // The host can continue this indefinitely.
     host.admin = admin;
     for _ in 0..100 {
         host.must(identify(at));
@@ -154,9 +155,9 @@ fn no_more_is_fetched_than_can_be_completed() {
     assert_eq!(host.reap(&mut admin), Some((1, Status::SUCCESS, 0)));
 }
 
-/// Each write of CC.SHN was a message to each worker, and a flush of each disk.
+/// Repeated writes of CC.SHN do not queue up messages and flushes.
 #[test]
-fn a_host_that_shuts_down_again_and_again_has_one_flush_under_way() {
+fn repeated_shutdowns_have_one_flush_in_flight() {
     let disk = Held::new(8);
     let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
     let (host, _queue, mut turns) = attached(Config { namespaces, ..Config::default() });
@@ -167,7 +168,7 @@ fn a_host_that_shuts_down_again_and_again_has_one_flush_under_way() {
         host.write32(regs::CC, cc.with_shn(regs::SHN_NONE).into_bits());
     }
     while turns.turn() && disk.seen().len() < 10 {}
-    assert_eq!(disk.seen().len(), 1, "one is under way");
+    assert_eq!(disk.seen().len(), 1, "one flush is in flight");
     assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
     disk.order(|orders| orders.hold = false);
     let mut left = 1000;
@@ -176,11 +177,11 @@ fn a_host_that_shuts_down_again_and_again_has_one_flush_under_way() {
         left -= 1;
         assert_ne!(left, 0, "the flush does not end");
     }
-    // What was written during the first one is flushed by a second.
+    // Data written during the first flush are flushed by a second one.
     assert_eq!(disk.seen().len(), 2);
 }
 
-/// Errors that nobody had time for are counted: the log has the newest, and knows of all.
+/// The error count includes entries that the log had no room for; the log has the newest.
 #[test]
 fn every_error_is_counted() {
     let mut host = Host::new(&["mem:1MiB"], Polling::Never);

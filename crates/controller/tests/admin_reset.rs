@@ -1,5 +1,5 @@
-//! Resets at any moment of a flood of admin commands: each command completes once at most, and the
-//! host's memory is its own as soon as CSTS.RDY reads 0.
+//! Resets at any moment of a flood of admin commands: each command completes at most once, and
+//! the controller does not access the host's memory after CSTS.RDY is 0.
 
 mod common;
 
@@ -13,8 +13,8 @@ use shadowbell_spec::{Cqe, Sqe};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// What the host does: commands, how many of which are completed before it resets the controller,
-/// and for how long it does something else before.
+/// One round: commands, the number of completions before the host resets the controller, and a
+/// delay before the reset.
 #[derive(Clone, Debug)]
 struct Round {
     commands: Vec<u8>,
@@ -35,7 +35,7 @@ fn round() -> impl Strategy<Value = Round> {
     )
 }
 
-/// Places in the host's memory.
+/// Addresses in the host's memory.
 struct Places {
     page: u64,
     shadow: u64,
@@ -60,7 +60,7 @@ fn command(kind: u8, places: &Places) -> Sqe {
     }
 }
 
-/// The entries of the admin completion queue, as far as there are any.
+/// Command identifiers in the admin completion queue, up to the first free entry.
 fn completions(host: &Host) -> Vec<u16> {
     let entries =
         (0..32).map(|n| host.memory.read::<Cqe>((host.admin.cq - BASE) as usize + n * 16));
@@ -74,7 +74,7 @@ fn run(host: &mut Host, places: &Places, round: &Round) {
     }
     host.ring(&admin, 0);
     host.admin = admin;
-    // Event requests stay, and so may an abort's command that was meant for one.
+    // Asynchronous Event Requests stay outstanding, and so may an Abort of one.
     let stay = round.commands.iter().filter(|kind| **kind == 2).count();
     let wait_for = round.wait_for.min(round.commands.len() - stay);
     let until = Instant::now() + LIMIT;
@@ -92,7 +92,7 @@ fn run(host: &mut Host, places: &Places, round: &Round) {
         host.write32(regs::CC, cc.with_en(false).into_bits());
         host.until("CSTS.RDY to clear", || !host.csts().rdy());
     }
-    // From here on the memory is somebody else's.
+    // From here on the controller must not write to the memory.
     let all = completions(host);
     let once: BTreeSet<_> = all.iter().copied().collect();
     assert_eq!(once.len(), all.len(), "{all:?} of {round:?}");

@@ -1,5 +1,4 @@
-//! Two controllers with one namespace, of which one is a way that is not to be taken: Asymmetric
-//! Namespace Access.
+//! Asymmetric Namespace Access: two controllers with one namespace, one of them not accessible.
 
 mod common;
 #[path = "common/held.rs"]
@@ -24,7 +23,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use zerocopy::FromBytes;
 
-/// Begins a change.
+/// Starts a change of an ANA state.
 fn begin(host: &Host, group: u32, state: AnaState) -> Receiver<()> {
     let (ends, end) = channel();
     host.controller.set_ana_state(group, state, move || {
@@ -33,7 +32,7 @@ fn begin(host: &Host, group: u32, state: AnaState) -> Receiver<()> {
     end
 }
 
-/// Changes a state, and waits for what was under way.
+/// Changes an ANA state, and waits until commands in flight have ended.
 fn set(host: &Host, group: u32, state: AnaState) {
     begin(host, group, state).recv_timeout(LIMIT).unwrap();
 }
@@ -53,19 +52,19 @@ fn identify(host: &mut Host, nsid: u32) -> IdentifyNamespace {
 }
 
 #[test]
-fn a_way_that_is_none_takes_no_command_and_the_other_takes_all() {
+fn an_inaccessible_path_refuses_commands_and_the_other_accepts_them() {
     let [mut one, mut other] = mem();
     for state in [AnaState::Inaccessible, AnaState::PersistentLoss, AnaState::Change] {
         set(&one.host, 1, state);
         let refused = state.refusal().unwrap();
         for (name, _, _, status) in one.everything() {
-            // Without Do Not Retry: by another way the same command is carried out.
+            // Do Not Retry is clear: by another path the same command succeeds.
             assert_eq!(status, refused, "{name} while {}", state.name());
         }
         assert_eq!(one.register(1), refused);
         let report = Sqe { cdw10: 1023, ..Sqe::new(0x0e, 0, 1) }.with_prps(one.data, 0);
         assert_eq!(one.run(report), refused);
-        // What is wrong with a command itself counts first.
+        // Errors of the command itself take precedence.
         assert_eq!(one.run(Sqe::flush(2, 0)).code(), Status::INVALID_NAMESPACE_OR_FORMAT);
         assert_eq!(one.run(Sqe::new(0x7f, 0, 1)).code(), Status::INVALID_OPCODE);
         other.may(true, true, "the other way");
@@ -74,7 +73,7 @@ fn a_way_that_is_none_takes_no_command_and_the_other_takes_all() {
         set(&one.host, 1, state);
         one.may(true, true, state.name());
     }
-    // A reservation counts as well, where there is a way.
+    // Reservations apply where the namespace is accessible.
     assert_eq!(other.register(2), Status::SUCCESS);
     assert_eq!(other.acquire(2, 2), Status::SUCCESS);
     set(&one.host, 1, AnaState::NonOptimized);
@@ -85,7 +84,7 @@ fn a_way_that_is_none_takes_no_command_and_the_other_takes_all() {
 }
 
 #[test]
-fn features_and_blocks_of_a_namespace_without_a_way_are_refused_and_identify_has_no_use_of_it() {
+fn features_of_an_inaccessible_namespace_are_refused() {
     let [mut one, _other] = mem();
     let before = identify(&mut one.host, 1);
     assert_eq!(before.nuse, before.nsze);
@@ -115,14 +114,14 @@ fn features_and_blocks_of_a_namespace_without_a_way_are_refused_and_identify_has
 }
 
 #[test]
-fn what_is_under_way_ends_as_it_would_have_and_the_change_waits_for_it() {
+fn an_ana_change_waits_for_commands_in_flight() {
     let held = Held::new(2048);
     let [mut one, _other] = hosts(Arc::new(held.clone()), None);
     held.order(|orders| orders.hold = true);
     let write = |one: &One, lba, cid| Sqe::write(1, lba, 0, cid).with_prps(one.data, 0);
     let first = write(&one, 3, 5);
     one.host.submit(&mut one.queue, &first);
-    one.host.until("the write is under way", || !held.seen().is_empty());
+    one.host.until("the write at the disk", || !held.seen().is_empty());
     let end = begin(&one.host, 1, AnaState::Inaccessible);
     let late = loop {
         let sqe = write(&one, 4, 6);
@@ -138,32 +137,33 @@ fn what_is_under_way_ends_as_it_would_have_and_the_change_waits_for_it() {
         }
     };
     assert_eq!((late.0, late.1), (6, Status::ANA_INACCESSIBLE));
-    assert!(end.try_recv().is_err(), "a write is under way");
-    // The log page has it already: who was refused looks there.
+    assert!(end.try_recv().is_err(), "the change waits for the write in flight");
+    // The log page has the new state at once, for hosts whose commands were refused.
     assert_eq!(log(&mut one.host).groups[0].state, Some(AnaState::Inaccessible));
     held.order(|orders| orders.hold = false);
     loop {
         let (cid, status, _) = one.host.wait(&mut one.queue);
-        // Of those that came later, some may have been early enough.
+        // Later commands may have started before the change.
         if cid == 5 {
             assert_eq!(status, Status::SUCCESS, "begun before");
             break;
         }
     }
     end.recv_timeout(LIMIT).unwrap();
-    // The same again is no change, and waits for nothing.
+    // Setting the current state is no change, and waits for nothing.
     let changes = log(&mut one.host).changes;
     set(&one.host, 1, AnaState::Inaccessible);
     assert_eq!(log(&mut one.host).changes, changes);
 }
 
-/// Hosts of a subsystem whose namespace 2 is in group 5, which is not optimized for the second.
+/// Hosts of a subsystem whose namespace 2 is in group 5, which is non-optimized for the second
+/// host.
 fn grouped() -> [Host; 2] {
     let (pool, subsystem) = (pool(), Subsystem::new(None).unwrap());
     let disks = [0, 1].map(|_| shadowbell_backend::open("mem:1MiB").unwrap());
     [AnaState::Optimized, AnaState::NonOptimized].map(|state| {
         let member = subsystem.join(None).unwrap();
-        // Neither 0 nor 17 is a group.
+        // Groups 0 and 17 do not exist.
         let member = member.with_ana([(2, 5), (1, 0), (3, 17)], [(5, state), (0, state)]);
         let namespaces = (1..).zip(&disks);
         let namespaces = namespaces
@@ -182,7 +182,7 @@ fn grouped() -> [Host; 2] {
 }
 
 #[test]
-fn groups_have_states_of_their_own_and_the_log_page_has_them_whole_and_in_parts() {
+fn ana_groups_have_separate_states_in_the_log_page() {
     let [mut one, mut other] = grouped();
     let page =
         one.page(Sqe::identify(0, Identify { cns: cns::CONTROLLER, ..Identify::default() }, 0));
@@ -201,7 +201,7 @@ fn groups_have_states_of_their_own_and_the_log_page_has_them_whole_and_in_parts(
         |first, changes, second| vec![(1, first, changes, vec![1]), (5, second, 0, vec![2])];
     assert_eq!(seen(log(&mut one)), (0, groups(good, 0, good)));
     assert_eq!(seen(log(&mut other)), (1, groups(bad, 1, fair)));
-    // Namespace 2 is of another group, and has a way.
+    // Namespace 2 is in another group, which is accessible.
     let mut other = One::new(other);
     let read = |one: &One, nsid| Sqe::read(nsid, 0, 0, 0).with_prps(one.data, 0);
     let reads = [read(&other, 1), read(&other, 2)];
@@ -209,7 +209,7 @@ fn groups_have_states_of_their_own_and_the_log_page_has_them_whole_and_in_parts(
     assert_eq!(ends, [Status::ANA_INACCESSIBLE, Status::SUCCESS]);
     assert_eq!(other.run(Sqe::flush(2, 0)), Status::SUCCESS);
     assert_eq!(other.run(Sqe::flush(u32::MAX, 0)), Status::ANA_INACCESSIBLE, "not all of them");
-    // Any part of it is that part of the whole.
+    // Any part of the page equals that part of the whole page.
     let host = &mut other.host;
     let whole =
         host.page(Sqe::get_log_page(0, get_page(16 + 2 * 36, 0, 0), 0)).unwrap()[..88].to_vec();
@@ -225,14 +225,14 @@ fn groups_have_states_of_their_own_and_the_log_page_has_them_whole_and_in_parts(
         let refused = host.page(Sqe::get_log_page(nsid, fields, 0)).unwrap_err();
         assert_eq!(refused.code(), Status::INVALID_FIELD);
     }
-    // A reset begins the count anew.
+    // A reset clears the change count.
     host.disable();
     host.enable();
     assert_eq!(seen(log(host)), (0, groups(bad, 0, fair)));
 }
 
 #[test]
-fn a_change_raises_the_event_that_the_host_has_asked_for() {
+fn an_ana_change_raises_the_enabled_event() {
     let [mut one, mut other] = mem();
     let page = |host: &mut Host| {
         let fields = GetLogPage { numd0: 255, ..GetLogPage::default() };
@@ -258,10 +258,10 @@ fn a_change_raises_the_event_that_the_host_has_asked_for() {
     one.host.admin = admin;
     assert_eq!((cid, AsyncEvent::from_dw0(dw0)), (77, AsyncEvent::ANA_CHANGE));
     assert_eq!(dw0, 0x000c_0302, "a notice, type 03h, log page 0Ch");
-    // Who has not asked for it is told nothing, and nor is who sets a state that is there already.
+    // No event goes to a host that has not enabled it, or if the state does not change.
     let mut admin = std::mem::replace(&mut other.host.admin, Queue::none());
     assert!(other.host.reap(&mut admin).is_none());
-    // Nothing but reading the page lets the next event through.
+    // Only reading the log page enables the next event.
     let mut admin = std::mem::replace(&mut one.host.admin, Queue::none());
     one.host.submit(&mut admin, &Sqe::async_event_request(78));
     one.host.admin = admin;
@@ -272,7 +272,7 @@ fn a_change_raises_the_event_that_the_host_has_asked_for() {
 }
 
 #[test]
-fn a_controller_without_others_has_no_such_page_and_no_state() {
+fn a_single_controller_has_no_ana_log_page() {
     let mut alone = One::new(Host::new(&["mem:1MiB"], ADAPTIVE));
     let page = alone.host.page(Sqe::get_log_page(0, get_page(16, 0, 0), 0));
     assert_eq!(page.unwrap_err().code(), Status::INVALID_LOG_PAGE);
@@ -283,7 +283,7 @@ fn a_controller_without_others_has_no_such_page_and_no_state() {
 }
 
 #[test]
-fn another_process_goes_on_with_the_count_and_tells_of_what_has_changed_in_between() {
+fn a_successor_keeps_the_ana_count_and_reports_changes() {
     let [mut one, _other] = mem();
     let config = AsyncEventConfig::new().with_anacn(true).into_bits();
     let fields = SetFeatures {
@@ -303,7 +303,7 @@ fn another_process_goes_on_with_the_count_and_tells_of_what_has_changed_in_betwe
     rests.recv_timeout(LIMIT).unwrap();
     let saved_fds = &mut Descriptors::default();
     let saved = controller.save(saved_fds).unwrap();
-    // It begins as somebody has asked for it meanwhile.
+    // The new process starts with a state that was changed meanwhile.
     let subsystem = Subsystem::new(None).unwrap();
     let disk = shadowbell_backend::open("mem:1MiB").unwrap();
     let mut config = shared::config(&disk, &subsystem);

@@ -1,5 +1,4 @@
-//! The Copy command: what is where afterwards, what is refused, and what happens when something
-//! comes in between.
+//! The Copy command: results, refused commands, and interruptions.
 
 mod common;
 #[path = "common/held.rs"]
@@ -24,7 +23,7 @@ use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
-/// Blocks that one command copies at most, of 512 bytes.
+/// Maximum of blocks of 512 bytes in one Copy.
 const MOST: u64 = (1 << 20) / 512;
 
 fn held_host(blocks: u64) -> (Host, Held) {
@@ -35,7 +34,7 @@ fn held_host(blocks: u64) -> (Host, Held) {
     (Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE), held)
 }
 
-/// The descriptors of these ranges (first block, number of blocks).
+/// Encodes the descriptors of these ranges (first block, number of blocks).
 fn entries(ranges: &[(u64, u64)]) -> Vec<u8> {
     let entry =
         |(slba, blocks): (u64, u64)| CopyRange { slba, nlb0: (blocks - 1) as u16, ..zero() };
@@ -60,7 +59,7 @@ fn copy(host: &mut Host, queue: &mut Queue, to: u64, ranges: &[(u64, u64)]) -> (
     host.run(queue, sqe)
 }
 
-/// What block numbers are where after a copy, if the sources are read first.
+/// Expected block numbers after a copy whose sources are all read first.
 fn model(blocks: &mut [u64], to: u64, ranges: &[(u64, u64)]) {
     let sources = ranges.iter().flat_map(|(first, count)| *first..first + count);
     let copied: Vec<u64> = sources.map(|block| blocks[block as usize]).collect();
@@ -68,7 +67,7 @@ fn model(blocks: &mut [u64], to: u64, ranges: &[(u64, u64)]) {
 }
 
 #[test]
-fn the_controller_says_what_it_can() {
+fn identify_reports_the_copy_limits() {
     let mut host = Host::new(&["mem:8MiB", "mem:8MiB?block-size=4096"], ADAPTIVE);
     let identify = |cns, nsid| {
         let fields = shadowbell_spec::admin::Identify { cns, ..Default::default() };
@@ -109,8 +108,8 @@ fn blocks_arrive_in_the_order_of_the_ranges() {
     }
 }
 
-/// NVM Command Set 1.2, 1.4.2.7 to 1.4.2.10: a Copy is a host's read and a host's write, and its
-/// blocks are units written, but not units read.
+/// NVM Command Set 1.2, 1.4.2.7 to 1.4.2.10: a Copy counts as a host read and a host write; its
+/// blocks are data units written, and not data units read.
 #[test]
 fn the_health_log_counts_copies() {
     let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);
@@ -122,7 +121,7 @@ fn the_health_log_counts_copies() {
     let fields = GetLogPage { lid: lid::SMART_HEALTH, numd0: 127, ..GetLogPage::default() };
     let page = host.page(Sqe::get_log_page(NSID_ALL, fields, 0)).unwrap();
     let health = SmartHealth::read_from_bytes(&page[..512]).unwrap();
-    // In thousands of 512 bytes, rounded up: 1 + 2000 blocks.
+    // Thousands of 512 bytes, rounded up: 1 + 2000 blocks.
     assert_eq!((health.data_units_read.get(), health.data_units_written.get()), (0, 3));
     assert_eq!((health.host_read_commands.get(), health.host_write_commands.get()), (1, 2));
 }
@@ -130,7 +129,8 @@ fn the_health_log_counts_copies() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
-    /// On memory, which answers at once, and on a disk that answers late and out of order.
+    /// On a memory disk, which completes at once, and on a disk that completes late and out of
+    /// order.
     #[test]
     fn sources_are_read_before_the_destination_is_written(
         late in any::<bool>(),
@@ -157,7 +157,7 @@ proptest! {
 }
 
 #[test]
-fn two_blocks_change_places() {
+fn a_copy_can_swap_two_blocks() {
     let (mut host, held) = held_host(64);
     let mut queue = host.create(1, 16, false);
     assert_eq!(copy(&mut host, &mut queue, 10, &[(11, 1), (10, 1)]), (Status::SUCCESS, 0));
@@ -165,7 +165,7 @@ fn two_blocks_change_places() {
 }
 
 #[test]
-fn limits_are_kept() {
+fn copy_limits_are_enforced() {
     let (mut host, held) = held_host(4 * MOST);
     let mut queue = host.create(1, 16, false);
     let blocks = 4 * MOST;
@@ -201,7 +201,7 @@ fn limits_are_kept() {
 }
 
 #[test]
-fn every_bad_copy_ends_in_its_status() {
+fn every_invalid_copy_has_its_status() {
     let mut host = Host::new(&["mem:8MiB"], ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let good = command(&mut host, 1, 100, &[(0, 1)]);
@@ -211,7 +211,7 @@ fn every_bad_copy_ends_in_its_status() {
         (format(3), Status::INVALID_FIELD),
         (format(4), Status::INVALID_FIELD),
         (format(15), Status::INVALID_FIELD),
-        // Half of a fused operation, of which there is none with a Copy.
+        // Half of a fused operation; Copy cannot be fused.
         (Sqe { flags: 1, ..good }, Status::FUSED_MISSING),
         (Sqe { flags: 0xc0, ..good }, Status::INVALID_FIELD),
         (Sqe { nsid: 0, ..good }, Status::INVALID_NAMESPACE_OR_FORMAT),
@@ -260,7 +260,7 @@ fn random_descriptors_never_stop_the_queue() {
 }
 
 #[test]
-fn fua_is_for_the_destination() {
+fn fua_of_a_copy_applies_to_the_destination() {
     let (mut host, held) = held_host(64);
     let mut queue = host.create(1, 16, false);
     for fua in [false, true] {
@@ -282,17 +282,17 @@ fn fua_is_for_the_destination() {
 }
 
 #[test]
-fn what_failed_is_told_by_its_range() {
+fn a_failed_copy_reports_its_range() {
     let (mut host, held) = held_host(256);
     let mut queue = host.create(1, 16, false);
     let ranges = [(0, 4), (10, 4), (20, 4), (30, 4)];
-    // A source that can not be read: nothing is written.
+    // A source that cannot be read: nothing is written.
     held.order(|orders| orders.fail_at = Some(20 * 512));
     let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
     assert_eq!((status.code(), dw0), (Status::UNRECOVERED_READ, 0));
     assert!(held.seen().iter().all(|request| request.op == Op::Read));
     assert_eq!(held.marks(100, 16), (100..116).collect::<Vec<_>>());
-    // A part of the destination that can not be written.
+    // A part of the destination that cannot be written.
     for (range, block) in [(0, 100), (2, 108), (3, 112)] {
         held.order(|orders| orders.fail_at = Some(block * 512));
         let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
@@ -305,8 +305,8 @@ fn what_failed_is_told_by_its_range() {
 }
 
 #[test]
-fn errors_of_disks_that_answer_at_once_are_told_as_well() {
-    /// Fails writes at block 101.
+fn inline_errors_of_a_copy_report_the_range() {
+    /// Memory disk that fails writes at block 101.
     #[derive(Debug)]
     struct Worn(MemDisk);
     struct WornQueue(Box<dyn shadowbell_backend::Queue>);
@@ -337,9 +337,9 @@ fn errors_of_disks_that_answer_at_once_are_told_as_well() {
     assert_eq!((status.code(), dw0), (Status::CAPACITY_EXCEEDED, 1));
 }
 
-/// More than there are buffers, with other commands among them.
+/// More copies than there are buffers, with other commands among them.
 #[test]
-fn copies_wait_for_each_other_and_nobody_waits_for_them() {
+fn copies_share_buffers_and_delay_no_other_command() {
     for polling in [Polling::Never, ADAPTIVE, Polling::Always] {
         let held = Held::new(65536);
         held.mark();
@@ -352,7 +352,7 @@ fn copies_wait_for_each_other_and_nobody_waits_for_them() {
         let mut queue = host.create(1, 256, false);
         let page = host.alloc(4096);
         held.order(|orders| orders.hold = true);
-        // Of both kinds of disk, and as many as may be under way at once.
+        // Copies of both disks, as many as may be in flight.
         for cid in 0..60u16 {
             let to = 32768 + u64::from(cid) * 16;
             let sqe = command(&mut host, 1 + u32::from(cid % 2), to, &[(u64::from(cid), 16)]);
@@ -360,8 +360,8 @@ fn copies_wait_for_each_other_and_nobody_waits_for_them() {
         }
         host.submit(&mut queue, &Sqe::read(2, 0, 7, 200).with_prps(page, 0));
         let mut done: Vec<u16> = Vec::new();
-        // Copies of the second disk wait for buffers that those of the first one have; reads do
-        // not.
+        // Copies of the second disk wait for buffers held by those of the first one; reads do not
+        // wait.
         while !done.contains(&200) {
             let (cid, status, _) = host.wait(&mut queue);
             assert!(status.is_success());
@@ -385,11 +385,12 @@ fn copies_wait_for_each_other_and_nobody_waits_for_them() {
 }
 
 #[test]
-fn long_copies_from_memory_leave_turns_for_others() {
+fn long_copies_from_memory_yield_to_other_commands() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let config = common::config(&["mem:64MiB"]);
     let controller = Controller::new(config, pool, Carrier::default()).unwrap();
-    // Creating a queue needs turns, and whoever creates it waits: so somebody else does.
+    // Creating a queue needs turns of the I/O thread while the host waits, so the host runs on
+    // another thread.
     let host = std::thread::spawn(move || {
         let mut host = Host::attach(controller);
         host.enable();
@@ -408,13 +409,13 @@ fn long_copies_from_memory_leave_turns_for_others() {
     }
     host.ring(&copying, 0);
     assert!(turns.turn());
-    // Two strides for each.
+    // Two strides for each copy.
     for cid in 0..16 {
         host.submit(&mut reading, &Sqe::read(1, 0, 7, cid).with_prps(page, 0));
         assert!(!turns.sleep(), "there is something to do");
         assert!(turns.turn());
         assert_eq!(host.reap(&mut reading).map(|done| done.0), Some(cid), "in the same turn");
-        // The one who has a buffer goes first.
+        // The copy that has a buffer goes first.
         assert!(host.reap(&mut copying).is_none_or(|done| done.0 <= cid / 2));
     }
     while turns.turn() {}
@@ -422,9 +423,9 @@ fn long_copies_from_memory_leave_turns_for_others() {
     assert_eq!(copying.head, 8);
 }
 
-/// A guest decides how many ranges there are, and not how many requests a disk has in hand.
+/// A guest chooses the number of ranges, but not the number of requests in flight at a disk.
 #[test]
-fn copies_have_a_few_requests_under_way() {
+fn a_copy_has_few_requests_in_flight() {
     let held = Held::new(1024);
     held.mark();
     let disk: Arc<dyn Disk> = Arc::new(held.clone());
@@ -471,11 +472,11 @@ fn an_abort_stops_a_copy() {
     }
     host.until("the reads of four", || held.seen().len() == 8);
     let abort = |cid| Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid }, 0);
-    // One that waits for a buffer ends at once.
+    // A copy that waits for a buffer ends at once.
     assert_eq!(host.must(abort(5)) & 1, 0, "aborted");
     let (cid, status, dw0) = host.wait(&mut queue);
     assert_eq!((cid, status.code(), dw0), (5, Status::ABORT_REQUESTED, 0));
-    // One whose sources are being read ends when that has come to its end.
+    // A copy whose sources are being read ends after the reads.
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &abort(1).with_cid(70));
     host.until("the reads of the others", || {
@@ -502,7 +503,7 @@ fn an_abort_stops_a_copy() {
 }
 
 #[test]
-fn an_abort_that_the_disk_heeds_is_told_with_the_range() {
+fn a_copy_aborted_by_the_disk_reports_its_range() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let sqe = command(&mut host, 1, 100, &[(0, 1), (1, 1), (2, 1)]);
@@ -519,7 +520,7 @@ fn an_abort_that_the_disk_heeds_is_told_with_the_range() {
 }
 
 #[test]
-fn nothing_is_written_after_a_reset() {
+fn a_copy_writes_nothing_after_a_reset() {
     let (mut host, held) = held_host(4096);
     let mut queue = host.create(1, 64, false);
     held.order(|orders| orders.hold = true);
@@ -537,7 +538,7 @@ fn nothing_is_written_after_a_reset() {
     assert_eq!(held.seen().len(), 8, "no stride was begun");
     assert_eq!(held.marks(2000, 1000), (2000..3000).collect::<Vec<_>>());
     assert!(host.peek(queue.cq, 256).iter().all(|b| *b == 0), "no completion");
-    // And all is well afterwards, with buffers for everybody.
+    // After the reset all buffers are free again.
     host.enable();
     let mut queue = host.create(1, 64, false);
     for cid in 0..20u64 {
@@ -547,7 +548,7 @@ fn nothing_is_written_after_a_reset() {
 }
 
 #[test]
-fn a_deleted_queue_takes_its_copies_along() {
+fn deleting_a_queue_ends_its_copies() {
     let (mut host, held) = held_host(4096);
     let (mut queue, mut other) = (host.create(1, 64, false), host.create(2, 64, false));
     held.order(|orders| orders.hold = true);
@@ -561,7 +562,7 @@ fn a_deleted_queue_takes_its_copies_along() {
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &Sqe::delete_io_sq(1, 5));
     host.until("the deletion to be noticed", || held.cancelled() > 0);
-    assert_eq!(host.reap(&mut admin), None, "the disk still reads for it");
+    assert_eq!(host.reap(&mut admin), None, "the deletion waits for reads in flight");
     held.order(|orders| orders.hold = false);
     assert_eq!(host.wait(&mut admin).1, Status::SUCCESS);
     let mut ended = 0;
@@ -579,19 +580,19 @@ fn a_deleted_queue_takes_its_copies_along() {
     }
 }
 
-/// Set Features, Host Behavior Support, with these copy descriptor formats enabled.
+/// Set Features, Host Behavior Support: enables these copy descriptor formats.
 fn enable_formats(host: &mut Host, cdfe: u16) {
     let at = host.alloc(4096);
     host.poke(at, HostBehaviorSupport { cdfe, ..HostBehaviorSupport::default() }.as_bytes());
     host.must(Sqe { cdw10: 0x16, ..Sqe::new(0x09, 0, 0).with_prps(at, 0) });
 }
 
-/// A copy to namespace 1, of these ranges (namespace, first block, number of blocks).
+/// A Copy to namespace 1 from these ranges (namespace, first block, number of blocks).
 fn copy_between(host: &mut Host, format: u8, to: u64, ranges: &[(u32, u64, u64)]) -> Sqe {
     let at = host.alloc(8192);
     let short = |(snsid, slba, blocks): (u32, u64, u64)| {
         let nlb0 = (blocks - 1) as u16;
-        // Whoever wants a fast copy has one.
+        // Fast copy is always available.
         CopyRange { snsid, slba, nlb0, sopt: 1 << 15, ..zero() }
     };
     let long = |(snsid, slba, blocks): (u32, u64, u64)| {
@@ -619,7 +620,7 @@ fn mark(host: &mut Host, queue: &mut Queue, nsid: u32, blocks: u64) {
 }
 
 #[test]
-fn blocks_come_from_other_namespaces() {
+fn a_copy_reads_from_other_namespaces() {
     let mut host = Host::new(&["mem:8MiB", "mem:4MiB", "mem:4MiB"], ADAPTIVE);
     let mut queue = host.create(1, 64, false);
     (1..=3).for_each(|nsid| mark(&mut host, &mut queue, nsid, 100));
@@ -636,7 +637,8 @@ fn blocks_come_from_other_namespaces() {
             assert_eq!(host.peek(page, 512), [[nsid, block]; 256].concat(), "{format} {at}");
         }
     }
-    // Format 1h, like 0h, is of the destination's namespace, whatever it says.
+    // Formats 0h and 1h ignore the namespace in the descriptor: the source is the destination's
+    // namespace.
     let sqe = copy_between(&mut host, 1, 3000, &[(2, 5, 1)]);
     assert_eq!(host.run(&mut queue, sqe), (Status::SUCCESS, 0));
     let page = host.alloc(4096);
@@ -650,10 +652,18 @@ fn a_bad_source_namespace_has_its_status() {
     let mut host = Host::new(&disks, ADAPTIVE);
     let mut queue = host.create(1, 64, false);
     let sqe = copy_between(&mut host, 2, 100, &[(2, 0, 1)]);
-    assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD, "nobody enabled it");
+    assert_eq!(
+        host.run(&mut queue, sqe).0.code(),
+        Status::INVALID_FIELD,
+        "format 2h is not enabled"
+    );
     enable_formats(&mut host, 1 << 2);
     let sqe = copy_between(&mut host, 3, 100, &[(2, 0, 1)]);
-    assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD, "nor this one");
+    assert_eq!(
+        host.run(&mut queue, sqe).0.code(),
+        Status::INVALID_FIELD,
+        "format 3h is not enabled"
+    );
     host.controller.remove_namespace(4, |_| {}).unwrap();
     host.until("no namespace 4", || host.controller.namespaces().len() == 3);
     for (ranges, expected) in [
@@ -671,7 +681,7 @@ fn a_bad_source_namespace_has_its_status() {
         let sqe = copy_between(&mut host, 2, 100, &ranges);
         assert_eq!(host.run(&mut queue, sqe).0.code(), expected, "{ranges:?}");
     }
-    // A reset takes back what was enabled.
+    // A reset disables the formats.
     host.disable();
     host.enable();
     let mut queue = host.create(1, 64, false);
@@ -679,7 +689,7 @@ fn a_bad_source_namespace_has_its_status() {
     assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD);
 }
 
-/// A source namespace goes while it is read.
+/// The source namespace is removed while it is read.
 #[test]
 fn a_copy_ends_with_its_source_namespace() {
     let held = Held::new(1024);

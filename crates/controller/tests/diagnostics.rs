@@ -1,4 +1,4 @@
-//! Self-tests, telemetry and the log of events, as a host has them.
+//! Device self-tests, telemetry and the persistent event log.
 
 mod common;
 
@@ -24,7 +24,7 @@ fn self_test(stc: u8, nsid: u32) -> Sqe {
     DeviceSelfTest { stc }.encode(Sqe::new(0x14, 0, nsid))
 }
 
-/// `len` bytes of a log page from `lpo` on.
+/// Reads `len` bytes of a log page from `lpo` on.
 fn page(host: &mut Host, request: GetLogPage, len: u32) -> Result<Vec<u8>, Status> {
     let fields = GetLogPage { numd0: len / 4 - 1, ..request };
     host.page(Sqe::get_log_page(0, fields, 0)).map(|page| page[..len as usize].to_vec())
@@ -48,7 +48,7 @@ fn until_over(host: &mut Host) -> SelfTestLog {
 }
 
 #[test]
-fn a_self_test_reads_what_is_there() {
+fn a_self_test_covers_all_namespaces() {
     let mut host = Host::new(&["mem:1MiB", "null:16MiB"], ADAPTIVE);
     host.must(self_test(stc::SHORT, NSID_ALL));
     assert_eq!(until_over(&mut host).results[0].dsts, 0x10);
@@ -62,13 +62,13 @@ fn a_self_test_reads_what_is_there() {
     let none = host.admin(self_test(stc::SHORT, 3)).0;
     assert_eq!(none.code(), Status::INVALID_NAMESPACE_OR_FORMAT);
     assert_eq!(host.admin(self_test(7, 1)).0.code(), Status::INVALID_FIELD);
-    // What a host has under way and what it has read is not touched by it.
+    // The self-test does not change the host's I/O counters.
     let stats = host.controller.stats();
     assert_eq!((stats.io.reads, stats.io.others, stats.io.bytes_read), (0, 0, 0));
 }
 
 #[test]
-fn a_piece_that_can_not_be_read_is_told_of() {
+fn an_unreadable_piece_fails_the_self_test() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     host.must(self_test(stc::SHORT, 1));
     let busy = host.admin(self_test(stc::EXTENDED, 1)).0;
@@ -76,7 +76,7 @@ fn a_piece_that_can_not_be_read_is_told_of() {
     for nth in 0..32 {
         let began = Instant::now();
         while self_test_log(&mut host).completion != (nth * 100 / 32) as u8 || gate.waiting() != 1 {
-            assert!(began.elapsed() < LIMIT, "piece {nth} never comes");
+            assert!(began.elapsed() < LIMIT, "piece {nth} is not read");
         }
         gate.end(if nth == 1 { Err(DiskError::Io(5)) } else { Ok(()) });
     }
@@ -88,7 +88,7 @@ fn a_piece_that_can_not_be_read_is_told_of() {
 }
 
 #[test]
-fn a_reset_ends_a_short_self_test_and_a_command_ends_any() {
+fn a_reset_aborts_only_a_short_self_test() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     host.must(self_test(stc::SHORT, 1));
     host.until("a piece", || gate.waiting() == 1);
@@ -105,7 +105,7 @@ fn a_reset_ends_a_short_self_test_and_a_command_ends_any() {
     gate.end(Ok(()));
     host.until("the reset", || !host.csts().rdy());
     host.enable();
-    // It goes on by itself.
+    // The extended self-test continues by itself.
     host.until("a piece", || gate.waiting() == 1);
     assert_eq!(self_test_log(&mut host).operation, stc::EXTENDED);
     host.must(self_test(stc::ABORT, 1));
@@ -136,12 +136,12 @@ fn telemetry_is_captured_for_a_host_and_stays_until_the_next() {
         assert!(text.contains(line), "{line:?} in {text}");
     }
     assert!(text.contains("\nerror 0.80 1 LBA Out of Range\n"), "{text}");
-    // It stays as it was.
+    // The captured data do not change.
     host.run(&mut queue, Sqe::read(1, 1 << 40, 0, 0));
     assert_eq!(page(&mut host, GetLogPage { lpo: 512, ..read }, 1024).unwrap(), first);
     assert_eq!(header(&mut host, GetLogPage { lsp: 1, ..read }).host_generation, 2);
     assert_ne!(page(&mut host, GetLogPage { lpo: 512, ..read }, 1024).unwrap(), first);
-    // Blocks are read as a whole, and what is behind the last is not there.
+    // Reads must be of whole blocks, and within the log.
     for (lpo, len) in [(4, 512), (512, 4), (256, 512), (0, 516)] {
         let refused = page(&mut host, GetLogPage { lpo, ..read }, len).unwrap_err();
         assert_eq!(refused.code(), Status::INVALID_FIELD, "{len} at {lpo}");
@@ -152,12 +152,13 @@ fn telemetry_is_captured_for_a_host_and_stays_until_the_next() {
     assert_eq!(header(&mut host, own).blocks(), 0);
 }
 
-/// The controller captures by itself, and says so to a host that wants to know.
+/// The controller captures telemetry on a fatal status, and sends an event to a host that has
+/// enabled it.
 #[test]
 fn a_fatal_status_is_in_the_telemetry_after_the_reset() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
     host.disable();
-    // An admin queue of one entry.
+    // An admin queue of one entry is invalid.
     let aqa = host.read32(0x24);
     host.write32(0x24, 0);
     host.write32(0x14, 0x46_0001);
@@ -201,11 +202,11 @@ fn events_are_kept_over_resets() {
         rest = &data[event.el.get().into()..];
     }
     assert_eq!(types.len() as u32, head.tnev.get());
-    // A snapshot of health comes in between, at its own time.
+    // A SMART snapshot event may be recorded in between.
     types.retain(|event| *event != event_type::SMART);
     let (enabled, changed) = (event_type::POWER_ON_OR_RESET, event_type::TIMESTAMP_CHANGE);
     assert_eq!(types, [enabled, changed, enabled]);
-    // The same context, by pieces.
+    // The same context, read in pieces.
     let piece = page(&mut host, GetLogPage { lpo: 512, ..read }, 1024).unwrap();
     assert_eq!(piece, all[512..1536]);
     assert_eq!(page(&mut host, establish, 512).unwrap_err().code(), Status::COMMAND_SEQUENCE_ERROR);

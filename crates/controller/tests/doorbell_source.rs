@@ -1,4 +1,4 @@
-//! A worker that takes its hosts by itself while it sleeps.
+//! Doorbell sources that an I/O thread takes over while it sleeps.
 
 mod common;
 
@@ -8,7 +8,7 @@ use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
 
-/// A host with one queue, attached while the worker takes its turns.
+/// A host with one queue, attached while the I/O thread takes its turns.
 fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
     let config = shadowbell_controller::Config { io_queues: 2, ..config(&["null:1GiB"]) };
     let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
@@ -20,7 +20,7 @@ fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
     })
 }
 
-/// Puts a command in the queue's memory; the tail that would tell of it.
+/// Stores a command in the queue's memory; returns the tail that announces it.
 fn put(host: &mut Host, queue: &mut Queue) -> u32 {
     let buffer = host.alloc(4096);
     let cid = host.next_cid();
@@ -44,20 +44,20 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
         assert!(turns.sleep(), "there is nothing to do but what is on the wire");
         assert_eq!(wire.take(), []);
         assert!(turns.turn());
-        let (_, status, _) = host.reap(&mut queue).expect("it was woken");
+        let (_, status, _) = host.reap(&mut queue).expect("a completion after the wakeup");
         assert_eq!(status, Status::SUCCESS);
     }
     let controller = host.controller.clone();
     let stats = meanwhile(&mut turns, move || controller.stats());
     let (sq, cq) = stats.io_queues();
-    // The host's own head writes come on top.
+    // The host's own head writes are counted in addition.
     assert_eq!((sq.commands, sq.doorbell.mmio_writes, cq.doorbell.mmio_writes), (20, 20, 40));
     let spurious: u64 = stats.workers.iter().map(|worker| worker.spurious_wakes).sum();
     assert_eq!(spurious, 0);
 }
 
 #[test]
-fn what_is_not_the_workers_stays_where_it_is() {
+fn writes_to_other_registers_stay_in_the_source() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(&pool, &mut turns);
     let (wire, source) = Wire::new();
@@ -67,7 +67,7 @@ fn what_is_not_the_workers_stays_where_it_is() {
         regs::CC,
         sq_doorbell_offset(0, 0),
         cq_doorbell_offset(0, 0),
-        // A queue that does not exist, one that can not, no doorbell, and nothing at all.
+        // A queue that does not exist, one that cannot exist, no doorbell, and no register at all.
         sq_doorbell_offset(2, 0),
         sq_doorbell_offset(65, 0),
         sq_doorbell_offset(1, 0) + 2,
@@ -84,7 +84,7 @@ fn what_is_not_the_workers_stays_where_it_is() {
         while turns.turn() {}
     }
     assert!(host.csts().rdy() && !host.csts().cfs());
-    // To be woken for nothing else has an end.
+    // Wakeups for other writes are bounded.
     for _ in 0..7 {
         wire.write(regs::CC, 0);
         turns.sleep();
@@ -98,7 +98,7 @@ fn what_is_not_the_workers_stays_where_it_is() {
 }
 
 #[test]
-fn a_value_that_can_not_be_is_told_as_one_that_was_trapped() {
+fn an_invalid_doorbell_value_from_a_source_is_counted() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
     let (wire, source) = Wire::new();
@@ -113,7 +113,7 @@ fn a_value_that_can_not_be_is_told_as_one_that_was_trapped() {
 }
 
 #[test]
-fn a_reset_ends_it_and_so_does_another_source() {
+fn a_reset_or_a_new_source_ends_the_old_source() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
     let (first, source) = Wire::new();
@@ -126,19 +126,19 @@ fn a_reset_ends_it_and_so_does_another_source() {
     let controller = host.controller.clone();
     meanwhile(&mut turns, move || host.disable());
     assert!(!second.is_watched());
-    // What was signalled before is of no consequence, and there is nobody to poll.
+    // Earlier writes have no effect, and the source is not polled.
     second.write(sq_doorbell_offset(1, 0), 1);
     let (third, source) = Wire::new();
     controller.add_doorbell_source(0, source);
     while turns.turn() {}
     assert!(!third.is_watched());
     assert_eq!(second.take(), [(sq_doorbell_offset(1, 0), 1)]);
-    // Nor does the source outlive the worker.
+    // The source is dropped with the I/O thread.
     drop((pool, controller));
 }
 
 #[test]
-fn the_ear_goes_with_its_worker() {
+fn the_source_is_dropped_with_its_io_thread() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
     let (wire, source) = Wire::new();
@@ -149,7 +149,7 @@ fn the_ear_goes_with_its_worker() {
 }
 
 #[test]
-fn a_write_says_whom_it_has_woken() {
+fn a_doorbell_write_returns_the_woken_io_thread() {
     let controller =
         Controller::new(config(&["null:1GiB"]), pool(Polling::Never), Carrier::default()).unwrap();
     let mut host = Host::attach(controller);
@@ -157,7 +157,7 @@ fn a_write_says_whom_it_has_woken() {
     let mut queue = host.create(1, 8, false);
     let offset = sq_doorbell_offset(1, 0);
     host.until("the worker sleeps", || host.controller.write_doorbell(offset, 0) == Some(0));
-    // It can not sleep while it never does.
+    // The I/O thread does not sleep while commands are in flight.
     assert!(host.run(&mut queue, Sqe::flush(1, 0)).0.is_success());
     assert_eq!(host.controller.write_doorbell(sq_doorbell_offset(0, 0), host.admin.tail), None);
     assert_eq!(host.controller.write_doorbell(sq_doorbell_offset(2, 0), 0), None);

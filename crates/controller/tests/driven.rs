@@ -1,4 +1,4 @@
-//! A pool whose worker takes its turns when the program says so.
+//! A pool whose I/O thread takes its turns when the test says so.
 
 mod common;
 
@@ -14,9 +14,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A host with one queue of `entries` entries, attached while the worker takes its turns.
+/// A host with one queue of `entries` entries, attached while the I/O thread takes its turns.
 fn attached(controller: Controller, turns: &mut Turns, entries: u32) -> (Host, Queue) {
-    // Creating a queue needs a turn, and whoever creates it waits: so somebody else does.
+    // Creating a queue needs a turn of the I/O thread while the host waits, so the host runs on
+    // another thread.
     let host = std::thread::spawn(move || {
         let mut host = Host::attach(controller);
         host.enable();
@@ -34,7 +35,7 @@ fn attached(controller: Controller, turns: &mut Turns, entries: u32) -> (Host, Q
 }
 
 #[test]
-fn nothing_happens_between_turns() {
+fn commands_are_executed_only_in_turns() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let controller = Controller::new(config(&["null:1GiB"]), pool, Carrier::default()).unwrap();
     let (mut host, mut queue) = attached(controller, &mut turns, 8);
@@ -42,34 +43,35 @@ fn nothing_happens_between_turns() {
     let buffer = host.alloc(4096);
     let read = Sqe::read(1, 0, 7, 7).with_prps(buffer, 0);
     host.submit(&mut queue, &read);
-    assert!(host.reap(&mut queue).is_none(), "nobody has taken a turn");
+    assert!(host.reap(&mut queue).is_none(), "no turn was taken");
     assert!(turns.turn());
     let done = host.reap(&mut queue).expect("a turn is all that a null disk needs");
     assert_eq!(done, (7, Status::SUCCESS, 0));
     assert!(!turns.turn());
 
-    // With something to do there is no sleep; the doorbell that ends one is a trapped write.
+    // With work to do there is no sleep; a sleep ends with a trapped doorbell write.
     host.submit(&mut queue, &read.with_cid(8));
     assert!(!turns.sleep());
     assert!(turns.turn());
     assert_eq!(host.reap(&mut queue).map(|done| done.0), Some(8));
-    // A pool that is gone ends the turns.
+    // Dropping the pool ends the turns.
     drop(host);
     while turns.turn() {}
     assert!(!turns.turn());
 }
 
-/// Whoever visits a worker learns that it takes its turns, and not before it does.
+/// A liveness check completes when the I/O thread takes a turn, and not before.
 #[test]
-fn a_visit_ends_when_the_worker_comes_to_it() {
+fn a_liveness_check_ends_at_the_io_threads_next_turn() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (came, comes) = std::sync::mpsc::channel();
     pool.visit(move || came.send(()).unwrap());
-    assert!(comes.try_recv().is_err(), "nobody has taken a turn");
+    assert!(comes.try_recv().is_err(), "no turn was taken");
     while turns.turn() {}
     comes.try_recv().unwrap();
 
-    // All of several, and one that serves nobody else does not count.
+    // With several I/O threads, all of them have to respond; a thread of an isolated controller
+    // does not count.
     let options = PoolOptions { workers: 3, ..PoolOptions::default() };
     let pool = Pool::start(&options).unwrap();
     let (came, comes) = std::sync::mpsc::channel();
@@ -78,8 +80,8 @@ fn a_visit_ends_when_the_worker_comes_to_it() {
     assert!(comes.recv().is_err(), "once");
 }
 
-/// Submits `depth` reads with a turn of the worker after each, as a host does whose processor is
-/// slower than the disk, and takes completions whenever there is an interrupt. How many there were.
+/// Submits `depth` reads with a turn of the I/O thread after each, as a host with a slow CPU
+/// does, and takes completions at each interrupt. Returns the number of interrupts.
 fn burst(host: &mut Host, queue: &mut Queue, turns: &mut Turns, depth: u32, read: &Sqe) -> u32 {
     let irq = queue.irq.as_ref().unwrap().try_clone().unwrap();
     let (mut submitted, mut taken, mut interrupts) = (0, 0, 0);
@@ -115,14 +117,15 @@ fn completions_that_come_together_share_an_interrupt() {
         (0..times).map(|_| burst(&mut host, &mut queue, &mut turns, depth, &read)).sum()
     };
     let raised = run(16, 50);
-    // About one for each sixteen; more only where this machine stood still for a grace.
+    // About one interrupt for sixteen completions; more only if the machine stalled for a grace
+    // period.
     assert!(raised <= 200, "{raised} interrupts for 800 completions");
-    // One after the other, there is one for each.
+    // At depth 1, each completion has its interrupt.
     assert_eq!(run(1, 7), 7);
 }
 
-/// A disk of which block 0 takes for ever. What the host writes at the end of a batch, and how
-/// often its memory was said to have changed.
+/// A disk whose block 0 never completes. Holds a write of the host at the end of a batch, and
+/// the number of `memory_changed` calls.
 #[derive(Clone, Debug, Default)]
 struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
 
@@ -172,27 +175,28 @@ fn over(disk: &Meanwhile, pool: Pool) -> Controller {
     Controller::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Of room in a completion queue that was seen on another occasion nobody learns any more: the host
-/// has made it, and waits.
+/// Room in a completion queue that was noticed outside of the check before a sleep is not
+/// signalled again: the host has made it, and waits.
 #[test]
-fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
+fn completion_room_seen_in_a_pass_prevents_sleep() {
     let disk = Meanwhile::default();
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
     let buffer = host.alloc(4096);
     let read = |lba, cid| Sqe::read(1, lba, 0, cid).with_prps(buffer, 0);
-    // One is pending, one is announced, and one suppressed for that: the completion queue is full.
+    // One command is pending, one completion is announced, and one is suppressed for that: the
+    // completion queue is full.
     host.put(&mut queue, &read(0, 1));
     host.submit(&mut queue, &read(8, 2));
     turns.turn();
     host.submit(&mut queue, &read(8, 3));
     turns.turn();
     host.submit(&mut queue, &read(8, 4));
-    // After the look for room for the next, and before that for the interrupt, the host takes both.
+    // The host consumes both after the check for room and before the check for the interrupt.
     let doorbells = host.controller.doorbells().clone();
     let head = (cq_doorbell_offset(1, 0) - regs::DOORBELLS) as usize;
     *disk.0.lock().unwrap() = Some((doorbells, head, 2));
-    assert!(!turns.turn(), "there was room for it at the first look");
+    assert!(!turns.turn(), "the first check found room");
     assert!(disk.0.lock().unwrap().is_none());
     host.controller.write_doorbell(cq_doorbell_offset(1, 0), 2);
     (queue.head, queue.phase) = (2, true);
@@ -210,10 +214,10 @@ fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
     assert_eq!(host.reap(&mut queue), Some((4, Status::SUCCESS, 0)));
 }
 
-/// However much memory there is, the host lets the controller use all of it or none, again and
-/// again (bus mastering): the map is not made anew.
+/// Toggling bus mastering removes all DMA access and restores it without a new map, whatever
+/// the amount of memory.
 #[test]
-fn memory_is_taken_away_and_given_back_as_it_was() {
+fn dma_is_disabled_and_restored_with_the_same_map() {
     let disk = Meanwhile::default();
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
@@ -222,22 +226,22 @@ fn memory_is_taken_away_and_given_back_as_it_was() {
     host.controller.disable_dma(move || gone.send(()).unwrap());
     while turns.turn() {}
     is_gone.recv_timeout(common::LIMIT).unwrap();
-    // What is shared meanwhile counts from then on.
+    // Memory shared meanwhile is usable from then on.
     let page = Mapping::anonymous(4096).unwrap().bytes();
     host.controller.add_dma(1 << 40, 4096, &page).unwrap();
     assert_eq!(host.controller.dma_table().len(), table.len() + 1);
     host.submit(&mut queue, &Sqe::read(1, 8, 0, 9).with_prps(1 << 40, 0));
     while turns.turn() {}
-    assert_eq!(host.reap(&mut queue), None, "it has no memory");
+    assert_eq!(host.reap(&mut queue), None, "DMA is disabled");
     host.controller.enable_dma();
     while turns.turn() {}
     assert_eq!(host.reap(&mut queue), Some((9, Status::SUCCESS, 0)));
 }
 
-/// With an IOMMU in between there are tens of thousands, and whoever shares a worker waits for
-/// each.
+/// A guest with an IOMMU shares tens of thousands of ranges, and other controllers of the I/O
+/// thread would wait for each change.
 #[test]
-fn ranges_that_come_together_are_one_change() {
+fn ranges_added_together_are_one_change() {
     let disk = Meanwhile::default();
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);

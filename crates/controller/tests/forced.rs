@@ -36,7 +36,7 @@ fn field(volatile: bool) -> Field {
 }
 
 impl Field {
-    /// Runs a command, with these bits in dword 12: the requests that the disk saw for it.
+    /// Runs a command with these bits in dword 12; returns its status and the disk's requests.
     fn run(&mut self, sqe: Sqe, cdw12: u32) -> (Status, Vec<Op>) {
         self.held.order(|orders| orders.seen.clear());
         let mut sqe = sqe.with_prps(self.page, 0);
@@ -54,19 +54,19 @@ fn reads() -> [(Sqe, Op); 3] {
 }
 
 #[test]
-fn what_is_read_is_on_the_medium_first() {
+fn a_read_with_fua_flushes_first() {
     let mut field = field(true);
     for (sqe, op) in reads() {
         assert_eq!(field.run(sqe, 0), (Status::SUCCESS, vec![op]));
         assert_eq!(field.run(sqe, FUA), (Status::SUCCESS, vec![Op::Flush, op]));
     }
     assert_eq!(field.host.peek(field.page, 8), 3u64.to_le_bytes());
-    // The read of a cache that could not be committed is not of the medium.
+    // If the flush fails, the read is not executed.
     for (sqe, _) in reads() {
         field.held.order(|orders| orders.fail_at = Some(0));
         let (status, seen) = field.run(sqe, FUA);
         assert_eq!((status.is_success(), seen), (false, vec![Op::Flush]));
-        // And a read that fails after that is one that fails.
+        // A read that fails after the flush fails the command.
         field.held.order(|orders| orders.fail_at = Some(3 * 512));
         let (status, seen) = field.run(sqe, FUA);
         assert_eq!((status.is_success(), seen.len()), (false, 2));
@@ -77,12 +77,12 @@ fn what_is_read_is_on_the_medium_first() {
 }
 
 #[test]
-fn without_a_cache_there_is_nothing_to_commit() {
+fn fua_needs_no_flush_without_a_cache() {
     let mut other = field(false);
     for (sqe, op) in reads() {
         assert_eq!(other.run(sqe, FUA), (Status::SUCCESS, vec![op]));
     }
-    // Nor is there if the host has switched it off: what it wrote since is on the medium.
+    // Neither if the host has switched the cache off: later writes are on the medium.
     let mut field = field(true);
     let off = SetFeatures { fid: fid::VOLATILE_WRITE_CACHE, ..SetFeatures::default() };
     field.host.must(off.encode(Sqe::new(0x09, 0, 0)));
@@ -92,7 +92,7 @@ fn without_a_cache_there_is_nothing_to_commit() {
 }
 
 #[test]
-fn a_reset_does_not_wait_for_what_has_not_begun() {
+fn a_reset_does_not_wait_for_unsubmitted_reads() {
     let mut field = field(true);
     field.held.order(|orders| orders.hold = true);
     for (cid, (sqe, _)) in (0..).zip(reads()) {

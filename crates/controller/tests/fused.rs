@@ -1,4 +1,4 @@
-//! Compare and Write as one step: the fused operation.
+//! Fused Compare and Write.
 
 mod common;
 #[path = "common/held.rs"]
@@ -31,14 +31,14 @@ fn write(slba: u64, cid: u16) -> Sqe {
     Sqe { flags: SECOND, ..Sqe::write(1, slba, 0, cid) }
 }
 
-/// A block that begins with a number, at `at` of the host's memory.
+/// Fills a block at `at` of the host's memory, which begins with a number.
 fn block(host: &Host, at: u64, value: u64) -> u64 {
     host.poke(at, &[0; 512]);
     host.poke(at, &value.to_le_bytes());
     at
 }
 
-/// Puts both, and rings once.
+/// Stores both commands, and rings once.
 fn submit_both(host: &mut Host, queue: &mut Queue, first: &Sqe, second: &Sqe) {
     let old = queue.tail;
     host.put(queue, first);
@@ -46,7 +46,7 @@ fn submit_both(host: &mut Host, queue: &mut Queue, first: &Sqe, second: &Sqe) {
     host.ring(queue, old);
 }
 
-/// The statuses of commands 1 and 2.
+/// Statuses of commands 1 and 2.
 fn ends(host: &mut Host, queue: &mut Queue) -> [Status; 2] {
     let mut both = [host.wait(queue), host.wait(queue)];
     both.sort_by_key(|done| done.0);
@@ -72,7 +72,7 @@ fn held_host(held: &Held) -> Host {
 }
 
 #[test]
-fn a_write_follows_a_compare_that_is_equal_and_no_other() {
+fn a_fused_write_follows_only_an_equal_compare() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1 << 20).unwrap();
     for disk in ["mem:1MiB", file.path().to_str().unwrap()] {
@@ -82,7 +82,7 @@ fn a_write_follows_a_compare_that_is_equal_and_no_other() {
         assert_eq!((identify.fuses, identify.acwu), (1, 0));
         let mut queue = host.create(1, 8, true);
         let (a, b, c) = (host.alloc(4096), host.alloc(4096), host.alloc(4096));
-        // More often than the queue is long: they may lie at its end and at its beginning.
+        // More rounds than entries, so the pair also wraps around the end of the queue.
         for round in 0..20 {
             let (old, new) = (block(&host, a, round), block(&host, b, round + 1));
             let first = compare(9, 1).with_prps(old, 0);
@@ -97,15 +97,15 @@ fn a_write_follows_a_compare_that_is_equal_and_no_other() {
     }
 }
 
-/// A disk that has other users: one of them may come after the Compare and before the Write.
+/// A disk with other users: one of them may write after the Compare and before the Write.
 #[test]
-fn a_disk_that_can_compares_and_writes_in_one_step() {
+fn an_atomic_disk_gets_one_compare_and_write_request() {
     let mut held = Held::new(64);
     (held.one_step, held.volatile) = (true, true);
     let mut host = held_host(&held);
     let mut queue = host.create(1, 8, true);
     let (a, b) = (host.alloc(8192), host.alloc(4096));
-    // The data of the Compare are in two pages.
+    // Data of the Compare are in two pages.
     let a = a + 4096 - 8;
     let first = compare(9, 1).with_prps(block(&host, a, 0), a + 8);
     let second = write(9, 2).with_prps(block(&host, b, 1), 0);
@@ -113,16 +113,16 @@ fn a_disk_that_can_compares_and_writes_in_one_step() {
     let both = Op::CompareAndWrite { fua: false };
     assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
     assert_eq!((ops(0), held.marks(9, 1)), (vec![Op::Compare, both], vec![1]));
-    // One that is not equal is not asked for.
+    // After a Compare that is not equal, the disk gets no compare-and-write request.
     let failed = [Status::COMPARE_FAILURE, Status::FUSED_FAILED];
     assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
     assert_eq!((ops(2), held.marks(9, 1)), (vec![Op::Compare], vec![1]));
-    // Another user writes when the Compare has ended: what it wrote stays.
+    // Another user writes after the Compare: its data stay.
     held.order(|orders| orders.after_compare = Some((9, 77)));
     let first = first.with_prps(block(&host, a, 1), a + 8);
     assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
     assert_eq!((ops(3), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
-    // Forced, and without room for the Write: whether the blocks were equal is not known.
+    // A compare-and-write with FUA on a full disk: whether the blocks were equal is unknown.
     held.order(|orders| orders.fail_both = true);
     let first = first.with_prps(block(&host, a, 77), a + 8);
     let forced = Sqe { cdw12: 1 << 30, ..second };
@@ -130,19 +130,19 @@ fn a_disk_that_can_compares_and_writes_in_one_step() {
     assert_eq!(run(&mut host, &mut queue, &first, &forced).map(Status::code), full);
     let both = Op::CompareAndWrite { fua: true };
     assert_eq!((ops(5), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
-    // What is wrong with the Write is found before the disk is asked.
+    // Errors of the Write command are found before the disk gets a request.
     let nowhere = second.with_prps(8 << 30, 0);
     let faulty = [Status::FUSED_FAILED, Status::DATA_XFER_ERROR];
     assert_eq!(run(&mut host, &mut queue, &first, &nowhere).map(Status::code), faulty);
     assert_eq!(ops(7), [Op::Compare]);
     let stats = host.controller.stats().io;
-    // A successful one counts as both.
+    // A successful pair counts as a read and a write.
     assert_eq!((stats.reads, stats.writes, stats.errors), (4, 1, 8));
 }
 
-/// Whatever the host does meanwhile, what was asked of the disk ends, and commands go on.
+/// The disk's request ends whatever the host does meanwhile, and later commands succeed.
 #[test]
-fn an_abort_and_a_reset_while_the_disk_does_it() {
+fn an_abort_or_a_reset_during_compare_and_write() {
     let mut held = Held::new(64);
     held.one_step = true;
     let mut host = held_host(&held);
@@ -160,7 +160,7 @@ fn an_abort_and_a_reset_while_the_disk_does_it() {
         host.submit(&mut admin, &Sqe::abort(Abort { sqid: 1, cid }, 99));
         wait::moment();
         held.order(|orders| orders.hold_both = false);
-        // It was too late.
+        // The Abort came too late.
         let (_, status, dw0) = host.wait(&mut admin);
         assert_eq!((status, dw0), (Status::SUCCESS, 1));
         host.admin = admin;
@@ -189,12 +189,12 @@ fn a_half_without_the_other_is_aborted() {
     let mut queue = host.create(1, 8, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    // Each alone; the first is not waited with for one that comes with another doorbell.
+    // Each half alone; the first half does not wait for a second one of a later doorbell write.
     for sqe in [first, second] {
         let (status, _) = host.run(&mut queue, sqe);
         assert_eq!(status.code(), Status::FUSED_MISSING);
     }
-    // With something else in between, and in the wrong order.
+    // With another command in between, and in the wrong order.
     let between = Sqe { flags: 0, ..Sqe::write(1, 5, 0, 2) }.with_prps(at, 0);
     let [one, other] = run(&mut host, &mut queue, &first, &between);
     assert_eq!((one.code(), other), (Status::FUSED_MISSING, Status::SUCCESS));
@@ -202,17 +202,17 @@ fn a_half_without_the_other_is_aborted() {
     assert_eq!(both.map(Status::code), [Status::FUSED_MISSING; 2]);
     let both = run(&mut host, &mut queue, &first, &first.with_cid(2));
     assert_eq!(both.map(Status::code), [Status::FUSED_MISSING; 2]);
-    // FUSE 11b is none.
+    // FUSE 11b is reserved.
     let (status, _) = host.run(&mut queue, Sqe { flags: 0b11, ..first });
     assert_eq!(status.code(), Status::INVALID_FIELD);
     assert_eq!(read(&mut host, &mut queue, 0, at), 0);
-    // All errors are in the log, and nothing is left under way.
+    // All errors are in the log, and no command is left in flight.
     assert_eq!(host.controller.stats().io.errors, 8);
     host.must(Sqe::delete_io_sq(1, 0));
 }
 
 #[test]
-fn other_operations_than_of_one_block_are_refused() {
+fn fused_operations_of_more_than_one_block_are_refused() {
     let mut host = Host::new(&["mem:1MiB", "mem:1MiB"], ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let at = host.alloc(4096);
@@ -228,21 +228,21 @@ fn other_operations_than_of_one_block_are_refused() {
     let two = |sqe: Sqe| Sqe { cdw12: 1, ..sqe };
     let exceeded = [Status::ATOMIC_WRITE_UNIT_EXCEEDED, Status::FUSED_FAILED];
     assert_eq!(codes(two(first), two(second)), exceeded);
-    // What is wrong with the Compare is its own fault.
+    // Errors of the Compare command are its own status.
     let far = |sqe: Sqe| Sqe { cdw10: 4096, ..sqe };
     assert_eq!(codes(far(first), far(second)), [Status::LBA_OUT_OF_RANGE, Status::FUSED_FAILED]);
-    // And what is wrong with the Write is.
+    // Errors of the Write command are its own status.
     let nowhere = second.with_prps(8 << 30, 0);
     assert_eq!(codes(first, nowhere), [Status::SUCCESS, Status::DATA_XFER_ERROR]);
 }
 
 #[test]
-fn both_wait_for_room_for_both() {
+fn a_fused_pair_waits_for_two_completion_slots() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
     let mut queue = host.create(1, 4, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    // The completion queue has three places, of which two are taken and not given back.
+    // The completion queue has three slots, of which two are used and not consumed.
     for _ in 0..2 {
         host.submit(&mut queue, &Sqe::read(1, 0, 0, 7).with_prps(at, 0));
     }
@@ -254,16 +254,16 @@ fn both_wait_for_room_for_both() {
     assert_eq!(posted(&host), 2);
     let _ = (host.wait(&mut queue), host.wait(&mut queue));
     assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
-    // One that never has room for both.
+    // A queue that never has room for both completions.
     let mut small = host.create(2, 2, false);
     let (status, _) = host.run(&mut small, first);
     assert_eq!(status.code(), Status::FUSED_MISSING);
 }
 
-/// Four queues on four workers add one to the same block, each by fused operations; and others
-/// write blocks beside it.
+/// Four queues on four I/O threads increment the same block by fused operations, while plain
+/// writes go to other blocks.
 #[test]
-fn it_is_one_step_for_all_queues_and_workers() {
+fn fused_operations_are_atomic_across_queues_and_io_threads() {
     const ROUNDS: u64 = 40;
     let options = PoolOptions { workers: 4, polling: ADAPTIVE, pin: Vec::new() };
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -299,19 +299,19 @@ fn it_is_one_step_for_all_queues_and_workers() {
                 }
             }
             let now = read(&mut host, &mut queues[0], 3, at[8]);
-            // As many as were told that they have.
+            // The block holds the number of successful operations.
             assert_eq!(now, added.iter().sum::<u64>());
             guess = [now; 4];
         }
-        // Each round exactly one can win.
+        // In each round exactly one operation succeeds.
         assert_eq!(added.iter().sum::<u64>(), ROUNDS);
     }
 }
 
-/// A plain write that is under way when a fused operation comes ends before it; one that comes
-/// while it is under way begins after it.
+/// A plain write in flight ends before a fused operation starts; one submitted during it starts
+/// afterwards.
 #[test]
-fn nothing_else_is_under_way_meanwhile() {
+fn no_other_command_is_in_flight_during_a_fused_pair() {
     let held = Held::new(64);
     held.mark();
     let mut host = held_host(&held);
@@ -332,7 +332,7 @@ fn nothing_else_is_under_way_meanwhile() {
     held.order(|orders| orders.hold = false);
     assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
     assert_eq!(host.wait(&mut other).0, 9);
-    // Now with the Compare held back, and a write that comes meanwhile.
+    // Now the Compare is held, and a write is submitted meanwhile.
     block(&host, expected, 0);
     held.order(|orders| orders.hold = true);
     submit_both(&mut host, &mut queue, &first, &second);
@@ -347,7 +347,7 @@ fn nothing_else_is_under_way_meanwhile() {
 }
 
 #[test]
-fn an_abort_a_deletion_and_a_reset_end_both() {
+fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
     let held = Held::new(64);
     let mut host = held_host(&held);
     let mut queue = host.create(1, 16, false);
@@ -373,7 +373,7 @@ fn an_abort_a_deletion_and_a_reset_end_both() {
     ] {
         held.order(|orders| orders.hold = true);
         wait_behind_a_read(&mut host, &mut queue, &mut other, seen);
-        assert_eq!(host.must(Sqe::abort(Abort { sqid: 1, cid }, 0)), 0, "it was aborted");
+        assert_eq!(host.must(Sqe::abort(Abort { sqid: 1, cid }, 0)), 0, "the pair was aborted");
         assert_eq!(ends(&mut host, &mut queue).map(Status::code), expected);
         held.order(|orders| orders.hold = false);
         assert_eq!(host.wait(&mut other).0, 9);
@@ -398,9 +398,9 @@ fn an_abort_a_deletion_and_a_reset_end_both() {
     assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
 }
 
-/// With the Compare done and the Write at the disk, nobody is told of either any more.
+/// With the Compare done and the Write at the disk, a reset posts neither completion.
 #[test]
-fn a_reset_between_the_halves_does_not_wait() {
+fn a_reset_between_fused_halves_does_not_wait() {
     let (mut host, gate) = common::slow_host(ADAPTIVE);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
@@ -419,16 +419,16 @@ fn a_reset_between_the_halves_does_not_wait() {
         assert!(host.peek(queue.cq, 256).iter().all(|byte| *byte == 0));
         host.enable();
     }
-    // And commands go on.
+    // Later commands succeed.
     let mut queue = host.create(1, 16, false);
     gate.end(Ok(()));
     let (status, _) = host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(at, 0));
     assert_eq!(status, Status::SUCCESS);
 }
 
-/// It comes to rest, goes to another worker, and goes on, with fused operations under way.
+/// Quiesce, a move to another I/O thread and resume, with fused operations in flight.
 #[test]
-fn a_rest_and_another_worker_do_not_come_between() {
+fn quiesce_and_move_do_not_split_fused_operations() {
     let options = PoolOptions { workers: 2, polling: ADAPTIVE, pin: Vec::new() };
     let pool = Pool::start(&options).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();

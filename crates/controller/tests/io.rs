@@ -1,4 +1,4 @@
-//! I/O commands: what they do to the disk, and how each bad one ends.
+//! I/O commands: their effect on the disk, and the status of each invalid one.
 
 mod common;
 
@@ -19,7 +19,7 @@ fn host() -> (Host, Queue) {
     (host, queue)
 }
 
-/// A PRP list for `pages`, of which the first is PRP 1.
+/// Adds PRP entries for `pages`, the first of which is PRP 1.
 fn prps(host: &mut Host, sqe: Sqe, pages: &[u64]) -> Sqe {
     match pages {
         [one] => sqe.with_prps(*one, 0),
@@ -36,7 +36,7 @@ fn prps(host: &mut Host, sqe: Sqe, pages: &[u64]) -> Sqe {
 }
 
 #[test]
-fn what_was_written_is_read_through_scattered_pages() {
+fn written_data_is_read_back_through_scattered_pages() {
     let (mut host, mut queue) = host();
     for pages in [1usize, 2, 3, 17, 256] {
         let written: Vec<u64> = (0..pages).map(|_| host.alloc(8192)).collect();
@@ -62,7 +62,7 @@ fn what_was_written_is_read_through_scattered_pages() {
 }
 
 #[test]
-fn zeroes_deallocation_verify_and_flush() {
+fn write_zeroes_deallocate_verify_and_flush_work() {
     let (mut host, mut queue) = host();
     let page = host.alloc(4096);
     host.poke(page, &[0xaa; 4096]);
@@ -84,7 +84,7 @@ fn zeroes_deallocation_verify_and_flush() {
         let expected = if [1, 3, 5, 6].contains(&block) { 0 } else { 0xaa };
         assert!(chunk.iter().all(|b| *b == expected), "block {block}");
     }
-    // The data units read of the SMART log have it, the host read commands have not.
+    // Verify counts in the SMART log's data units read, and not in its host read commands.
     let before = host.controller.stats().io;
     assert!(host.run(&mut queue, Sqe::verify(1, 0, 100, 0)).0.is_success());
     let io = host.controller.stats().io;
@@ -92,7 +92,7 @@ fn zeroes_deallocation_verify_and_flush() {
     assert_eq!(io.bytes_read - before.bytes_read, 101 * 512);
     assert!(host.run(&mut queue, Sqe::flush(1, 0)).0.is_success());
     assert!(host.run(&mut queue, Sqe::flush(NSID_ALL, 0)).0.is_success());
-    // Ranges outside the namespace.
+    // Ranges outside of the namespace.
     host.poke(ranges, &range((8 << 20) / 512, 1));
     let dsm = DatasetManagement { nr0: 0, ad: true, ..DatasetManagement::default() };
     let (status, _) = host.run(&mut queue, Sqe::dsm(1, dsm, 0).with_prps(ranges, 0));
@@ -100,7 +100,7 @@ fn zeroes_deallocation_verify_and_flush() {
 }
 
 #[test]
-fn every_bad_command_ends_in_its_status_and_the_queue_goes_on() {
+fn every_bad_command_has_its_status_and_the_queue_continues() {
     let (mut host, mut queue) = host();
     let page = host.alloc(4096);
     let blocks = (8u64 << 20) / 512;
@@ -151,7 +151,7 @@ fn random_entries_never_stop_the_queue() {
             .new_tree(&mut runner)
             .map(|t| proptest::strategy::ValueTree::current(&t))
             .unwrap();
-        // Mostly right, so that it gets somewhere.
+        // Mostly valid, so that commands get past decoding.
         if round % 2 == 0 {
             bytes[0] = [0, 1, 2, 5, 8, 9, 0xc, 0x19][round as usize / 2 % 8];
             bytes[4..8].copy_from_slice(&1u32.to_le_bytes());
@@ -178,7 +178,7 @@ fn a_4096_byte_namespace_and_larger_host_pages() {
         )
         .unwrap(),
     );
-    // CC.MPS 4: pages of 64 KiB. The admin queue has to be aligned to that as well.
+    // CC.MPS 4: pages of 64 KiB. The admin queue must be aligned to that as well.
     (host.admin.sq, host.admin.cq) = (common::BASE + 0x10_0000, common::BASE + 0x11_0000);
     host.enable_with(Cc::new().with_iosqes(6).with_iocqes(4).with_mps(4));
     assert!(host.csts().rdy());
@@ -218,7 +218,7 @@ fn a_write_protected_namespace_refuses_every_change() {
 }
 
 #[test]
-fn an_abort_aborts() {
+fn an_abort_ends_a_command_at_the_disk() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let page = host.alloc(4096);
@@ -237,7 +237,7 @@ fn an_abort_aborts() {
     assert_eq!(host.wait(&mut queue).0, 10);
     assert_eq!(host.wait(&mut queue).0, 12);
     assert_eq!(host.reap(&mut queue), None, "each command completes once");
-    // The asynchronous event request is the admin command that can be aborted.
+    // An Asynchronous Event Request is the only admin command that can be aborted.
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &Sqe::async_event_request(77));
     let cid = 78;
@@ -250,7 +250,7 @@ fn an_abort_aborts() {
 }
 
 #[test]
-fn media_errors_and_a_full_storage_have_their_statuses() {
+fn disk_errors_map_to_their_nvme_statuses() {
     use shadowbell_backend::DiskError;
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
@@ -298,14 +298,14 @@ fn interrupts_come_once_a_batch_and_never_get_lost() {
 }
 
 #[test]
-fn what_a_host_does_not_want_goes_into_a_bit_bucket() {
+fn bit_bucket_descriptors_discard_data() {
     use shadowbell_spec::sgl::SglDescriptor;
     let (mut host, mut queue) = host();
     let (page, list) = (host.alloc(4096), host.alloc(4096));
     let blocks: Vec<u8> = (0..8u8).flat_map(|block| [block + 1; 512]).collect();
     host.poke(page, &blocks);
     assert!(host.run(&mut queue, Sqe::write(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
-    // Of eight blocks, the third and the last.
+    // Of eight blocks, the third and the last are transferred.
     let parts = [
         SglDescriptor::bit_bucket(1024),
         SglDescriptor::data_block(page, 512),
@@ -323,7 +323,7 @@ fn what_a_host_does_not_want_goes_into_a_bit_bucket() {
     assert!(host.run(&mut queue, read).0.is_success());
     let expected = [[3; 512], [8; 512], [0xee; 512]].concat();
     assert_eq!(host.peek(page, 1536), expected);
-    // What is written comes from the data blocks alone.
+    // For a write, only the data blocks supply data.
     let write = with_list(Sqe::write(1, 20, 1, 0), 4);
     assert!(host.run(&mut queue, write).0.is_success());
     assert!(host.run(&mut queue, Sqe::read(1, 20, 1, 0).with_prps(page + 2048, 0)).0.is_success());

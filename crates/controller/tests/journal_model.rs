@@ -1,23 +1,24 @@
-//! The journal of what is under way, explored: every order of a host, a worker, a disk and deaths of
-//! the worker, for a few commands. With each step out of its order, something is lost, completed
-//! twice, or written over what is newer.
+//! Exhaustive model of the journal of commands in flight: every order of a host, an I/O thread,
+//! a disk and crashes, for a few commands. With each step out of its order, a command is lost,
+//! completed twice, or executed again over newer data.
 //!
-//! What is modelled is the order of stores as `journal` describes it, for one queue pair. A worker
-//! may die between any two of them. The disk carries out what it has in any order, also for a worker
-//! that is dead. The host uses an identifier again as soon as it has seen the completion, and places
-//! in the submission queue without asking how far it was fetched, as Linux does.
+//! The model has the order of stores that `journal` describes, for one queue pair. A process
+//! may die between any two of them. The disk executes its requests in any order, also those of
+//! a dead process. The host reuses an identifier as soon as it has seen the completion, and
+//! slots in the submission queue without regard to the fetch position, as Linux does.
 
 use std::collections::HashSet;
 
-/// Of both queues: two commands fill them.
+/// Entries of both queues: two commands fill them.
 const ENTRIES: u8 = 3;
-/// Which block each command writes. The host submits one when the one before has been completed that
-/// writes the same block. So the first may be under way while others take its place in the queue.
+/// Block that each command writes. The host submits a command after the completion of the
+/// previous one that writes the same block. So the first command may be in flight while others
+/// take its slot in the queue.
 const BLOCKS: [usize; 7] = [0, 1, 1, 1, 0, 1, 0];
 const DEATHS: u8 = 3;
 const NONE: u8 = u8::MAX;
 
-/// What is not done, or in another order.
+/// Steps that are left out, or done in another order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     FreedBeforePosted,
@@ -33,13 +34,13 @@ enum Mistake {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Completion {
-    /// The identifier: the block.
+    /// Command identifier: the block.
     cid: u8,
     sq_head: u8,
     phase: bool,
 }
 
-/// A record: which command of its queue it is, and the command.
+/// A journal record: the command's position in its queue, and the command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Record {
     place: u8,
@@ -47,23 +48,23 @@ struct Record {
     command: u8,
 }
 
-/// What outlives a worker.
+/// State that survives a crash.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Journal {
     records: Vec<Record>,
     sq_head: u8,
     fetched: u8,
-    /// For the position at `.0`, so many completions were posted.
+    /// Number of completions posted up to the position `.0`.
     covers: (u8, u8),
     cq_tail: u8,
     cq_phase: bool,
     completions: u8,
 }
 
-/// Which step of a worker comes next.
+/// Next step of an I/O thread.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Step {
-    /// Anything that there is to do.
+    /// Any work that is available.
     Choose,
     Fetch {
         left: u8,
@@ -98,31 +99,31 @@ enum Step {
         count: u8,
         spare: u8,
     },
-    /// The worker is dead, and the next one has done nothing yet.
+    /// The process is dead, and the next one has not started to recover.
     Recover,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct State {
-    // The host, and what it shares.
+    // The host, and its shared memory.
     submitted: u8,
     sq: [u8; ENTRIES as usize],
     sq_tail: u8,
     cq: [Completion; ENTRIES as usize],
     cq_head: u8,
     host_phase: bool,
-    /// By identifier.
+    /// Outstanding command by identifier.
     outstanding: [u8; 2],
-    /// By block, the last command that the host knows to be complete.
+    /// Last command known to be complete, by block.
     acknowledged: [u8; 2],
-    // The disk: what it holds, and what it has in hand, of which worker.
+    // The disk: its contents, and its requests in flight by process.
     blocks: [u8; 2],
     in_hand: Vec<(u8, u8)>,
     journal: Journal,
     worker: Worker,
 }
 
-/// What dies with a worker.
+/// State that is lost in a crash.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Worker {
     number: u8,
@@ -132,9 +133,9 @@ struct Worker {
     tail: u8,
     phase: bool,
     completions: u8,
-    /// Commands that the disk has, and their records.
+    /// Commands at the disk, and their records.
     pending: Vec<(u8, u8)>,
-    /// Commands that the disk has ended, and nobody has looked.
+    /// Commands that the disk has completed and the I/O thread has not reaped.
     ended: Vec<u8>,
     staged: Vec<(Completion, u8)>,
     to_free: Vec<u8>,
@@ -164,7 +165,7 @@ impl Worker {
 
 struct Model {
     mistake: Option<Mistake>,
-    /// A disk that ends commands at once, such as memory.
+    /// A disk that completes commands at once, such as memory.
     at_once: bool,
 }
 
@@ -199,7 +200,7 @@ impl State {
         usize::from(self.submitted) == BLOCKS.len() && self.outstanding == [NONE; 2]
     }
 
-    /// Places for completions that nobody has.
+    /// Free slots of the completion queue.
     fn room(&self) -> u8 {
         let taken = usize::from(distance(self.cq_head, self.worker.tail));
         (usize::from(ENTRIES) - 1).saturating_sub(
@@ -219,7 +220,7 @@ impl State {
         let place = self.free_place();
         self.journal.records.push(Record { place, count, command });
         self.journal.records.sort_unstable();
-        // Unless it has ended meanwhile.
+        // Unless it has completed meanwhile.
         if let Some(pending) = self.worker.pending.iter_mut().find(|pending| pending.0 == command) {
             pending.1 = place;
         }
@@ -233,7 +234,7 @@ impl Model {
         self.mistake == Some(mistake)
     }
 
-    /// All that can happen next. An error says what is wrong.
+    /// All possible next states. The error describes a violation.
     fn next(&self, state: &State) -> Result<Next, String> {
         let mut next = Vec::new();
         self.host(state, &mut next)?;
@@ -303,7 +304,7 @@ impl Model {
         State { worker, ..state.clone() }
     }
 
-    /// Gives a command to the disk.
+    /// Submits a command to the disk.
     fn start(&self, state: &mut State, command: u8) {
         if self.at_once {
             state.blocks[BLOCKS[usize::from(command)]] = command;
@@ -440,7 +441,7 @@ impl Model {
         }
     }
 
-    /// Replays come first; then a worker does what there is, in any order.
+    /// Replays come first; then an I/O thread does its work in any order.
     fn choose(&self, state: &State, next: &mut Next) {
         if !state.worker.replays.is_empty() && state.room() > 0 {
             let mut replays = state.clone();
@@ -473,8 +474,8 @@ impl Model {
         }
     }
 
-    /// Another worker finds what the dead one has left, as `RecoveredJournal` does. That it has a
-    /// journal of its own from then on is one step: the supervisor takes all of it or nothing.
+    /// The next process recovers from the journal, as `RecoveredJournal` does. Its own new journal
+    /// is taken in one step: the supervisor stores all of it or none.
     fn recover(&self, state: &mut State) {
         let Journal { mut records, sq_head, fetched, covers, .. } = state.journal.clone();
         let (mut head, mut count) = (sq_head, fetched);
@@ -528,7 +529,7 @@ impl Model {
         state.worker.step = Step::Choose;
     }
 
-    /// Goes through everything that can happen. How many states there are.
+    /// Visits all states; returns their number.
     fn explore(&self) -> Result<usize, String> {
         let mut seen = HashSet::from([State::new()]);
         let mut open = vec![State::new()];
@@ -544,7 +545,7 @@ impl Model {
 }
 
 #[test]
-fn nothing_is_lost_or_done_twice() {
+fn the_journal_loses_and_repeats_no_command() {
     for at_once in [false, true] {
         let states = Model { mistake: None, at_once }.explore().unwrap();
         println!("{states} states");
@@ -553,7 +554,7 @@ fn nothing_is_lost_or_done_twice() {
 }
 
 #[test]
-fn each_mistake_is_found() {
+fn each_mistake_of_the_journal_is_detected() {
     for (mistake, at_once) in [
         (Mistake::FreedBeforePosted, false),
         (Mistake::CqStoredBeforeFreed, false),

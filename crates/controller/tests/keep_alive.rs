@@ -1,4 +1,4 @@
-//! A host that says how long it may be silent, and then is for longer.
+//! Keep Alive: a host that sets a timer, and then is silent for longer.
 
 mod common;
 
@@ -29,14 +29,14 @@ fn host() -> Host {
 }
 
 #[test]
-fn a_host_that_goes_silent_is_taken_for_dead() {
+fn a_silent_host_gets_a_fatal_status() {
     let mut host = host();
     let mut queue = host.create(1, 16, false);
     let command = read(&mut host);
     assert_eq!(host.must(granted()), 0);
     host.must(timer(4900));
     assert_eq!(host.must(granted()), 5000, "in units of a second");
-    // Other commands are no sign of life (no Traffic Based Keep Alive); these are. Together they
+    // Without Traffic Based Keep Alive only Keep Alive commands count. Together they
     // take longer than the timer, and each by far not as long.
     for _ in 0..4 {
         // A part of the timer.
@@ -49,7 +49,7 @@ fn a_host_that_goes_silent_is_taken_for_dead() {
     host.submit(&mut queue, &command);
     wait::moment();
     assert_eq!(host.reap(&mut queue), None, "no command is carried out");
-    // Another host comes, or the same one.
+    // The same or another host enables the controller again.
     host.disable();
     host.enable();
     assert!(!host.csts().cfs());
@@ -66,7 +66,7 @@ fn a_host_that_goes_silent_is_taken_for_dead() {
 }
 
 #[test]
-fn without_a_timer_it_may_be_silent_for_ever() {
+fn a_host_without_a_timer_may_be_silent() {
     let mut host = host();
     assert_eq!(host.admin(Sqe::new(0x18, 0, 0)).0, Status::SUCCESS);
     host.must(timer(3000));
@@ -74,7 +74,7 @@ fn without_a_timer_it_may_be_silent_for_ever() {
     // Longer than the timer that counts no more.
     sleep(Duration::from_millis(3300));
     assert!(!host.csts().cfs());
-    // Nor does one count that is being shut down.
+    // A timer does not count during a shutdown.
     host.must(timer(3000));
     let cc = host.read32(shadowbell_spec::regs::CC);
     host.write32(shadowbell_spec::regs::CC, cc | 1 << 14);

@@ -1,5 +1,4 @@
-//! Get LBA Status: what a guest is told of the blocks that are allocated, and what it can not do
-//! with that.
+//! Get LBA Status: the reported allocated blocks, and its limits.
 
 mod common;
 
@@ -28,15 +27,15 @@ const FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 const OUTSIDE: Status = Status::LBA_OUT_OF_RANGE.with_dnr();
 
-/// Blocks that are allocated: first, and the one after the last.
+/// Allocated ranges: first block, and the block after the last.
 type Found = Vec<(u64, u64)>;
 
-/// What a [`Patchy`] disk has to do, and what was done with it.
+/// Instructions for a [`Patchy`] disk, and its calls.
 #[derive(Debug, Default)]
 struct Gate {
     stalls: Mutex<bool>,
     goes_on: Condvar,
-    /// Somebody is inside.
+    /// Whether a call is in progress.
     inside: AtomicBool,
     told: AtomicU64,
 }
@@ -52,7 +51,7 @@ impl Gate {
     }
 }
 
-/// A disk whose extents are made up: so many bytes each, by turns data and hole.
+/// Disk with made-up extents: alternating data and holes of a given size.
 #[derive(Clone, Debug)]
 struct Patchy {
     inner: MemDisk,
@@ -61,7 +60,7 @@ struct Patchy {
 }
 
 impl Patchy {
-    /// `extent` says what begins at a byte of the disk.
+    /// `extent` returns the extent at a byte of the disk.
     fn new(blocks: u64, extent: fn(u64) -> Extent) -> Self {
         let inner = MemDisk::new(blocks, 512).unwrap();
         Self { inner, extent, gate: Arc::default() }
@@ -135,14 +134,14 @@ fn status(host: &mut Host, nsid: u32, fields: GetLbaStatus) -> Result<(u8, Found
     host.page(Sqe::get_lba_status(nsid, fields, 0)).map(|page| parse(&page))
 }
 
-/// By 64 KiB: data, hole, data, hole, ...
+/// Alternating data and holes of 64 KiB.
 fn by_turns(at: u64) -> Extent {
     let len = (64 << 10) - at % (64 << 10);
     Extent { len, allocated: (at >> 16).is_multiple_of(2) }
 }
 
 #[test]
-fn a_guest_is_told_that_the_command_is_there() {
+fn identify_reports_get_lba_status() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
     let fields = |cns| Identify { cns, ..Identify::default() };
     let page = host.page(Sqe::identify(0, fields(cns::CONTROLLER), 0)).unwrap();
@@ -163,12 +162,12 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
     let all: Found = (0..32).map(|n| (n * 256, n * 256 + 128)).collect();
     let complete = LbaStatusList::COMPLETE;
     assert_eq!(status(&mut host, 1, ask(0, 0, 4096)), Ok((complete, all.clone())));
-    // From the middle of an extent to that of another.
+    // From the middle of one extent to the middle of another.
     let some = vec![(100, 128), (256, 260)];
     assert_eq!(status(&mut host, 1, ask(100, 160, 4096)), Ok((complete, some)));
     assert_eq!(status(&mut host, 1, ask(130, 100, 4096)), Ok((complete, vec![])));
     assert_eq!(status(&mut host, 1, ask(64 * 128 - 1, 1, 4096)), Ok((complete, vec![])));
-    // Room for a head, for a head and part of a descriptor, for some.
+    // Room for a header, for a header and part of a descriptor, for some descriptors.
     for (bytes, count) in [(8, 0), (12, 0), (20, 0), (24, 1), (36, 1), (40, 2), (8 + 31 * 16, 31)] {
         let some = all[..count].to_vec();
         let expected = Ok((LbaStatusList::INCOMPLETE, some));
@@ -176,7 +175,7 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
     }
     assert_eq!(status(&mut host, 1, ask(0, 0, 8 + 32 * 16)), Ok((complete, all)));
     assert_eq!(status(&mut host, 1, ask(128, 128, 8)), Ok((complete, vec![])));
-    // A list behind a page that it does not need is not looked at: the list is in the first page.
+    // The list needs the first page only, so the second PRP is not accessed.
     let at = host.alloc(4096);
     let sqe = Sqe::get_lba_status(1, ask(0, 0, 8192), 0).with_prps(at, at + 4096);
     let (ended, _) = host.admin(sqe);
@@ -184,7 +183,7 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
 }
 
 #[test]
-fn nothing_else_of_the_hosts_memory_is_written() {
+fn get_lba_status_writes_only_its_buffer() {
     let mut host = host(Patchy::new(64 * 128, by_turns));
     let at = host.alloc(4096);
     host.memory.fill((at - BASE) as usize, 4096, 0xee).unwrap();
@@ -196,7 +195,7 @@ fn nothing_else_of_the_hosts_memory_is_written() {
 }
 
 #[test]
-fn what_can_not_be_asked_for_is_refused() {
+fn invalid_get_lba_status_fields_are_refused() {
     let disks: Vec<Arc<dyn Disk>> =
         (0..3).map(|_| -> Arc<dyn Disk> { Arc::new(MemDisk::new(2048, 512).unwrap()) }).collect();
     let mut host = Host::with(over(disks), ADAPTIVE);
@@ -215,17 +214,17 @@ fn what_can_not_be_asked_for_is_refused() {
         let fields = GetLbaStatus { atype, ..ask(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Err(FIELD), "{atype}");
     }
-    // No room for the head; more than a transfer.
+    // Too short for the header; longer than a transfer may be.
     for mndw0 in [0, (1 << 20) - 1, u32::MAX] {
         let fields = GetLbaStatus { mndw0, ..ask(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Err(FIELD), "{mndw0}");
     }
-    // Nothing is known to be unrecoverable.
+    // No block is known to be unrecoverable.
     for atype in [atype::SCAN_UNRECOVERABLE, atype::UNRECOVERABLE] {
         let fields = GetLbaStatus { atype, ..ask(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Ok((LbaStatusList::COMPLETE, vec![])));
     }
-    // PRPs: not of this memory, not of whole dwords, a list that is none.
+    // Invalid PRPs: outside of the memory, not dword-aligned, an invalid list.
     let at = host.alloc(4096);
     let ok = host.alloc(4096);
     for (prp1, prp2, bytes) in
@@ -238,27 +237,27 @@ fn what_can_not_be_asked_for_is_refused() {
     }
 }
 
-/// Data of 512 bytes behind a hole of as many.
+/// Holes of 512 bytes, each followed by 512 bytes of data.
 fn fragmented(at: u64) -> Extent {
     Extent { len: 512, allocated: (at >> 9) % 2 == 1 }
 }
 
-/// Holes, told block by block.
+/// Holes, reported block by block.
 fn crumbs(_: u64) -> Extent {
     Extent::hole(512)
 }
 
-/// A disk that does not know where its data end.
+/// A disk that reports extents of length 0.
 fn no_progress(_: u64) -> Extent {
     Extent::data(0)
 }
 
 #[test]
-fn a_command_looks_at_so_much_and_no_more() {
+fn a_command_examines_a_bounded_number_of_extents() {
     let disk = Patchy::new(1 << 20, fragmented);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
-    // With room for more than that.
+    // The buffer has room for more descriptors than that.
     let (at, list) = (host.alloc(65536), host.alloc(4096));
     for page in 1..16 {
         host.poke(list + (page - 1) * 8, &(at + page * 4096).to_le_bytes());
@@ -268,7 +267,7 @@ fn a_command_looks_at_so_much_and_no_more() {
     assert_eq!((cmpc, found.len(), found[0]), (LbaStatusList::INCOMPLETE, 255, (1, 2)));
     assert!(gate.told.load(Ordering::SeqCst) <= 1100);
 
-    // All holes: the one descriptor says how far it has got.
+    // Holes only: the single descriptor shows how far the command has got.
     let disk = Patchy::new(1 << 20, crumbs);
     let gate = Arc::clone(&disk.gate);
     let mut host = self::host(disk);
@@ -282,7 +281,7 @@ fn a_command_looks_at_so_much_and_no_more() {
     assert_eq!((cmpc, found), (LbaStatusList::INCOMPLETE, vec![(7, 8)]));
 }
 
-/// Extents of 700 bytes and 5000 bytes of hole: no block's boundaries.
+/// Extents of 700 bytes of data and 5000 bytes of hole, not aligned to blocks.
 fn ragged(at: u64) -> Extent {
     let in_period = at % 5700;
     if in_period < 700 { Extent::data(700 - in_period) } else { Extent::hole(5700 - in_period) }
@@ -301,7 +300,7 @@ fn a_block_that_has_a_byte_of_data_is_allocated() {
 }
 
 #[test]
-fn more_blocks_than_a_descriptor_counts_take_several() {
+fn long_ranges_take_several_descriptors() {
     let blocks = 3u64 << 32;
     let mut host = host(NullDisk::new(blocks, 512));
     let (cmpc, found) = status(&mut host, 1, ask(5, 0, 4096)).unwrap();
@@ -311,7 +310,7 @@ fn more_blocks_than_a_descriptor_counts_take_several() {
 }
 
 #[test]
-fn disks_say_what_they_know() {
+fn each_disk_type_reports_its_extents() {
     let limiter = Limiter::new(Limits::default());
     let lasting = MemDisk::lasting(1 << 16, 512).unwrap();
     lasting.bytes().fill(8 << 20, 4096, 7).unwrap();
@@ -325,7 +324,7 @@ fn disks_say_what_they_know() {
     let mut host = Host::with(over(disks), ADAPTIVE);
     let complete = LbaStatusList::COMPLETE;
     let (cmpc, found) = status(&mut host, 1, ask(0, 0, 4096)).unwrap();
-    // Of a huge page, perhaps.
+    // The allocation unit may be a huge page.
     assert_eq!((cmpc, found.len()), (complete, 1));
     assert!(found[0].0 <= 16384 && found[0].1 >= 16392 && found[0].1 - found[0].0 <= 8192);
     for nsid in [2, 3] {
@@ -335,7 +334,7 @@ fn disks_say_what_they_know() {
     assert_eq!(status(&mut host, 4, ask(0, 0, 4096)), Ok((complete, vec![])));
 }
 
-/// Submits one that stays with the disk, and waits until it is there.
+/// Submits a Get LBA Status that the disk holds, and waits until it is there.
 fn stalled(host: &mut Host, gate: &Gate) -> (Queue, u64) {
     gate.stall(true);
     let at = host.alloc(4096);
@@ -346,7 +345,7 @@ fn stalled(host: &mut Host, gate: &Gate) -> (Queue, u64) {
 }
 
 #[test]
-fn a_disk_that_stalls_holds_up_nobody() {
+fn a_hung_extents_call_delays_no_other_command() {
     let disk = Patchy::new(64 * 128, by_turns);
     let gate = Arc::clone(&disk.gate);
     let pool = common::pool(ADAPTIVE);
@@ -361,7 +360,7 @@ fn a_disk_that_stalls_holds_up_nobody() {
     let (mut queue, mut others) = (host.create(1, 16, false), other.create(1, 16, false));
     let page = host.alloc(4096);
     let (mut admin, _) = stalled(&mut host, &gate);
-    // Reads here and there, registers, and admin commands of both.
+    // I/O reads, registers, and admin commands of both controllers continue.
     for _ in 0..10 {
         assert!(host.run(&mut queue, Sqe::read(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
         assert!(other.run(&mut others, Sqe::read(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
@@ -379,7 +378,7 @@ fn a_disk_that_stalls_holds_up_nobody() {
 }
 
 #[test]
-fn so_many_are_under_way_and_the_rest_waits() {
+fn excess_get_lba_status_commands_wait() {
     let disk = Patchy::new(64 * 128, by_turns);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
@@ -410,18 +409,18 @@ fn a_reset_does_not_wait_for_the_disk() {
     host.enable();
     assert!(host.page(Sqe::identify(1, Identify::default(), 0)).is_ok());
     gate.stall(false);
-    // The one from before concerns nobody; the next is answered.
+    // The command from before the reset posts nothing; the next one completes.
     assert_eq!(status(&mut host, 1, ask(0, 0, 4096)).unwrap().1.len(), 32);
     assert!(host.peek(at, 4096).iter().all(|byte| *byte == 0xee));
 }
 
 #[test]
-fn a_namespace_that_is_removed_meanwhile_is_let_go_of_first() {
+fn a_removal_waits_for_a_running_extents_call() {
     let disk = Patchy::new(64 * 128, by_turns);
     let (gate, weak) = (Arc::clone(&disk.gate), Arc::downgrade(&disk.gate));
     let mut host = host(disk);
     let (mut admin, at) = stalled(&mut host, &gate);
-    // One more that has not begun.
+    // A second command that has not started.
     host.submit(&mut admin, &Sqe::get_lba_status(1, ask(0, 0, 4096), 901).with_prps(at, 0));
     let page = host.alloc(4096);
     let identify = Sqe::identify(1, Identify::default(), 0).with_prps(page, 0);
@@ -434,7 +433,7 @@ fn a_namespace_that_is_removed_meanwhile_is_let_go_of_first() {
     removed.recv_timeout(common::LIMIT).unwrap().unwrap();
     let told = gate.told.load(Ordering::SeqCst);
     drop(gate);
-    assert_eq!(weak.strong_count(), 0, "nobody has the disk");
+    assert_eq!(weak.strong_count(), 0, "the disk is released");
     assert!(told <= 64, "the one that had not begun did not ask");
     let mut ended = [host.wait(&mut admin), host.wait(&mut admin)];
     ended.sort_unstable_by_key(|done| done.0);
@@ -442,7 +441,7 @@ fn a_namespace_that_is_removed_meanwhile_is_let_go_of_first() {
 }
 
 #[test]
-fn memory_that_is_taken_away_meanwhile_is_not_touched() {
+fn memory_unmapped_during_an_extents_call_is_not_accessed() {
     let disk = Patchy::new(64 * 128, by_turns);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
@@ -465,7 +464,7 @@ fn memory_that_is_taken_away_meanwhile_is_not_touched() {
 }
 
 #[test]
-fn a_loop_without_threads_answers_too() {
+fn a_driven_pool_answers_get_lba_status() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let disk = Patchy::new(64 * 128, by_turns);
     let controller = Controller::new(over(vec![Arc::new(disk)]), pool, Carrier::default()).unwrap();
@@ -495,8 +494,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What was written and not discarded is told to be allocated, after every step; what is not
-/// allocated reads as zeroes.
+/// After every step, written and not discarded blocks are reported as allocated, and
+/// unallocated blocks read as zeroes.
 fn model(disk: Arc<dyn Disk>, steps: &[Step]) {
     use shadowbell_backend::{Op, Request, Submitted};
     use shadowbell_memory::{Mapping, Segments};
@@ -543,7 +542,7 @@ fn model(disk: Arc<dyn Disk>, steps: &[Step]) {
         for (block, (holds, allocated)) in holds.iter().zip(&allocated).enumerate() {
             assert!(!holds || *allocated, "block {block} is said to be a hole, after {step:?}");
         }
-        // As the other end would, by reading.
+        // Reads all blocks for comparison.
         let mut all = vec![0; (BLOCKS * 512) as usize];
         shadowbell_backend_read(&disk, &mut all);
         let blocks = all.chunks(512).zip(&allocated);
@@ -574,7 +573,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
 
     #[test]
-    fn nothing_that_holds_data_is_a_hole(steps in prop::collection::vec(step(), 1..24)) {
+    fn no_block_with_data_is_reported_as_a_hole(steps in prop::collection::vec(step(), 1..24)) {
         model(Arc::new(MemDisk::lasting(BLOCKS, 512).unwrap()), &steps);
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(BLOCKS * 512).unwrap();

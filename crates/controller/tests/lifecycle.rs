@@ -1,4 +1,4 @@
-//! Enabling, resetting, shutting down and leaving, with commands in flight or not.
+//! Enabling, reset, shutdown and disconnect, with and without commands in flight.
 
 mod common;
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 
 #[test]
-fn registers_are_what_the_specification_asks() {
+fn registers_follow_the_specification() {
     let host = Host::attach(
         Controller::new(common::config(&["mem:1MiB"]), common::pool(ADAPTIVE), Carrier::default())
             .unwrap(),
@@ -38,7 +38,7 @@ fn registers_are_what_the_specification_asks() {
     host.write32(regs::INTMS, 0b110);
     host.write32(regs::INTMC, 0b010);
     assert_eq!(host.read32(regs::INTMS), 0b100);
-    // Any access at all is answered.
+    // Every access is answered.
     for offset in (0..0x2100).chain([u64::MAX - 3, u64::MAX]) {
         for len in 0..9 {
             host.controller.read(offset, &mut vec![1; len]);
@@ -67,10 +67,10 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
         host.controller.write(regs::ASQ, &host.admin.sq.to_le_bytes());
         host.controller.write(regs::ACQ, &acq.to_le_bytes());
         host.write32(regs::CC, Cc::new().with_iosqes(6).with_iocqes(4).with_en(true).into_bits());
-        assert!(host.csts().rdy() && !host.csts().cfs(), "nothing needs it yet");
+        assert!(host.csts().rdy() && !host.csts().cfs(), "the queue is not needed yet");
         host
     };
-    // One that is nowhere, and one that is left from somebody else.
+    // An invalid address, and one left over from a previous host.
     for before in [0, common::BASE + (1 << 20)] {
         let mut host = configure(before);
         let acq = host.admin.cq;
@@ -80,12 +80,12 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
         assert_eq!(host.read64(regs::ACQ), acq);
         let buffer = host.alloc(4096);
         host.must(identify().with_prps(buffer, 0));
-        // From here on it stays where it is.
+        // From here on the address cannot change.
         host.controller.write(regs::ACQ, &(acq + 4096).to_le_bytes());
         assert_eq!(host.read64(regs::ACQ), acq);
         host.must(identify().with_prps(buffer, 0));
     }
-    // Without one, the first command can not end.
+    // Without a valid address, the first command cannot complete.
     let mut host = configure(0);
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &identify());
@@ -95,7 +95,8 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
     host.enable();
 }
 
-/// Base 2.1, 3.7.2: a Controller Level Reset resets all registers but those of the admin queue.
+/// Base 2.1, 3.7.2: a Controller Level Reset resets all registers except those of the admin
+/// queue.
 #[test]
 fn a_reset_unmasks_the_interrupts() {
     let mut host = Host::new(&["null:1GiB"], ADAPTIVE);
@@ -140,29 +141,29 @@ fn impossible_configurations_end_in_fatal_status_until_reset() {
 }
 
 #[test]
-fn what_the_controller_was_enabled_with_stays_while_it_is() {
+fn cc_fields_are_fixed_while_the_controller_is_enabled() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
     let before = Cc::from_bits(host.read32(regs::CC));
     host.write32(regs::CC, before.with_mps(3).with_ams(1).with_css(1).into_bits());
     assert_eq!(host.read32(regs::CC), before.into_bits());
-    // PRPs are of pages of 4 KiB yet.
+    // PRPs still use pages of 4 KiB.
     let (a, b) = (host.alloc(4096), host.alloc(4096));
     let mut queue = host.create(1, 16, false);
     assert!(host.run(&mut queue, Sqe::read(1, 0, 15, 0).with_prps(a, b)).0.is_success());
-    // With EN cleared it may change.
+    // With EN cleared, the page size may change.
     host.write32(regs::CC, before.with_mps(1).with_en(false).into_bits());
     host.until("the reset", || !host.csts().rdy());
     assert_eq!(Cc::from_bits(host.read32(regs::CC)).mps(), 1);
 }
 
 #[test]
-fn write_zeroes_has_the_limit_that_the_host_was_told() {
+fn write_zeroes_has_the_limit_of_wzsl() {
     let mut config = common::config(&["mem:64MiB"]);
     let disk = shadowbell_backend::open("mem:512MiB?block-size=4096").unwrap();
     config.namespaces.push(shadowbell_controller::NamespaceConfig { disk, uuid: [9; 16] });
     let mut host = Host::with(config, ADAPTIVE);
     let mut queue = host.create(1, 16, false);
-    // 65536 blocks of 512 bytes are what WZSL says, for both namespaces.
+    // WZSL is 65536 blocks of 512 bytes, for both namespaces.
     let zeroes = |nsid, blocks0: u16| {
         let mut sqe = Sqe::new(0x08, 0, nsid);
         sqe.cdw12 = u32::from(blocks0);
@@ -175,7 +176,7 @@ fn write_zeroes_has_the_limit_that_the_host_was_told() {
 }
 
 #[test]
-fn a_reset_waits_for_what_is_in_flight_and_writes_nothing_after() {
+fn a_reset_waits_for_requests_in_flight() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let page = host.alloc(4096);
@@ -188,12 +189,12 @@ fn a_reset_waits_for_what_is_in_flight_and_writes_nothing_after() {
     host.until("the disk to be asked to stop", || gate.cancelled.lock().unwrap().len() >= 4);
     wait::moment();
     assert!(host.csts().rdy(), "the disk still writes to the host's memory");
-    // Enabling early counts when the reset is over.
+    // Setting CC.EN early takes effect after the reset.
     host.write32(regs::CC, cc.into_bits());
     for _ in 0..4 {
         gate.end(Ok(()));
     }
-    host.until("the queues to be gone", || gate.waiting() == 0);
+    host.until("the end of all requests", || gate.waiting() == 0);
     let written = host.peek(queue.cq, 256);
     assert!(written.iter().all(|b| *b == 0), "no completion after the reset began");
     host.until("ready again", || host.csts().rdy());
@@ -204,10 +205,10 @@ fn a_reset_waits_for_what_is_in_flight_and_writes_nothing_after() {
     assert!(host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(page, 0)).0.is_success());
 }
 
-/// The map has been another one since the command was fetched, so that the one which the unmap
-/// replaces is not what the command has.
+/// The DMA table has been replaced since the command was fetched, so the table that the unmap
+/// replaces is not the command's.
 #[test]
-fn unmapping_waits_for_what_is_in_flight_since_an_earlier_map() {
+fn unmapping_waits_for_commands_of_an_earlier_dma_table() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, true);
     let other = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
@@ -217,7 +218,7 @@ fn unmapping_waits_for_what_is_in_flight_since_an_earlier_map() {
     host.until("the request", || gate.waiting() == 1);
     let another = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     host.controller.map_dma(iova + 8192, 4096, &another).unwrap();
-    // An answer by the worker: it has taken over that map.
+    // The statistics are a reply of the I/O thread: it has adopted the new table.
     let _ = host.controller.stats();
     let (sent, unmapped) = mpsc::channel();
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
@@ -227,11 +228,11 @@ fn unmapping_waits_for_what_is_in_flight_since_an_earlier_map() {
     gate.end(Ok(()));
     assert_eq!(host.wait(&mut queue).1, Status::SUCCESS);
     unmapped.recv_timeout(LIMIT).unwrap();
-    assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
+    assert_eq!(other.read::<u8>(0), Some(0xee), "the read ended before the unmap");
 }
 
 #[test]
-fn unmapping_waits_for_what_is_in_flight() {
+fn unmapping_waits_for_commands_in_flight() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let other = shadowbell_memory::Mapping::shared("other", 4096).unwrap().bytes();
@@ -243,12 +244,12 @@ fn unmapping_waits_for_what_is_in_flight() {
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
     wait::moment();
     assert!(unmapped.try_recv().is_err(), "still in flight");
-    // New commands do not reach it any more.
+    // New commands cannot access the memory.
     let (status, _) = host.run(&mut queue, Sqe::write(1, 0, 0, 2).with_prps(iova, 0));
     assert_eq!(status, Status::DATA_XFER_ERROR);
     gate.end(Ok(()));
     unmapped.recv_timeout(LIMIT).unwrap();
-    assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
+    assert_eq!(other.read::<u8>(0), Some(0xee), "the read ended before the unmap");
     assert_eq!(host.wait(&mut queue).0, 1);
     assert!(host.controller.unmap_dma(iova, 4096, || ()).is_err());
 }
@@ -282,7 +283,7 @@ fn queues_are_created_and_deleted_by_the_rules() {
     host.must(Sqe::delete_io_sq(3, 0));
     host.must(Sqe::delete_io_cq(1, 0));
     assert_eq!(bad(&mut host, Sqe::delete_io_cq(1, 0)), Status::INVALID_QID);
-    // And again, with work, many times over: nothing of the old queue is left.
+    // Repeated with I/O: nothing of the old queue is left.
     let page = host.alloc(4096);
     for round in 0..50 {
         host.memory.fill((at - common::BASE) as usize, 1 << 20, 0).unwrap();
@@ -300,7 +301,7 @@ fn queues_are_created_and_deleted_by_the_rules() {
 }
 
 #[test]
-fn all_sixty_four_queues_of_all_entries() {
+fn sixty_four_full_size_queues_work() {
     let mut host = Host::new(&["null:1GiB"], ADAPTIVE);
     let page = host.alloc(4096);
     let mut queues: Vec<Queue> = (1..=64).map(|qid| host.create(qid, 4096, true)).collect();
@@ -313,7 +314,7 @@ fn all_sixty_four_queues_of_all_entries() {
 }
 
 #[test]
-fn deleting_a_queue_gives_up_what_is_in_flight() {
+fn deleting_a_queue_aborts_commands_in_flight() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     gate.heed_cancel.store(true, Ordering::Relaxed);
     let mut queue = host.create(1, 16, false);
@@ -331,7 +332,7 @@ fn deleting_a_queue_gives_up_what_is_in_flight() {
 }
 
 #[test]
-fn shutdown_flushes_and_says_so() {
+fn shutdown_flushes_and_reports_completion() {
     for shn in [regs::SHN_NORMAL, regs::SHN_ABRUPT] {
         let (mut host, gate) = slow_host(ADAPTIVE);
         let _queue = host.create(1, 16, false);
@@ -348,7 +349,7 @@ fn shutdown_flushes_and_says_so() {
 }
 
 #[test]
-fn shutdown_flushes_what_was_written_through_queues_that_are_gone() {
+fn shutdown_flushes_writes_of_deleted_queues() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let _queue = host.create(1, 16, false);
     host.must(Sqe::delete_io_sq(1, 0));
@@ -366,8 +367,8 @@ fn shutdown_flushes_what_was_written_through_queues_that_are_gone() {
     }
 }
 
-/// What was written before a reset may be in a disk's cache: a host that disables the controller
-/// first has it flushed as well.
+/// Data written before a reset may be in a disk's cache: a host that disables the controller
+/// first gets a flush as well.
 #[test]
 fn a_shutdown_of_a_disabled_controller_flushes() {
     let (mut host, gate) = slow_host(ADAPTIVE);
@@ -381,7 +382,7 @@ fn a_shutdown_of_a_disabled_controller_flushes() {
         gate.end(Ok(()));
         host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
         assert!(!host.csts().rdy());
-        // Nobody holds on to the host's memory for that.
+        // The flush holds no reference to the host's memory.
         let (sent, gone) = mpsc::channel();
         host.controller.unmap_all(move || sent.send(()).unwrap());
         gone.recv_timeout(LIMIT).unwrap();
@@ -397,7 +398,7 @@ fn a_shutdown_of_a_disabled_controller_flushes() {
 }
 
 #[test]
-fn the_write_cache_goes_off_when_what_it_holds_is_on_the_medium() {
+fn the_write_cache_is_disabled_after_a_flush() {
     use shadowbell_spec::admin::SetFeatures;
     use shadowbell_spec::feature::fid;
     let (mut host, gate) = slow_host(ADAPTIVE);
@@ -413,7 +414,7 @@ fn the_write_cache_goes_off_when_what_it_holds_is_on_the_medium() {
         gate.end(outcome);
         let (cid, status, _) = host.wait(&mut admin);
         assert_eq!((cid, status.is_success()), (700, outcome.is_ok()));
-        // It is off: there is nothing to flush.
+        // With the cache off there is nothing to flush.
         host.submit(&mut admin, &set(701, 0));
         assert_eq!(host.wait(&mut admin), (701, Status::SUCCESS, 0));
         host.submit(&mut admin, &set(702, 1));
@@ -423,7 +424,7 @@ fn the_write_cache_goes_off_when_what_it_holds_is_on_the_medium() {
 }
 
 #[test]
-fn a_host_that_leaves_takes_everything_with_it() {
+fn a_disconnect_releases_memory_and_queues() {
     let events = Arc::new(Mutex::new(Vec::new()));
     let seen = Arc::clone(&events);
     let carrier = Carrier {
@@ -445,7 +446,7 @@ fn a_host_that_leaves_takes_everything_with_it() {
         controller.disconnect(move || sent.send(()).unwrap());
         gone.recv_timeout(LIMIT).unwrap();
         drop(host);
-        assert_eq!(memory.strong_count(), 0, "nobody holds the host's memory any more");
+        assert_eq!(memory.strong_count(), 0, "the host's memory is released");
     }
     let events = events.lock().unwrap();
     let one = [Event::Enabled, Event::ShadowDoorbells, Event::QueueCreated(1), Event::Disabled];
@@ -453,7 +454,7 @@ fn a_host_that_leaves_takes_everything_with_it() {
 }
 
 #[test]
-fn lost_memory_is_fatal_and_not_the_end_of_the_process() {
+fn truncated_guest_memory_is_a_fatal_status() {
     let controller =
         Controller::new(common::config(&["mem:1MiB"]), common::pool(ADAPTIVE), Carrier::default())
             .unwrap();
@@ -510,8 +511,8 @@ fn mapped_doorbells_are_found_without_a_trap() {
 }
 
 #[test]
-fn memory_is_there_as_soon_as_it_is_mapped() {
-    // On one processor, so that the worker is often stopped between its messages and its queues.
+fn mapped_memory_is_usable_at_once() {
+    // On one CPU, so that the I/O thread is often preempted between its messages and its queues.
     let mut cpus = rustix::thread::CpuSet::new();
     cpus.set(0);
     rustix::thread::sched_setaffinity(None, &cpus).unwrap();
@@ -528,9 +529,9 @@ fn memory_is_there_as_soon_as_it_is_mapped() {
     }
 }
 
-/// As VMMs do while a guest boots: nobody rings again for what was rung while its memory was away.
+/// VMMs unmap memory while a guest boots: a doorbell rung meanwhile is not rung again.
 #[test]
-fn the_admin_queue_goes_on_when_its_memory_comes_back() {
+fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
@@ -543,12 +544,13 @@ fn the_admin_queue_goes_on_when_its_memory_comes_back() {
         gone.recv_timeout(LIMIT).unwrap();
         host.controller.map_dma(common::BASE, common::MEMORY, &host.memory).unwrap();
     };
-    // A command that came meanwhile.
+    // A command submitted while the memory is unmapped.
     let gone = away(&host);
     host.submit(&mut admin, &Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid: 9 }, 70));
     back(&host, gone);
     assert_eq!(host.wait(&mut admin).0, 70);
-    // One whose end came meanwhile: it waits for a read, which the disk ends only now.
+    // A command that completes while the memory is unmapped: it waits for a read, which the disk
+    // ends only then.
     let data = host.alloc(4096);
     host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(data, 0));
     host.until("the request", || gate.waiting() == 1);
@@ -559,7 +561,8 @@ fn the_admin_queue_goes_on_when_its_memory_comes_back() {
     assert_eq!(host.wait(&mut admin).0, 71);
 }
 
-/// Three pages are asked for, so PRP2 is a list; the log page has one, which lies across two.
+/// Three pages are requested, so PRP2 is a list; the log page has one page of data, across two
+/// pages.
 #[test]
 fn a_log_page_shorter_than_asked_for_is_not_written_over_the_prp_list() {
     let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);

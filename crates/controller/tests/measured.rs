@@ -1,4 +1,4 @@
-//! What is measured of commands while somebody has asked for it.
+//! Latency statistics of commands.
 
 mod common;
 
@@ -9,7 +9,7 @@ use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Tur
 use shadowbell_spec::Sqe;
 use std::time::{Duration, Instant};
 
-/// A host with one queue, attached while the worker takes its turns.
+/// A host with one queue, attached while the I/O thread takes its turns.
 fn attached(controller: Controller, turns: &mut Turns) -> (Host, Queue) {
     meanwhile(turns, move || {
         let mut host = Host::attach(controller);
@@ -19,13 +19,13 @@ fn attached(controller: Controller, turns: &mut Turns) -> (Host, Queue) {
     })
 }
 
-/// How many commands of each kind there were, and their blocks and errors.
+/// Number of commands of each kind, and their blocks and errors.
 fn counts(of: &NamespaceLatency) -> [(u64, u64, u64); 3] {
     [&of.reads, &of.writes, &of.others].map(|kind| (kind.latency.count(), kind.blocks, kind.errors))
 }
 
 #[test]
-fn commands_are_counted_by_namespace_while_that_is_on() {
+fn commands_are_measured_by_namespace_on_request() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let config = config(&["mem:1MiB", "null:1GiB"]);
     let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
@@ -48,7 +48,7 @@ fn commands_are_counted_by_namespace_while_that_is_on() {
         }
         assert!(!run(host, turns, Sqe::read(1, 1 << 40, 7, 0)).is_success());
         assert!(run(host, turns, Sqe::new(0x00, 0, 2)).is_success(), "a Flush");
-        // To all namespaces, or to none that there is or could be.
+        // To all namespaces, and to namespaces that do not or cannot exist.
         assert!(run(host, turns, Sqe::new(0x00, 0, u32::MAX)).is_success());
         for nsid in [0, 257, 4711] {
             assert!(!run(host, turns, Sqe::read(nsid, 0, 7, 0)).is_success());
@@ -74,13 +74,13 @@ fn commands_are_counted_by_namespace_while_that_is_on() {
     round(&mut host, &mut turns);
     let before = host.controller.stats().measured;
     assert_eq!(counts(&before[0])[0].0, 12);
-    // Whoever goes on counts on.
+    // Turning it on again continues the counts.
     pool.measure(true);
     round(&mut host, &mut turns);
     assert_eq!(counts(&host.controller.stats().measured[0])[0].0, 18);
 }
 
-/// Beside a trace, which comes and goes meanwhile; every command counts once, whatever the depth.
+/// With a trace turned on and off meanwhile, every command counts exactly once at any depth.
 #[test]
 fn every_command_counts_once_beside_a_trace() {
     const TOTAL: u64 = 20_000;
@@ -106,7 +106,7 @@ fn every_command_counts_once_beside_a_trace() {
         }
         let old = queue.tail;
         while submitted < TOTAL && submitted - completed < 200 {
-            // Numbers that come again and again, as a guest's do.
+            // Reused identifiers, as a guest's are.
             let cid = (submitted % 256) as u16 | 0x3000;
             host.put(&mut queue, &Sqe::read(1, submitted % 64, 7, cid).with_prps(buffer, 0));
             submitted += 1;

@@ -1,5 +1,4 @@
-//! Metadata and protection information: what a host finds where, what is checked, and what a
-//! straightforward controller would do.
+//! Metadata and protection information: layout, checks, and comparison with a simple model.
 
 mod common;
 
@@ -29,7 +28,7 @@ const ALL: u8 = PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG;
 /// Data and metadata.
 type Block = (Vec<u8>, Vec<u8>);
 
-/// A format, as its options say it.
+/// Parses a metadata format from options.
 fn format(options: &str) -> MetadataFormat {
     let options = options.split('&').filter_map(|option| option.split_once('='));
     MetadataFormat::parse(options).unwrap().unwrap()
@@ -39,7 +38,7 @@ fn on(disk: Arc<dyn Disk>, options: &str) -> Arc<dyn Disk> {
     Arc::new(MetadataDisk::new(disk, format(options)).unwrap())
 }
 
-/// A host with one namespace, and what it knows of that.
+/// A host with one namespace, and the namespace's format.
 struct Guest {
     host: Host,
     queue: Queue,
@@ -90,7 +89,7 @@ impl Guest {
         self.format.size.into()
     }
 
-    /// A command with its data where they are.
+    /// A command with its data and metadata pointers.
     fn command(&self, op: NvmOpcode, fields: RwFields) -> Sqe {
         let count = usize::from(fields.nlb0) + 1;
         let extended = if self.format.extended { self.size() } else { 0 };
@@ -114,7 +113,7 @@ impl Guest {
         self.host.run(&mut self.queue, sqe).0
     }
 
-    /// Puts blocks with their metadata where they are transferred.
+    /// Stores blocks with their metadata in the transfer buffers.
     fn put(&mut self, blocks: &[Block]) {
         for (nth, (data, own)) in blocks.iter().enumerate() {
             let (block, size) = (self.block, self.size());
@@ -144,7 +143,7 @@ impl Guest {
     }
 }
 
-/// The metadata of a block, made by hand.
+/// Computes the protection information of a block.
 fn protect(format: &MetadataFormat, data: &[u8], own: &mut [u8], app_tag: u16, ref_tag: u64) {
     let kind = if format.wide_guard { GuardKind::Crc64 } else { GuardKind::Crc16 };
     let size = if format.wide_guard { 16 } else { 8 };
@@ -160,7 +159,7 @@ fn rw(slba: u64, count: usize) -> RwFields {
 }
 
 #[test]
-fn identify_says_what_there_is() {
+fn identify_reports_the_format() {
     let mut guest = Guest::new("mem:1MiB?block-size=4096", "metadata=64&pi=2&guard=64&pi-first=on");
     let identify = |cns, nsid| {
         let fields = shadowbell_spec::admin::Identify { cns, ..Default::default() };
@@ -178,7 +177,7 @@ fn identify_says_what_there_is() {
     assert_eq!((nvm.elbaf[0], nvm.lbstm), (2 << 7, 0));
     let page = guest.host.page(identify(cns::CONTROLLER, 0)).unwrap();
     assert!(IdentifyController::read_from_bytes(&page).unwrap().ctratt.elbas());
-    // Blocks with such guards are for those who know of them.
+    // Blocks with extended guards are visible only to hosts that support them.
     guest.know_extended_formats(0);
     let unknown = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
     for op in [NvmOpcode::Read, NvmOpcode::Write, NvmOpcode::Verify, NvmOpcode::WriteZeroes] {
@@ -191,7 +190,7 @@ fn identify_says_what_there_is() {
     assert!(status.is_success());
 }
 
-/// What a controller keeps, as simply as it can be.
+/// Simple model of a controller with metadata.
 struct Model {
     format: MetadataFormat,
     blocks: Vec<Block>,
@@ -304,7 +303,7 @@ impl Model {
     }
 }
 
-/// Some command, and what a host that wants it to succeed would not always do.
+/// A command, possibly with errors that a correct host would not make.
 #[derive(Clone, Debug)]
 struct Step {
     op: NvmOpcode,
@@ -313,7 +312,7 @@ struct Step {
     prinfo: u8,
     apptag: u16,
     apptag_mask: u16,
-    /// What is not as it should be: the reference tag, a guard, an application tag, or nothing.
+    /// Injected error: the reference tag, a guard, an application tag, or none.
     wrong: u8,
     escapes: bool,
     fill: u8,
@@ -397,7 +396,7 @@ fn against_the_model(disk: Arc<dyn Disk>, options: &str, steps: usize) {
         let step = step(guest.blocks).new_tree(&mut runner).unwrap().current();
         play(&mut guest, &mut model, &step);
     }
-    // All that is there, whatever it was that was done.
+    // Final comparison of all blocks.
     for slba in 0..guest.blocks {
         assert_eq!(guest.run(NvmOpcode::Read, rw(slba, 1)), Status::SUCCESS);
         assert!(guest.get(1)[0] == model.blocks[slba as usize], "block {slba}");
@@ -420,7 +419,7 @@ const OPTIONS: [&str; 12] = [
 ];
 
 #[test]
-fn memory_is_as_the_model_has_it() {
+fn a_memory_disk_with_metadata_matches_the_model() {
     for (nth, options) in OPTIONS.into_iter().enumerate() {
         let disk = if nth % 2 == 0 { "mem:24KiB" } else { "mem:96KiB?block-size=4096" };
         against_the_model(shadowbell_backend::open(disk).unwrap(), options, 100);
@@ -428,7 +427,7 @@ fn memory_is_as_the_model_has_it() {
 }
 
 #[test]
-fn a_file_is_as_the_model_has_it() {
+fn a_file_with_metadata_matches_the_model() {
     for options in [OPTIONS[2], OPTIONS[7], OPTIONS[9]] {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(24 << 10).unwrap();
@@ -438,7 +437,7 @@ fn a_file_is_as_the_model_has_it() {
 }
 
 #[test]
-fn pointers_that_are_none() {
+fn invalid_metadata_pointers_are_refused() {
     let mut guest = Guest::new("mem:1MiB", "metadata=8&pi=1");
     let read = guest.command(NvmOpcode::Read, rw(0, 1));
     let run = |guest: &mut Guest, sqe: Sqe| guest.host.run(&mut guest.queue, sqe).0;
@@ -450,11 +449,11 @@ fn pointers_that_are_none() {
     assert_eq!(run(&mut guest, Sqe { flags: 0b1000_0000, ..list }), invalid);
     let far = run(&mut guest, Sqe { mptr: 1 << 50, ..read });
     assert!(!far.is_success());
-    // Nothing is transferred, so nothing has to be there.
+    // No metadata are transferred, so the pointer need not be valid.
     let stripped = RwFields { prinfo: PRINFO_PRACT, ..rw(0, 1) };
     let stripped = guest.command(NvmOpcode::Read, stripped);
     assert_eq!(run(&mut guest, Sqe { mptr: 1 << 50, ..stripped }), Status::SUCCESS);
-    // Longer than a transfer may be, with the metadata.
+    // Longer than a transfer may be, counting the metadata.
     let guest = Guest::new("mem:4MiB", "metadata=8&extended=on");
     let mdts = 1usize << (12 + config(&["mem:1MiB"]).mdts);
     let sqe = Sqe::with_rw(NvmOpcode::Read, 1, rw(0, mdts / 512), 0);
@@ -462,7 +461,7 @@ fn pointers_that_are_none() {
 }
 
 #[test]
-fn what_is_deallocated_is_not_checked() {
+fn deallocated_blocks_are_not_checked() {
     for options in ["metadata=8&pi=1", "metadata=16&pi=3&guard=64"] {
         let mut guest = Guest::new("mem:1MiB", options);
         let kind = guest.format.guard();
@@ -473,7 +472,7 @@ fn what_is_deallocated_is_not_checked() {
         let fields = DatasetManagement { ad: true, ..Default::default() };
         let sqe = Sqe::dsm(1, fields, 0).with_prps(guest.data, 0);
         assert_eq!(guest.host.run(&mut guest.queue, sqe).0, Status::SUCCESS);
-        // Whatever is expected of it.
+        // Whatever tags the read expects.
         let prinfo = PRINFO_GUARD | PRINFO_APPTAG;
         let read = RwFields { prinfo, apptag: 9, apptag_mask: 0xffff, ..rw(7, 1) };
         assert_eq!(guest.run(NvmOpcode::Read, read), Status::SUCCESS);
@@ -491,7 +490,7 @@ fn a_long_range_is_verified_in_pieces() {
     assert_eq!(guest.run_plain(NvmOpcode::WriteZeroes, fields), Status::SUCCESS);
     let verify = RwFields { prinfo: ALL, apptag_mask: 0xffff, ..fields };
     assert_eq!(guest.run_plain(NvmOpcode::Verify, verify), Status::SUCCESS);
-    // The last one has another tag, and the one after it was never written.
+    // The last block has another tag, and the block after it was never written.
     let last = RwFields { reftag: 9, apptag: 1, prinfo: PRINFO_PRACT, ..rw(3 + 5999, 1) };
     assert_eq!(guest.run(NvmOpcode::Write, last), Status::SUCCESS);
     assert_eq!(guest.run_plain(NvmOpcode::Verify, verify), Status::REFERENCE_TAG_CHECK);
@@ -500,7 +499,7 @@ fn a_long_range_is_verified_in_pieces() {
 }
 
 impl Guest {
-    /// A command without data.
+    /// Runs a command without data.
     fn run_plain(&mut self, op: NvmOpcode, fields: RwFields) -> Status {
         self.host.run(&mut self.queue, Sqe::with_rw(op, 1, fields, 0)).0
     }
@@ -548,7 +547,7 @@ fn copies_check_and_insert() {
         assert_eq!(guest.run(NvmOpcode::Read, checked), Status::SUCCESS);
         let copied: Vec<u8> = guest.get(3).into_iter().flat_map(|(data, _)| data).collect();
         assert_eq!(copied, [&mark[1024..], &mark[..512]].concat());
-        // What does not fit.
+        // Tags that do not match.
         assert_eq!(guest.copy(copy, &both(4), 0), Status::APPLICATION_TAG_CHECK);
         let invalid = Status::INVALID_PROTECTION_INFORMATION.with_dnr();
         let elsewhere = [range(12, 2, 13, 5), range(10, 1, 10, 5)].concat();
@@ -558,7 +557,7 @@ fn copies_check_and_insert() {
         let other = CopyFields { desfmt: desfmt ^ 1, ..copy };
         let refused = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
         assert_eq!(guest.copy(other, &both(5), 0), refused);
-        // As they are, they are of other places.
+        // Copied unchanged, the reference tags are those of other blocks.
         let kept = CopyFields { prinfor: ALL, prinfow: ALL, ..copy };
         let kept = CopyFields { apptag: 5, apptag_mask: 0xffff, ..kept };
         assert_eq!(guest.copy(kept, &both(5), 0), Status::REFERENCE_TAG_CHECK);
@@ -570,7 +569,7 @@ fn copies_check_and_insert() {
 }
 
 #[test]
-fn a_block_and_its_metadata_belong_together() {
+fn a_block_and_its_metadata_are_written_atomically() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1 << 20).unwrap();
     let disk = FileDisk::open(file.path(), &FileOptions::default()).unwrap();

@@ -1,5 +1,5 @@
-//! What a controller may take of a worker that it shares: how much may be under way, and how much
-//! is done of it in one turn.
+//! Fair shares of an I/O thread: a controller's limit of requests in flight, and of work in one
+//! turn.
 
 mod common;
 #[path = "common/held.rs"]
@@ -15,7 +15,7 @@ use shadowbell_spec::{Sqe, Status};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Requests of commands of many ranges that a disk is given at once.
+/// Maximum of requests in flight for commands of many ranges.
 const PARTS: usize = 32;
 
 fn held_host(blocks: u64) -> (Host, Held) {
@@ -36,7 +36,7 @@ fn dsm(host: &Host, page: u64, cid: u16) -> Sqe {
 }
 
 #[test]
-fn ranges_are_submitted_a_few_at_a_time_and_a_reset_leaves_the_rest() {
+fn ranges_are_submitted_in_batches_and_a_reset_drops_the_rest() {
     let (mut host, held) = held_host(1024);
     let mut queue = host.create(1, 512, false);
     let page = host.alloc(4096);
@@ -47,8 +47,7 @@ fn ranges_are_submitted_a_few_at_a_time_and_a_reset_leaves_the_rest() {
     }
     host.ring(&queue, 0);
     host.until("the first ranges", || held.seen().len() == PARTS);
-    // So are those of a Delete I/O Submission Queue or a reset: what is under way is cancelled,
-    // once each, and nothing else is looked at.
+    // A queue deletion or a reset cancels the requests in flight, once each, and submits no others.
     let cancelled = held.clone();
     let release = std::thread::spawn(move || {
         while cancelled.cancelled() < PARTS {
@@ -62,13 +61,13 @@ fn ranges_are_submitted_a_few_at_a_time_and_a_reset_leaves_the_rest() {
 }
 
 #[test]
-fn all_ranges_of_all_commands_are_carried_out_in_the_end() {
+fn all_ranges_of_all_commands_are_executed() {
     let (mut host, held) = held_host(1024);
     held.mark();
     let mut queue = host.create(1, 512, false);
     let page = host.alloc(4096);
     let sqe = dsm(&host, page, 0);
-    // More than may be under way.
+    // More commands than may be in flight.
     for cid in 0..100 {
         host.put(&mut queue, &sqe.with_cid(cid));
     }
@@ -98,12 +97,12 @@ fn an_abort_stops_a_command_of_many_ranges() {
         host.submit(&mut queue, &sqe.with_cid(cid));
     }
     host.until("the first ranges", || held.seen().len() == PARTS);
-    // What has not been fetched is not aborted.
+    // A command that has not been fetched cannot be aborted.
     host.until("both to be fetched", || {
         host.controller.stats().submission_queues.iter().any(|sq| (sq.qid, sq.commands) == (1, 2))
     });
     let abort = |cid| Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid }, 0);
-    // The second has not begun: it ends at once.
+    // The second command has not started, so it ends at once.
     assert_eq!(host.must(abort(1)) & 1, 0, "aborted");
     let (cid, status, _) = host.wait(&mut queue);
     assert_eq!((cid, status.code()), (1, Status::ABORT_REQUESTED));
@@ -114,7 +113,7 @@ fn an_abort_stops_a_command_of_many_ranges() {
 }
 
 #[test]
-fn as_many_requests_are_under_way_as_may_be_and_the_others_follow() {
+fn requests_in_flight_are_limited_by_the_quota() {
     let (mut host, held) = held_host(8192);
     let most = host.controller.config().quota.requests;
     let mut queues = [host.create(1, 2048, false), host.create(2, 2048, false)];
@@ -127,7 +126,7 @@ fn as_many_requests_are_under_way_as_may_be_and_the_others_follow() {
         host.ring(queue, 0);
     }
     host.until("the quota to be met", || held.seen().len() == most);
-    // A worker that has nothing to do but to wait sleeps.
+    // An I/O thread that can only wait sleeps.
     host.until("a sleep", || is_asleep(&host));
     assert_eq!(held.seen().len(), most);
     held.order(|orders| orders.hold = false);
@@ -139,7 +138,7 @@ fn as_many_requests_are_under_way_as_may_be_and_the_others_follow() {
     assert_eq!(held.seen().len(), 4000);
 }
 
-/// Whether the controller's only worker sleeps: no time that it is awake passes.
+/// Whether the controller's only I/O thread sleeps: its awake time does not grow.
 fn is_asleep(host: &Host) -> bool {
     let awake = || host.controller.stats().workers[0].awake_ns;
     let before = awake();
@@ -159,7 +158,7 @@ fn pieces_of_memory_and_bytes_have_a_quota_as_well() {
         config.quota.bytes = bytes;
         let mut host = Host::with(config, Polling::Never);
         let mut queue = host.create(1, 64, false);
-        // 1 MiB in 256 pages, none of which lies behind the one before.
+        // 1 MiB in 256 pages that are not contiguous.
         let (pages, list) = (host.alloc(4096 * 512), host.alloc(4096));
         for n in 0..255 {
             host.poke(list + n * 8, &(pages + 8192 * (n + 1)).to_le_bytes());
@@ -180,7 +179,7 @@ fn pieces_of_memory_and_bytes_have_a_quota_as_well() {
     }
 }
 
-/// Two controllers of one worker: each with `queues` queues, and the second with one.
+/// Two controllers of one I/O thread: the first with `queues` queues, the second with one.
 fn neighbours(turns: &mut Turns, pool: &Pool, queues: u16) -> (Host, Vec<Queue>, Host, Queue) {
     let controller = || {
         let config = common::config(&["mem:512MiB?block-size=4096"]);
@@ -202,8 +201,8 @@ fn neighbours(turns: &mut Turns, pool: &Pool, queues: u16) -> (Host, Vec<Queue>,
     (busy, all, victim, queue)
 }
 
-/// In each turn the victim reads a block, for as long as the other has something to do. The most
-/// commands of the other that were completed in a turn, and the turns.
+/// In each turn the victim reads a block, as long as the other controller has work. Returns the
+/// most commands of the other that completed in one turn, and the number of turns.
 fn beside(
     turns: &mut Turns,
     (busy, queues): (&mut Host, &mut [Queue]),
@@ -222,7 +221,7 @@ fn beside(
                 .iter_mut()
                 .map(|queue| std::iter::from_fn(|| busy.reap(queue)).count())
                 .sum();
-            // More than that are done if the victim had to wait for a processor.
+            // More are completed if the victim had to wait for a CPU.
             left = left.saturating_sub(done);
             most = most.max(done);
             all += 1;
@@ -232,9 +231,8 @@ fn beside(
                 break;
             }
             waited += 1;
-            // Its own passes take time, too, and a thread that was kept from its processor seems to
-            // have worked all the while.
-            // Each time that happens it owes 40 turns.
+            // The controller's own passes take time, too, and a preempted thread seems to have
+            // worked all the while. Each preemption costs it 40 turns.
             assert!(waited < 10_000, "the victim is starved");
         }
     }
@@ -257,10 +255,10 @@ fn long_reads_of_many_queues_share_a_turn() {
     }
     let others = (&mut busy, &mut queues[..]);
     let (most, all) = beside(&mut turns, others, (&mut victim, &mut queue), 64 * 8);
-    // One takes longer than what a controller gets, so there is never a second.
+    // One read takes longer than a controller's share of a turn, so there is never a second one.
     assert_eq!(most, 1);
     assert!(all >= 64 * 8, "{all}");
-    // And each queue goes on where the one before it has ended.
+    // Each turn continues with the queue after the previous one.
     let heads: Vec<_> = queues.iter().map(|queue| queue.head).collect();
     assert!(heads.iter().all(|head| (7..=9).contains(head)), "{heads:?}");
 }
@@ -282,7 +280,7 @@ fn short_reads_of_many_queues_share_a_turn() {
 }
 
 #[test]
-fn zeroes_are_written_in_strides() {
+fn write_zeroes_is_executed_in_strides() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut busy, mut queues, mut victim, mut queue) = neighbours(&mut turns, &pool, 1);
     let disk = &busy.controller.namespaces()[0].1.disk;
@@ -296,11 +294,11 @@ fn zeroes_are_written_in_strides() {
 }
 
 #[test]
-fn a_message_flood_of_one_controller_does_not_keep_others_from_their_commands() {
+fn a_message_flood_does_not_starve_other_controllers() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (busy, _, mut victim, mut queue) = neighbours(&mut turns, &pool, 1);
     let page = victim.alloc(4096);
-    // A message of the other is always there: maps come as the worker takes its turns.
+    // A message of the other controller is always pending: a map is sent in each round.
     let memory = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     for round in 0..1000u64 {
         let cid = victim.next_cid();
@@ -315,19 +313,19 @@ fn a_message_flood_of_one_controller_does_not_keep_others_from_their_commands() 
     }
 }
 
-/// What this process has for page tables, in MiB.
+/// Page tables of this process, in MiB.
 fn page_tables() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// Full queues of large reads over a lot of memory of which much is in use: what page tables could
-/// become of it is no reason to keep any of them waiting.
+/// Full queues of large reads over much memory, of which much is in use: the page-table limit
+/// does not delay any of them.
 #[test]
-fn a_host_with_a_lot_of_memory_has_as_much_under_way_as_any() {
+fn much_guest_memory_does_not_limit_requests_in_flight() {
     const SIZE: u64 = 64 << 30;
-    // What it comes back to: 4 GiB, in pages that lie in no order.
+    // Working set: 4 GiB, in pages in random order.
     const USED: u64 = 4 << 30;
     const QUEUES: u16 = 16;
     const DEPTH: u64 = 32;
@@ -343,7 +341,7 @@ fn a_host_with_a_lot_of_memory_has_as_much_under_way_as_any() {
     let mut submit_all = |host: &mut Host, queues: &mut [Queue]| {
         for queue in queues {
             for _ in 0..DEPTH {
-                // The same places each time.
+                // The same addresses in each round.
                 let number = commands % (u64::from(QUEUES) * DEPTH);
                 commands += 1;
                 let list = host.alloc(4096);
@@ -372,11 +370,11 @@ fn a_host_with_a_lot_of_memory_has_as_much_under_way_as_any() {
     drop(memory);
 }
 
-/// A byte here and there of a terabyte: each is a page table.
+/// Single bytes scattered over a terabyte: each needs a page table.
 #[test]
-fn a_host_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
+fn page_tables_are_reclaimed_as_fast_as_they_grow() {
     const SPAN: u64 = 2 << 20;
-    // Of each map the first part is touched. Four terabytes take a while to be looked through.
+    // Only the first part of each map is touched. Four terabytes take a while to scan.
     const SIZE: u64 = 64 << 30;
     const PART: u64 = 8 << 30;
     const COUNT: u64 = 64;
@@ -409,12 +407,12 @@ fn a_host_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
             host.submit(&mut queue, &sqe.with_prps(page(0), list));
             submitted += 1;
         }
-        // They complete in order.
+        // The reads complete in order.
         assert!(host.wait(&mut queue).1.is_success());
         done += 1;
         most = most.max(page_tables().saturating_sub(before));
     }
-    // 16 MiB before anything is thrown away, and what is touched between two looks.
+    // 16 MiB before pages are reclaimed, and those touched between two checks.
     assert!(most <= 40, "{most} MiB");
     drop(maps);
 }

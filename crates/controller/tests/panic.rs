@@ -1,4 +1,4 @@
-//! A worker that panics ends its process, and with it everybody's wait for it.
+//! A panic of an I/O thread ends the process, so that no other thread waits for it.
 
 mod common;
 
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 const CHILD: &str = "PANIC_TEST_CHILD";
 
-/// A disk with a mistake in it.
+/// A disk with a bug.
 #[derive(Debug)]
 struct Broken;
 

@@ -1,5 +1,5 @@
-//! Many controllers on one worker, most of them idle: what they cost the others, and that whoever
-//! has something to do is noticed.
+//! Parked controllers: many idle controllers on one I/O thread cost the others nothing, and a
+//! parked controller with work is noticed.
 
 mod common;
 
@@ -11,17 +11,17 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(100));
-/// Sleeps in a row, and more, after which a controller with nothing to do is parked.
+/// Number of consecutive sleeps, with a margin, after which an idle controller is parked.
 const LONG_ENOUGH: usize = 12;
 
-/// How a host says that it has something to do.
+/// Kind of doorbell that a host uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DoorbellKind {
-    /// Doorbell writes are delivered; there are no shadow doorbells.
+    /// Doorbell writes are trapped; there are no shadow doorbells.
     Trap,
-    /// A trapped write, when the shadow doorbells ask for one.
+    /// A trapped write if the shadow doorbells require one.
     Shadow,
-    /// Then a descriptor is signalled instead.
+    /// An eventfd is signalled if the shadow doorbells require a write.
     Event,
     /// The doorbells are mapped.
     Mapped,
@@ -49,7 +49,7 @@ fn boot(host: &mut Host, kind: DoorbellKind) -> Queue {
     queue
 }
 
-/// Sleeps; a sleep that nothing ends is the end of the test.
+/// Sleeps; fails the test if the sleep does not end.
 fn sleep(turns: &mut Turns) -> bool {
     let (awake, asleep) = mpsc::channel::<()>();
     std::thread::spawn(move || {
@@ -63,7 +63,7 @@ fn sleep(turns: &mut Turns) -> bool {
     slept
 }
 
-/// Hosts of one worker, with a buffer each.
+/// Hosts of one I/O thread, with a buffer each.
 struct PoolOfHosts {
     turns: Turns,
     pool: Pool,
@@ -103,7 +103,7 @@ impl PoolOfHosts {
         host.reap(queue).is_some_and(|(_, status, _)| status.is_success())
     }
 
-    /// A command of which the worker takes as it goes to sleep or asleep.
+    /// A command that the I/O thread finds going to sleep or asleep.
     fn disturb(&mut self, who: usize) {
         self.submit(who);
         sleep(&mut self.turns);
@@ -111,8 +111,8 @@ impl PoolOfHosts {
         assert!(self.reap(who));
     }
 
-    /// As many sleeps as it takes for all but `who` to be parked; and once more after enough passes
-    /// for what was signalled before to be noticed.
+    /// Sleeps until all hosts but `who` are parked; and once more after enough passes for earlier
+    /// signals to be noticed.
     fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
             (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
@@ -123,7 +123,7 @@ impl PoolOfHosts {
         (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
     }
 
-    /// Takes turns until a controller has been answered.
+    /// Takes turns until a controller has completed its command.
     fn answer(&mut self, who: usize) {
         let mut turns = 0;
         while !self.reap(who) {
@@ -138,7 +138,7 @@ impl PoolOfHosts {
         meanwhile(&mut self.turns, move || controller.stats())
     }
 
-    /// How often a submission queue's doorbell was looked at, in passes and before sleeps.
+    /// Number of checks of a submission queue's doorbell, in passes and before sleeps.
     fn looks(&mut self, who: usize) -> [u64; 3] {
         let sq = self.stats(who).io_queues().0.doorbell;
         [sq.looks, sq.rechecks, sq.event_idx_armed]
@@ -167,12 +167,12 @@ fn idle_controllers_are_left_alone() {
         }
     }
     assert!(pool.looks(busy)[0] >= own[0] + 200);
-    // They are all there, whoever tells it.
+    // Parked controllers are in the statistics, too.
     assert!(idle.iter().all(|who| pool.stats(*who).submission_queues.len() == 2));
 }
 
 #[test]
-fn who_is_parked_is_noticed_asleep_and_awake() {
+fn a_parked_controller_is_noticed_asleep_and_awake() {
     for kind in DOORBELL_KINDS {
         let mut pool = PoolOfHosts::new(ADAPTIVE);
         let busy = pool.add(DoorbellKind::Shadow);
@@ -181,13 +181,14 @@ fn who_is_parked_is_noticed_asleep_and_awake() {
             pool.park_all_but(busy);
             let rings = pool.hosts[idle].0.rings;
             pool.submit(idle);
-            assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: it must ring");
+            assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: the host must ring");
             if round == 0 {
-                // The sleep ends, or does not begin.
+                // The sleep ends, or does not start.
                 sleep(&mut pool.turns);
                 pool.turns.turn();
             } else {
-                // Nobody sleeps: the other one is busy all the time, or there is nothing to do.
+                // The I/O thread does not sleep: the other host is busy all the time, or the thread
+                // finds no work.
                 let mut turns = 0;
                 while pool.stats(idle).io_queues().0.commands != round + 1 {
                     turns += 1;
@@ -205,7 +206,7 @@ fn who_is_parked_is_noticed_asleep_and_awake() {
 }
 
 #[test]
-fn who_is_parked_is_noticed_by_a_doorbell_source() {
+fn a_parked_controller_is_noticed_by_a_doorbell_source() {
     let mut pool = PoolOfHosts::new(ADAPTIVE);
     let busy = pool.add(DoorbellKind::Shadow);
     let idle = pool.add(DoorbellKind::Trap);
@@ -224,9 +225,9 @@ fn who_is_parked_is_noticed_by_a_doorbell_source() {
     }
 }
 
-/// A hundred eventfds at once are more than are taken at once.
+/// A hundred eventfds at once exceed the batch of one epoll_wait.
 #[test]
-fn everybody_who_rings_is_watched() {
+fn a_hundred_parked_controllers_are_all_noticed() {
     let mut pool = PoolOfHosts::new(ADAPTIVE);
     let busy = pool.add(DoorbellKind::Trap);
     let idle: Vec<_> = (0..100).map(|_| pool.add(DoorbellKind::Event)).collect();
@@ -242,7 +243,7 @@ fn everybody_who_rings_is_watched() {
 }
 
 #[test]
-fn a_ring_without_a_command_is_not_the_last() {
+fn a_parked_controller_survives_empty_doorbell_writes() {
     for kind in DOORBELL_KINDS {
         let mut pool = PoolOfHosts::new(Polling::Never);
         let busy = pool.add(DoorbellKind::Shadow);
@@ -271,7 +272,7 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
         let mut pool = PoolOfHosts::new(ADAPTIVE);
         let busy = pool.add(DoorbellKind::Shadow);
         let idle = pool.add(kind);
-        // Seven completions are there and nobody takes them; an eighth has no room.
+        // Seven completions are posted and not consumed; an eighth has no room.
         for _ in 0..7 {
             pool.submit(idle);
             pool.turns.turn();
@@ -283,7 +284,7 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
         assert_eq!((sq.commands, sq.blocked), (7, 1));
         let before = pool.looks(idle);
         pool.park_all_but(busy);
-        assert_eq!(pool.looks(idle), before, "{kind:?}: it is parked");
+        assert_eq!(pool.looks(idle), before, "{kind:?}: the controller is parked");
         assert!(pool.reap(idle));
         sleep(&mut pool.turns);
         while pool.turns.turn() {}
@@ -294,14 +295,14 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
 }
 
 #[test]
-fn what_the_control_plane_does_finds_the_parked() {
+fn control_operations_reach_parked_controllers() {
     for kind in DOORBELL_KINDS {
         let mut pool = PoolOfHosts::new(ADAPTIVE);
         let busy = pool.add(DoorbellKind::Shadow);
         let idle = pool.add(kind);
         pool.disturb(idle);
         pool.park_all_but(busy);
-        // Another map of the host's memory: what it had before is let go.
+        // The host's memory is mapped anew, and the old map is released.
         let controller = pool.hosts[idle].0.controller.clone();
         let other = shadowbell_memory::Mapping::shared("other", 1 << 20).unwrap().bytes();
         let gone = Arc::downgrade(other.mapping());
@@ -318,7 +319,7 @@ fn what_the_control_plane_does_finds_the_parked() {
                 done.recv_timeout(LIMIT).unwrap();
             }
         });
-        assert_eq!(gone.strong_count(), 0, "{kind:?}: nobody holds it any more");
+        assert_eq!(gone.strong_count(), 0, "{kind:?}: the old memory is released");
         pool.disturb(idle);
 
         // Doorbell Buffer Config, and the next command by its rule.
@@ -345,7 +346,7 @@ fn what_the_control_plane_does_finds_the_parked() {
         pool.park_all_but(busy);
         pool.disturb(idle);
 
-        // A reset lets everything go, and another life begins.
+        // A reset releases everything, and the host enables the controller again.
         pool.park_all_but(busy);
         let (mut host, ..) = pool.hosts.remove(idle);
         let (mut host, queue) = meanwhile(&mut pool.turns, move || {
@@ -362,7 +363,7 @@ fn what_the_control_plane_does_finds_the_parked() {
 }
 
 #[test]
-fn a_disk_that_works_is_waited_for() {
+fn a_parked_controllers_disk_completion_is_noticed() {
     let gate = Arc::new(Gate::default());
     let mut config = config(&["null:1GiB"]);
     config.namespaces[0].disk = Arc::new(Slow(Arc::clone(&gate)));
@@ -380,12 +381,12 @@ fn a_disk_that_works_is_waited_for() {
     pool.park_all_but(busy);
     let before = pool.looks(idle);
     pool.park_all_but(busy);
-    assert_eq!(pool.looks(idle), before, "then it is parked");
+    assert_eq!(pool.looks(idle), before, "the controller is parked");
 }
 
-/// A worker that polls for ever has promised that nobody rings.
+/// A host with shadow doorbells does not ring for an I/O thread that always polls.
 #[test]
-fn nobody_rings_for_a_worker_that_always_polls() {
+fn a_polling_io_thread_needs_no_doorbell_writes() {
     let mut pool = PoolOfHosts::new(Polling::Always);
     let busy = pool.add(DoorbellKind::Shadow);
     let idle: Vec<_> = (0..16).map(|_| pool.add(DoorbellKind::Shadow)).collect();
@@ -393,7 +394,7 @@ fn nobody_rings_for_a_worker_that_always_polls() {
         pool.submit(*who);
         pool.answer(*who);
     });
-    // Until they are visited instead of looked at in every pass.
+    // Until idle controllers are checked occasionally instead of in every pass.
     let started = Instant::now();
     loop {
         let before = pool.looks(idle[7])[0];
@@ -404,7 +405,7 @@ fn nobody_rings_for_a_worker_that_always_polls() {
         }
         let looks = pool.looks(idle[7])[0] - before;
         if looks < 100 {
-            assert!(looks > 2, "it is visited: {looks}");
+            assert!(looks > 2, "the controller is checked occasionally: {looks}");
             break;
         }
         assert!(started.elapsed() < LIMIT, "{looks} looks in 1000 passes");
@@ -418,9 +419,9 @@ fn nobody_rings_for_a_worker_that_always_polls() {
     assert_eq!(rings(&pool), before);
 }
 
-/// Each worker has to look by itself, not only the one that has the admin queue.
+/// Each I/O thread has to check its own queues, and not only the one with the admin queue.
 #[test]
-fn mapped_doorbells_are_found_by_every_worker() {
+fn mapped_doorbells_are_found_by_every_io_thread() {
     for polling in [Polling::Never, ADAPTIVE] {
         let options = PoolOptions { workers: 2, polling, pin: Vec::new() };
         let pool = Pool::start(&options).unwrap();
@@ -440,9 +441,9 @@ fn mapped_doorbells_are_found_by_every_worker() {
     }
 }
 
-/// Hosts of all kinds that do something now and then, sometimes a lot, on few workers.
+/// Hosts of all kinds with irregular load on few I/O threads.
 #[test]
-fn no_command_is_lost_among_many() {
+fn no_command_is_lost_with_many_hosts() {
     const HOSTS: u64 = 24;
     for (seed, polling) in [(1, ADAPTIVE), (2, Polling::Never), (3, Polling::Always)] {
         let options = PoolOptions { workers: 2, polling, pin: Vec::new() };
@@ -458,7 +459,7 @@ fn no_command_is_lost_among_many() {
     }
 }
 
-/// A host's life; how many commands it had answered.
+/// Runs one host; returns the number of completed commands.
 fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
     let mut random = Random(seed);
     let kind =
@@ -475,14 +476,14 @@ fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
     let end = Instant::now() + Duration::from_millis(1500);
     while Instant::now() < end {
         match random.below(40) {
-            // For so long that it is parked.
+            // Long enough to be parked.
             0..10 => std::thread::sleep(Duration::from_micros(random.below(20_000))),
             10 => {
                 host.disable();
                 queue = boot(&mut host, kind);
             }
             11 if next < 20 => {
-                // Another queue pair; this one is left as it is.
+                // Another queue pair; this one is left unchanged.
                 let other = host.create(2, 8, false);
                 let read = Sqe::read(1, 0, 7, 0).with_prps(buffer, 0);
                 let mut other = other;
@@ -494,7 +495,7 @@ fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
                 }
                 next += 1;
             }
-            // A ring for nothing.
+            // A doorbell write without a new command.
             12 => host.doorbell(false, regs::sq_doorbell_offset(1, 0), queue.tail, queue.tail),
             13 => std::thread::yield_now(),
             depth => {

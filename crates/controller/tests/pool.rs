@@ -1,4 +1,4 @@
-//! Namespaces that a host makes, formats and sanitizes.
+//! Namespaces that a host creates, formats and sanitizes.
 
 mod common;
 #[path = "common/held.rs"]
@@ -34,7 +34,7 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 const CAPACITY: u64 = 8 << 20;
 const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
 
-/// A pool of memory.
+/// A namespace pool in memory.
 #[derive(Debug, Default)]
 struct MemPool {
     state: Mutex<PoolState>,
@@ -42,10 +42,10 @@ struct MemPool {
     controller: Mutex<Option<(Controller, PoolPort)>>,
     port: Mutex<Option<PoolPort>>,
     orders: Mutex<Vec<PoolOrder>>,
-    /// Orders wait as long as that holds.
+    /// Requests wait while this is set.
     holds: Mutex<bool>,
     goes_on: Condvar,
-    /// A sanitize operation is to fail.
+    /// The next sanitize operation fails.
     fails: Mutex<bool>,
 }
 
@@ -147,7 +147,7 @@ impl MemPool {
                     }
                     self.waits();
                     let disk = self.disks.lock().unwrap().remove(&nsid).unwrap();
-                    assert_eq!(Arc::strong_count(&disk), 1, "nobody else has its disk");
+                    assert_eq!(Arc::strong_count(&disk), 1, "the disk has no other user");
                     let blocks = self.change(|state| {
                         let mut all = state.namespaces.iter_mut();
                         let namespace = all.find(|other| other.nsid == nsid).unwrap();
@@ -191,7 +191,7 @@ impl MemPool {
         }
     }
 
-    /// The rest of a sanitize operation.
+    /// Background part of a sanitize operation.
     fn sanitize(&self) {
         self.waits();
         let fails = *self.fails.lock().unwrap();
@@ -210,7 +210,8 @@ impl MemPool {
     }
 }
 
-/// What a controller is given: it must not keep the pool, which keeps the controller.
+/// The pool as the controller has it: the controller must not own the pool, which owns the
+/// controller.
 #[derive(Debug)]
 struct Shared(Arc<MemPool>);
 
@@ -290,7 +291,7 @@ impl Ours {
         self.with_data(Sqe::namespace_attachment(nsid, fields, 0), &list).0
     }
 
-    /// A new one, attached.
+    /// Creates a namespace, and attaches it.
     fn made(&mut self, blocks: u64, lbaf: u8) -> u32 {
         let (status, nsid) = self.create(&wanted(blocks, lbaf));
         assert_eq!(status, Status::SUCCESS);
@@ -359,7 +360,7 @@ impl<T: IntoBytes + zerocopy::Immutable> AsBytes for T {
 }
 
 #[test]
-fn a_namespace_is_made_used_and_deleted() {
+fn a_namespace_is_created_used_and_deleted() {
     let mut ours = start(&MemPool::new(), Vec::new());
     let mut queue = ours.host.create(1, 16, false);
     let id: IdentifyController = ours.identify(cns::CONTROLLER, 0).unwrap();
@@ -407,7 +408,7 @@ fn a_namespace_is_made_used_and_deleted() {
     assert_eq!(ours.read(&mut queue, 1, 255), Err(INACTIVE));
     assert_eq!(ours.attach(1, NamespaceAttachment::ATTACH, &[1]), Status::SUCCESS);
     assert_eq!(ours.read(&mut queue, 1, 255), Ok(7), "what was detached is kept");
-    // One that is attached is detached by that.
+    // Deleting an attached namespace detaches it.
     assert_eq!(ours.delete(1), Status::SUCCESS);
     assert_eq!(ours.read(&mut queue, 1, 255), Err(INACTIVE));
     assert_eq!(ours.list(cns::ALLOCATED_NAMESPACES), [0; 0]);
@@ -418,7 +419,7 @@ fn a_namespace_is_made_used_and_deleted() {
 }
 
 #[test]
-fn what_can_not_be_made_is_refused() {
+fn invalid_namespace_creations_are_refused() {
     let mut ours = start(&MemPool::new(), Vec::new());
     let most = CAPACITY / 512;
     let with = |change: &dyn Fn(&mut NamespaceToCreate)| {
@@ -445,14 +446,14 @@ fn what_can_not_be_made_is_refused() {
     let fields = NamespaceManagement { sel: 2, csi: 0 };
     let (status, _) = ours.host.admin(Sqe::namespace_management(1, fields, 0));
     assert_eq!(status.code(), Status::INVALID_FIELD);
-    // All of it, and not a block more.
+    // The whole capacity, and not a block more.
     assert_eq!(ours.create(&wanted(most, 0)), (Status::SUCCESS, 1));
     let (status, _) = ours.create(&wanted(1, 0));
     assert_eq!(status.code(), Status::NAMESPACE_INSUFFICIENT_CAPACITY);
 }
 
 #[test]
-fn what_the_host_was_given_is_not_its_to_do_away_with() {
+fn a_configured_namespace_cannot_be_deleted_or_formatted() {
     let disk: Arc<dyn Disk> = Arc::new(MemDisk::new(64, 512).unwrap());
     let given = NamespaceConfig { disk, uuid: uuid_from("given") };
     let mut ours = start(&MemPool::new(), vec![given]);
@@ -478,7 +479,7 @@ fn what_the_host_was_given_is_not_its_to_do_away_with() {
 }
 
 #[test]
-fn without_a_pool_there_is_nothing_of_it() {
+fn pool_commands_are_invalid_without_a_pool() {
     let mut host = Host::new(&["mem:1MiB"], Polling::Never);
     for opcode in [0x0d, 0x15, 0x80, 0x84] {
         let (status, _) = host.admin(Sqe::new(opcode, 0, 1));
@@ -494,7 +495,7 @@ fn without_a_pool_there_is_nothing_of_it() {
 }
 
 #[test]
-fn a_format_gives_other_blocks_and_nothing_of_before() {
+fn a_format_changes_the_block_size_and_erases() {
     let mut ours = start(&MemPool::new(), Vec::new());
     let mut queue = ours.host.create(1, 16, false);
     let nsid = ours.made(1024, 0);
@@ -511,7 +512,7 @@ fn a_format_gives_other_blocks_and_nothing_of_before() {
         assert!(!ours.format(nsid, fields).is_success(), "{fields:?}");
     }
     assert_eq!(ours.read(&mut queue, nsid, 9), Ok(7));
-    // While it is carried out the namespace is there, and can not be reached.
+    // During a format the namespace exists and cannot be accessed.
     ours.pool.hold(true);
     let fields = FormatNvm { lbaf: 1, ses: 1, ..plain };
     ours.begin(Sqe::format_nvm(nsid, fields, 900));
@@ -537,7 +538,7 @@ fn a_format_gives_other_blocks_and_nothing_of_before() {
 }
 
 #[test]
-fn a_host_that_resets_meanwhile_has_what_was_ordered() {
+fn a_format_completes_across_a_reset() {
     let mut ours = start(&MemPool::new(), Vec::new());
     let nsid = ours.made(1024, 0);
     ours.pool.hold(true);
@@ -545,7 +546,7 @@ fn a_host_that_resets_meanwhile_has_what_was_ordered() {
     ours.host.until("the order", || ours.pool.orders.lock().unwrap().len() == 3);
     ours.host.disable();
     ours.host.enable();
-    // One at a time: this one waits for the one before.
+    // One format at a time: this one waits for the previous one.
     ours.begin(Sqe::format_nvm(nsid, FormatNvm::default(), 901));
     ours.pool.hold(false);
     assert_eq!(ours.ends(), (901, Status::SUCCESS, 0), "the one of before is not heard of");
@@ -553,9 +554,9 @@ fn a_host_that_resets_meanwhile_has_what_was_ordered() {
     assert_eq!((own.nsze, own.flbas.index()), (1024, 0));
 }
 
-/// Commands are under way at the disk when the namespace is formatted.
+/// Commands are in flight at the disk when the namespace is formatted.
 #[test]
-fn commands_under_way_end_before_a_format() {
+fn commands_in_flight_end_before_a_format() {
     let pool = MemPool::new();
     let mut ours = start(&pool, Vec::new());
     let mut queue = ours.host.create(1, 16, false);
@@ -567,12 +568,12 @@ fn commands_under_way_end_before_a_format() {
     assert_eq!(ours.attach(nsid, NamespaceAttachment::ATTACH, &[1]), Status::SUCCESS);
     let page = ours.host.alloc(4096);
     ours.host.submit(&mut queue, &Sqe::write(nsid, 0, 0, 77).with_prps(page, 0));
-    ours.host.until("the disk to have it", || held.seen().len() == 1);
+    ours.host.until("the write at the disk", || held.seen().len() == 1);
     ours.begin(Sqe::format_nvm(nsid, FormatNvm { lbaf: 1, ..FormatNvm::default() }, 900));
     ours.host.until("the namespace to go", || held.cancelled() == 1);
     wait::moment();
     let block_size = pool.change(|state| state.get(nsid).unwrap().block_size);
-    assert_eq!(block_size, 512, "nobody erases below a write that is under way");
+    assert_eq!(block_size, 512, "the format waits for the write in flight");
     held.order(|orders| orders.hold = false);
     let (cid, status, _) = ours.host.wait(&mut queue);
     assert_eq!((cid, status), (77, Status::FORMAT_IN_PROGRESS));
@@ -581,7 +582,7 @@ fn commands_under_way_end_before_a_format() {
 }
 
 #[test]
-fn a_sanitize_operation_keeps_everybody_out_until_it_has_ended() {
+fn a_sanitize_operation_refuses_access_until_its_end() {
     let pool = MemPool::new();
     let mut ours = start(&pool, Vec::new());
     let mut queue = ours.host.create(1, 16, false);
@@ -598,7 +599,11 @@ fn a_sanitize_operation_keeps_everybody_out_until_it_has_ended() {
     }
     let erase = Sanitize { sanact: Sanitize::BLOCK_ERASE, ause: true, ..Sanitize::default() };
     pool.hold(true);
-    assert_eq!(ours.sanitize(erase), Status::SUCCESS, "the command is over when it has begun");
+    assert_eq!(
+        ours.sanitize(erase),
+        Status::SUCCESS,
+        "the command completes when the operation has started"
+    );
     assert_eq!(ours.read(&mut queue, nsid, 3), Err(Status::SANITIZE_IN_PROGRESS));
     assert_eq!(ours.write(&mut queue, nsid, 3, 8), Status::SANITIZE_IN_PROGRESS);
     assert_eq!(ours.sanitize(erase).code(), Status::SANITIZE_IN_PROGRESS);
@@ -610,7 +615,7 @@ fn a_sanitize_operation_keeps_everybody_out_until_it_has_ended() {
     assert_eq!(log.scdw10, erase.dword10());
     assert_eq!(ours.read(&mut queue, nsid, 3), Ok(0));
 
-    // One that fails.
+    // A sanitize operation that fails.
     *pool.fails.lock().unwrap() = true;
     assert_eq!(ours.sanitize(erase), Status::SUCCESS);
     ours.host.until("the failure", || {
@@ -637,7 +642,7 @@ fn a_sanitize_operation_keeps_everybody_out_until_it_has_ended() {
     assert_eq!(ours.read(&mut queue, nsid, 3), Ok(0));
     assert_eq!(ours.sanitize(leave), Status::SUCCESS, "there is nothing to leave");
 
-    // A restricted one that fails is left by another restricted one alone.
+    // After a failed restricted operation, only another restricted one is allowed.
     let restricted = Sanitize { ause: false, ..erase };
     assert_eq!(ours.sanitize(restricted), Status::SUCCESS);
     ours.host.until("the failure", || {
@@ -656,7 +661,7 @@ fn a_sanitize_operation_keeps_everybody_out_until_it_has_ended() {
     }
 }
 
-/// A controller that is made while an operation is under way lets nobody in, either.
+/// A controller that starts during a sanitize operation refuses access, too.
 #[test]
 fn a_sanitize_operation_outlives_the_controller() {
     let pool = MemPool::new();

@@ -1,4 +1,4 @@
-//! A disk that wants to know what comes: it is given a hint of each command twice, before its turn.
+//! Prefetch hints: a disk that wants them gets two hints of each command before its submission.
 
 mod common;
 
@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Seen {
-    /// Block, bytes, how far ahead.
+    /// Block, bytes, distance ahead.
     Hinted(u64, usize, u32),
     Started(u64),
 }
@@ -21,7 +21,7 @@ use Seen::{Hinted, Started};
 #[derive(Debug, Default)]
 struct Log {
     seen: Vec<Seen>,
-    /// What the host does while the first command is executed: another tail.
+    /// Tail that the host stores while the first command is executed.
     meanwhile: Option<(SharedBytes, usize, u32)>,
 }
 
@@ -62,13 +62,13 @@ impl Queue for Curious {
     }
 }
 
-/// Six reads of blocks 10 to 15, of which the host submits so many at once and the others, if it
-/// has shadow doorbells, while the first is executed.
+/// Six reads of blocks 10 to 15. The host submits `at_once` of them together and, with shadow
+/// doorbells, the others while the first is executed.
 fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
     let curious = Curious::default();
     let disk: Arc<dyn Disk> = Arc::new(curious.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
-    // A worker that always looks has seen the shadow entry depart before the six.
+    // An I/O thread that always polls has seen the shadow entry change before the six reads.
     let config = Config { namespaces, ..Config::default() };
     let mut host = Host::with(config, Polling::Always);
     if shadow {
@@ -104,7 +104,7 @@ fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
 }
 
 #[test]
-fn every_command_but_the_first_is_told_twice_before_its_turn() {
+fn every_command_but_the_first_gets_two_hints() {
     let mut expected = vec![Hinted(11, 2048, 2)];
     for block in 10..16 {
         expected.extend((block + 2 < 16).then_some(Hinted(block + 2, 2048, 2)));
@@ -115,7 +115,7 @@ fn every_command_but_the_first_is_told_twice_before_its_turn() {
 }
 
 #[test]
-fn what_the_host_submits_meanwhile_is_told_of_in_the_burst_before() {
+fn commands_submitted_meanwhile_get_hints_in_the_same_burst() {
     for at_once in [2, 3, 4] {
         let seen = reads(at_once, true);
         let place = |what| {
@@ -136,7 +136,7 @@ fn what_the_host_submits_meanwhile_is_told_of_in_the_burst_before() {
 }
 
 #[test]
-fn a_command_that_comes_alone_has_nobody_to_speak_of_it() {
+fn a_single_command_gets_no_hint() {
     let seen = reads(1, true);
     assert_eq!(seen[..1], [Started(10)], "{seen:?}");
     assert_eq!(seen.iter().filter(|s| matches!(s, Started(_))).count(), 6);

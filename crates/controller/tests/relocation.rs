@@ -1,4 +1,4 @@
-//! Controllers that go from one worker to another while their host works with them.
+//! Controllers that move between I/O threads under load.
 
 mod common;
 #[path = "common/held.rs"]
@@ -34,7 +34,7 @@ fn attach(config: Config, pool: &Pool) -> Host {
 /// Two pages for data, at the end of the host's memory.
 const DATA: u64 = BASE + MEMORY - 2 * 4096;
 
-/// The worker that serves a controller: the only one.
+/// The only I/O thread that serves a controller.
 fn worker(host: &Host) -> usize {
     let workers = host.controller.stats().workers;
     assert_eq!(workers.len(), 1, "{workers:?}");
@@ -59,7 +59,7 @@ fn work(host: &mut Host, queues: &mut [Queue], round: u64) {
 }
 
 #[test]
-fn a_controller_goes_to_a_thread_of_its_own_and_works_on() {
+fn an_isolated_controller_continues_on_its_own_thread() {
     for polling in [Polling::Never, ADAPTIVE] {
         let pool = pool(1, polling);
         let mut neighbour = attach(config(&["mem:1MiB"]), &pool);
@@ -72,13 +72,13 @@ fn a_controller_goes_to_a_thread_of_its_own_and_works_on() {
         host.controller.isolate().unwrap();
         work(&mut host, &mut queues, 2);
         assert_eq!(worker(&host), 1);
-        // What was counted is counted yet, once.
+        // Counters survive the move, and count once.
         let after = host.controller.stats();
         assert_eq!(after.io.writes, before.io.writes * 2);
         assert_eq!(after.submission_queues.len(), before.submission_queues.len());
         work(&mut neighbour, &mut others, 1);
         assert_eq!(worker(&neighbour), 0);
-        // New queues, and those after a reset, are there as well.
+        // New queues, and those after a reset, are on that thread as well.
         queues.push(host.create(3, 16, false));
         work(&mut host, &mut queues, 3);
         assert_eq!(worker(&host), 1);
@@ -88,7 +88,7 @@ fn a_controller_goes_to_a_thread_of_its_own_and_works_on() {
         work(&mut host, &mut queues, 4);
         assert_eq!(worker(&host), 1);
         assert!(matches!(host.controller.isolate(), Err(RelocateError::Placed)));
-        // The thread is there for the next one.
+        // The thread is reused for the next controller.
         drop((host, queues));
         neighbour.controller.isolate().unwrap();
         work(&mut neighbour, &mut others, 2);
@@ -117,7 +117,7 @@ fn a_thread_of_its_own_is_in_the_trace() {
 }
 
 #[test]
-fn queues_of_several_workers_come_together() {
+fn pinning_gathers_queues_on_one_io_thread() {
     let pool = pool(3, Polling::Never);
     let mut host = attach(config(&["mem:4MiB"]), &pool);
     let mut queues: Vec<_> = (1..=6).map(|qid| host.create(qid, 16, qid % 2 == 0)).collect();
@@ -138,7 +138,7 @@ fn queues_of_several_workers_come_together() {
 }
 
 #[test]
-fn what_is_under_way_ends_before_and_what_comes_then_waits() {
+fn a_move_waits_for_commands_in_flight() {
     let held = Held::new(1024);
     held.mark();
     let disk: Arc<dyn Disk> = Arc::new(held.clone());
@@ -153,8 +153,8 @@ fn what_is_under_way_ends_before_and_what_comes_then_waits() {
     for cid in 2..20 {
         host.submit(&mut queue, &Sqe::read(1, u64::from(cid), 0, cid).with_prps(page, 0));
     }
-    // Memory that goes away meanwhile is let go in the end, and what is said to the worker is said
-    // to the one that it goes to.
+    // Memory that is unmapped meanwhile is released in the end, and messages to the old I/O thread
+    // reach the new one.
     let memory = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     host.controller.map_dma(1 << 40, 4096, &memory).unwrap();
     let unmapped = Arc::new(AtomicBool::new(false));
@@ -172,7 +172,7 @@ fn what_is_under_way_ends_before_and_what_comes_then_waits() {
 }
 
 #[test]
-fn a_reset_in_the_middle_is_not_kept_waiting() {
+fn a_reset_during_a_move_does_not_wait() {
     let held = Held::new(1024);
     let disk: Arc<dyn Disk> = Arc::new(held.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
@@ -187,7 +187,7 @@ fn a_reset_in_the_middle_is_not_kept_waiting() {
     host.controller.isolate().unwrap();
     let disk = held.clone();
     let release = std::thread::spawn(move || {
-        // What is under way is given up for the reset.
+        // Commands in flight are cancelled for the reset.
         while disk.cancelled() < 4 {
             std::thread::yield_now();
         }
@@ -201,10 +201,10 @@ fn a_reset_in_the_middle_is_not_kept_waiting() {
     assert_eq!(worker(&host), 1);
 }
 
-/// Moves controllers about while their hosts do everything that hosts do.
+/// Moves controllers while their hosts do everything that hosts do.
 #[test]
-fn anything_may_come_in_the_middle() {
-    // A sequence of Knuth's, which needs no library.
+fn any_operation_may_come_during_a_move() {
+    // Linear congruential generator (Knuth).
     let mut state = 1u64;
     let mut random = move || {
         state =
@@ -266,7 +266,7 @@ fn anything_may_come_in_the_middle() {
     }
 }
 
-/// A disk that takes a while for what others do at once.
+/// Memory disk that is slow in each submission.
 #[derive(Debug)]
 struct Sluggish(Arc<dyn Disk>);
 
@@ -303,7 +303,7 @@ impl shadowbell_backend::Queue for SluggishQueue {
 }
 
 #[test]
-fn who_holds_up_others_goes_to_a_thread_of_its_own() {
+fn a_slow_controller_is_isolated_from_its_neighbour() {
     let pool = pool(1, Polling::Never);
     let disk: Arc<dyn Disk> = Arc::new(Sluggish(shadowbell_backend::open("mem:4MiB").unwrap()));
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
@@ -318,7 +318,7 @@ fn who_holds_up_others_goes_to_a_thread_of_its_own() {
     let mut slow = Host::attach(controller);
     slow.enable();
     let mut queues = vec![slow.create(1, 16, false)];
-    // Who is alone holds up nobody.
+    // A controller alone on its I/O thread delays no other.
     work(&mut slow, &mut queues, 1);
     assert_eq!(worker(&slow), 0);
     let mut neighbour = attach(config(&["mem:4MiB"]), &pool);
@@ -330,7 +330,7 @@ fn who_holds_up_others_goes_to_a_thread_of_its_own() {
         work(&mut neighbour, &mut others, rounds);
         work(&mut slow, &mut queues, rounds);
         rounds += 1;
-        assert!(rounds < 100, "nobody has noticed");
+        assert!(rounds < 100, "the controller was not isolated");
     }
     work(&mut slow, &mut queues, 1000);
     assert_eq!((worker(&slow), worker(&neighbour)), (1, 0));

@@ -1,4 +1,4 @@
-//! Two controllers with one namespace: reservations, and what they keep away.
+//! Reservations: two controllers with one namespace, and the excluded commands.
 
 mod common;
 #[path = "common/held.rs"]
@@ -27,7 +27,7 @@ use std::sync::Arc;
 use zerocopy::FromBytes;
 
 #[test]
-fn each_type_keeps_away_whom_it_should_from_every_command() {
+fn each_reservation_type_excludes_the_right_hosts() {
     let [mut holder, mut registrant, mut nobody] = mem();
     holder.may(true, true, "before");
     for kind in 1..=6 {
@@ -45,7 +45,7 @@ fn each_type_keeps_away_whom_it_should_from_every_command() {
 }
 
 #[test]
-fn the_structures_say_that_there_are_several() {
+fn identify_reports_several_controllers() {
     let [mut one, mut other] = mem();
     for (n, one) in [(1, &mut one), (2, &mut other)] {
         let fields = Identify { cns: cns::CONTROLLER, ..Identify::default() };
@@ -58,7 +58,7 @@ fn the_structures_say_that_there_are_several() {
         assert_eq!((controller.anacap, controller.mnan), (0x5f, controller.nn));
         let page = one.host.page(Sqe::identify(1, Identify::default(), 0)).unwrap();
         let namespace = IdentifyNamespace::read_from_bytes(&page).unwrap();
-        // No file: nothing persists.
+        // Without a file, reservations do not persist.
         assert_eq!((namespace.nmic.shrns(), namespace.rescap), (true, 0xfe));
         assert_eq!(namespace.anagrpid, 1);
         for cns in [cns::CONTROLLERS, cns::NAMESPACE_CONTROLLERS] {
@@ -74,7 +74,7 @@ fn the_structures_say_that_there_are_several() {
     assert_eq!(alone.identify_as(1).unwrap_err().code(), Status::INVALID_FIELD);
 }
 
-/// Base 2.1, 5.1.12.1.14: each event names the controller that it is of.
+/// Base 2.1, 5.1.12.1.14: each event names its controller.
 #[test]
 fn events_name_the_controller_that_they_are_of() {
     let [_, mut two] = mem();
@@ -98,7 +98,7 @@ fn events_name_the_controller_that_they_are_of() {
 }
 
 #[test]
-fn a_host_that_is_nobody_registers_nothing_and_bad_commands_end() {
+fn reservations_need_a_host_identifier_and_valid_fields() {
     let [mut one, mut other] = mem();
     one.identify_as(0).unwrap();
     assert_eq!(one.register(1).code(), Status::HOST_ID_NOT_INITIALIZED);
@@ -107,7 +107,7 @@ fn a_host_that_is_nobody_registers_nothing_and_bad_commands_end() {
     let codes = [
         (one.entry(0x0d, 3, (1, 1)), Status::INVALID_FIELD),
         (one.entry(0x0d, 1 << 30, (1, 1)), Status::INVALID_FIELD),
-        // Nothing persists without a file.
+        // Persistence needs a file.
         (one.entry(0x0d, 3 << 30, (1, 1)), Status::INVALID_FIELD),
         (one.entry(0x0d, 0, (0, 0)), Status::INVALID_FIELD),
         (one.entry(0x11, 1 << 8 | 3, (1, 1)), Status::INVALID_FIELD),
@@ -122,13 +122,13 @@ fn a_host_that_is_nobody_registers_nothing_and_bad_commands_end() {
         (Sqe { cdw11: 1, ..one.entry(0x0e, 0, (0, 0)) }, Status::HOST_ID_INCONSISTENT_FORMAT),
     ];
     for (sqe, expected) in codes {
-        // The keys are those of the last entry, but none of these comes to look at them.
+        // The keys are those of the last entry, but none of these commands gets to check them.
         one.host.poke(one.keys, &1u64.to_le_bytes());
         let zero = u64::from(sqe.opcode != 0x0d || sqe.cdw10 != 0);
         one.host.poke(one.keys + 8, &zero.to_le_bytes());
         assert_eq!(one.run(sqe).code(), expected, "{sqe:?}");
     }
-    // 128 bits beside 64.
+    // A host identifier of 128 bits beside one of 64.
     let fields = SetFeatures { fid: fid::HOST_IDENTIFIER, cdw11: 1, ..SetFeatures::default() };
     other.host.poke(other.keys, &[5; 16]);
     let (status, _) = other.host.admin(Sqe::set_features(0, fields, 0).with_prps(other.keys, 0));
@@ -136,7 +136,7 @@ fn a_host_that_is_nobody_registers_nothing_and_bad_commands_end() {
 }
 
 #[test]
-fn a_report_has_the_controllers_of_registrants_and_a_reset_forgets_who_the_host_is() {
+fn a_reservation_report_lists_registrants_and_a_reset_clears_hosts() {
     let [mut one, mut other] = mem();
     assert_eq!(one.register(0xa), Status::SUCCESS);
     assert_eq!(other.register(0xb), Status::SUCCESS);
@@ -145,7 +145,7 @@ fn a_report_has_the_controllers_of_registrants_and_a_reset_forgets_who_the_host_
     assert_eq!((u32::from_le_bytes(head.generation), head.rtype, head.ptpls), (2, 1, 0));
     let listed: Vec<_> = all.iter().map(|c| (c.cntlid, c.rcsts, c.hostid, c.rkey)).collect();
     assert_eq!(listed, [(1, 0, 1, 0xa), (2, 1, 2, 0xb)]);
-    // The holder comes back as nobody, and may not write any more.
+    // The holder returns without a host identifier, and may not write any more.
     other.host.disable();
     other.host.enable();
     other = One::new(other.host);
@@ -157,7 +157,7 @@ fn a_report_has_the_controllers_of_registrants_and_a_reset_forgets_who_the_host_
 }
 
 #[test]
-fn preempting_waits_for_what_is_under_way_and_aborts_it_if_asked_to() {
+fn preempt_waits_for_or_aborts_commands_in_flight() {
     for aborts in [false, true] {
         let held = Held::new(2048);
         let [mut one, mut other] = hosts(Arc::new(held.clone()), None);
@@ -167,11 +167,11 @@ fn preempting_waits_for_what_is_under_way_and_aborts_it_if_asked_to() {
         held.order(|orders| orders.hold = true);
         let write = Sqe::write(1, 3, 0, 5).with_prps(other.data, 0);
         other.host.submit(&mut other.queue, &write);
-        other.host.until("the write is under way", || !held.seen().is_empty());
+        other.host.until("the write at the disk", || !held.seen().is_empty());
         let action = if aborts { 2 } else { 1 };
         let preempt = one.entry(0x11, 1 << 8 | action, (1, 2));
         one.host.submit(&mut one.queue, &preempt.with_cid(9));
-        // What comes from now on is refused, and the preemption is not over.
+        // New commands are refused, and the preemption waits.
         let late = loop {
             let sqe = Sqe::write(1, 4, 0, 6).with_prps(other.data, 0);
             let seen = held.seen().len();
@@ -186,7 +186,10 @@ fn preempting_waits_for_what_is_under_way_and_aborts_it_if_asked_to() {
             }
         };
         assert_eq!(late.1.code(), Status::RESERVATION_CONFLICT);
-        assert!(one.host.reap(&mut one.queue).is_none(), "a write is under way");
+        assert!(
+            one.host.reap(&mut one.queue).is_none(),
+            "the preemption waits for the write in flight"
+        );
         assert_eq!(held.cancelled() != 0, aborts);
         held.order(|orders| orders.hold = false);
         assert_eq!(one.host.wait(&mut one.queue).1, Status::SUCCESS);
@@ -197,7 +200,7 @@ fn preempting_waits_for_what_is_under_way_and_aborts_it_if_asked_to() {
 }
 
 #[test]
-fn two_that_preempt_each_other_both_come_to_an_end() {
+fn one_of_two_mutual_preempts_succeeds() {
     let held = Held::new(2048);
     let [mut one, mut other, mut third] = hosts(Arc::new(held.clone()), None);
     for _ in 0..20 {
@@ -216,7 +219,7 @@ fn two_that_preempt_each_other_both_come_to_an_end() {
 }
 
 #[test]
-fn hosts_are_told_by_an_event_and_a_log_page() {
+fn reservation_changes_raise_events_and_fill_the_log_page() {
     let [mut one, mut other] = mem();
     assert_eq!(one.register(1), Status::SUCCESS);
     assert_eq!(other.register(2), Status::SUCCESS);
@@ -237,7 +240,7 @@ fn hosts_are_told_by_an_event_and_a_log_page() {
     assert_eq!((cid, status), (77, Status::SUCCESS));
     assert_eq!(AsyncEvent::from_dw0(dw0), AsyncEvent::RESERVATION_LOG_PAGE);
     assert_eq!(page(&mut one), (1, ReservationNotification::RESERVATION_RELEASED, 0, 1));
-    // It does not want to know of that any more, but of this.
+    // This notification is masked, and that one enabled.
     let mask = |fields| Sqe::set_features(1, fields, 0);
     one.host.must(mask(SetFeatures {
         fid: fid::RESERVATION_NOTIFICATION_MASK,
@@ -256,12 +259,12 @@ fn hosts_are_told_by_an_event_and_a_log_page() {
         }
     };
     assert_eq!(told, (2, ReservationNotification::REGISTRATION_PREEMPTED, 0, 1));
-    // Who has done it is told nothing.
+    // The host that caused the event is not notified.
     assert_eq!(page(&mut other), (0, 0, 0, 0));
 }
 
 #[test]
-fn what_persists_is_a_feature_and_survives_a_start_and_all_a_handover() {
+fn persistent_reservations_survive_a_restart_and_all_a_handover() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("reservations");
     let state = || {
@@ -275,7 +278,8 @@ fn what_persists_is_a_feature_and_survives_a_start_and_all_a_handover() {
     assert_eq!(other.register(2), Status::SUCCESS);
     assert_eq!(one.host.must(Sqe::get_features(1, get, 0)), 0);
     assert_eq!(one.acquire(1, 2), Status::SUCCESS);
-    // Another process goes on: the other controller is nobody there, but who it was before.
+    // A handover: the other controller has no host identifier in the new process, and then its
+    // previous one.
     let controller = other.host.controller.clone();
     let (rested, rests) = std::sync::mpsc::channel();
     controller.freeze(move || rested.send(()).unwrap());
@@ -299,7 +303,7 @@ fn what_persists_is_a_feature_and_survives_a_start_and_all_a_handover() {
     other.host.must(Sqe::set_features(1, set, 0));
     assert_eq!(other.host.must(Sqe::get_features(1, get, 0)), 1);
     drop((one, other, controller, subsystem));
-    // A start, after which host 2 still holds it.
+    // After a restart, host 2 still holds the reservation.
     let [mut one, mut other] = hosts(disk, Some(state()));
     one.may(false, false, "after a start");
     other.may(true, true, "the holder after a start");

@@ -1,4 +1,4 @@
-//! Shadow doorbells against hosts of every kind, with a controller that really sleeps.
+//! Shadow doorbells with hosts of every kind, and a controller whose I/O thread really sleeps.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn stream(host: &mut Host, queue: &mut Queue, depth: u32, total: u64) {
             completed += 1;
             progress = Instant::now();
         }
-        // The other side may have to share our processor with others.
+        // The I/O thread may share this CPU with others.
         std::thread::yield_now();
         assert!(
             progress.elapsed() < LIMIT,
@@ -49,7 +49,7 @@ fn stream(host: &mut Host, queue: &mut Queue, depth: u32, total: u64) {
 }
 
 #[test]
-fn no_wakeup_is_lost_whatever_the_depth_and_the_polling() {
+fn no_wakeup_is_lost_at_any_depth_and_polling_mode() {
     for polling in [SLEEPY, Polling::Adaptive(Duration::from_micros(20)), Polling::Always] {
         for (entries, depth) in [(2, 1), (3, 2), (16, 1), (16, 15), (64, 8), (1024, 32)] {
             let mut host = Host::new(&["null:1GiB"], polling);
@@ -65,8 +65,8 @@ fn a_polling_controller_is_not_rung_ring_wraps_included() {
     let mut host = Host::new(&["null:1GiB"], Polling::Always);
     assert!(host.configure_shadow(|_, _| 0).is_success());
     let mut queue = host.create(1, 256, false);
-    // A batch of at most an eighth of the ring, for which the protocol promises silence. The first
-    // update of each doorbell rings: until the entry departs, EventIdx keeps in step.
+    // A batch of at most an eighth of the ring, for which the protocol promises no doorbell writes.
+    // The first update of each doorbell rings: until the entry changes, EventIdx follows it.
     stream(&mut host, &mut queue, 16, 256);
     let before = host.rings;
     stream(&mut host, &mut queue, 16, 256 * 500);
@@ -83,7 +83,7 @@ fn admin_rings(host: &Host) -> u64 {
 }
 
 #[test]
-fn an_event_wakes_as_a_doorbell_does() {
+fn an_eventfd_wakes_like_a_doorbell_write() {
     for polling in [SLEEPY, Polling::Adaptive(Duration::from_micros(20))] {
         let mut host = Host::new(&["null:1GiB"], polling);
         let none = |host: &Host| host.controller.doorbell_eventfds().unwrap().doorbells.is_empty();
@@ -104,7 +104,7 @@ fn an_event_wakes_as_a_doorbell_does() {
         assert_eq!((sq.commands, sq.doorbell.mmio_writes + cq.doorbell.mmio_writes), (6_000, 0));
         let rings = host.rings - admin_rings(&host);
         assert_eq!(host.controller.stats().doorbell_events, rings);
-        // Who shares a descriptor with us can make it block. Nobody is to wait for it.
+        // A process that shares the eventfd can make it block. No thread may wait for it.
         let event = &host.doorbell_eventfds.events[0];
         event.drain();
         let flags = rustix::fs::fcntl_getfl(event).unwrap();
@@ -113,7 +113,7 @@ fn an_event_wakes_as_a_doorbell_does() {
         stream(&mut host, &mut queue, 4, 1_000);
         drop((queue, plain));
 
-        // A reset ends what they stand for; whoever signals them then does no harm.
+        // After a reset the eventfds have no meaning; signalling them is harmless.
         let old = std::mem::take(&mut host.doorbell_eventfds);
         host.disable();
         assert!(none(&host));
@@ -148,14 +148,14 @@ fn events_are_in_the_trace() {
     let rings = host.controller.stats().doorbell_events;
     let records = read_trace(&path).unwrap();
     let of_events: Vec<_> = records.filter(|record| record.kind == Kind::DoorbellEvent).collect();
-    // Several that came while it was awake are one.
+    // Several signals while the I/O thread was awake count as one.
     assert!((1..=rings).contains(&(of_events.len() as u64)), "{} of {rings}", of_events.len());
     assert!(of_events.iter().all(|record| (record.worker, record.qid) == (Some(0), 0)));
     assert!(of_events.iter().all(|record| record.controller != 0));
 }
 
 #[test]
-fn plain_doorbells_go_on_working() {
+fn plain_doorbells_work_after_the_configuration() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let mut queue = host.create(1, 16, false);
     stream(&mut host, &mut queue, 8, 1000);
@@ -168,10 +168,10 @@ fn plain_doorbells_go_on_working() {
 fn the_admin_queue_may_be_shadowed_or_not() {
     for shadowed in [false, true] {
         let mut host = Host::new(&["null:1GiB"], SLEEPY);
-        // What the specification asks: the entries hold the doorbells' present values. Linux has
-        // zeroes there and never looks at them again.
+        // The specification requires the entries to hold the doorbells' current values. Linux has
+        // zeroes in them and never reads them again.
         let status = host.configure_shadow(|host, entry| match (shadowed, entry) {
-            // The command itself moves the tail on by one more, before the host shadows it.
+            // The command itself advances the tail by one, before the host shadows it.
             (true, 0) => host.admin.tail + 1,
             (true, 4) => host.admin.head,
             _ => 0,
@@ -180,13 +180,16 @@ fn the_admin_queue_may_be_shadowed_or_not() {
         host.admin.shadowed = shadowed;
         for _ in 0..100 {
             let (status, _) = host.admin(Sqe::new(0x06, 0, 0));
-            assert!(!status.is_success(), "no data pointer: but it was executed");
+            assert!(
+                !status.is_success(),
+                "the command without a data pointer was executed, and failed"
+            );
         }
     }
 }
 
 #[test]
-fn enabling_while_commands_are_in_flight_loses_nothing() {
+fn enabling_shadow_doorbells_loses_no_command_in_flight() {
     for initialised in [false, true] {
         let (mut host, gate) = common::slow_host(SLEEPY);
         let mut queue = host.create(1, 16, false);
@@ -203,7 +206,7 @@ fn enabling_while_commands_are_in_flight_loses_nothing() {
             _ => 0,
         });
         assert!(status.is_success());
-        // Two more by the old rule, which the host may have been in the middle of.
+        // Two more by the old rule, which the host may have used at that moment.
         host.submit(&mut queue, &read(5));
         queue.shadowed = true;
         for cid in 6..9 {
@@ -236,7 +239,7 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
             host.put(&mut queue, &Sqe::read(1, 0, 0, cid).with_prps(buffer, 0));
         }
         host.ring(&queue, old);
-        queue.entries = 4; // from here on it is the completion side that wraps
+        queue.entries = 4; // from here on the completion side wraps
         let blocked = || host.controller.stats().submission_queues[1].blocked;
         host.until("a full completion queue", || blocked() > 0);
         let mut seen = Vec::new();
@@ -249,7 +252,7 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
     }
 }
 
-/// The first entry of the Error Information log page.
+/// First entry of the Error Information log page.
 fn newest_error(host: &mut Host) -> ErrorLogEntry {
     let fields = GetLogPage { lid: lid::ERROR_INFORMATION, numd0: 15, ..GetLogPage::default() };
     let page = host.page(Sqe::get_log_page(0, fields, 0)).unwrap();
@@ -277,7 +280,7 @@ fn values_outside_the_ring_are_refused_with_the_event() {
         let entry = newest_error(&mut host);
         assert_eq!((entry.sqid, entry.cid), (0xffff, 0xffff), "of no command");
         assert_eq!(entry.status >> 1, Status::INVALID_FIELD.bits());
-        // The queue goes on from where it was.
+        // The queue continues from its position.
         host.doorbell(shadowed, shadowbell_spec::regs::sq_doorbell_offset(1, 0), 0, 0);
         stream(&mut host, &mut queue, 8, 100);
     }
@@ -285,7 +288,7 @@ fn values_outside_the_ring_are_refused_with_the_event() {
 
 /// Also while there is room for completions, so that nothing waits for the head.
 #[test]
-fn a_mapped_head_that_can_not_be_is_reported_before_it_is_needed() {
+fn an_invalid_mapped_head_is_reported_before_use() {
     let carrier = Carrier { mapped_doorbells: true, listener: None };
     let config = common::config(&["null:1GiB"]);
     let controller = Controller::new(config, common::pool(SLEEPY), carrier).unwrap();
@@ -320,14 +323,14 @@ fn a_doorbell_that_no_queue_has_is_reported() {
 }
 
 #[test]
-fn a_reset_lets_go_of_the_pages_before_it_is_over() {
+fn a_reset_releases_the_shadow_pages() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     assert!(host.configure_shadow(|_, _| 0).is_success());
     let (shadow, event_idx) = host.shadow.unwrap();
     let mut queue = host.create(1, 16, false);
     stream(&mut host, &mut queue, 4, 100);
     host.disable();
-    // The pages are somebody else's now: nothing may change in them, whatever happens.
+    // The host reuses the pages now: the controller must not change them.
     let pattern = vec![0x5a; 4096];
     host.poke(shadow, &pattern);
     host.poke(event_idx, &pattern);
@@ -339,7 +342,7 @@ fn a_reset_lets_go_of_the_pages_before_it_is_over() {
 }
 
 #[test]
-fn bad_buffers_and_a_controller_without_it_refuse() {
+fn shadow_doorbells_need_valid_buffers_and_support() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let good = host.alloc(4096);
     let config = |shadow, event_idx| {
@@ -372,7 +375,7 @@ fn configured_twice_the_second_pages_count() {
 }
 
 #[test]
-fn shadow_pages_that_are_unmapped_and_mapped_again_go_on() {
+fn remapped_shadow_pages_continue_to_work() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     assert!(host.configure_shadow(|_, _| 0).is_success());
     let mut queue = host.create(1, 16, false);
@@ -382,7 +385,7 @@ fn shadow_pages_that_are_unmapped_and_mapped_again_go_on() {
         let done = move || sent.send(()).unwrap();
         host.controller.unmap_dma(common::BASE, common::MEMORY, done).unwrap();
         unmapped.recv_timeout(LIMIT).unwrap();
-        // What the host does meanwhile is found when the memory is back.
+        // A doorbell rung meanwhile is found when the memory is mapped again.
         let old = queue.tail;
         let at = common::BASE + common::MEMORY - 4096;
         host.put(&mut queue, &Sqe::read(1, 0, 0, 500).with_prps(at, 0));
@@ -396,10 +399,10 @@ fn shadow_pages_that_are_unmapped_and_mapped_again_go_on() {
     }
 }
 
-/// Linux shuts the controller down and frees the pages. When it comes back to it, it switches bus
-/// mastering on before it resets: the pages are somebody's page table by then.
+/// Linux shuts the controller down and frees the pages. Later it enables bus mastering before
+/// it resets the controller: the pages may be page tables by then.
 #[test]
-fn after_a_shutdown_the_pages_are_the_hosts_own() {
+fn shadow_pages_are_not_accessed_after_a_shutdown() {
     for polling in [SLEEPY, Polling::Always] {
         let mut host = Host::new(&["null:1GiB"], polling);
         assert!(host.configure_shadow(|_, _| 0).is_success());
@@ -410,11 +413,11 @@ fn after_a_shutdown_the_pages_are_the_hosts_own() {
         host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
         let commands = host.controller.stats().io_queues().0.commands;
         let (shadow, event_idx) = host.shadow.unwrap();
-        // Any of it would be a tail.
+        // Each entry would be a valid tail.
         let fill = |page: u64| (0..4096).step_by(4).for_each(|at| host.poke32(page + at, 7));
         fill(shadow);
         fill(event_idx);
-        // The second time, what the first one gave is in use.
+        // In the second round, the memory of the first is in use.
         for _ in 0..2 {
             let (gone, is_gone) = channel();
             host.controller.disable_dma(move || gone.send(()).unwrap());

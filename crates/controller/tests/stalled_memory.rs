@@ -1,4 +1,4 @@
-//! Memory of a guest that takes its time: who waits for it.
+//! Guest memory that hangs: only its own controller waits for it.
 
 mod common;
 
@@ -14,16 +14,16 @@ use std::sync::mpsc::{TryRecvError, channel};
 use std::time::Duration;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     stalled::be_the_daemon();
 }
 
-/// Where memory is mapped that does not answer.
+/// Bus address of the hung memory.
 const STALLED: u64 = 1 << 40;
 
 /// A mount, the open file, and its memory.
 fn stalled() -> Option<(Mount, OwnedFd, SharedBytes)> {
-    let mount = Mount::new("the_daemon")?;
+    let mount = Mount::new("fuse_daemon")?;
     let file = mount.open();
     let memory = Mapping::from_fd(&file, 0, 4096, Protection::ReadWrite).unwrap().bytes();
     Some((mount, file, memory))
@@ -41,7 +41,7 @@ fn identify(at: u64) -> Sqe {
     Sqe { cdw10: 1, ..Sqe::new(0x06, 0, 0) }.with_prps(at, 0)
 }
 
-/// Does `work` on a thread of its own: what it returns, if it does in time.
+/// Runs `work` on a thread of its own; fails if it does not return in time.
 fn soon<T: Send + 'static>(
     mount: &mut Mount,
     what: &str,
@@ -50,32 +50,32 @@ fn soon<T: Send + 'static>(
     let (done, is_done) = channel();
     std::thread::spawn(move || done.send(work()));
     is_done.recv_timeout(LIMIT).unwrap_or_else(|_| {
-        // Or the end of this process would wait, too.
+        // Otherwise the end of this process would wait, too.
         mount.end();
-        panic!("held up: {what}")
+        panic!("{what}: blocked by hung memory")
     })
 }
 
-/// Has the control thread write to memory that does not answer.
+/// Makes the control thread write to hung memory.
 fn stall(host: &mut Host, memory: &SharedBytes) -> Queue {
     host.controller.map_dma(STALLED, 4096, memory).unwrap();
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &identify(STALLED).with_cid(7));
-    // The next one is not begun before this one has ended.
+    // The next command does not start before this one has ended.
     wait::moment();
     assert_eq!(host.reap(&mut admin), None);
     admin
 }
 
 #[test]
-fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
+fn hung_guest_memory_delays_only_its_own_controller() {
     let Some((mut mount, _file, memory)) = stalled() else { return };
     let pool = common::pool(Polling::Adaptive(Duration::from_micros(50)));
     let mut one = host(&pool);
     let mut other = host(&pool);
     let mut admin = stall(&mut one, &memory);
 
-    // Registers of the same, as a reactor reads them.
+    // Registers of the same controller, as a reactor reads them.
     let controller = one.controller.clone();
     soon(&mut mount, "registers of the same controller", move || {
         for offset in (0..0x40).step_by(4) {
@@ -83,7 +83,8 @@ fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
         }
         controller.write(regs::INTMS, &1u32.to_le_bytes());
     });
-    // All of another one: registers, admin commands, queues, I/O, an unmap, a reset.
+    // All operations of another controller: registers, admin commands, queues, I/O, an unmap, a
+    // reset.
     let mut other = soon(&mut mount, "another controller", move || {
         let mut queue = other.create(1, 16, false);
         let page = other.alloc(4096);
@@ -100,7 +101,7 @@ fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
         other.enable();
         other
     });
-    // A second that stalls takes another thread, and nobody's turn.
+    // A second hung command blocks another thread, and does not delay others.
     let mut third = host(&pool);
     let mut admin_of_third = stall(&mut third, &memory);
     let mut other = soon(&mut mount, "another controller, beside two", move || {
@@ -109,7 +110,7 @@ fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
         other
     });
 
-    // In the end they get what they wanted, or an error.
+    // In the end the commands complete, with success or an error.
     mount.end();
     assert_eq!(one.wait(&mut admin).0, 7);
     assert_eq!(third.wait(&mut admin_of_third).0, 7);
@@ -118,7 +119,7 @@ fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
 }
 
 #[test]
-fn a_reset_waits_for_memory_that_stalls_and_nothing_is_written_after() {
+fn a_reset_waits_for_hung_memory() {
     let Some((mut mount, _file, memory)) = stalled() else { return };
     let pool = common::pool(Polling::Adaptive(Duration::from_micros(50)));
     let mut host = host(&pool);
@@ -148,9 +149,9 @@ fn a_reset_waits_for_memory_that_stalls_and_nothing_is_written_after() {
     host.must(identify(page));
 }
 
-/// Nothing of the process waits for memory that stalls, the end of the threads neither.
+/// No part of the process waits for hung memory, the end of its threads included.
 #[test]
-fn a_reset_and_the_end_of_the_others_is_not_held_up() {
+fn hung_memory_does_not_delay_other_resets_and_the_end() {
     let Some((mut mount, _file, memory)) = stalled() else { return };
     let pool = common::pool(Polling::Adaptive(Duration::from_micros(50)));
     let mut one = host(&pool);
@@ -165,15 +166,15 @@ fn a_reset_and_the_end_of_the_others_is_not_held_up() {
         let controller = one.controller.clone();
         soon(&mut mount, "statistics", move || controller.stats())
     };
-    assert_eq!(stats.submission_queues[0].qid, 0, "its turn is not over, and is counted");
+    assert_eq!(stats.submission_queues[0].qid, 0, "a command in progress is counted");
     mount.end();
     let (_, status, _) = one.wait(&mut admin);
     assert!(status == Status::SUCCESS || !status.is_success());
 }
 
-/// A worker that a guest's memory holds up is left out by nobody who wants its counters.
+/// Statistics include an I/O thread that hangs in guest memory.
 #[test]
-fn statistics_do_not_wait_for_a_worker() {
+fn statistics_do_not_wait_for_a_hung_io_thread() {
     let Some((mut mount, _file, memory)) = stalled() else { return };
     let pool = common::pool(Polling::Adaptive(Duration::from_micros(50)));
     let mut host = host(&pool);

@@ -1,4 +1,4 @@
-//! Controllers that come to rest, and others that go on with their hosts.
+//! Controllers that quiesce, and successors that serve their hosts.
 
 mod common;
 #[path = "common/held.rs"]
@@ -37,18 +37,18 @@ fn identify(cid: u16) -> Sqe {
     Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, cid, 0))
 }
 
-/// A host, and what its controller was made from.
+/// A host, and the configuration of its controller.
 struct Lab {
     host: Host,
     config: Config,
     mapped: bool,
-    /// By vector.
+    /// Eventfds by vector.
     interrupts: BTreeMap<usize, EventFd>,
-    /// Of those that come.
+    /// Recorder of the successors.
     recorder: Option<Arc<Last>>,
 }
 
-/// What was recorded last.
+/// Last recorded checkpoint.
 #[derive(Default)]
 struct Last(Mutex<serde_json::Value>);
 
@@ -78,10 +78,10 @@ impl Lab {
     fn freeze(&self) {
         let (done, frozen) = channel();
         self.host.controller.freeze(move || done.send(()).unwrap());
-        frozen.recv_timeout(common::LIMIT).expect("it comes to rest");
+        frozen.recv_timeout(common::LIMIT).expect("the controller is quiesced");
     }
 
-    /// Has another controller go on with the host, which does `meanwhile` while neither serves it.
+    /// Replaces the controller by a successor; the host runs `meanwhile` while neither serves it.
     fn replace(&mut self, pool: Pool, meanwhile: impl FnOnce(&mut Host)) {
         self.freeze();
         let mut parcel = Parcel::new();
@@ -104,17 +104,17 @@ impl Lab {
         if let Some(recorder) = &self.recorder {
             successor.record_with(Arc::<Last>::clone(recorder)).unwrap();
         }
-        // Nothing of the one before is there any more when the new one begins.
+        // The predecessor is dropped before the successor starts.
         drop(std::mem::replace(&mut self.host.controller, successor));
         self.host.controller.restore(&saved, fds).unwrap();
         parcel.finish().unwrap();
     }
 }
 
-/// What the host has under way, and what it has written.
+/// Commands in flight, and written data.
 #[derive(Default)]
 struct Model {
-    /// Queue and command: the block and what is written there, if it is a write.
+    /// Commands in flight by queue and identifier: the block, and the written value of a write.
     under_way: BTreeMap<(u16, u16), (u64, Option<u64>)>,
     written: BTreeMap<u64, u64>,
     next: u64,
@@ -123,8 +123,8 @@ struct Model {
 const BLOCKS: u64 = 256;
 
 impl Model {
-    /// Submits a write or read of a block that nothing else is under way for, with a page of its
-    /// own for the data.
+    /// Submits a write or read of a block that no other command in flight uses, with a data page of
+    /// its own.
     fn submit(&mut self, host: &mut Host, queue: &mut Queue, data: u64, ring: bool) {
         let room = queue.entries - 2;
         if self.under_way.keys().filter(|(qid, _)| *qid == queue.qid).count() as u32 >= room {
@@ -154,7 +154,7 @@ impl Model {
         }
     }
 
-    /// Takes what is complete.
+    /// Takes a completion.
     fn reap(&mut self, host: &mut Host, queue: &mut Queue, data: u64) -> bool {
         let Some((cid, status, _)) = host.reap(queue) else { return false };
         assert!(status.is_success(), "{status}");
@@ -176,16 +176,16 @@ enum Step {
     Submit(usize, u8),
     Reap(usize, u8),
     Identify,
-    /// Another queue pair, or one fewer.
+    /// Creates or deletes a queue pair.
     Create,
     Delete,
     Replace {
         workers: usize,
-        /// Submitted while nobody serves.
+        /// Number of commands submitted while no controller serves.
         meanwhile: u8,
     },
     Resume {
-        /// Before it is at rest, perhaps.
+        /// Resumes possibly before it is quiesced.
         at_once: bool,
     },
 }
@@ -204,7 +204,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..40)
 }
 
-/// How a host tells of its doorbells.
+/// Kind of doorbells that a host uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Doorbells {
     Registers,
@@ -257,8 +257,8 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 let delete = DeleteIoQueue { qid: queue.qid };
                 lab.host.must(delete.encode(Sqe::new(0x00, 0, 0)));
                 lab.host.must(delete.encode(Sqe::new(0x04, 0, 0)));
-                // As Linux does before a queue is created: an entry that comes to hold its old
-                // value again unseen would be taken for one that has not changed.
+                // Clears the shadow entry before a queue is created, as Linux does: an entry that
+                // returns to its old value unseen would be taken for unchanged.
                 if let Some((shadow, event_idx)) = lab.host.shadow {
                     for entry in [shadow, event_idx] {
                         lab.host.poke(entry + u64::from(queue.qid) * 8, &[0; 8]);
@@ -271,7 +271,7 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 let before: Vec<_> = queues.iter().map(|queue| queue.tail).collect();
                 let queue = &mut queues[at];
                 lab.replace(pool(workers, polling), |host| {
-                    // What rings then is held up by whoever carries it.
+                    // The carrier holds doorbell writes back meanwhile.
                     (0..meanwhile).for_each(|_| model.submit(host, queue, data, false));
                 });
                 if queues[at].tail != before[at] {
@@ -314,7 +314,9 @@ proptest! {
     })]
 
     #[test]
-    fn no_host_notices(steps in steps(), which in 0usize..4, polls in 0usize..3) {
+    fn any_sequence_of_replacements_keeps_every_command(
+        steps in steps(), which in 0usize..4, polls in 0usize..3
+    ) {
         use Doorbells::{Eventfds, Mapped, Registers, Shadow};
         let doorbells = [Registers, Shadow, Eventfds, Mapped][which];
         let polling = [Polling::Never, ADAPTIVE, Polling::Always][polls];
@@ -334,7 +336,7 @@ fn held_lab() -> (Lab, Held, Queue) {
 }
 
 #[test]
-fn what_a_disk_has_in_hand_ends_first_and_nothing_more_is_begun() {
+fn quiesce_waits_for_requests_in_flight_and_starts_no_others() {
     let (mut lab, held, mut queue) = held_lab();
     let page = lab.host.alloc(4096);
     held.order(|orders| orders.hold = true);
@@ -351,7 +353,7 @@ fn what_a_disk_has_in_hand_ends_first_and_nothing_more_is_begun() {
     assert!(matches!(lab.host.controller.isolate(), Err(RelocateError::Frozen)));
     held.order(|orders| orders.hold = false);
     frozen.recv_timeout(common::LIMIT).unwrap();
-    // It ended, and the host was told.
+    // The command ended, and its completion was posted.
     assert_eq!(lab.host.wait(&mut queue).0, 1);
     for cid in 2..9 {
         lab.host.submit(&mut queue, &Sqe::read(1, cid.into(), 0, cid).with_prps(page, 0));
@@ -367,7 +369,7 @@ fn what_a_disk_has_in_hand_ends_first_and_nothing_more_is_begun() {
 }
 
 #[test]
-fn a_rest_that_takes_too_long_is_called_off() {
+fn a_quiesce_can_be_cancelled() {
     let (mut lab, held, mut queue) = held_lab();
     let page = lab.host.alloc(4096);
     for round in 0..20u16 {
@@ -382,9 +384,9 @@ fn a_rest_that_takes_too_long_is_called_off() {
             assert!(frozen.try_recv().is_err());
         }
         lab.host.controller.resume();
-        assert!(frozen.recv().is_err(), "it is dropped and not called");
+        assert!(frozen.recv().is_err(), "the callback is dropped and not called");
         lab.host.submit(&mut queue, &Sqe::read(1, 2, 0, second).with_prps(page, 0));
-        // It is served beside the one that is held.
+        // The second request is submitted beside the held one.
         lab.host.until("the second", || held.seen().len() == usize::from(second) + 1);
         held.order(|orders| orders.hold = false);
         let mut ended = [lab.host.wait(&mut queue).0, lab.host.wait(&mut queue).0];
@@ -394,7 +396,7 @@ fn a_rest_that_takes_too_long_is_called_off() {
 }
 
 #[test]
-fn admin_commands_under_way_end_first_and_waiting_ones_wait() {
+fn quiesce_waits_for_started_admin_commands() {
     let (mut lab, held, mut queue) = held_lab();
     let page = lab.host.alloc(4096);
     held.order(|orders| orders.hold = true);
@@ -422,7 +424,7 @@ fn admin_commands_under_way_end_first_and_waiting_ones_wait() {
 }
 
 #[test]
-fn what_a_host_has_set_and_what_there_is_to_tell_survive() {
+fn features_events_and_errors_survive_a_replacement() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
     let mut queue = lab.create(1, 16, true);
     let set = |fid, cdw11| SetFeatures { fid, sv: false, cdw11, ..SetFeatures::default() };
@@ -430,7 +432,8 @@ fn what_a_host_has_set_and_what_there_is_to_tell_survive() {
     lab.host.must(set(fid::INTERRUPT_COALESCING, 0x102).encode(Sqe::new(0x09, 0, 0)));
     lab.host.must(set(fid::ASYNC_EVENT_CONFIGURATION, 0x1ff).encode(Sqe::new(0x09, 0, 0)));
     let page = lab.host.alloc(4096);
-    // An event request, which stays. (The temperature event of above wants none: it is not over.)
+    // An event request, which stays outstanding. (The temperature event from above does not use it:
+    // it is not cleared.)
     let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
     lab.host.submit(&mut admin, &Sqe::new(0x0c, 900, 0));
     // An error for the log.
@@ -450,7 +453,7 @@ fn what_a_host_has_set_and_what_there_is_to_tell_survive() {
     assert_eq!((entry.error_count, entry.sqid), (1, 1));
     let after = lab.host.controller.stats();
     assert_eq!(after.io, before.io);
-    // The request of before is there: a bad doorbell completes it.
+    // The earlier request is still outstanding: an invalid doorbell completes it.
     lab.host.controller.write_doorbell(0x1000 + 8 * 60, 1);
     let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
     let (cid, status, dw0) = lab.host.wait(&mut admin);
@@ -458,10 +461,10 @@ fn what_a_host_has_set_and_what_there_is_to_tell_survive() {
 }
 
 #[test]
-fn each_vector_is_raised_once_for_what_was_not_announced() {
+fn a_coalesced_interrupt_is_raised_by_the_successor() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
     let mut queue = lab.create(1, 16, true);
-    // Interrupts are held back for as long as may be.
+    // Interrupts are coalesced for the longest possible time.
     let set = SetFeatures { fid: fid::INTERRUPT_COALESCING, cdw11: 0xffff, ..Default::default() };
     lab.host.must(set.encode(Sqe::new(0x09, 0, 0)));
     let page = lab.host.alloc(4096);
@@ -476,7 +479,7 @@ fn each_vector_is_raised_once_for_what_was_not_announced() {
 }
 
 #[test]
-fn a_controller_that_is_disabled_or_has_failed_stays_so() {
+fn a_disabled_or_failed_controller_stays_so_in_a_successor() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
     lab.host.disable();
     lab.replace(pool(1, Polling::Never), |_| ());
@@ -484,7 +487,7 @@ fn a_controller_that_is_disabled_or_has_failed_stays_so() {
     lab.host.enable();
     let queue = lab.create(1, 16, false);
     drop(queue);
-    // The second enable with a bad configuration is fatal.
+    // Enabling with an invalid configuration is fatal.
     lab.host.disable();
     use shadowbell_spec::regs::{CC, Cc};
     lab.host.write32(CC, Cc::new().with_mps(15).with_en(true).into_bits());
@@ -499,7 +502,7 @@ fn a_controller_that_is_disabled_or_has_failed_stays_so() {
 }
 
 #[test]
-fn a_controller_with_a_thread_of_its_own_has_one_again() {
+fn an_isolated_controller_is_isolated_in_the_successor() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
     let mut queue = lab.create(1, 16, false);
     lab.host.controller.isolate().unwrap();
@@ -513,7 +516,7 @@ fn a_controller_with_a_thread_of_its_own_has_one_again() {
 }
 
 #[test]
-fn memory_that_was_away_comes_back_to_the_successor() {
+fn unmapped_memory_can_be_mapped_in_the_successor() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
     assert!(lab.host.configure_shadow(|_, _| 0).is_success());
     let mut queue = lab.create(1, 16, false);
@@ -537,7 +540,7 @@ fn memory_that_was_away_comes_back_to_the_successor() {
 }
 
 #[test]
-fn another_configuration_is_refused_and_the_first_goes_on() {
+fn a_successor_with_another_configuration_is_refused() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
     let mut queue = lab.create(1, 16, false);
     lab.freeze();
@@ -560,9 +563,9 @@ fn another_configuration_is_refused_and_the_first_goes_on() {
     assert!(lab.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
 }
 
-/// A state is trusted to come from a server of ours, and not to be without faults.
+/// A saved state comes from a trusted server, and may still be corrupt.
 #[test]
-fn a_state_with_any_number_changed_is_refused_or_taken_and_never_panics() {
+fn a_corrupt_state_never_panics() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
     assert!(lab.host.configure_shadow(|_, _| 0).is_success());
     let mut queue = lab.create(1, 16, true);
@@ -592,14 +595,14 @@ fn a_state_with_any_number_changed_is_refused_or_taken_and_never_panics() {
                 }
                 let (done, gone) = channel();
                 successor.disconnect(move || done.send(()).unwrap());
-                gone.recv_timeout(common::LIMIT).expect("it can be reset");
+                gone.recv_timeout(common::LIMIT).expect("the controller can be reset");
             }
         }
     }
     assert!(*count.lock().unwrap() > 10);
 }
 
-/// What was counted can be any number, but for those of which the sum overflows.
+/// Counters may have any value, except those whose sum overflows.
 const COUNTERS: &str = "counters";
 
 fn visit(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
@@ -616,7 +619,7 @@ fn visit(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
     }
 }
 
-/// Puts a number in the place of that one.
+/// Replaces the number at this position.
 fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
     match value {
         serde_json::Value::Array(items) => {
@@ -635,10 +638,10 @@ fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
     }
 }
 
-/// Who goes on after an upgrade is recorded as what it is, and not as if it had just begun: should
-/// it die, the admin commands of before must not be carried out again.
+/// A successor's checkpoint has its current state, and not that of a fresh start: otherwise
+/// earlier admin commands would be executed again after its death.
 #[test]
-fn a_successor_is_recorded_where_the_other_one_was() {
+fn a_successors_checkpoint_has_its_current_state() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);
     lab.recorder = Some(Arc::default());
     let page = lab.host.alloc(4096);
@@ -658,7 +661,7 @@ fn a_successor_is_recorded_where_the_other_one_was() {
         assert_eq!((tail, phase), (u64::from(lab.host.admin.head), lab.host.admin.phase));
         assert_eq!(staged, serde_json::json!([]));
         assert!(lab.host.admin(identify(0).with_prps(page, 0)).0.is_success());
-        // It is recorded before it is posted.
+        // The checkpoint is stored before the completion is posted.
         let (before, _, staged) = at(&lab);
         assert_eq!((before, staged.as_array().unwrap().len()), (tail, 1));
     }

@@ -1,4 +1,4 @@
-//! Blocks that are marked by Write Uncorrectable.
+//! Write Uncorrectable: marked blocks.
 
 mod common;
 
@@ -30,7 +30,7 @@ fn code(host: &mut Host, queue: &mut Queue, sqe: Sqe) -> Status {
     host.run(queue, sqe).0.code()
 }
 
-/// First block and number of blocks of what the host is told to be unrecoverable.
+/// Unrecoverable ranges that the controller reports: first block and number of blocks.
 fn told(host: &mut Host, action: u8) -> Vec<(u64, u32)> {
     let fields = GetLbaStatus { slba: 0, mndw0: 1023, atype: action, rl: 0 };
     let page = host.page(fields.encode(Sqe::new(0x86, 0, 1))).unwrap();
@@ -44,7 +44,7 @@ fn told(host: &mut Host, action: u8) -> Vec<(u64, u32)> {
     entries.iter().map(|entry| (entry.dslba, entry.nlb0 + 1)).collect()
 }
 
-/// The log page: its head, and the ranges of the first namespace.
+/// LBA Status log page: its header, and the ranges of the first namespace.
 fn log(host: &mut Host) -> (LbaStatusLog, Vec<(u64, u32)>) {
     let fields = GetLogPage { lid: lid::LBA_STATUS, numd0: 1023, ..GetLogPage::default() };
     let page = host.page(Sqe::get_log_page(0, fields, 0)).unwrap();
@@ -60,7 +60,7 @@ fn log(host: &mut Host) -> (LbaStatusLog, Vec<(u64, u32)>) {
 }
 
 #[test]
-fn what_is_marked_is_not_read_until_it_is_written() {
+fn marked_blocks_are_unreadable_until_written() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1 << 20).unwrap();
     for disk in ["mem:1MiB", file.path().to_str().unwrap()] {
@@ -79,7 +79,7 @@ fn what_is_marked_is_not_read_until_it_is_written() {
         let (head, ranges) = log(&mut host);
         assert_eq!((head.lslplen, head.nlslne, head.estulb, head.lsgc), (48, 1, 4, 1));
         assert_eq!(ranges, [(10, 4)]);
-        // Read, Compare, Verify: of any of them.
+        // Read, Compare and Verify of any marked block.
         for opcode in [0x02, 0x05, 0x0c] {
             for (slba, nlb0) in [(10, 0), (13, 0), (9, 1), (13, 5), (0, 31)] {
                 let sqe = blocks(opcode, slba, nlb0).with_prps(at, list);
@@ -90,7 +90,7 @@ fn what_is_marked_is_not_read_until_it_is_written() {
                 assert_eq!(code(&mut host, &mut queue, sqe), Status::SUCCESS);
             }
         }
-        // A Copy of them, which writes nothing.
+        // A Copy of marked blocks, which writes nothing.
         let copy = |host: &mut Host, slba, sdlba, nlb0| {
             let source = host.alloc(4096);
             host.poke(source, CopyRange { slba, nlb0, ..CopyRange::default() }.as_bytes());
@@ -99,7 +99,7 @@ fn what_is_marked_is_not_read_until_it_is_written() {
         };
         let sqe = copy(&mut host, 8, 100, 7);
         assert_eq!(code(&mut host, &mut queue, sqe), Status::UNRECOVERED_READ);
-        // What is deallocated stays marked. What is written is good again: by Write, Write Zeroes
+        // Deallocated blocks stay marked. Written blocks are readable again: by Write, Write Zeroes
         // and Copy.
         assert_eq!(
             code(&mut host, &mut queue, blocks(0x01, 11, 0).with_prps(at, 0)),
@@ -115,7 +115,7 @@ fn what_is_marked_is_not_read_until_it_is_written() {
         let sqe = copy(&mut host, 0, 13, 7);
         assert_eq!(code(&mut host, &mut queue, sqe), Status::SUCCESS);
         assert_eq!(told(&mut host, atype::UNRECOVERABLE), [(12, 1)]);
-        // A write that fails changes nothing.
+        // A failed write changes nothing.
         let nowhere = blocks(0x01, 12, 0).with_prps(8 << 30, 0);
         assert_eq!(code(&mut host, &mut queue, nowhere), Status::DATA_XFER_ERROR);
         assert_eq!(told(&mut host, atype::UNRECOVERABLE), [(12, 1)]);
@@ -147,7 +147,7 @@ fn a_fused_operation_of_a_marked_block_writes_nothing() {
 }
 
 #[test]
-fn there_is_a_limit_for_each_and_a_quota_for_all() {
+fn write_uncorrectable_has_a_limit_and_a_quota() {
     let mut host = Host::new(&["mem:16MiB", "mem:1MiB?read-only=on"], ADAPTIVE);
     let cns6 = Identify { cns: 6, ..Identify::default() }.encode(Sqe::new(0x06, 0, 0));
     let page = host.page(cns6).unwrap();
@@ -170,20 +170,20 @@ fn there_is_a_limit_for_each_and_a_quota_for_all() {
     assert_eq!(code(&mut host, &mut queue, blocks(0x01, 0, 0).with_prps(at, 0)), Status::SUCCESS);
     assert_eq!(code(&mut host, &mut queue, mark(1024, 0)), Status::SUCCESS);
     assert_eq!(log(&mut host).0.estulb, 4096);
-    // A reset keeps them: they are what is on the disk.
+    // Marks survive a reset: they are part of the disk's state.
     host.disable();
     host.enable();
     assert_eq!(log(&mut host).0.estulb, 4096);
-    // A namespace that goes takes its own with it.
+    // A removed namespace takes its marks with it.
     let (sent, removed) = std::sync::mpsc::channel();
     host.controller.remove_namespace(1, move |_| sent.send(()).unwrap()).unwrap();
     removed.recv_timeout(common::LIMIT).unwrap();
     assert_eq!(log(&mut host).0.nlslne, 0);
 }
 
-/// All workers know of a mark before the host is told that it is there.
+/// All I/O threads know of a mark before the command completes.
 #[test]
-fn all_workers_know_of_it() {
+fn all_io_threads_see_a_mark() {
     let options = PoolOptions { workers: 3, polling: ADAPTIVE, pin: Vec::new() };
     let pool = Pool::start(&options).unwrap();
     let controller =

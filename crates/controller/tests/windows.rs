@@ -1,5 +1,5 @@
-//! What the driver of Windows (stornvme) is known to need: see "Windows" in `docs/nvme.md`. No
-//! Windows was there to try it with.
+//! Known requirements of the Windows driver (stornvme): see "Windows" in `docs/nvme.md`. Not
+//! tested with Windows itself.
 
 mod common;
 
@@ -15,7 +15,8 @@ use zerocopy::FromBytes;
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 
-/// It reads ASQ again after its first command, and gives the controller up if it is not there.
+/// stornvme reads ASQ again after its first command, and gives up on the controller if it
+/// differs.
 #[test]
 fn the_registers_of_the_admin_queue_can_be_read_while_it_is_used() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
@@ -24,14 +25,14 @@ fn the_registers_of_the_admin_queue_can_be_read_while_it_is_used() {
     assert_eq!(host.read32(regs::AQA), aqa.into_bits());
     assert_eq!(host.read64(regs::ASQ), host.admin.sq);
     assert_eq!(host.read64(regs::ACQ), host.admin.cq);
-    // In halves, too.
+    // As two halves, too.
     assert_eq!(host.read32(regs::ASQ), host.admin.sq as u32);
     assert_eq!(u64::from(host.read32(regs::ASQ + 4)), host.admin.sq >> 32);
 }
 
-/// It asks again at once if a request for events is completed with an error.
+/// stornvme repeats an event request at once if it completes with an error.
 #[test]
-fn a_request_for_events_waits() {
+fn an_event_request_waits_for_an_event() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
     let page = host.page(Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, 0, 0)));
     let limit = IdentifyController::read_from_bytes(&page.unwrap()).unwrap().aerl + 1;
@@ -40,7 +41,7 @@ fn a_request_for_events_waits() {
     for event in 0..limit {
         host.submit(&mut admin, &Sqe::new(0x0c, 1000 + u16::from(event), 0));
     }
-    // What comes after them is done, and they are not.
+    // Later commands complete while the event requests wait.
     let (status, _) = host.run(&mut admin, Sqe { cdw10: 7, ..Sqe::new(0x0a, 0, 0) });
     assert!(status.is_success(), "{status}");
     assert_eq!(host.reap(&mut admin), None);
@@ -48,22 +49,22 @@ fn a_request_for_events_waits() {
 
 /// A controller with 512 vectors did not start; those with 64 and 128 did.
 #[test]
-fn there_are_not_too_many_vectors() {
+fn a_controller_has_at_most_128_vectors() {
     let host = Host::new(&["mem:1MiB"], ADAPTIVE);
     assert!(host.controller.vectors() <= 128, "{}", host.controller.vectors());
 }
 
-/// It looks at each namespace up to NN, and some releases show those that are not there as disks.
+/// stornvme examines each namespace up to NN, and some releases show missing ones as disks.
 #[test]
-fn there_are_no_more_namespaces_than_there_have_been() {
+fn nn_is_the_highest_nsid_in_use() {
     let mut host = Host::new(&["mem:1MiB", "mem:1MiB"], ADAPTIVE);
     let page = host.page(Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, 0, 0)));
     assert_eq!(IdentifyController::read_from_bytes(&page.unwrap()).unwrap().nn, 2);
 }
 
-/// It asks for features and log pages of vendors, whoever the vendor is, and goes on without.
+/// stornvme requests vendor-specific features and log pages, and continues without them.
 #[test]
-fn what_is_not_there_is_refused_and_the_next_command_is_served() {
+fn vendor_specific_commands_are_refused_and_the_next_one_served() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
     for fid in [0x0c, 0x0d, 0x10, 0x11, 0xd0] {
         let fields = GetFeatures { fid, ..GetFeatures::default() };

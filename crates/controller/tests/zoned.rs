@@ -1,4 +1,4 @@
-//! Zoned namespaces: what a host finds, and what a straightforward controller would do.
+//! Zoned namespaces: commands, and comparison with a simple model.
 
 mod common;
 
@@ -30,11 +30,11 @@ use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
-/// Blocks of a zone, and how many of them can be written.
+/// Blocks of a zone, and the writable ones of them.
 const SIZE: u64 = 128;
 const CAPACITY: u64 = 96;
 const SMALL: &str = "zoned=64KiB&zone-capacity=48KiB&max-open=2&max-active=3&zone-extension=64";
-/// So that there are eight zones.
+/// Size that gives eight zones.
 const MEMORY: &str = "mem:1536KiB";
 
 fn zones(disk: Arc<dyn Disk>, options: &str, goes_on: bool) -> Arc<dyn Disk> {
@@ -52,7 +52,7 @@ fn file(path: &Path, options: &str, goes_on: bool) -> Arc<dyn Disk> {
     zones(Arc::new(disk), options, goes_on)
 }
 
-/// A host of a namespace with zones.
+/// A host of a zoned namespace.
 struct Guest {
     host: Host,
     queues: Vec<Queue>,
@@ -105,7 +105,7 @@ impl Guest {
         (status, u64::from(high) << 32 | u64::from(low))
     }
 
-    /// The first byte of each block.
+    /// Reads blocks; returns the first byte of each.
     fn read(&mut self, slba: u64, blocks: u64) -> Result<Vec<u8>, Status> {
         self.fill(blocks, 0xee);
         let (status, _) = self.run(1, self.rw(NvmOpcode::Read, slba, blocks));
@@ -155,10 +155,10 @@ impl Guest {
     }
 }
 
-/// What a controller does, as simply as it can be.
+/// Simple model of a zoned controller.
 struct Model {
     zones: Vec<(ZoneState, Vec<u8>, bool)>,
-    /// Zones that were opened by writes, in their order.
+    /// Zones that were opened implicitly, in order.
     opened: Vec<usize>,
 }
 
@@ -357,7 +357,7 @@ fn compare(guest: &mut Guest, steps: &[Step]) {
 }
 
 #[test]
-fn zones_are_those_of_a_model() {
+fn zones_match_the_model() {
     let steps = prop::collection::vec(step(), 60);
     let config = ProptestConfig { cases: 12, failure_persistence: None, ..Default::default() };
     let run = |steps: Vec<Step>| {
@@ -376,7 +376,7 @@ fn zones_are_those_of_a_model() {
 }
 
 #[test]
-fn identify_says_what_there_is() {
+fn identify_reports_the_format() {
     let options = format!("{SMALL}&append-limit=16KiB&read-across=on");
     let mut guest = Guest::new(memory(MEMORY, &options));
     let zoned: IdentifyZonedNamespace = guest.identify(cns::CSI_NAMESPACE, csi::ZONED, 1).unwrap();
@@ -409,7 +409,7 @@ fn identify_says_what_there_is() {
     };
     assert_eq!(effects(&mut guest, csi::ZONED), [false, true, true, true]);
     assert_eq!(effects(&mut guest, csi::NVM), [true, false, false, false]);
-    // The limit of an append, and a read that goes on in the next zone.
+    // Limit of an append, and a read across zones.
     assert_eq!(guest.append(0, 33, 1).0, DNR(Status::INVALID_FIELD));
     assert_eq!(guest.append(0, 32, 1), (Status::SUCCESS, 0));
     assert_eq!(guest.append(SIZE, 32, 2), (Status::SUCCESS, SIZE));
@@ -425,7 +425,7 @@ fn a_host_of_the_nvm_command_set_alone_sees_no_zones() {
     let inactive = DNR(Status::INVALID_FIELD);
     assert_eq!(guest.write(0, 1, 1), inactive);
     assert_eq!(guest.send(4, 0, true), inactive);
-    // And one that has no zones has no commands of theirs.
+    // A namespace without zones has no zone commands.
     let mut guest = Guest::new(shadowbell_backend::open("mem:1MiB").unwrap());
     for op in [NvmOpcode::ZoneAppend, NvmOpcode::ZoneManagementSend] {
         let sqe = guest.rw(op, 0, 1);
@@ -436,7 +436,7 @@ fn a_host_of_the_nvm_command_set_alone_sees_no_zones() {
 }
 
 #[test]
-fn mistakes_have_their_status() {
+fn invalid_zone_commands_have_their_status() {
     let mut guest = Guest::new(memory(MEMORY, SMALL));
     let (invalid, outside) = (DNR(Status::INVALID_FIELD), DNR(Status::LBA_OUT_OF_RANGE));
     // Zone Management Send.
@@ -472,7 +472,7 @@ fn mistakes_have_their_status() {
         let sqe = guest.rw(op, SIZE - 1, 2);
         assert_eq!(guest.run(0, sqe).0, DNR(Status::ZONE_BOUNDARY_ERROR));
     }
-    // What was not written compares with zeroes.
+    // Unwritten blocks compare as zeroes.
     guest.fill(12, 3);
     guest.host.poke(guest.data + 8 * 512, &[0; 4 * 512]);
     let same = guest.rw(NvmOpcode::Compare, 0, 12);
@@ -482,7 +482,7 @@ fn mistakes_have_their_status() {
 }
 
 #[test]
-fn reports_are_of_what_is_asked_for() {
+fn zone_reports_have_the_requested_zones() {
     let mut guest = Guest::new(memory(MEMORY, SMALL));
     guest.write(2 * SIZE, 4, 1);
     guest.host.poke(guest.data, &[0xab; 64]);
@@ -499,7 +499,7 @@ fn reports_are_of_what_is_asked_for() {
     let bytes = guest.report(extended).unwrap();
     assert_eq!((found(&bytes).0, found(&bytes).1.za), (1, 0x80));
     assert_eq!(bytes[128..192], [0xab; 64]);
-    // Room for two zones: all are counted, or those two.
+    // Room for two zones: the count is of all zones, or of those two.
     let short = ZoneManagementReceive { nd0: 47, slba: 3 * SIZE + 5, ..Default::default() };
     assert_eq!(found(&guest.report(short).unwrap()).0, 5);
     assert_eq!(
@@ -510,7 +510,7 @@ fn reports_are_of_what_is_asked_for() {
 }
 
 #[test]
-fn a_copy_is_a_write_like_others() {
+fn a_copy_into_a_zone_is_a_write() {
     let mut guest = Guest::new(memory(MEMORY, SMALL));
     assert_eq!(guest.write(0, 20, 5), Status::SUCCESS);
     let mut copy = |from: u64, blocks: u16, to: u64| {
@@ -528,7 +528,7 @@ fn a_copy_is_a_write_like_others() {
 }
 
 #[test]
-fn appends_of_several_workers_find_places_of_their_own() {
+fn appends_of_several_io_threads_get_distinct_blocks() {
     let mut guest = Guest::with(memory("mem:65MiB", "zoned=64MiB"), 2, CC_CSS_ALL);
     let data = guest.data;
     for round in 0..8u64 {
@@ -568,7 +568,7 @@ fn appends_of_several_workers_find_places_of_their_own() {
 }
 
 #[test]
-fn the_place_of_an_append_has_64_bits() {
+fn an_append_returns_a_64_bit_lba() {
     let mut guest = Guest::new(memory("mem:5TiB", "zoned=2TiB"));
     assert_eq!(guest.append(1 << 32, 2, 1), (Status::SUCCESS, 1 << 32));
     assert_eq!(guest.append(1 << 32, 2, 2), (Status::SUCCESS, (1 << 32) + 2));
@@ -576,7 +576,7 @@ fn the_place_of_an_append_has_64_bits() {
 }
 
 #[test]
-fn a_file_has_its_zones_again() {
+fn zones_of_a_file_survive_a_restart() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.img");
     std::fs::File::create(&path).unwrap().set_len(1536 << 10).unwrap();
@@ -586,7 +586,7 @@ fn a_file_has_its_zones_again() {
     assert_eq!(guest.send(3, 2 * SIZE, false), Status::SUCCESS);
     let before = guest.states();
     drop(guest);
-    // For a host that has noticed nothing, what was open is open.
+    // After a recovery, open zones are still open.
     let mut guest = Guest::new(file(&path, SMALL, true));
     assert_eq!(guest.states(), before);
     drop(guest);
@@ -597,7 +597,7 @@ fn a_file_has_its_zones_again() {
     assert_eq!(guest.read(SIZE, 8).unwrap(), [2, 2, 2, 2, 2, 2, 2, 0]);
     assert_eq!(guest.read(0, 96).unwrap(), [1; 96]);
     assert_eq!(guest.write(SIZE + 7, 1, 3), Status::SUCCESS);
-    // Nothing of what was there comes back after a reset.
+    // After a zone reset, no old data return.
     assert_eq!(guest.send(4, 0, true), Status::SUCCESS);
     assert_eq!(guest.write(0, 1, 9), Status::SUCCESS);
     assert_eq!(guest.read(0, 3).unwrap(), [9, 0, 0]);

@@ -1,5 +1,5 @@
-//! A host and a polling controller, for millions of entries and many turns of the ring: what a busy
-//! queue costs.
+//! Cost of a busy queue: a host and a polling controller, for millions of entries and many
+//! turns of the ring.
 #![cfg(not(loom))]
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use proptest::prelude::*;
 use shadowbell_doorbell::{CqHead, HostDoorbell, Predicate, RingSize, SqTail};
 
-/// A small generator of numbers that are random enough (SplitMix64).
+/// Deterministic random numbers (SplitMix64).
 struct Random(u64);
 
 impl Random {
@@ -29,9 +29,9 @@ struct Cost {
     turns: u64,
 }
 
-/// A submission queue with at most `depth` outstanding. In each round the host submits as many as
-/// it can, some, or none, each update of at most `batch`; the controller looks; some of what it has
-/// fetched completes.
+/// A submission queue with at most `depth` outstanding. In each round the host submits as many
+/// as possible, some, or none, each update of at most `batch`; the controller polls; some of
+/// the fetched commands complete.
 fn busy(entries: u32, predicate: Predicate, depth: u32, batch: u32, total: u64) -> Cost {
     let size = RingSize::new(entries).unwrap();
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
@@ -98,9 +98,10 @@ fn a_busy_queue_rings_never() {
     }
 }
 
-/// EventIdx shares a cache line with the host: it is stored to at most once per eighth of the ring.
+/// EventIdx shares a cache line with the host, so it is stored at most once per eighth of the
+/// ring.
 #[test]
-fn event_idx_is_left_alone_most_of_the_time() {
+fn event_idx_is_stored_rarely() {
     for entries in SIZES {
         let depth = quiet_depth(Predicate::Linux, entries).min(entries - 1);
         for batch in [1, depth] {
@@ -112,12 +113,13 @@ fn event_idx_is_left_alone_most_of_the_time() {
     }
 }
 
-/// With the queue full, a few times per turn; the bounds are those of the exhaustive model.
+/// With the queue full, a few doorbell writes per turn; the bounds are those of the exhaustive
+/// model.
 #[test]
-fn a_full_queue_rings_a_few_times_per_turn() {
+fn a_full_queue_rings_few_times_per_turn() {
     for entries in SIZES {
         for (predicate, worst) in [(Predicate::Linux, 3), (Predicate::SpdkInclusive, 5)] {
-            // In the smallest rings a turn is only a few updates, and every one may ring.
+            // In the smallest rings a turn is only a few updates, and each may ring.
             if entries < 8 {
                 continue;
             }
@@ -128,8 +130,8 @@ fn a_full_queue_rings_a_few_times_per_turn() {
     }
 }
 
-/// The other doorbell: the host acknowledges completions in batches, the controller looks once per
-/// batch that it posts, and no acknowledgement is an MMIO write.
+/// The completion queue doorbell: the host acknowledges completions in batches, the controller
+/// polls once per posted batch, and no acknowledgement is an MMIO write.
 #[test]
 fn acknowledging_completions_rings_never() {
     for entries in SIZES {
@@ -149,7 +151,7 @@ fn acknowledging_completions_rings_never() {
             let (mut posted, mut acknowledged) = (0u64, 0u64);
             let at = |count: u64| (count % u64::from(entries)) as u16;
             while posted < u64::from(entries) * 20 {
-                // The controller posts what it knows there is room for.
+                // The controller posts only as far as it knows of room.
                 assert_eq!(head.look(at(posted)), Ok(at(acknowledged)));
                 let free = depth - (posted - acknowledged) as u32;
                 posted += u64::from(1 + random.below(free)).min(u64::from(free));

@@ -1,4 +1,4 @@
-//! The hosts' predicates in terms of the ring, and the ring's arithmetic itself.
+//! The hosts' predicates in terms of the ring, and the ring's arithmetic.
 #![cfg(not(loom))]
 
 use proptest::prelude::*;
@@ -44,7 +44,8 @@ fn sixteen_bit_arithmetic_is_ring_arithmetic_in_every_small_ring() {
     }
 }
 
-/// "Never ring" is not a value: one outside the ring rings at every wrap, and at no other time.
+/// No value means "never ring": one outside of the ring rings at every wrap, and at no other
+/// time.
 #[test]
 fn an_event_idx_outside_the_ring_rings_once_per_turn() {
     for entries in [2u32, 3, 100, 1024, 65535] {
@@ -62,7 +63,7 @@ fn an_event_idx_outside_the_ring_rings_once_per_turn() {
 }
 
 #[test]
-fn sizes() {
+fn ring_sizes_are_checked() {
     for entries in [0, 1, 65537, u32::MAX] {
         assert!(RingSize::new(entries).is_none(), "{entries}");
     }
@@ -71,7 +72,7 @@ fn sizes() {
     assert_eq!(RingSize::from_zero_based(u16::MAX).map(RingSize::entries), Some(65536));
 }
 
-/// A ring of any size, the largest and the smallest more often than chance has it.
+/// A ring of any size; the largest and the smallest more often than by chance.
 fn any_ring() -> impl Strategy<Value = RingSize> {
     prop_oneof![
         Just(2u32),
@@ -111,7 +112,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_panics_whatever_the_values(
+    fn no_value_panics(
         size in any_ring(),
         from: u16, to: u16, count: u32, value: u32,
     ) {

@@ -1,5 +1,5 @@
-//! Whole lives of a queue, step after step in any order: nothing is slept through, nothing invalid
-//! is used, nothing is written that is not ours.
+//! Sequential model tests of a queue, with steps in any order: no wakeup is lost, no invalid
+//! value is used, and no foreign memory is written.
 #![cfg(not(loom))]
 
 use std::cell::RefCell;
@@ -16,7 +16,7 @@ thread_local! {
     static AT_FENCE: RefCell<Option<Peer>> = const { RefCell::new(None) };
 }
 
-/// A fence at which the other side acts, once: between the store and the load, where it hurts.
+/// A fence at which the peer acts once: between the store and the load, the critical moment.
 struct Intrusive;
 
 impl Fence for Intrusive {
@@ -36,19 +36,20 @@ fn at_next_fence(peer: impl FnMut() + 'static) {
 enum Step {
     /// The host submits this many, if there is room.
     Submit(u32),
-    /// The controller looks.
+    /// The controller polls.
     Look,
-    /// This many of what was fetched complete, if there are that many.
+    /// This many fetched commands complete, if there are as many.
     Complete(u32),
-    /// The controller goes to sleep, if there is nothing to do.
+    /// The controller goes to sleep, if it is idle.
     Sleep,
-    /// The controller goes to sleep, and right after it has armed the host submits this many.
+    /// The controller goes to sleep, and right after it has armed EventIdx the host submits this
+    /// many.
     SleepAgainst(u32),
     /// Doorbell Buffer Config is executed.
     Enable,
-    /// ... and has completed.
+    /// Doorbell Buffer Config has completed.
     Completed,
-    /// A trapped write of some time ago arrives only now.
+    /// An earlier trapped write arrives late.
     Late,
 }
 
@@ -97,10 +98,10 @@ impl Host {
     }
 }
 
-/// The example in the documentation of the crate, which is only compiled there: it would need a
-/// model around it when the crate is built for loom.
+/// The example in the documentation of the crate, which is only compiled there: for loom it
+/// would need a model around it.
 #[test]
-fn a_doorbells_life() {
+fn the_documentation_example_works() {
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
     let state = AtomicU32::new(0);
 
@@ -112,7 +113,7 @@ fn a_doorbells_life() {
     tail.enable(&shadow, &event_idx);
     host.trust();
 
-    // The controller finds nothing to do, and goes to sleep.
+    // The controller is idle, and goes to sleep.
     let mut sleeper: Sleeper<&AtomicU32> = Sleeper::new(&state);
     let mut arming = sleeper.prepare();
     tail.arm(&mut arming);
@@ -125,7 +126,7 @@ fn a_doorbells_life() {
     assert!(host.publish(1));
     assert!(waker.ring(&&register, 1));
 
-    // Up again, and from here on nothing rings.
+    // Awake again, and from here on nothing rings.
     drop(asleep);
     assert_eq!(tail.look(), Ok(1));
     for at in 2..1000 {
@@ -138,7 +139,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
     #[test]
-    fn nothing_is_slept_through(
+    fn no_wakeup_is_lost_in_any_order_of_steps(
         entries in 2u32..12,
         inclusive: bool,
         steps in prop::collection::vec(step(), 1..80),
@@ -183,7 +184,7 @@ proptest! {
                     }
                 }
                 Step::Late => {
-                    // Late is possible only for a host that no longer lives by the register.
+                    // A late write is possible only for a host that no longer uses the register.
                     let host = host.borrow();
                     if tail.state().truth == shadowbell_doorbell::Truth::Shadow
                         && let Some(&old) = host.register_writes.first()
@@ -211,7 +212,7 @@ proptest! {
                 }
             }
             AT_FENCE.with_borrow_mut(|slot| *slot = None);
-            // Asleep in earnest, for the rest of this step: whatever the host does now must ring.
+            // Asleep for the rest of this step: any update by the host must ring.
             if matches!(step, Step::Sleep) {
                 let mut arming = sleeper.prepare();
                 tail.arm(&mut arming);
@@ -228,15 +229,15 @@ proptest! {
             fetched += u64::from(size.distance(before, tail.last()));
             prop_assert!(fetched <= host.borrow().submitted, "the tail moved backwards");
         }
-        // In the end everything is found.
+        // In the end all entries are found.
         tail.look().unwrap();
         prop_assert_eq!(tail.last(), host.borrow().doorbell.current());
     }
 
-    /// A hostile host, writing anything anywhere: the values that come out are inside the ring, and
-    /// each bad one is reported.
+    /// A hostile host that writes anything anywhere: returned values are inside of the ring, and
+    /// each invalid one is reported.
     #[test]
-    fn whatever_the_host_writes(
+    fn hostile_values_are_reported_and_stay_in_the_ring(
         entries in 2u32..=65536,
         writes in prop::collection::vec((0u8..3, prop_oneof![any::<u32>(), 0u32..70000]), 0..60),
     ) {

@@ -1,4 +1,4 @@
-//! Both ends of the wire in one process: this driver on the emulated controller.
+//! Driver and emulated controller in one process.
 
 #[path = "common/direct.rs"]
 mod direct;
@@ -39,7 +39,7 @@ fn attach(emulated: &Emulated, options: &AttachOptions) -> Controller {
     Controller::attach(Arc::new(Direct(emulated.clone())), options).unwrap()
 }
 
-/// The smallest executor there is.
+/// Minimal executor.
 fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(Thread);
     impl Wake for Unpark {
@@ -74,12 +74,12 @@ fn fill(block: u64, version: u64) -> Vec<u8> {
     (0..64u64).flat_map(|i| (seed.rotate_left(i as u32) ^ i).to_le_bytes()).collect()
 }
 
-/// Writes all over the namespace, many at once, and reads back what must be there.
+/// Writes all over the namespace at depth, and reads the data back.
 fn exercise(controller: &Controller, queue: &mut QueuePair, depth: usize, ops: usize) {
     let namespace = controller.namespace(1).unwrap();
     let pool = controller.buffers(depth, 300 * 1024).unwrap();
     let mut versions = vec![0u64; namespace.blocks() as usize];
-    // What each slot's command has to find, and in which blocks.
+    // Expected data of each slot's read, and its blocks.
     let mut expected: Vec<Option<(u64, Vec<u8>)>> = vec![None; queue.capacity()];
     let mut busy = vec![false; versions.len()];
     let (mut submitted, mut completed, mut random) = (0, 0, 0x1234_5678_9abc_def1u64);
@@ -135,7 +135,7 @@ fn exercise(controller: &Controller, queue: &mut QueuePair, depth: usize, ops: u
 }
 
 #[test]
-fn data_survives_every_way_to_ring_and_to_wait() {
+fn data_is_correct_with_every_doorbell_and_wait_mode() {
     for (doorbells, mapped) in
         [(Doorbells::Shadow, false), (Doorbells::Mmio, false), (Doorbells::Mapped, true)]
     {
@@ -169,7 +169,7 @@ fn data_survives_every_way_to_ring_and_to_wait() {
 }
 
 #[test]
-fn attach_and_leave_again_and_again() {
+fn a_controller_can_be_attached_repeatedly() {
     let emulated = emulated(mem(), Polling::default(), false);
     for round in 1..=20u16 {
         let options = AttachOptions { queue_pairs: round % 6 + 1, ..AttachOptions::default() };
@@ -182,7 +182,7 @@ fn attach_and_leave_again_and_again() {
             assert!(queue.pop().unwrap().status.is_success());
         }
         if round % 2 == 0 {
-            // With a command on its way.
+            // With a command in flight.
             let _ = queues[0].submit(controller.namespace(1).unwrap().flush(), None);
             let _ = queues[0].ring();
         }
@@ -192,7 +192,7 @@ fn attach_and_leave_again_and_again() {
 }
 
 #[test]
-fn queue_pairs_come_and_go_under_load() {
+fn queue_pairs_are_created_and_deleted_under_load() {
     let emulated = emulated(mem(), Polling::default(), false);
     let mut controller = attach(&emulated, &AttachOptions::default());
     let pool = controller.buffers(64, 4096).unwrap();
@@ -204,7 +204,7 @@ fn queue_pairs_come_and_go_under_load() {
             queue.submit(command, pool.take()).unwrap();
         }
         queue.ring().unwrap();
-        // With whatever is outstanding.
+        // With any commands outstanding.
         let _ = queue.pop();
         drop(queue);
         assert_eq!(pool.available(), 64, "a deleted queue has given every buffer back");
@@ -212,7 +212,7 @@ fn queue_pairs_come_and_go_under_load() {
 }
 
 #[test]
-fn shadow_doorbells_save_nearly_every_mmio_of_a_busy_queue() {
+fn shadow_doorbells_save_nearly_all_mmio_writes() {
     let null: Arc<dyn Disk> = Arc::new(NullDisk::new(1 << 20, 512));
     let emulated = emulated(null, Polling::Always, false);
     let options = AttachOptions { interrupts: false, ..AttachOptions::default() };
@@ -237,7 +237,7 @@ fn shadow_doorbells_save_nearly_every_mmio_of_a_busy_queue() {
 }
 
 #[test]
-fn the_control_plane_of_a_real_controller() {
+fn admin_commands_on_the_emulated_controller() {
     let emulated = emulated(mem(), Polling::default(), false);
     let controller = attach(&emulated, &AttachOptions::default());
     let admin = controller.admin();
@@ -250,7 +250,7 @@ fn the_control_plane_of_a_real_controller() {
     assert!(controller.max_transfer_bytes() >= 1 << 20);
     assert!(admin.registers().unwrap().csts.rdy());
     assert!(admin.smart_log().unwrap().temperature.get() > 200, "kelvins");
-    // An error leaves an entry in the log.
+    // A failed command has an entry in the error log.
     let fields =
         shadowbell_spec::admin::Identify { cns: cns::PRIMARY_CONTROLLER, ..Default::default() };
     let error = admin.identify(0, fields).unwrap_err();
@@ -273,7 +273,7 @@ fn the_control_plane_of_a_real_controller() {
 }
 
 #[test]
-fn futures_on_a_real_controller() {
+fn futures_on_the_emulated_controller() {
     for spin in [SpinPolicy::SLEEP, SpinPolicy::default()] {
         let emulated = emulated(mem(), Polling::default(), false);
         let options = AttachOptions { queue_depth: 16, spin, ..AttachOptions::default() };
@@ -282,7 +282,7 @@ fn futures_on_a_real_controller() {
         let disk = queue.open(controller.namespace(1).unwrap());
         drop(queue);
         let pool = controller.buffers(32, 4096).unwrap();
-        // More tasks than places in the queue.
+        // More tasks than slots in the queue.
         std::thread::scope(|scope| {
             for task in 0..24u64 {
                 let (disk, pool) = (disk.clone(), pool.clone());
@@ -328,7 +328,7 @@ fn futures_on_a_real_controller() {
     }
 }
 
-/// Memory that takes no writes at block 102.
+/// Memory disk that fails writes at block 102.
 #[derive(Debug)]
 struct Worn(MemDisk);
 
@@ -363,7 +363,7 @@ impl shadowbell_backend::Queue for WornQueue {
 }
 
 #[test]
-fn copies_by_a_real_controller() {
+fn copies_on_the_emulated_controller() {
     let disk = MemDisk::new(16384, 512).unwrap();
     for block in 0..2048u64 {
         disk.bytes().write(block as usize * 512, &(block + 1)).unwrap();
@@ -380,7 +380,7 @@ fn copies_by_a_real_controller() {
     let range =
         |slba, blocks: u32| CopyRange { slba, nlb0: (blocks - 1) as u16, ..Default::default() };
     block_on(async {
-        // Discards share the buffers of copies, which are longer.
+        // Discards use the buffers of copies, which are longer.
         on.discard(&[DsmRange { attributes: 0, blocks: 1, slba: 9000 }]).await.unwrap();
         let all: Vec<_> = limits.split(0, limits.most()).collect();
         on.copy(4096, &all).await.unwrap();
@@ -394,7 +394,7 @@ fn copies_by_a_real_controller() {
             limits,
         });
         assert_eq!(error.kind.to_string(), kind.to_string());
-        // Which range is to blame is in the completion.
+        // The completion has the failed range.
         let error = on.copy(100, &[range(500, 1); 4]).await.unwrap_err();
         let status = Status::WRITE_FAULT;
         assert!(
@@ -412,7 +412,7 @@ fn copies_by_a_real_controller() {
 }
 
 #[test]
-fn memory_stays_until_a_reset_is_over() {
+fn memory_stays_mapped_until_a_reset_ends() {
     let emulated = emulated(mem(), Polling::default(), false);
     let mut controller = attach(&emulated, &AttachOptions::default());
     let mut queue = controller.take_queue_pair().unwrap();
@@ -422,17 +422,17 @@ fn memory_stays_until_a_reset_is_over() {
         queue.submit(command, pool.take()).unwrap();
     }
     queue.ring().unwrap();
-    // Without looking at a single completion.
+    // Without reaping a single completion.
     controller.detach().unwrap();
     drop(queue);
     assert_eq!(pool.available(), 64);
     drop(pool);
-    // Everything was given back, so the next one finds room for the same.
+    // All resources were released, so the next attach gets the same.
     attach(&emulated, &AttachOptions::default()).detach().unwrap();
 }
 
 #[test]
-fn two_controllers_of_one_pool() {
+fn two_controllers_share_a_pool() {
     let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
     let controllers: Vec<_> = (0..2)
         .map(|i| {

@@ -1,4 +1,4 @@
-//! A controller as an integrator embeds it: with nothing but this crate and those that it names.
+//! A controller embedded by an integrator, with this crate and its public dependencies only.
 
 use shadowbell_backend::MemDisk;
 use shadowbell_controller::config::uuid_from;
@@ -95,7 +95,7 @@ fn block_comes_back(transport: Arc<dyn Transport>, doorbells: Doorbells) {
 }
 
 #[test]
-fn a_block_comes_back_over_a_socket() {
+fn a_block_is_written_and_read_over_a_socket() {
     for (mapped, doorbells) in [(false, Doorbells::Shadow), (true, Doorbells::Mapped)] {
         let server = Server::start(controller(mapped));
         for _ in 0..2 {
@@ -108,7 +108,7 @@ fn a_block_comes_back_over_a_socket() {
 }
 
 #[test]
-fn a_block_comes_back_in_the_same_process() {
+fn a_block_is_written_and_read_in_process() {
     for (mapped, doorbells) in [(false, Doorbells::Shadow), (true, Doorbells::Mapped)] {
         let transport = Arc::new(InProcess::new(controller(mapped), "a test".into()));
         for _ in 0..2 {
@@ -119,7 +119,7 @@ fn a_block_comes_back_in_the_same_process() {
 }
 
 #[test]
-fn what_is_wrong_with_a_clients_memory_is_reported_once_and_to_the_next_one_again() {
+fn unshared_memory_is_reported_once_for_each_client() {
     let server = Server::start(controller(false));
     for _ in 0..2 {
         let client = Client::connect(server.socket(), Options::default()).unwrap();
@@ -138,7 +138,7 @@ fn what_is_wrong_with_a_clients_memory_is_reported_once_and_to_the_next_one_agai
 }
 
 #[test]
-fn a_memory_file_that_stays_empty_is_reported() {
+fn an_empty_memory_file_is_reported() {
     let server = Server::start(controller(false));
     let client = Client::connect(server.socket(), Options::default()).unwrap();
     server.expect(ClientEvent::Attached);
@@ -157,7 +157,7 @@ fn a_memory_file_that_stays_empty_is_reported() {
 }
 
 #[test]
-fn memory_and_interrupts_in_the_same_process_are_checked() {
+fn invalid_memory_and_vectors_are_refused_in_process() {
     let transport = InProcess::new(controller(false), "a test".into());
     let event = EventFd::new().unwrap();
     let vectors = transport.irq_vectors();

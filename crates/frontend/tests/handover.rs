@@ -43,7 +43,7 @@ fn run(mut reactor: Reactor) -> Running {
     })
 }
 
-/// A controller behind a socket, and what is written of it when it is at rest.
+/// A controller behind a socket, and its saved state while it is quiesced.
 struct Server {
     directory: tempfile::TempDir,
     controller: Controller,
@@ -74,7 +74,7 @@ impl Server {
         self.running = Some(run(reactor));
     }
 
-    /// Replaces the server. How many descriptors that took.
+    /// Replaces the server; returns the number of transferred descriptors.
     fn replace(&mut self) -> usize {
         let mut old = self.freeze();
         let (saved, mut parcel) = travel(&mut old);
@@ -117,8 +117,8 @@ fn share<'a>(iova: u64, len: u64, fd: Option<BorrowedFd<'a>>, fd_offset: u64) ->
 fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     let mut server = Server::start();
     let client = Client::connect(server.directory.path(), Options::default()).unwrap();
-    // Single pages of one file, more than are mapped one by one; another one; one that may be read
-    // only; and what can not be mapped.
+    // Single pages of one file, more than are mapped one by one; another file; a read-only one; and
+    // one that cannot be mapped.
     let [pages, other, read_only] =
         [600, 8, 2].map(|pages| Mapping::shared("guest", pages * PAGE).unwrap());
     for n in 0..300 {
@@ -133,13 +133,13 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     for (vector, event) in [0_u32, 1, 3].into_iter().zip(&events) {
         client.set_irq_eventfds(irq::MSIX, vector, &[event.as_fd()]).unwrap();
     }
-    // Bus mastering, an address, an interrupt line.
+    // Bus mastering, a BAR address, an interrupt line.
     for (offset, value) in [(4, &[6, 4][..]), (0x10, &[0, 0, 0, 0xf0, 1, 0, 0, 0]), (0x3c, &[11])] {
         client.region_write(region::CONFIG, offset, value).unwrap();
     }
     client.region_write(MSIX_BAR, 16, &[1; 16]).unwrap();
     let registers = || {
-        // The table as far as it goes: beyond there are zeroes.
+        // The MSI-X table up to its end; beyond it are zeroes.
         [(region::CONFIG, 4096), (MSIX_BAR, 64)].map(|(region, len)| {
             let mut bytes = vec![0; len];
             client.region_read(region, 0, &mut bytes).unwrap();
@@ -152,7 +152,7 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     assert_eq!(ranges.len(), 302);
 
     for _ in 0..2 {
-        // The listener, the socket, the files, the events.
+        // The listener, the socket, the files, the eventfds.
         assert_eq!(server.replace(), 1 + 1 + 3 + 3);
         assert_eq!(registers(), before);
         let table = server.controller.dma_table();
@@ -172,8 +172,8 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
             assert_eq!(event.drain(), 1);
         }
     }
-    // They are the client's to take back, as ever.
-    assert!(client.dma_map(&share(PAGE, 2 * PAGE, other.fd(), 0)).is_err(), "it overlaps");
+    // The client can unmap them as before.
+    assert!(client.dma_map(&share(PAGE, 2 * PAGE, other.fd(), 0)).is_err(), "the map overlaps");
     for iova in [2 * PAGE, 2 << 30, 3 << 30] {
         let len = if iova == 2 << 30 { 2 * PAGE } else { PAGE };
         client.dma_unmap(DmaUnmap::Range { iova, len }).unwrap();
@@ -183,7 +183,7 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
 }
 
 #[test]
-fn a_driver_uses_a_controller_that_has_replaced_the_one_it_connected_to() {
+fn a_driver_attaches_after_a_replacement() {
     let mut server = Server::start();
     let transport = VfioUser::connect(server.directory.path(), LIMIT).unwrap();
     server.replace();
@@ -201,9 +201,9 @@ fn a_driver_uses_a_controller_that_has_replaced_the_one_it_connected_to() {
     driver.detach().unwrap();
 }
 
-/// Bus mastering is on, and nobody says so again.
+/// Bus mastering stays on in the successor.
 #[test]
-fn a_successor_uses_the_memory_as_its_predecessor_might() {
+fn a_successor_keeps_bus_mastering() {
     let mut server = Server::start();
     let client = Client::connect(server.directory.path(), Options::default()).unwrap();
     let memory = Mapping::shared("guest", 3 * PAGE).unwrap();
@@ -220,7 +220,7 @@ fn a_successor_uses_the_memory_as_its_predecessor_might() {
     let mut status = [0; 4];
     while status[0] & 1 == 0 {
         client.region_read(region::BAR0, regs::CSTS, &mut status).unwrap();
-        assert!(Instant::now() < deadline, "it does not become ready: {status:?}");
+        assert!(Instant::now() < deadline, "CSTS.RDY is not set: {status:?}");
     }
     let bytes = memory.bytes();
     bytes.write(0, &0x0001_0006_u32).unwrap();
@@ -236,7 +236,7 @@ fn a_successor_uses_the_memory_as_its_predecessor_might() {
 }
 
 #[test]
-fn a_successor_that_can_not_serve_the_client_says_why_and_the_old_one_goes_on() {
+fn a_failed_successor_reports_why_and_the_old_server_continues() {
     let mut server = Server::start();
     let client = Client::connect(server.directory.path(), Options::default()).unwrap();
     let memory = Mapping::shared("guest", PAGE).unwrap();
@@ -247,7 +247,7 @@ fn a_successor_that_can_not_serve_the_client_says_why_and_the_old_one_goes_on() 
     let without = &mut Descriptors::default();
     let error = new.restore(saved.clone(), without, device(&controller())).unwrap_err();
     assert!(error.to_string().contains("names descriptor"), "{error}");
-    // What can not be mapped.
+    // Memory that cannot be mapped.
     let mut text = serde_json::to_value(&saved).unwrap();
     text["device"]["memory"]["ranges"][0][3] = 1.into();
     let saved = serde_json::from_value(text).unwrap();

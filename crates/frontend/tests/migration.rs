@@ -1,4 +1,4 @@
-//! A guest that moves from one server to another, while it works.
+//! Live migration of a working guest from one server to another.
 
 use shadowbell_backend::Disk;
 use shadowbell_controller::config::uuid_from;
@@ -61,7 +61,7 @@ fn disk() -> Arc<dyn Disk> {
     Arc::new(shadowbell_backend::MemDisk::new(1024, 512).unwrap())
 }
 
-/// A disk that has its requests under way for a while.
+/// A disk with asynchronous requests.
 fn file(directory: &tempfile::TempDir) -> Arc<dyn Disk> {
     let path = directory.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
@@ -76,7 +76,7 @@ fn refused<T: std::fmt::Debug>(outcome: Result<T, ClientError>) -> Errno {
 }
 
 #[test]
-fn a_guest_that_works_moves_there_and_back() {
+fn a_working_guest_migrates_repeatedly() {
     let directory = tempfile::tempdir().unwrap();
     for (disk, shadow) in [(disk(), false), (disk(), true), (file(&directory), true)] {
         let servers = [Server::start(&disk, 2), Server::start(&disk, 1)];
@@ -98,7 +98,7 @@ fn a_guest_that_works_moves_there_and_back() {
 }
 
 #[test]
-fn a_guest_that_does_not_move_goes_on_where_it_was() {
+fn a_suspended_guest_resumes_at_the_source() {
     let server = Server::start(&disk(), 1);
     let mut guest = Guest::boot(server.connect(), 2, true);
     for _ in 0..3 {
@@ -111,7 +111,7 @@ fn a_guest_that_does_not_move_goes_on_where_it_was() {
 }
 
 #[test]
-fn a_device_that_was_moved_away_serves_the_next_client() {
+fn a_suspended_device_serves_the_next_client() {
     let (disk, other) = (disk(), disk());
     let server = Server::start(&disk, 1);
     for turn in 0..3 {
@@ -119,12 +119,12 @@ fn a_device_that_was_moved_away_serves_the_next_client() {
         guest.work(10);
         let (memory, stream, _) = guest.suspend(1);
         if turn == 2 {
-            // Reset where it is, and enabled again.
+            // The suspended device is reset and enabled again.
             guest.client().reset().unwrap();
             assert_eq!(guest.client().migration_state().unwrap(), MigrationState::Running);
             assert!(!guest.is_ready());
         }
-        // The guest goes with its memory; the commands in it must not be carried out here, too.
+        // The guest moves with its memory; its commands must not be executed at the source, too.
         drop(guest);
         let target = Server::start(&disk, 1);
         let mut next = Guest::boot(server.connect(), 1, false);
@@ -137,7 +137,7 @@ fn a_device_that_was_moved_away_serves_the_next_client() {
 }
 
 #[test]
-fn what_is_not_allowed_in_a_state_is_refused() {
+fn operations_invalid_in_a_migration_state_are_refused() {
     let server = Server::start(&disk(), 1);
     let mut guest = Guest::boot(server.connect(), 1, false);
     let client = guest.client();
@@ -163,7 +163,7 @@ fn what_is_not_allowed_in_a_state_is_refused() {
         let reset = client.region_write(region::CONFIG, 0x68, &0x8000_u16.to_le_bytes());
         assert_eq!(refused(reset), Errno::BUSY);
     }
-    // Nothing at all is no state; and from there only a reset leads back.
+    // An empty stream is no valid state; from there only a reset leads back.
     assert_eq!(refused(client.set_migration_state(MigrationState::Running)), Errno::INVAL);
     assert_eq!(client.migration_state().unwrap(), MigrationState::Error);
     assert_eq!(refused(client.set_migration_state(MigrationState::Stop)), Errno::INVAL);
@@ -176,7 +176,7 @@ fn what_is_not_allowed_in_a_state_is_refused() {
 }
 
 #[test]
-fn a_state_of_another_controller_is_refused_and_the_guest_goes_on_at_home() {
+fn a_state_of_another_controller_is_refused() {
     let disk = disk();
     let home = Server::start(&disk, 1);
     let mut guest = Guest::boot(home.connect(), 2, true);
@@ -199,10 +199,10 @@ fn a_state_of_another_controller_is_refused_and_the_guest_goes_on_at_home() {
     guest.verify();
 }
 
-/// Every number of a state, and every list and text, may be anything: none of it may do more than
-/// be refused, or be the client's own problem.
+/// Every number, list and text of a state is replaced: the state is refused, or affects only
+/// the client itself.
 #[test]
-fn whatever_a_client_sends_as_a_state_does_no_harm() {
+fn corrupt_migration_states_do_no_harm() {
     let disk = disk();
     let home = Server::start(&disk, 1);
     let mut guest = Guest::boot(home.connect(), 2, true);
@@ -228,7 +228,7 @@ fn whatever_a_client_sends_as_a_state_does_no_harm() {
     share(&client, &Mapping::shared("a guest", MEMORY).unwrap());
     let (mut taken, mut refusals) = (0, 0);
     for (n, place) in places.iter().enumerate() {
-        // All values everywhere would take a while.
+        // All values at all places would take too long.
         for value in values.iter().skip(n % 3).step_by(3) {
             let mut state = state.clone();
             *state.pointer_mut(place).unwrap() = value.clone();
@@ -248,7 +248,7 @@ fn whatever_a_client_sends_as_a_state_does_no_harm() {
     }
     assert!(taken > 50 && refusals > 100, "{taken} taken, {refusals} refused");
     drop(client);
-    // It serves as well as ever.
+    // The server still works.
     let mut guest = Guest::boot(there.connect(), 2, false);
     guest.work(10);
     guest.verify();
@@ -261,10 +261,10 @@ fn share(client: &Client, memory: &Mapping) {
     client.dma_map(&share).unwrap();
 }
 
-/// A stream of the first release that had any. One of this release comes out of it, and the same
-/// guest goes on. (A stream is captured by `SHADOWBELL_CAPTURE=PATH`; add it, and keep those of
-/// releases that have to be read.)
-/// The places at which two states differ, which are long.
+/// Lists the places at which two states, which are long, differ. For a stream of the first
+/// release with migration: this release restores it and saves the same state.
+/// (`SHADOWBELL_CAPTURE=PATH` captures a stream; add it for each release that has to be
+/// readable.)
 fn differences(at: &str, a: &serde_json::Value, b: &serde_json::Value) -> Vec<String> {
     use serde_json::Value::{Array, Null, Object};
     match (a, b) {
@@ -285,7 +285,7 @@ fn differences(at: &str, a: &serde_json::Value, b: &serde_json::Value) -> Vec<St
 }
 
 #[test]
-fn a_stream_that_another_release_has_sent_is_read() {
+fn a_stream_of_another_release_is_restored() {
     const STREAMS: [&[u8]; 1] = [include_bytes!("streams/version-1.bin")];
     let disk = disk();
     if let Some(path) = std::env::var_os("SHADOWBELL_CAPTURE") {
@@ -307,7 +307,8 @@ fn a_stream_that_another_release_has_sent_is_read() {
         let again = client.read_migration_stream().unwrap();
         let state = |stream: &[u8]| {
             let mut state: serde_json::Value = serde_json::from_slice(&stream[24..]).unwrap();
-            // What goes by the clock, by what this server has done, and by where queues are.
+            // Values that depend on time, on the history of this server, and on the addresses of
+            // queues.
             for place in [
                 "/0/body/controller/control/powered_ms",
                 "/0/body/controller/control/features/clock/0",
@@ -338,7 +339,7 @@ fn a_stream_that_another_release_has_sent_is_read() {
     }
 }
 
-/// The places of all values in a state.
+/// Collects the places of all values in a state.
 fn walk(value: &serde_json::Value, at: String, places: &mut Vec<String>) {
     match value {
         serde_json::Value::Object(members) => {

@@ -1,4 +1,4 @@
-//! Views that note what they resolve for writing.
+//! Views that log the memory that they resolve for writing.
 
 use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
 use std::sync::Arc;
@@ -7,7 +7,7 @@ const BASE: u64 = 0x1_0000;
 const PAGES: u64 = 8;
 
 #[test]
-fn a_view_notes_what_it_resolves_for_writing_if_that_is_wanted() {
+fn a_view_logs_memory_resolved_for_writing() {
     let mut space = DmaSpace::default();
     let memory = Mapping::anonymous(PAGES * 4096).unwrap().bytes();
     space.map(BASE, PAGES * 4096, &memory).unwrap();
@@ -23,7 +23,7 @@ fn a_view_notes_what_it_resolves_for_writing_if_that_is_wanted() {
     unlogged.write(BASE + 0x7000, &[1]).unwrap();
     view.read(BASE, &mut [0; 4096]).unwrap();
     view.write(BASE + 0x1ff0, &[1; 32]).unwrap();
-    // The last map that was hit is the same, and each write is noted.
+    // A repeated hit of the same map is logged, too.
     view.write(BASE + 0x4000, &[1]).unwrap();
     let mut data = Segments::new();
     view.resolve_prps(BASE + 0x5000, 0, 512, 4096, true, &mut data).unwrap();
@@ -34,7 +34,7 @@ fn a_view_notes_what_it_resolves_for_writing_if_that_is_wanted() {
     drop(data);
     assert_eq!(taken(), 0b11_0110);
     assert_eq!(taken(), 0);
-    // The log goes on whatever is mapped.
+    // The log continues after a change of the maps.
     space.clear();
     space.map(BASE, 4096, &memory).unwrap();
     View::new(Arc::clone(space.table())).write(BASE, &[1]).unwrap();
@@ -45,7 +45,7 @@ fn a_view_notes_what_it_resolves_for_writing_if_that_is_wanted() {
 }
 
 #[test]
-fn memory_that_may_only_be_read_is_refused_with_a_log_too() {
+fn read_only_memory_is_refused_with_a_log() {
     let owner = Mapping::shared("ro", 4096).unwrap();
     let read = shadowbell_memory::Protection::Read;
     let memory = Mapping::from_fd(owner.fd().unwrap(), 0, 4096, read).unwrap().bytes();

@@ -1,4 +1,5 @@
-//! PRPs against the specification read by a slow reader (Base 2.1, "PRP Entry and List Layout").
+//! PRPs against a simple reference for the specification (Base 2.1, "PRP Entry and List
+//! Layout").
 
 mod common;
 
@@ -10,7 +11,7 @@ use shadowbell_testing::wait::LIMIT;
 use std::time::Instant;
 
 const PAGES: [usize; 5] = [4096, 8192, 16384, 32768, 65536];
-/// The window: enough for the pages of the largest command here, and their lists.
+/// The window: enough for the pages of the largest command, and its lists.
 const GRANULES: usize = 512;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -19,7 +20,7 @@ enum Bad {
     Offset,
 }
 
-/// Where the data of `len` bytes is, entry by entry, as the specification has it.
+/// Expected places of `len` bytes of data, entry by entry as the specification defines them.
 fn naive(
     peer: &Peer,
     prp1: u64,
@@ -33,7 +34,7 @@ fn naive(
     let mut left = len;
     let mut take = |iova: u64, most: usize, left: &mut usize| {
         let n = (*left).min(most);
-        // Often enough to see every granule that the range touches.
+        // Often enough to check every granule of the range.
         for i in (0..n as u64).step_by(512).chain((n as u64).checked_sub(1)) {
             if !iova.checked_add(i).is_some_and(|at| peer.may(at, write)) {
                 return Err(Bad::Fault);
@@ -88,7 +89,7 @@ fn resolve(
     view.resolve_prps(prp1, prp2, len, page, write, &mut segments).map(|()| segments)
 }
 
-/// Both agree; and if there is data, on its bytes.
+/// Checks that both agree; and if there is data, its bytes.
 fn agree(
     peer: &Peer,
     prps: (u64, u64),
@@ -99,13 +100,13 @@ fn agree(
     let expected = naive(peer, prps.0, prps.1, len, page, write);
     match (expected, resolve(&peer.view(), prps, len, page, write)) {
         (Ok(data), Ok(segments)) => check(peer, &segments, &data, write).map(|()| true),
-        // Lists are fetched in pieces, so of two mistakes either may be seen first.
+        // Lists are fetched in pieces, so either of two errors may be found first.
         (Err(_), Err(_)) => Ok(false),
         (expected, got) => Err(TestCaseError::fail(format!("expected {expected:?}, got {got:?}"))),
     }
 }
 
-/// A well-formed data pointer: which pages hold the data, and which the lists.
+/// A well-formed data pointer: the pages of the data, and those of the lists.
 #[derive(Clone, Debug)]
 struct Plan {
     page: usize,
@@ -114,13 +115,13 @@ struct Plan {
     offset: usize,
     /// Offset of the first list in its page, in entries.
     list_offset: usize,
-    /// Pages of the window, in the order in which they are used; they may repeat.
+    /// Pages of the window in the order of their use; they may repeat.
     data: Vec<usize>,
     lists: Vec<usize>,
 }
 
 impl Plan {
-    /// Writes the lists and gives PRP 1 and 2.
+    /// Writes the lists; returns PRP 1 and PRP 2.
     fn lay(&self, peer: &Peer) -> (u64, u64) {
         let pages = GRANULES * GRANULE / self.page;
         let address = |index: &usize| BASE + (index % pages * self.page) as u64;
@@ -189,7 +190,7 @@ proptest! {
         agree(&peer, prps, plan.len, plan.page, write)?;
     }
 
-    /// Lists over memory without holes resolve as the model says; nearly all of them are good.
+    /// Lists over memory without holes resolve like the reference; nearly all of them are valid.
     #[test]
     fn lists_over_split_maps_resolve(plan in plan(), mut stretches in stretches(GRANULES), write: bool) {
         for stretch in &mut stretches {
@@ -197,7 +198,7 @@ proptest! {
         }
         let peer = Peer::new(&stretches);
         peer.scribble(7);
-        // Lists that lie in the data's pages are overwritten by it: give each its own half.
+        // Lists in data pages would be overwritten by the data, so each gets its own half.
         let pages = GRANULES * GRANULE / plan.page;
         let half = pages / 2;
         let plan = Plan {
@@ -209,7 +210,7 @@ proptest! {
         prop_assert!(agree(&peer, prps, plan.len, plan.page, write)?);
     }
 
-    /// Lists full of anything: pointers into the window, into themselves, out of it, misaligned.
+    /// Lists of random entries: pointers into the window, into themselves, out of it, misaligned.
     #[test]
     fn garbage_is_an_error_or_data_but_never_a_panic(
         stretches in stretches(64),
@@ -240,7 +241,7 @@ proptest! {
     }
 }
 
-/// Page 0 of the window holds a list, and data pages follow.
+/// Page 0 of the window has a list, and data pages follow.
 fn one_list(page: usize) -> (Peer, u64, impl Fn(u64) -> u64) {
     let peer = Peer::plain(40 * page / GRANULE);
     let data = move |index: u64| BASE + (1 + index) * page as u64;
@@ -269,7 +270,11 @@ fn each_mistake_has_its_status() {
         for odd in 1..8 {
             assert_eq!(status((data(0), list + odd), eight), Err(invalid_offset), "list");
             let error = resolve(&view, (data(0), list + odd), eight, page, true).unwrap_err();
-            assert_eq!(error, DataPointerError::PrpOffset(list + odd), "it, not what it holds");
+            assert_eq!(
+                error,
+                DataPointerError::PrpOffset(list + odd),
+                "the list pointer is invalid, not an entry"
+            );
         }
         for offset in [1, 4, 512, page as u64 - 8] {
             assert_eq!(status((data(0), data(1) + offset), 2 * page), Err(invalid_offset), "PRP 2");
@@ -282,7 +287,7 @@ fn each_mistake_has_its_status() {
             peer.put_u64(end, data(20) + offset);
             assert_eq!(status((data(0), end), eight), Err(invalid_offset), "a chain");
         }
-        // If only one entry is needed there, it is data, and the list ends with it.
+        // If only one more entry is needed, the last slot is data, and the list ends with it.
         let end = list + page as u64 - 8;
         peer.put_u64(end, data(20));
         assert_eq!(status((data(0), end), 2 * page + 4), Err(Status::DATA_XFER_ERROR), "chained");
@@ -292,7 +297,7 @@ fn each_mistake_has_its_status() {
 }
 
 #[test]
-fn what_is_not_mapped_is_a_transfer_error() {
+fn unmapped_memory_is_a_transfer_error() {
     let transfer = Err(Status::DATA_XFER_ERROR);
     let page = 4096;
     // Data pages 1 to 4, of which 3 is read-only and 4 a hole; page 0 has the list.
@@ -317,8 +322,12 @@ fn what_is_not_mapped_is_a_transfer_error() {
     assert_eq!(status((at(1), !4095), 3 * 4096, true), transfer);
     peer.put_u64(at(0), at(2));
     peer.put_u64(at(0) + 8, at(3));
-    assert_eq!(status((at(1), at(0)), 3 * 4096, false), Ok(()), "a write command reads it");
-    assert_eq!(status((at(1), at(0)), 3 * 4096, true), transfer, "a read command may not write it");
+    assert_eq!(status((at(1), at(0)), 3 * 4096, false), Ok(()), "a write command reads the page");
+    assert_eq!(
+        status((at(1), at(0)), 3 * 4096, true),
+        transfer,
+        "a read command may not write the page"
+    );
     assert_eq!(status((at(1), at(3)), 2 * 4096, true), transfer);
     // The list itself is only read.
     peer.put_u64(at(3), at(2));
@@ -349,7 +358,7 @@ fn a_list_that_points_at_itself_ends_with_the_data() {
         let len = 256 << 20;
         let segments = resolve(&peer.view(), (BASE, BASE), len, page, true).unwrap();
         assert_eq!(segments.len(), len);
-        // From its last slot, where each list is nothing but the pointer to the next.
+        // From its last slot, where each list consists of the pointer to the next.
         let end = BASE + page as u64 - 8;
         assert!(resolve(&peer.view(), (BASE, end), len, page, true).is_ok());
         assert!(since.elapsed() < LIMIT);

@@ -1,11 +1,11 @@
-//! Ranges of a peer's memory that become one stretch of data, as a virtqueue's descriptors do.
+//! Ranges of a peer's memory that become one stretch of data, like a virtqueue's descriptors.
 
 use shadowbell_memory::{DmaSpace, Mapping, Protection, Segments, SharedBytes, View};
 use std::sync::Arc;
 
 const PAGE: u64 = 4096;
 
-/// Three pages: two neighbours whose memory is none, and one that may only be read.
+/// Three pages: two whose backing memory is not contiguous, and a read-only one.
 fn peer() -> (View, SharedBytes) {
     let whole = Mapping::anonymous(2 * PAGE).unwrap().bytes();
     let file = Mapping::shared("constant", PAGE).unwrap();
@@ -23,7 +23,7 @@ fn peer() -> (View, SharedBytes) {
 fn ranges_follow_each_other() {
     let (view, whole) = peer();
     let mut segments = Segments::new();
-    // One piece, one across two maps, and several with an empty one and one that repeats.
+    // One piece, one across two maps, and several with an empty one and a repeated one.
     let cases: [&[(u64, usize)]; 4] = [
         &[(16, 512)],
         &[(PAGE - 100, 300)],
@@ -46,7 +46,7 @@ fn ranges_follow_each_other() {
 }
 
 #[test]
-fn a_range_that_is_not_there_leaves_no_data() {
+fn an_unmapped_range_leaves_no_data() {
     let (view, _) = peer();
     let mut segments = Segments::new();
     let bad: [&[(u64, usize)]; 4] = [
@@ -60,7 +60,7 @@ fn a_range_that_is_not_there_leaves_no_data() {
         assert!(segments.resolve_ranges(&view, ranges, false).is_err());
         assert!(segments.is_empty(), "{ranges:?}");
     }
-    // What may only be read is no place for what is read from a disk, alone or among others.
+    // Read-only memory is no destination for a disk read, alone or among others.
     for ranges in [&[(2 * PAGE, 512)][..], &[(0, 512), (2 * PAGE, 512)]] {
         segments.resolve_ranges(&view, ranges, false).unwrap();
         assert!(!segments.is_writable());

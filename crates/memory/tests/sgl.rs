@@ -1,4 +1,5 @@
-//! SGLs against the specification read by a slow reader (Base 2.1, "Scatter Gather List (SGL)").
+//! SGLs against a simple reference for the specification (Base 2.1, "Scatter Gather List
+//! (SGL)").
 
 mod common;
 
@@ -11,7 +12,7 @@ use std::time::Instant;
 
 const GRANULES: usize = 256;
 const WINDOW: u64 = (GRANULES * GRANULE) as u64;
-/// The most descriptors that the controller takes for one command.
+/// Maximum of descriptors for one command.
 const MOST: usize = 4096;
 
 const DATA_BLOCK: u8 = 0x00;
@@ -48,7 +49,7 @@ impl Descriptor {
     }
 }
 
-/// Where the data is, or that something is wrong.
+/// Expected places of the data, or an error.
 fn naive(
     peer: &Peer,
     first: Descriptor,
@@ -132,7 +133,7 @@ fn resolve(
 
 fn agree(peer: &Peer, first: Descriptor, len: usize, write: bool) -> Result<bool, TestCaseError> {
     match (naive(peer, first, len, write), resolve(peer, first, len, write)) {
-        // Not all of it is the peer's memory.
+        // A part of the data goes into a bit bucket.
         (Ok(data), Ok(segments)) if data.iter().map(|(_, len)| len).sum::<usize>() < len => {
             prop_assert!(write && segments.len() == len);
             Ok(true)
@@ -143,7 +144,7 @@ fn agree(peer: &Peer, first: Descriptor, len: usize, write: bool) -> Result<bool
     }
 }
 
-/// Writes chained segments of the given data blocks, the first at `lists[0]` and so on, and gives
+/// Writes chained segments of the given data blocks, the first at `lists[0]` and so on; returns
 /// the descriptor for the command.
 fn lay(peer: &Peer, segments: &[Vec<(u64, usize)>], lists: &[u64]) -> Descriptor {
     let kind = |index: usize| if index + 1 == segments.len() { LAST_SEGMENT } else { SEGMENT };
@@ -172,7 +173,7 @@ fn block() -> impl Strategy<Value = (u64, usize)> {
         4 => Just(4096usize),
         1 => 1..100_000usize,
     ];
-    // In the first half of the window and a little; the lists are in its last quarter.
+    // In the first half of the window and a little beyond; the lists are in its last quarter.
     (0..WINDOW / 2, len).prop_map(|(offset, len)| (BASE + offset, len))
 }
 
@@ -200,7 +201,7 @@ proptest! {
             (0..12).map(|i| BASE + WINDOW * 3 / 4 + i * 4096 * 5 + list_offset).collect();
         let first = lay(&peer, &segments, &lists);
         let total: usize = segments.iter().flatten().map(|(_, len)| len).sum();
-        // The list may hold more than the command moves.
+        // The list may be longer than the command's data.
         let len = total.saturating_sub(less * 700);
         let resolved = agree(&peer, first, len, write)?;
         if whole {
@@ -255,7 +256,7 @@ proptest! {
         prop_assert!(since.elapsed() < LIMIT);
     }
 
-    /// No structure at all.
+    /// Unstructured random bytes.
     #[test]
     fn noise_is_an_error_or_data_but_never_a_panic(seed: u64, raw: [u8; 16], len: u32, write: bool) {
         let peer = Peer::plain(16);
@@ -313,7 +314,7 @@ fn each_mistake_has_its_status() {
         let n = put(&[good, inner]);
         assert_eq!(status(Descriptor::new(LAST_SEGMENT, list, n), 1024), dnr(invalid));
     }
-    // A segment that no other follows.
+    // A segment without a following one.
     let n = put(&[good, good]);
     assert_eq!(status(Descriptor::new(SEGMENT, list, n), 1024), dnr(invalid));
 
@@ -328,7 +329,7 @@ fn each_mistake_has_its_status() {
 }
 
 #[test]
-fn what_goes_into_a_bit_bucket_is_gone_and_nothing_comes_out_of_one() {
+fn bit_buckets_discard_and_supply_no_data() {
     let peer = Peer::plain(256);
     peer.scribble(1);
     let (list, data) = (BASE, BASE + 8192);
@@ -336,7 +337,7 @@ fn what_goes_into_a_bit_bucket_is_gone_and_nothing_comes_out_of_one() {
     let parts = [
         bucket(100),
         Descriptor::new(DATA_BLOCK, data, 512),
-        // Longer than any bucket is.
+        // Longer than any bucket.
         bucket(300_000),
         Descriptor::new(DATA_BLOCK, data + 4096, 512),
         bucket(7),
@@ -361,16 +362,16 @@ fn what_goes_into_a_bit_bucket_is_gone_and_nothing_comes_out_of_one() {
         resolve(&peer, first, len, write).map(|data| data.len()).map_err(|error| error.status())
     };
     assert_eq!(resolved(all + 1, true), short);
-    // To be read by the device, there are the data blocks alone.
+    // For a transfer to the device, only the data blocks count.
     assert_eq!(resolved(1024, false), Ok(1024));
     assert_eq!(resolved(1025, false), short);
-    // One in the command itself.
+    // A bit bucket in the command itself.
     assert_eq!(resolve(&peer, bucket(512), 512, true).unwrap().len(), 512);
     assert!(resolve(&peer, bucket(512), 512, false).is_err());
 }
 
 #[test]
-fn what_is_not_mapped_is_a_transfer_error() {
+fn unmapped_memory_is_a_transfer_error() {
     let transfer = Err(Status::DATA_XFER_ERROR);
     let stretch = |granules, access| Stretch { granules, access, apart: false };
     let peer = Peer::new(&[
@@ -397,11 +398,11 @@ fn what_is_not_mapped_is_a_transfer_error() {
         assert_eq!(status(first, len, false) == Ok(()), read, "{address:#x}+{len}");
         assert_eq!(status(first, len, true) == Ok(()), write, "{address:#x}+{len}");
         assert!(read || status(first, len, false) == transfer);
-        // A descriptor that reaches further than the data is not looked at beyond it.
+        // A descriptor that is longer than the data is not checked beyond them.
         let first = Descriptor::new(DATA_BLOCK, at(1), 1 << 30);
         assert_eq!(status(first, 4096, true), Ok(()));
     }
-    // The list in read-only memory is only read.
+    // A list in read-only memory is only read.
     peer.put(at(2), &Descriptor::new(DATA_BLOCK, at(0), 512).encode());
     assert_eq!(status(Descriptor::new(LAST_SEGMENT, at(2), 16), 512, true), Ok(()));
     assert_eq!(status(Descriptor::new(LAST_SEGMENT, at(4), 16), 512, true), transfer);
@@ -410,21 +411,21 @@ fn what_is_not_mapped_is_a_transfer_error() {
 }
 
 #[test]
-fn a_list_without_end_ends() {
+fn an_endless_sgl_is_refused() {
     let peer = Peer::plain(128);
     let too_many = Status::SGL_INVALID_NUMBER_OF_DESCRIPTORS.with_dnr();
     let status = |first: Descriptor, len: usize| {
         resolve(&peer, first, len, true).map(|_| ()).map_err(|e| e.status())
     };
     let since = Instant::now();
-    // A segment of nothing but itself.
+    // A segment that consists of itself.
     let first = Descriptor::new(SEGMENT, BASE, 16);
     peer.put(BASE, &first.encode());
     assert_eq!(status(first, 512), Err(too_many));
-    // One of 4 GiB.
+    // A segment of 4 GiB.
     let first = Descriptor { len: u32::MAX / 16 * 16, ..first };
     assert_eq!(status(first, 512), Err(too_many));
-    // As many data blocks as are allowed, and one more.
+    // The maximum number of data blocks, and one more.
     for i in 0..MOST as u64 {
         let block = Descriptor::new(DATA_BLOCK, BASE + (100 << 12) + i % 7 * 512, 16);
         peer.put(BASE + i * 16, &block.encode());

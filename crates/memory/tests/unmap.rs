@@ -18,10 +18,9 @@ fn is_mapped(address: usize) -> bool {
 }
 
 #[test]
-fn a_command_in_flight_keeps_what_was_unmapped() {
+fn a_command_in_flight_keeps_unmapped_memory() {
     let mut space = DmaSpace::default();
-    // As large as nothing else in this process, so that its address is not taken at once by
-    // something small.
+    // Larger than any other mapping of this process, so that its address is not reused at once.
     let mapping = Mapping::shared("guest", 64 << 20).unwrap();
     let address = mapping.address();
     space.map(0, 64 << 20, &mapping.bytes()).unwrap();
@@ -32,7 +31,7 @@ fn a_command_in_flight_keeps_what_was_unmapped() {
     view.resolve_prps(0x1000, 0, 4096, 4096, true, &mut in_flight).unwrap();
 
     space.unmap(0, 64 << 20).unwrap();
-    drop(view); // the worker takes the new table over
+    drop(view); // the I/O thread adopts the new table
     let new = View::new(Arc::clone(space.table()));
     let fault = Fault { iova: 0x1000, write: false };
     assert_eq!(new.read(0x1000, &mut [0; 4]), Err(fault));
@@ -40,13 +39,13 @@ fn a_command_in_flight_keeps_what_was_unmapped() {
     assert!(is_mapped(address));
     in_flight.write_from(0, &[7; 4096]).unwrap();
 
-    // Its data can go to another thread's queue and back, but it is the same view until it ends.
+    // The data can move to another thread's queue and back, with the same view until their end.
     let taken = in_flight.take();
     assert!(in_flight.is_empty());
     assert!(!watch.is_idle());
     drop(taken);
     assert!(watch.is_idle());
-    assert!(!is_mapped(address), "and the memory is gone with the last user");
+    assert!(!is_mapped(address), "the memory is unmapped with the last user");
 }
 
 #[test]
@@ -66,7 +65,7 @@ fn the_same_addresses_can_be_mapped_to_new_memory_meanwhile() {
     let watch = before.watch();
     drop(before);
     assert!(!watch.is_idle());
-    // Resolving again lets the old view go as well as ending does.
+    // A new resolution releases the old view, as the end of the command does.
     after.resolve_prps(0x4000, 0, 512, 4096, true, &mut in_flight).unwrap();
     assert!(watch.is_idle());
     let mut seen = [0; 512];
@@ -97,9 +96,9 @@ proptest! {
         cases: 128, failure_persistence: None, ..ProptestConfig::default()
     })]
 
-    /// Maps and unmaps against a list that is searched from end to end.
+    /// Maps and unmaps against a linearly searched list.
     #[test]
-    fn the_table_is_what_was_mapped(
+    fn the_table_matches_a_list_of_maps(
         changes in proptest::collection::vec(
             prop_oneof![
                 (0..40u64, 0..6u64).prop_map(|(at, len)| Change::Map(at, len)),

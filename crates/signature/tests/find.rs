@@ -1,4 +1,4 @@
-//! What `mkfs` and others make is found, and what nobody has made is not.
+//! Signatures of `mkfs` and others are found, and other contents are not.
 
 use shadowbell_signature::{FindError, SPAN, find};
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 const BYTES: u64 = 64 << 20;
 
-/// What is found in `image`, read as a caller does.
+/// Result for `image`, read as a caller does.
 fn found(image: &File) -> Option<String> {
     let (mut first, mut last) = (vec![0; SPAN], vec![0; SPAN]);
     image.read_exact_at(&mut first, 0).unwrap();
@@ -20,7 +20,7 @@ fn found(image: &File) -> Option<String> {
 }
 
 #[test]
-fn what_is_there_is_found() {
+fn signatures_of_common_formats_are_found() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let image = file.as_file();
     image.set_len(BYTES).unwrap();
@@ -28,7 +28,7 @@ fn what_is_there_is_found() {
     image.write_all_at(&[0xa5; 65536], 0).unwrap();
     assert_eq!(found(image), None, "blocks of our own are nothing to keep");
 
-    // GPT's copy at the end alone, whose first one was overwritten; and all of it.
+    // GPT's backup at the end only, after its primary header was overwritten; and both.
     let mut swap = vec![0; SPAN];
     swap[4086..4096].copy_from_slice(b"SWAPSPACE2");
     swap[1024] = 1;
@@ -45,7 +45,7 @@ fn what_is_there_is_found() {
         let mut command = Command::new(program);
         command.args(arguments).arg(file.path()).env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        // What is not installed, or wants a larger image, is left out.
+        // Programs that are not installed, or need a larger image, are skipped.
         if !command.status().is_ok_and(|status| status.success()) {
             println!("{program}: not here");
             continue;
@@ -57,7 +57,7 @@ fn what_is_there_is_found() {
 }
 
 #[test]
-fn a_disk_may_be_small_or_large() {
+fn small_and_large_disks_are_accepted() {
     assert_eq!(find(512, &[0; 512], &[0; 512]).unwrap(), None);
     assert_eq!(find(1 << 50, &[0; 4096], &[0; 4096]).unwrap(), None);
     find(512, &[0; 1024], &[]).unwrap_err();

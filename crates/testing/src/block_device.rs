@@ -1,4 +1,4 @@
-//! Both ends in one process: a driver on an emulated controller, over a disk of the test's.
+//! Driver and emulated controller in one process, over a disk of the test.
 
 use parking_lot::Mutex;
 use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
@@ -14,19 +14,21 @@ use std::sync::Arc;
 
 use crate::wait;
 
-/// A driver on a controller of its own over `disk`.
+/// Attaches a driver to a new controller over `disk`.
 ///
 /// # Panics
-/// If it can not be attached.
+///
+/// If it cannot be attached.
 #[must_use]
 pub fn attach(disk: Arc<dyn Disk>, options: &AttachOptions) -> Controller {
     attach_to(disk, options).0
 }
 
-/// A driver on a controller of its own over `disk`, and that controller.
+/// Attaches a driver to a new controller over `disk`; returns both.
 ///
 /// # Panics
-/// If it can not be attached.
+///
+/// If it cannot be attached.
 #[must_use]
 pub fn attach_to(disk: Arc<dyn Disk>, options: &AttachOptions) -> (Controller, Emulated) {
     let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
@@ -39,34 +41,34 @@ pub fn attach_to(disk: Arc<dyn Disk>, options: &AttachOptions) -> (Controller, E
     (controller, emulated)
 }
 
-/// What a [`TestDisk`] has to do, and what it saw.
+/// Instructions for a [`TestDisk`], and its requests.
 #[derive(Debug, Default)]
 pub struct Orders {
-    /// Requests wait, for as long as this is so.
+    /// Holds all requests while set.
     pub hold: bool,
-    /// Requests at this byte wait, for as long as this is so.
+    /// Holds requests at this byte while set.
     pub hold_at: Option<u64>,
-    /// Requests that are neither reads nor flushes fail, or all of them.
+    /// Injected error of requests other than reads and flushes.
     pub fail: Option<DiskError>,
-    /// Only so many of them.
+    /// Number of requests that fail; all if `None`.
     pub failures: Option<u32>,
-    /// Reads that begin at this byte or beyond it fail.
+    /// Reads that start at this byte or beyond it fail.
     pub fail_beyond: Option<u64>,
-    /// Whoever asks for extents waits, for as long as this is so.
+    /// Blocks calls of `extents` while set.
     pub hold_extents: bool,
-    /// Every request that came, in order.
+    /// All requests, in order.
     pub seen: Vec<Request>,
     wakes: Vec<EventFd>,
 }
 
-/// Memory that does what a test orders.
+/// Memory disk that follows the instructions of a test.
 #[derive(Clone, Debug)]
 pub struct TestDisk {
-    /// What it holds.
+    /// Contents of the disk.
     pub mem: MemDisk,
-    /// It says that it has a volatile write cache.
+    /// Whether the disk reports a volatile write cache.
     pub cache: bool,
-    /// What it has to do, and what it saw.
+    /// Instructions, and received requests.
     pub orders: Arc<Mutex<Orders>>,
 }
 
@@ -74,24 +76,26 @@ impl TestDisk {
     /// A disk of zeroes.
     ///
     /// # Panics
-    /// If there is no disk of that shape.
+    ///
+    /// If the shape is invalid.
     #[must_use]
     pub fn new(blocks: u64, block_size: u32) -> Self {
         let mem = MemDisk::new(blocks, block_size).unwrap();
         Self { mem, cache: false, orders: Arc::default() }
     }
 
-    /// A disk of zeroes that knows which of its bytes were written.
+    /// A disk of zeroes that reports unwritten bytes as holes.
     ///
     /// # Panics
-    /// If there is no disk of that shape.
+    ///
+    /// If the shape is invalid.
     #[must_use]
     pub fn sparse(blocks: u64, block_size: u32) -> Self {
         let mem = MemDisk::lasting(blocks, block_size).unwrap();
         Self { mem, cache: false, orders: Arc::default() }
     }
 
-    /// Changes what it has to do; requests that waited go on if they may.
+    /// Changes the instructions; held requests continue if they may.
     pub fn order(&self, order: impl FnOnce(&mut Orders)) {
         let mut orders = self.orders.lock();
         order(&mut orders);
@@ -100,15 +104,16 @@ impl TestDisk {
         }
     }
 
-    /// Every request that came, in order.
+    /// All requests, in order.
     #[must_use]
     pub fn seen(&self) -> Vec<Request> {
         self.orders.lock().seen.clone()
     }
 
-    /// Waits until this many requests have come.
+    /// Waits until this many requests have arrived.
     ///
     /// # Panics
+    ///
     /// After [`wait::LIMIT`].
     #[track_caller]
     pub fn expect(&self, count: usize) {

@@ -1,4 +1,4 @@
-//! Directories of certificates, as libnbd and QEMU have them, right ones and wrong ones.
+//! Directories of certificates in the layout of libnbd and QEMU, valid and invalid ones.
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -8,13 +8,13 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// An authority that signs certificates.
+/// A certificate authority.
 pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pem: String,
 }
 
-/// What a certificate is for.
+/// Purpose of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// A server.
@@ -23,12 +23,12 @@ pub enum End {
     Client,
 }
 
-/// A certificate, or what is wrong with it.
+/// Properties of a certificate, including defects.
 #[derive(Clone, Debug, Default)]
 pub struct Wish<'a> {
-    /// The names and addresses that it is for.
+    /// Host names and addresses of the certificate.
     pub names: &'a [&'a str],
-    /// Its time is over.
+    /// The certificate has expired.
     pub has_expired: bool,
 }
 
@@ -39,16 +39,17 @@ impl Default for Authority {
 }
 
 impl Authority {
-    /// A new one, whose certificates nobody else has signed.
+    /// A new authority with a key of its own.
     ///
     /// # Panics
-    /// The library can not make one.
+    ///
+    /// If the library cannot create it.
     #[must_use]
     pub fn new() -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        // One of the same name would be taken for this one, until its signature is looked at.
+        // Authorities of the same name would be confused until the signature check.
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("authority {} for tests", NEXT.fetch_add(1, Ordering::Relaxed));
         params.distinguished_name.push(DnType::CommonName, name);
@@ -57,18 +58,20 @@ impl Authority {
         Self { issuer: Issuer::new(params, key), pem }
     }
 
-    /// Puts the authority's certificate into `directory`.
+    /// Writes the authority's certificate into `directory`.
     ///
     /// # Panics
-    /// It can not be written.
+    ///
+    /// If it cannot be written.
     pub fn put_ca(&self, directory: &Path) {
         fs::write(directory.join("ca-cert.pem"), &self.pem).expect("a directory for certificates");
     }
 
-    /// Puts a certificate and its key into `directory`.
+    /// Writes a certificate and its key into `directory`.
     ///
     /// # Panics
-    /// It can not be made or written.
+    ///
+    /// If they cannot be created or written.
     pub fn put(&self, directory: &Path, end: End, wish: &Wish<'_>) {
         let names: Vec<String> = wish.names.iter().map(|name| (*name).to_owned()).collect();
         let mut params = CertificateParams::new(names).expect("names");
@@ -96,10 +99,11 @@ impl Authority {
         write("key", key.serialize_pem());
     }
 
-    /// Everything that both ends need, for the host `localhost` and its addresses.
+    /// Writes all files of both ends, for the host `localhost` and its addresses.
     ///
     /// # Panics
-    /// As [`put`](Self::put).
+    ///
+    /// Like [`put`](Self::put).
     pub fn put_all(&self, directory: &Path) {
         self.put_ca(directory);
         let names = &["localhost", "127.0.0.1", "::1"];

@@ -1,4 +1,4 @@
-//! A host of a disk, for the tests of every kind of disk: requests in batches, and a model.
+//! Host of a disk, for the tests of every disk type: requests in batches, and a model.
 
 use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
@@ -6,12 +6,12 @@ use shadowbell_memory::{Mapping, Segments, SharedBytes};
 /// Requests in a batch, each in its own part of the disk.
 const LANES: usize = 16;
 
-/// So many bytes of a host's memory.
+/// `len` bytes of a host's memory.
 pub fn memory(len: usize) -> SharedBytes {
     Mapping::anonymous(len as u64).unwrap().bytes()
 }
 
-/// Some of these bytes as the data of a request.
+/// A part of `bytes` as the data of a request.
 pub fn segments(bytes: &SharedBytes, at: usize, len: usize) -> Segments {
     Segments::from_bytes(&bytes.slice(at, len).unwrap())
 }
@@ -38,7 +38,7 @@ pub fn run(
     results.into_iter().map(|r| r.expect("every request ends")).collect()
 }
 
-/// One request.
+/// Runs one request.
 pub fn run_one(
     queue: &mut dyn Queue,
     op: Op,
@@ -57,7 +57,7 @@ pub fn write(queue: &mut dyn Queue, offset: u64, data: &[u8]) -> Result<(), Disk
     run_one(queue, Op::Write { fua: false }, offset, data.len() as u64, segments)
 }
 
-/// What is on the disk.
+/// Reads from the disk.
 pub fn read(queue: &mut dyn Queue, offset: u64, len: usize) -> Result<Vec<u8>, DiskError> {
     let bytes = memory(len);
     let segments = Segments::from_bytes(&bytes);
@@ -72,19 +72,19 @@ pub fn flush(queue: &mut dyn Queue) -> Result<(), DiskError> {
     run_one(queue, Op::Flush, 0, 0, Segments::new())
 }
 
-/// The whole disk.
+/// Contents of the whole disk.
 pub fn content(disk: &dyn Disk) -> Vec<u8> {
     let mut queue = disk.queue().unwrap();
     read(&mut *queue, 0, disk.info().bytes() as usize).unwrap()
 }
 
-/// One request that is under way when this returns.
+/// Submits one request, which must be pending when this returns.
 pub fn begin(queue: &mut dyn Queue, tag: u32, request: &Request, mut data: Segments) {
     assert_eq!(queue.submit(tag, request, &mut data), Submitted::Pending, "{request:?}");
     queue.commit();
 }
 
-/// Waits until `count` requests have ended; their results in that order.
+/// Waits until `count` requests have completed; returns their results in that order.
 pub fn ended(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskError>)> {
     let mut all = Vec::new();
     crate::wait::until("the ends of requests", || {
@@ -94,7 +94,7 @@ pub fn ended(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskEr
     all
 }
 
-/// Asserts that no request ends in the next moment.
+/// Asserts that no request completes within a moment.
 pub fn none_ends(queue: &mut dyn Queue) {
     crate::wait::moment();
     queue.reap(&mut |tag, result, _| panic!("request {tag} has ended: {result:?}"));
@@ -106,7 +106,7 @@ pub fn wait(queue: &dyn Queue) {
     crate::wait::readable("a signal of the wake descriptor", fd);
 }
 
-/// Numbers without order, the same for the same seed.
+/// Deterministic random numbers.
 pub struct Random(pub u64);
 
 impl Random {
@@ -123,7 +123,7 @@ impl Random {
         self.any() % end.max(1)
     }
 
-    /// So many bytes.
+    /// `len` bytes.
     pub fn bytes(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(len + 8);
         while bytes.len() < len {
@@ -134,7 +134,7 @@ impl Random {
     }
 }
 
-/// Any operation, those that move data more often.
+/// Any operation, with those that transfer data more often.
 fn op(random: &mut Random) -> Op {
     let fua = random.below(8) == 0;
     match random.below(12) {
@@ -147,8 +147,8 @@ fn op(random: &mut Random) -> Op {
     }
 }
 
-/// A batch on the disk and on the model, whose results and data must be the same. The model has as
-/// many bytes as the disk.
+/// Runs a batch on the disk and on the model, whose results and data must be the same. The
+/// model has as many bytes as the disk.
 pub fn batch(disk: &dyn Disk, queue: &mut dyn Queue, model: &mut [u8], random: &mut Random) {
     let block = disk.info().block_size as usize;
     let size = model.len();

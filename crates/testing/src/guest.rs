@@ -1,5 +1,6 @@
-//! A guest over a vfio-user socket, whose disk's contents it verifies, and the VMM that moves it to
-//! another server: queues laid out by hand, memory in a file of its own for each machine.
+//! A guest over a vfio-user socket that verifies its disk's contents, and its VMM, which
+//! migrates it to another server: queues laid out by hand, memory in a separate file for each
+//! machine.
 
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig};
@@ -17,17 +18,17 @@ use zerocopy::IntoBytes;
 
 use crate::wait::LIMIT;
 
-/// How much memory it has, from bus address 0 on.
+/// Size of the guest's memory, from bus address 0 on.
 pub const MEMORY: u64 = 8 << 20;
 const PAGE: u64 = 4096;
-/// Entries of each queue, and commands that may be in flight at once on each.
+/// Entries of each queue, and maximum of commands in flight on each.
 const ENTRIES: u32 = 32;
 const SLOTS: u64 = 24;
 /// Bytes of a block.
 const BLOCK: u64 = 512;
-/// How many blocks it uses.
+/// Number of blocks that the guest uses.
 const BLOCKS: u64 = 512;
-/// Where things are: admin queues, shadow doorbells, EventIdx, then eight pages for each I/O queue
+/// Memory layout: admin queues, shadow doorbells, EventIdx, then eight pages for each I/O queue
 /// pair, and its data.
 const ASQ: u64 = 0;
 const ACQ: u64 = PAGE;
@@ -36,7 +37,7 @@ const EVENT_IDX: u64 = 3 * PAGE;
 const QUEUES: u64 = 16 * PAGE;
 const DATA: u64 = 1 << 20;
 
-/// A queue pair as the guest sees it.
+/// A queue pair from the guest's side.
 struct Queue {
     qid: u16,
     sq: u64,
@@ -57,11 +58,11 @@ impl Queue {
     }
 }
 
-/// What is in flight.
+/// A command in flight.
 struct Command {
     slot: u64,
     lba: u64,
-    /// The value that is written; `None` reads.
+    /// The written value; `None` for a read.
     writes: Option<u64>,
 }
 
@@ -74,26 +75,26 @@ pub struct Guest {
     /// Pages that the guest has written, for the VMM.
     touched: BTreeSet<u64>,
     in_flight: BTreeMap<(u16, u16), Command>,
-    /// What is on the disk, by block.
+    /// Expected contents of the disk, by block.
     disk: BTreeMap<u64, u64>,
     busy: BTreeSet<u64>,
     count: u64,
     completed: u64,
 }
 
-/// What moving it took.
+/// Statistics of a migration.
 #[derive(Debug, Default)]
 pub struct Moved {
-    /// Pages that the device said it had written.
+    /// Pages that the device reported as dirty.
     pub dirty: u64,
     /// Length of the stream in bytes.
     pub stream: usize,
-    /// Commands that were in flight, or in the queues, when it stopped.
+    /// Commands in flight or in the queues at the stop.
     pub in_flight: usize,
 }
 
 impl Guest {
-    /// A guest that has enabled the controller behind `client`, with so many I/O queue pairs.
+    /// A guest that has enabled the controller behind `client`, with `pairs` I/O queue pairs.
     pub fn boot(client: Client, pairs: u16, shadow: bool) -> Self {
         let memory = Mapping::shared("guest", MEMORY).expect("memory");
         let events = (0..=pairs).map(|_| EventFd::new().expect("an eventfd")).collect();
@@ -165,7 +166,7 @@ impl Guest {
         csts[0] & 1 == 1
     }
 
-    /// How many commands of its queues have ended.
+    /// Number of completed I/O commands.
     pub fn completed(&self) -> u64 {
         self.completed
     }
@@ -184,7 +185,7 @@ impl Guest {
         self.bytes().cell(at as usize).expect("its own memory")
     }
 
-    /// Tells the controller, by Linux's rule if there are shadow doorbells.
+    /// Rings a doorbell, by Linux's rule if there are shadow doorbells.
     fn ring(&mut self, shadowed: bool, offset: u64, old: u32, new: u32) {
         if shadowed {
             let entry = offset - regs::DOORBELLS;
@@ -209,7 +210,7 @@ impl Guest {
         self.ring(shadowed, sq_doorbell_offset(qid, 0), old, tail);
     }
 
-    /// The next completion of a queue, if there is one.
+    /// The next completion of a queue, if it was posted.
     fn reap_one(&mut self, at: usize) -> Option<Cqe> {
         let Queue { qid, cq, head: old, phase, shadowed, .. } = self.queues[at];
         let entry = (cq + u64::from(old) * 16) as usize;
@@ -240,7 +241,7 @@ impl Guest {
         }
     }
 
-    /// Submits so many reads and writes, as far as there is room.
+    /// Submits up to `commands` reads and writes, as far as there is room.
     pub fn submit(&mut self, commands: usize) {
         for _ in 0..commands {
             self.count += 1;
@@ -267,7 +268,7 @@ impl Guest {
         }
     }
 
-    /// Takes what is complete, and verifies what was read. How many that were.
+    /// Takes completions, and verifies reads; returns their number.
     pub fn reap(&mut self) -> usize {
         let mut count = 0;
         for at in 1..self.queues.len() {
@@ -306,7 +307,7 @@ impl Guest {
         }
     }
 
-    /// Works for a while.
+    /// Runs I/O for a while.
     pub fn work(&mut self, rounds: usize) {
         for _ in 0..rounds {
             self.submit(8);
@@ -314,7 +315,7 @@ impl Guest {
         }
     }
 
-    /// Reads all that was ever written, and verifies it.
+    /// Reads all written blocks, and verifies them.
     pub fn verify(&mut self) {
         self.drain();
         let blocks: Vec<u64> = self.disk.keys().copied().collect();
@@ -330,7 +331,7 @@ impl Guest {
         }
     }
 
-    /// Has the VMM copy these pages.
+    /// Copies these pages, as the VMM.
     fn copy(&self, to: &SharedBytes, pages: impl IntoIterator<Item = u64>) {
         let mut page = vec![0; PAGE as usize];
         for at in pages.into_iter().map(|page| (page * PAGE) as usize) {
@@ -339,8 +340,8 @@ impl Guest {
         }
     }
 
-    /// Stops it here: its memory and the state of the device, for [`resume`](Self::resume). It
-    /// goes on working while most of its memory is copied.
+    /// Suspends the guest: returns its memory and the state of the device, for
+    /// [`resume`](Self::resume). The guest keeps working while most of its memory is copied.
     pub fn suspend(&mut self, rounds: usize) -> (Arc<Mapping>, Vec<u8>, Moved) {
         let mut moved = Moved::default();
         let target = Mapping::shared("moved guest", MEMORY).expect("memory");
@@ -356,7 +357,7 @@ impl Guest {
             self.copy(&to, dirty.into_iter().chain(touched));
         }
         self.submit(SLOTS as usize);
-        self.client.set_migration_state(MigrationState::Stop).expect("it stops");
+        self.client.set_migration_state(MigrationState::Stop).expect("the device stops");
         moved.in_flight = self.in_flight.len();
         let dirty = self.client.dirty_pages(0, MEMORY, PAGE).expect("the log");
         moved.dirty += dirty.len() as u64;
@@ -366,7 +367,7 @@ impl Guest {
         let stream = self.client.read_migration_stream().expect("the stream");
         moved.stream = stream.len();
         self.client.stop_dma_logging().expect("the log ends");
-        // What the log has missed would be seen here, wherever it is.
+        // Detects any page that the dirty log has missed.
         let (mut ours, mut theirs) = (vec![0; PAGE as usize], vec![0; PAGE as usize]);
         for page in 0..MEMORY / PAGE {
             let at = (page * PAGE) as usize;
@@ -377,10 +378,11 @@ impl Guest {
         (target, stream, moved)
     }
 
-    /// It goes on with the device behind `client`, which was given this memory and this state.
+    /// Resumes with the device behind `client`, which gets this memory and this state.
     ///
     /// # Errors
-    /// The server refuses the state.
+    ///
+    /// If the server refuses the state.
     pub fn resume(
         &mut self,
         client: Client,
@@ -397,17 +399,17 @@ impl Guest {
         self.client.set_migration_state(MigrationState::Running)
     }
 
-    /// It goes on where it was.
+    /// Resumes at the source.
     pub fn go_on(&mut self) {
-        self.client.set_migration_state(MigrationState::Running).expect("it runs again");
+        self.client.set_migration_state(MigrationState::Running).expect("the device runs again");
     }
 
-    /// Its client.
+    /// The guest's client.
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// How often each vector was raised since that was last asked.
+    /// Number of interrupts of each vector since the last call.
     pub fn interrupts(&self) -> Vec<u64> {
         self.events.iter().map(EventFd::drain).collect()
     }

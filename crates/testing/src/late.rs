@@ -1,5 +1,5 @@
-//! A block device (a loop device over FUSE) one of whose writes arrives late, after those that were
-//! made later.
+//! A block device (a loop device over FUSE) that delays one write, so that it arrives after
+//! later ones.
 
 use std::ffi::OsStr;
 use std::io;
@@ -17,7 +17,8 @@ use parking_lot::Mutex;
 
 use crate::wait;
 
-/// Where the daemon is to mount, and where it is told what to do; set in the process that is it.
+/// Environment variables of the daemon process: its mount point, and the directory of its
+/// instructions.
 const MOUNT_AT: &str = "LATE_MOUNT_AT";
 const NAME: &str = "disk";
 const FILE: INodeNo = INodeNo(2);
@@ -60,7 +61,7 @@ fn write(bytes: &Mutex<Vec<u8>>, offset: u64, data: &[u8], reply: ReplyWrite) {
 
 impl Filesystem for Late {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        // Else the kernel waits for each write before it makes the next.
+        // Otherwise the kernel makes writes one at a time.
         config
             .add_capabilities(InitFlags::FUSE_ASYNC_DIO)
             .map_err(|_| io::ErrorKind::Unsupported)?;
@@ -125,7 +126,8 @@ impl Filesystem for Late {
     }
 }
 
-/// The daemon, if this process was started to be it; then it ends here.
+/// Runs the daemon and ends the process, if this process was started as the daemon; returns
+/// otherwise.
 pub fn be_the_daemon() {
     let Some(path) = std::env::var_os(MOUNT_AT) else { return };
     let path = PathBuf::from(path);
@@ -135,7 +137,7 @@ pub fn be_the_daemon() {
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-/// Such a device.
+/// A block device with a delayed write.
 pub struct LateDevice {
     daemon: Child,
     directory: tempfile::TempDir,
@@ -143,11 +145,12 @@ pub struct LateDevice {
 }
 
 impl LateDevice {
-    /// Makes it; nothing where the machine has not what it takes. `test` is the full name of a test
-    /// of the same program that calls [`be_the_daemon`].
+    /// Creates the device; none if the machine lacks what it needs. `test` is the full name of a
+    /// test of the same program that calls [`be_the_daemon`].
     ///
     /// # Panics
-    /// If the daemon does not begin.
+    ///
+    /// If the daemon does not start.
     #[must_use]
     pub fn new(test: &str) -> Option<Self> {
         let has = |path: &str| Path::new(path).exists();
@@ -181,7 +184,7 @@ impl LateDevice {
         Some(late)
     }
 
-    /// Where it is.
+    /// Path of the device.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.device
@@ -191,10 +194,11 @@ impl LateDevice {
         self.directory.path().join("orders").join(name)
     }
 
-    /// The next write is held back.
+    /// Holds the next write back.
     ///
     /// # Panics
-    /// If it can not be said.
+    ///
+    /// If the instruction cannot be written.
     pub fn hold_next(&self) {
         std::fs::write(self.order("hold"), "").unwrap();
     }
@@ -202,15 +206,17 @@ impl LateDevice {
     /// Waits until a write is held back.
     ///
     /// # Panics
+    ///
     /// If none is.
     pub fn until_held(&self) {
         wait::until("a write", || self.order("held").exists());
     }
 
-    /// Has it arrive, and waits until it has.
+    /// Lets the held write arrive, and waits until it has.
     ///
     /// # Panics
-    /// If it does not.
+    ///
+    /// If it does not arrive.
     pub fn release(&self) {
         std::fs::remove_file(self.order("held")).unwrap();
         wait::until("the write's end", || self.order("landed").exists());

@@ -1,16 +1,16 @@
-//! What the tests of several crates need. It is a dev-dependency of theirs by its path alone, so it
-//! is not published, and what they publish does not name it.
+//! Shared test helpers of several crates. This crate is a dev-dependency by path only, so it is not
+//! published, and published packages do not name it.
 //!
-//! | module | feature | what it is |
+//! | module | feature | contents |
 //! |---|---|---|
-//! | `block_device` | `block-device` | a driver on an emulated controller, over a disk that does as it is ordered |
-//! | `certificates` | `certificates` | directories of certificates, right ones and wrong ones |
-//! | `disks` | `disks` | a host of a disk: requests in batches, and a model |
-//! | `guest` | `guest` | a guest over a vfio-user socket, that can be moved to another |
-//! | `late` | `late` | a block device one of whose writes arrives late |
-//! | `outside` | | disks that somebody outside of the tests has made |
+//! | `block_device` | `block-device` | a driver on an emulated controller, over a test disk |
+//! | `certificates` | `certificates` | directories of certificates, valid and invalid ones |
+//! | `disks` | `disks` | host of a disk: requests in batches, and a model |
+//! | `guest` | `guest` | a guest over a vfio-user socket, with live migration |
+//! | `late` | `late` | a block device that delays one write |
+//! | `outside` | | disks provided from outside of the tests |
 //! | `process_group` | | child processes that end with the test |
-//! | `stalled` | `stalled` | a FUSE file system that does not answer |
+//! | `stalled` | `stalled` | a FUSE file system that hangs |
 //! | `wait` | | waits for events, with one limit for all tests |
 #![forbid(unsafe_code)]
 

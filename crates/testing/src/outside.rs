@@ -1,18 +1,18 @@
-//! Disks that somebody outside of the tests has made, and stops on demand: namespaces by their
-//! character devices, in a guest (`cargo xtask guest chardev`). Who runs the tests by hand has
-//! none, and the tests that need one are skipped with a word.
+//! Disks provided from outside of the tests, which also stalls them on demand: character-device
+//! namespaces in a guest (`cargo xtask guest chardev`). Without them, the tests that need one
+//! are skipped with a message.
 
 use std::fs::File;
 use std::path::PathBuf;
 
 use crate::wait;
 
-/// The disks, with a space between two.
+/// Environment variable: the disks, separated by spaces.
 const NAMESPACES: &str = "SHADOWBELL_TEST_NAMESPACES";
-/// The directory by which [`Storage`] asks.
+/// Environment variable: directory of the requests of [`Storage`].
 const ASKS: &str = "SHADOWBELL_TEST_STORAGE";
 
-/// The disks that the environment names.
+/// Disks that the environment names.
 #[must_use]
 pub fn namespaces() -> Vec<String> {
     let named = std::env::var(NAMESPACES).unwrap_or_default();
@@ -23,37 +23,40 @@ pub fn namespaces() -> Vec<String> {
     disks
 }
 
-/// The storage below such a disk, which somebody else stops and lets go on.
+/// Storage below these disks, which another program stalls and resumes.
 #[derive(Debug)]
 pub struct Storage(PathBuf);
 
 impl Storage {
-    /// What the environment names.
+    /// The storage that the environment names.
     ///
     /// # Panics
-    /// If it names nothing.
+    ///
+    /// If it names none.
     #[must_use]
     pub fn new() -> Self {
         Self(std::env::var_os(ASKS).map(PathBuf::from).expect("a directory to ask by"))
     }
 
-    /// From now on it answers nothing.
+    /// Stalls the storage: from now on nothing completes.
     ///
     /// # Panics
-    /// If nobody does that.
+    ///
+    /// If the request is not answered.
     pub fn stall(&self) {
         self.ask("stall");
     }
 
-    /// What was asked meanwhile is answered.
+    /// Resumes the storage: stalled requests complete.
     ///
     /// # Panics
-    /// If nobody does that.
+    ///
+    /// If the request is not answered.
     pub fn go_on(&self) {
         self.ask("go-on");
     }
 
-    /// Asks by a file of this name, which is removed once it is done.
+    /// Requests by a file of this name, which is removed when the request is done.
     fn ask(&self, what: &str) {
         let path = self.0.join(what);
         File::create(&path).unwrap();

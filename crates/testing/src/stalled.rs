@@ -1,5 +1,5 @@
-//! A file system of a client's own (FUSE) that does not answer, or not for a while: to see who
-//! waits for it.
+//! A FUSE file system that hangs, permanently or for a while, to detect threads that wait for
+//! it.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -21,29 +21,29 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::wait;
 
-/// Where the daemon is to mount; set in the process that is it.
+/// Environment variable of the daemon process: its mount point.
 const MOUNT_AT: &str = "STALLED_MOUNT_AT";
 
-/// Set too where the file can be opened as an image: only its data are not answered for.
+/// Environment variable: the file can be opened as an image; only its data requests hang.
 const AS_IMAGE: &str = "STALLED_AS_IMAGE";
 
-/// Set too where the file is another one, whose path this is, and is answered for.
+/// Environment variable: path of another file, which the file system passes through.
 const OVER: &str = "STALLED_OVER";
 
-/// Set too where nothing is answered to syncs but that there is no such thing.
+/// Environment variable: fsync is answered as not implemented.
 const NO_SYNCS: &str = "STALLED_NO_SYNCS";
 
-/// The one file, which seems to have some memory in it.
+/// The only file, which pretends to contain memory.
 const NAME: &str = "memory";
 const FILE: INodeNo = INodeNo(2);
 const SIZE: u64 = 1 << 20;
 
-/// The file system. Once its file has been opened, whoever wants something of it waits.
+/// The file system. After its file has been opened, every request for it hangs.
 #[derive(Default)]
 struct Stalled {
     opened: AtomicBool,
     as_image: bool,
-    /// What is in the file, if anything is.
+    /// The file that is passed through, if any.
     over: Option<File>,
     no_syncs: bool,
     unanswered: Mutex<Vec<Box<dyn std::any::Any + Send>>>,
@@ -56,7 +56,7 @@ impl Stalled {
         FileAttr { size: over.map_or(attributes.size, |over| over.len()), ..attributes }
     }
 
-    /// Of what has no answer but that it is over.
+    /// Replies to a request whose only result is its end.
     fn end_of(&self, reply: ReplyEmpty) {
         if self.over.is_some() { reply.ok() } else { self.keep(reply) }
     }
@@ -104,7 +104,7 @@ impl Filesystem for Stalled {
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
         self.opened.store(true, Ordering::SeqCst);
-        // What is cached is no storage.
+        // Direct I/O, so that the page cache does not answer for the storage.
         let direct = FopenFlags::FOPEN_DIRECT_IO;
         let flags = if self.over.is_some() { direct } else { FopenFlags::empty() };
         reply.opened(FileHandle(0), flags);
@@ -185,7 +185,8 @@ impl Filesystem for Stalled {
     }
 }
 
-/// The daemon, if this process was started to be it; then it ends here.
+/// Runs the daemon and ends the process, if this process was started as the daemon; returns
+/// otherwise.
 pub fn be_the_daemon() {
     let Some(path) = std::env::var_os(MOUNT_AT) else { return };
     let mut config = Config::default();
@@ -201,53 +202,58 @@ pub fn be_the_daemon() {
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-/// A mount of it. Its daemon is a process of its own: what waits for it goes on when that is
-/// killed, and without that not even this process could end.
+/// A mount of the file system. Its daemon is a separate process: killing it releases all that
+/// wait for it, and otherwise not even this process could end.
 pub struct Mount {
     daemon: Child,
     directory: tempfile::TempDir,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// One mount at a time: a process that is started while a file of one is open has that, too, and
-/// closes it before it becomes the next daemon. Until then it also has everybody's sockets.
+/// Allows one mount at a time: a process that is forked while a file of one is open inherits
+/// that, and closes it before it executes the next daemon. Until then it also holds all
+/// sockets.
 static ALONE: Mutex<()> = Mutex::new(());
 
 impl Mount {
-    /// Mounts it; nothing where there is no `/dev/fuse`, or this is not root. `test` is the full
-    /// name of a test of the same program that calls [`be_the_daemon`].
+    /// Mounts the file system; none without `/dev/fuse` or without root. `test` is the full name of
+    /// a test of the same program that calls [`be_the_daemon`].
     ///
     /// # Panics
-    /// If nothing is mounted.
+    ///
+    /// If the mount fails.
     #[must_use]
     pub fn new(test: &str) -> Option<Self> {
         Self::start(test, &[])
     }
 
-    /// One whose file can be opened as an image, at [`path`](Self::path): whoever reads or writes
-    /// it, syncs or closes it, waits.
+    /// A mount whose file can be opened as an image, at [`path`](Self::path): reads, writes, syncs
+    /// and closes hang.
     ///
     /// # Panics
-    /// If nothing is mounted.
+    ///
+    /// If the mount fails.
     #[must_use]
     pub fn with_image(test: &str) -> Option<Self> {
         Self::start(test, &[(AS_IMAGE, Path::new("1"))])
     }
 
-    /// One whose file is the one at `image`, by way of the daemon: it answers, but for the time
-    /// from [`stall`](Self::stall) to [`go_on`](Self::go_on).
+    /// A mount whose file passes through the one at `image`. It hangs only between
+    /// [`stall`](Self::stall) and [`go_on`](Self::go_on).
     ///
     /// # Panics
-    /// If nothing is mounted.
+    ///
+    /// If the mount fails.
     #[must_use]
     pub fn over(test: &str, image: &Path) -> Option<Self> {
         Self::start(test, &[(OVER, image)])
     }
 
-    /// The same, and it has no syncs: the system answers them in its place.
+    /// Like [`over`](Self::over), without fsync: the kernel answers it with success.
     ///
     /// # Panics
-    /// If nothing is mounted.
+    ///
+    /// If the mount fails.
     #[must_use]
     pub fn without_syncs(test: &str, image: &Path) -> Option<Self> {
         Self::start(test, &[(OVER, image), (NO_SYNCS, Path::new("1"))])
@@ -276,39 +282,42 @@ impl Mount {
         Some(mount)
     }
 
-    /// Where the file is.
+    /// Path of the file.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.directory.path().join(NAME)
     }
 
-    /// The file, open. It must not be closed, nor asked for anything, while the daemon lives.
+    /// Opens the file. It must neither be closed nor accessed while the daemon lives.
     ///
     /// # Panics
-    /// If it can not be opened.
+    ///
+    /// If it cannot be opened.
     #[must_use]
     pub fn open(&self) -> OwnedFd {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         rustix::fs::open(self.path(), flags, rustix::fs::Mode::empty()).unwrap()
     }
 
-    /// From now on nothing is answered.
+    /// Stops the daemon: from now on requests hang.
     ///
     /// # Panics
-    /// The daemon has gone, or does not stop.
+    ///
+    /// If the daemon has ended, or does not stop.
     pub fn stall(&self) {
         self.signal(Signal::STOP);
-        // It may be at an answer still.
+        // The daemon may still be in a reply.
         let stat = format!("/proc/{}/stat", self.daemon.id());
         wait::until("a stopped daemon", || {
             std::fs::read_to_string(&stat).unwrap().contains(") T ")
         });
     }
 
-    /// What was asked meanwhile is answered.
+    /// Resumes the daemon: hung requests are answered.
     ///
     /// # Panics
-    /// The daemon has gone.
+    ///
+    /// If the daemon has ended.
     pub fn go_on(&self) {
         self.signal(Signal::CONT);
     }
@@ -318,7 +327,7 @@ impl Mount {
         kill_process(pid, signal).unwrap();
     }
 
-    /// Ends the daemon: all that wait for it go on.
+    /// Kills the daemon: all requests that wait for it end.
     pub fn end(&mut self) {
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();

@@ -73,7 +73,7 @@ pub fn asleep(thread: Pid) {
     });
 }
 
-/// Deadline of a wait that begins now.
+/// Deadline of a wait that starts now.
 pub fn deadline() -> Instant {
     Instant::now() + LIMIT
 }
@@ -83,11 +83,11 @@ pub fn pause() {
     std::thread::sleep(PAUSE);
 }
 
-/// Sleeps for a short time in which something must not happen, or may begin to happen.
+/// Sleeps for a short time in which an event must not happen, or may start to happen.
 ///
-/// For a test that something does *not* happen, such as a completion of a command that is held
-/// back, or for one that lets another thread reach a call that blocks. On a busy machine the time
-/// may be too short: the test then misses a fault, but it does not fail without one.
+/// For a test that something does *not* happen, such as the completion of a held command, or
+/// for one that lets another thread reach a blocking call. On a busy machine the time may be
+/// too short: the test then misses a fault, but it does not fail without one.
 pub fn moment() {
     std::thread::sleep(MOMENT);
 }

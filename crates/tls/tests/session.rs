@@ -1,4 +1,4 @@
-//! Both ends against each other, without sockets, and what people do wrong.
+//! Client and server sessions against each other without sockets, and configuration errors.
 
 use proptest::prelude::*;
 use shadowbell_testing::certificates::{Authority, End, Wish};
@@ -8,7 +8,7 @@ use std::io::{self, IoSlice, Read, Write};
 use std::path::PathBuf;
 use tempfile::TempDir;
 
-/// A way that holds so many bytes.
+/// A byte pipe of limited capacity.
 struct Pipe {
     bytes: VecDeque<u8>,
     holds: usize,
@@ -46,7 +46,7 @@ impl Write for Pipe {
     }
 }
 
-/// The client and the server, and the ways from one to the other.
+/// The client and the server, and the pipes between them.
 struct Ends {
     ends: [Session; 2],
     ways: [Pipe; 2],
@@ -58,14 +58,14 @@ impl Ends {
         Self { ends, ways: [Pipe::new(holds), Pipe::new(holds)] }
     }
 
-    /// Has both agree: or what the client, and then what the server has against it.
+    /// Runs the handshake; on failure, the errors of the client and of the server.
     fn agree(&mut self) -> Result<(), [Option<SessionError>; 2]> {
         let mut faults = [None, None];
         for _ in 0..2000 {
             for (at, known) in faults.iter_mut().enumerate() {
                 let (end, [first, second]) = (&mut self.ends[at], &mut self.ways);
                 let (out, into) = if at == 0 { (first, second) } else { (second, first) };
-                // The end sees what comes after its handshake as well: an alert.
+                // The end also receives data after its handshake: an alert.
                 let outcome = if end.is_handshaking() {
                     end.handshake(into)
                 } else {
@@ -134,7 +134,7 @@ fn random(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_one_end_sends_the_other_gets() {
+fn data_is_transferred_in_both_directions() {
     let place = Place::new(|path| Authority::new().put_all(path));
     let mut ends = Ends::new(&place.client(), &place.server(), "localhost", 5000);
     ends.agree().unwrap();
@@ -144,9 +144,9 @@ fn what_one_end_sends_the_other_gets() {
     }
 }
 
-/// The other end takes nothing: the memory for it has a bound.
+/// The peer reads nothing: the memory for it is bounded.
 #[test]
-fn a_session_holds_so_much_and_no_more() {
+fn a_session_has_bounded_memory() {
     let place = Place::new(|path| Authority::new().put_all(path));
     let mut ends = Ends::new(&place.client(), &place.server(), "127.0.0.1", 5000);
     ends.agree().unwrap();
@@ -159,7 +159,7 @@ fn a_session_holds_so_much_and_no_more() {
 }
 
 #[test]
-fn an_orderly_end_is_one_and_so_is_another() {
+fn orderly_and_abrupt_ends_are_told_apart() {
     let place = Place::new(|path| Authority::new().put_all(path));
     for is_orderly in [true, false] {
         let mut ends = Ends::new(&place.client(), &place.server(), "localhost", 50_000);
@@ -180,9 +180,9 @@ fn an_orderly_end_is_one_and_so_is_another() {
     }
 }
 
-/// Each mistake has its sentence, at the end that sees it and at the other.
+/// Each configuration error has its message, at the end that detects it and at the other.
 #[test]
-fn what_is_wrong_is_said() {
+fn each_failed_handshake_has_its_message() {
     let (authority, stranger) = (Authority::new(), Authority::new());
     let good = Place::new(|path| authority.put_all(path));
     let faults = |client: &Place, server: &Place, name: &str| {
@@ -211,7 +211,7 @@ fn what_is_wrong_is_said() {
     let [client, server] = faults(&good, &strange, "localhost");
     assert_eq!(client, Some(SessionError::Issuer));
     assert_eq!(server, Some(SessionError::Refused("it does not know the CA that has signed it")));
-    // A client that has no certificate, one of another CA, and one that is no client's.
+    // A client without a certificate, with one of another CA, and with a server certificate.
     let nobody = Place::new(|path| authority.put_ca(path));
     let [client, server] = faults(&nobody, &good, "localhost");
     assert_eq!((client, server), (Some(SessionError::Wanted), Some(SessionError::None)));
@@ -234,7 +234,7 @@ fn what_is_wrong_is_said() {
 }
 
 #[test]
-fn clients_without_certificates_are_taken_if_the_server_says_so() {
+fn clients_without_certificates_are_accepted_on_request() {
     let authority = Authority::new();
     let good = Place::new(|path| authority.put_all(path));
     let nobody = Place::new(|path| authority.put_ca(path));
@@ -243,11 +243,11 @@ fn clients_without_certificates_are_taken_if_the_server_says_so() {
 }
 
 #[test]
-fn a_directory_that_lacks_something_is_refused_in_a_sentence() {
+fn an_incomplete_directory_is_refused_with_the_reason() {
     let authority = Authority::new();
     let load = |place: &Place| match ServerTls::load(place.0.path(), false) {
         Err(error) => error.to_string(),
-        Ok(_) => panic!("it was taken"),
+        Ok(_) => panic!("an incomplete directory was accepted"),
     };
     let place = Place::new(|_| {});
     let text = load(&place);
@@ -263,7 +263,8 @@ fn a_directory_that_lacks_something_is_refused_in_a_sentence() {
     let damaged = "-----BEGIN CERTIFICATE-----\n!!!!\n-----END CERTIFICATE-----\n";
     std::fs::write(place.path("server-cert.pem"), damaged).unwrap();
     assert!(load(&place).contains("is damaged"), "{}", load(&place));
-    // Half of a pair is a mistake, and not a client without a certificate.
+    // An incomplete pair of certificate and key is an error, and not a client without a
+    // certificate.
     let half = Place::new(|path| {
         authority.put_all(path);
         std::fs::remove_file(path.join("client-key.pem")).unwrap();
@@ -276,9 +277,11 @@ fn a_directory_that_lacks_something_is_refused_in_a_sentence() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// A peer that says anything, in the handshake and after it.
+    /// Random bytes from the peer, in the handshake and after it.
     #[test]
-    fn any_bytes(bytes in prop::collection::vec(any::<u8>(), 1..300), late: bool, flip in 0..400_usize) {
+    fn random_bytes_end_the_session(
+        bytes in prop::collection::vec(any::<u8>(), 1..300), late: bool, flip in 0..400_usize
+    ) {
         let place = Place::new(|path| Authority::new().put_all(path));
         let mut ends = Ends::new(&place.client(), &place.server(), "localhost", 50_000);
         if late {

@@ -1,4 +1,4 @@
-//! Peers that send garbage, truncate, flood or stall, and the ones that come after them.
+//! Clients that send garbage, truncate, flood or stall, and the clients after them.
 
 mod common;
 
@@ -15,7 +15,7 @@ use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
 use zerocopy::IntoBytes;
 
-/// The device is free and works.
+/// Checks that the device accepts a client and works.
 fn assert_served(path: &Path) {
     let mut raw = Raw::attach(path);
     raw.write(3, &[42]).ok();
@@ -52,7 +52,7 @@ fn garbage_ends_the_connection() {
 }
 
 #[test]
-fn answers_that_are_due_are_given_before_the_end() {
+fn due_replies_are_sent_before_the_disconnect() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let mut stream = raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
@@ -63,7 +63,7 @@ fn answers_that_are_due_are_given_before_the_end() {
 }
 
 #[test]
-fn who_leaves_in_the_middle_of_a_message_leaves() {
+fn a_client_may_disconnect_in_mid_message() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let half = |raw: &mut Raw, len| {
         let access = access(0, 0, 4);
@@ -71,12 +71,12 @@ fn who_leaves_in_the_middle_of_a_message_leaves() {
         raw.send(&message[..len]);
     };
     for len in [1, 8, 15, 16, 20, 35] {
-        // It closes its end for writing, and sees that it is over.
+        // A client that closes its end for writing sees the end of the connection.
         let mut raw = Raw::attach(&path);
         half(&mut raw, len);
         raw.stream.shutdown(std::net::Shutdown::Write).unwrap();
         raw.assert_closed();
-        // It is gone altogether.
+        // A client that closes its socket.
         let mut raw = Raw::attach(&path);
         half(&mut raw, len);
     }
@@ -88,9 +88,9 @@ fn who_leaves_in_the_middle_of_a_message_leaves() {
 }
 
 #[test]
-fn who_says_nothing_or_half_of_it_is_dropped_in_time() {
+fn a_silent_or_slow_client_is_disconnected() {
     let (_server, path, _shared) = Server::with_toy(impatient());
-    // Nothing.
+    // No message.
     let started = Instant::now();
     let mut silent = Raw::connect(&path);
     silent.assert_closed();
@@ -104,7 +104,7 @@ fn who_says_nothing_or_half_of_it_is_dropped_in_time() {
         slow.stream.write_all(&[byte]).is_err()
     });
     assert!(is_dropped, "it has had time for all of it");
-    // Half a message after a good start; a good message in between restarts the clock.
+    // Half a message after a good start; a complete message in between restarts the timeout.
     let mut raw = Raw::attach(&path);
     let message = raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
     for _ in 0..4 {
@@ -114,7 +114,7 @@ fn who_says_nothing_or_half_of_it_is_dropped_in_time() {
         raw.send(&message[20..]);
         raw.reply().ok();
     }
-    // Nothing is expected of a client between messages.
+    // There is no timeout between messages.
     std::thread::sleep(IMPATIENT * 3 / 2);
     raw.write(0, &[1]).ok();
     let started = Instant::now();
@@ -126,7 +126,7 @@ fn who_says_nothing_or_half_of_it_is_dropped_in_time() {
 }
 
 #[test]
-fn who_floods_and_does_not_read_is_dropped_and_others_do_not_notice() {
+fn a_flooding_client_is_disconnected_without_delay_for_others() {
     let (server, path, _shared) = Server::with_toy(impatient());
     let (other_path, ..) = server.add("other");
     let mut other = Raw::attach(&other_path);
@@ -134,7 +134,7 @@ fn who_floods_and_does_not_read_is_dropped_and_others_do_not_notice() {
     let started = Instant::now();
     let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x8000).as_bytes()]);
     let flood = std::thread::spawn(move || {
-        // Until it is thrown out.
+        // Until the server disconnects it.
         let stream = read.repeat(100);
         while raw.stream.write_all(&stream).is_ok() {}
     });
@@ -143,7 +143,10 @@ fn who_floods_and_does_not_read_is_dropped_and_others_do_not_notice() {
         other.write(0, &[1, 2, 3, 4]).ok();
         served += 1;
         wait::pause();
-        assert!(started.elapsed() < wait::LIMIT, "it is tolerated for ever");
+        assert!(
+            started.elapsed() < wait::LIMIT,
+            "a slow client is tolerated for ever"
+        );
     }
     flood.join().unwrap();
     assert!(served > 1, "another client waits as long as the flood");
@@ -176,13 +179,13 @@ fn a_flood_of_posted_messages_does_not_starve_others() {
 }
 
 #[test]
-fn who_has_much_to_say_is_interrupted_by_who_has_little() {
+fn many_messages_of_a_client_are_interleaved_with_others() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other_path, other_shared, _) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let reset = other.message(command::DEVICE_RESET, 0, &[]);
-    // While the first of many messages is handled, the other client has something to say; while the
-    // last of them is, we look whether it arrived.
+    // While the first of many messages is handled, the other client sends one; while the last of
+    // them is handled, the test checks whether it was handled.
     let arrived = Arc::new(AtomicBool::new(false));
     let (hooks, note) = (Arc::clone(&shared), Arc::clone(&arrived));
     *shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -205,9 +208,9 @@ fn who_has_much_to_say_is_interrupted_by_who_has_little() {
     assert!(arrived.load(Ordering::SeqCst));
 }
 
-/// One message may ask for some 40,000 writes. They are carried out in parts.
+/// One message may have some 40,000 writes. They are executed in parts.
 #[test]
-fn who_says_much_at_once_is_interrupted_as_well() {
+fn a_message_of_many_writes_is_interleaved_with_others() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other_path, other_shared, _) = server.add("other");
     let mut other = Raw::attach(&other_path);
@@ -224,7 +227,7 @@ fn who_says_much_at_once_is_interrupted_as_well() {
     let mut raw = Raw::attach(&path);
     let write = |offset| wire::MultiEntry { offset, region: 0, count: 1, data: [1; 8] };
     let mut entries = vec![write(HOOK)];
-    // One of them takes its time, and the rest comes after that.
+    // One of the writes is slow, and the rest follows after it.
     entries.extend((0..20_000).map(|_| write(0)));
     entries.push(write(SLOW));
     entries.extend((0..20_000).map(|_| write(0)));
@@ -234,7 +237,7 @@ fn who_says_much_at_once_is_interrupted_as_well() {
     let answer = raw.request(command::REGION_WRITE_MULTI, &[count.as_bytes(), &bytes]).ok();
     assert_eq!(answer, count.as_bytes());
     assert!(arrived.load(Ordering::SeqCst));
-    // What follows such a message is handled after all of it.
+    // Later messages are handled after all of its writes.
     shared.hold.store(true, Ordering::SeqCst);
     let multi = raw.message(
         command::REGION_WRITE_MULTI,
@@ -248,10 +251,10 @@ fn who_says_much_at_once_is_interrupted_as_well() {
     assert_eq!(raw.reply().ok()[16..], [1]);
 }
 
-/// Each client costs the device a reset: whoever comes and goes without end is slowed down, and
+/// Each client costs a device reset: clients that reconnect endlessly are slowed down, and
 /// served.
 #[test]
-fn clients_that_come_and_go_are_all_served() {
+fn reconnecting_clients_are_all_served() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     for _ in 0..270 {
         assert_served(&path);
@@ -261,10 +264,10 @@ fn clients_that_come_and_go_are_all_served() {
 }
 
 #[test]
-fn a_reader_that_is_slow_but_reads_is_served_to_the_end() {
+fn a_slow_reader_gets_all_replies() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
-    // More replies than socket and server hold; they are read only after all was asked.
+    // More replies than socket and server buffer; they are read only after all requests were sent.
     let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x8000).as_bytes()]);
     let mut asker = raw.stream.try_clone().unwrap();
     let asker = std::thread::spawn(move || {
@@ -288,7 +291,7 @@ fn too_many_descriptors_end_the_connection() {
     let message = raw.message(command::DEVICE_RESET, 0, &[]);
     raw.send_with_fds(&message, &fds[..16]);
     raw.reply().ok();
-    // More than was agreed on.
+    // More than was negotiated.
     for count in [17, 32] {
         raw.send_with_fds(&message, &fds[..count]);
         assert_eq!(raw.reply().errno(), shadowbell_vfio_user::Errno::INVAL);
@@ -301,9 +304,9 @@ fn too_many_descriptors_end_the_connection() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Messages with good headers and any content: each gets one reply, an error or not.
+    /// Messages with valid headers and any payload: each gets one reply, an error or not.
     #[test]
-    fn any_payload_of_any_command_gets_an_answer(
+    fn any_payload_of_any_command_gets_a_reply(
         messages in prop::collection::vec(
             (0u16..20, prop::collection::vec(any::<u8>(), 0..80), 0usize..3), 1..40
         )
@@ -312,7 +315,7 @@ proptest! {
         let (path, ..) = server.add("toy");
         let mut raw = Raw::attach(&path);
         for (command, mut payload, fds) in messages {
-            // Small numbers where lengths and indexes are, or nothing ever gets far.
+            // Small numbers in lengths and indexes, so that messages get past the first checks.
             for (at, byte) in payload.iter_mut().enumerate() {
                 if at % 4 != 0 && *byte < 240 {
                     *byte = 0;
@@ -330,7 +333,7 @@ proptest! {
         server.stop();
     }
 
-    /// A stream of anything: the server survives it.
+    /// Any byte stream: the server survives it.
     #[test]
     fn any_stream_is_survived(stream in prop::collection::vec(any::<u8>(), 0..400), agreed: bool) {
         let mut server = Server::start(impatient());

@@ -1,4 +1,4 @@
-//! Our client, with our server.
+//! The client with the server of this crate.
 
 mod common;
 
@@ -23,7 +23,7 @@ fn served() -> (Server, Client, Arc<ToyShared>) {
 }
 
 #[test]
-fn a_device_is_found_as_it_is() {
+fn device_region_and_irq_info_match_the_device() {
     let (_server, client, shared) = served();
     assert_eq!(client.server().max_msg_fds, 16);
     assert_eq!(client.server().max_data_xfer_size, 1 << 20);
@@ -44,7 +44,7 @@ fn a_device_is_found_as_it_is() {
 }
 
 #[test]
-fn the_mappable_part_of_a_region_is_the_file_of_the_device() {
+fn the_mappable_area_is_the_devices_file() {
     let (_server, client, _shared) = served();
     let region = client.region_info(2).unwrap();
     assert_eq!(region.size, BAR2_SIZE);
@@ -55,9 +55,9 @@ fn the_mappable_part_of_a_region_is_the_file_of_the_device() {
 }
 
 #[test]
-fn descriptors_that_stand_for_writes_are_those_of_the_device() {
+fn ioeventfds_are_those_of_the_device() {
     let (_server, client, _shared) = served();
-    // More than fits into the answer at first, and more descriptors than go with it.
+    // More than the first reply has room for, and more descriptors than fit into it.
     let found = client.region_io_fds(0).unwrap();
     assert_eq!((found.events.len(), found.areas.len()), (16, 300));
     assert!(
@@ -97,7 +97,7 @@ fn registers_are_read_and_written_in_order() {
     client.region_write(0, 0, &vec![7; BAR0_SIZE as usize]).unwrap();
     client.region_read(0, 0, &mut large).unwrap();
     assert!(large.iter().all(|byte| *byte == 7));
-    // A refusal leaves the connection as it was.
+    // A refused request leaves the connection usable.
     let error = client.region_read(0, BAR0_SIZE, &mut data).unwrap_err();
     assert!(matches!(error, ClientError::Refused { errno: Errno::INVAL, .. }), "{error}");
     let long = [ShortWrite { region: 0, offset: 0, data: &[0; 9] }];
@@ -152,7 +152,7 @@ fn memory_interrupts_and_reset_reach_the_device() {
 }
 
 #[test]
-fn the_file_that_is_shared_is_the_one_that_arrives() {
+fn the_shared_file_arrives_at_the_device() {
     let (_server, client, shared) = served();
     let memory = memfd(0x1000);
     rustix::io::pwrite(&memory, b"hello", 0).unwrap();
@@ -164,7 +164,7 @@ fn the_file_that_is_shared_is_the_one_that_arrives() {
     rustix::io::pread(&maps[0], &mut data, 0).unwrap();
     assert_eq!(&data, b"hello");
     drop(maps);
-    // An eventfd: what the device signals is what the client waits for.
+    // An eventfd: the device's signal reaches the client.
     let vectors = eventfds(2);
     client.set_irq_eventfds(irq::MSIX, 5, &vectors).unwrap();
     let at_device = shared.eventfds.lock().unwrap();
@@ -197,7 +197,7 @@ fn many_threads_share_a_client() {
 }
 
 #[test]
-fn a_deadline_ends_the_connection_and_says_so() {
+fn a_timeout_ends_the_connection() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     // Not exceeded by the connection itself.
     let options = Options { timeout: Some(Duration::from_secs(2)) };
@@ -207,13 +207,13 @@ fn a_deadline_ends_the_connection_and_says_so() {
     assert_eq!(error.to_string(), "no reply to DEVICE_RESET within 2s");
     assert!(matches!(client.device_info(), Err(ClientError::Broken)));
     assert!(matches!(client.region_write_posted(0, 0, &[0]), Err(ClientError::Broken)));
-    // The server knows, although the client still exists.
+    // The server notices the end, although the client still exists.
     shared.wait_held().ok();
     shared.wait_log("disconnected");
 }
 
 #[test]
-fn a_client_behind_another_one_gives_up_in_time_or_is_served() {
+fn a_waiting_client_times_out_or_is_served() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let first = Client::connect(&path, Options::default()).unwrap();
     // It is to be exceeded.
@@ -230,12 +230,12 @@ fn a_client_behind_another_one_gives_up_in_time_or_is_served() {
 }
 
 #[test]
-fn nobody_there_is_said_with_the_path() {
+fn a_missing_server_is_reported_with_its_path() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nothing");
     let error = Client::connect(&path, Options::default()).unwrap_err();
     assert!(error.to_string().starts_with(&format!("cannot connect to {}: ", path.display())));
-    // A directory means the socket in there.
+    // A directory stands for the socket in it.
     let listener = Listener::bind(directory.path()).unwrap();
     let server = Server::start(Limits::default());
     server.handle.add(listener, Toy::new().0);
@@ -243,7 +243,7 @@ fn nobody_there_is_said_with_the_path() {
 }
 
 #[test]
-fn a_backlog_that_is_full_is_not_waited_for_forever() {
+fn a_full_backlog_times_out() {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
@@ -261,7 +261,7 @@ fn a_backlog_that_is_full_is_not_waited_for_forever() {
 }
 
 #[test]
-fn more_memory_than_the_server_takes_is_not_even_asked_for() {
+fn excess_dma_maps_are_refused_by_the_client() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let client = Client::connect(&path, Options::default()).unwrap();
     assert_eq!(client.server().max_dma_maps, MAX_MAPS);
@@ -278,7 +278,7 @@ fn more_memory_than_the_server_takes_is_not_even_asked_for() {
     assert!(matches!(error, ClientError::TooManyMaps { max: MAX_MAPS }), "{error}");
     assert!(error.to_string().contains("5 ranges"), "{error}");
     assert_eq!(shared.maps.lock().unwrap().len(), MAX_MAPS as usize);
-    // Two of them go, and there is room for two; all of them go, and there is room for all.
+    // Two ranges are unmapped, and two can be mapped; all are unmapped, and as many can be mapped.
     client.dma_unmap(DmaUnmap::Range { iova: 0x1000, len: 0x2000 }).unwrap();
     map(0x1000).unwrap();
     map(0x2000).unwrap();

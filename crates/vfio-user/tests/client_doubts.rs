@@ -1,4 +1,4 @@
-//! Our client, with servers that cannot be trusted.
+//! The client with malicious servers.
 
 mod common;
 
@@ -18,7 +18,7 @@ use shadowbell_vfio_user::device::DmaUnmap;
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags, region_flags};
 use zerocopy::IntoBytes;
 
-/// A server that answers VERSION properly and everything else as `answer` says.
+/// A server that answers VERSION correctly and everything else with `answer`.
 fn impostor(
     mut answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
 ) -> (Result<Client, ClientError>, JoinHandle<()>) {
@@ -49,7 +49,8 @@ fn reply(to: &Header, error: u32, payload: &[u8]) -> Vec<u8> {
     [header.as_bytes(), payload].concat()
 }
 
-/// What `request` comes to with a server that answers so, and that the connection has ended.
+/// Runs `request` with a server that answers like this; returns the error, after which the
+/// connection must have ended.
 fn fails<T: std::fmt::Debug>(
     answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
     request: impl Fn(&Client) -> Result<T, ClientError>,
@@ -64,14 +65,14 @@ fn fails<T: std::fmt::Debug>(
 }
 
 #[test]
-fn replies_that_make_no_sense_are_not_believed() {
+fn invalid_replies_are_errors() {
     let bad = |error: ClientError| {
         assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
         error.to_string()
     };
     let info = |client: &Client| client.device_info();
     let read = |client: &Client| client.region_read(0, 0, &mut [0; 4]);
-    // The payload is good, but the answer is that to another question.
+    // A good payload in a reply to another request.
     let good = wire::DeviceInfo { argsz: 16, flags: 3, num_regions: 9, num_irqs: 5 };
     let other_id =
         move |to: &Header, _: &[u8]| reply(&Header { id: to.id + 1, ..*to }, 0, good.as_bytes());
@@ -82,7 +83,7 @@ fn replies_that_make_no_sense_are_not_believed() {
     bad(fails(|to, _| reply(to, 0, &[0; 15]), info));
     // Not a PCI device.
     bad(fails(|to, _| reply(to, 0, &[0; 16]), info));
-    // Too much data, too little, and a count that says otherwise.
+    // Too much data, too little, and a wrong count.
     let short = bad(fails(|to, _| reply(to, 0, &[0; 19]), read));
     assert_eq!(short, "the server's reply to REGION_READ is invalid: 3 bytes instead of 4");
     bad(fails(|to, _| reply(to, 0, &[0; 21]), read));
@@ -91,12 +92,12 @@ fn replies_that_make_no_sense_are_not_believed() {
     // Not a message at all.
     bad(fails(|_, _| vec![0; 16], info));
     bad(fails(|_, _| vec![0xff; 64], info));
-    // Interrupts that were not asked about.
+    // Interrupts other than the requested ones.
     bad(fails(|to, _| reply(to, 0, &[9; 16]), |client| client.irq_info(2)));
 }
 
 #[test]
-fn a_server_that_is_silent_slow_or_gone_is_not_waited_for() {
+fn a_silent_slow_or_dead_server_is_an_error() {
     let info = |client: &Client| client.device_info();
     assert!(matches!(fails(|_, _| Vec::new(), info), ClientError::Socket(_)));
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -141,8 +142,8 @@ fn an_error_without_a_number_is_an_error() {
 }
 
 #[test]
-fn commands_of_the_server_are_refused_and_do_not_confuse() {
-    // The server's own command in front of each reply; and what comes back to it.
+fn commands_of_the_server_are_refused() {
+    // A command of the server in front of each reply; and the client's reply to it.
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut server = Raw::new(theirs);
     let server = std::thread::spawn(move || {
@@ -163,7 +164,7 @@ fn commands_of_the_server_are_refused_and_do_not_confuse() {
 }
 
 #[test]
-fn a_server_of_another_version_is_not_spoken_to() {
+fn a_server_of_another_version_is_refused() {
     for version in [[1, 0, 0, 0], [0, 0, 2, 0]] {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut server = Raw::new(theirs);
@@ -216,14 +217,14 @@ fn described(
 }
 
 #[test]
-fn descriptions_that_lead_nowhere_are_not_followed() {
+fn invalid_region_capabilities_are_refused() {
     let flags = region_flags::MMAP | region_flags::CAPS;
     let capability = |id: u16, next: u32| {
         let header = wire::CapabilityHeader { id, version: 1, next };
         [header.as_bytes(), &[0; 8]].concat()
     };
     let cases: Vec<(u32, u32, Vec<u8>)> = vec![
-        // A loop, a step back, a step out, one that begins in the structure, and one cut short.
+        // A loop, a step back, a step out, one that begins in the structure, and a truncated one.
         (48, 32, capability(9, 32)),
         (64, 48, [capability(9, 0), capability(9, 32)].concat()),
         (48, 32, capability(9, 4711)),
@@ -233,10 +234,10 @@ fn descriptions_that_lead_nowhere_are_not_followed() {
         (44, 32, capability(1, 0)[..12].to_vec()),
         // More areas than there are.
         (48, 32, [&capability(1, 0)[..8], &u32::MAX.to_ne_bytes(), &[0; 4]].concat()),
-        // An area, but nothing to map it by; and no area at all.
+        // An area without a descriptor; and no area at all.
         (64, 32, [&capability(1, 0)[..8], &[1, 0, 0, 0, 0, 0, 0, 0], &[0; 16]].concat()),
         (48, 32, capability(1, 0)),
-        // An answer that never fits.
+        // A reply that never fits.
         (1 << 20, 32, vec![]),
     ];
     for (argsz, cap_offset, capabilities) in cases {
@@ -244,10 +245,10 @@ fn descriptions_that_lead_nowhere_are_not_followed() {
         let error = fails(answer, |client| client.region_info(2));
         assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
     }
-    // Another region than was asked about.
+    // Another region than the requested one.
     let error = fails(described(32, 0, 0, &[]), |client| client.region_info(3));
     assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
-    // A description that is longer than at first thought is asked for again, with room for it.
+    // A description that is longer than expected is requested again, with room for it.
     let mut asked = Vec::new();
     let (client, server) = impostor(move |to, payload| {
         let argsz = u32::from_ne_bytes(payload[..4].try_into().unwrap());
@@ -328,9 +329,9 @@ fn areas_with_a_descriptor_each_or_one_for_all_are_inside_of_the_region() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// Whatever a server answers, the client says yes or no, and does not fall over.
+    /// With any reply of a server, the client returns success or an error, and does not panic.
     #[test]
-    fn any_answer_is_survived(
+    fn any_reply_is_survived(
         bytes in prop::collection::vec(any::<u8>(), 0..200), proper: bool, which in 0..5
     ) {
         let (client, server) = impostor(move |to, _| {
@@ -350,7 +351,7 @@ proptest! {
 }
 
 #[test]
-fn lists_of_descriptors_that_make_no_sense_are_not_believed() {
+fn invalid_ioeventfd_lists_are_errors() {
     let entry = |fd_index| wire::IoFd {
         offset: 0,
         size: 4,
@@ -365,12 +366,12 @@ fn lists_of_descriptors_that_make_no_sense_are_not_believed() {
         [info.as_bytes(), entries.as_bytes()].concat()
     };
     for payload in [
-        // Another region, entries that are too short, too many, or not all there.
+        // Another region; entries that are too short, too many, or incomplete.
         list(56, 1, 1, &[entry(0)]),
         list(56, 0, 2, &[entry(0)]),
         list(96, 0, u32::MAX, &[entry(0), entry(0)]),
         list(96, 0, 2, &[entry(0)]),
-        // No descriptor came along; more than anybody needs.
+        // A missing descriptor; more than any client needs.
         list(56, 0, 1, &[entry(0)]),
         list(u32::MAX, 0, 1, &[entry(0)]),
         vec![0; 15],
@@ -382,19 +383,19 @@ fn lists_of_descriptors_that_make_no_sense_are_not_believed() {
 
 #[test]
 fn a_region_without_descriptors_may_have_an_empty_list() {
-    // As libvfio-user answers; others refuse.
+    // As libvfio-user answers; other servers refuse.
     let none = wire::RegionIoFds { argsz: 16, flags: 0, index: 0, count: 0 };
     let (client, server) = impostor(move |to, _| reply(to, 0, none.as_bytes()));
     let client = client.unwrap();
     let found = client.region_io_fds(0).unwrap();
     assert!(found.events.is_empty() && found.areas.is_empty());
-    client.reset().expect("the connection goes on");
+    client.reset().expect("the connection still works");
     drop(client);
     server.join().unwrap();
 }
 
 #[test]
-fn a_server_that_talks_of_other_things_is_not_waited_for() {
+fn a_server_that_only_sends_commands_times_out() {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let talk = std::thread::spawn(move || {
         let command = Header { id: 7, command: command::DMA_READ, size: 16, flags: 0, error: 0 };
@@ -415,7 +416,7 @@ fn a_server_that_talks_of_other_things_is_not_waited_for() {
 }
 
 #[test]
-fn an_answer_that_grows_is_asked_for_once_more_at_most() {
+fn a_growing_reply_is_requested_twice_at_most() {
     for io_fds in [false, true] {
         let asked = Arc::new(std::sync::atomic::AtomicU32::new(0));
         let count = Arc::clone(&asked);

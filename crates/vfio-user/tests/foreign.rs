@@ -1,4 +1,4 @@
-//! Descriptors of what a client can stall, and the clients next to it.
+//! Descriptors of files that a client can make hang, and the clients next to it.
 
 mod common;
 
@@ -13,15 +13,15 @@ use shadowbell_vfio_user::wire::{self, command, header_flags};
 use zerocopy::IntoBytes;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     stalled::be_the_daemon();
 }
 
 fn mount() -> Option<Mount> {
-    Mount::new("the_daemon")
+    Mount::new("fuse_daemon")
 }
 
-/// The reactor looks after another client.
+/// Checks that the reactor serves another client.
 fn assert_served(path: &Path) {
     let mut raw = Raw::connect(path);
     raw.negotiate();
@@ -37,20 +37,20 @@ fn dma_map(raw: &mut Raw, iova: u64, fds: &[BorrowedFd<'_>]) -> Reply {
     raw.reply()
 }
 
-/// The file stays open here: closing it would wait, too.
+/// Keeps the file open in this process: closing it would hang, too.
 fn trap(mount: &Mount) -> BorrowedFd<'static> {
     let fd: &'static OwnedFd = Box::leak(Box::new(mount.open()));
     fd.as_fd()
 }
 
 #[test]
-fn a_file_of_a_clients_own_file_system_stalls_nobody() {
+fn hung_descriptors_of_a_client_delay_no_other() {
     let (server, path, _shared) = Server::with_toy(Limits::default());
     let (other, ..) = server.add("other");
-    // Ends before the server: a reactor that is stalled after all is let go then.
+    // Dropped before the server, so that a hung reactor is released.
     let Some(mount) = mount() else { return };
     let file = trap(&mount);
-    // With every command, among them those that take descriptors and those that drop them.
+    // With every command, those that accept descriptors and those that drop them.
     let mut raw = Raw::attach(&path);
     assert_eq!(dma_map(&mut raw, 0, &[file]).errno(), rustix::io::Errno::INVAL);
     assert_served(&other);
@@ -60,9 +60,9 @@ fn a_file_of_a_clients_own_file_system_stalls_nobody() {
         raw.reply();
         assert_served(&other);
     }
-    // The client itself goes on with what is in order.
+    // Valid requests of the client itself succeed.
     assert!(dma_map(&mut raw, 0, &[memfd(0x1000).as_fd()]).errno_or_ok().is_ok());
-    // With a message that nobody answers, with half a message, and with garbage.
+    // With a posted message, with half a message, and with garbage.
     let posted = raw.message(command::DEVICE_RESET, header_flags::NO_REPLY, &[]);
     raw.send_with_fds(&posted, &[file]);
     raw.send_with_fds(&posted[..9], &[file]);
@@ -76,7 +76,7 @@ fn a_file_of_a_clients_own_file_system_stalls_nobody() {
 }
 
 #[test]
-fn who_brings_more_than_can_be_closed_waits_outside_and_alone() {
+fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other, ..) = server.add("other");
     let Some(mut mount) = mount() else { return };
@@ -88,34 +88,33 @@ fn who_brings_more_than_can_be_closed_waits_outside_and_alone() {
     raw.send_with_fds(&bytes, &[file; 60]);
     raw.assert_closed();
     assert!(!shared.log().contains(&"reset".to_owned()));
-    // It comes back, and is not let in. Others are.
+    // Its new connection is not accepted. Others are.
     let mut again = Raw::connect(&path);
     for _ in 0..10 {
         assert_served(&other);
     }
     again.assert_silent();
-    // The daemon gives in.
+    // The daemon ends.
     mount.end();
     again.negotiate();
     again.write(0, &[1]).ok();
 }
 
-/// A client that was thrown out has sent more than was looked at, and a client that was never let
-/// in.
+/// A disconnected client has sent more than was read, and another one was never accepted.
 #[test]
-fn what_nobody_has_received_stalls_nobody() {
+fn unreceived_hung_descriptors_delay_no_client() {
     let (mut server, path, _shared) = Server::with_toy(Limits::default());
     let (other, ..) = server.add("other");
     let Some(mount) = mount() else { return };
     let file = trap(&mount);
     let mut raw = Raw::attach(&path);
     let waiting = Raw::connect(&path);
-    // A socket in whose queue there is a socket, in whose queue there is the file.
+    // The file in the queue of a socket that is itself in the queue of a socket.
     let (nest, egg) = std::os::unix::net::UnixStream::pair().unwrap();
     Raw::new(egg).send_with_fds(&[0], &[file]);
     for socket in [&raw, &waiting] {
         socket.send_with_fds(&[0; 16], &[nest.as_fd(), file]);
-        // It ends at the first; these stay.
+        // The connection ends at the first message; these stay in the queue.
         for _ in 0..3 {
             let _ = rustix::net::send(&socket.stream, &[1], rustix::net::SendFlags::NOSIGNAL);
         }
@@ -126,9 +125,9 @@ fn what_nobody_has_received_stalls_nobody() {
     drop((raw, waiting));
 }
 
-/// What is no memory is not mapped, and what is no eventfd is not signalled.
+/// Descriptors other than memory are not mapped, and other than eventfds not signalled.
 #[test]
-fn each_kind_is_taken_for_what_it_is() {
+fn descriptors_are_checked_for_their_type() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let (pipe, _writer) = rustix::pipe::pipe().unwrap();
@@ -151,7 +150,7 @@ fn each_kind_is_taken_for_what_it_is() {
     }
     set_irqs(event.as_fd()).unwrap();
     dma_map(&mut raw, 0, &[memory.as_fd()]).ok();
-    // A file on a disk is a machine's memory, too; unless this is in a container.
+    // A regular file is memory, too, unless it is in a container's overlay.
     let file = std::fs::File::open(env!("CARGO_MANIFEST_DIR").to_owned() + "/Cargo.toml").unwrap();
     match dma_map(&mut raw, 0x1000, &[file.as_fd()]).errno_or_ok() {
         Ok(()) => assert_eq!(shared.maps.lock().unwrap().len(), 2),
@@ -159,9 +158,9 @@ fn each_kind_is_taken_for_what_it_is() {
     }
 }
 
-/// A server that hands out what stalls is not believed, and its client goes on.
+/// A client refuses hung descriptors of a server, and continues.
 #[test]
-fn a_client_does_not_wait_for_a_daemon_either() {
+fn a_client_refuses_hung_descriptors_of_a_server() {
     use shadowbell_vfio_user::client::{ClientError, Options};
     let Some(mount) = mount() else { return };
     let file = trap(&mount);

@@ -1,4 +1,4 @@
-//! A server that is replaced under its clients, who do not notice.
+//! A server that is replaced under its clients, without an error for them.
 
 mod common;
 
@@ -33,10 +33,10 @@ fn message(id: u16, command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
     out.front().0.to_vec()
 }
 
-/// The reply that has to come next: to which message, and if it was a read, what was read.
+/// The next expected reply: its message id, and the value of a read.
 type Expected = (u16, Option<u32>);
 
-/// Sends requests without waiting for replies, in pieces.
+/// Sends requests in pieces without waiting for replies.
 struct Talker {
     raw: Raw,
     dice: Dice,
@@ -75,7 +75,7 @@ impl Talker {
         message(id, command::REGION_WRITE, 0, &[access(0, 16, 4).as_bytes(), &value])
     }
 
-    /// Several writes that come as one, one of which takes its time if the device holds it.
+    /// Several writes in one message, one of which is slow if the device holds it.
     fn write_several(&mut self) -> Vec<u8> {
         let entry = |offset, count, value: u32| {
             let mut data = [0; 8];
@@ -100,8 +100,8 @@ impl Talker {
         message(id, command::REGION_WRITE, 0, &[access(0, SLOW, 1).as_bytes(), &[1]])
     }
 
-    /// Sends it in pieces, the last of them with a descriptor: so the descriptor may be there while
-    /// the message is not.
+    /// Sends a map in pieces, the last one with a descriptor: so the descriptor may arrive before
+    /// the message is complete.
     fn map(&mut self) {
         let n = self.maps.fetch_add(1, Ordering::SeqCst) + 1;
         let len = u64::from(n) * 4096;
@@ -149,7 +149,7 @@ impl Talker {
     }
 }
 
-/// Reads replies, each of which has to be the one that is due. They may lag behind.
+/// Reads replies, which must be in the expected order. They may lag behind.
 fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
     let mut dice = Dice(seed);
     while let Ok((id, read)) = expected.recv() {
@@ -167,9 +167,10 @@ fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
     raw.assert_silent();
 }
 
-/// At any moment, in any way: every request counts once, in its order, and is answered once.
+/// At any moment and by any kind of replacement, every request is executed once, in order, and
+/// answered once.
 #[test]
-fn a_client_does_not_notice_however_often_its_server_is_replaced() {
+fn every_request_is_answered_once_across_replacements() {
     for seed in 0..4 {
         let mut dice = Dice(1000 + seed);
         let (mut server, path, shared) = Server::with_toy(Limits::default());
@@ -198,7 +199,7 @@ fn a_client_does_not_notice_however_often_its_server_is_replaced() {
             }
         });
         let listens = std::thread::spawn(move || listen(listener, &due, seed));
-        // What takes its time ends some time.
+        // Completes held requests after some time.
         let finishes = std::thread::spawn({
             let (shared, over) = (Arc::clone(&shared), Arc::clone(&over));
             let mut dice = Dice(2000 + seed);
@@ -219,9 +220,9 @@ fn a_client_does_not_notice_however_often_its_server_is_replaced() {
             std::thread::sleep(Duration::from_micros(dice.roll(1500)));
             let mut old = server.freeze();
             match dice.roll(6) {
-                // Nothing comes of it.
+                // The replacement is cancelled.
                 0 => server.run(old),
-                // A successor that does not get as far as to begin.
+                // A successor that ends before it serves.
                 1 => {
                     drop(server.successor(&mut old, &[&shared]));
                     server.run(old);
@@ -264,13 +265,13 @@ fn a_client_does_not_notice_however_often_its_server_is_replaced() {
     }
 }
 
-/// What is answered and not read goes along, with its descriptors, and whatever waits behind it.
+/// Unread replies are transferred with their descriptors, and so are requests behind them.
 #[test]
-fn a_client_that_does_not_read_gets_all_of_it_later() {
+fn unread_replies_survive_a_replacement() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     raw.write(0, b"first").ok();
-    // More than the socket takes, and more than the server keeps.
+    // More than the socket and the server buffer.
     const LEN: usize = 0x8000;
     let mut ids = Vec::new();
     for _ in 0..100 {
@@ -288,7 +289,7 @@ fn a_client_that_does_not_read_gets_all_of_it_later() {
     for _ in 0..5 {
         server.replace(&[&shared]);
     }
-    // It is the server's word that counts, not the socket's: it has not read everything.
+    // Unread bytes of the server's own buffer count: the client has not read everything.
     for id in &ids {
         if *id == 100 {
             server.replace(&[&shared]);
@@ -303,9 +304,9 @@ fn a_client_that_does_not_read_gets_all_of_it_later() {
     raw.assert_silent();
 }
 
-/// Each of them with its own reply.
+/// Each descriptor with its own reply.
 #[test]
-fn descriptors_of_replies_go_along() {
+fn descriptors_of_unread_replies_survive_a_replacement() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x4000).as_bytes()]);
@@ -351,10 +352,10 @@ fn receive(stream: &UnixStream) -> (usize, Vec<std::os::fd::OwnedFd>) {
     (received.bytes, fds)
 }
 
-/// One device after the other goes to another server and comes back, and no client notices; those
-/// that stay are served meanwhile.
+/// Devices move one by one to another server and back, without an error for their clients;
+/// those that stay are served meanwhile.
 #[test]
-fn devices_go_one_by_one() {
+fn devices_move_one_by_one() {
     let mut servers = [Server::start(Limits::default()), Server::start(Limits::default())];
     let mut ports: Vec<_> = ["a", "b", "c"].iter().map(|name| servers[0].add(name)).collect();
     let over = Arc::new(AtomicBool::new(false));
@@ -395,12 +396,12 @@ fn devices_go_one_by_one() {
     for (_, shared, _) in &ports {
         assert_eq!(shared.log().iter().filter(|line| line.starts_with("connected")).count(), 1);
     }
-    // The files of the sockets are there until the last server ends.
+    // The socket files exist until the last server ends.
     assert!(ports.iter().all(|(path, ..)| path.exists()));
 }
 
 #[test]
-fn a_request_under_way_is_finished_first_and_what_follows_is_not_begun() {
+fn a_freeze_waits_for_the_request_in_flight_only() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let (other_path, other, _) = server.add("other");
     let mut neighbour = Raw::attach(&other_path);
@@ -410,7 +411,7 @@ fn a_request_under_way_is_finished_first_and_what_follows_is_not_begun() {
     raw.send(&message(2, command::DEVICE_RESET, 0, &[]));
     let done = shared.wait_held();
     server.handle.freeze();
-    // It is not to be had yet, and the freeze may be called off.
+    // The reactor is not quiesced yet, and the freeze may be cancelled.
     neighbour.send(&message(9, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]));
     eventually("the reactor waits", || sleeps(server.tid));
     assert!(!server.has_ended());
@@ -434,7 +435,7 @@ fn a_request_under_way_is_finished_first_and_what_follows_is_not_begun() {
 }
 
 #[test]
-fn a_client_that_leaves_is_let_go_first_and_the_next_one_is_the_successors() {
+fn a_freeze_waits_for_a_disconnect_in_progress() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     shared.hold.store(true, Ordering::SeqCst);
     drop(Raw::attach(&path));
@@ -454,7 +455,7 @@ fn a_client_that_leaves_is_let_go_first_and_the_next_one_is_the_successors() {
 }
 
 #[test]
-fn a_client_that_leaves_meanwhile_is_seen_to_leave_by_the_successor() {
+fn the_successor_notices_a_client_that_left_meanwhile() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let raw = Raw::attach(&path);
     let mut old = server.freeze();
@@ -468,36 +469,36 @@ fn a_client_that_leaves_meanwhile_is_seen_to_leave_by_the_successor() {
 }
 
 #[test]
-fn the_sockets_file_is_there_until_the_last_server_ends() {
+fn the_socket_file_exists_until_the_last_server_ends() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let mut old = server.freeze();
-    // Who has only heard of it, and ends, is not who serves it.
+    // A successor that ends before it serves does not remove the socket file.
     drop(server.successor(&mut old, &[&shared]));
     let mut waiting = Raw::connect(&path);
     let new = server.successor(&mut old, &[&shared]);
     new.handle().freeze();
     old.hand_over();
     server.run(new);
-    // The freeze that was asked for before it began.
+    // The freeze was requested before the successor started.
     let new = server.frozen();
     server.run(new);
     waiting.negotiate();
     assert!(path.exists());
-    assert!(Listener::bind(&path).is_err(), "somebody listens");
+    assert!(Listener::bind(&path).is_err(), "the socket has a listener");
     server.stop();
     waiting.assert_closed();
     assert!(!path.exists());
 }
 
-/// One client, and none after it.
+/// A stream with one client only.
 #[test]
-fn a_connection_without_a_listener_goes_along() {
+fn a_connection_without_a_listener_is_handed_over() {
     let mut server = Server::start(Limits::default());
     let (ours, theirs) = UnixStream::pair().unwrap();
     let (toy, shared) = Toy::new();
     server.handle.add_stream(theirs.into(), toy);
     let mut raw = Raw::new(ours);
-    // Before anything is agreed, too.
+    // Before the negotiation, too.
     server.replace(&[&shared]);
     raw.negotiate();
     server.replace(&[&shared]);
@@ -509,9 +510,9 @@ fn a_connection_without_a_listener_goes_along() {
     server.run(old);
 }
 
-/// What was agreed on holds, whatever the successor would agree on.
+/// Negotiated limits stay, whatever the successor's own limits are.
 #[test]
-fn a_successor_keeps_to_what_was_agreed() {
+fn a_successor_keeps_the_negotiated_limits() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let mut old = server.freeze();
@@ -523,21 +524,21 @@ fn a_successor_keeps_to_what_was_agreed() {
     assert_eq!(raw.read(0, 0x4000).ok()[16..], [7; 0x4000]);
 }
 
-/// The time for the rest of a message does not pass while nobody looks.
+/// The timeout for the rest of a message is suspended while no server runs.
 #[test]
-fn a_rest_is_not_the_clients_time() {
+fn a_freeze_suspends_the_message_timeout() {
     // Not exceeded by a busy machine before and after the pause, which is longer.
     let limits = Limits { message: Duration::from_secs(5), ..Limits::default() };
     let (mut server, path, shared) = Server::with_toy(limits);
     let mut raw = Raw::attach(&path);
     let bytes = message(5, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
     raw.send(&bytes[..20]);
-    eventually("it is waited for", || sleeps(server.tid));
+    eventually("the reactor waits for the rest", || sleeps(server.tid));
     let old = server.freeze();
     // Longer than the limit.
     std::thread::sleep(Duration::from_millis(5200));
     server.run(old);
-    // Had the time gone on, the connection would be over with the reactor's first look.
+    // If the timeout had continued, the reactor would disconnect at once.
     eventually("the reactor has looked", || sleeps(server.tid));
     raw.send(&bytes[20..]);
     assert_eq!(raw.reply().header.id, 5);
@@ -545,15 +546,15 @@ fn a_rest_is_not_the_clients_time() {
 }
 
 #[test]
-fn a_server_at_work_is_not_handed_over() {
+fn a_running_server_cannot_be_saved() {
     let mut reactor = shadowbell_vfio_user::Reactor::new(Limits::default()).unwrap();
     let error = reactor.save(&mut Descriptors::default()).unwrap_err();
     assert!(error.to_string().contains("has to be frozen"), "{error}");
 }
 
-/// All of these once more, with servers that record what they do.
+/// Runs all of these tests again, with servers that record checkpoints.
 #[test]
-fn and_so_it_is_if_everything_is_recorded() {
+fn all_tests_pass_with_recorded_servers() {
     if is_recorded() {
         return;
     }

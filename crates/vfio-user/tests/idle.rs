@@ -1,4 +1,4 @@
-//! What it costs to serve many that are silent: nothing. Alone in its process, to be measured.
+//! Idle cost of many silent clients: none. Alone in its process, to be measured.
 
 mod common;
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 use common::*;
 use shadowbell_vfio_user::server::Limits;
 
-/// Voluntary and involuntary context switches of the reactor's thread, and its time on a processor.
+/// Voluntary and involuntary context switches of the reactor's thread, and its CPU time.
 fn cost() -> (u64, u64) {
     for task in std::fs::read_dir("/proc/self/task").unwrap() {
         let task = task.unwrap().path();
@@ -30,12 +30,12 @@ fn cost() -> (u64, u64) {
 fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
     let server = Server::start(Limits::default());
     let ports: Vec<_> = (0..256).map(|n| server.add(&format!("toy{n}"))).collect();
-    // Half of them with a client.
+    // Half of the devices have a client.
     let mut clients: Vec<_> = ports.iter().step_by(2).map(|(path, ..)| Raw::attach(path)).collect();
     for client in &mut clients {
         client.write(0, &[1]).ok();
     }
-    // And one that waits until another one leaves.
+    // A client that waits for another one to leave.
     let _waiting = Raw::connect(&ports[0].0);
     // What was begun ends first.
     let mut before = cost();
@@ -44,7 +44,7 @@ fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
         std::thread::sleep(Duration::from_secs(1));
         cost() == before
     });
-    // And they are still there.
+    // The clients are still served.
     for client in &mut clients {
         client.write(0, &[1]).ok();
     }

@@ -1,4 +1,5 @@
-//! The client of the published `vfio_user` crate, which Cloud Hypervisor uses, at our server.
+//! The client of the published `vfio_user` crate, which Cloud Hypervisor uses, with this
+//! server.
 
 mod common;
 
@@ -15,7 +16,7 @@ fn the_client_of_cloud_hypervisor_is_served() {
         let mut client = vfio_user::Client::new(&path).unwrap();
         assert_eq!(shared.log(), ["connected, 1 fds"]);
 
-        // BARs, ROM, configuration space, and the part of BAR2 that can be mapped.
+        // BARs, ROM, configuration space, and the mappable part of BAR2.
         let sizes = [BAR0_SIZE, 0, BAR2_SIZE, 0, 0x1000, 0, 0, 0x1000, 0];
         for (index, size) in (0u32..).zip(sizes) {
             let region = client.region(index).unwrap();
@@ -40,7 +41,7 @@ fn the_client_of_cloud_hypervisor_is_served() {
 
         let info = client.get_irq_info(2).unwrap();
         assert_eq!((info.index, info.count, info.flags & 1), (2, VECTORS, 1));
-        // It sends 16 at once, whatever was advertised.
+        // The client sends 16 at once, whatever was advertised.
         let fds = eventfds(16);
         let numbers: Vec<_> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         client.set_irqs(2, 4 | 32, 0, 16, &numbers).unwrap();

@@ -1,4 +1,4 @@
-//! Descriptors are closed, whoever fails to use them. Alone in its process, to count them.
+//! Descriptors are closed in every error case. Alone in its process, to count them.
 
 mod common;
 
@@ -32,8 +32,7 @@ fn a_client_of_every_kind(path: &std::path::Path) {
     client.dma_unmap(DmaUnmap::All).unwrap();
     drop(client);
 
-    // Descriptors with messages that have no use for them, that are refused, that are posted, and
-    // that are not understood.
+    // Descriptors with messages that do not use them, are refused, are posted, or are unknown.
     let mut raw = Raw::attach(path);
     for command in 0..20 {
         raw.request_with_fds(command, &[&[0; 40]], &eventfds(3));
@@ -57,7 +56,7 @@ fn a_client_of_every_kind(path: &std::path::Path) {
 }
 
 #[test]
-fn nothing_is_left_open() {
+fn no_descriptor_is_left_open() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let settle = || {
         Raw::attach(&path);
@@ -75,7 +74,7 @@ fn nothing_is_left_open() {
     }
     settle();
     assert_eq!(open_descriptors(), before);
-    // Nor by servers that have been replaced, or were not to be.
+    // Replaced servers, and cancelled replacements, leave no descriptor open, either.
     let mut raw = Raw::attach(&path);
     let events = eventfds(7);
     let fds: Vec<_> = events.iter().map(std::os::fd::AsFd::as_fd).collect();

@@ -1,4 +1,4 @@
-//! Socket paths, good and bad.
+//! Socket paths, valid and invalid.
 
 mod common;
 
@@ -11,7 +11,7 @@ use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, Limits};
 
 #[test]
-fn the_file_lives_as_long_as_the_listener() {
+fn the_socket_file_is_removed_with_the_listener() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
     let listener = Listener::bind(&path).unwrap();
@@ -22,7 +22,7 @@ fn the_file_lives_as_long_as_the_listener() {
 }
 
 #[test]
-fn a_file_that_is_not_ours_any_more_stays() {
+fn a_replaced_socket_file_is_not_removed() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
     let listener = Listener::bind(&path).unwrap();
@@ -34,7 +34,7 @@ fn a_file_that_is_not_ours_any_more_stays() {
 }
 
 #[test]
-fn a_live_server_is_refused_and_goes_on() {
+fn a_live_servers_socket_is_not_replaced() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let error = Listener::bind(&path).unwrap_err();
     assert!(matches!(error, BindError::InUse { .. }), "{error}");
@@ -45,7 +45,7 @@ fn a_live_server_is_refused_and_goes_on() {
             path.display()
         )
     );
-    // Also while a client is attached, and then its service is not disturbed.
+    // Also while a client is attached, whose service is not disturbed.
     let mut raw = Raw::attach(&path);
     assert!(matches!(Listener::bind(&path), Err(BindError::InUse { .. })));
     raw.write(0, &[1]).ok();
@@ -59,15 +59,15 @@ fn a_stale_file_is_replaced() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
     drop(UnixListener::bind(&path).unwrap());
-    assert!(path.exists(), "the standard library leaves it behind");
+    assert!(path.exists(), "the standard library leaves the file behind");
     let listener = Listener::bind(&path).unwrap();
     assert!(std::os::unix::net::UnixStream::connect(&path).is_ok());
     drop(listener);
 }
 
-/// Whoever waits for the file and connects then.
+/// A client that waits for the file and connects then.
 #[test]
-fn whoever_sees_the_file_can_connect() {
+fn a_visible_socket_file_accepts_connections() {
     use std::io::ErrorKind;
     let directory = tempfile::tempdir().unwrap();
     for round in 0..300 {
@@ -91,7 +91,7 @@ fn whoever_sees_the_file_can_connect() {
 }
 
 #[test]
-fn a_name_without_room_for_a_longer_one_will_do() {
+fn a_path_of_maximum_length_works() {
     let directory = tempfile::tempdir().unwrap();
     let room = 107 - directory.path().as_os_str().len() - 1;
     for len in [room - 8, room - 4, room - 1, room] {
@@ -105,7 +105,7 @@ fn a_name_without_room_for_a_longer_one_will_do() {
 }
 
 #[test]
-fn of_many_that_find_a_stale_file_one_gets_it() {
+fn one_of_many_listeners_replaces_a_stale_file() {
     let directory = tempfile::tempdir().unwrap();
     for round in 0..50 {
         let path = directory.path().join(format!("socket{round}"));
@@ -128,7 +128,7 @@ fn of_many_that_find_a_stale_file_one_gets_it() {
 }
 
 #[test]
-fn what_is_no_socket_is_left_alone() {
+fn a_file_other_than_a_socket_is_kept() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("precious");
     std::fs::write(&path, b"data").unwrap();
@@ -138,7 +138,7 @@ fn what_is_no_socket_is_left_alone() {
 }
 
 #[test]
-fn a_path_that_is_too_long_says_so() {
+fn a_too_long_path_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let name = |len: usize| {
         let room = len - directory.path().as_os_str().len() - 1;
@@ -152,7 +152,7 @@ fn a_path_that_is_too_long_says_so() {
 }
 
 #[test]
-fn a_path_in_no_directory_says_which_to_create() {
+fn a_missing_directory_is_named() {
     let error = Listener::bind("/nonexistent/deep/socket").unwrap_err();
     assert!(matches!(error, BindError::NoDirectory { .. }), "{error}");
     assert!(error.to_string().contains("create /nonexistent/deep first"), "{error}");

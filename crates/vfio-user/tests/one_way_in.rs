@@ -1,4 +1,4 @@
-//! Descriptors of peers come in at one place, where they become `PeerFd`s.
+//! Descriptors of peers are received in one place, where they become `PeerFd`s.
 
 use std::path::Path;
 
@@ -14,12 +14,12 @@ fn sources(directory: &Path, found: &mut Vec<std::path::PathBuf>) {
     }
 }
 
-/// Of all crates beside this one: nobody receives descriptors but `socket.rs`, which holds each at
-/// once, and those whose peer is a process of ours, the supervisor or another worker (what of it
-/// came from a client is in a `PeerFd` again before anybody uses it); and nobody but `PeerFd`
-/// itself and the closer has the descriptor in it.
+/// Scans the sources of all crates: only `socket.rs` receives descriptors from peers, and wraps
+/// each at once. Other receivers have a process of this program as their peer, and wrap
+/// descriptors of clients again before use. Only `PeerFd` itself and the closer have the raw
+/// descriptor.
 #[test]
-fn nobody_else_receives_a_descriptor() {
+fn descriptors_are_received_in_listed_files_only() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let (mut all, mut receive, mut close) = (Vec::new(), Vec::new(), Vec::new());
     for crate_of in std::fs::read_dir(crates).unwrap().flatten() {
@@ -28,9 +28,9 @@ fn nobody_else_receives_a_descriptor() {
     for path in all {
         let text = std::fs::read_to_string(&path).unwrap();
         let name = path.strip_prefix(crates).unwrap().display().to_string();
-        // The list of system calls that a process may make names it as well.
+        // The list of allowed system calls names it as well.
         let text = text.replace("libc::SYS_recvmsg", "");
-        // Without room for descriptors the system has none arrive.
+        // Without a control buffer the kernel delivers no descriptors.
         let has_no_room = text.contains("RecvAncillaryBuffer::default()")
             && !text.contains("RecvAncillaryBuffer::new");
         let words = ["recvmsg", "RecvAncillary", "ScmRights(rights)"];

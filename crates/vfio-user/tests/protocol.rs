@@ -1,4 +1,4 @@
-//! Every command, message by message, as different clients send them.
+//! Every command, message by message, as various clients send them.
 
 mod common;
 
@@ -45,7 +45,7 @@ fn an_older_minor_version_is_agreed_to() {
 }
 
 #[test]
-fn who_does_not_agree_is_refused_and_the_next_one_served() {
+fn a_failed_negotiation_frees_the_device() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let hello = version(0, 1);
     let wrong = version(1, 0);
@@ -130,7 +130,7 @@ fn every_region_that_a_client_may_ask_about_is_described() {
 }
 
 #[test]
-fn a_description_that_does_not_fit_says_how_much_it_needs() {
+fn a_truncated_region_info_has_the_needed_size() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let reply = region_info(&mut raw, 2, 32, 32).ok();
@@ -149,12 +149,12 @@ fn regions_are_read_and_written() {
     let reply = raw.read(0x0fff, 6).ok();
     assert_eq!(reply[..16], *access(0, 0x0fff, 6).as_bytes());
     assert_eq!(reply[16..], [0, 1, 2, 3, 4, 0]);
-    // The configuration space, two bytes at the command register.
+    // The configuration space: two bytes at the Command register.
     let config = access(7, 4, 2);
     raw.request(command::REGION_WRITE, &[config.as_bytes(), &[6, 0]]).ok();
     let reply = raw.request(command::REGION_READ, &[access(7, 0, 8).as_bytes()]).ok();
     assert_eq!(reply[16..], [0x34, 0x12, 0x78, 0x56, 6, 0, 0x10, 0]);
-    // Nothing at all is not an error.
+    // An empty access is no error.
     assert_eq!(raw.read(5, 0).ok(), access(0, 5, 0).as_bytes());
     assert_eq!(raw.write(5, &[]).ok(), access(0, 5, 0).as_bytes());
     // A whole region at once.
@@ -162,7 +162,7 @@ fn regions_are_read_and_written() {
 }
 
 #[test]
-fn accesses_that_cannot_be_are_refused() {
+fn invalid_accesses_are_refused() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let mut refused = |access: wire::RegionAccess, data: &[u8], errno| {
@@ -187,7 +187,7 @@ fn accesses_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn posted_writes_are_silent_whatever_comes_of_them() {
+fn posted_writes_have_no_reply() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let posted = header_flags::NO_REPLY;
@@ -195,19 +195,19 @@ fn posted_writes_are_silent_whatever_comes_of_them() {
     for n in 0..100u8 {
         let access = access(0, n.into(), 1);
         stream.extend(raw.message(command::REGION_WRITE, posted, &[access.as_bytes(), &[n + 1]]));
-        // Refused, silently.
+        // Refused without a reply.
         let nowhere = common::access(77, 0, 1);
         stream.extend(raw.message(command::REGION_WRITE, posted, &[nowhere.as_bytes(), &[0]]));
         stream.extend(raw.message(4711, posted, &[&[n; 33]]));
     }
     raw.send(&stream);
-    // The first reply is that to the read, and the read comes after the writes.
+    // The first reply is that to the read, which is executed after the writes.
     let expected: Vec<u8> = (1..=100).collect();
     assert_eq!(raw.read(0, 100).ok()[16..], expected);
 }
 
 #[test]
-fn several_writes_travel_in_one_message() {
+fn several_writes_share_one_message() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let entry = |offset, count, data| wire::MultiEntry { offset, region: 0, count, data };
@@ -218,7 +218,7 @@ fn several_writes_travel_in_one_message() {
         entry(16, 0, [6; 8]),
     ];
     let count = wire::WriteMulti { count: 4 };
-    // QEMU's message has room for many, of which the first ones count.
+    // QEMU's message has room for many entries, of which the first ones are valid.
     let payload = [count.as_bytes(), entries.as_bytes(), &[0xff; 24 * 196]];
     assert_eq!(raw.request(command::REGION_WRITE_MULTI, &payload).ok(), count.as_bytes());
     assert_eq!(raw.read(0, 18).ok()[16..], [1, 2, 7, 4, 0, 0, 0, 0, 5, 5, 5, 5, 5, 5, 5, 5, 0, 0]);
@@ -254,7 +254,7 @@ fn memory_is_mapped_with_and_without_a_descriptor() {
     assert!(raw.request_with_fds(command::DMA_MAP, &[good.as_bytes()], &fd).ok().is_empty());
     let read_only = map(1, 0, 0x20_0000, 0x1000);
     raw.request_with_fds(command::DMA_MAP, &[read_only.as_bytes()], &fd).ok();
-    // Without one, the device decides.
+    // Without a descriptor, the device decides.
     let reply = raw.request(command::DMA_MAP, &[map(3, 0, 0x30_0000, 0x1000).as_bytes()]);
     assert_eq!(reply.errno(), Errno::OPNOTSUPP);
     assert_eq!(
@@ -275,7 +275,7 @@ fn memory_is_mapped_with_and_without_a_descriptor() {
     assert_eq!(reply.errno(), Errno::INVAL);
     assert!(shared.take_log().is_empty());
 
-    // The reply repeats the request; a descriptor that comes along is closed.
+    // The reply repeats the request; an unexpected descriptor is closed.
     let unmap = |flags, address, size| wire::DmaUnmap { argsz: 24, flags, address, size };
     let range = unmap(0, 0x10_0000, 0x2000);
     let reply = raw.request_with_fds(command::DMA_UNMAP, &[range.as_bytes()], &fd);
@@ -301,13 +301,13 @@ fn interrupts_are_set_up_masked_and_raised() {
     let mut raw = Raw::attach(&path);
     let set = |flags, index, start, count| wire::SetIrqs { argsz: 20, flags, index, start, count };
     let fds = eventfds(16);
-    // Eventfds to trigger, in as many as Cloud Hypervisor sends; QEMU sends the rest in a second.
+    // Trigger eventfds, as many as Cloud Hypervisor sends; QEMU sends the rest in a second message.
     let many = set(4 | 32, 2, 0, 16);
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[many.as_bytes()], &fds).ok();
     let rest = set(4 | 32, 2, 16, 2);
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[rest.as_bytes()], &fds[..2]).ok();
     assert_eq!(shared.eventfds.lock().unwrap().len(), 18);
-    // None: taken away. Nothing: all disabled. Flags: some of them.
+    // No descriptors: removed. No vectors: all disabled. A list of flags: some of them.
     raw.request(command::DEVICE_SET_IRQS, &[set(4 | 32, 2, 3, 2).as_bytes()]).ok();
     raw.request(command::DEVICE_SET_IRQS, &[set(1 | 32, 2, 0, 0).as_bytes()]).ok();
     let payload = [set(2 | 8, 2, 1, 3).as_bytes(), &[1, 0, 2]].concat();
@@ -338,7 +338,7 @@ fn interrupts_are_set_up_masked_and_raised() {
         let reply = raw.request(command::DEVICE_SET_IRQS, &[impossible.as_bytes()]);
         assert_eq!(reply.errno(), Errno::INVAL, "{impossible:?}");
     }
-    // Not one eventfd for each.
+    // Fewer eventfds than vectors.
     let reply = raw.request_with_fds(
         command::DEVICE_SET_IRQS,
         &[set(4 | 32, 2, 0, 3).as_bytes()],
@@ -349,7 +349,7 @@ fn interrupts_are_set_up_masked_and_raised() {
 }
 
 #[test]
-fn what_is_not_implemented_is_refused_and_the_rest_of_the_message_skipped() {
+fn unknown_commands_are_refused_and_their_payload_skipped() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     let feature = command::DEVICE_FEATURE;
@@ -363,7 +363,7 @@ fn what_is_not_implemented_is_refused_and_the_rest_of_the_message_skipped() {
     raw.send(&stream);
     for command in unknown {
         let reply = raw.reply();
-        // A device that can not be moved has no features.
+        // A device without migration has no features.
         let errno = if command == feature { Errno::NOTTY } else { Errno::OPNOTSUPP };
         assert_eq!((reply.header.command, reply.errno()), (command, errno));
     }
@@ -395,7 +395,8 @@ fn a_device_can_be_served_over_a_socket_pair() {
     raw.request(command::DEVICE_RESET, &[]).ok();
     drop(raw);
     shared.wait_log("disconnected");
-    // Nobody else can come: the device is dropped, and with it the last reference but ours.
+    // No other client can come: the device is dropped, and with it the last reference but that of
+    // the test.
     eventually("the device is dropped", || std::sync::Arc::strong_count(&shared) == 1);
     server.stop();
 }

@@ -1,4 +1,4 @@
-//! A thread other than the reactor polls a client's socket as well, for what only wakes it.
+//! A thread other than the reactor polls a client's socket as well, for doorbell writes.
 
 mod common;
 
@@ -20,17 +20,17 @@ use zerocopy::IntoBytes;
 const TOKEN: u64 = 7;
 const STOP: u64 = 8;
 
-/// What a [`Poller`] and its test share.
+/// State shared between a [`Poller`] and its test.
 #[derive(Default)]
 struct PollerState {
-    /// It is about to wait, or waits.
+    /// The thread waits, or is about to.
     waits: AtomicBool,
     thread: AtomicU32,
-    /// What it has polled, each time.
+    /// Results of its polls.
     polled: Mutex<Vec<PolledWrites>>,
 }
 
-/// A thread that sleeps until its epoll instance reports something.
+/// A thread that sleeps until its epoll instance reports an event.
 struct Poller {
     epoll: Arc<OwnedFd>,
     stop: OwnedFd,
@@ -43,7 +43,7 @@ impl Poller {
         Arc::new(epoll::create(CreateFlags::CLOEXEC).unwrap())
     }
 
-    /// Sleeps in `epoll`; takes writes at [`DOORBELL`] that come by `socket`, if there is one.
+    /// Sleeps in `epoll`; takes writes at [`DOORBELL`] from `socket`, if there is one.
     fn start(epoll: Arc<OwnedFd>, socket: Option<SharedSocket>, shared: &Arc<ToyShared>) -> Self {
         let stop = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         epoll::add(&epoll, &stop, EventData::new_u64(STOP), EventFlags::IN).unwrap();
@@ -98,7 +98,7 @@ impl Drop for Poller {
     }
 }
 
-/// The tokens that an epoll instance reports.
+/// Tokens that an epoll instance reports.
 fn wait(epoll: &OwnedFd, blocks: bool) -> Vec<u64> {
     let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
     let mut events = [const { MaybeUninit::uninit() }; 8];
@@ -130,14 +130,14 @@ fn ring(raw: &mut Raw, value: u8) {
     raw.send(&bytes);
 }
 
-/// A client, and its socket, which the device has been given.
+/// A client, and its socket as given to the device.
 fn share(path: &Path, shared: &ToyShared) -> (Raw, SharedSocket) {
     let mut raw = Raw::attach(path);
     let socket = share_of(&mut raw, shared);
     (raw, socket)
 }
 
-/// The socket of a client.
+/// The shared socket of a client.
 fn share_of(raw: &mut Raw, shared: &ToyShared) -> SharedSocket {
     shared.wants.store(true, Ordering::SeqCst);
     raw.read(0, 1).ok();
@@ -149,19 +149,19 @@ fn share_of(raw: &mut Raw, shared: &ToyShared) -> SharedSocket {
     socket.unwrap()
 }
 
-/// A client whose socket a sleeping thread polls first, and then the reactor.
+/// A client whose socket is polled by a sleeping thread first, and then by the reactor.
 fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<ToyShared>, Raw, Poller) {
     let (server, path, shared) = Server::with_toy(limits);
     let (raw, socket) = share(&path, &shared);
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
     let poller = Poller::start(epoll, Some(socket), &shared);
-    // The reactor has stepped back when it sleeps again.
+    // The reactor sleeps again after it has left the socket to the poller.
     wait_idle(&server, &poller);
     (server, path, shared, raw, poller)
 }
 
-/// Waits until neither has anything to do: one may have asked the other for a turn.
+/// Waits until both are idle: one may have handed the socket to the other.
 fn wait_idle(server: &Server, poller: &Poller) {
     poller.wait_asleep();
     eventually("the reactor sleeps", || sleeps(server.tid));
@@ -178,7 +178,7 @@ fn wait_doorbell_writes(shared: &ToyShared, count: usize) -> Vec<(u8, bool)> {
 }
 
 #[test]
-fn a_poller_that_sleeps_is_woken_and_the_reactor_is_not() {
+fn a_sleeping_poller_is_woken_instead_of_the_reactor() {
     let (server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
     for value in 0..50 {
         ring(&mut raw, value);
@@ -193,17 +193,17 @@ fn a_poller_that_sleeps_is_woken_and_the_reactor_is_not() {
     let all = PolledWrites { writes: 1, all: true };
     wait_idle(&server, &poller);
     assert_eq!(poller.polled().iter().filter(|polled| **polled == all).count(), 50);
-    // One that wants a reply gets it.
+    // A write that wants a reply gets it.
     let bytes = doorbell(&mut raw, 50, 0);
     raw.send(&bytes);
     assert_eq!(raw.reply().ok(), access(0, DOORBELL, 1).as_bytes());
-    // And by the reactor, which takes it out of the socket together with that.
+    // With recording, the reactor handles it, as the reply requires.
     assert_eq!(doorbell_writes(&shared).last(), Some(&(50, is_recorded())));
 }
 
-/// All of these once more, with servers that record what they do.
+/// Runs all of these tests again, with servers that record checkpoints.
 #[test]
-fn and_so_it_is_if_everything_is_recorded() {
+fn all_tests_pass_with_recorded_servers() {
     if is_recorded() {
         return;
     }
@@ -214,13 +214,13 @@ fn and_so_it_is_if_everything_is_recorded() {
     assert!(status.success());
 }
 
-/// A doorbell write that whoever polls the socket may take.
+/// A doorbell write that either thread may take.
 fn takable(raw: &mut Raw, value: u8) -> Vec<u8> {
     doorbell(raw, value, if is_recorded() { header_flags::NO_REPLY } else { 0 })
 }
 
 #[test]
-fn a_poller_that_is_awake_leaves_it_to_the_reactor() {
+fn an_awake_poller_leaves_writes_to_the_reactor() {
     let (_server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
     let socket = poller.stop().unwrap();
     for value in 0..50 {
@@ -228,13 +228,13 @@ fn a_poller_that_is_awake_leaves_it_to_the_reactor() {
         wait_doorbell_writes(&shared, usize::from(value) + 1);
     }
     assert!(doorbell_writes(&shared).iter().all(|(_, by_reactor)| *by_reactor));
-    // What has been read is not reported any more; nor is there anything.
+    // Consumed writes are not reported again.
     assert_eq!(wait(&poller.epoll, false), [STOP]);
     assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 0, all: true });
 }
 
 #[test]
-fn what_is_no_doorbell_write_is_the_reactors_and_so_is_all_that_follows() {
+fn the_reactor_handles_other_messages_and_all_after_them() {
     let (_server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
     let mut stream = takable(&mut raw, 1);
     stream.extend(takable(&mut raw, 2));
@@ -255,18 +255,18 @@ fn what_is_no_doorbell_write_is_the_reactors_and_so_is_all_that_follows() {
 }
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     shadowbell_testing::stalled::be_the_daemon();
 }
 
-/// A descriptor that the poller receives behind a doorbell, of a client that then ends the
-/// connection before anybody has looked at it. Whoever drops it must not be whoever closes it.
+/// A descriptor received by the poller behind a doorbell write, of a client that disconnects
+/// before it is handled. The thread that drops it must not close it.
 #[test]
-fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
+fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other, other_shared, _) = server.add("other");
-    // Ends before the server: a reactor that is stalled after all is let go then.
-    let Some(mount) = shadowbell_testing::stalled::Mount::new("the_daemon") else { return };
+    // Dropped before the server, so that a hung reactor is released.
+    let Some(mount) = shadowbell_testing::stalled::Mount::new("fuse_daemon") else { return };
     let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
     let (mut raw, socket) = share(&path, &shared);
     eventually("the reactor sleeps", || sleeps(server.tid));
@@ -283,7 +283,7 @@ fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
     let bytes = other_raw.message(command::REGION_WRITE, posted, &[write.as_bytes(), &[1]]);
     other_raw.send(&bytes);
     is_busy.recv().unwrap();
-    // A reply can not be sent from here on.
+    // From here on a reply cannot be sent.
     raw.stream.shutdown(std::net::Shutdown::Read).unwrap();
     let (first, second) = (takable(&mut raw, 1), doorbell(&mut raw, 2, 0));
     raw.send(&first);
@@ -302,15 +302,15 @@ fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
     assert!(is_recorded() || doorbell_writes(&shared).len() == 1);
 }
 
-/// The other thread may lose its processor in the middle of a client's messages. That client waits
-/// then, and no other.
+/// The poller may be preempted in the middle of a client's messages. Only that client waits
+/// then.
 #[test]
-fn a_poller_that_is_held_up_holds_up_no_other_client() {
+fn a_preempted_poller_delays_no_other_client() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other, other_shared, _) = server.add("other");
     let (mut raw, socket) = share(&path, &shared);
     eventually("the reactor sleeps", || sleeps(server.tid));
-    // The reactor is busy while the other thread begins.
+    // The reactor is busy while the poller starts.
     let (busy, is_busy) = std::sync::mpsc::channel();
     let (go_on, wait) = std::sync::mpsc::channel();
     *other_shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -336,7 +336,7 @@ fn a_poller_that_is_held_up_holds_up_no_other_client() {
         })
     });
     has_begun.recv().unwrap();
-    // Something for the reactor as well, behind that.
+    // A message for the reactor behind that.
     let access = access(0, 16, 1);
     let bytes = raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[77]]);
     raw.send(&bytes);
@@ -350,12 +350,12 @@ fn a_poller_that_is_held_up_holds_up_no_other_client() {
 }
 
 #[test]
-fn descriptors_are_not_for_others_to_look_at() {
+fn messages_with_descriptors_go_to_the_reactor() {
     let (_server, _path, shared, mut raw, _listener) = shared_with_poller(Limits::default());
     let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: 0x1000 };
     raw.request_with_fds(command::DMA_MAP, &[map.as_bytes()], &[memfd(0x1000)]).ok();
     assert_eq!(shared.log().last().unwrap(), "map 0x1000+0x1000 rw at 0x0");
-    // Nor are they beside a doorbell write.
+    // A descriptor beside a doorbell write goes to the reactor, too.
     let bytes = doorbell(&mut raw, 9, 0);
     let file = memfd(1);
     raw.send_with_fds(&bytes, &[std::os::fd::AsFd::as_fd(&file)]);
@@ -364,20 +364,20 @@ fn descriptors_are_not_for_others_to_look_at() {
 }
 
 #[test]
-fn a_half_is_waited_for_by_the_reactor() {
+fn half_a_message_is_left_to_the_reactor() {
     let (server, _path, shared, mut raw, poller) = shared_with_poller(impatient());
     let bytes = doorbell(&mut raw, 1, header_flags::NO_REPLY);
     let (first, second) = bytes.split_at(7);
     let before = poller.polled().len();
     raw.send(first);
-    eventually("it was polled", || poller.polled().len() > before);
+    eventually("a poll of the socket", || poller.polled().len() > before);
     assert_eq!(poller.polled().last(), Some(&PolledWrites { writes: 0, all: false }));
     raw.send(second);
     assert_eq!(wait_doorbell_writes(&shared, 1), [(1, true)]);
     wait_idle(&server, &poller);
     ring(&mut raw, 2);
     assert_eq!(wait_doorbell_writes(&shared, 2), [(1, true), (2, false)]);
-    // And not for ever.
+    // The reactor's wait for the rest has a timeout.
     let bytes = doorbell(&mut raw, 3, header_flags::NO_REPLY);
     raw.send(&bytes[..20]);
     raw.assert_closed();
@@ -385,7 +385,7 @@ fn a_half_is_waited_for_by_the_reactor() {
 }
 
 #[test]
-fn a_flood_is_taken_in_small_parts() {
+fn a_flood_of_doorbell_writes_is_taken_in_parts() {
     let (_server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
     let mut flood = Vec::new();
     (0..=255).for_each(|value| flood.extend(doorbell(&mut raw, value, header_flags::NO_REPLY)));
@@ -396,7 +396,7 @@ fn a_flood_is_taken_in_small_parts() {
 }
 
 #[test]
-fn nonsense_ends_the_connection_whoever_polls_it() {
+fn garbage_on_a_shared_socket_ends_the_connection() {
     let (_server, path, shared, mut raw, _listener) = shared_with_poller(Limits::default());
     raw.send(&[0xff; 64]);
     raw.assert_closed();
@@ -405,13 +405,13 @@ fn nonsense_ends_the_connection_whoever_polls_it() {
 }
 
 #[test]
-fn a_client_that_leaves_is_seen_to_leave_and_the_next_one_is_let_in() {
+fn a_disconnect_on_a_shared_socket_frees_the_device() {
     let (_server, path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
     ring(&mut raw, 1);
     drop(raw);
     shared.wait_log("disconnected");
-    assert_eq!(doorbell_writes(&shared).len(), 1, "what it wrote before counts");
-    // The socket of one that is gone is of no use, and of no harm to the next.
+    assert_eq!(doorbell_writes(&shared).len(), 1, "writes before the disconnect count");
+    // The socket of a disconnected client is unusable, and does not affect the next client.
     let (mut next, socket) = share(&path, &shared);
     let old = poller.stop().unwrap();
     assert!(old.watch(&poller.epoll, TOKEN).is_err());
@@ -423,7 +423,7 @@ fn a_client_that_leaves_is_seen_to_leave_and_the_next_one_is_let_in() {
 }
 
 #[test]
-fn a_device_is_removed_and_a_server_stopped_while_a_client_is_shared() {
+fn a_device_with_a_shared_socket_can_be_removed() {
     let (server, _path, shared, mut raw, _listener) = shared_with_poller(Limits::default());
     let (path, other, port) = server.add("other");
     let (mut second, socket) = share(&path, &other);
@@ -438,7 +438,8 @@ fn a_device_is_removed_and_a_server_stopped_while_a_client_is_shared() {
     assert_eq!(shared.log().last().unwrap(), "disconnected");
 }
 
-/// Keeps the reactor in the device of `raw` until the channel gets a message, or is dropped.
+/// Keeps the reactor busy in the device of `raw` until the channel gets a message, or is
+/// dropped.
 fn detain(raw: &mut Raw, shared: &ToyShared) -> std::sync::mpsc::Sender<()> {
     let (go, gone) = std::sync::mpsc::channel();
     *shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -456,7 +457,7 @@ fn detain(raw: &mut Raw, shared: &ToyShared) -> std::sync::mpsc::Sender<()> {
 fn a_doorbell_write_between_the_reactors_last_read_and_its_sleep_is_not_lost() {
     let (_server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
     let socket = poller.stop();
-    // The reactor has read all that there is, and will not look again by itself.
+    // The reactor has read everything, and does not poll again by itself.
     let go = detain(&mut raw, &shared);
     let epoll = Arc::clone(&poller.epoll);
     epoll::delete(&epoll, &poller.stop).unwrap();
@@ -469,22 +470,22 @@ fn a_doorbell_write_between_the_reactors_last_read_and_its_sleep_is_not_lost() {
 }
 
 #[test]
-fn a_doorbell_write_that_wakes_a_poller_that_has_stopped_is_not_lost() {
+fn a_doorbell_write_after_the_poller_stopped_is_not_lost() {
     let (server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
     let socket = poller.stop().unwrap();
     let epoll = Arc::clone(&poller.epoll);
     epoll::delete(&epoll, &poller.stop).unwrap();
-    // It sleeps on in the same place, for other things.
+    // The thread sleeps in the same epoll instance for other events.
     let stopped = Poller::start(epoll, None, &shared);
     let (path, other, _) = server.add("other");
     let mut second = Raw::attach(&path);
     let go = detain(&mut second, &other);
     drop(socket);
     ring(&mut raw, 6);
-    eventually("it was woken", || !stopped.polled().is_empty());
+    eventually("a wakeup of the poller", || !stopped.polled().is_empty());
     go.send(()).unwrap();
     assert_eq!(wait_doorbell_writes(&shared, 1), [(6, true)]);
-    // From here on the reactor polls alone.
+    // From here on only the reactor polls.
     for value in 0..20 {
         ring(&mut raw, value);
     }
@@ -492,7 +493,7 @@ fn a_doorbell_write_that_wakes_a_poller_that_has_stopped_is_not_lost() {
     assert_eq!(stopped.polled().len(), 1);
 }
 
-/// Numbers that look random (SplitMix64).
+/// Deterministic random numbers (SplitMix64).
 struct Dice(u64);
 
 impl Dice {
@@ -503,9 +504,9 @@ impl Dice {
     }
 }
 
-/// Nothing is lost, repeated or out of order, whoever polls it and whenever.
+/// Messages are not lost, repeated or reordered, whichever thread polls when.
 #[test]
-fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
+fn every_message_is_handled_once_and_in_order() {
     for seed in 0..12 {
         let mut dice = Dice(seed);
         let (_server, path, shared) = Server::with_toy(Limits::default());
@@ -545,7 +546,7 @@ fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
             raw.send(&bytes[at..]);
             (0..replies).for_each(|_| drop(raw.reply().ok()));
             match dice.roll(40) {
-                // Awake for a while, or no more interested.
+                // The poller stays awake for a while, or stops polling.
                 0 => {
                     let socket = poller.stop();
                     let (epoll, kept) = (Arc::clone(&poller.epoll), dice.roll(2) == 0);
@@ -566,23 +567,23 @@ fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
 }
 
 #[test]
-fn a_server_at_rest_has_taken_the_socket_back() {
+fn a_frozen_server_has_taken_the_socket_back() {
     let (mut server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
     ring(&mut raw, 0);
     assert_eq!(wait_doorbell_writes(&shared, 1), [(0, false)]);
     let mut old = server.freeze();
     let polled = poller.polled().len();
     (1..=5).for_each(|value| ring(&mut raw, value));
-    // Had one of them woken it, it would not be asleep before it has polled.
+    // A woken poller would poll before it sleeps again.
     poller.wait_asleep();
-    assert_eq!(poller.polled().len(), polled, "the other is not woken");
+    assert_eq!(poller.polled().len(), polled, "the poller is not woken");
     assert_eq!(doorbell_writes(&shared).len(), 1);
     let new = server.successor(&mut old, &[&shared]);
     old.hand_over();
     server.run(new);
     let writes = wait_doorbell_writes(&shared, 6);
     assert_eq!(writes[1..], [(1, true), (2, true), (3, true), (4, true), (5, true)]);
-    // The successor shares it as its predecessor did.
+    // The successor shares the socket as its predecessor did.
     let socket = share_of(&mut raw, &shared);
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
@@ -592,15 +593,15 @@ fn a_server_at_rest_has_taken_the_socket_back() {
     assert_eq!(wait_doorbell_writes(&shared, 7)[6], (6, false));
 }
 
-/// With a descriptor that the other thread has received and nobody has looked at.
+/// With a descriptor that the poller has received and the reactor has not handled.
 #[test]
-fn what_another_thread_has_received_goes_along() {
+fn messages_received_by_the_poller_are_handed_over() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let (other, other_shared, _) = server.add("other");
     let (mut raw, socket) = share(&path, &shared);
     let mut other_raw = Raw::attach(&other);
     let go = detain(&mut other_raw, &other_shared);
-    // Asked for before the reactor knows of what follows.
+    // The freeze is requested before the reactor sees the following message.
     server.handle.freeze();
     let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: 0x1000 };
     let bytes = raw.message(command::DMA_MAP, 0, &[map.as_bytes()]);
@@ -618,7 +619,7 @@ fn what_another_thread_has_received_goes_along() {
 }
 
 #[test]
-fn nothing_is_lost_when_a_server_is_replaced_while_another_thread_polls() {
+fn no_message_is_lost_in_a_replacement_with_a_poller() {
     for seed in 0..4 {
         let mut dice = Dice(100 + seed);
         let (mut server, path, shared) = Server::with_toy(Limits::default());
@@ -627,8 +628,8 @@ fn nothing_is_lost_when_a_server_is_replaced_while_another_thread_polls() {
         for _ in 0..40 {
             let socket = share_of(&mut raw, &shared);
             let epoll = Poller::epoll();
-            // The reactor may be at it just now.
-            eventually("it is watched", || socket.watch(&epoll, TOKEN).is_ok());
+            // The reactor may hold the socket at the moment.
+            eventually("the registration in epoll", || socket.watch(&epoll, TOKEN).is_ok());
             let _poller = Poller::start(epoll, Some(socket), &shared);
             let mut replies = 0;
             for _ in 0..dice.roll(4) + 1 {

@@ -1,4 +1,4 @@
-//! Requests that take their time, and what waits for them.
+//! Requests that take time, and the requests behind them.
 
 mod common;
 
@@ -17,13 +17,13 @@ fn unmap() -> wire::DmaUnmap {
 }
 
 #[test]
-fn messages_behind_an_unfinished_one_wait_and_those_of_others_do_not() {
+fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other_path, ..) = server.add("other");
     let mut raw = Raw::attach(&path);
     let mut other = Raw::attach(&other_path);
     shared.hold.store(true, Ordering::SeqCst);
-    // All of them in one go: the second is in the server's hands when the first is handled.
+    // All in one piece: the server has received the second request when it handles the first.
     let write = access(0, 0, 1);
     let mut stream = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
     stream.extend(raw.message(command::REGION_WRITE, 0, &[write.as_bytes(), &[7]]));
@@ -32,7 +32,7 @@ fn messages_behind_an_unfinished_one_wait_and_those_of_others_do_not() {
     raw.send(&stream);
     let done = shared.wait_held();
     raw.assert_silent();
-    // And one more that arrives later.
+    // A further request that arrives later.
     let late = raw.message(command::REGION_READ, 0, &[write.as_bytes()]);
     raw.send(&late);
     raw.assert_silent();
@@ -54,7 +54,7 @@ fn messages_behind_an_unfinished_one_wait_and_those_of_others_do_not() {
 }
 
 #[test]
-fn a_handle_that_is_dropped_is_an_error() {
+fn a_dropped_completion_handle_is_an_error() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
@@ -65,7 +65,7 @@ fn a_handle_that_is_dropped_is_an_error() {
 }
 
 #[test]
-fn a_posted_request_that_waits_keeps_its_place_and_gets_no_reply() {
+fn a_waiting_posted_request_keeps_its_order() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
@@ -81,7 +81,7 @@ fn a_posted_request_that_waits_keeps_its_place_and_gets_no_reply() {
 }
 
 #[test]
-fn a_register_write_may_wait_alone_or_in_a_row() {
+fn a_register_write_may_wait_alone_or_in_a_multi_write() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
@@ -106,7 +106,7 @@ fn a_register_write_may_wait_alone_or_in_a_row() {
     assert_eq!(raw.reply().ok(), count.as_bytes());
     assert_eq!(raw.read(0, 3).ok()[16..], [1, 3, 5]);
 
-    // One that fails ends the row.
+    // A failed write ends the message.
     raw.send(&multi);
     shared.wait_held().complete(Err(Errno::NXIO));
     assert_eq!(raw.reply().errno(), Errno::NXIO);
@@ -114,7 +114,7 @@ fn a_register_write_may_wait_alone_or_in_a_row() {
 }
 
 #[test]
-fn the_device_is_told_that_its_client_left_only_when_its_request_is_finished() {
+fn disconnected_is_called_after_the_request_in_flight() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
@@ -129,7 +129,7 @@ fn the_device_is_told_that_its_client_left_only_when_its_request_is_finished() {
     assert_eq!(shared.log()[1..], ["reset"]);
     done.ok();
     shared.wait_log("disconnected");
-    // The device still holds on to it: the next one waits.
+    // The device has not finished its disconnect: the next client waits.
     let done = shared.wait_held();
     next.assert_silent();
     assert_eq!(shared.log()[1..], ["reset", "disconnected"]);
@@ -139,7 +139,7 @@ fn the_device_is_told_that_its_client_left_only_when_its_request_is_finished() {
 }
 
 #[test]
-fn last_words_do_not_hide_that_their_speaker_left() {
+fn a_disconnect_right_after_a_message_is_noticed() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
@@ -147,7 +147,8 @@ fn last_words_do_not_hide_that_their_speaker_left() {
     let reset = raw.message(command::DEVICE_RESET, posted, &[]);
     raw.send(&reset);
     let done = shared.wait_held();
-    // Both arrive while nobody reads, and are announced once. No reply will run into the end.
+    // Both arrive while the server does not read, and are reported by one event. There is no reply
+    // that would fail.
     let last = access(0, 0, 1);
     let last = raw.message(command::REGION_WRITE, posted, &[last.as_bytes(), &[1]]);
     raw.send(&last);
@@ -158,7 +159,7 @@ fn last_words_do_not_hide_that_their_speaker_left() {
 }
 
 #[test]
-fn a_device_that_fails_to_let_go_does_not_end_the_service() {
+fn a_failed_disconnect_does_not_end_the_service() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
@@ -174,7 +175,7 @@ fn a_second_client_waits_for_the_first_to_leave() {
     let mut second = Raw::connect(&path);
     let hello = second.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
     second.send(&hello);
-    // One that gives up meanwhile is in nobody's way.
+    // A client that gives up meanwhile does not block others.
     drop(Raw::connect(&path));
     let mut third = Raw::connect(&path);
     let hello = third.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
@@ -190,7 +191,7 @@ fn a_second_client_waits_for_the_first_to_leave() {
 }
 
 #[test]
-fn a_client_may_come_and_go_as_often_as_it_likes() {
+fn a_client_may_reconnect_many_times() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     for _ in 0..200 {
         Raw::attach(&path).write(0, &[1]).ok();
@@ -199,7 +200,7 @@ fn a_client_may_come_and_go_as_often_as_it_likes() {
 }
 
 #[test]
-fn removing_a_device_takes_its_client_its_socket_and_itself() {
+fn removing_a_device_disconnects_and_removes_the_socket() {
     let mut server = Server::start(Limits::default());
     let (path, shared, port) = server.add("one");
     let (other, ..) = server.add("other");
@@ -209,12 +210,15 @@ fn removing_a_device_takes_its_client_its_socket_and_itself() {
     raw.assert_closed();
     let done = shared.wait_held();
     wait::moment();
-    assert!(gone.try_recv().is_err(), "it is still letting go");
+    assert!(
+        gone.try_recv().is_err(),
+        "the device is still releasing its client"
+    );
     assert!(!path.exists());
     done.ok();
     gone.recv_timeout(wait::LIMIT).unwrap();
     assert_eq!(std::sync::Arc::strong_count(&shared), 1);
-    assert!(server.handle.remove(port).recv().is_err(), "it is gone");
+    assert!(server.handle.remove(port).recv().is_err(), "the port does not exist any more");
 
     let mut raw = Raw::attach(&other);
     server.stop();
@@ -223,7 +227,7 @@ fn removing_a_device_takes_its_client_its_socket_and_itself() {
 }
 
 #[test]
-fn a_device_that_is_removed_finishes_its_request_before_it_lets_go() {
+fn a_removed_device_finishes_its_request() {
     let server = Server::start(Limits::default());
     let (path, shared, port) = server.add("one");
     let mut raw = Raw::attach(&path);
@@ -241,7 +245,7 @@ fn a_device_that_is_removed_finishes_its_request_before_it_lets_go() {
 }
 
 #[test]
-fn a_stop_does_not_wait_forever() {
+fn a_stop_has_a_timeout() {
     // It is to be exceeded.
     let limits = Limits { stop: Duration::from_millis(50), ..Limits::default() };
     let (mut server, path, shared) = Server::with_toy(limits);

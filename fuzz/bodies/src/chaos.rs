@@ -1,9 +1,9 @@
-//! A guest that does anything: registers, doorbells, commands, lists and shadow doorbells of any
-//! content, over memory that comes and goes and a disk that takes its time or fails.
+//! Hostile guest: registers, doorbells, commands, lists and shadow doorbells of any content,
+//! over memory that is mapped and unmapped and a disk that is slow or fails.
 //!
-//! What is checked, besides that nothing panics or goes on for ever: memory that is not shared, or
-//! shared for reading only, is never written; what was taken back is not written after that was
-//! confirmed; and from the end of a reset to the next enable nothing is written at all.
+//! Besides panics and endless loops it is checked that memory that is not shared, or shared for
+//! reading only, is never written; that unmapped memory is not written after the confirmation;
+//! and that nothing is written between the end of a reset and the next enable.
 
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::layered;
@@ -21,20 +21,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 128;
-/// Turns that anything has to be done in.
+/// Limit of turns for every operation.
 const TURNS: usize = 20_000;
-/// How often something is done that is done without a pause.
+/// Repetitions of an operation in a flood.
 const FLOOD: u64 = 128;
-/// Where nothing else is mapped.
+/// Bus address far from all other maps.
 const FAR: u64 = 1 << 48;
-/// What a page that is not shared is full of.
+/// Fill byte of pages that are not shared.
 const GUARD: u8 = 0xa5;
 /// Pages behind the guest's memory that are never shared.
 const GUARDS: u64 = 4;
-/// The parts in which memory is shared and taken back: first page, pages.
+/// Parts in which memory is shared and unmapped: first page, pages.
 const PARTS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
 
-/// Carries out a program.
+/// Runs a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -54,12 +54,12 @@ pub fn run(input: &[u8]) {
     guest.finish();
 }
 
-/// A part of the guest's memory.
+/// State of a part of the guest's memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     Shared,
     SharedToRead,
-    /// It was taken back, and that was confirmed.
+    /// The part was unmapped, with confirmation.
     Away,
 }
 
@@ -71,11 +71,11 @@ struct Guest {
     /// The same memory, mapped for reading.
     to_read: SharedBytes,
     parts: [Part; PARTS.len()],
-    /// What memory that nobody may write held when it became so.
+    /// Contents of protected memory since it became protected.
     image: Vec<u8>,
-    /// As long, for a look at all of it.
+    /// Buffer of the same length, for reading all memory.
     spare: Cell<Vec<u8>>,
-    /// From the end of a reset to what may enable the controller.
+    /// Between the end of a reset and a possible enable.
     frozen: bool,
     tails: [u32; 4],
     irq: EventFd,
@@ -166,13 +166,13 @@ impl Guest {
         }
     }
 
-    /// What may not be written is to stay as it is now.
+    /// Records the contents of protected memory.
     fn remember(&mut self) {
         let now = self.all();
         self.spare.set(std::mem::replace(&mut self.image, now));
     }
 
-    /// Compares all that may not be written with what it held.
+    /// Compares all protected memory with its recorded contents.
     fn check(&self) {
         let now = self.all();
         let same = |first: u64, pages: u64, why: &str| {
@@ -198,12 +198,12 @@ impl Guest {
         let at = iova.wrapping_sub(BASE);
         if at.saturating_add(bytes.len() as u64) <= PAGES * PAGE {
             let at = at as usize;
-            self.memory.write_from(at, bytes).expect("it is in range");
+            self.memory.write_from(at, bytes).expect("an address in range");
             self.image[at..at + bytes.len()].copy_from_slice(bytes);
         }
     }
 
-    /// Lets the worker do what it can, until there is nothing more.
+    /// Takes turns until the I/O thread is idle.
     fn settle(&mut self) {
         for _ in 0..TURNS {
             if !self.turns.turn() {
@@ -219,7 +219,7 @@ impl Guest {
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            // It may wait for the disk, which may not be asked to hurry.
+            // The operation may wait for a disk that does not complete by itself.
             self.test_disk.state().end_all();
         }
         panic!("{what}");
@@ -247,12 +247,12 @@ impl Guest {
         self.write32(regs::AQA, aqa);
         self.write(regs::ASQ, &command::ASQ.to_le_bytes());
         self.write(regs::ACQ, &command::ACQ.to_le_bytes());
-        // All I/O command sets that the controller has.
+        // All I/O command sets of the controller.
         self.write32(regs::CC, 0x0046_0061);
         self.tails = [0; 4];
     }
 
-    /// Queue pairs 1 and 2, and shadow doorbells, as most guests have.
+    /// Creates queue pairs 1 and 2, and shadow doorbells, as most guests do.
     fn create_queues(&mut self, source: &mut Source<'_>) {
         let shadow = source.bool();
         for qid in 1..=2u16 {
@@ -277,11 +277,11 @@ impl Guest {
         }
     }
 
-    /// Puts a command where the next one of this queue might be.
+    /// Stores a command at the likely next entry of this queue.
     fn put(&mut self, qid: u16, sqe: &shadowbell_spec::Sqe) {
         let tail = self.tails[usize::from(qid)];
         self.poke(command::sq_at(qid) + u64::from(tail) * 64, sqe.as_bytes());
-        // Nobody knows how long the queue is; 16 entries is what some of them have.
+        // The length of the queue is unknown; some have 16 entries.
         self.tails[usize::from(qid)] = (tail + 1) % command::ADMIN_ENTRIES;
     }
 
@@ -313,7 +313,7 @@ impl Guest {
                 self.poke(at, &bytes);
             }
             10 => {
-                // The buffers of Doorbell Buffer Config, both of them.
+                // Both buffers of Doorbell Buffer Config.
                 let entry = u64::from(source.u8() % 12) * 4;
                 let at = source.of(&[command::SHADOW, command::EVENT_IDX]);
                 let value = source.near(&[0, 1, 3, 15, 63, 64, 0xffff, 0x1_0000]) as u32;
@@ -382,16 +382,16 @@ impl Guest {
             self.settle();
         }
         let csts = self.csts();
-        assert!(!csts.rdy() || !self.frozen, "it was reset, and is ready: {csts:?}");
+        assert!(!csts.rdy() || !self.frozen, "CSTS.RDY is set after a reset: {csts:?}");
     }
 
-    /// Many maps that come and go before the worker has seen any.
+    /// Many maps and unmaps before the I/O thread has seen any.
     fn map_and_unmap(&self) {
         let page = self.memory.slice(0, PAGE as usize).expect("a page");
         for n in 0..FLOOD {
             let at = FAR + n * PAGE;
             self.controller.map_dma(at, PAGE, &page).expect("nothing else is there");
-            self.controller.unmap_dma(at, PAGE, || ()).expect("it is there");
+            self.controller.unmap_dma(at, PAGE, || ()).expect("a mapped page");
         }
     }
 
@@ -436,11 +436,11 @@ impl Guest {
     fn finish(&mut self) {
         self.reset(1);
         self.check();
-        // One may wait for another.
+        // One operation may wait for another.
         for _ in 0..8 {
             self.test_disk.state().end_flushes();
             self.settle();
         }
-        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests of nobody");
+        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests without a command");
     }
 }

@@ -1,11 +1,11 @@
-//! A controller that does anything: registers, Identify data, completions and EventIdx of any
-//! content, commands that are never or twice completed. Set upon the driver, which has to end in an
-//! error or to recover.
+//! Hostile controller against the driver: registers, Identify data, completions and EventIdx of
+//! any content, commands that are completed never or twice. The driver has to end with an error
+//! or to recover.
 //!
-//! Checked besides that: the driver's queue entries and data pointers lie in memory that it shares,
-//! whatever the device answers; a tail is one that its queue can have; no buffer is handed back,
-//! and no memory taken away, while the controller may still write to it; and there is an end to
-//! what it asks.
+//! It is also checked that the driver's queue entries and data pointers are in shared memory,
+//! whatever the device returns; that tails are valid; that no buffer is returned, and no memory
+//! unmapped, while the controller may still write to it; and that the number of commands is
+//! bounded.
 
 mod device;
 
@@ -21,7 +21,7 @@ use std::time::Duration;
 
 const ACTIONS: usize = 48;
 
-/// Carries out a program.
+/// Runs a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -37,7 +37,7 @@ pub fn run(input: &[u8]) {
     device.state().malicious = false;
 }
 
-/// What kind of controller it is.
+/// Chooses the properties of the controller.
 fn shape(source: &mut Source<'_>, device: &Device) {
     let mut state = device.state();
     if source.rarely(3) {
@@ -155,7 +155,7 @@ fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller, 
             }
         }
     }
-    // From here on it does what it is asked, so that what it holds on to can be had back.
+    // From here on the device behaves correctly, so that its memory can be released.
     {
         let mut state = device.state();
         (state.malicious, state.removed) = (false, false);
@@ -168,7 +168,7 @@ fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller, 
     limits.step("driver");
 }
 
-/// Takes completions: what comes back must not be the controller's any more.
+/// Takes completions: a returned buffer must not be in use by the controller.
 fn take(device: &Device, queue: &mut QueuePair) {
     let (qid, mut taken) = (queue.qid(), Vec::new());
     let _ = queue.poll(|completion| taken.push(completion));

@@ -1,14 +1,14 @@
-//! A file whose reads and writes are short, fail and end in any order, as a disk of two queues, and
-//! a model of what it holds.
+//! A file with short, failing and reordered reads and writes, as a disk of two queues, and a model
+//! of its contents.
 //!
-//! One thread: a program says when each call on the file ends, and how, and when a sync begins and
-//! what comes of it. Checked:
+//! One thread: the program decides when and how each call on the file ends, and when a sync starts
+//! and with what result. Checked:
 //!
-//! * each request ends once, and when nothing holds it back, it does end;
-//! * none fails that was not cancelled, unless an error was injected meanwhile;
-//! * what a read brings is what was written there last, unless that failed or others were at it;
-//! * a flush, and a write that is to be durable, succeed only after a sync that has begun since and
-//!   has succeeded; through the page cache, not after a sync that has failed.
+//! * each request ends once, and ends when nothing holds it;
+//! * a request fails only if it was cancelled or an error was injected meanwhile;
+//! * a read returns the last written data, unless that write failed or others were in flight;
+//! * a flush, or a write with FUA, succeeds only after a sync that has started since and
+//!   has succeeded; through the page cache, never after a failed sync.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -25,14 +25,14 @@ use std::path::PathBuf;
 const ACTIONS: usize = 160;
 const BLOCK: usize = 512;
 const BLOCKS: usize = 1280;
-/// Requests that a queue has at most.
+/// Maximum of requests of a queue.
 const TAGS: u32 = 8;
 const QUEUES: usize = 2;
-/// The longest request: more than one piece of what goes through a bounce buffer.
+/// Longest request: more than one piece of a bounce buffer.
 const MOST: usize = 600;
-/// Bytes between the buffers of two requests: room for one that is not aligned.
+/// Bytes between the buffers of two requests: room for an unaligned one.
 const SLOT: usize = MOST * BLOCK + 4096;
-/// Rounds in which everything has to end.
+/// Limit of rounds for all requests to end.
 const ROUNDS: usize = 400;
 
 const EIO: i32 = 5;
@@ -40,7 +40,7 @@ const ENOSPC: i32 = 28;
 const PASSING: [i32; 2] = [4, 11];
 const ERRORS: [i32; 8] = [EIO, ENOSPC, 11, 4, 95, 22, 11, 125];
 
-/// Carries out a program.
+/// Runs a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -53,33 +53,33 @@ pub fn run(input: &[u8]) {
         limits.step("file");
     }
     if source.rarely(4) {
-        // The queues wait for what is under way, which is cancelled.
+        // The queues cancel requests in flight, and wait for them.
         return;
     }
     user.finish();
     limits.step("file");
 }
 
-/// What is known of a block.
+/// Expected state of a block.
 #[derive(Clone, Copy, Default)]
 struct Block {
-    /// What all its words are, unless that is not known.
+    /// Value of all of its words, if known.
     word: Option<u64>,
-    /// Requests under way that change it.
+    /// Requests in flight that change it.
     writers: u32,
-    /// How often such a request has begun or ended.
+    /// Number of starts and ends of such requests.
     version: u64,
 }
 
 struct Pending {
     request: Request,
-    /// Where its data are.
+    /// Offset of its data.
     at: usize,
-    /// What its first block is to hold; each after it one more. Of a write.
+    /// For a write: value of its first block; each next one has one more.
     word: u64,
-    /// Of each block, when it was submitted.
+    /// State of each block at submission.
     blocks: Vec<Block>,
-    /// Errors that had been injected by then, and syncs that had begun.
+    /// Injected errors and started syncs at submission.
     injected: u64,
     begun: u64,
     cancelled: bool,
@@ -95,11 +95,11 @@ struct User {
     pending: [BTreeMap<u32, Pending>; QUEUES],
     next: u64,
     injected: u64,
-    /// Syncs that have begun, the last of them that is under way, and the last that has succeeded.
+    /// Started syncs, the last one in flight, and the last one that succeeded.
     begun: u64,
     good: u64,
     lost: bool,
-    /// The file, which the disk has opened once more.
+    /// The file, which the disk has opened again.
     file: OwnedFd,
 }
 
@@ -167,7 +167,7 @@ impl User {
         }
     }
 
-    /// How a call ends, most of the time well.
+    /// Result of a call, mostly success.
     fn how(&mut self, source: &mut Source<'_>) -> End {
         match source.below(8) {
             0 => {
@@ -176,7 +176,7 @@ impl User {
             }
             1 => {
                 let most = source.of(&[BLOCK, 1, 4096, 0, 777, 1 << 18]);
-                // Without the page cache, less than a block is nothing; and nothing is an error.
+                // With direct I/O, less than a block counts as nothing, and nothing is an error.
                 self.injected += u64::from(most == 0 || self.direct);
                 End::Short(most)
             }
@@ -222,7 +222,7 @@ impl User {
             1 => 513,
             _ => 1 + source.below(16),
         };
-        // The same places again and again.
+        // Mostly the same blocks, for collisions.
         let end = if source.rarely(4) { BLOCKS - count + 1 } else { 24 };
         let first = source.below(end);
         let flushes = op == Op::Flush;
@@ -278,7 +278,7 @@ impl User {
         self.buffers.write_from(at, &bytes).expect("room");
     }
 
-    /// The queue knows as many requests as we do.
+    /// Checks the queue's number of pending requests.
     fn count(&self, queue: usize) {
         assert_eq!(self.queues[queue].pending(), self.pending[queue].len(), "of queue {queue}");
     }
@@ -364,7 +364,7 @@ impl User {
         }
     }
 
-    /// Everything ends, well from here on, and what is known is there.
+    /// All requests end, without further errors, and the known contents are checked.
     fn finish(&mut self) {
         for _ in 0..ROUNDS {
             for queue in 0..QUEUES {
@@ -393,12 +393,12 @@ impl User {
     }
 }
 
-/// Whether the range is another one afterwards.
+/// Whether the operation changes its range.
 fn changes(op: Op) -> bool {
     matches!(op, Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard)
 }
 
-/// The word that a block is full of.
+/// The word that fills a block.
 fn word(block: &[u8]) -> Option<u64> {
     let first: [u8; 8] = block.get(..8)?.try_into().ok()?;
     block.chunks_exact(8).all(|word| word == first).then(|| u64::from_le_bytes(first))

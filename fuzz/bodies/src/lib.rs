@@ -1,25 +1,25 @@
-//! What the fuzz targets do with their bytes.
+//! Bodies of the fuzz targets.
 //!
-//! Each module has a `run`, which takes any bytes and must come to its end: a panic is a finding,
-//! and so is a hang. The bytes are a *program* for the untrusted side (a host, a VMM, a controller,
-//! a client), which is carried out against the real code, on one thread and by turns where that is
-//! possible, so that an input does the same each time.
+//! Each module has a `run`, which takes any bytes and must return: a panic is a finding, and so is
+//! a hang. The bytes are a *program* for the untrusted side (host, VMM, controller, client),
+//! which runs against the real code, on one thread and by turns where that is possible, so that an
+//! input is reproducible.
 //!
-//! | target | the untrusted side | what it is set upon |
+//! | target | untrusted side | code under test |
 //! |---|---|---|
-//! | [`session`] | a VMM: messages, descriptors, memory | the vfio-user server with a controller behind it |
-//! | [`shared`] | a VMM whose socket two threads read | the same without a controller |
-//! | [`chaos`] | a guest that does anything | its registers, queues, DMA; metadata; zones |
-//! | [`queues`] | a guest that keeps to the rules, over a disk that need not | the same, against a model of what must come of each command |
-//! | [`driver`] | a controller that does anything | the driver: attach, queues, recovery |
+//! | [`session`] | a VMM: messages, descriptors, memory | the vfio-user server with a controller |
+//! | [`shared`] | a VMM whose socket two threads read | the vfio-user server without a controller |
+//! | [`chaos`] | a hostile guest | its registers, queues, DMA; metadata; zones |
+//! | [`queues`] | a correct guest, over a faulty disk | queues and DMA, against a model of each command's result |
+//! | [`driver`] | a hostile controller | the driver: attach, queues, recovery |
 //! | [`client`] | a vfio-user server | the client |
 //! | [`resets`] | a guest that resets at any moment | the controller, with a small quota |
-//! | [`subsystem`] | hosts that share namespaces: reservations, and ways that are none | controllers of one subsystem, against a model of both |
+//! | [`subsystem`] | hosts that share namespaces: reservations, ANA | controllers of one subsystem, against a model of both |
 //! | [`mod@file`] | a file system: short, failing and late calls | a file as a disk, against a model |
 //! | [`vhost`] | a virtio-blk guest: chains, rings, memory | a queue of the vhost-user device |
 //! | [`nbd`] | an NBD client, and a server | the server; the decoder of replies |
-//! | [`decode`] | whoever sends structures | the decoders of the specification and of the protocol |
-//! | [`text`] | whoever writes a URI, a size or a configuration | their parsers |
+//! | [`decode`] | a sender of structures | the decoders of the specification and of the protocol |
+//! | [`text`] | an author of a URI, a size or a configuration | their parsers |
 //!
 //! `cargo xtask fuzz` runs them under libFuzzer. The tests of this crate replay the seeds and some
 //! thousand pseudo-random programs on any toolchain.

@@ -1,9 +1,8 @@
-//! An NBD client that sends anything to the server, and a server that sends anything to the decoder
-//! of replies.
+//! Hostile NBD client against the server, and hostile server against the decoder of replies.
 //!
-//! Checked: the handshake comes to the same however its bytes arrive; each request is answered at
-//! most once, and what is answered was asked; and a client that has said that it sends no more is
-//! let go.
+//! It is checked that the handshake has the same result however its bytes arrive; that each
+//! request is answered at most once, and only requests are answered; and that a client that
+//! sends a disconnect is released.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -25,7 +24,7 @@ const REQUESTS: usize = 32;
 /// Actions of one program.
 const ACTIONS: usize = 16;
 
-/// Carries out a program.
+/// Runs a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -42,7 +41,7 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// A server's replies, which a client takes off the front.
+/// Decodes a server's replies.
 fn replies(mut bytes: &[u8]) {
     while let Ok(Some((reply, used))) = Incoming::decode(bytes) {
         assert!(used > 0 && used <= bytes.len(), "{reply:?} of {used} bytes");
@@ -57,12 +56,12 @@ fn handshake(source: &mut Source<'_>) {
     let at = source.below(bytes.len() + 1);
     let (front, back) = bytes.split_at(at);
     let apart = negotiate(&[front, back]);
-    assert_eq!(whole, apart, "it depends on how the bytes arrive");
+    assert_eq!(whole, apart, "the handshake depends on how the bytes arrive");
     let single: Vec<&[u8]> = bytes.chunks(1).collect();
-    assert_eq!(whole, negotiate(&single), "it depends on how the bytes arrive");
+    assert_eq!(whole, negotiate(&single), "the handshake depends on how the bytes arrive");
 }
 
-/// What a handshake came to, what was answered, and how many bytes it took.
+/// Result of a handshake, its output, and the number of bytes consumed.
 fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
     let export = Export {
         name: "disk".into(),
@@ -71,7 +70,8 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
         preferred: 4096,
         flags: 0x6d,
     };
-    // A server that wants TLS, for half of the inputs; what follows is as if it came through that.
+    // A server that requires TLS, for half of the inputs; the following bytes are taken as
+    // decrypted.
     let first = parts.iter().find_map(|part| part.first());
     let wants_tls = first.is_some_and(|byte| byte & 1 != 0);
     let security = if wants_tls { Security::Required } else { Security::None };
@@ -88,7 +88,7 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
                 return (step, out, taken);
             }
             if used == 0 {
-                assert!(input.len() < Handshake::LONGEST, "it never gets on");
+                assert!(input.len() < Handshake::LONGEST, "the handshake makes no progress");
                 break;
             }
         }
@@ -96,7 +96,7 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
     (Step::More, out, taken)
 }
 
-/// What a client sends before its requests.
+/// Bytes that a client sends before its requests.
 fn options(source: &mut Source<'_>) -> Vec<u8> {
     let flags = if source.rarely(8) { source.u32() } else { 3 };
     let mut bytes = flags.to_be_bytes().to_vec();
@@ -159,13 +159,13 @@ fn server() -> &'static PathBuf {
     path
 }
 
-/// A whole connection.
+/// Runs a whole connection.
 fn converse(source: &mut Source<'_>) {
     let stream = UnixStream::connect(server()).expect("to be let in");
     let timeout = Some(Duration::from_secs(10));
     stream.set_read_timeout(timeout).expect("a timeout");
     stream.set_write_timeout(timeout).expect("a timeout");
-    // Straight to the requests most of the time; then it is known what may come.
+    // Mostly a valid handshake; then the possible replies are known.
     let known = !source.rarely(4);
     let structured = source.bool();
     let mut bytes = Vec::new();
@@ -194,7 +194,7 @@ fn converse(source: &mut Source<'_>) {
             command: source.of(&[0, 1, 0, 1, 3, 4, 6, 7, 5, 8]),
             cookie,
             offset: source.near(&[0, 512, 4096, BYTES, BYTES - 4096, 1]),
-            // A long one would be waited for.
+            // The server would wait for the data of a long request.
             len: if source.rarely(16) { len } else { len & 0x1_ffff },
         };
         asked.push((request.command, request.len));
@@ -209,7 +209,7 @@ fn converse(source: &mut Source<'_>) {
     if source.rarely(4) {
         bytes.truncate(source.below(bytes.len() + 1));
     }
-    // A client that goes away does not read to the end.
+    // A client that disconnects does not read to the end.
     let mut reader = stream.try_clone().expect("a descriptor");
     let hurry = source.rarely(4);
     let answers = std::thread::spawn(move || {
@@ -220,8 +220,8 @@ fn converse(source: &mut Source<'_>) {
         answers
     });
     let mut rest = &bytes[..];
-    // Not by `write`: that would be a signal, under libFuzzer a deadly one, where the server hangs
-    // up.
+    // Not by `write`: that would raise SIGPIPE when the server disconnects, which libFuzzer reports
+    // as a crash.
     while let Ok(len @ 1..) = rustix::net::send(&stream, rest, SendFlags::NOSIGNAL) {
         rest = &rest[len..];
     }
@@ -232,9 +232,9 @@ fn converse(source: &mut Source<'_>) {
     }
 }
 
-/// Takes the answers apart.
+/// Decodes and checks the replies.
 fn check(answers: &[u8], structured: bool, asked: &[(u16, u32)]) {
-    // The greeting, and then replies to options, up to that to the last: an ACK of GO.
+    // The greeting, and then replies to options, up to the ACK of GO.
     let Some(mut rest) = answers.get(18..) else { return };
     loop {
         let mut reader = wire::Reader(rest);

@@ -1,10 +1,10 @@
-//! A VMM that sends anything: messages of every kind with any fields, cut short and run together,
-//! with descriptors of all sorts, to the vfio-user server with a real controller behind it.
+//! Hostile VMM: messages of every kind with any fields, truncated and run together, with
+//! descriptors of all sorts, to the vfio-user server with a real controller behind it.
 //!
-//! One thread: the reactor, the worker and the client take turns. What is checked, besides that
-//! nothing panics: a whole message that wants a reply gets exactly one, in order, with its id and
-//! command, and an errno that is not 0 if it failed; a client that has kept the protocol's framing
-//! is not dropped; and when the client is gone, no descriptor of it is left.
+//! One thread: the reactor, the I/O thread and the client take turns. Besides panics it is
+//! checked that a complete message that wants a reply gets exactly one, in order, with its id
+//! and command, and an errno other than 0 if it failed; that a client with valid framing is not
+//! disconnected; and that no descriptor of a disconnected client is left.
 
 pub(crate) mod frames;
 pub(crate) mod messages;
@@ -36,14 +36,14 @@ use zerocopy::IntoBytes;
 
 /// Actions of one program.
 const ACTIONS: usize = 64;
-/// Turns that anything has to be done in.
+/// Limit of turns for every operation.
 const TURNS: usize = 2000;
-/// Turns in a row in which nobody had anything to do: then nobody has.
+/// Consecutive idle turns after which everything is idle.
 const QUIET: usize = 2;
-/// Turns that a client's end takes.
+/// Turns that a client's disconnect takes.
 const LEAVING: usize = 12;
 
-/// Carries out a program.
+/// Runs a program.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
@@ -64,7 +64,7 @@ pub fn run(input: &[u8]) {
     }
     visit.finish();
     drop(visit);
-    // What only a thread of its own may close is closed a little later.
+    // Descriptors that only the closer thread may close are closed a little later.
     let until = Instant::now() + Duration::from_secs(10);
     while descriptors() > before {
         let now = descriptors();
@@ -74,22 +74,22 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// A controller behind a socket, and whoever is at the other end.
+/// A controller behind a socket, and its client.
 struct Visit {
     turns: Turns,
     controller: Controller,
     reactor: Reactor,
     listener: OwnedFd,
-    /// Our end of the connection.
+    /// The client's end of the connection.
     socket: Option<OwnedFd>,
-    /// What we have sent, what has to come of it, and what has come.
+    /// Sent messages, expected replies, and received replies.
     frames: Frames,
-    /// Replies are left unread.
+    /// The client leaves replies unread.
     deaf: bool,
     /// The memory that is shared at [`BASE`], and its file.
     file: OwnedFd,
     memory: SharedBytes,
-    /// Somebody cut the file off, or it was never as it should be.
+    /// The file is truncated, or was never valid.
     cut: bool,
     tails: [u32; 4],
 }
@@ -139,24 +139,24 @@ impl Visit {
         self.pump();
     }
 
-    /// Leaves, and waits until the server has noticed.
+    /// Disconnects, and waits until the server has noticed.
     fn leave(&mut self) {
         self.socket = None;
-        // An end of file for the reactor, a reset for the worker, and the word that it is done; one
-        // turn for each, and one more than that. Whoever is not let in then waits to be.
+        // An end of file for the reactor, a reset for the I/O thread, and its confirmation; one
+        // turn for each, and one more. A waiting client is accepted after that.
         for _ in 0..LEAVING {
             self.step();
         }
     }
 
-    /// Lets the server do what it can.
+    /// Takes a turn of the server.
     fn step(&mut self) -> bool {
-        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor goes on");
-        assert!(alive, "nobody stopped it");
+        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor runs");
+        assert!(alive, "the reactor was not stopped");
         self.turns.turn()
     }
 
-    /// Lets everybody do what they can, until there is nothing more.
+    /// Takes turns of all until everything is idle.
     fn pump(&mut self) {
         let mut quiet = 0;
         for _ in 0..TURNS {
@@ -169,7 +169,7 @@ impl Visit {
         panic!("there is always something to do");
     }
 
-    /// Reads replies; whether there were any. Descriptors that come along are closed by the kernel.
+    /// Reads replies; returns whether there were any. The kernel closes their descriptors.
     fn hear(&mut self) -> bool {
         let Some(socket) = self.socket.as_ref().filter(|_| !self.deaf) else { return false };
         let mut bytes = [0u8; 4096];
@@ -188,7 +188,7 @@ impl Visit {
         }
     }
 
-    /// Sends bytes with descriptors; in `parts` of which each but the last has none.
+    /// Sends bytes in `parts`, with the descriptors in the last one.
     fn send(&mut self, bytes: &[u8], fds: &[OwnedFd], parts: usize) {
         let chunk = bytes.len().div_ceil(parts.max(1)).max(1);
         let chunks: Vec<_> = bytes.chunks(chunk).collect();
@@ -221,7 +221,7 @@ impl Visit {
                         return;
                     }
                 }
-                // It waits for us to read.
+                // The server waits for the client to read.
                 Err(Errno::AGAIN) => self.deaf = false,
                 Err(Errno::PIPE | Errno::CONNRESET) => {
                     self.hear();
@@ -235,7 +235,7 @@ impl Visit {
         panic!("the server takes no more bytes");
     }
 
-    /// One whole message of the usual form.
+    /// Sends one complete message of the usual form.
     fn tell(&mut self, command: u16, payload: &[&[u8]], fds: &[OwnedFd]) {
         self.send(&messages::message(command, 0, payload), fds, 1);
         self.pump();
@@ -259,7 +259,7 @@ impl Visit {
         self.tails = [0; 4];
     }
 
-    /// Stops the device, reads its state, and gives it back, perhaps not as it was.
+    /// Stops the device, reads its state, and restores it, possibly modified.
     fn relocate(&mut self, source: &mut Source<'_>) {
         self.set_state(3);
         let before = self.frames.last_reply();
@@ -303,7 +303,7 @@ impl Visit {
             }
             15 => self.deaf = source.bool(),
             16 => {
-                // As long as it was meant to be, or shorter, or longer.
+                // Of the intended length, or shorter, or longer.
                 let len = source.of(&[PAGES, 0, 1, PAGES / 2, PAGES + 1]) * PAGE;
                 self.cut |= len < PAGES * PAGE;
                 ftruncate(&self.file, len + u64::from(source.u8())).expect("memory");
@@ -335,7 +335,7 @@ impl Visit {
         }
     }
 
-    /// A message with descriptors, whole or not.
+    /// Sends a message with descriptors, complete or not.
     fn say(&mut self, source: &mut Source<'_>) {
         let (mut bytes, fds, odd) = messages::any(source, &self.file);
         if odd {
@@ -348,7 +348,7 @@ impl Visit {
         self.send(&bytes, &fds, parts);
     }
 
-    /// Puts a command in a queue, and rings.
+    /// Stores a command in a queue, and rings.
     fn submit(&mut self, source: &mut Source<'_>) {
         let qid = source.of(&[0u16, 0, 1, 1, 2, 3]);
         let sqe = command::command(source, qid == 0);
@@ -381,7 +381,7 @@ impl Visit {
         self.poke(at, &bytes);
     }
 
-    /// Writes the memory, as far as there is any.
+    /// Writes the memory, if it is not truncated.
     fn poke(&mut self, at: u64, bytes: &[u8]) {
         if !self.cut
             && let Ok(at) = usize::try_from(at)
@@ -390,11 +390,12 @@ impl Visit {
         }
     }
 
-    /// Nobody is left without an answer.
+    /// Checks that every message was answered.
     fn finish(&mut self) {
         self.deaf = false;
         self.pump();
-        // The last one's descriptors may still be being closed, by a thread, before we are let in.
+        // Descriptors of the last client may still be in the closer thread, before a new one is
+        // accepted.
         let until = Instant::now() + Duration::from_secs(10);
         while self.socket.is_some() && !self.frames.is_answered() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));

@@ -1,9 +1,9 @@
-//! A client whose socket two threads read: the server's, and one that takes its doorbells.
+//! A client socket that two threads read: the server's, and one that takes its doorbell writes.
 //!
-//! Both take turns on one thread here, in any order, and the client sends writes that are numbered
-//! between messages of other kinds, with descriptors, whole or in parts. What is checked: each write
-//! is carried out once and in its order, whoever takes it; each message that wants a reply gets one;
-//! and when the client is gone, no descriptor of it is left.
+//! Both take turns on one thread in any order. The client sends numbered writes between
+//! messages of other kinds, with descriptors, complete or in parts. It is checked that each
+//! write is executed once and in order, whichever thread takes it; that each message that wants
+//! a reply gets one; and that no descriptor of a disconnected client is left.
 
 use crate::limits::Limits;
 use crate::session::frames::Frames;
@@ -27,12 +27,12 @@ use std::time::{Duration, Instant};
 
 /// Actions of one program.
 const ACTIONS: usize = 96;
-/// Turns that anything has to be done in.
+/// Limit of turns for every operation.
 const TURNS: usize = 400;
-/// Where the numbered writes go.
+/// Offset of the numbered writes.
 const DOORBELL: u64 = 0x1000;
 
-/// Carries out a program.
+/// Runs a program.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
@@ -47,7 +47,7 @@ pub fn run(input: &[u8]) {
     }
     visit.finish();
     drop(visit);
-    // What only a thread of its own may close is closed a little later.
+    // Descriptors that only the closer thread may close are closed a little later.
     let until = Instant::now() + Duration::from_secs(10);
     while descriptors() > before {
         let now = descriptors();
@@ -57,10 +57,10 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// What the device has seen.
+/// State of the device.
 #[derive(Default)]
 struct Seen {
-    /// The number of the next write.
+    /// Number of the next expected write.
     next: u32,
     socket: Option<SharedSocket>,
     wants: bool,
@@ -69,7 +69,7 @@ struct Seen {
 impl Seen {
     fn write(&mut self, data: &[u8]) {
         let number = data.try_into().map(u32::from_le_bytes).expect("four bytes");
-        // The first of a client follows the last of the one before that was still carried out.
+        // The first write of a client follows the last executed one of the previous client.
         if number >> 16 > self.next >> 16 {
             self.next = number >> 16 << 16;
         }
@@ -148,9 +148,9 @@ struct Visit {
     socket: Option<OwnedFd>,
     frames: Frames,
     file: OwnedFd,
-    /// The number of the next write that is sent.
+    /// Number of the next write to send.
     next: u32,
-    /// The connection may end before all that was sent is read.
+    /// The connection may end before all sent bytes are read.
     unsure: bool,
 }
 
@@ -202,11 +202,11 @@ impl Visit {
     }
 
     fn serve(&mut self) {
-        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor goes on");
-        assert!(alive, "nobody stopped it");
+        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor runs");
+        assert!(alive, "the reactor was not stopped");
     }
 
-    /// The other thread's turn: it takes writes until it will not.
+    /// Turn of the other thread: it takes writes until it stops.
     fn poll(&mut self, most: u32) {
         let mut seen = self.seen.lock();
         let Some(socket) = seen.socket.take() else { return };
@@ -288,7 +288,7 @@ impl Visit {
         panic!("the server takes no more bytes");
     }
 
-    /// A numbered write, which wants a reply or none.
+    /// A numbered write, with a reply or without.
     fn ring(&mut self, source: &mut Source<'_>) -> Vec<u8> {
         let access = messages::access(0, DOORBELL, 4);
         let flags = if source.bool() { 0x10 } else { 0 };
@@ -302,7 +302,7 @@ impl Visit {
             0..=4 => {
                 let bytes = self.ring(source);
                 if source.rarely(8) {
-                    // In two parts, between which anybody may look.
+                    // In two parts, between which either thread may poll.
                     let at = source.below(bytes.len());
                     self.send(&bytes[..at], &[]);
                     self.poll(u32::MAX);
@@ -322,7 +322,7 @@ impl Visit {
                     self.frames.forfeit();
                 }
                 self.unsure |= odd || fds.len() > 16;
-                // Writes to the very place are none that are numbered.
+                // Random writes to this offset would be taken for numbered ones.
                 let writes = [verb::REGION_WRITE, verb::REGION_WRITE_MULTI].map(u16::to_le_bytes);
                 if !writes.iter().any(|verb| bytes.get(2..4) == Some(verb)) {
                     self.send(&bytes, &fds);
@@ -332,7 +332,7 @@ impl Visit {
             12 => {
                 let seen = self.seen.lock();
                 if let Some(socket) = &seen.socket {
-                    // Once; a second time is refused by the system.
+                    // Once; a second registration is refused by the kernel.
                     let _ = socket.watch(&self.epoll, 7);
                 }
             }
@@ -365,7 +365,7 @@ impl Visit {
         }
     }
 
-    /// Whether every write has come, of a connection that can not have lost any.
+    /// Whether every write has arrived, for a connection that cannot have lost any.
     fn has_seen_all(&self) -> bool {
         let none = self.next & 0xffff == 0;
         self.unsure || none || !self.frames.is_sound() || self.seen.lock().next == self.next
@@ -375,8 +375,8 @@ impl Visit {
         self.pump();
         self.poll(u32::MAX);
         self.pump();
-        // The last one's descriptors may still be being closed, by a thread, before we are let in.
-        // So may those of a message before writes that want no reply.
+        // Descriptors of the last client may still be in the closer thread, before a new one is
+        // accepted. The same holds for those of a message before writes without a reply.
         let until = Instant::now() + Duration::from_secs(10);
         while self.socket.is_some()
             && !(self.frames.is_answered() && self.has_seen_all())

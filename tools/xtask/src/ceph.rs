@@ -62,7 +62,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     step(report, "tests on the cluster", &mut test());
     let mut stopped = test();
     // One after the other: they stop the same servers.
-    let names = ["the_cluster_does_not_answer", "--", "--test-threads=1"];
+    let names = ["a_hung_cluster", "--", "--test-threads=1"];
     stopped.env("SHADOWBELL_CEPH_STOP", "1").args(names);
     step(report, "a cluster that does not answer", &mut stopped);
     let mut full = cargo();
@@ -93,7 +93,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     // One that dies leaves the others less to do, so it comes last.
     let victim = cluster.directory.path().join("run/osd.0.pid");
     let mut deadly = test();
-    deadly.env("SHADOWBELL_CEPH_VICTIM", victim).arg("an_osd_dies");
+    deadly.env("SHADOWBELL_CEPH_VICTIM", victim).arg("a_writer_survives_a_killed_osd");
     step(report, "an OSD is killed under load", &mut deadly);
     report.summary();
     Ok(())

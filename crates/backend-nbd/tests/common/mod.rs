@@ -1,4 +1,5 @@
-//! A server that does as it is told: it has a cache that is lost when it is killed.
+//! NBD server for tests: its behaviour is configurable, and its cache is lost when it is
+//! killed.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use parking_lot::{Condvar, Mutex};
@@ -25,36 +26,36 @@ pub(crate) const ALL: u16 = transmission::HAS_FLAGS
     | transmission::SEND_WRITE_ZEROES
     | transmission::CAN_MULTI_CONN;
 
-/// What the server says instead of an answer; nothing if it answers as it should.
+/// Bytes that the server sends instead of a reply; none for a correct reply.
 pub(crate) type Lie = fn(&Request) -> Option<Vec<u8>>;
 
-/// How the server behaves.
+/// Behaviour of the server.
 #[derive(Clone, Default)]
 pub(crate) struct Manner {
     pub(crate) flags: u16,
     pub(crate) structured: bool,
     pub(crate) lie: Option<Lie>,
-    /// Errors that requests of a command end with.
+    /// Error codes by command.
     pub(crate) errors: BTreeMap<u16, u32>,
-    /// Requests are taken and not answered.
+    /// Requests are accepted and not answered.
     pub(crate) holds: bool,
-    /// The connection ends after so many requests.
+    /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
-    /// Sizes of requests: the least and the most.
+    /// Minimum and maximum size of requests.
     pub(crate) sizes: Option<(u32, u32)>,
 }
 
 struct Store {
-    /// What survives.
+    /// Data that survive a kill.
     durable: Vec<u8>,
-    /// What is read.
+    /// Data that are read.
     cache: Vec<u8>,
     epoch: u64,
     manner: Manner,
-    /// Requests of each command that were carried out.
+    /// Executed requests of each command.
     counts: BTreeMap<u16, u64>,
     sockets: Vec<UnixStream>,
-    /// Connections that were agreed on.
+    /// Negotiated connections.
     connections: u64,
 }
 
@@ -94,7 +95,7 @@ impl Fake {
         self.directory.path().join("nbd")
     }
 
-    /// The export, with options.
+    /// Opens the export, with options.
     pub(crate) fn try_open(&self, options: &str) -> Result<NbdDisk, OpenError> {
         let more = if options.is_empty() { "" } else { "&" };
         let spec = format!("nbd+unix:///x?socket={}{more}{options}", self.socket().display());
@@ -118,7 +119,7 @@ impl Fake {
         self.state.store.lock().connections
     }
 
-    /// Waits until this holds of how many requests of each command were carried out.
+    /// Waits until `holds` is true of the number of executed requests by command.
     pub(crate) fn wait(&self, holds: impl Fn(&BTreeMap<u16, u64>) -> bool) {
         let mut store = self.state.store.lock();
         while !holds(&store.counts) {
@@ -134,7 +135,7 @@ impl Fake {
         self.state.store.lock().cache.clone()
     }
 
-    /// Ends without a word: what was not flushed is lost.
+    /// Ends without notice: unflushed data are lost.
     pub(crate) fn kill(&mut self) {
         let Some((listener, thread)) = self.listener.take() else { return };
         let mut store = self.state.store.lock();
@@ -143,13 +144,13 @@ impl Fake {
         store.sockets.drain(..).for_each(|socket| drop(socket.shutdown(Shutdown::Both)));
         drop(store);
         self.state.changed.notify_all();
-        // Connecting from here on fails, and `accept` ends.
+        // From here on connecting fails, and `accept` returns.
         let _ = std::fs::remove_file(self.socket());
         let _ = rustix::net::shutdown(&listener, rustix::net::Shutdown::Both);
         drop(thread.join());
     }
 
-    /// Ends one connection, and goes on.
+    /// Ends one connection, and continues to serve.
     pub(crate) fn hang_up(&self, connection: usize) {
         let store = self.state.store.lock();
         let _ = store.sockets[connection].shutdown(Shutdown::Both);
@@ -174,7 +175,7 @@ impl Fake {
                 }
                 store.sockets.push(socket.try_clone().unwrap());
                 drop(store);
-                // What goes wrong is the client's to see.
+                // Errors are for the client to detect.
                 std::thread::spawn(move || drop(serve(socket, &state, epoch)));
             }
         });
@@ -262,7 +263,7 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
         *store.counts.entry(request.command).or_default() += 1;
         served += 1;
         if store.manner.hangs_up_after == Some(served) {
-            // What was carried out is not answered.
+            // The executed request gets no reply.
             state.changed.notify_all();
             return socket.shutdown(Shutdown::Both);
         }
@@ -281,7 +282,7 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
             (0, _) if structured => Head::done(cookie).bytes().to_vec(),
             (0, _) => Head::simple(cookie, Ok(())).bytes().to_vec(),
             (error, _) => {
-                // With any number, also one that the protocol does not have.
+                // With any error number, also one that the protocol does not have.
                 let mut out = Head::simple(cookie, Ok(())).bytes().to_vec();
                 if structured {
                     out = Head::error(cookie, shadowbell_nbd::wire::NbdError::Io, "no")

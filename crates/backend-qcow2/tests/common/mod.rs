@@ -1,4 +1,5 @@
-//! What the tests share: images, a host's memory, and a way to run a batch of requests to its end.
+//! Shared helpers of the tests: images, a host's memory, and running a batch of requests to its
+//! end.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use shadowbell_backend::{Disk, DiskError, FileOptions, FileSpec, Op, Queue, Request, Submitted};
@@ -9,16 +10,16 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-/// A directory for images, on the file system that the build uses: unlike that of `/tmp`, one that
-/// most likely can do direct I/O.
+/// A directory for images on the file system of the build, which supports direct I/O more
+/// likely than `/tmp`.
 pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Runs `qemu-img`. Nothing, with a message, if it is not there.
+/// Runs `qemu-img`. None, with a message, if it is not installed.
 ///
-/// The process of another test, begun just now, has the descriptors of all images until it is
-/// another program, and with them their locks: so a lock is waited for.
+/// A child process that another test has just forked holds the descriptors of all images, and
+/// their locks, until it executes its program: so a locked image is retried.
 pub(crate) fn qemu_img(arguments: &[&str]) -> Option<std::process::Output> {
     let begin = Instant::now();
     loop {
@@ -41,26 +42,26 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> Option<std::process::Output> {
     }
 }
 
-/// `qemu-img` with success; `false` if it is not there.
+/// Runs `qemu-img`, which must succeed; `false` if it is not installed.
 pub(crate) fn qemu_img_does(arguments: &[&str]) -> bool {
     let Some(output) = qemu_img(arguments) else { return false };
     assert!(output.status.success(), "qemu-img {arguments:?}: {output:?}");
     true
 }
 
-/// Whether the image at `path` is consistent, but for clusters that are counted and not used.
+/// Checks that the image at `path` is consistent, except for leaked clusters.
 pub(crate) fn check(path: &Path) {
     let Some(output) = qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]) else { return };
     assert!(matches!(output.status.code(), Some(0 | 3)), "{path:?}: {output:?}");
 }
 
-/// As above, and nothing leaks.
+/// Like `check`, without leaks.
 pub(crate) fn check_whole(path: &Path) {
     let Some(output) = qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]) else { return };
     assert_eq!(output.status.code(), Some(0), "{path:?}: {output:?}");
 }
 
-/// The image at `path` with options as people write them.
+/// Opens the image at `path` with options in their textual form.
 pub(crate) fn open(path: &Path, options: &str) -> Qcow2Disk {
     try_open(path, options).unwrap()
 }
@@ -133,7 +134,7 @@ pub(crate) fn flush(queue: &mut dyn Queue) -> Result<(), DiskError> {
     run_one(queue, Op::Flush, 0, 0, Segments::new())
 }
 
-/// The whole disk.
+/// Contents of the whole disk.
 pub(crate) fn content(disk: &dyn Disk) -> Vec<u8> {
     let mut queue = disk.queue().unwrap();
     read(&mut *queue, 0, disk.info().bytes() as usize).unwrap()
@@ -145,7 +146,7 @@ pub(crate) fn wait(queue: &dyn Queue) {
     wait::readable("a signal of the wake descriptor", fd);
 }
 
-/// Numbers without order, the same for the same seed.
+/// Deterministic random numbers.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {

@@ -1,5 +1,5 @@
-//! What the integration tests share: a host's memory with scattered buffers, and a way to run a
-//! batch of requests to its end.
+//! Shared helpers of the integration tests: a host's memory with scattered buffers, and running
+//! a batch of requests to its end.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use shadowbell_backend::{self as disk, Disk, DiskError, Op, Queue, Request, Submitted};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-/// Memory of a host, mapped at IOVA 0, with room behind it for SGLs.
+/// Memory of a host, mapped at IOVA 0, with room for SGLs behind it.
 pub(crate) struct Host {
     pub(crate) bytes: SharedBytes,
     view: View,
@@ -27,7 +27,7 @@ impl Host {
         Self { bytes: bytes.slice(0, len as usize).unwrap(), view, sgl: len }
     }
 
-    /// A buffer of the given pieces (address and length); `write` if the device is to write it.
+    /// A buffer of the given pieces (address and length); `write` if the device writes to it.
     pub(crate) fn buffer(&self, pieces: &[(usize, usize)], write: bool) -> Segments {
         if pieces.is_empty() {
             return Segments::new();
@@ -57,8 +57,7 @@ impl Host {
     }
 }
 
-/// Submits all requests in one batch and waits for their results, which come back in the order of
-/// the requests.
+/// Submits all requests in one batch and waits for their results, in the order of the requests.
 pub(crate) fn run(
     queue: &mut dyn Queue,
     requests: Vec<(Request, Segments)>,
@@ -101,8 +100,8 @@ pub(crate) fn wait(queue: &dyn Queue) {
     wait::readable("a signal of the wake descriptor", fd);
 }
 
-/// A directory for images, on the file system that the build uses: unlike that of `/tmp`, one that
-/// most likely can do direct I/O.
+/// A directory for images on the file system of the build, which supports direct I/O more
+/// likely than `/tmp`.
 pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
@@ -117,7 +116,8 @@ pub(crate) fn open(path: &Path, options: &str) -> Arc<dyn Disk> {
     disk::open(&format!("{}{options}", path.display())).unwrap()
 }
 
-/// Runs a system command that needs root. `None`, with a message, if it may not or is not there.
+/// Runs a system command that needs root. `None`, with a message, without permission or without
+/// the command.
 pub(crate) fn as_root(command: &str, arguments: &[&str]) -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: `{command}` needs root");
@@ -134,7 +134,7 @@ pub(crate) fn as_root(command: &str, arguments: &[&str]) -> Option<String> {
     }
 }
 
-/// Undoes something at the end of a test, however it ends.
+/// Runs an undo command at the end of a test, however it ends.
 pub(crate) struct Undo(pub(crate) &'static str, pub(crate) Vec<String>);
 
 impl Drop for Undo {

@@ -1,4 +1,5 @@
-//! Memory that keeps its requests waiting for as long as a test likes, and answers out of order.
+//! Memory disk that holds its requests while a test wants it to, and completes them out of
+//! order.
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
@@ -7,16 +8,16 @@ use shadowbell_memory::{EventFd, Segments};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 
-/// What a [`Held`] disk has to do, and what it saw.
+/// Instructions for a [`Held`] disk, and its requests.
 #[derive(Debug, Default)]
 pub struct Orders {
     pub hold: bool,
-    /// Requests that begin at this byte fail.
+    /// Requests that start at this byte fail.
     pub fail_at: Option<u64>,
-    /// What another user of the storage writes when a Compare has ended, once: a block, and the
-    /// number that it begins with.
+    /// One write by another user of the storage after a Compare: a block, and the number that it
+    /// then begins with.
     pub after_compare: Option<(u64, u64)>,
-    /// Requests to compare and write wait, or find no room.
+    /// Compare-and-write requests are held, or fail with a full disk.
     pub hold_both: bool,
     pub fail_both: bool,
     pub seen: Vec<Request>,
@@ -24,13 +25,13 @@ pub struct Orders {
     events: Vec<EventFd>,
 }
 
-/// Memory that keeps its requests waiting for as long as it has to.
+/// Memory disk that holds its requests.
 #[derive(Clone, Debug)]
 pub struct Held {
     pub mem: MemDisk,
-    /// It has a volatile cache.
+    /// The disk reports a volatile cache.
     pub volatile: bool,
-    /// It compares and writes as one step.
+    /// The disk compares and writes atomically.
     pub one_step: bool,
     orders: Arc<Mutex<Orders>>,
 }
@@ -55,20 +56,20 @@ impl Held {
         self.orders.lock().unwrap().cancelled
     }
 
-    /// Its blocks, each as the number that it begins with.
+    /// The number that each of these blocks begins with.
     pub fn marks(&self, first: u64, count: u64) -> Vec<u64> {
         let read = |block| self.mem.bytes().read::<u64>((block * 512) as usize).unwrap();
         (first..first + count).map(read).collect()
     }
 
-    /// A block begins with this number, and is zeroes otherwise.
+    /// Sets a block to this number, followed by zeroes.
     pub fn set(&self, block: u64, value: u64) {
         let at = (block * 512) as usize;
         self.mem.bytes().fill(at, 512, 0).unwrap();
         self.mem.bytes().write(at, &value).unwrap();
     }
 
-    /// Every block holds its own number.
+    /// Sets every block to its own number.
     pub fn mark(&self) {
         for block in 0..self.mem.info().blocks {
             let at = (block * 512) as usize;
@@ -131,7 +132,7 @@ impl shadowbell_backend::Queue for HeldQueue {
             orders => (orders.fail_at, orders.hold_both, orders.fail_both),
         };
         let mut held = Vec::new();
-        // Not in the order in which they came.
+        // Last in, first out.
         while let Some((tag, request, mut data)) = self.held.pop() {
             if matches!(request.op, Op::CompareAndWrite { .. }) {
                 let outcome = match fail_both {
@@ -165,7 +166,7 @@ impl shadowbell_backend::Queue for HeldQueue {
     }
 
     fn cancel(&mut self, _: u32) {
-        // It ends as it would have.
+        // A cancelled request completes normally.
         self.disk.orders.lock().unwrap().cancelled += 1;
     }
 

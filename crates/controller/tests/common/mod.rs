@@ -1,5 +1,5 @@
-//! A host that does exactly what a test asks for: queues laid out by hand, doorbells rung or
-//! not, shadow entries written or not.
+//! A host under full control of the test: queues laid out by hand, doorbells rung or not,
+//! shadow entries written or not.
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
-/// Lets another thread wait for the worker while this one takes its turns.
+/// Runs `work` on another thread while this one takes the I/O thread's turns.
 pub fn meanwhile<T: Send + 'static>(
     turns: &mut Turns,
     what: impl FnOnce() -> T + Send + 'static,
@@ -31,11 +31,11 @@ pub fn meanwhile<T: Send + 'static>(
     other.join().unwrap()
 }
 
-/// Where the host's memory begins in the controller's eyes.
+/// Bus address of the host's memory.
 pub const BASE: u64 = 0x10_0000;
-/// How much memory the host has.
+/// Size of the host's memory.
 pub const MEMORY: u64 = 64 << 20;
-/// How long a test waits for something that has to happen.
+/// Limit for expected events.
 pub use shadowbell_testing::wait::LIMIT;
 
 pub fn pool(polling: Polling) -> Pool {
@@ -54,7 +54,7 @@ pub fn config(disks: &[&str]) -> Config {
     Config { namespaces, ..Config::default() }
 }
 
-/// One queue pair as the host sees it.
+/// A queue pair from the host's side.
 pub struct Queue {
     pub qid: u16,
     pub entries: u32,
@@ -64,7 +64,7 @@ pub struct Queue {
     pub head: u32,
     pub phase: bool,
     pub sq_head: u32,
-    /// Whether doorbells of this queue go through the shadow pages.
+    /// Whether the queue's doorbells use the shadow pages.
     pub shadowed: bool,
     pub irq: Option<EventFd>,
 }
@@ -76,14 +76,14 @@ pub struct Host {
     pub admin: Queue,
     pub shadow: Option<(u64, u64)>,
     pub rings: u64,
-    /// To be signalled instead of writing doorbells, as far as there are any.
+    /// Eventfds that are signalled instead of doorbell writes, if there are any.
     pub doorbell_eventfds: shadowbell_controller::DoorbellEventfds,
-    /// Whether it writes the page of doorbells itself.
+    /// Whether the host writes the mapped doorbell page.
     pub mapped: bool,
     cid: u16,
 }
 
-/// A completion, with what it completes.
+/// A completion: command identifier, status, and dword 0.
 pub type Done = (u16, Status, u32);
 
 impl Host {
@@ -99,7 +99,7 @@ impl Host {
         host
     }
 
-    /// A host whose memory is mapped, and nothing else done.
+    /// A host that has mapped its memory, and done nothing else.
     pub fn attach(controller: Controller) -> Self {
         let memory = Mapping::shared("host", MEMORY).unwrap().bytes();
         controller.map_dma(BASE, MEMORY, &memory).unwrap();
@@ -171,14 +171,14 @@ impl Host {
         assert!(self.csts().rdy(), "{:?}", self.csts());
     }
 
-    /// Clears CC.EN and waits for RDY to follow.
+    /// Clears CC.EN and waits until CSTS.RDY is 0.
     pub fn disable(&self) {
         let cc = Cc::from_bits(self.read32(regs::CC));
         self.write32(regs::CC, cc.with_en(false).into_bits());
         self.until("CSTS.RDY to clear", || !self.csts().rdy());
     }
 
-    /// Fresh, zeroed, page-aligned memory.
+    /// Allocates zeroed, page-aligned memory.
     pub fn alloc(&mut self, len: u64) -> u64 {
         let at = self.next;
         self.next += len.next_multiple_of(4096);
@@ -209,20 +209,20 @@ impl Host {
         self.cid
     }
 
-    /// Puts an entry in a queue's memory and moves its tail, without telling anybody.
+    /// Stores an entry in a queue's memory and advances its tail, without a doorbell.
     pub fn put(&self, queue: &mut Queue, sqe: &Sqe) {
         use zerocopy::IntoBytes;
         self.poke(queue.sq + u64::from(queue.tail) * 64, sqe.as_bytes());
         queue.tail = (queue.tail + 1) % queue.entries;
     }
 
-    /// Tells the controller about a queue's tail, as its kind of host does.
+    /// Rings a queue's tail doorbell, as this host does it.
     pub fn ring(&mut self, queue: &Queue, old: u32) {
         let offset = sq_doorbell_offset(queue.qid, 0);
         self.doorbell(queue.shadowed, offset, old, queue.tail);
     }
 
-    /// Writes a doorbell: plainly, or through the shadow page by Linux's rule.
+    /// Writes a doorbell: to the register, or to the shadow page by Linux's rule.
     pub fn doorbell(&mut self, shadowed: bool, offset: u64, old: u32, new: u32) {
         if let (true, Some((shadow, event_idx))) = (shadowed, self.shadow) {
             let entry = offset - regs::DOORBELLS;
@@ -247,14 +247,14 @@ impl Host {
         }
     }
 
-    /// Puts one entry and rings.
+    /// Stores one entry and rings the doorbell.
     pub fn submit(&mut self, queue: &mut Queue, sqe: &Sqe) {
         let old = queue.tail;
         self.put(queue, sqe);
         self.ring(queue, old);
     }
 
-    /// The next completion, if it is there. The head moves, and the doorbell is rung.
+    /// The next completion, if it was posted. Advances the head and rings its doorbell.
     pub fn reap(&mut self, queue: &mut Queue) -> Option<Done> {
         let at = (queue.cq + u64::from(queue.head) * 16 - BASE) as usize;
         let word = self.memory.load_u64_acquire(at + 8).unwrap();
@@ -308,21 +308,21 @@ impl Host {
         done
     }
 
-    /// An admin command that has to succeed.
+    /// Runs an admin command that has to succeed.
     pub fn must(&mut self, sqe: Sqe) -> u32 {
         let (status, dw0) = self.admin(sqe);
         assert!(status.is_success(), "opcode {:#x}: {status}", sqe.opcode);
         dw0
     }
 
-    /// An admin command with a page of data to the host.
+    /// Runs an admin command with a page of data to the host.
     pub fn page(&mut self, sqe: Sqe) -> Result<Vec<u8>, Status> {
         let at = self.alloc(4096);
         let (status, _) = self.admin(sqe.with_prps(at, 0));
         if status.is_success() { Ok(self.peek(at, 4096)) } else { Err(status) }
     }
 
-    /// Configures shadow doorbells; `initial` is what every shadow entry holds before.
+    /// Configures shadow doorbells; `initial` is the first value of every shadow entry.
     pub fn configure_shadow(&mut self, initial: impl Fn(&Self, u64) -> u32) -> Status {
         let (shadow, event_idx) = (self.alloc(4096), self.alloc(4096));
         for entry in (0..4096).step_by(4) {
@@ -393,7 +393,7 @@ pub fn create_sq(qid: u16, qsize0: u16, cqid: u16, at: u64) -> Sqe {
     command.encode(Sqe::new(0x01, 0, 0)).with_prps(at, 0)
 }
 
-/// A disk that lets a test decide when and how each request ends.
+/// A disk whose requests complete when, and as, a test decides.
 pub mod slow {
     use shadowbell_backend::{Disk, DiskError, DiskInfo, Queue, Request, Submitted};
     use shadowbell_memory::{EventFd, Segments};
@@ -405,16 +405,16 @@ pub mod slow {
     pub struct Gate {
         /// Outcomes for the oldest pending requests.
         pub release: Mutex<VecDeque<Result<(), DiskError>>>,
-        /// Tags that are pending, oldest first, and those that were cancelled.
+        /// Tags of pending requests, oldest first, and of cancelled ones.
         pub pending: Mutex<Vec<u32>>,
         pub cancelled: Mutex<Vec<u32>>,
-        /// Whether a cancelled request ends.
+        /// Whether a cancelled request completes.
         pub heed_cancel: std::sync::atomic::AtomicBool,
         wake: Mutex<Option<EventFd>>,
     }
 
     impl Gate {
-        /// Ends the oldest pending request.
+        /// Completes the oldest pending request.
         pub fn end(&self, outcome: Result<(), DiskError>) {
             self.release.lock().unwrap().push_back(outcome);
             if let Some(wake) = &*self.wake.lock().unwrap() {

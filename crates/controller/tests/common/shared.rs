@@ -1,4 +1,4 @@
-//! Hosts of controllers that have the same namespace.
+//! Hosts of controllers that share a namespace.
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
@@ -37,7 +37,7 @@ pub fn pool() -> Pool {
     Pool::start(&PoolOptions { workers: 2, polling: ADAPTIVE, pin: Vec::new() }).unwrap()
 }
 
-/// Hosts 1, 2 and so on of the same namespace.
+/// Hosts with host identifiers 1, 2 and so on of the same namespace.
 pub fn hosts<const N: usize>(disk: Arc<dyn Disk>, state: Option<File>) -> [One; N] {
     let (pool, subsystem) = (pool(), Subsystem::new(state).unwrap());
     std::array::from_fn(|n| {
@@ -104,7 +104,7 @@ impl One {
         self.run(sqe)
     }
 
-    /// The head of the report, and the controllers in it.
+    /// Header of the reservation report, and its controllers.
     pub fn report(&mut self) -> (ReservationStatus, Vec<RegisteredController>) {
         let sqe = Sqe { cdw10: 1023, ..Sqe::new(0x0e, 0, 1) }.with_prps(self.data, 0);
         assert_eq!(self.run(sqe), Status::SUCCESS);
@@ -115,7 +115,7 @@ impl One {
         (head, all.map(|one| RegisteredController::read_from_bytes(one).unwrap()).collect())
     }
 
-    /// Every command that reads or writes: how it ends, and what it needs.
+    /// Every command that reads or writes: its name, the access that it needs, and its status.
     pub fn everything(&mut self) -> Vec<(&'static str, bool, bool, Status)> {
         let at = self.data;
         let range = |host: &Host, slba: u64| {
@@ -144,7 +144,7 @@ impl One {
         step("copy", true, true, self.run(plain(Sqe::copy(1, copy, 0))));
         step("write uncorrectable", false, true, self.run(Sqe::write_uncorrectable(1, 40, 0, 0)));
         step("make it good", false, true, self.run(plain(Sqe::write(1, 40, 0, 0))));
-        // Both halves of a fused operation, of which the first succeeds if it may read.
+        // Both halves of a fused operation; the first one succeeds if reading is allowed.
         self.host.poke(at, &[0; 512]);
         let first = Sqe { flags: 1, ..plain(Sqe::compare(1, 50, 0, 1)) };
         let second = Sqe { flags: 2, ..plain(Sqe::write(1, 50, 0, 2)) };

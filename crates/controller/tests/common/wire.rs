@@ -1,4 +1,4 @@
-//! A wire by which a test's doorbell writes reach a worker that polls.
+//! A doorbell source in memory, which an I/O thread polls.
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use shadowbell_controller::{DoorbellSource, PolledDoorbells};
@@ -9,15 +9,15 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What is on it.
+/// Doorbell writes in transit.
 pub struct Wire {
     event: EventFd,
     writes: Mutex<VecDeque<(u64, u32)>>,
-    /// Somebody polls.
+    /// Whether an I/O thread polls the source.
     pub watched: AtomicBool,
 }
 
-/// The worker's end.
+/// The I/O thread's end.
 pub struct Far(Arc<Wire>);
 
 impl Wire {
@@ -27,13 +27,13 @@ impl Wire {
         (Arc::clone(&wire), Box::new(Far(wire)))
     }
 
-    /// Puts a doorbell write on it.
+    /// Sends a doorbell write.
     pub fn write(&self, offset: u64, value: u32) {
         self.writes.lock().unwrap().push_back((offset, value));
         self.event.signal();
     }
 
-    /// Takes what nobody has taken.
+    /// Takes all writes that the I/O thread has not taken.
     pub fn take(&self) -> Vec<(u64, u32)> {
         self.writes.lock().unwrap().drain(..).collect()
     }

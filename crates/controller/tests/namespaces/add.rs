@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 #[test]
-fn a_namespace_comes_and_goes() {
+fn a_namespace_is_added_and_removed() {
     let (first, other) = (Late::memory(64), Late::memory(100));
     let mut host = host(&first);
     let mut queues = [host.create(1, 16, true), host.create(2, 16, false)];
@@ -33,7 +33,7 @@ fn a_namespace_comes_and_goes() {
     for queue in &mut queues {
         assert!(write_and_read(&mut host, queue, 3, 99, 7).is_success());
         assert_eq!(write_and_read(&mut host, queue, 3, 100, 7), OUTSIDE);
-        // A valid identifier of nothing is another matter than one that can not be.
+        // An inactive NSID has another status than an invalid one.
         assert_eq!(write_and_read(&mut host, queue, 2, 0, 7), INACTIVE);
         assert_eq!(host.run(queue, Sqe::flush(2, 0)).0, INACTIVE);
         assert_eq!(write_and_read(&mut host, queue, 4, 0, 7), INVALID);
@@ -55,7 +55,7 @@ fn a_namespace_comes_and_goes() {
     }
     let there: Vec<_> = host.controller.namespaces().iter().map(|(nsid, _)| *nsid).collect();
     assert_eq!(there, [3]);
-    // Events that nobody waits for are not lost, and are one.
+    // Without an event request, events are kept and merged into one.
     let (nsid, outcome) = add(&host, None, &Late::memory(8), "third");
     assert_eq!(nsid, 1, "the lowest that is free");
     ends(&outcome).unwrap();
@@ -66,7 +66,7 @@ fn a_namespace_comes_and_goes() {
     request_event(&mut host, 503);
     no_event(&mut host);
     assert!(!first.was_used_after() && !other.was_used_after());
-    // Nor are there any before somebody wants to know.
+    // Without the event enabled, there are none.
     host.disable();
     host.enable();
     let mut queue = host.create(1, 16, true);
@@ -79,7 +79,7 @@ fn a_namespace_comes_and_goes() {
 }
 
 #[test]
-fn what_can_not_be_is_refused_and_changes_nothing() {
+fn invalid_additions_are_refused() {
     let first = Late::memory(64);
     let host = host(&first);
     let controller = &host.controller;
@@ -105,7 +105,7 @@ fn what_can_not_be_is_refused_and_changes_nothing() {
     let error = change(1, large).to_string();
     assert!(error.contains("512 bytes") && error.contains("4096"), "{error}");
 
-    // One at a time, of one namespace.
+    // One change at a time of one namespace.
     let mut host = host;
     let mut queue = host.create(1, 16, true);
     let page = host.alloc(4096);
@@ -128,7 +128,7 @@ fn what_can_not_be_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_disk_that_can_not_be_opened_leaves_all_as_it_was() {
+fn a_disk_that_cannot_be_opened_changes_nothing() {
     let first = Late::memory(64);
     let mut host = host(&first);
     let mut queues = [host.create(1, 16, true), host.create(2, 16, false)];
@@ -154,7 +154,7 @@ fn a_disk_that_can_not_be_opened_leaves_all_as_it_was() {
 }
 
 #[test]
-fn a_cache_that_the_host_was_not_told_of_holds_nothing_back() {
+fn a_cache_unknown_to_the_host_is_written_through() {
     let mut host = host(&Late::memory(64));
     let mut queue = host.create(1, 16, true);
     let cached = Late { volatile: true, ..Late::memory(64) };

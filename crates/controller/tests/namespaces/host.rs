@@ -1,4 +1,4 @@
-//! A host that sees its namespaces change, and their owner, who changes them.
+//! A host whose namespaces change, and the owner of the controller, which changes them.
 
 use crate::common::{self, BASE, Host, MEMORY, Queue};
 use crate::late::Late;
@@ -35,7 +35,7 @@ pub(crate) fn namespace(disk: &Late, name: &str) -> NamespaceConfig {
     NamespaceConfig { disk: disk.shared(), uuid: uuid_from(name) }
 }
 
-/// A host of a controller with this disk, served by two workers.
+/// A host of a controller with this disk, served by two I/O threads.
 pub(crate) fn host(disk: &Late) -> Host {
     let config = Config { namespaces: vec![namespace(disk, "first")], ..Config::default() };
     let controller = Controller::new(config, pool(2), Carrier::default()).unwrap();
@@ -97,7 +97,7 @@ pub(crate) fn changed(host: &mut Host) -> Vec<u32> {
     ChangedNamespaces::read_from_bytes(&page[..]).unwrap().iter().collect()
 }
 
-/// Wants to be told of namespaces; one request is outstanding, with this identifier.
+/// Enables namespace events, and submits one event request with this identifier.
 pub(crate) fn want_events(host: &mut Host, cid: u16) {
     let cdw11 = AsyncEventConfig::new().with_nan(true).into_bits();
     let fid = fid::ASYNC_EVENT_CONFIGURATION;
@@ -126,7 +126,7 @@ pub(crate) fn no_event(host: &mut Host) {
     host.admin = admin;
 }
 
-/// One block of this value is written, and read back.
+/// Writes one block of this value, and reads it back.
 pub(crate) fn write_and_read(
     host: &mut Host,
     queue: &mut Queue,
@@ -150,11 +150,11 @@ pub(crate) fn get_features(nsid: u32) -> Sqe {
     GetFeatures { fid: fid::ERROR_RECOVERY, ..GetFeatures::default() }.encode(Sqe::new(10, 0, nsid))
 }
 
-/// Another controller goes on with the host.
+/// Restores the host's controller in a successor.
 pub(crate) fn replace(host: &mut Host, interrupts: &BTreeMap<usize, EventFd>) {
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());
-    frozen.recv_timeout(common::LIMIT).expect("it comes to rest");
+    frozen.recv_timeout(common::LIMIT).expect("the controller is quiesced");
     let mut parcel = Parcel::new();
     let saved = host.controller.save(parcel.descriptors()).unwrap();
     parcel.add("controller", true, &saved).unwrap();

@@ -1,4 +1,4 @@
-//! A disk that does as it is ordered.
+//! A disk under control of the test.
 
 use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Request, Submitted};
 use shadowbell_memory::{EventFd, Segments};
@@ -7,23 +7,23 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What happens to a [`Late`] disk.
+/// Instructions for a [`Late`] disk, and its history.
 #[derive(Debug, Default)]
 pub(crate) struct Orders {
-    /// Requests stay with the disk.
+    /// The disk holds its requests.
     pub(crate) hold: AtomicBool,
-    /// Nobody may use it any more; and whether somebody did.
+    /// The disk must not be used any more; and whether it was used after that.
     pub(crate) gone: AtomicBool,
     pub(crate) used_after: AtomicBool,
-    /// So many queues can be opened.
+    /// Number of queues that can be opened.
     pub(crate) queues: AtomicUsize,
     pub(crate) seen: Mutex<Vec<Request>>,
     pub(crate) cancelled: AtomicUsize,
     pub(crate) events: Mutex<Vec<EventFd>>,
 }
 
-/// A disk whose requests end when they are reaped, in another order; cancelled ones as they would
-/// have.
+/// A disk whose requests complete when they are reaped, in another order; cancelled ones
+/// complete normally.
 #[derive(Clone, Debug)]
 pub(crate) struct Late {
     pub(crate) inner: Arc<dyn Disk>,
@@ -135,7 +135,7 @@ impl shadowbell_backend::Queue for LateQueue {
     }
 
     fn cancel(&mut self, tag: u32) {
-        assert!(self.held.iter().any(|(of, ..)| *of == tag), "it has this one");
+        assert!(self.held.iter().any(|(of, ..)| *of == tag), "the cancelled request is pending");
         self.disk.orders.cancelled.fetch_add(1, Ordering::SeqCst);
     }
 

@@ -1,4 +1,4 @@
-//! Namespaces that come, go and change while a host uses the controller.
+//! Namespaces that are added, removed and changed while a host uses the controller.
 
 #[path = "../common/mod.rs"]
 mod common;

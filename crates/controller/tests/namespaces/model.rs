@@ -1,4 +1,5 @@
-//! Changes of all kinds in any order, against what the owner and the host know.
+//! Model test: changes of all kinds in any order, compared with the state that the owner and
+//! the host expect.
 
 use crate::common::{self, Host, Queue};
 use crate::host::{
@@ -11,20 +12,20 @@ use shadowbell_spec::{Sqe, Status};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-/// A namespace as the host and its owner know it.
+/// Expected state of a namespace.
 struct Known {
     disk: Late,
     blocks: u64,
-    /// What was written where; what was not is zeroes.
+    /// Written blocks; all others are zeroes.
     written: BTreeMap<u64, u8>,
 }
 
-/// A command under way.
+/// A command in flight.
 struct Command {
     nsid: u32,
     lba: u64,
     write: Option<u8>,
-    /// How often the namespace had been changed, unless it was being changed.
+    /// Number of changes of the namespace at submission, unless a change was in progress.
     age: Option<u64>,
     page: u64,
 }
@@ -66,10 +67,10 @@ struct World {
     queues: Vec<Queue>,
     interrupts: BTreeMap<usize, EventFd>,
     known: BTreeMap<u32, Known>,
-    /// How often each has changed.
+    /// Number of changes of each namespace.
     ages: BTreeMap<u32, u64>,
     under_way: BTreeMap<(usize, u16), Command>,
-    /// Changes under way, and what was let go of when they have ended.
+    /// Changes in progress, and the disks that are released when they have ended.
     changing: Vec<(u32, Outcome, Option<Late>)>,
     gone: Vec<Late>,
     next: u16,
@@ -149,7 +150,7 @@ impl World {
             match &known {
                 Some(known) if lba < known.blocks => assert!(status.is_success(), "{status}"),
                 Some(_) => assert_eq!(status, OUTSIDE, "namespace {nsid}, block {lba}"),
-                // Which of the two depends on when another one was added.
+                // Either status is valid, depending on when another namespace was added.
                 None => assert!([INACTIVE, INVALID].contains(&status), "{status}"),
             }
         } else {
@@ -161,7 +162,7 @@ impl World {
             Some(value) if status.is_success() && is_settled => {
                 known.written.insert(lba, value);
             }
-            // It may have been to the one before.
+            // The write may have gone to the disk before the change.
             Some(_) => drop(known.written.remove(&lba)),
             None if status.is_success() && is_settled => {
                 if let Some(value) = known.written.get(&lba) {
@@ -174,10 +175,10 @@ impl World {
         true
     }
 
-    /// Takes note of changes that have come to their end; waits for `all` of them.
+    /// Records changes that have ended; with `all`, waits for every change.
     fn settle(&mut self, all: bool) {
         if all {
-            // Queues that move to another worker wait for every disk.
+            // Queues that move to another I/O thread wait for every disk.
             let known = self.known.values().map(|known| &known.disk);
             let leaving = self.changing.iter().filter_map(|(.., gone)| gone.as_ref());
             known.chain(leaving).for_each(|disk| disk.hold(false));
@@ -268,7 +269,7 @@ impl World {
                 self.settle(true);
                 self.host.disable();
                 self.under_way.clear();
-                // What they have written is not known.
+                // After a reset, written data are unknown.
                 self.known.values_mut().for_each(|known| known.written.clear());
                 self.host.enable();
                 self.create_queues();
@@ -289,7 +290,7 @@ impl World {
             }
         }
         for disk in &self.gone {
-            assert!(!disk.was_used_after(), "it was used after it was let go");
+            assert!(!disk.was_used_after(), "the disk was used after its release");
         }
     }
 }

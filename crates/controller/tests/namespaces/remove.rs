@@ -1,4 +1,4 @@
-//! A namespace that is removed while commands for it are under way.
+//! Removal of a namespace with commands in flight.
 
 use crate::host::{INACTIVE, active, add, ends, host, remove};
 use crate::late::{Late, Orders};
@@ -12,7 +12,7 @@ use std::sync::{Arc, Weak};
 use zerocopy::IntoBytes;
 
 #[test]
-fn commands_of_a_removed_namespace_end_and_its_disk_is_let_go() {
+fn removal_ends_commands_and_releases_the_disk() {
     let (first, other) = (Late::memory(4096), Late::memory(64));
     let mut host = host(&first);
     ends(&add(&host, None, &other, "other").1).unwrap();
@@ -32,7 +32,7 @@ fn commands_of_a_removed_namespace_end_and_its_disk_is_let_go() {
             Sqe::read(1, 1, 0, 1).with_prps(page, 0),
             Sqe::write(1, 2, 0, 2).with_prps(page, 0),
             Sqe::copy(1, copy, 3).with_prps(page, 0),
-            // These are of many requests, of which some are not begun.
+            // Commands of many requests, of which some are not submitted yet.
             zeroes,
             deallocate.with_prps(page + 4096, 0),
             Sqe::flush(1, 6),
@@ -43,7 +43,7 @@ fn commands_of_a_removed_namespace_end_and_its_disk_is_let_go() {
     }
     host.until("the requests", || first.seen().len() > 60);
     let outcome = remove(&host, 1, &first);
-    // What comes now is refused; and the other namespace is served beside it.
+    // New commands are refused, and the other namespace is served meanwhile.
     let mut ended: [BTreeMap<u16, Status>; 2] = Default::default();
     for (queue, ended) in queues.iter_mut().zip(&mut ended) {
         host.submit(queue, &Sqe::read(1, 1, 0, 20).with_prps(page, 0));
@@ -53,7 +53,7 @@ fn commands_of_a_removed_namespace_end_and_its_disk_is_let_go() {
             assert_eq!(ended.insert(cid, status), None);
         }
         assert_eq!((ended[&20], ended[&21]), (INACTIVE, Status::SUCCESS));
-        assert!(!ended.contains_key(&1), "the disk has it");
+        assert!(!ended.contains_key(&1), "the command is still at the disk");
     }
     assert_eq!(active(&mut host), [2]);
     wait::moment();

@@ -1,4 +1,4 @@
-//! Changes while the controller is reset, or disabled.
+//! Changes of namespaces while the controller is reset or disabled.
 
 use crate::common::{Host, config};
 use crate::host::{INACTIVE, active, add, ends, host, pool, remove, write_and_read};
@@ -11,7 +11,7 @@ use shadowbell_testing::wait;
 use std::sync::mpsc::TryRecvError;
 
 #[test]
-fn a_reset_in_between() {
+fn namespace_changes_during_a_reset_take_effect() {
     let first = Late::memory(64);
     let mut host = host(&first);
     let mut queue = host.create(1, 16, true);
@@ -21,7 +21,7 @@ fn a_reset_in_between() {
     host.until("the write", || first.seen().len() == 1);
     let cc = Cc::from_bits(host.read32(regs::CC));
     host.write32(regs::CC, cc.with_en(false).into_bits());
-    // The reset waits for the disk, and so does whoever removes it meanwhile.
+    // The reset waits for the disk, and so does a removal meanwhile.
     let outcome = remove(&host, 1, &first);
     let added = add(&host, None, &Late::memory(9), "other").1;
     wait::moment();
@@ -31,7 +31,7 @@ fn a_reset_in_between() {
     ends(&outcome).unwrap();
     ends(&added).unwrap();
     host.until("the reset", || !host.csts().rdy());
-    // While it is disabled, and with none left.
+    // A removal while the controller is disabled, of the last namespace.
     ends(&remove(&host, 2, &Late::memory(1))).unwrap();
     host.enable();
     assert_eq!(active(&mut host), [0; 0]);
@@ -41,7 +41,7 @@ fn a_reset_in_between() {
     ends(&add(&host, None, &Late::memory(9), "another").1).unwrap();
     assert!(write_and_read(&mut host, &mut queue, 1, 0, 1).is_success());
     assert!(!first.was_used_after());
-    // Before anything of it was used.
+    // A removal before any use of the controller.
     let controller = Controller::new(config(&["mem:1MiB"]), pool(1), Carrier::default()).unwrap();
     let mut host = Host::attach(controller);
     ends(&add(&host, Some(7), &Late::memory(9), "another").1).unwrap();

@@ -16,7 +16,7 @@ fn a_namespace_grows_and_shrinks() {
     want_events(&mut host, 500);
     assert!(write_and_read(&mut host, &mut queues[0], 1, 63, 5).is_success());
     let page = host.alloc(4096);
-    // A command that is under way ends where it was begun.
+    // A command in flight ends on the old disk.
     small.hold(true);
     host.submit(&mut queues[1], &Sqe::read(1, 63, 0, 1).with_prps(page, 0));
     host.until("the read", || small.seen().len() == 3);
@@ -34,7 +34,10 @@ fn a_namespace_grows_and_shrinks() {
     assert_eq!((changed(&mut host), size(&mut host, 1)), (vec![1], 1000));
     for queue in &mut queues {
         let (status, _) = host.run(queue, Sqe::read(1, 63, 0, 0).with_prps(page, 0));
-        assert!(status.is_success() && host.peek(page, 512) == [5; 512], "it has the same bytes");
+        assert!(
+            status.is_success() && host.peek(page, 512) == [5; 512],
+            "the resized disk has the same data"
+        );
         assert!(write_and_read(&mut host, queue, 1, 999, 8).is_success());
         assert_eq!(write_and_read(&mut host, queue, 1, 1000, 8), OUTSIDE);
     }
@@ -43,7 +46,7 @@ fn a_namespace_grows_and_shrinks() {
     host.submit(&mut queues[1], &Sqe::read(1, 999, 0, 1).with_prps(page, 0));
     host.until("the read", || large.seen().len() == 2 * 3 + 1);
     let outcome = change(&host, 1, &large.of_blocks(10));
-    // A smaller size is told at once.
+    // A smaller size is reported at once.
     event(&mut host, 501);
     assert_eq!(size(&mut host, 1), 10);
     large.hold(false);

@@ -1,4 +1,4 @@
-//! Changes that another controller goes on with.
+//! Namespace changes that a successor controller takes over.
 
 use crate::common;
 use crate::host::{
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::mpsc::channel;
 
 #[test]
-fn a_successor_goes_on_with_what_has_become_of_them() {
+fn a_successor_keeps_changed_namespaces() {
     let cached = Late { volatile: true, ..Late::memory(64) };
     let mut host = host(&cached);
     ends(&add(&host, Some(5), &Late::memory(9), "fifth").1).unwrap();
@@ -33,11 +33,11 @@ fn a_successor_goes_on_with_what_has_become_of_them() {
     assert_eq!(write_and_read(&mut host, &mut queue, 6, 0, 4), INVALID);
     ends(&remove(&host, 3, &Late::memory(1))).unwrap();
     event(&mut host, 500);
-    // An event and a list that are not read yet go with it, and so does having none left.
+    // An unread event and list are transferred, and so is an empty set of namespaces.
     replace(&mut host, &BTreeMap::new());
     assert_eq!((active(&mut host), changed(&mut host)), (vec![], vec![1, 3, 5]));
 
-    // One that would have other namespaces is refused.
+    // A successor with other namespaces is refused.
     ends(&add(&host, Some(2), &Late::memory(9), "second").1).unwrap();
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());

@@ -1,4 +1,4 @@
-//! Commands that are carried out alone, and processes that die with them.
+//! Exclusive commands, and processes that die while one is executed.
 
 use crate::ALONE;
 use crate::host::Host;
@@ -12,16 +12,16 @@ use shadowbell_testing::wait;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Where a process dies, and when it has come there for how many times.
+/// Crash point, and the number of its occurrence.
 const STEPS: &[(AbortPoint, u32)] = &[
     (AbortPoint::Fetched, 2),
     (AbortPoint::Recorded, 1),
     (AbortPoint::SqStored, 1),
-    // Of the Compare, of the Write, and of the next ones.
+    // End of the Compare, of the Write, and of the next ones.
     (AbortPoint::AloneEnded, 1),
     (AbortPoint::AloneEnded, 2),
     (AbortPoint::AloneEnded, 3),
-    // That the Write begins, that the Compare has ended, that the Write has.
+    // Recorded: the start of the Write, the end of the Compare, the end of the Write.
     (AbortPoint::Decided, 1),
     (AbortPoint::Decided, 2),
     (AbortPoint::Decided, 3),
@@ -31,7 +31,7 @@ const STEPS: &[(AbortPoint, u32)] = &[
     (AbortPoint::Freed, 1),
 ];
 
-/// Completions that the host gets, whoever dies meanwhile.
+/// Completions that the host gets, across crashes.
 fn completions(host: &mut Host, wanted: usize) -> Vec<Cqe> {
     let (began, mut all) = (Instant::now(), Vec::new());
     while all.len() < wanted {
@@ -48,11 +48,11 @@ fn completions(host: &mut Host, wanted: usize) -> Vec<Cqe> {
     all
 }
 
-/// The process dies that was to, if it has not yet.
+/// Waits for the armed process's death, unless it has died already.
 fn until_dead(host: &mut Host) {
     let began = Instant::now();
     while host.orders.abort_at.is_some() {
-        assert!(began.elapsed() < host.patience, "it never comes to that step");
+        assert!(began.elapsed() < host.patience, "the crash point is not reached");
         if host.has_died() {
             host.orders.abort_at = None;
             host.kill();
@@ -61,7 +61,7 @@ fn until_dead(host: &mut Host) {
     }
 }
 
-/// Has both commands submitted by one doorbell: their identifiers.
+/// Submits both commands with one doorbell write; returns their identifiers.
 fn submit_both(host: &mut Host, at: usize, first: Sqe, second: Sqe) -> (u16, u16) {
     let old = host.queues[at].tail;
     let mut put = |sqe: Sqe| {
@@ -78,7 +78,7 @@ fn submit_both(host: &mut Host, at: usize, first: Sqe, second: Sqe) -> (u16, u16
     cids
 }
 
-/// What block 0 holds.
+/// Value in block 0.
 fn counter(host: &mut Host) -> u64 {
     let page = DATA + 64 * 1024;
     host.submit(Some(0), Sqe::read(1, 0, 0, 0).with_prps(BASE + page, 0));
@@ -86,14 +86,14 @@ fn counter(host: &mut Host) -> u64 {
     host.memory.read(page as usize).unwrap()
 }
 
-/// Both queues add one to the same block.
+/// Both queues increment the same block.
 fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, orders: Orders) {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::with_orders(disk, mapped, false, orders);
     host.begin();
     host.until_taken();
     let mut added = 0;
-    // Which of the queues is there first.
+    // Queue that submits first.
     for (step, first) in STEPS.iter().flat_map(|step| [(step, 0), (step, 1)]) {
         println!("{step:?} {first}");
         host.orders.abort_at = Some(*step);
@@ -140,7 +140,7 @@ fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, orders: Orders) {
 }
 
 #[test]
-fn a_fused_operation_is_one_step_whoever_dies() {
+fn a_fused_operation_is_atomic_across_crashes() {
     count(memory(), false, Orders::default());
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk.img");
@@ -149,13 +149,13 @@ fn a_fused_operation_is_one_step_whoever_dies() {
 }
 
 #[test]
-fn a_disk_that_does_both_at_once_does_so_whoever_dies() {
+fn atomic_compare_and_write_is_atomic_across_crashes() {
     count(memory(), false, Orders { one_step: true, ..Orders::default() });
 }
 
-/// What the host is told when another user of the storage comes in between.
+/// Result for the host if another user of the storage writes in between.
 #[test]
-fn what_another_user_has_written_is_not_taken_for_the_host_s() {
+fn recovery_detects_writes_of_other_users() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let disk = memory();
     let blocks = disk.as_ref().unwrap_err().map(512).unwrap();
@@ -167,16 +167,16 @@ fn what_another_user_has_written_is_not_taken_for_the_host_s() {
     let unknown = (Status::INTERNAL, Status::FUSED_FAILED);
     let success = (Status::SUCCESS, Status::SUCCESS);
     for (step, other, expected, left) in [
-        // The disk was not asked yet.
+        // The disk has not received the request yet.
         ((AbortPoint::AloneEnded, 1), 9, failed, 9),
         ((AbortPoint::AloneEnded, 1), 2, failed, 2),
         ((AbortPoint::AloneEnded, 1), 1, success, 2),
-        // It is written down that it is, and it has done so; the host is not told.
+        // The request is recorded, and was executed; the host has no completion.
         ((AbortPoint::Decided, 1), 1, success, 2),
         ((AbortPoint::Decided, 1), 9, unknown, 9),
         ((AbortPoint::AloneEnded, 2), 2, success, 2),
         ((AbortPoint::AloneEnded, 2), 9, unknown, 9),
-        // Its end is written down: of the Write, and then of the Compare.
+        // The end is recorded: of the Write, and then of the Compare.
         ((AbortPoint::Decided, 2), 9, success, 9),
         ((AbortPoint::Decided, 3), 9, success, 9),
     ] {
@@ -196,7 +196,7 @@ fn what_another_user_has_written_is_not_taken_for_the_host_s() {
         let cids = submit_both(&mut host, 0, first, second);
         let began = Instant::now();
         while !host.has_died() {
-            assert!(began.elapsed() < host.patience, "it never comes to that step");
+            assert!(began.elapsed() < host.patience, "the crash point is not reached");
             wait::pause();
         }
         blocks.write(0, &other).unwrap();
@@ -205,16 +205,16 @@ fn what_another_user_has_written_is_not_taken_for_the_host_s() {
         let status = |cid| all.iter().find(|cqe| cqe.cid == cid).unwrap().status();
         let both = (status(cids.0), status(cids.1));
         assert_eq!((both.0.code(), both.1.code()), expected, "{step:?} {other}");
-        // A host that does the same again would do it twice.
+        // Do Not Retry: a host that retries would execute it twice.
         assert_eq!(both.0.dnr(), !both.0.is_success());
         assert!(all.iter().all(|cqe| cqe.dw0 == 0));
         assert_eq!(counter(&mut host), left, "{step:?} {other}");
     }
 }
 
-/// What is marked stays marked, and what was written is good, whoever dies.
+/// Across crashes, marked blocks stay marked and written blocks stay readable.
 #[test]
-fn blocks_stay_uncorrectable_until_they_are_written() {
+fn uncorrectable_marks_survive_crashes() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::new(memory(), false, false);
     host.begin();

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// One queue pair.
+/// A queue pair.
 pub(crate) struct Queue {
     pub(crate) qid: u16,
     pub(crate) entries: u32,
@@ -30,36 +30,36 @@ pub(crate) struct Queue {
 pub(crate) struct Host {
     pub(crate) memory: SharedBytes,
     pub(crate) file: OwnedFd,
-    /// A path, or `mem:` memory that lasts.
+    /// Path of a file, or a lasting memory disk.
     pub(crate) disk: Result<String, Arc<dyn Disk>>,
     pub(crate) mapped: bool,
     pub(crate) polling: bool,
     pub(crate) process: Option<Process>,
-    /// For the processes to come.
+    /// Instructions for the next processes.
     pub(crate) orders: Orders,
-    /// How long to wait for what has to happen.
+    /// Limit for expected events.
     pub(crate) patience: Duration,
-    /// What another process goes on from.
+    /// Checkpoint for the next process.
     pub(crate) record: Option<Parcel>,
-    /// How the process has died that has left it.
+    /// Whether the process that left the checkpoint died by a fault.
     pub(crate) by_fault: bool,
     pub(crate) doorbells: Option<SharedBytes>,
     pub(crate) shadow: bool,
     pub(crate) admin: Queue,
     pub(crate) queues: Vec<Queue>,
-    /// By offset, what was rung last.
+    /// Last doorbell value by offset.
     pub(crate) rung: BTreeMap<u64, u32>,
     pub(crate) next_cid: u16,
-    /// Queue and command: the block, and what is written there, if it is a write.
+    /// Commands in flight by queue and identifier: the block, and the written value of a write.
     pub(crate) under_way: BTreeMap<(u16, u16), (u64, Option<u64>)>,
     pub(crate) written: BTreeMap<u64, u64>,
     /// Completions since the last kill.
     pub(crate) completed: u64,
     pub(crate) replayed: usize,
-    /// Blocks of commands that are to be given up, and those that were.
+    /// Blocks of commands that must fail, and of those that did.
     pub(crate) deadly: BTreeSet<u64>,
     pub(crate) given_up: BTreeSet<u64>,
-    /// Processes that died by themselves.
+    /// Number of processes that died at a crash point.
     pub(crate) deaths: u32,
 }
 
@@ -106,7 +106,7 @@ impl Host {
         host
     }
 
-    /// Starts a process that serves, or goes on.
+    /// Starts a process, which serves afresh or recovers.
     pub(crate) fn start(&mut self) {
         let mut fds = Descriptors::default();
         let memory = fds.add(self.file.try_clone().unwrap());
@@ -133,7 +133,8 @@ impl Host {
         self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.orders));
     }
 
-    /// Kills it, and starts another. The one before the last may have left the record that counts.
+    /// Kills the process, and starts another one. The current checkpoint may be of the process
+    /// before the last.
     pub(crate) fn kill(&mut self) {
         let (records, by_fault) = self.process.take().unwrap().kill();
         if let Some(replays) = records.taken {
@@ -144,7 +145,7 @@ impl Host {
         self.doorbells = self.doorbells.take().or(records.doorbells);
         self.completed = 0;
         self.start();
-        // What was rung for a process that is dead is in a socket yet, and is read by the next.
+        // Doorbell writes to a dead process are still in a socket, and the next process reads them.
         let rung: Vec<_> = self.rung.iter().map(|(offset, value)| (*offset, *value)).collect();
         for (offset, value) in rung {
             self.write_doorbell(offset, value);
@@ -165,7 +166,7 @@ impl Host {
         }
         let mut parcel = Parcel::new();
         parcel.add("ring", true, &(offset, value)).unwrap();
-        // It may have been killed.
+        // The process may have been killed.
         let _ = parcel.send(&self.process.as_ref().unwrap().host);
     }
 
@@ -173,7 +174,7 @@ impl Host {
         self.memory.write_from(at as usize, bytes).unwrap();
     }
 
-    /// Tells of a doorbell, as Linux does.
+    /// Rings a doorbell, as Linux does.
     pub(crate) fn doorbell(&mut self, index: u64, old: u32, new: u32) {
         if self.shadow {
             fence(Ordering::SeqCst);
@@ -221,7 +222,7 @@ impl Host {
         Some(cqe)
     }
 
-    /// An admin command, during which the process may be killed `kills` times.
+    /// Runs an admin command, during which `kill` may kill the process.
     pub(crate) fn admin(&mut self, sqe: Sqe, kill: &mut dyn FnMut() -> bool) -> Cqe {
         let cid = self.submit(None, sqe);
         let began = Instant::now();
@@ -250,7 +251,7 @@ impl Host {
         }
     }
 
-    /// Has the process reset the controller and die, and another one go on.
+    /// Makes the process reset the controller and die, and another one recover.
     pub(crate) fn reset_and_kill(&mut self) {
         self.poke(ADMIN_CQ, &[0; 16 * 16]);
         self.admin = queue(0, 16, ADMIN_SQ, ADMIN_CQ);
@@ -265,7 +266,7 @@ impl Host {
         self.kill();
     }
 
-    /// Enables shadow doorbells, if that is possible, and creates two queue pairs.
+    /// Enables shadow doorbells if possible, and creates two queue pairs.
     pub(crate) fn begin(&mut self) {
         let mut never = || false;
         if !self.mapped {
@@ -296,7 +297,7 @@ impl Host {
         self.queues.push(queue(qid, entries, sq, cq));
     }
 
-    /// Submits a read or a write of a block that nothing else is under way for.
+    /// Submits a read or a write of a block that no other command in flight uses.
     pub(crate) fn submit_io(&mut self, at: usize, random: u64) -> bool {
         let queue = &self.queues[at];
         let qid = queue.qid;
@@ -331,7 +332,7 @@ impl Host {
         self.completed += 1;
         if self.deadly.contains(&lba) {
             assert_eq!(cqe.status(), Status::INTERNAL.with_dnr());
-            assert!(self.given_up.insert(lba), "it is completed once");
+            assert!(self.given_up.insert(lba), "the command completed twice");
             return true;
         }
         assert!(cqe.status().is_success(), "block {lba}: {}", cqe.status());
@@ -350,7 +351,7 @@ impl Host {
         true
     }
 
-    /// Waits for all that is under way.
+    /// Waits for all commands in flight.
     pub(crate) fn drain(&mut self) {
         let began = Instant::now();
         while !self.under_way.is_empty() {
@@ -366,7 +367,7 @@ impl Host {
         }
     }
 
-    /// Whether the process has died as it was told to. The one after it is told nothing.
+    /// Whether the process has died at its crash point. The next one gets none.
     pub(crate) fn has_died(&mut self) -> bool {
         let has_died = self.process.as_mut().is_some_and(Process::has_died);
         if has_died {
@@ -376,11 +377,11 @@ impl Host {
         has_died
     }
 
-    /// Reads every block that was written.
+    /// Reads every written block.
     pub(crate) fn verify(&mut self) {
         self.drain();
         for lba in self.written.keys().copied().collect::<Vec<_>>() {
-            // A read: none of the bits that make it a write.
+            // The value selects a read.
             assert!(self.submit_io(0, lba));
             self.drain();
         }

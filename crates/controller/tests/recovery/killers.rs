@@ -1,4 +1,4 @@
-//! Commands that kill whoever carries them out.
+//! Commands that crash the process that executes them.
 
 use crate::host::Host;
 use crate::process::{BLOCKS, Orders};
@@ -9,10 +9,10 @@ use shadowbell_testing::wait;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Any bits that make `submit_io` write.
+/// Bits that make `submit_io` write.
 const WRITES: u64 = BLOCKS << 50 | 1 << 40;
 
-/// Both queues are full, with the commands of `deadly` among others.
+/// Fills both queues, with the commands of `deadly` among others.
 fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[u64]) {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let orders = Orders { deadly: Some(orders), ..Orders::default() };
@@ -20,7 +20,7 @@ fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[
     host.deadly = deadly.iter().copied().collect();
     host.begin();
     host.until_taken();
-    // The first queue has 15 places, the other 4.
+    // The first queue has 15 slots, the other 4.
     for lba in 100..115 {
         assert!(host.submit_io(0, lba | WRITES));
     }
@@ -30,9 +30,9 @@ fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[
     host.drain();
     assert_eq!(host.given_up, host.deadly);
     let deaths = host.deaths;
-    // Two may kill a process together.
+    // Two commands may crash a process together.
     assert!((3..=3 * deadly.len() as u32).contains(&deaths), "{deaths} processes have died");
-    // All is as before, and it is no matter whether it is killed meanwhile.
+    // Later commands succeed, across kills.
     for round in 0..100 {
         for lba in [0, 1, 2, 3, 4, 5, 6, 7] {
             assert!(host.submit_io((lba % 2) as usize, (lba + 300) | WRITES));
@@ -53,28 +53,27 @@ fn file(directory: &tempfile::TempDir) -> Result<String, Arc<dyn Disk>> {
 }
 
 #[test]
-fn a_command_of_a_disk_in_memory_kills_three_processes_and_no_fourth() {
+fn a_deadly_command_on_memory_fails_after_three_crashes() {
     survive(memory(), "start:107", &[107]);
     survive(memory(), "start:100", &[100]);
 }
 
 #[test]
-fn a_command_of_a_file_kills_three_processes_and_no_fourth() {
+fn a_deadly_command_on_a_file_fails_after_three_crashes() {
     let directory = tempfile::tempdir().unwrap();
     survive(file(&directory), "end:107", &[107]);
     survive(file(&directory), "start:107", &[107]);
 }
 
-/// What one has done is not laid to another's charge, of the same queue or not.
+/// A crash is not attributed to other commands, of the same queue or not.
 #[test]
-fn several_commands_that_kill_are_told_from_others() {
+fn several_deadly_commands_are_distinguished() {
     let directory = tempfile::tempdir().unwrap();
     survive(file(&directory), "end:103,end:109,end:202", &[103, 109, 202]);
     survive(memory(), "start:103,start:109,start:202", &[103, 109, 202]);
 }
 
-/// Whoever kills processes from outside may do so as often as he likes, and always with the same
-/// command in hand: it is carried out in the end.
+/// A command in flight at any number of kills from outside is executed in the end.
 #[test]
 fn a_process_that_is_killed_from_outside_blames_no_command() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -94,13 +93,13 @@ fn a_process_that_is_killed_from_outside_blames_no_command() {
         for step in [Some(then), Some(then), Some(then), Some(then), None] {
             let began = Instant::now();
             while !host.has_died() {
-                assert!(began.elapsed() < host.patience, "it does not come to {step:?}");
+                assert!(began.elapsed() < host.patience, "crash point {step:?} is not reached");
                 wait::pause();
             }
             host.orders.abort_at = step.map(|step| (step, 1));
             host.kill();
         }
-        // What is completed with an error makes this panic.
+        // A completion with an error makes this panic.
         host.drain();
         assert_eq!(host.deaths, 5);
         host.verify();

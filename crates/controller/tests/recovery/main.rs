@@ -1,7 +1,9 @@
-//! Processes that are killed at any moment, and others that go on with their hosts.
+//! Crash recovery of a controller: processes that are killed at any moment, and others that
+//! recover their hosts.
 //!
-//! The host is this process: it has the memory, the queues and the doorbells, and what the process
-//! with the controller has recorded. That process is this program once more, and is killed.
+//! This process is the host: it has the memory, the queues and the doorbells, and the
+//! checkpoints of the process with the controller. That process is this test program once more,
+//! and is killed.
 
 mod alone;
 mod host;
@@ -30,17 +32,16 @@ impl Random {
     }
 }
 
-/// How often a test kills: more for whoever asks for more.
+/// Number of kills in a test; `SHADOWBELL_KILLS` overrides it.
 fn kills(default: u32) -> u32 {
     let asked = std::env::var("SHADOWBELL_KILLS").ok().and_then(|kills| kills.parse().ok());
     asked.unwrap_or(default)
 }
 
-/// One test at a time: a kernel that has to end what a dead process had under way, on processors
-/// that others keep busy, takes its time.
+/// One test at a time: on busy CPUs, the kernel takes long to end the I/O of a dead process.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Writes and reads while the process is killed again and again.
+/// Writes and reads while the process is killed repeatedly.
 fn survive(disk: Result<String, Arc<dyn Disk>>, mapped: bool, polling: bool, seed: u64) {
     survive_as(Orders::default(), disk, mapped, polling, seed);
 }
@@ -81,7 +82,7 @@ fn work(host: &mut Host, random: &mut Random) {
             // Shorter than a pause: there are many commands.
             std::thread::sleep(Duration::from_micros(20));
         }
-        assert!(began.elapsed() < LIMIT, "it stands still: {:?}", host.under_way);
+        assert!(began.elapsed() < LIMIT, "no progress: {:?}", host.under_way);
     }
 }
 
@@ -90,20 +91,20 @@ fn memory() -> Result<String, Arc<dyn Disk>> {
 }
 
 #[test]
-fn a_disk_in_memory_and_mapped_doorbells() {
+fn a_memory_disk_with_mapped_doorbells_survives_kills() {
     survive(memory(), true, true, 0x1234_5678);
     survive(memory(), true, false, 0x8765_4321);
 }
 
 #[test]
-fn a_disk_in_memory_and_shadow_doorbells() {
+fn a_memory_disk_with_shadow_doorbells_survives_kills() {
     survive(memory(), false, true, 0x1111_2222);
     survive(memory(), false, false, 0x3333_4444);
 }
 
-/// Its queues are of two workers, and arrive at the same thread.
+/// The queues were served by two I/O threads, and are recovered on one thread.
 #[test]
-fn a_controller_with_a_thread_of_its_own() {
+fn an_isolated_controller_survives_kills() {
     let orders = Orders { isolated: true, ..Orders::default() };
     let dir = tempfile::tempdir().unwrap();
     for (mapped, polling, seed) in
@@ -115,9 +116,10 @@ fn a_controller_with_a_thread_of_its_own() {
     }
 }
 
-/// Nothing is fetched on the way to rest, and what a dead process has left is carried out.
+/// Nothing is fetched while the controller quiesces, and commands of a dead process are
+/// executed.
 #[test]
-fn a_controller_that_comes_to_rest_as_soon_as_it_goes_on() {
+fn a_controller_that_quiesces_after_recovery_survives_kills() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     for (mapped, polling) in [(false, true), (true, false)] {
@@ -136,12 +138,12 @@ fn a_controller_that_comes_to_rest_as_soon_as_it_goes_on() {
             host.kill();
         }
         host.verify();
-        assert_ne!(host.replayed, 0, "nothing was under way");
+        assert_ne!(host.replayed, 0, "no command was in flight at a kill");
     }
 }
 
 #[test]
-fn a_file_and_shadow_doorbells() {
+fn a_file_with_shadow_doorbells_survives_kills() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
@@ -149,14 +151,14 @@ fn a_file_and_shadow_doorbells() {
 }
 
 #[test]
-fn a_file_and_mapped_doorbells() {
+fn a_file_with_mapped_doorbells_survives_kills() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
     survive(Ok(path.display().to_string()), true, true, 0x7777_8888);
 }
 
-/// Queues come and go, and events are asked for, while the process is killed.
+/// Queues are created and deleted, and events requested, while the process is killed.
 #[test]
 fn admin_commands_end_once_each() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -192,12 +194,13 @@ fn admin_commands_end_once_each() {
     }
 }
 
-/// Writes and reads until the process has died as it was told to; false if it does not come to
-/// that. With `admin`, queues come and go meanwhile, and then it may have been replaced already.
+/// Writes and reads until the process has died at its crash point; false if it does not get
+/// there. With `admin`, queues are created and deleted meanwhile, and the process may have been
+/// replaced already.
 fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
     let (began, mut completed) = (Instant::now(), 0);
     while !host.has_died() && host.orders.abort_at.is_some() && completed < 300 {
-        assert!(began.elapsed() < host.patience, "it stands still: {:?}", host.under_way);
+        assert!(began.elapsed() < host.patience, "no progress: {:?}", host.under_way);
         let at = (random.next() % 2) as usize;
         for _ in 0..random.next() % 8 {
             host.submit_io(at, random.next());
@@ -217,14 +220,14 @@ fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
     host.orders.abort_at.take().is_none()
 }
 
-/// A process that dies at each step on purpose, and others that go on.
+/// Processes that die at each crash point, and others that recover.
 fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint]) {
     host.begin();
     host.until_taken();
     for (point, nth) in points.iter().flat_map(|point| [(*point, 1), (*point, 2), (*point, 5)]) {
         println!("{}, time {nth}", point.name());
         if matches!(point, AbortPoint::ReplayStarted | AbortPoint::ReplayRecorded) {
-            // So that there is something to go on with.
+            // Leaves commands to recover.
             host.orders.abort_at = Some((AbortPoint::SqStored, 3));
             host.kill();
             assert!(work_until_dead(host, random, false), "nothing is ever fetched");
@@ -232,15 +235,15 @@ fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint])
         host.orders.abort_at = Some((point, nth));
         host.kill();
         let is_reached = work_until_dead(host, random, true);
-        // There may be less than that to go on with.
-        assert!(is_reached || nth != 1, "{} is never come to", point.name());
+        // There may be fewer commands to recover than that.
+        assert!(is_reached || nth != 1, "crash point {} is not reached", point.name());
         host.kill();
         host.until_taken();
     }
     host.verify();
 }
 
-/// What the controller of a file comes to.
+/// Crash points of a controller of a file.
 const OF_FILES: &[AbortPoint] = &[
     AbortPoint::Fetched,
     AbortPoint::Started,
@@ -259,7 +262,7 @@ const OF_FILES: &[AbortPoint] = &[
     AbortPoint::QueuesRecovered,
 ];
 
-/// What the controller of a disk in memory comes to: no command is under way.
+/// Crash points of a controller of a memory disk, which has no command in flight.
 const OF_MEMORY: &[AbortPoint] = &[
     AbortPoint::Fetched,
     AbortPoint::Staged,
@@ -288,8 +291,8 @@ fn a_process_may_die_at_each_step() {
     }
 }
 
-/// With the steps in a wrong order, commands are lost, or completed twice, or carried out again
-/// after newer ones.
+/// Counterproof: with the steps in a wrong order, commands are lost, completed twice, or
+/// executed again after newer ones.
 #[test]
 fn steps_in_a_wrong_order_do_not_survive() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -311,7 +314,7 @@ fn steps_in_a_wrong_order_do_not_survive() {
     }
 }
 
-/// The doorbells of the admin queue are where they are after the reset, and not where they were.
+/// The doorbells of the admin queue are those after the reset.
 #[test]
 fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -326,9 +329,10 @@ fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
     }
 }
 
-/// A process finds what the one before it had posted. The one after it knows of that, too.
+/// A process finds the completions posted by the previous one. The process after it knows of
+/// them, too.
 #[test]
-fn what_was_posted_before_a_death_is_not_posted_again_after_another() {
+fn completions_are_not_posted_again_after_a_second_crash() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::new(memory(), true, true);
     for _ in 0..3 {

@@ -1,11 +1,11 @@
-//! A disk in memory that compares and writes as one step.
+//! A memory disk with atomic compare-and-write.
 
 use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::io;
 use std::sync::Arc;
 
-/// The disk is memory, which ends everything at once.
+/// Wraps a memory disk, which completes everything at once.
 #[derive(Debug)]
 pub(crate) struct OneStep(pub(crate) Arc<dyn Disk>);
 

@@ -1,4 +1,4 @@
-//! The process with the controller, which is this program once more.
+//! The process with the controller, which is this test program once more.
 
 use crate::one_step::OneStep;
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ pub(crate) const WORKER: &str = "SHADOWBELL_TEST_RECOVERY_WORKER";
 pub(crate) const BASE: u64 = 0x10_0000;
 pub(crate) const MEMORY: u64 = 8 << 20;
 pub(crate) const BLOCKS: u64 = 512;
-/// Where things are in the host's memory.
+/// Layout of the host's memory.
 pub(crate) const ADMIN_SQ: u64 = 0;
 pub(crate) const ADMIN_CQ: u64 = 0x1000;
 pub(crate) const SHADOW: u64 = 0x2000;
@@ -34,23 +34,23 @@ pub(crate) const ADMIN_DATA: u64 = 0x4000;
 pub(crate) const QUEUES: u64 = 0x10000;
 pub(crate) const DATA: u64 = 0x10_0000;
 
-/// What a process is to serve.
+/// Task of a process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Task {
     pub(crate) memory: FdRef,
-    /// A file, by its path; or the state of a `mem:` disk.
+    /// Path of a file; or the state of a `mem:` disk.
     pub(crate) disk: Result<String, serde_json::Value>,
     pub(crate) polling: bool,
     pub(crate) workers: usize,
     pub(crate) mapped: bool,
     pub(crate) recovers: bool,
-    /// The process before has died by a fault.
+    /// The previous process has died by a fault.
     pub(crate) by_fault: bool,
     /// The controller gets a thread of its own.
     pub(crate) isolated: bool,
-    /// If it goes on for another one, it comes to rest at once, and goes on again.
+    /// A recovered controller quiesces at once, and resumes.
     pub(crate) rests: bool,
-    /// The disk compares and writes as one step.
+    /// The disk compares and writes atomically.
     pub(crate) one_step: bool,
 }
 
@@ -62,7 +62,7 @@ impl ToHost {
         *parcel.descriptors() = fds;
         parcel.add(what, true, body).unwrap();
         let host = self.0.lock().unwrap();
-        // The host may have gone.
+        // The host may have ended.
         let _ = parcel.send(&host);
     }
 }
@@ -78,7 +78,7 @@ pub(crate) fn open(
     fds: &mut Descriptors,
 ) -> Arc<dyn Disk> {
     match disk {
-        // Locked until nothing of the dead process is under way.
+        // The file is locked until the I/O of the dead process has ended.
         Ok(path) => {
             let until = Instant::now() + LIMIT;
             loop {
@@ -86,7 +86,7 @@ pub(crate) fn open(
                     Ok(disk) => return disk,
                     Err(error) => assert!(Instant::now() < until, "{path}: {error}"),
                 }
-                // The kernel needs a processor to end what is under way.
+                // The kernel needs a CPU to end that I/O.
                 wait::pause();
             }
         }
@@ -96,7 +96,7 @@ pub(crate) fn open(
     }
 }
 
-/// Serves, if this is the process that is to.
+/// Entry point of the child process, not a test of its own: serves the controller.
 #[test]
 #[ignore = "the process that is killed, for the other tests"]
 fn worker() {
@@ -116,7 +116,7 @@ fn worker() {
         vec![NamespaceConfig { disk, uuid: shadowbell_controller::config::uuid_from("recovery") }];
     let mut config = Config { namespaces, ..Config::default() };
     if task.rests {
-        // One after the other, so that not all of it has begun when it comes to rest.
+        // One request at a time, so that some commands have not started when it quiesces.
         config.quota.requests = 1;
     }
     let polling = match task.polling {
@@ -144,7 +144,7 @@ fn worker() {
         if task.rests {
             let (sender, receiver) = std::sync::mpsc::channel();
             controller.freeze(move || sender.send(()).unwrap());
-            receiver.recv_timeout(LIMIT).expect("it does not come to rest");
+            receiver.recv_timeout(LIMIT).expect("the controller is quiesced");
             controller.resume();
         }
     } else {
@@ -167,10 +167,10 @@ fn worker() {
         recorder.say("taken", &0usize, Descriptors::default());
     }
     if task.isolated {
-        // It may be from before.
+        // The controller may be isolated from before.
         let _ = controller.isolate();
     }
-    // Until it is killed, or the host is gone.
+    // Until the process is killed, or the host has ended.
     while let Ok(mut parcel) = Parcel::receive(&host) {
         if parcel.take::<()>("reset").unwrap().is_some() {
             reset_and_die(&controller);
@@ -181,7 +181,7 @@ fn worker() {
     std::process::exit(0);
 }
 
-/// Resets the controller, and is killed as soon as that is ready again.
+/// Resets the controller, and is killed as soon as it is ready again.
 fn reset_and_die(controller: &Controller) {
     let cc = |en| Cc::new().with_en(en).with_iosqes(6).with_iocqes(4).into_bits().to_le_bytes();
     controller.write(regs::CC, &cc(false));
@@ -197,7 +197,7 @@ fn reset_and_die(controller: &Controller) {
         .unwrap();
 }
 
-/// What a process has recorded.
+/// Checkpoints of a process.
 #[derive(Default)]
 pub(crate) struct Records {
     pub(crate) last: Option<Parcel>,
@@ -205,18 +205,18 @@ pub(crate) struct Records {
     pub(crate) taken: Option<usize>,
 }
 
-/// What a process is to do wrong, and at which step it is to die.
+/// Injected errors of a process, and its crash point.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Orders {
     pub(crate) abort_at: Option<(AbortPoint, u32)>,
     pub(crate) wrong: Option<&'static str>,
-    /// Commands that it dies of, and those after it.
+    /// Commands that crash this process and the next ones.
     pub(crate) deadly: Option<&'static str>,
-    /// The controller is to have a thread of its own.
+    /// The controller gets a thread of its own.
     pub(crate) isolated: bool,
-    /// It comes to rest once it has gone on.
+    /// The controller quiesces after recovery.
     pub(crate) rests: bool,
-    /// The disk compares and writes as one step.
+    /// The disk compares and writes atomically.
     pub(crate) one_step: bool,
 }
 
@@ -258,7 +258,7 @@ impl Process {
         let (socket, flag) = (host.try_clone().unwrap(), Arc::clone(&taken));
         let reader = std::thread::spawn(move || {
             let mut records = Records::default();
-            // Half a parcel is none.
+            // An incomplete message is an error, which ends the loop.
             while let Ok(mut parcel) = Parcel::receive(&socket) {
                 if let Some(replays) = parcel.take::<usize>("taken").unwrap() {
                     records.taken = Some(replays);
@@ -284,14 +284,15 @@ impl Process {
         }
     }
 
-    /// Whether it has died as it was told to.
+    /// Whether the process has died at its crash point.
     pub(crate) fn has_died(&mut self) -> bool {
         let Some(status) = self.child.try_wait().unwrap() else { return false };
         assert!(matches!(status.signal(), Some(6 | 9)), "{status}");
         true
     }
 
-    /// Kills it, unless it is dead already. What it has recorded, and whether it was a fault.
+    /// Kills the process, unless it is dead. Returns its checkpoints, and whether it died by a
+    /// fault.
     pub(crate) fn kill(mut self) -> (Records, bool) {
         self.child.kill().unwrap();
         let by_fault = self.child.wait().unwrap().signal() == Some(6);

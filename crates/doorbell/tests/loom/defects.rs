@@ -1,5 +1,5 @@
-//! Every model here leaves out one thing, and has to fail. If one of these passes, the models of
-//! this directory prove nothing.
+//! Defective variants of the protocol: every model in this module lacks one step, and has to
+//! fail. If one of them passes, the models of this directory prove nothing.
 
 use loom::thread;
 use shadowbell_doorbell::{Cell, FullFence, Predicate, Sleeper, SqTail};
@@ -25,7 +25,7 @@ fn the_controller_does_not_fence() {
     explore(None, || submit::<FullFence, NoFence, FullFence>(Predicate::Linux, 8, 0, 1));
 }
 
-/// SPDK's predicate rings more often; that does not make up for a fence.
+/// SPDK's predicate rings more often, which does not replace a fence.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_does_not_fence_against_an_inclusive_host() {
@@ -50,8 +50,8 @@ fn the_sleeper_does_not_fence() {
     explore(None, || trapped::<NoFence, FullFence>(1));
 }
 
-/// One update by the host, after the controller polled for a while; `round` is how the controller
-/// goes to sleep.
+/// One update by the host, after the controller polled for a while; `round` is the controller's
+/// way to sleep.
 fn after_polling(
     round: impl Fn(&mut SqTail<Word>, &mut Sleeper<Word>, &Wake) + Sync + Send + Copy + 'static,
 ) {
@@ -70,14 +70,14 @@ fn after_polling(
     });
 }
 
-/// The measure for the next two: done right, it passes.
+/// Control for the next two models: without a defect, it passes.
 #[test]
-fn nothing_is_wrong() {
+fn the_models_pass_without_a_defect() {
     after_polling(sleep_on);
 }
 
-/// Looks a last time and only then says "ring": whatever comes between is lost. The types forbid
-/// it; the token of a second sleeper gets around them.
+/// Checks before it arms EventIdx: an update in between is lost. The types forbid this order;
+/// the token of a second sleeper circumvents them.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_looks_before_it_arms() {
@@ -92,7 +92,7 @@ fn the_controller_looks_before_it_arms() {
     });
 }
 
-/// Fences, looks again, and never said "ring".
+/// Fences and checks again without arming EventIdx.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_does_not_arm() {
@@ -105,16 +105,16 @@ fn the_controller_does_not_arm() {
     });
 }
 
-/// EventIdx equal to the completion queue's tail while the queue is full: the host would ring once
-/// it has consumed everything and one more.
+/// EventIdx equal to the completion queue's tail while the queue is full: the host would ring
+/// only after it has consumed everything and one more.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_waits_for_room_with_event_idx_at_the_tail() {
     explore(None, || full::<FullFence, FullFence>(Predicate::Linux, 4, 1, 1, Ask::AtTheTail));
 }
 
-/// Every trapped value is copied to the shadow entry: one that was posted and comes late takes the
-/// tail back, and the entry that was submitted since is never seen.
+/// Every trapped value is copied to the shadow entry: a posted write that arrives late moves
+/// the tail back, and the entry submitted since is never seen.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_trap_writes_the_shadow_entry() {

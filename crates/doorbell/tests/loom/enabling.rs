@@ -12,7 +12,8 @@ use crate::rig::{
     sleep_pair, word,
 };
 
-/// The command, as two flags: submitted by the host, completed by the controller.
+/// The Doorbell Buffer Config command, as two flags: submitted by the host, completed by the
+/// controller.
 #[derive(Clone)]
 struct Config {
     submitted: Word,
@@ -31,7 +32,7 @@ impl Config {
 }
 
 /// The controller: fetches `count` entries from `from` on, and executes the command when it
-/// comes; calls `progress` with what it has fetched so far and whether the command is done.
+/// arrives; calls `progress` with the fetch position and whether the command is complete.
 struct Controller {
     cells: DoorbellCells,
     size: RingSize,
@@ -76,16 +77,16 @@ impl Controller {
     }
 }
 
-/// Where another host than ours takes the old value of its predicate from.
+/// Source of the old value in another host's predicate.
 #[derive(Clone, Copy)]
 enum Old {
-    /// The shadow entry, as Linux and SPDK do.
+    /// The shadow entry, as in Linux and SPDK.
     Shadow,
-    /// Its own memory.
+    /// Private memory of the host.
     Private,
 }
 
-/// Another host than ours: it touches the shadow entry only once it trusts it.
+/// Another host implementation: it writes the shadow entry only after the command is complete.
 struct OtherHost {
     cells: DoorbellCells,
     wake: Wake,
@@ -114,7 +115,7 @@ impl OtherHost {
     }
 }
 
-/// Our own host changes over in the middle of submissions, one of them in flight already.
+/// This crate's host switches over in the middle of submissions, one of them in flight already.
 #[test]
 fn our_host_enables_under_load() {
     for predicate in PREDICATES {
@@ -147,11 +148,11 @@ fn our_host_enables_under_load() {
     }
 }
 
-/// Our own host changes over in the middle of submissions, around a ring so small that the first
-/// values published under the new rule are the very one that the shadow entry held when the command
-/// was executed.
+/// This crate's host switches over in the middle of submissions, around a ring so small that
+/// the first values published under the new rule equal the shadow entry at the execution of the
+/// command.
 #[test]
-fn our_host_comes_round_to_the_snapshot() {
+fn our_host_wraps_to_the_snapshot() {
     for predicate in PREDICATES {
         explore(Some(3), move || {
             let (size, cells, config) = (ring(3), DoorbellCells::at(0), Config::new());
@@ -230,8 +231,8 @@ fn other_hosts_enable_under_load() {
     }
 }
 
-/// A shadow entry left at zero, and a first update under the new rule that wraps to zero: the entry
-/// does not change at all, but EventIdx has kept in step with the tail, so the host rings.
+/// A shadow entry left at zero, and a first update under the new rule that wraps to zero: the
+/// entry does not change at all, but EventIdx has followed the tail, so the host rings.
 #[test]
 fn the_first_update_lands_on_a_stale_zero() {
     for predicate in PREDICATES {
@@ -270,7 +271,8 @@ fn the_first_update_lands_on_a_stale_zero() {
     }
 }
 
-/// The admin queue of Linux and SPDK: the command is in force, this queue is never shadowed.
+/// The admin queue of Linux and SPDK: the command is in force, and this queue is never
+/// shadowed.
 #[test]
 fn a_host_that_never_shadows_the_queue() {
     for initial in [0, 2] {

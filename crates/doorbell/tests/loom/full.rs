@@ -1,21 +1,22 @@
-//! A full completion queue: the controller has something to post and no room for it.
+//! A full completion queue: the controller has completions to post and no room for them.
 
 use loom::thread;
 use shadowbell_doorbell::{Fence, FullFence, Predicate};
 
 use crate::rig::{DoorbellCells, PREDICATES, explore, in_use, in_use_head, ring, sleep_pair};
 
-/// How the controller asks for the wakeup that it needs.
+/// Kind of wakeup that the controller requests.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Ask {
     /// As this crate does.
     Arm,
-    /// EventIdx at the completion queue's tail, as for "tell me when you have consumed it all".
+    /// EventIdx at the completion queue's tail, for a wakeup after the last completion was
+    /// consumed.
     AtTheTail,
 }
 
-/// A completion queue of `entries`, full, its head at `head`; the controller has `count` more to
-/// post, the host consumes all that comes.
+/// A full completion queue of `entries` with its head at `head`; the controller has `count`
+/// more completions to post, and the host consumes all of them.
 pub(crate) fn full<H: Fence, S: Fence>(
     predicate: Predicate,
     entries: u32,
@@ -72,7 +73,7 @@ fn room_in_a_full_completion_queue_wakes_the_controller() {
     }
 }
 
-/// Both at once, under one fence: blocked on room for a completion, and asleep for submissions.
+/// Both queues under one fence: blocked on room for a completion, and asleep for submissions.
 #[test]
 fn one_fence_serves_both_queues() {
     for predicate in PREDICATES {
@@ -90,7 +91,7 @@ fn one_fence_serves_both_queues() {
                 })
             };
             // The completion queue of two is full, with its tail at 1. A command is executed when
-            // both are there: it, and room for its completion.
+            // the command and room for its completion are there.
             loop {
                 let command = tail.look() == Ok(0);
                 let room = head.look(1) == Ok(1);

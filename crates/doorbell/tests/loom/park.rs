@@ -1,5 +1,5 @@
-//! A queue that sleeps by itself while its thread looks after others: a doorbell write for it is a
-//! message to the thread, which may sleep as well.
+//! A parked queue: it sleeps by itself while its thread serves others. A doorbell write for it
+//! is a message to the thread, which may sleep as well.
 
 use loom::sync::Mutex;
 use loom::sync::atomic::Ordering;
@@ -11,11 +11,12 @@ use crate::rig::{
     DoorbellCells, PREDICATES, Wake, Word, explore, in_use, is_set, ring, sleep_pair, word,
 };
 
-/// Where the host's ring goes: to the queue's own sleeper, and by a message to the thread's.
+/// Targets of the host's doorbell write: the queue's own sleeper, and by a message the thread's
+/// sleeper.
 struct Parking<F> {
     queue: Wake<F>,
     thread: Wake,
-    /// Doorbell writes for the queue, and whether there are any.
+    /// Number of doorbell writes for the queue, and whether there are any.
     messages: Arc<Mutex<u32>>,
     pending: Word,
 }
@@ -31,15 +32,16 @@ impl<F> Clone for Parking<F> {
     }
 }
 
-/// What is left out, to see that it is needed.
+/// Step that is left out, to show that it is needed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Without {
     Nothing,
-    /// The message is left, and its recipient not woken.
+    /// The message is stored, and the thread is not woken.
     Kick,
-    /// A ring for a queue that is parked wakes the thread, which does not learn which queue it was.
+    /// A doorbell write for a parked queue wakes the thread, without a message that names the
+    /// queue.
     Message,
-    /// A ring for a queue that is not parked wakes nobody.
+    /// A doorbell write for a queue that is not parked wakes no thread.
     Thread,
 }
 
@@ -48,12 +50,13 @@ impl<F: Fence> Parking<F> {
         Self { queue, thread, messages: Arc::default(), pending: word(0) }
     }
 
-    /// Whether there was a message.
+    /// Takes the messages; returns whether there were any.
     fn take_messages(&self) -> bool {
         if !is_set(&self.pending) {
             return false;
         }
-        // First the flag, then the messages: one that comes in between is found again.
+        // Clears the flag before it reads the messages: a message in between is found by the next
+        // call.
         self.pending.store(0, Ordering::Release);
         std::mem::take(&mut *self.messages.lock().unwrap()) != 0
     }
@@ -68,14 +71,14 @@ impl<F: Fence> Parking<F> {
                 self.thread.kick();
             }
         } else if without != Without::Thread {
-            // Not parked: the thread looks at it, or sleeps with its doorbell armed.
+            // The queue is not parked: the thread polls it, or sleeps with its doorbell armed.
             self.thread.kick();
         }
     }
 }
 
-/// The thread: sleeps with the queue's doorbell armed, once; then it parks the queue when it finds
-/// nothing, and sleeps because there is nothing else.
+/// The thread: sleeps once with the queue's doorbell armed; then it parks the queue when it
+/// finds nothing, and sleeps because it has no other work.
 fn tend(
     tail: &mut SqTail<Word>,
     own: &mut Sleeper<Word, impl Fence>,
@@ -124,7 +127,7 @@ fn tend(
     }
 }
 
-/// The host moves its tail `count` times meanwhile.
+/// The host advances its tail `count` times meanwhile.
 pub(crate) fn parked<H, S, W>(predicate: Predicate, count: u16, without: Without)
 where
     H: Fence,
@@ -162,8 +165,8 @@ fn a_parked_queue_is_woken() {
     }
 }
 
-/// Two doorbell writes at once, of which one may leave the message to the other, and a queue that
-/// was woken and parked again between the two.
+/// Two doorbell writes at once, of which one may leave the message to the other, and a queue
+/// that is woken and parked again between the two.
 #[test]
 fn two_doorbell_writes_for_a_parked_queue_lose_nothing() {
     explore(Some(2), || {

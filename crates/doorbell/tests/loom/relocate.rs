@@ -1,9 +1,10 @@
-//! A queue that goes from one sleeping thread to another while its host rings.
+//! A queue that moves from one sleeping thread to another while its host rings.
 //!
-//! A writer looks up whose queue it is, stores the register, passes the fence of its ring, and
-//! looks up once more: if the queue has gone elsewhere meanwhile, it rings there as well. Who hands
-//! the queue over says so before the other may look. So either the new owner sees the register in
-//! its last look before it sleeps, or the writer sees the new owner.
+//! A doorbell write looks up the queue's owner, stores the register, passes the fence of its
+//! ring, and looks up the owner again: if the queue has moved meanwhile, it rings at the new
+//! owner as well. The old owner publishes the new one before that may poll. So either the new
+//! owner sees the register in its last check before it sleeps, or the writer sees the new
+//! owner.
 
 use loom::sync::atomic::Ordering;
 use loom::thread;
@@ -11,12 +12,12 @@ use shadowbell_doorbell::{FullFence, SqTail};
 
 use crate::rig::{Entries, Wake, explore, ring, serve, sleep_pair, word};
 
-/// One doorbell write while the queue goes from worker 0 to worker 1. The writer looks once more
-/// only if `twice`.
+/// One doorbell write while the queue moves from I/O thread 0 to I/O thread 1. The writer looks
+/// up the owner again only if `twice`.
 pub(crate) fn relocated(twice: bool) {
     let (size, register, owner) = (ring(8), word(0), word(0));
     let memory = Entries::new(size);
-    // The old owner is awake until it has handed the queue over, and does not look at it any more.
+    // The old owner is awake until it has moved the queue, and does not poll it any more.
     let (_old, old_wake) = sleep_pair::<FullFence, FullFence>();
     let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
     let host = {
@@ -33,13 +34,13 @@ pub(crate) fn relocated(twice: bool) {
         })
     };
     owner.store(1, Ordering::Release);
-    // What the queue is made of arrives with a message, which is of no interest here.
+    // The queue itself arrives with a message, which is not modelled.
     let mut tail = SqTail::new(size, register);
     serve(&mut tail, &memory, 1, &mut sleeper, &wake);
     host.join().unwrap();
 }
 
 #[test]
-fn a_queue_that_goes_elsewhere_misses_no_doorbell() {
+fn a_moved_queue_misses_no_doorbell() {
     explore(None, || relocated(true));
 }

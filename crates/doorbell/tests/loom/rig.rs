@@ -1,6 +1,6 @@
-//! What the models are built from: cells, an eventfd, a host and a controller.
+//! Building blocks of the models: cells, an eventfd, a host and a controller.
 //!
-//! `Arc` is the standard one: what it counts is no part of the models, and loom's own cannot be
+//! `Arc` is the standard one: its count is no part of the models, and loom's own cannot be
 //! dropped while a model that found its deadlock unwinds.
 
 use loom::cell::UnsafeCell;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 pub(crate) const PREDICATES: [Predicate; 2] = [Predicate::Linux, Predicate::SpdkInclusive];
 
-/// A fence that is none: what a compiler or a reviewer may think of as "release is enough".
+/// No fence at all: the defect of code that relies on release ordering.
 pub(crate) struct NoFence;
 
 impl Fence for NoFence {
@@ -54,7 +54,7 @@ impl Event {
     }
 }
 
-/// Posted writes, in order, on their way.
+/// Posted writes in transit, in order.
 #[derive(Default)]
 pub(crate) struct Bus {
     posted: Mutex<Vec<Option<u16>>>,
@@ -62,7 +62,7 @@ pub(crate) struct Bus {
 }
 
 impl Bus {
-    /// Posts a value; with `None`, the last one was sent.
+    /// Posts a value; `None` after the last one.
     pub(crate) fn post(&self, value: Option<u16>) {
         self.posted.lock().unwrap().push(value);
         self.condition.notify_one();
@@ -84,7 +84,7 @@ pub(crate) fn word(value: u32) -> Word {
     Arc::new(AtomicU32::new(value))
 }
 
-/// A queue that has got to `at` with no shadow entry.
+/// A queue at position `at` without a shadow entry.
 pub(crate) fn by_register(at: u16) -> DoorbellState {
     DoorbellState { last: at, truth: Truth::Register, snapshot: None }
 }
@@ -98,7 +98,7 @@ pub(crate) struct DoorbellCells {
 }
 
 impl DoorbellCells {
-    /// A doorbell all of whose cells are at `value`.
+    /// A doorbell with all of its cells at `value`.
     pub(crate) fn at(value: u16) -> Self {
         let value = u32::from(value);
         Self { register: word(value), shadow: word(value), event_idx: word(value) }
@@ -127,7 +127,7 @@ impl DoorbellCells {
     }
 }
 
-/// The thread that sleeps, seen from the threads that wake it.
+/// The sleeping thread, from the side of the threads that wake it.
 pub(crate) struct Wake<F = FullFence> {
     pub(crate) waker: Waker<Word, F>,
     pub(crate) event: Arc<Event>,
@@ -139,7 +139,7 @@ impl<F> Clone for Wake<F> {
     }
 }
 
-/// A sleeper with its fence, and what wakes it with the wakers' fence.
+/// A sleeper with its fence, and its waker with the wakers' fence.
 pub(crate) fn sleep_pair<S: Fence, W: Fence>() -> (Sleeper<Word, S>, Wake<W>) {
     let state = word(0);
     let sleeper = Sleeper::new(state.clone());
@@ -154,7 +154,7 @@ impl<F: Fence> Wake<F> {
         }
     }
 
-    /// Something new that is not a doorbell.
+    /// A wakeup for another reason than a doorbell.
     pub(crate) fn kick(&self) {
         if self.waker.kick() {
             self.event.signal();
@@ -175,12 +175,12 @@ impl<F: Fence> Wake<F> {
     }
 }
 
-/// The memory of a queue: loom complains if an entry is read that was not yet written, or is
-/// written while it is read.
+/// Memory of a queue: loom fails if an entry is read before it is written, or is written while
+/// it is read.
 pub(crate) struct Entries(Vec<UnsafeCell<()>>);
 
 impl Entries {
-    // Loom's threads take turns on one thread of the system: nothing here needs to be `Sync`.
+    // Loom's threads take turns on one system thread, so the entries need not be `Sync`.
     #[allow(clippy::arc_with_non_send_sync)]
     pub(crate) fn new(size: RingSize) -> Arc<Self> {
         Arc::new(Self((0..size.entries()).map(|_| UnsafeCell::new(())).collect()))
@@ -194,7 +194,7 @@ impl Entries {
         self.0[usize::from(at)].with(|_| ());
     }
 
-    /// Reads what lies between two positions.
+    /// Reads the entries between two positions.
     pub(crate) fn fetch(&self, size: RingSize, mut from: u16, to: u16) {
         while from != to {
             self.read(from);
@@ -203,7 +203,8 @@ impl Entries {
     }
 }
 
-/// A round of going to sleep over one submission queue: the order that the crate prescribes.
+/// One round of going to sleep over one submission queue, in the order that the crate
+/// prescribes.
 pub(crate) fn sleep_on<F: Fence, W: Fence>(
     tail: &mut SqTail<Word>,
     sleeper: &mut Sleeper<Word, F>,
@@ -218,9 +219,9 @@ pub(crate) fn sleep_on<F: Fence, W: Fence>(
     }
 }
 
-/// A queue that has been in use for a while: one entry was submitted and fetched just now, from
-/// position `at` - 1, so that EventIdx is left behind and asks for nothing. Neither end has any
-/// luck with a value that happens to be right already.
+/// A queue that has been in use for a while: one entry was submitted and fetched at position
+/// `at` - 1, so that EventIdx is behind and requests nothing. Neither end profits from an
+/// initial value that happens to be right.
 pub(crate) fn in_use<F: Fence>(
     cells: &DoorbellCells,
     size: RingSize,
@@ -233,7 +234,7 @@ pub(crate) fn in_use<F: Fence>(
     (host, tail)
 }
 
-/// A completion queue that has been in use for a while, as [`in_use`] has a submission queue.
+/// A completion queue that has been in use for a while, like [`in_use`] for a submission queue.
 pub(crate) fn in_use_head<F: Fence>(
     cells: &DoorbellCells,
     size: RingSize,
@@ -246,8 +247,8 @@ pub(crate) fn in_use_head<F: Fence>(
     (host, head)
 }
 
-/// The controller's life until the tail is at `end`: look, fetch, and sleep when there is nothing.
-/// The tail never moves backwards: what is left never grows.
+/// The controller until the tail is at `end`: poll, fetch, and sleep when there is nothing. The
+/// tail never moves backwards, so the rest never grows.
 pub(crate) fn serve<F: Fence, W: Fence>(
     tail: &mut SqTail<Word>,
     entries: &Entries,
@@ -268,7 +269,7 @@ pub(crate) fn serve<F: Fence, W: Fence>(
     }
 }
 
-/// A word that is read as a flag.
+/// Reads a word as a flag.
 pub(crate) fn is_set(flag: &Word) -> bool {
     flag.load_acquire() != 0
 }

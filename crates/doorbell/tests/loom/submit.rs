@@ -8,8 +8,8 @@ use crate::rig::{
     DoorbellCells, Entries, Event, PREDICATES, explore, in_use, ring, serve, sleep_pair,
 };
 
-/// A host that submits `count` entries one by one from position `from` on, and a controller that
-/// sleeps whenever there is nothing to fetch.
+/// A host that submits `count` entries one by one from position `from` on, and a controller
+/// that sleeps whenever there is nothing to fetch.
 pub(crate) fn submit<H: Fence, S: Fence, W: Fence>(
     predicate: Predicate,
     entries: u32,
@@ -57,9 +57,10 @@ fn no_wakeup_is_lost_where_the_ring_wraps() {
     }
 }
 
-/// The host stores each value and asks about it with the next, and about the last before it waits.
+/// The host stores each value and evaluates its predicate with the next one, and for the last
+/// one before it waits.
 #[test]
-fn no_wakeup_is_lost_where_the_host_asks_later() {
+fn no_wakeup_is_lost_with_a_deferred_predicate() {
     for count in [1, 2, 3] {
         explore(Some(3), move || {
             let size = ring(8);
@@ -89,8 +90,8 @@ fn no_wakeup_is_lost_where_the_host_asks_later() {
     }
 }
 
-/// More than one turn of a ring of two: the host waits for room, so every entry is a turn of its
-/// own and EventIdx is always one of the only two values there are.
+/// More than one turn of a ring of two: the host waits for room, so every entry is a turn of
+/// its own and EventIdx is always one of only two values.
 #[test]
 fn no_wakeup_is_lost_over_several_turns() {
     for predicate in PREDICATES {
@@ -140,7 +141,7 @@ fn polling_costs_no_mmio() {
             host.join().unwrap();
         });
     }
-    // Nor if the host asks later.
+    // Neither with a deferred predicate.
     explore(Some(4), move || {
         let size = ring(16);
         let cells = DoorbellCells::at(14);

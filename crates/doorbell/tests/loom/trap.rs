@@ -1,4 +1,4 @@
-//! A plain trapped doorbell, with no shadow entry, against a worker that sleeps.
+//! A plain trapped doorbell, without a shadow entry, against a sleeping I/O thread.
 
 use loom::sync::atomic::Ordering;
 use loom::thread;
@@ -30,7 +30,7 @@ pub(crate) fn trapped<S: Fence, W: Fence>(count: u16) {
 }
 
 #[test]
-fn no_trapped_doorbell_is_slept_through() {
+fn no_trapped_doorbell_is_lost() {
     explore(None, || trapped::<FullFence, FullFence>(1));
     explore(Some(3), || trapped::<FullFence, FullFence>(3));
 }
@@ -70,7 +70,7 @@ fn two_wakers_share_a_signal_and_lose_nothing() {
     });
 }
 
-/// A control message wakes as a doorbell does, if the sleeper notes its mailbox in the round.
+/// A control message wakes like a doorbell, if the sleeper checks its mailbox in the round.
 #[test]
 fn a_message_wakes_too() {
     explore(None, || {
@@ -94,14 +94,13 @@ fn a_message_wakes_too() {
     });
 }
 
-/// The MMIO write may arrive late, behind the host's back: it wakes, and its old value moves
-/// nothing.
+/// A late MMIO write wakes the controller, and its old value does not move the tail.
 #[test]
 fn a_late_posted_write_moves_nothing_back() {
     explore(Some(3), || posted(|cells, wake, value| wake.trap(&cells.register, value)));
 }
 
-/// A host whose MMIO writes are delivered by another thread, whenever it likes, by `deliver`.
+/// A host whose MMIO writes are delivered by another thread at any time, by `deliver`.
 pub(crate) fn posted(deliver: impl Fn(&DoorbellCells, &Wake, u16) + Send + 'static) {
     let size = ring(8);
     let cells = DoorbellCells::at(7);
@@ -132,6 +131,6 @@ pub(crate) fn posted(deliver: impl Fn(&DoorbellCells, &Wake, u16) + Send + 'stat
     serve(&mut tail, &memory, 2, &mut sleeper, &wake);
     host.join().unwrap();
     bus.join().unwrap();
-    // Everything has arrived by now, and the tail is where it was.
+    // All writes have arrived, and the tail has not moved back.
     assert_eq!(tail.look(), Ok(2), "the tail moved backwards");
 }

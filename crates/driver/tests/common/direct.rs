@@ -1,4 +1,4 @@
-//! A way to a controller in the same process.
+//! Transport to a controller in the same process.
 
 use shadowbell_controller::Controller as Emulated;
 use shadowbell_driver::{Transport, TransportError};
@@ -6,7 +6,7 @@ use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_testing::wait::LIMIT;
 use std::sync::{Arc, mpsc};
 
-/// The controller, without anything in between.
+/// The controller, called directly.
 pub(crate) struct Direct(pub(crate) Emulated);
 
 impl Direct {

@@ -1,4 +1,4 @@
-//! The control plane.
+//! Admin commands.
 
 use crate::fake::Fake;
 use crate::{attach, attach_with, impatient, options};
@@ -46,7 +46,7 @@ fn long_log_pages_come_in_pieces() {
 }
 
 #[test]
-fn any_command_with_its_data_and_deadline() {
+fn any_command_has_data_and_a_deadline() {
     let fake = Fake::new();
     let controller = attach(&fake);
     let admin = controller.admin();
@@ -65,7 +65,7 @@ fn any_command_with_its_data_and_deadline() {
     assert!(matches!(error, CommandError::Timeout { .. }), "{error}");
     // Not before its time.
     assert!(began.elapsed() >= limit);
-    // The queue goes on, and a late completion hits nobody.
+    // The queue continues, and a late completion is assigned to no other command.
     for _ in 0..100 {
         admin.identify_controller().unwrap();
     }
@@ -78,7 +78,7 @@ fn any_command_with_its_data_and_deadline() {
 }
 
 #[test]
-fn commands_that_never_complete_fill_the_queue_and_no_more() {
+fn hung_commands_fill_the_queue_only() {
     let fake = Fake::new();
     let controller = attach_with(&fake, &impatient());
     let admin = controller.admin();
@@ -90,7 +90,7 @@ fn commands_that_never_complete_fill_the_queue_and_no_more() {
         assert!(matches!(error, CommandError::Timeout { .. }), "{error}");
     }
     drop(admin);
-    // Not even the queue can be deleted, but the controller is still stopped.
+    // The queue cannot even be deleted, but the controller is still stopped.
     assert!(controller.detach().is_err());
     assert!(!fake.state().csts.rdy());
 }
@@ -108,7 +108,7 @@ fn a_fatal_status_ends_the_wait() {
 }
 
 #[test]
-fn a_completion_that_somebody_else_found_is_kept_for_its_owner() {
+fn a_completion_found_by_another_thread_reaches_its_owner() {
     let fake = Fake::new();
     let controller = attach(&fake);
     fake.with(|state| state.ignored.insert(0xc1));
@@ -125,10 +125,10 @@ fn a_completion_that_somebody_else_found_is_kept_for_its_owner() {
                 }
                 std::thread::yield_now();
             };
-            // Long enough that it only looks now and then.
+            // Long enough that the waiting thread polls only occasionally.
             std::thread::sleep(Duration::from_millis(2));
             fake.post(0, Cqe::new(cid, 0, 0, Status::SUCCESS, round), 0, None);
-            // Finds that completion, and has the slot for its own command.
+            // Reaps that completion, and reuses the slot for its own command.
             for _ in 0..3 {
                 controller.admin().identify_controller().unwrap();
             }
@@ -138,7 +138,7 @@ fn a_completion_that_somebody_else_found_is_kept_for_its_owner() {
 }
 
 #[test]
-fn several_threads_at_once() {
+fn several_threads_share_the_admin_queue() {
     let fake = Fake::new();
     let controller = attach(&fake);
     std::thread::scope(|scope| {
@@ -156,7 +156,7 @@ fn several_threads_at_once() {
 }
 
 #[test]
-fn events_are_kept_until_they_are_asked_for() {
+fn events_are_stored_until_taken() {
     let fake = Fake::new();
     let controller = attach(&fake);
     let admin = controller.admin();
@@ -173,13 +173,13 @@ fn events_are_kept_until_they_are_asked_for() {
 }
 
 #[test]
-fn more_events_than_anybody_asks_for() {
+fn excess_events_drop_the_oldest() {
     let fake = Fake::new();
     let controller = attach(&fake);
     let admin = controller.admin();
     for info in 0..300 {
         fake.event(info << 8);
-        // Has the completions looked at without taking the events.
+        // Reaps completions without taking the events.
         admin.get_feature(6, 0, Select::Current).unwrap();
     }
     let events = admin.take_events();
@@ -209,7 +209,7 @@ fn events_are_delivered_by_interrupt() {
 }
 
 #[test]
-fn an_event_request_that_is_refused_is_not_repeated() {
+fn a_refused_event_request_is_not_repeated() {
     let fake = Fake::new();
     let opcode = AdminOpcode::AsyncEventRequest as u8;
     fake.with(|state| state.refused.insert(opcode, Status::AER_LIMIT));

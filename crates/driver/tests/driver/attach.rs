@@ -1,4 +1,4 @@
-//! Attaching: what is sent in which order, what is found, and every way in which it goes wrong.
+//! Attaching: order of the commands, results, and every way of failing.
 
 use crate::fake::{BLOCKS, Fake};
 use crate::{attach, impatient, options};
@@ -20,7 +20,7 @@ fn fails(fake: &Fake, options: &AttachOptions) -> AttachError {
 }
 
 #[test]
-fn a_controller_that_behaves() {
+fn a_correct_controller_is_attached() {
     let fake = Fake::new();
     let options = AttachOptions { queue_pairs: 3, ..options() };
     let mut controller = Controller::attach(fake.transport(), &options).unwrap();
@@ -52,7 +52,7 @@ fn a_controller_that_behaves() {
 }
 
 #[test]
-fn a_controller_may_look_for_admin_commands_in_either_place() {
+fn admin_doorbells_reach_register_and_shadow() {
     for (admin_by_register, polling) in [(false, false), (false, true), (true, false)] {
         let fake = Fake::new();
         fake.with(|state| {
@@ -68,7 +68,7 @@ fn a_controller_may_look_for_admin_commands_in_either_place() {
 }
 
 #[test]
-fn fewer_queue_pairs_than_asked_for_are_enough() {
+fn fewer_queue_pairs_than_requested_are_accepted() {
     let fake = Fake::new();
     fake.with(|state| state.granted = 2);
     let options = AttachOptions { queue_pairs: 5, ..options() };
@@ -85,7 +85,7 @@ fn fewer_queue_pairs_than_asked_for_are_enough() {
 }
 
 #[test]
-fn a_controller_that_was_left_enabled_is_disabled_first() {
+fn an_enabled_controller_is_disabled_first() {
     let fake = Fake::new();
     std::mem::forget(attach(&fake));
     let second = attach(&fake);
@@ -111,7 +111,7 @@ fn refused_shadow_doorbells_are_replaced_by_plain_ones() {
 }
 
 #[test]
-fn doorbells_that_can_be_mapped_are_mapped_when_that_is_best() {
+fn mappable_doorbells_are_mapped_when_best() {
     let fake = Fake::new();
     fake.with(|state| state.doorbell_page = Some(Mapping::anonymous(4096).unwrap().bytes()));
     let mode = |doorbells| {
@@ -127,7 +127,7 @@ fn doorbells_that_can_be_mapped_are_mapped_when_that_is_best() {
 }
 
 #[test]
-fn options_that_no_controller_could_honour() {
+fn invalid_attach_options_are_refused() {
     let fake = Fake::new();
     let base = options();
     for (options, word) in [
@@ -145,7 +145,7 @@ fn options_that_no_controller_could_honour() {
 }
 
 #[test]
-fn a_controller_that_never_gets_ready() {
+fn attaching_fails_if_the_controller_never_gets_ready() {
     let fake = Fake::new();
     fake.with(|state| state.stuck = true);
     let began = Instant::now();
@@ -157,7 +157,7 @@ fn a_controller_that_never_gets_ready() {
 }
 
 #[test]
-fn a_controller_that_never_gets_disabled() {
+fn attaching_fails_if_the_controller_never_gets_disabled() {
     let fake = Fake::new();
     std::mem::forget(attach(&fake));
     fake.with(|state| state.stuck = true);
@@ -181,7 +181,7 @@ fn the_controllers_own_timeout_is_honoured() {
 }
 
 #[test]
-fn a_controller_that_fails() {
+fn attaching_fails_on_a_fatal_status() {
     let fake = Fake::new();
     fake.with(|state| state.fatal = true);
     let error = fails(&fake, &options());
@@ -189,7 +189,7 @@ fn a_controller_that_fails() {
 }
 
 #[test]
-fn a_stale_translation_costs_a_reset_and_nothing_else() {
+fn a_stale_translation_costs_one_reset() {
     for no_reset in [false, true] {
         let fake = Fake::new();
         fake.with(|state| (state.stale, state.no_reset) = (1, no_reset));
@@ -201,7 +201,7 @@ fn a_stale_translation_costs_a_reset_and_nothing_else() {
 }
 
 #[test]
-fn a_controller_that_goes_fatal_twice_is_given_up() {
+fn a_second_fatal_status_fails_the_attach() {
     let fake = Fake::new();
     fake.with(|state| state.stale = 2);
     let error = fails(&fake, &options());
@@ -210,7 +210,7 @@ fn a_controller_that_goes_fatal_twice_is_given_up() {
 }
 
 #[test]
-fn a_controller_that_is_not_there() {
+fn attaching_fails_on_a_removed_controller() {
     let fake = Fake::new();
     fake.with(|state| state.removed = true);
     let error = Controller::attach(fake.transport(), &options()).unwrap_err();
@@ -218,7 +218,7 @@ fn a_controller_that_is_not_there() {
 }
 
 #[test]
-fn a_controller_of_another_kind() {
+fn an_unsupported_controller_is_refused() {
     for (cap, word) in [
         (Fake::new().state().cap.with_css(0x80), "NVM command set"),
         (Fake::new().state().cap.with_mqes(0), "one entry"),
@@ -231,7 +231,7 @@ fn a_controller_of_another_kind() {
 }
 
 #[test]
-fn commands_that_are_refused_or_never_completed() {
+fn a_refused_or_hung_command_fails_the_attach() {
     use AdminOpcode::{CreateIoCq, CreateIoSq, Identify, SetFeatures};
     for opcode in [Identify, SetFeatures, CreateIoCq, CreateIoSq] {
         let fake = Fake::new();
@@ -248,7 +248,7 @@ fn commands_that_are_refused_or_never_completed() {
 }
 
 #[test]
-fn a_controller_that_can_not_be_shut_down_after_a_failed_attach_is_reset() {
+fn a_failed_attach_resets_a_hung_controller() {
     let fake = Fake::new();
     fake.with(|state| {
         state.refused.insert(AdminOpcode::CreateIoCq as u8, Status::INTERNAL);
@@ -258,11 +258,11 @@ fn a_controller_that_can_not_be_shut_down_after_a_failed_attach_is_reset() {
 }
 
 #[test]
-fn namespaces_that_do_not_make_sense() {
+fn invalid_namespaces_are_skipped() {
     let fake = Fake::new();
     fake.with(|state| {
         let good = state.namespaces[&1];
-        // No such format; a block of 1 byte; metadata; no blocks at all.
+        // An invalid format; a block of 1 byte; metadata; no blocks at all.
         let mut bad = good;
         bad.flbas = bad.flbas.with_low(7);
         state.namespaces.insert(2, bad);
@@ -297,7 +297,7 @@ fn namespaces_that_do_not_make_sense() {
 }
 
 #[test]
-fn lists_of_namespaces_out_of_order() {
+fn invalid_namespace_lists_are_refused() {
     let fake = Fake::new();
     let mut list = vec![0; 4096];
     list[0] = 2;
@@ -313,7 +313,7 @@ fn lists_of_namespaces_out_of_order() {
 }
 
 #[test]
-fn many_namespaces() {
+fn many_namespaces_are_attached() {
     let fake = Fake::new();
     fake.with(|state| {
         let one = state.namespaces[&1];
@@ -325,7 +325,7 @@ fn many_namespaces() {
 }
 
 #[test]
-fn large_memory_pages_and_another_stride() {
+fn large_pages_and_another_doorbell_stride_work() {
     let fake = Fake::new();
     fake.with(|state| state.cap = state.cap.with_mpsmin(2).with_dstrd(3));
     let controller = attach(&fake);
@@ -339,7 +339,7 @@ fn large_memory_pages_and_another_stride() {
 }
 
 #[test]
-fn memory_pages_that_would_take_all_memory_are_not_used_unasked() {
+fn huge_memory_pages_need_the_option() {
     let fake = Fake::new();
     fake.with(|state| state.cap = state.cap.with_mpsmin(15).with_mpsmax(15));
     let error = Controller::attach(fake.transport(), &options()).unwrap_err();
@@ -352,7 +352,7 @@ fn memory_pages_that_would_take_all_memory_are_not_used_unasked() {
 }
 
 #[test]
-fn transfers_are_limited_by_whoever_takes_less() {
+fn transfers_have_the_smaller_limit() {
     let fake = Fake::new();
     fake.with(|state| state.identity.mdts = 0);
     assert_eq!(attach(&fake).max_transfer_bytes(), 1 << 20);

@@ -1,4 +1,4 @@
-//! Leaving a controller: in order, and when that is not to be had.
+//! Detaching from a controller: in order, and with failures.
 
 use crate::fake::Fake;
 use crate::{attach, attach_with, impatient, options};
@@ -14,7 +14,7 @@ fn is_clean(fake: &Fake) {
 }
 
 #[test]
-fn in_order() {
+fn detach_deletes_queues_and_disables_the_controller() {
     let fake = Fake::new();
     let controller = attach(&fake);
     let admin = controller.admin();
@@ -28,13 +28,13 @@ fn in_order() {
 }
 
 #[test]
-fn by_dropping_the_last_handle() {
+fn dropping_the_last_handle_detaches() {
     let fake = Fake::new();
     let mut controller = attach(&fake);
     let queue = controller.take_queue_pair();
     let pool = controller.buffers(1, 4096).unwrap();
     drop(controller);
-    assert!(fake.state().csts.rdy(), "the queue pair still needs it");
+    assert!(fake.state().csts.rdy(), "the queue pair keeps the controller enabled");
     drop(queue);
     assert!(!fake.state().csts.rdy());
     assert_eq!(fake.state().resets, 0);
@@ -43,7 +43,7 @@ fn by_dropping_the_last_handle() {
 }
 
 #[test]
-fn a_shutdown_that_never_completes() {
+fn a_hung_shutdown_is_an_unclean_detach() {
     let fake = Fake::new();
     let controller = attach_with(&fake, &impatient());
     fake.with(|state| state.endless_shutdown = true);
@@ -65,7 +65,7 @@ fn a_controller_that_is_not_disabled_is_reset() {
 }
 
 #[test]
-fn memory_is_kept_when_the_controller_can_not_be_stopped() {
+fn memory_stays_mapped_if_the_controller_cannot_be_stopped() {
     let fake = Fake::new();
     let mut controller = attach_with(&fake, &impatient());
     let mut queue = controller.take_queue_pair().unwrap();
@@ -87,14 +87,14 @@ fn memory_is_kept_when_the_controller_can_not_be_stopped() {
     fake.with(|state| {
         // All but the buffers for admin commands, of which none was outstanding.
         assert_eq!(state.dma.table().len(), before - 1, "queues and buffers are still mapped");
-        // And it does write there.
+        // The controller does write to the buffer.
         state.hold = false;
     });
     fake.complete(0);
 }
 
 #[test]
-fn a_controller_that_was_removed() {
+fn detaching_a_removed_controller_is_an_error() {
     let fake = Fake::new();
     let controller = attach(&fake);
     fake.with(|state| {
@@ -106,8 +106,8 @@ fn a_controller_that_was_removed() {
 }
 
 #[test]
-fn the_notification_is_a_normal_shutdown_while_enabled() {
-    // SHST is only set for a shutdown that was notified while CC.EN was still set.
+fn detach_requests_a_normal_shutdown_while_enabled() {
+    // SHST is set only for a shutdown that was requested while CC.EN was set.
     let fake = Fake::new();
     let controller = Controller::attach(fake.transport(), &options()).unwrap();
     fake.with(|state| assert_eq!(state.cc.shn(), regs::SHN_NONE));

@@ -1,4 +1,4 @@
-//! A queue that is driven by a thread that has futures on it, and waits that are too long.
+//! Queues driven by the thread that polls their futures, and waits with a timeout.
 
 use crate::fake::Fake;
 use crate::{impatient, options};
@@ -36,7 +36,8 @@ fn setup() -> Setup {
     setup_with(&options())
 }
 
-/// Notes who wakes, and nudges the queue as a thread that sleeps on it has to be.
+/// Waker that records the waking thread, and nudges the queue, as a thread that sleeps on it
+/// requires.
 struct Note {
     woken: AtomicBool,
     by: Mutex<Vec<ThreadId>>,
@@ -89,7 +90,7 @@ fn poll_once<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// The queue's own thread lets it go when it has nothing to do.
+/// The queue's own thread releases it when it is idle.
 fn take(queue: &AsyncQueue) -> Driver {
     let mut driver = None;
     wait_for(|| {
@@ -100,7 +101,7 @@ fn take(queue: &AsyncQueue) -> Driver {
 }
 
 #[test]
-fn futures_of_the_thread_that_drives_go_to_no_other() {
+fn futures_of_the_driving_thread_stay_on_it() {
     for spin in [SpinPolicy::default(), SpinPolicy::SLEEP] {
         for interrupts in [true, false] {
             let Setup { queue, disk, pool, .. } =
@@ -129,13 +130,13 @@ fn futures_of_the_thread_that_drives_go_to_no_other() {
 }
 
 #[test]
-fn what_is_left_at_one_step_is_rung_for_once() {
+fn commands_of_one_step_share_a_doorbell_write() {
     let Setup { fake, queue, disk, .. } = setup();
     fake.with(|state| state.hold = true);
     let mut driver = take(&queue);
     let mut futures: Vec<_> = (0..10).map(|lba| disk.verify(lba, 1)).collect();
     futures.iter_mut().for_each(|future| assert!(poll_once(future).is_pending()));
-    assert!(fake.state().held.is_empty(), "nobody submits but who drives");
+    assert!(fake.state().held.is_empty(), "only the driving thread submits");
     let before = fake.state().doorbell_writes.len();
     assert!(driver.step());
     assert_eq!(fake.state().held.len(), 10);
@@ -150,7 +151,7 @@ fn what_is_left_at_one_step_is_rung_for_once() {
 }
 
 #[test]
-fn what_is_under_way_goes_on_without_its_driver() {
+fn commands_in_flight_complete_after_the_driver_is_dropped() {
     let Setup { fake, queue, disk, .. } = setup();
     fake.with(|state| state.hold = true);
     let mut driver = take(&queue);
@@ -209,7 +210,7 @@ fn futures_of_other_threads_are_driven_as_well() {
 }
 
 #[test]
-fn who_asks_gets_the_queue_with_commands_under_way() {
+fn a_queue_with_commands_in_flight_can_be_driven() {
     let Setup { fake, queue, disk, .. } = setup();
     fake.with(|state| state.hold = true);
     let mut future = disk.verify(1, 1);
@@ -219,14 +220,14 @@ fn who_asks_gets_the_queue_with_commands_under_way() {
     let mut driver = loop {
         match queue.ask_to_drive() {
             Some(driver) => break driver,
-            // What the own thread sleeps for comes in between.
+            // A nudge ends the sleep of the queue's own thread.
             None if began.elapsed() < LIMIT => queue.nudge(),
-            None => panic!("the queue's thread keeps it"),
+            None => panic!("the queue's thread does not release the queue"),
         }
         std::thread::yield_now();
     };
     assert_eq!(driver.outstanding(), 1);
-    // Whoever drives can ask whether another has tried to.
+    // The driving thread can ask whether another one has tried to drive.
     assert!(queue.try_drive().is_none());
     assert!(driver.is_wanted() && !driver.is_wanted());
     fake.complete(0);
@@ -235,7 +236,7 @@ fn who_asks_gets_the_queue_with_commands_under_way() {
 }
 
 #[test]
-fn who_drives_a_queue_that_fails_hears_of_it() {
+fn a_driver_notices_the_end_of_its_queue() {
     let Setup { fake, queue, disk, _controller: controller, .. } = setup();
     fake.with(|state| state.hold = true);
     let mut driver = take(&queue);
@@ -243,7 +244,7 @@ fn who_drives_a_queue_that_fails_hears_of_it() {
     futures.iter_mut().for_each(|future| assert!(poll_once(future).is_pending()));
     assert!(driver.step());
     controller.detach().unwrap();
-    // It shows with the next thing that is submitted, or with a sleep.
+    // The detach is noticed at the next submission or sleep.
     driver.sleep(Some(Instant::now()), || false);
     driver.step();
     wait_for(|| driver.is_over() || driver.step());
@@ -260,15 +261,15 @@ fn who_drives_a_queue_that_fails_hears_of_it() {
 }
 
 #[test]
-fn a_future_that_waits_too_long_for_a_full_queue_fails_and_gives_the_buffer_back() {
-    // Places that the device does not give back, and places that futures do not.
+fn a_future_times_out_on_a_full_queue_and_returns_its_buffer() {
+    // Slots held by the device, and slots held by futures.
     for held in [true, false] {
         let Setup { fake, disk, pool, .. } = setup_with(&impatient());
         fake.with(|state| state.hold = held);
         let mut futures: Vec<_> = (0..15).map(|lba| disk.verify(lba, 1)).collect();
         futures.iter_mut().for_each(|future| assert!(poll_once(future).is_pending()));
         if !held {
-            // Done, and none of them taken.
+            // Completed, and not taken.
             wait::moment();
         }
         let began = Instant::now();
@@ -297,7 +298,7 @@ fn a_future_that_waits_too_long_for_a_full_queue_fails_and_gives_the_buffer_back
         assert!(error.to_string().starts_with("Read was not submitted"), "{error}");
         assert!(error.buffer.is_some());
         wait_for(|| matches!(poll_once(&mut waits_too), Poll::Ready(Err(_))));
-        // Those who have places are none the worse for it.
+        // Futures with slots are not affected.
         if !held {
             for future in &mut futures {
                 assert!(matches!(poll_once(future), Poll::Ready(Ok(()))));

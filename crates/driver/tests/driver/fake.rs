@@ -1,6 +1,6 @@
-//! A controller that does what a test asks of it: well-behaved until then.
+//! A controller whose behaviour a test configures; correct by default.
 //!
-//! It works on the thread that rings a doorbell, so that nothing depends on time.
+//! It runs on the thread that rings a doorbell, so nothing depends on time.
 
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_driver::{Transport, TransportError};
@@ -31,7 +31,7 @@ struct Queue {
 }
 
 pub(crate) struct State {
-    // What the controller is.
+    // Properties of the controller.
     pub(crate) cap: Cap,
     pub(crate) identity: IdentifyController,
     pub(crate) namespaces: BTreeMap<u32, IdentifyNamespace>,
@@ -39,19 +39,19 @@ pub(crate) struct State {
     pub(crate) vectors: u32,
     pub(crate) doorbell_page: Option<SharedBytes>,
 
-    // How it misbehaves.
+    // Injected faults.
     /// CSTS.RDY never changes.
     pub(crate) stuck: bool,
-    /// CSTS.CFS comes up when it is enabled.
+    /// CSTS.CFS is set when the controller is enabled.
     pub(crate) fatal: bool,
-    /// So many times that it is enabled, its first access to memory meets a stale translation:
-    /// CSTS.CFS comes up then.
+    /// Number of enables at which the first memory access meets a stale translation, which sets
+    /// CSTS.CFS.
     pub(crate) stale: usize,
-    /// CSTS.NSSRO can not be cleared.
+    /// CSTS.NSSRO cannot be cleared.
     pub(crate) keeps_nssro: bool,
-    /// CSTS.SHST never says complete.
+    /// CSTS.SHST never becomes complete.
     pub(crate) endless_shutdown: bool,
-    /// The function can not be reset.
+    /// The function cannot be reset.
     pub(crate) no_reset: bool,
     /// Registers read as all ones.
     pub(crate) removed: bool,
@@ -63,18 +63,18 @@ pub(crate) struct State {
     pub(crate) refused: BTreeMap<u8, Status>,
     /// I/O commands wait for [`Fake::complete`].
     pub(crate) hold: bool,
-    /// I/O commands end with this.
+    /// Status of I/O commands.
     pub(crate) io_status: Status,
-    /// Answers to Identify that are not what they should be.
+    /// Wrong Identify data, by CNS.
     pub(crate) identify_lies: BTreeMap<u8, Vec<u8>>,
-    /// With shadow doorbells: do not ask for register writes.
+    /// With shadow doorbells: requires no register writes.
     pub(crate) polling: bool,
-    /// What EventIdx is while `polling`, instead of one that keeps out of the way.
+    /// Value of EventIdx while `polling`, instead of one that follows the doorbell.
     pub(crate) event_idx: Option<u32>,
-    /// With shadow doorbells: the admin queue's registers are looked at all the same.
+    /// With shadow doorbells: the admin queue's registers are read nevertheless.
     pub(crate) admin_by_register: bool,
 
-    // What happened.
+    // Recorded history.
     pub(crate) cc: Cc,
     pub(crate) csts: Csts,
     aqa: Aqa,
@@ -170,12 +170,12 @@ impl Fake {
         f(&mut self.state())
     }
 
-    /// Looks at every doorbell, as a controller that polls does.
+    /// Checks every doorbell, as a controller that polls does.
     pub(crate) fn poll(&self) {
         self.state().run();
     }
 
-    /// Carries out the `n`th of the commands that are held, and completes it.
+    /// Executes the `n`th held command, and completes it.
     pub(crate) fn complete(&self, n: usize) {
         let mut state = self.state();
         let (qid, sqe) = state.held.remove(n).expect("a command that is held");
@@ -183,14 +183,14 @@ impl Fake {
         state.post(qid, Cqe::new(sqe.cid, qid, 0, status, 0), None);
     }
 
-    /// Posts any completion; `phase` of `None` for the right one.
+    /// Posts any completion; `phase` of `None` for the correct one.
     pub(crate) fn post(&self, qid: u16, cqe: Cqe, sq_head: u16, phase: Option<bool>) {
         let mut state = self.state();
         let cqe = Cqe { sq_head, ..cqe };
         state.post_raw(qid, cqe, phase);
     }
 
-    /// An asynchronous event.
+    /// Posts an asynchronous event.
     pub(crate) fn event(&self, dw0: u32) {
         let mut state = self.state();
         let cid = state.event_requests.pop_front().expect("an Asynchronous Event Request");
@@ -271,7 +271,8 @@ impl State {
                 let behind = |at: u32| self.event_idx.unwrap_or(at.wrapping_sub(1) & 0xffff);
                 let idx = if self.polling { behind(queue.tail) } else { queue.tail };
                 event_idx.store_release(idx);
-                // Nothing waits for room in the completion queue: out of the way of its head too.
+                // No command waits for room in the completion queue, so EventIdx of its head
+                // follows, too.
                 if self.polling
                     && let Some((values, event_idxs)) = &self.shadow
                 {
@@ -561,7 +562,7 @@ impl Transport for Fake {
     }
 
     fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
-        // Not the address in the process, and not aligned to more than it has to be.
+        // Different from the address in the process, and with the minimum alignment.
         let iova = 0x4000_0000_1000 + mapping.address() as u64;
         self.state().dma.map(iova, mapping.len() as u64, &mapping.bytes()).unwrap();
         Ok(iova)

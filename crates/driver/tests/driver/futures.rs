@@ -1,4 +1,4 @@
-//! The asynchronous API, and what dropping a future does.
+//! The asynchronous API, and the effect of dropping a future.
 
 use crate::fake::Fake;
 use crate::{attach, impatient, options};
@@ -17,7 +17,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-/// The smallest executor there is.
+/// Minimal executor.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(Thread);
     impl Wake for Unpark {
@@ -38,7 +38,7 @@ pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Counts its wakes.
+/// Waker that counts its wakes.
 #[derive(Default)]
 struct Count(AtomicUsize);
 
@@ -79,7 +79,7 @@ fn setup() -> Setup {
 }
 
 #[test]
-fn every_command() {
+fn every_command_works_as_a_future() {
     for interrupts in [true, false] {
         let Setup { disk, pool, .. } = setup_with(&AttachOptions { interrupts, ..options() });
         block_on(async {
@@ -103,14 +103,14 @@ fn every_command() {
                 error.kind,
                 IoErrorKind::Status { status: Status::COMPARE_FAILURE, opcode: 5, .. }
             ));
-            assert!(error.buffer.is_some(), "the device is done with it");
+            assert!(error.buffer.is_some(), "the device no longer uses the buffer");
         });
         assert_eq!(pool.available(), 64);
     }
 }
 
 #[test]
-fn requests_that_can_not_be_commands_fail_with_their_buffer() {
+fn invalid_requests_fail_and_return_their_buffer() {
     let Setup { disk, pool, controller, .. } = setup();
     let error = block_on(disk.read(2047, pool.take().unwrap())).unwrap_err();
     assert!(matches!(error.kind, IoErrorKind::Request(RequestError::PastEnd { .. })), "{error}");
@@ -144,20 +144,20 @@ fn a_dropped_future_leaves_its_buffer_to_the_device() {
     assert!(poll_once(&mut future, &count).is_pending());
     wait_for(|| fake.state().held.len() == 1);
     drop(future);
-    assert_eq!(pool.available(), 63, "the device may still write to it");
-    // Every other buffer goes round; none of them is the one that is still out.
+    assert_eq!(pool.available(), 63, "the device may still write to the buffer");
+    // All other buffers are available; none of them is the one in flight.
     let others: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
     assert!(others.iter().all(|other| other.bytes().address() != bytes.address()));
     drop(others);
     wait::moment();
     fake.complete(0);
-    assert_eq!(bytes.read::<u8>(4095), Some(0x5a), "and it does");
+    assert_eq!(bytes.read::<u8>(4095), Some(0x5a), "the device wrote to the buffer");
     wait_for(|| pool.available() == 64);
-    assert_eq!(count.0.load(Ordering::SeqCst), 0, "nobody is woken");
+    assert_eq!(count.0.load(Ordering::SeqCst), 0, "no waker is called");
 }
 
 #[test]
-fn a_future_that_was_never_polled_submits_nothing() {
+fn an_unpolled_future_submits_nothing() {
     let Setup { fake, disk, pool, .. } = setup();
     fake.with(|state| state.hold = true);
     drop(disk.read(0, pool.take().unwrap()));
@@ -167,7 +167,7 @@ fn a_future_that_was_never_polled_submits_nothing() {
 }
 
 #[test]
-fn a_future_that_is_dropped_when_it_is_done() {
+fn a_completed_future_can_be_dropped() {
     let Setup { disk, pool, .. } = setup();
     let count = Arc::new(Count::default());
     for _ in 0..40 {
@@ -181,7 +181,7 @@ fn a_future_that_is_dropped_when_it_is_done() {
 }
 
 #[test]
-fn more_requests_than_places_wait_in_order() {
+fn excess_requests_wait_in_order() {
     let Setup { fake, disk, .. } = setup();
     fake.with(|state| state.hold = true);
     let count = Arc::new(Count::default());
@@ -190,7 +190,7 @@ fn more_requests_than_places_wait_in_order() {
         assert!(poll_once(future, &count).is_pending());
     }
     wait_for(|| fake.state().held.len() == 15);
-    // Two who wait and one who is under way lose interest.
+    // Two waiting futures and one in flight are dropped.
     drop(futures.remove(30));
     drop(futures.remove(16));
     drop(futures.remove(3));
@@ -209,7 +209,7 @@ fn more_requests_than_places_wait_in_order() {
                 }
                 Poll::Pending => true,
             });
-            // The completion of the one that was dropped finishes nobody.
+            // The completion of the dropped future's command finishes no other future.
             if futures.len() < before || order.last() == Some(&3) {
                 break;
             }
@@ -222,7 +222,7 @@ fn more_requests_than_places_wait_in_order() {
 }
 
 #[test]
-fn a_place_that_its_owner_does_not_want_goes_to_the_next() {
+fn an_unwanted_slot_goes_to_the_next_future() {
     let Setup { fake, disk, .. } = setup();
     fake.with(|state| state.hold = true);
     let count = Arc::new(Count::default());
@@ -263,7 +263,7 @@ fn a_command_that_never_completes_times_out_and_keeps_its_buffer() {
         // Not before its time.
         assert!(began.elapsed() >= impatient().timeouts.io);
         assert_eq!(pool.available(), 63);
-        // It completes after all.
+        // The command completes after all.
         fake.complete(0);
         wait_for(|| pool.available() == 64);
         fake.with(|state| state.hold = false);
@@ -272,7 +272,7 @@ fn a_command_that_never_completes_times_out_and_keeps_its_buffer() {
 }
 
 #[test]
-fn closing_does_not_wait_for_ever() {
+fn closing_a_queue_has_a_timeout() {
     let Setup { fake, disk, pool, controller } = setup_with(&impatient());
     fake.with(|state| state.hold = true);
     let mut future = disk.read(0, pool.take().unwrap());
@@ -289,7 +289,7 @@ fn closing_does_not_wait_for_ever() {
 }
 
 #[test]
-fn a_controller_that_is_detached_under_way() {
+fn futures_fail_when_the_controller_is_detached() {
     let Setup { fake, disk, pool, controller } = setup_with(&impatient());
     fake.with(|state| state.hold = true);
     let mut futures: Vec<_> = (0..20).map(|_| disk.read(0, pool.take().unwrap())).collect();
@@ -297,7 +297,7 @@ fn a_controller_that_is_detached_under_way() {
     futures.iter_mut().for_each(|future| assert!(poll_once(future, &count).is_pending()));
     wait_for(|| fake.state().held.len() == 15);
     controller.detach().unwrap();
-    // The queue's thread learns of it when it next wakes.
+    // The queue's thread notices the detach when it next wakes.
     for future in futures {
         let error = block_on(future).unwrap_err();
         assert!(
@@ -312,7 +312,7 @@ fn a_controller_that_is_detached_under_way() {
 }
 
 #[test]
-fn many_tasks_on_many_threads() {
+fn many_tasks_on_many_threads_share_a_queue() {
     for spin in [SpinPolicy::default(), SpinPolicy::SLEEP] {
         let Setup { disk, pool, .. } = setup_with(&AttachOptions { spin, ..options() });
         std::thread::scope(|scope| {
@@ -351,7 +351,7 @@ fn an_idle_queue_sleeps() {
 }
 
 #[test]
-fn the_last_handle_may_go_down_with_a_future() {
+fn a_future_may_hold_the_last_handle() {
     let Setup { disk, controller, fake, pool } = setup();
     let future = disk.read(0, pool.take().unwrap());
     drop(disk);

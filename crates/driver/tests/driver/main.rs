@@ -1,4 +1,4 @@
-//! The driver against a controller that a test controls.
+//! The driver against a fake controller.
 
 mod admin;
 mod attach;
@@ -22,7 +22,7 @@ fn options() -> AttachOptions {
     AttachOptions {
         queue_depth: 16,
         timeouts: Timeouts { ready: Some(LIMIT), admin: LIMIT, io: LIMIT, shutdown: LIMIT },
-        // Otherwise a fake that holds commands back would not be left alone.
+        // Recovery would interfere with commands that the fake holds.
         recovery: Recovery::OFF,
         ..AttachOptions::default()
     }

@@ -1,5 +1,5 @@
-//! Blocks with metadata: inserted and stripped by a controller, made and checked here, and what is
-//! submitted again after a reset.
+//! Blocks with metadata: inserted and stripped by a controller, computed and checked by the
+//! host, and resubmitted after a reset.
 
 #[path = "../common/direct.rs"]
 mod direct;
@@ -98,7 +98,7 @@ impl Host {
         status.into_result().map(|()| buffer.unwrap().to_vec(blocks as usize * 512))
     }
 
-    /// The data and the metadata of one block, unchecked.
+    /// Reads the data and the metadata of one block, unchecked.
     fn raw(&mut self, lba: u64) -> (Vec<u8>, Vec<u8>) {
         let format = *self.namespace.metadata().unwrap();
         let command = self.namespace.read_with_metadata(lba, 1, fields(0, lba)).unwrap();
@@ -139,7 +139,7 @@ fn t10(data: &[u8]) -> [u8; 2] {
     crc.to_be_bytes()
 }
 
-/// Every type, guard and layout of metadata that are protection information alone.
+/// Every type, guard and layout of metadata that consist of protection information only.
 fn formats() -> impl Iterator<Item = (u8, bool, String)> {
     (1..=3).flat_map(|pi| {
         [false, true].into_iter().flat_map(move |wide| {
@@ -153,14 +153,14 @@ fn formats() -> impl Iterator<Item = (u8, bool, String)> {
 }
 
 #[test]
-fn plain_commands_move_data_and_the_controller_the_rest() {
+fn plain_commands_let_the_controller_insert_and_strip() {
     for (pi, wide, text) in formats() {
         let mut host = Host::new(&text);
         let format = *host.namespace.metadata().unwrap();
         assert_eq!((host.namespace.unusable(), format.protection()), (None, pi), "{text}");
         assert_eq!(format.guard() == GuardKind::Crc64, wide);
         let end = host.namespace.blocks();
-        // A PRP list, PRPs of two pages and one, and the tail of the disk.
+        // A PRP list, PRPs of two pages and one, and the end of the disk.
         for (lba, blocks) in [(3, 60), (100, 9), (200, 1), (end - 17, 17)] {
             let wanted = data(lba, blocks as usize);
             host.write(lba, &wanted);
@@ -169,7 +169,7 @@ fn plain_commands_move_data_and_the_controller_the_rest() {
                 host.plain(host.namespace.verify(lba, blocks).unwrap(), None).0,
                 Status::SUCCESS
             );
-            // What was inserted is what a host makes.
+            // The inserted protection information is the same as the host's.
             let (stored, own) = host.raw(lba);
             assert_eq!(stored, wanted[..512]);
             let mut made = vec![0; own.len()];
@@ -184,7 +184,7 @@ fn plain_commands_move_data_and_the_controller_the_rest() {
         assert!(matches!(host.namespace.compare(0, 1), Err(RequestError::CompareMetadata { .. })));
         assert!(!host.namespace.compares());
 
-        // What is wrong is found.
+        // Errors are detected.
         let (stored, own) = host.raw(10);
         let tags = if wide { 8 } else { 2 };
         let wrong =
@@ -210,7 +210,7 @@ fn plain_commands_move_data_and_the_controller_the_rest() {
         host.put(10, &stored, &own);
         assert_eq!(host.read(3, 60).unwrap(), data(3, 60));
 
-        // Zeroes, of which nothing or all is checked, and what was deallocated.
+        // Zeroes, with no checks or all, and deallocated blocks.
         for deallocate in [false, true] {
             let zeroes = host.namespace.write_zeroes(5, 4, deallocate).unwrap();
             assert_eq!(host.plain(zeroes, None).0, Status::SUCCESS);
@@ -224,7 +224,7 @@ fn plain_commands_move_data_and_the_controller_the_rest() {
         assert_eq!(host.plain(discard, Some(buffer)).0, Status::SUCCESS);
         assert_eq!(host.read(20, 1).unwrap().len(), 512);
 
-        // A copy has the reference tags of where it is.
+        // A copy has the reference tags of its own blocks.
         assert_eq!(host.namespace.copy_limits().is_some(), !wide);
         if !wide {
             let source = CopyRange { slba: 30, nlb0: 4, ..CopyRange::default() };
@@ -238,7 +238,7 @@ fn plain_commands_move_data_and_the_controller_the_rest() {
 }
 
 #[test]
-fn a_host_makes_and_checks_them_itself() {
+fn a_host_computes_and_checks_protection_information() {
     let all = PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG;
     let more = ["metadata=64&pi=1", "metadata=64&pi=2&guard=64&pi-first=on&extended=on"];
     let formats = formats().map(|(pi, _, text)| (pi, text));
@@ -246,13 +246,13 @@ fn a_host_makes_and_checks_them_itself() {
         let mut host = Host::new(&text);
         let (lba, blocks) = (host.namespace.blocks() - 33, 33);
         let checks = if pi == 3 { all & !PRINFO_REFTAG } else { all };
-        // Of type 2, tags that have nothing to do with the block.
+        // With type 2, tags that are unrelated to the block.
         let ref_tag = if pi == 2 { 0xffff_fff0 } else { lba };
         let tags = ProtectionFields { prinfo: checks, app_tag: 0x5151, app_mask: 0xffff, ref_tag };
         let write = host.namespace.write_with_metadata(lba, blocks, tags).unwrap();
         let mut buffer = host.buffer();
         assert!(buffer.copy_from(0, &data(1, write.buffer_bytes().div_ceil(512))));
-        // Not made yet.
+        // Not computed yet.
         let (status, mut buffer) = host.given(&write, Some(buffer));
         assert_eq!(status.code(), Status::GUARD_CHECK, "{text}");
         assert!(write.protect(&mut buffer));
@@ -266,7 +266,7 @@ fn a_host_makes_and_checks_them_itself() {
         assert_eq!(status, Status::SUCCESS, "{text}");
         assert_eq!(buffer.to_vec(read.buffer_bytes()), written, "{text}");
         assert_eq!(read.check(&buffer), Ok(()));
-        // The controller and the host find the same wrong.
+        // The controller and the host detect the same error.
         let wrong = ProtectionFields { app_tag: 0x5150, ..tags };
         let other = host.namespace.read_with_metadata(lba, blocks, wrong).unwrap();
         let found = Status::APPLICATION_TAG_CHECK;
@@ -290,7 +290,8 @@ fn a_host_makes_and_checks_them_itself() {
         assert!(buffer.copy_from(0, &[written[0] ^ 1]));
         assert_eq!(host.given(&compare, Some(buffer)).0.code(), Status::COMPARE_FAILURE);
 
-        // Protection information alone is not moved with PRACT, and plain commands know how.
+        // With PRACT, metadata of protection information only are not transferred; plain commands
+        // do that.
         let strips = ProtectionFields { prinfo: tags.prinfo | PRINFO_PRACT, ..tags };
         let read = host.namespace.read_with_metadata(lba, blocks, strips).unwrap();
         let alone = host.namespace.metadata().unwrap().is_protection_alone();
@@ -310,17 +311,17 @@ fn a_host_makes_and_checks_them_itself() {
 }
 
 #[test]
-fn metadata_without_protection_information_are_what_the_host_says() {
+fn plain_metadata_is_stored_unchanged() {
     for extended in ["off", "on"] {
         let mut host = Host::new(&format!("metadata=16&extended={extended}"));
         let write = host.namespace.write_with_metadata(7, 20, fields(PRINFO_PRACT, 3)).unwrap();
-        // PRACT and tags say nothing here.
+        // PRACT and tags have no effect here.
         assert_eq!(write.buffer_bytes(), 20 * 528);
         let mut buffer = host.buffer();
         let wanted = data(5, 21)[..20 * 528].to_vec();
         assert!(buffer.copy_from(0, &wanted) && write.protect(&mut buffer));
         assert_eq!(host.given(&write, Some(buffer)).0, Status::SUCCESS);
-        // In another place of the buffer.
+        // At another offset of the buffer.
         let read = host.namespace.read_with_metadata(7, 20, fields(0, 0)).unwrap().at(512);
         let read = if extended == "off" { read.metadata_at(0) } else { read };
         let buffer = host.buffer();
@@ -331,7 +332,7 @@ fn metadata_without_protection_information_are_what_the_host_says() {
         assert_eq!(found[512..], wanted[..transfer]);
         assert_eq!(found[..read.metadata_bytes() as usize], wanted[transfer..]);
         assert!(host.namespace.unusable().is_some() && host.namespace.copy_limits().is_none());
-        // What does not fit is refused, with the buffer.
+        // A buffer that is too short is refused, and returned.
         let short = host.controller.buffers(1, 20 * 528 - 4).unwrap().take().unwrap();
         let read = host.namespace.read_with_metadata(7, 20, fields(0, 0)).unwrap();
         assert!(matches!(read.check(&short), Err(ProtectionError::Buffer { .. })));
@@ -359,7 +360,7 @@ fn metadata_without_protection_information_are_what_the_host_says() {
 }
 
 #[test]
-fn futures_move_metadata() {
+fn futures_transfer_metadata() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(BLOCKS * 512).unwrap();
     let disk = FileDisk::open(file.path(), &FileOptions::default()).unwrap();
@@ -369,7 +370,7 @@ fn futures_move_metadata() {
     let disk = AsyncQueue::start(queue).unwrap().open(&namespace);
     let mut buffer = pool.take().unwrap();
     buffer.fill(3);
-    // Data alone, by PRACT.
+    // Data only, with PRACT.
     let buffer = block_on(disk.write(16, buffer)).unwrap();
     let read =
         namespace.read_with_metadata(16, 4, fields(PRINFO_GUARD | PRINFO_REFTAG, 16)).unwrap();
@@ -379,7 +380,7 @@ fn futures_move_metadata() {
     let error = block_on(disk.transfer_with_metadata(wrong, buffer)).unwrap_err();
     let IoErrorKind::Status { status, .. } = error.kind else { panic!("{error}") };
     assert_eq!(status.code(), Status::REFERENCE_TAG_CHECK);
-    // More than the queue holds at once, some of which nobody waits for.
+    // More futures than the queue has slots, some of which are dropped.
     std::thread::scope(|scope| {
         for nth in 0..8u64 {
             let (disk, pool) = (&disk, &pool);
@@ -405,7 +406,7 @@ fn futures_move_metadata() {
 }
 
 #[test]
-fn a_command_that_is_submitted_again_has_its_tags() {
+fn a_resubmitted_command_keeps_its_tags() {
     let fake = Fake::new();
     fake.with(|state| {
         let namespace = state.namespaces.get_mut(&1).unwrap();
@@ -426,7 +427,7 @@ fn a_command_that_is_submitted_again_has_its_tags() {
         ref_tag: 0xabcd_ef01,
     };
     let given = namespace.write_with_metadata(5, 8, tags).unwrap();
-    // So that the slots of the table are not the first.
+    // Uses slots other than the first of the table.
     queue.submit(namespace.flush(), None).unwrap();
     queue.submit_with_metadata(&given, pool.take()).unwrap();
     queue.submit(namespace.read(9, 2).unwrap(), pool.take()).unwrap();
@@ -451,7 +452,7 @@ fn a_command_that_is_submitted_again_has_its_tags() {
         controller.recovery_stats().resets != 0 && fake.state().held.len() == 4
     });
     assert_eq!(entries(), before);
-    // And again when the slots have other commands.
+    // Again with other commands in the slots.
     for _ in 0..4 {
         fake.complete(0);
     }

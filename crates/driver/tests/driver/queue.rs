@@ -25,7 +25,7 @@ fn write(controller: &Controller, lba: u64, blocks: u32) -> Command {
     controller.namespace(1).unwrap().write(lba, blocks).unwrap()
 }
 
-/// Runs one command to its end.
+/// Runs one command to its completion.
 fn run(
     queue: &mut QueuePair,
     command: Command,
@@ -40,7 +40,7 @@ fn run(
 }
 
 #[test]
-fn what_was_written_is_read_through_every_kind_of_doorbell_and_page_size() {
+fn data_is_correct_with_every_doorbell_and_page_size() {
     for doorbells in [Doorbells::Shadow, Doorbells::Mmio] {
         for page_size in [4096, 65536] {
             let fake = Fake::new();
@@ -78,7 +78,7 @@ fn what_was_written_is_read_through_every_kind_of_doorbell_and_page_size() {
 }
 
 #[test]
-fn a_queue_takes_what_it_can_hold_and_wraps() {
+fn a_queue_accepts_its_capacity_and_wraps() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
@@ -108,7 +108,7 @@ fn a_queue_takes_what_it_can_hold_and_wraps() {
 }
 
 #[test]
-fn a_batch_is_one_doorbell_and_shadow_doorbells_make_it_none() {
+fn a_batch_takes_one_doorbell_write_or_none_with_shadow() {
     let fake = Fake::new();
     let plain = AttachOptions { doorbells: Doorbells::Mmio, ..options() };
     let (controller, mut queue) = one_queue(&fake, &plain);
@@ -123,7 +123,7 @@ fn a_batch_is_one_doorbell_and_shadow_doorbells_make_it_none() {
     }
     let stats = queue.stats();
     assert_eq!(stats.sq_doorbell_mmio_writes, 4);
-    // The completion queue has 32 entries, and its head is given back by quarters at most.
+    // The completion queue has 32 entries, and its head is published at least every quarter.
     assert!((1..=4).contains(&stats.cq_doorbell_mmio_writes), "{stats:?}");
     assert_eq!(stats.mmio_saved, 0);
     drop((queue, controller));
@@ -173,7 +173,7 @@ fn mapped_doorbells_are_stores() {
 }
 
 #[test]
-fn requests_that_can_not_be_commands() {
+fn invalid_requests_are_refused() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     let namespace = controller.namespace(1).unwrap();
@@ -212,7 +212,7 @@ fn requests_that_can_not_be_commands() {
 }
 
 #[test]
-fn completions_that_belong_to_nobody_are_ignored() {
+fn completions_without_a_command_are_ignored() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
@@ -226,7 +226,8 @@ fn completions_that_belong_to_nobody_are_ignored() {
     }
     assert_eq!(queue.outstanding(), 1);
     assert_eq!(queue.stats().unknown_completions, 4);
-    // The command itself, twice: the second does not end whoever has the slot next.
+    // A duplicate of the command's own completion, which must not complete the next command in the
+    // slot.
     fake.complete(0);
     fake.post(1, Cqe::new(token.cid(), 1, 0, Status::INTERNAL, 0), 1, None);
     assert_eq!(queue.pop().unwrap().token, token);
@@ -243,7 +244,7 @@ fn completions_that_belong_to_nobody_are_ignored() {
 fn a_flood_of_completions_ends() {
     let fake = Fake::new();
     let (_controller, mut queue) = one_queue(&fake, &options());
-    // The whole completion queue, with the right phase each time round.
+    // The whole completion queue, with the correct phase in each round.
     for _ in 0..3 {
         for _ in 0..32 {
             fake.post(1, Cqe::new(9, 1, 0, Status::SUCCESS, 0), 0, None);
@@ -254,7 +255,7 @@ fn a_flood_of_completions_ends() {
 }
 
 #[test]
-fn a_completion_with_the_wrong_phase_is_not_seen() {
+fn a_completion_with_the_wrong_phase_is_ignored() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
@@ -270,7 +271,7 @@ fn a_completion_with_the_wrong_phase_is_not_seen() {
 }
 
 #[test]
-fn queue_heads_that_can_not_be_do_no_harm() {
+fn invalid_queue_heads_are_ignored() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
@@ -292,9 +293,10 @@ fn queue_heads_that_can_not_be_do_no_harm() {
     assert_eq!(queue.stats().bad_sq_heads, 4);
 }
 
-/// What is taken and submitted again before it is published may go once around the queue.
+/// Commands that are reaped and resubmitted before the head is published may go once around the
+/// queue.
 #[test]
-fn heads_are_right_however_much_was_taken_between_two_rings() {
+fn heads_are_correct_for_any_batch_between_two_rings() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
@@ -322,7 +324,7 @@ fn heads_are_right_however_much_was_taken_between_two_rings() {
 }
 
 #[test]
-fn a_bad_status_is_the_callers() {
+fn a_failed_status_is_returned_to_the_caller() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     let command = Command::raw(2, 1, [BLOCKS as u32, 0, 0, 0], 512);
@@ -333,7 +335,7 @@ fn a_bad_status_is_the_callers() {
 }
 
 #[test]
-fn sleeping_until_the_interrupt() {
+fn waiting_sleeps_until_the_interrupt() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     queue.set_spin(shadowbell_driver::SpinPolicy::SLEEP);
@@ -346,19 +348,19 @@ fn sleeping_until_the_interrupt() {
             wait::asleep(waiter);
             fake.complete(0);
         });
-        // Rings by itself.
+        // `wait` rings the doorbell itself.
         assert!(queue.wait(None).unwrap());
     });
     assert!(queue.pop().is_some());
     let stats = queue.stats();
     assert_eq!((stats.sleeps, stats.wakeups), (1, 1));
-    // Nothing comes: the deadline.
+    // Without a completion, the deadline ends the wait.
     let began = Instant::now();
     let soon = began + Duration::from_millis(20);
     assert!(!queue.wait(Some(soon)).unwrap());
     // Not before it.
     assert!(Instant::now() >= soon);
-    // And somebody else's signal.
+    // A signal of another thread ends it, too.
     let waker = queue.waker().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -370,7 +372,7 @@ fn sleeping_until_the_interrupt() {
 }
 
 #[test]
-fn waiting_without_an_interrupt() {
+fn waiting_polls_without_an_interrupt() {
     let fake = Fake::new();
     let (controller, mut queue) =
         one_queue(&fake, &AttachOptions { interrupts: false, ..options() });
@@ -390,7 +392,7 @@ fn waiting_without_an_interrupt() {
 }
 
 #[test]
-fn a_transport_that_breaks_fails_the_queue_and_says_why() {
+fn a_broken_transport_fails_the_queue_with_the_reason() {
     let fake = Fake::new();
     let options = AttachOptions { doorbells: Doorbells::Mmio, ..options() };
     let (controller, mut queue) = one_queue(&fake, &options);
@@ -404,7 +406,7 @@ fn a_transport_that_breaks_fails_the_queue_and_says_why() {
 }
 
 #[test]
-fn dropping_a_queue_deletes_it_and_gives_its_buffers_back() {
+fn dropping_a_queue_deletes_it_and_returns_its_buffers() {
     let fake = Fake::new();
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
@@ -417,7 +419,7 @@ fn dropping_a_queue_deletes_it_and_gives_its_buffers_back() {
     drop(queue);
     assert_eq!(fake.state().deleted, [1]);
     assert_eq!(pool.available(), 3);
-    // The identifier is free again, and nothing of the old queue is in its memory.
+    // The identifier is free again, and its memory has nothing of the old queue.
     let queue = controller.create_queue_pair(16).unwrap();
     assert!(!queue.is_ready());
 }
@@ -440,18 +442,18 @@ fn buffers_of_a_queue_that_is_not_deleted_are_kept() {
     let error = controller.create_queue_pair(16).map(|queue| queue.qid());
     // Identifier 1 is never used again; the controller granted one pair only.
     assert!(error.is_err());
-    // The device completes late, and hits no memory of ours.
+    // A late completion of the device writes to no other memory.
     fake.with(|state| state.blocks.fill(0x5a));
     fake.complete(0);
     assert_eq!(bytes.read::<u8>(0), Some(0x5a));
     let unmaps = fake.state().unmaps;
     drop((pool, bytes));
-    assert_eq!(fake.state().unmaps, unmaps, "the device keeps what it may write to");
+    assert_eq!(fake.state().unmaps, unmaps, "memory that the device may write to stays mapped");
     drop(controller);
 }
 
 #[test]
-fn the_largest_and_the_smallest_queue() {
+fn the_largest_and_the_smallest_queue_work() {
     let fake = Fake::new();
     let small = AttachOptions { queue_depth: 2, ..options() };
     let (controller, mut queue) = one_queue(&fake, &small);
@@ -472,14 +474,14 @@ fn the_largest_and_the_smallest_queue() {
     }
     queue.ring().unwrap();
     assert_eq!(queue.poll(drop).unwrap(), 65535);
-    // More than the controller takes.
+    // More entries than the controller supports.
     fake.with(|state| state.cap = state.cap.with_mqes(63));
     drop((queue, controller));
     assert_eq!(one_queue(&fake, &large).1.capacity(), 63);
 }
 
 #[test]
-fn a_detached_controller_takes_nothing_more() {
+fn a_detached_controller_refuses_commands() {
     let fake = Fake::new();
     let mut controller = attach(&fake);
     let mut queue = controller.take_queue_pair().unwrap();
@@ -501,13 +503,13 @@ fn a_long_queue_is_rung_for_several_commands_at_a_time() {
         queue.submit(flush, None).unwrap();
         published.push(queue.ring_in_time().unwrap());
     }
-    // Each at once while one is half of what the controller knows of; from there on two at a time,
-    // then three, then four.
+    // Each command is rung at once while it is at least half of those in flight; from there on two
+    // at a time, then three, then four.
     assert_eq!(published[..4], [true; 4]);
     assert_eq!(published[4..], [0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0].map(|published| published == 1));
     assert_eq!(queue.stats().batches, 7);
     queue.submit(flush, None).unwrap_err();
     queue.ring().unwrap();
-    assert!(queue.ring_in_time().unwrap(), "it knows of all");
+    assert!(queue.ring_in_time().unwrap(), "all commands are published");
     assert_eq!(queue.stats().batches, 8);
 }

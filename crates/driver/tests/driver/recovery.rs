@@ -1,5 +1,5 @@
-//! Recovery of what only a fake can do: a controller that fails while nothing is under way, one
-//! that can not be stopped, one that changes.
+//! Recovery from faults that need a fake: a controller that fails while idle, one that cannot
+//! be stopped, one that changes.
 
 use crate::fake::Fake;
 use crate::options;
@@ -36,14 +36,14 @@ fn wait_for(what: impl FnMut() -> bool) {
 }
 
 #[test]
-fn what_is_wrong_is_seen_without_a_command() {
+fn a_failed_controller_is_detected_while_idle() {
     for (csts, reason) in [("cfs", "fatal"), ("nssro", "subsystem"), ("rdy", "disabled")] {
         let fake = Fake::new();
         let (controller, mut queue) = attach(&fake);
         fake.with(|state| match csts {
             "cfs" => state.csts = state.csts.with_cfs(true),
             "nssro" => state.csts = state.csts.with_nssro(true),
-            // As a reset by somebody else leaves it.
+            // As after a reset by another process.
             _ => state.reset(),
         });
         wait_for(|| controller.recovery_stats().resets == 1);
@@ -54,7 +54,7 @@ fn what_is_wrong_is_seen_without_a_command() {
         queue.submit(flush, None).unwrap();
         queue.ring().unwrap();
         assert_eq!(queue.pop().unwrap().status, Status::SUCCESS);
-        // And that is that.
+        // The status stays good.
         wait::moment();
         let stats = controller.recovery_stats();
         assert_eq!((stats.resets, stats.queues_restored), (1, 1), "{stats:?}");
@@ -64,7 +64,7 @@ fn what_is_wrong_is_seen_without_a_command() {
 }
 
 #[test]
-fn a_subsystem_reset_that_can_not_be_cleared_is_told_once() {
+fn a_subsystem_reset_that_cannot_be_cleared_causes_no_reset() {
     let fake = Fake::new();
     fake.with(|state| state.keeps_nssro = true);
     let (controller, mut queue) = attach(&fake);
@@ -90,11 +90,11 @@ fn namespaces_are_read_again_when_they_change() {
     wait_for(|| controller.recovery_stats().namespaces_read == 1);
     let log = fake.with(|state| state.admin_log.clone());
     assert!(log.contains(&(AdminOpcode::GetLogPage as u8)), "the event is taken note of");
-    assert_eq!(controller.namespaces().len(), 1, "as it was until the program asks");
+    assert_eq!(controller.namespaces().len(), 1, "the list changes only when the program asks");
     assert!(controller.check().unwrap());
     assert_eq!(controller.namespace(2).unwrap().blocks(), 77);
     assert!(!controller.check().unwrap());
-    // Whoever wants the event still gets it.
+    // The event is still delivered to the program.
     assert_eq!(controller.admin().take_events(), [AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED]);
     // Another kind of event changes nothing.
     fake.event(AsyncEvent::TEMPERATURE_THRESHOLD.dw0());
@@ -103,7 +103,7 @@ fn namespaces_are_read_again_when_they_change() {
 }
 
 #[test]
-fn buffers_are_kept_from_a_controller_that_can_not_be_stopped() {
+fn buffers_stay_reserved_if_the_controller_cannot_be_stopped() {
     let fake = Fake::new();
     let (controller, mut queue) = attach(&fake);
     let pool = controller.buffers(3, 4096).unwrap();
@@ -132,8 +132,8 @@ fn buffers_are_kept_from_a_controller_that_can_not_be_stopped() {
     assert_eq!(pool.available(), 2);
     let unmaps = fake.state().unmaps;
     drop(pool);
-    assert_eq!(fake.state().unmaps, unmaps, "what it may write to stays its own");
-    // It does.
+    assert_eq!(fake.state().unmaps, unmaps, "memory that the device may write to stays mapped");
+    // The controller does write to it.
     fake.with(|state| state.blocks.fill(0x5a));
     fake.complete(0);
     assert_eq!(bytes.read::<u8>(0), Some(0x5a));
@@ -171,14 +171,14 @@ fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
 }
 
 #[test]
-fn what_completes_twice_does_not_end_the_repetition() {
+fn a_duplicate_completion_does_not_end_the_repetition() {
     let fake = Fake::new();
     let (controller, mut queue) = attach(&fake);
     fake.with(|state| state.hold = true);
     let flush = controller.namespace(1).unwrap().flush();
     let token = queue.submit(flush, None).unwrap();
     queue.ring().unwrap();
-    // Once it is late, it is aborted.
+    // The late command is aborted.
     let abort = AdminOpcode::Abort as u8;
     wait_for(|| {
         assert!(queue.pop().is_none());
@@ -186,7 +186,7 @@ fn what_completes_twice_does_not_end_the_repetition() {
     });
     let aborted = Cqe::new(token.cid(), 1, 0, Status::ABORT_REQUESTED, 0);
     fake.post(1, aborted, 1, None);
-    assert!(queue.pop().is_none(), "it is submitted again");
+    assert!(queue.pop().is_none(), "the command is resubmitted");
     assert_eq!(fake.state().held.len(), 2);
     let unknown = queue.stats().unknown_completions;
     for status in [Status::SUCCESS, Status::ABORT_REQUESTED] {
@@ -200,11 +200,10 @@ fn what_completes_twice_does_not_end_the_repetition() {
     assert_eq!((queue.stats().repeated, queue.outstanding()), (1, 0));
 }
 
-/// The controller aborts its late commands in the moment in which their queue is deleted: they are
-/// found in the completion queue when there is no submission queue any more to submit them to
-/// again.
+/// The controller aborts its late commands while their queue is deleted: they are found in the
+/// completion queue after the submission queue has gone.
 #[test]
-fn what_is_aborted_with_its_queue_is_submitted_to_the_new_one() {
+fn commands_aborted_with_their_queue_are_resubmitted() {
     let fake = Fake::new();
     let (controller, mut queue) = attach(&fake);
     fake.with(|state| state.hold = true);
@@ -222,7 +221,7 @@ fn what_is_aborted_with_its_queue_is_submitted_to_the_new_one() {
         fake.post(1, aborted, 3, None);
     }
     fake.with(|state| state.doorbell_writes.clear());
-    // Nobody takes completions meanwhile.
+    // The program reaps no completions meanwhile.
     wait_for(|| {
         queue.ring().unwrap();
         is_in_log(AdminOpcode::DeleteIoSq)
@@ -242,7 +241,7 @@ fn what_is_aborted_with_its_queue_is_submitted_to_the_new_one() {
 }
 
 #[test]
-fn futures_do_not_notice_a_queue_that_is_created_again() {
+fn futures_survive_a_recreated_queue() {
     let fake = Fake::new();
     let (controller, queue) = attach(&fake);
     let disk = AsyncQueue::start(queue).unwrap().open(controller.namespace(1).unwrap());
@@ -265,7 +264,7 @@ fn futures_do_not_notice_a_queue_that_is_created_again() {
     });
     let stats = controller.recovery_stats();
     assert_eq!((stats.queues_recreated, stats.repeated, stats.resets), (1, 4, 0), "{stats:?}");
-    // The end is everybody's.
+    // The end of the queue fails all futures.
     fake.with(|state| {
         state.hold = true;
         state.removed = true;
@@ -275,17 +274,17 @@ fn futures_do_not_notice_a_queue_that_is_created_again() {
 }
 
 #[test]
-fn the_last_handle_shuts_the_controller_down_before_it_is_gone() {
+fn dropping_the_last_handle_shuts_the_controller_down() {
     for round in 0..60 {
         let fake = Fake::new();
         let (controller, queue) = attach(&fake);
         let admin = controller.admin();
-        // While the watchdog looks at it every now and then.
+        // While the watchdog checks the controller from time to time.
         // Any moment will do.
         std::thread::sleep(Duration::from_micros(500 * (round % 5)));
         drop(controller);
         drop(admin);
-        assert!(fake.state().csts.rdy(), "the queue pair still needs it");
+        assert!(fake.state().csts.rdy(), "the queue pair keeps the controller enabled");
         drop(queue);
         assert!(!fake.state().csts.rdy());
         assert_eq!(fake.state().deleted, [1]);

@@ -1,4 +1,4 @@
-//! The same controller behind a real vfio-user socket.
+//! The fake controller behind a real vfio-user socket.
 
 use crate::fake::Fake;
 use crate::{impatient, options};
@@ -21,7 +21,7 @@ use std::time::Instant;
 
 const COMMAND: u64 = 4;
 
-/// What the server saw and what it is.
+/// State and history of the server.
 #[derive(Default)]
 struct Board {
     config: Vec<u8>,
@@ -29,7 +29,7 @@ struct Board {
     resettable: bool,
     bar0: u64,
     max_dma_maps: u32,
-    /// The memory that it was given, by files.
+    /// Files of shared memory.
     memory: Vec<OwnedFd>,
 }
 
@@ -218,7 +218,7 @@ fn board() -> Board {
 }
 
 #[test]
-fn a_server_that_takes_no_more_memory_has_not_gone() {
+fn exceeding_the_servers_dma_limit_is_no_disconnect() {
     let server = Server::start(Board { max_dma_maps: 4, ..board() });
     let transport = Arc::new(server.connect().unwrap());
     let mut controller = Controller::attach(transport, &options()).unwrap();
@@ -243,7 +243,7 @@ fn a_server_that_takes_no_more_memory_has_not_gone() {
 }
 
 #[test]
-fn data_doorbells_and_interrupts_go_through_the_socket() {
+fn data_doorbells_and_interrupts_work_over_the_socket() {
     let server = Server::start(board());
     let transport = Arc::new(server.connect().unwrap());
     assert!(transport.name().starts_with("vfio-user:/"));
@@ -253,8 +253,8 @@ fn data_doorbells_and_interrupts_go_through_the_socket() {
             Controller::attach(Arc::clone(&transport) as Arc<dyn Transport>, &options).unwrap();
         {
             let board = server.board.lock().unwrap();
-            // SPDK's target gives up on a controller that raises an interrupt nobody has asked for,
-            // unless the pin is off or MSI-X is on.
+            // SPDK's target fails a controller that raises an interrupt without a handler, unless
+            // the pin is off or MSI-X is on.
             assert_eq!(board.config[4..6], [6, 4], "memory space, bus master, no interrupt pin");
             assert_eq!(board.config[0x53], 0x80, "MSI-X enabled, and not masked");
         }
@@ -284,7 +284,7 @@ fn data_doorbells_and_interrupts_go_through_the_socket() {
 }
 
 #[test]
-fn mapped_doorbells_are_found() {
+fn mapped_doorbells_are_used() {
     let page = Mapping::shared("doorbells", 8192).unwrap();
     let server = Server::start(Board { doorbells: Some(Arc::clone(&page)), ..board() });
     let transport = server.connect().unwrap();
@@ -310,8 +310,12 @@ fn a_reset_leaves_a_device_that_can_be_attached() {
     server.fake.with(|state| state.stuck = true);
     assert!(controller.detach().is_err());
     server.fake.with(|state| state.stuck = false);
-    assert_eq!(server.fake.state().resets, 1, "it could not be disabled otherwise");
-    assert_eq!(server.board.lock().unwrap().config[4..6], [6, 4], "enabled again after it");
+    assert_eq!(server.fake.state().resets, 1, "the hung controller needs a reset");
+    assert_eq!(
+        server.board.lock().unwrap().config[4..6],
+        [6, 4],
+        "memory space and bus master are enabled after the reset"
+    );
     Controller::attach(reach(), &options()).unwrap().detach().unwrap();
 
     let server = Server::start(Board { resettable: false, ..board() });
@@ -320,7 +324,7 @@ fn a_reset_leaves_a_device_that_can_be_attached() {
 }
 
 #[test]
-fn a_configuration_space_that_bites_its_tail() {
+fn a_looping_capability_list_ends() {
     for capabilities in [[0x01u8, 0x40], [0x01, 0xff], [0x11, 0x40]] {
         let mut board = board();
         board.config[0x40..0x42].copy_from_slice(&capabilities);
@@ -331,7 +335,7 @@ fn a_configuration_space_that_bites_its_tail() {
 }
 
 #[test]
-fn devices_that_are_no_controllers() {
+fn devices_other_than_controllers_are_refused() {
     let server = Server::start(Board { bar0: 0x1000, ..board() });
     let error = server.connect().unwrap_err();
     assert!(error.to_string().contains("too few"), "{error}");
@@ -344,7 +348,7 @@ fn devices_that_are_no_controllers() {
 }
 
 #[test]
-fn a_server_that_goes_away() {
+fn a_lost_server_fails_the_queue() {
     let mut server = Server::start(board());
     let transport = Arc::new(server.connect().unwrap());
     let options = AttachOptions { doorbells: Doorbells::Mmio, ..options() };
@@ -363,7 +367,7 @@ fn a_server_that_goes_away() {
     assert!(error.to_string().contains("is kept"), "{error}");
 }
 
-/// Huge pages for a test, set aside by root.
+/// Reserved huge pages, which root configures.
 struct HugePages;
 
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
@@ -385,10 +389,10 @@ impl Drop for HugePages {
     }
 }
 
-/// A server has the memory that we share with it, and no seal keeps it from taking pages out. Where
-/// they are huge there may be no others.
+/// The server has the shared memory, and no seal prevents it from punching holes. Another huge
+/// page may not be available.
 #[test]
-fn a_server_that_takes_huge_pages_away_has_gone_and_we_live() {
+fn punched_huge_pages_disconnect_the_server() {
     use rustix::fs::{FallocateFlags, fallocate, fstat};
     const LEN: usize = 4 << 20;
     let Some(pages) = HugePages::new(16) else { return };
@@ -407,13 +411,13 @@ fn a_server_that_takes_huge_pages_away_has_gone_and_we_live() {
     };
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     fallocate(huge, hole, 0, LEN as u64).unwrap();
-    // Nor is there another page.
+    // No other page is available.
     drop(pages);
     buffer.fill(2);
     assert_eq!(buffer.to_vec(LEN), vec![2; LEN]);
     let error = controller.registers().unwrap_err().to_string();
     assert!(error.contains("its server has removed pages from the memory"), "{error}");
-    // Nobody has to ask.
+    // The watchdog detects it without a command.
     let mut queue = queue;
     let namespace = controller.namespace(1).unwrap().clone();
     let until = wait::deadline();
@@ -424,7 +428,7 @@ fn a_server_that_takes_huge_pages_away_has_gone_and_we_live() {
             Ok(_) => drop(queue.pop()),
             Err(error) => break error,
         }
-        assert!(Instant::now() < until, "nobody has noticed");
+        assert!(Instant::now() < until, "the loss of the server is not noticed");
     };
     assert!(error.contains("its server has removed pages from the memory"), "{error}");
 }

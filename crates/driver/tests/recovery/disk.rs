@@ -18,7 +18,7 @@ struct Bytes {
     dirty: HashSet<usize>,
 }
 
-/// What was written is in a cache until a flush.
+/// Disk whose writes stay in a cache until a flush.
 #[derive(Clone, Debug)]
 pub(crate) struct CachedDisk {
     blocks: u64,
@@ -32,7 +32,7 @@ impl CachedDisk {
         Self { blocks, bytes: Arc::new(Mutex::new(bytes)) }
     }
 
-    /// What is left of a block when the power is cut now.
+    /// Contents of a block after a power cut now.
     pub(crate) fn stable(&self, block: u64) -> [u8; BLOCK] {
         let bytes = self.bytes.lock();
         bytes.stable[block as usize * BLOCK..][..BLOCK].try_into().unwrap()

@@ -1,4 +1,4 @@
-//! The steps of recovery, against the real controller that does wrong on purpose.
+//! Steps of recovery against the real controller with injected faults.
 
 #[path = "../common/direct.rs"]
 mod direct;

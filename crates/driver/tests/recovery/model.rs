@@ -1,5 +1,5 @@
-//! A program that keeps a queue full and knows what must be on the disk: every block has its number
-//! and its version in it.
+//! A program that keeps a queue full and knows the expected contents of the disk: every block
+//! contains its number and its version.
 
 use crate::disk::{BLOCK, CachedDisk};
 use shadowbell_driver::{Buffer, BufferPool, Command, Completion, Namespace, QueuePair};
@@ -8,7 +8,7 @@ use shadowbell_testing::wait::LIMIT;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// The most blocks of a command.
+/// Maximum of blocks in a command.
 const MOST: u64 = 16;
 /// What a block of this version holds; version 0 is zeroes.
 fn fill(block: u64, version: u64) -> [u8; BLOCK] {
@@ -27,7 +27,7 @@ fn fill(block: u64, version: u64) -> [u8; BLOCK] {
     bytes
 }
 
-/// The version in a block, if it is whole and the right one.
+/// The version in a block, if it is intact and of that block.
 fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let version = if bytes.iter().all(|b| *b == 0) { 0 } else { word(8) };
@@ -38,15 +38,15 @@ fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
     }
 }
 
-/// What is to become of blocks.
+/// Kind of operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Read,
-    /// Versions as in the model, written once more if this is not known to be done.
+    /// Writes the versions of the model; repeated if the outcome is unknown.
     Write,
     Zero,
     Discard,
-    /// Carries the time of its submission.
+    /// Has the time of its submission.
     Flush(u64),
 }
 
@@ -58,28 +58,28 @@ struct Op {
     began: Instant,
 }
 
-/// One queue's program, on the blocks from `first` on.
+/// Program of one queue, on the blocks from `first` on.
 pub(crate) struct Program {
     namespace: Namespace,
-    /// What is at the other end.
+    /// The controller's disk.
     disk: CachedDisk,
     first: u64,
-    /// The version that the last write gave each block, be it done or not.
+    /// Version of the last write to each block, completed or not.
     versions: Vec<u64>,
-    /// Versions that are not zeroes, by write: a counter.
+    /// Next version, other than zeroes.
     next_version: u64,
     busy: Vec<bool>,
-    /// When each block was last changed by a command that has completed, and to which version.
+    /// Time and version of the last completed change of each block.
     changed: Vec<(u64, u64)>,
-    /// The version that must be stable at least, in the order of the changes.
+    /// Oldest version that may be stable, in the order of the changes.
     durable: Vec<u64>,
-    /// All versions that a block had, with zeroes as version 0, in their order.
+    /// All versions of a block in order, with zeroes as version 0.
     history: Vec<Vec<u64>>,
     clock: u64,
     ops: Vec<Option<Op>>,
     random: u64,
     pub(crate) completed: u64,
-    /// Commands that ended badly, and were submitted again by the program.
+    /// Failed commands, which the program has resubmitted.
     pub(crate) failures: u64,
     pub(crate) slowest: Duration,
 }
@@ -122,7 +122,7 @@ impl Program {
         start..start + blocks as usize
     }
 
-    /// Decides on an operation that conflicts with no other, and takes note of what it will do.
+    /// Chooses an operation that conflicts with no other, and records its effect.
     fn choose(&mut self) -> Option<Op> {
         let random = self.draw();
         let blocks = [1, 8, 8, 8, MOST][(random >> 8) as usize % 5];
@@ -168,7 +168,7 @@ impl Program {
                     assert!(buffer.copy_from(i * BLOCK, &data));
                 }
                 let command = self.namespace.write(lba, blocks).unwrap();
-                // Some may not be repeated by the driver, and are by the program.
+                // Some must not be repeated by the driver, and are repeated by the program.
                 if self.draw().is_multiple_of(8) { command.once() } else { command }
             }
             Kind::Zero => self.namespace.write_zeroes(lba, blocks, true).unwrap(),
@@ -184,7 +184,7 @@ impl Program {
         self.ops[token.index()] = Some(op);
     }
 
-    /// Keeps the queue full until `enough` says so, then waits for what is under way.
+    /// Keeps the queue full until `enough` returns true, then waits for commands in flight.
     pub(crate) fn run(
         &mut self,
         queue: &mut QueuePair,
@@ -222,10 +222,10 @@ impl Program {
         let Completion { token, status, buffer, .. } = completion;
         let op = self.ops[token.index()].take().expect("a completion of a command");
         self.slowest = self.slowest.max(op.began.elapsed());
-        assert!(op.began.elapsed() < LIMIT, "it took {:?}", op.began.elapsed());
+        assert!(op.began.elapsed() < LIMIT, "a command took {:?}", op.began.elapsed());
         let buffer = buffer.expect("the controller is done with the buffer");
         if !status.is_success() {
-            // Done or not, nobody knows: once more, before anything else happens to these blocks.
+            // The outcome is unknown: repeat it before any other command to these blocks.
             self.failures += 1;
             return self.submit(queue, op, buffer);
         }
@@ -234,7 +234,7 @@ impl Program {
         if let Kind::Flush(submitted) = op.kind {
             for block in 0..self.changed.len() {
                 let (when, version) = self.changed[block];
-                // What had completed before the flush was submitted.
+                // Changes that had completed before the submission of the flush.
                 if when <= submitted && self.durable[block] < version {
                     self.durable[block] = version;
                     self.check_stable(block);
@@ -272,7 +272,7 @@ impl Program {
         }
     }
 
-    /// Checks what is left of every block when the power is cut.
+    /// Checks the contents of every block after a power cut.
     pub(crate) fn check_all_stable(&self) {
         (0..self.versions.len()).for_each(|index| self.check_stable(index));
     }

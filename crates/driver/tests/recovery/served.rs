@@ -11,7 +11,7 @@ use shadowbell_memory::{EventFd, Mapping, Protection};
 use shadowbell_testing::wait::LIMIT;
 use std::thread::JoinHandle;
 
-/// As much of a PCI function as the driver needs.
+/// The parts of a PCI function that the driver needs.
 struct Function {
     controller: Emulated,
     config: [u8; 256],
@@ -111,7 +111,7 @@ impl Server {
         let directory = tempfile::tempdir().unwrap();
         let mut reactor = Reactor::new(Limits::default()).unwrap();
         let listener = Listener::bind(directory.path().join("cntrl")).unwrap();
-        // No capabilities: interrupts by eventfd need none here.
+        // No capabilities: eventfd interrupts need none in this server.
         let function = Function { controller: controller.clone(), config: [0; 256] };
         reactor.add(listener, Box::new(function)).unwrap();
         let handle = reactor.handle();

@@ -1,4 +1,4 @@
-//! Faults by the thousand, under full load, over vfio-user, with every byte checked.
+//! Thousands of faults under full load, over vfio-user, with every byte checked.
 
 use crate::disk::CachedDisk;
 use crate::model::Program;
@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Everything that can go wrong and be put right, each often. What happens in a reset happens so
-/// seldom each that some try must succeed.
+/// All recoverable faults, each often. Faults during a reset are so rare that some try must
+/// succeed.
 const FAULTS: &str = "seed=2604,\
     fatal:every=20000,subsystem-reset:every=51000,wrong-phase:every=3000,\
     drop-before:rate=1/150,drop-after:rate=1/150,hang:rate=1/150,wrong-cid:rate=1/300,\
@@ -24,13 +24,13 @@ const FAULTS: &str = "seed=2604,\
 
 /// Blocks of each program.
 const BLOCKS: u64 = 8192;
-/// Commands that each keeps on their way.
+/// Commands in flight of each program.
 const DEPTH: u32 = 128;
 
-/// How often the later steps are taken at least.
+/// Minimum number of the later recovery steps.
 const TAKEN: u64 = 12;
 
-/// Until so many faults were injected.
+/// Runs until `faults` faults were injected.
 fn soak(faults: u64) {
     let disk = CachedDisk::new(2 * BLOCKS);
     let emulated = emulated(Arc::new(disk.clone()));
@@ -71,7 +71,7 @@ fn soak(faults: u64) {
                     if (injected.total() < faults || !taken) && began.elapsed() < LIMIT {
                         return false;
                     }
-                    // What is under way has to come to its end without more of it.
+                    // Commands in flight have to end without further faults.
                     emulated.inject(shadowbell_controller::faults::Faults::default());
                     true
                 });
@@ -114,6 +114,6 @@ fn soak(faults: u64) {
 }
 
 #[test]
-fn ten_thousand_faults_lose_nothing() {
+fn ten_thousand_faults_lose_no_data() {
     soak(10_000);
 }

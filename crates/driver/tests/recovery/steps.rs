@@ -1,4 +1,4 @@
-//! Each step alone, in one process.
+//! Each recovery step alone, in one process.
 
 use crate::direct::Direct;
 use crate::{emulated, inject, options};
@@ -43,11 +43,11 @@ fn next(queue: &mut QueuePair) -> Completion {
     let deadline = wait::deadline();
     loop {
         let _ = queue.wait(Some(deadline)).unwrap();
-        // What is there may complete no command.
+        // The wait may end without a completed command.
         if let Some(completion) = queue.pop() {
             return completion;
         }
-        assert!(Instant::now() < deadline, "it never ends: {:?}", queue.stats());
+        assert!(Instant::now() < deadline, "the command does not complete: {:?}", queue.stats());
     }
 }
 
@@ -60,8 +60,8 @@ impl Rig {
         self.controller.recovery_stats()
     }
 
-    /// Writes and reads back sixteen places at once, `once` or so that the driver may repeat it:
-    /// how many writes have ended with Command Aborted By Host.
+    /// Writes and reads back sixteen ranges at depth; `once` forbids repetition. Returns the number
+    /// of writes that ended with Command Aborted By Host.
     fn exercise(&mut self, once: bool) -> usize {
         let mut tokens = Vec::new();
         for i in 0..16 {
@@ -88,7 +88,7 @@ impl Rig {
         ended
     }
 
-    /// Whether everything is there, or if `or_not`, nothing of it is a possibility.
+    /// Checks all data; with `or_not`, a range may also be unwritten.
     fn verify(&mut self, or_not: bool) {
         for i in 0..16 {
             let read = self.controller.namespace(1).unwrap().read(i * 8, 8).unwrap();
@@ -102,7 +102,7 @@ impl Rig {
 }
 
 #[test]
-fn a_command_that_hangs_is_aborted_and_submitted_again() {
+fn a_hung_command_is_aborted_and_resubmitted() {
     let mut rig = rig();
     let faults = inject(&rig.emulated, "hang:every=10:limit=2");
     assert_eq!(rig.exercise(false), 0);
@@ -117,7 +117,7 @@ fn a_command_that_hangs_is_aborted_and_submitted_again() {
 }
 
 #[test]
-fn a_command_that_must_not_be_repeated_ends_as_it_was_aborted() {
+fn an_unrepeatable_command_ends_with_the_abort_status() {
     let mut rig = rig();
     inject(&rig.emulated, "hang:at=1");
     rig.queue.submit(rig.write(0).once(), rig.pool.take()).unwrap();
@@ -130,13 +130,13 @@ fn a_command_that_must_not_be_repeated_ends_as_it_was_aborted() {
 }
 
 #[test]
-fn completions_that_are_lost_cost_a_queue_and_nothing_else() {
+fn lost_completions_cost_a_queue_only() {
     for (faults, doorbells) in [
         ("drop-before:every=5:limit=3", Doorbells::Auto),
         ("drop-after:every=5:limit=3", Doorbells::Mmio),
         ("wrong-cid:every=5:limit=3", Doorbells::Auto),
         ("wrong-phase:at=4", Doorbells::Auto),
-        // The aborts are lost.
+        // The Abort commands are lost.
         ("hang:every=5:limit=3,ignore=0x08", Doorbells::Auto),
         ("hang:every=5:limit=3,refuse=0x08", Doorbells::Auto),
     ] {
@@ -156,7 +156,7 @@ fn completions_that_are_lost_cost_a_queue_and_nothing_else() {
 }
 
 #[test]
-fn what_must_not_be_repeated_ends_with_an_error_and_its_buffer() {
+fn an_unrepeatable_command_fails_and_returns_its_buffer() {
     for faults in ["drop-before:every=5:limit=3", "drop-after:every=5:limit=3"] {
         let mut rig = rig();
         inject(&rig.emulated, faults);
@@ -168,9 +168,9 @@ fn what_must_not_be_repeated_ends_with_an_error_and_its_buffer() {
     }
 }
 
-/// A source that its own destination overlaps is another one the second time.
+/// A copy onto its own source has another source the second time.
 #[test]
-fn copies_are_repeated_if_they_may_be() {
+fn copies_are_repeated_if_repeatable() {
     for fault in ["drop-before:at=1", "drop-after:at=1", "hang:at=1", "hang:at=1,ignore=0x08"] {
         for (to, overlaps) in [(100, false), (4, true)] {
             let mut rig = rig();
@@ -209,7 +209,7 @@ fn copies_are_repeated_if_they_may_be() {
 }
 
 #[test]
-fn a_command_that_is_lost_every_time_ends() {
+fn a_command_lost_every_time_fails() {
     let mut rig = rig();
     let recovery = Recovery { repeats: 2, ..options().recovery };
     drop(std::mem::replace(&mut rig, rig_with(&AttachOptions { recovery, ..options() })));
@@ -224,7 +224,7 @@ fn a_command_that_is_lost_every_time_ends() {
 }
 
 #[test]
-fn completions_that_are_late_or_come_twice_or_are_odd_need_no_recovery() {
+fn late_duplicate_or_odd_completions_need_no_recovery() {
     let timeouts = Timeouts { io: LIMIT, ..options().timeouts };
     let mut rig = rig_with(&AttachOptions { timeouts, ..options() });
     let faults = "duplicate:every=2,wrong-head:every=3,wrong-sq-id:every=5,delay=2ms:every=7";
@@ -239,7 +239,7 @@ fn completions_that_are_late_or_come_twice_or_are_odd_need_no_recovery() {
 }
 
 #[test]
-fn a_completion_after_its_abort_was_sent_is_a_completion() {
+fn a_completion_after_its_abort_counts() {
     let mut rig = rig();
     inject(&rig.emulated, "delay=1s:at=1");
     rig.queue.submit(rig.write(0), rig.pool.take()).unwrap();
@@ -252,8 +252,8 @@ fn a_completion_after_its_abort_was_sent_is_a_completion() {
 }
 
 #[test]
-fn a_command_that_stalls_has_no_effect_after_it_was_given_up() {
-    // Aborted, and when the abort is lost, with its queue.
+fn a_stalled_command_has_no_effect_after_its_end() {
+    // The command is aborted; if the Abort is lost, it ends with its queue.
     for faults in ["stall=4s:at=1", "stall=4s:at=1,ignore=0x08"] {
         let mut rig = rig();
         inject(&rig.emulated, faults);
@@ -266,7 +266,7 @@ fn a_command_that_stalls_has_no_effect_after_it_was_given_up() {
         ended.buffer.as_mut().unwrap().fill(2);
         rig.queue.submit(rig.write(0), ended.buffer).unwrap();
         assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
-        // Until it would have been carried out.
+        // Until the stalled command would have been executed.
         std::thread::sleep(Duration::from_millis(4100));
         let read = rig.controller.namespace(1).unwrap().read(0, 8).unwrap();
         rig.queue.submit(read, rig.pool.take()).unwrap();
@@ -275,7 +275,7 @@ fn a_command_that_stalls_has_no_effect_after_it_was_given_up() {
 }
 
 #[test]
-fn a_queue_that_is_not_deleted_or_not_created_costs_a_reset() {
+fn a_failed_queue_deletion_or_creation_costs_a_reset() {
     for (opcode, how) in [
         (AdminOpcode::DeleteIoSq, "refuse"),
         (AdminOpcode::DeleteIoSq, "ignore"),
@@ -285,7 +285,7 @@ fn a_queue_that_is_not_deleted_or_not_created_costs_a_reset() {
         (AdminOpcode::CreateIoSq, "ignore"),
     ] {
         let mut rig = rig_with(&AttachOptions { queue_pairs: 2, ..options() });
-        // Another queue, with a command on its way.
+        // Another queue, with a command in flight.
         let mut other = rig.controller.take_queue_pair().unwrap();
         let faults = format!("{how}={:#x}:limit=1,drop-after:at=3:queue=1", opcode as u8);
         inject(&rig.emulated, &faults);
@@ -293,7 +293,7 @@ fn a_queue_that_is_not_deleted_or_not_created_costs_a_reset() {
         let stats = rig.stats();
         assert_eq!(stats.resets, 1, "{faults}: {stats:?}");
         assert_eq!((stats.reset_tries, stats.given_up), (1, 0), "{faults}: {stats:?}");
-        // What was not published before the reset is published now.
+        // A command that was not published before the reset is published now.
         other.submit(rig.write(512), rig.pool.take()).unwrap();
         assert_eq!(next(&mut other).status, Status::SUCCESS);
         assert_eq!(rig.stats().queues_restored, 2, "{faults}");
@@ -314,7 +314,7 @@ fn commands_of_every_queue_survive_a_reset() {
     wait::moment();
     rig.controller.reset().unwrap();
     assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
-    // This one had been published, and must not be published again.
+    // This command had been published, and must not be published again.
     let completion = next(&mut other);
     assert_eq!((completion.token, completion.status), (token, Status::ABORTED_BY_HOST));
     assert!(completion.buffer.is_some());
@@ -326,7 +326,7 @@ fn commands_of_every_queue_survive_a_reset() {
 }
 
 #[test]
-fn commands_that_were_not_rung_for_are_published_first_after_a_reset() {
+fn unpublished_commands_are_published_after_a_reset() {
     let mut rig = rig();
     rig.queue.submit(rig.write(0).once(), rig.pool.take()).unwrap();
     rig.controller.reset().unwrap();
@@ -355,7 +355,7 @@ fn a_fatal_status_costs_a_reset() {
 }
 
 #[test]
-fn a_reset_that_fails_is_tried_again() {
+fn a_failed_reset_is_retried() {
     for (faults, tries) in [
         ("never-ready:limit=1", 2),
         ("never-ready:limit=2", 3),
@@ -378,7 +378,7 @@ fn a_reset_that_fails_is_tried_again() {
 }
 
 #[test]
-fn a_controller_that_can_not_be_reset_is_given_up_and_gives_its_buffers_back() {
+fn a_controller_that_cannot_be_reset_returns_its_buffers() {
     let mut rig = rig();
     inject(&rig.emulated, "fatal:at=5,never-ready");
     for i in 0..16 {
@@ -388,7 +388,7 @@ fn a_controller_that_can_not_be_reset_is_given_up_and_gives_its_buffers_back() {
     let mut ended = Vec::new();
     let error = loop {
         match rig.queue.wait(Some(deadline)) {
-            Ok(_) => assert!(Instant::now() < deadline, "it never ends"),
+            Ok(_) => assert!(Instant::now() < deadline, "the queue fails in time"),
             Err(error) => break error,
         }
         ended.extend(std::iter::from_fn(|| rig.queue.pop()));
@@ -413,7 +413,7 @@ fn a_controller_that_can_not_be_reset_is_given_up_and_gives_its_buffers_back() {
 }
 
 #[test]
-fn a_removal_ends_everything_at_once_and_keeps_the_buffers() {
+fn a_removal_fails_all_queues_and_keeps_the_buffers() {
     let mut rig = rig_with(&AttachOptions { queue_pairs: 2, ..options() });
     let mut other = rig.controller.take_queue_pair().unwrap();
     let faults = inject(&rig.emulated, "hang:limit=4,removal:at=5");
@@ -439,7 +439,7 @@ fn a_removal_ends_everything_at_once_and_keeps_the_buffers() {
 }
 
 #[test]
-fn somebody_else_disables_the_controller() {
+fn a_controller_disabled_by_another_process_is_reset() {
     let mut rig = rig();
     rig.exercise(false);
     rig.emulated.reset(|| ());
@@ -448,7 +448,7 @@ fn somebody_else_disables_the_controller() {
 }
 
 #[test]
-fn without_recovery_nothing_is_done() {
+fn recovery_can_be_turned_off() {
     // Exceeded by far in the time in which nothing is to be done.
     let timeouts = Timeouts { io: Duration::from_millis(50), ..options().timeouts };
     let mut rig = rig_with(&AttachOptions { recovery: Recovery::OFF, timeouts, ..options() });
@@ -458,7 +458,7 @@ fn without_recovery_nothing_is_done() {
     let later = Instant::now() + Duration::from_millis(300);
     assert!(!rig.queue.wait(Some(later)).unwrap());
     assert_eq!((rig.queue.outstanding(), rig.stats()), (1, RecoveryStats::default()));
-    // But what the program asks for is done.
+    // An explicit reset by the program works.
     rig.controller.reset().unwrap();
     let completion = next(&mut rig.queue);
     assert_eq!(completion.status, Status::ABORTED_BY_HOST);

@@ -1,4 +1,4 @@
-//! A peer's memory, twice: mapped as the crate has it, and as one vector with a flag per page.
+//! A peer's memory, twice: mapped through the crate, and as one vector with a flag per page.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use proptest::prelude::*;
@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 /// The unit in which memory is mapped, whatever the controller's page size is.
 pub(crate) const GRANULE: usize = 4096;
-/// The first address of the window that may be mapped. Not 0, so that mistakes show.
+/// First address of the window that may be mapped. Not 0, so that errors show.
 pub(crate) const BASE: u64 = 0x7_0000_0000;
 
-/// How a granule of the window is mapped.
+/// Access to a granule of the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     None,
@@ -18,8 +18,8 @@ pub(crate) enum Access {
     ReadWrite,
 }
 
-/// A stretch of granules that is one map; `swap` puts it elsewhere in the process's memory, so
-/// that neighbours are now and then neighbours there, too.
+/// A stretch of granules that is one map; `apart` moves it elsewhere in the process's memory,
+/// so that neighbours are only sometimes contiguous there, too.
 #[derive(Clone, Debug)]
 pub(crate) struct Stretch {
     pub(crate) granules: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Peer {
 impl Peer {
     pub(crate) fn new(stretches: &[Stretch]) -> Self {
         let total: usize = stretches.iter().map(|s| s.granules).sum();
-        // Stretches that are not apart come one after the other from here.
+        // Stretches that are not apart are consecutive in this pool.
         let pool = Mapping::shared("pool", (total * GRANULE) as u64).unwrap();
         let mut peer = Self { space: DmaSpace::default(), backing: Vec::new(), access: Vec::new() };
         let mut from_pool = 0;
@@ -84,7 +84,7 @@ impl Peer {
         self.access.len() * GRANULE
     }
 
-    /// What the window holds; zeroes where nothing is mapped.
+    /// Contents of the window; zeroes where nothing is mapped.
     pub(crate) fn content(&self) -> Vec<u8> {
         let mut all = vec![0; self.len()];
         for (granule, bytes) in self.backing.iter().enumerate() {
@@ -96,7 +96,7 @@ impl Peer {
         all
     }
 
-    /// Puts bytes into the window, whatever the peer mapped them for; nothing where it did not.
+    /// Writes bytes into the window regardless of its access; unmapped parts are skipped.
     pub(crate) fn put(&self, iova: u64, data: &[u8]) {
         for (i, byte) in data.iter().enumerate() {
             let at = (iova - BASE) as usize + i;
@@ -110,7 +110,7 @@ impl Peer {
         self.put(iova, &value.to_le_bytes());
     }
 
-    /// Fills the mapped memory with something that differs everywhere.
+    /// Fills the mapped memory with pseudo-random bytes.
     pub(crate) fn scribble(&self, seed: u64) {
         let mut state = seed | 1;
         for bytes in self.backing.iter().flatten() {
@@ -135,7 +135,7 @@ impl Peer {
         }
     }
 
-    /// The naive read: a byte at a time.
+    /// Simple reference: reads a byte at a time.
     pub(crate) fn get(&self, iova: u64, len: usize) -> Option<Vec<u8>> {
         (0..len as u64)
             .map(|i| {
@@ -175,8 +175,8 @@ pub(crate) fn stretches(granules: usize) -> impl Strategy<Value = Vec<Stretch>> 
     })
 }
 
-/// Compares what was resolved with where the data should be, a list of (IOVA, length): the bytes
-/// themselves, and those that a write through the segments changes.
+/// Compares resolved segments with the expected places of the data, a list of (IOVA, length):
+/// the bytes themselves, and the effect of a write through the segments.
 pub(crate) fn check(
     peer: &Peer,
     segments: &Segments,
@@ -196,7 +196,7 @@ pub(crate) fn check(
     segments.read_into(0, &mut got).unwrap();
     prop_assert!(got == wanted, "the resolved bytes differ");
     prop_assert!(segments.read_into(len, &mut [0]).is_none(), "there is more than that");
-    // Parts of it, that start and end in any piece.
+    // Parts of the data, starting and ending in any piece.
     let scratch = Mapping::anonymous(len as u64 + 1).unwrap().bytes();
     for part in 1..9 {
         let offset = len * part / 9;
@@ -212,9 +212,9 @@ pub(crate) fn check(
         prop_assert!(segments.is_empty() || segments.write_from(0, &[0]).is_none());
         return Ok(());
     }
-    // In order, so that the later of two that overlap wins on both sides.
+    // In order, so that the later of two overlapping ranges wins on both sides.
     let fresh: Vec<u8> = (0..len).map(|i| ((i * 31) >> 3) as u8 ^ 0x5a).collect();
-    // By whole, by part, and by copy: each piece of the data gets its bytes by one of them.
+    // As a whole, by part, and by copy: each piece of the data is written by one of them.
     let (third, half) = (len / 3, len / 2);
     segments.write_from(0, &fresh[..third]).unwrap();
     segments.write_from(third, &fresh[third..half]).unwrap();

@@ -1,4 +1,4 @@
-//! `bench --verify` against disks that lose, tear, misplace and zero what is written to them.
+//! `bench --verify` against disks that lose, tear, misplace and zero written data.
 
 use shadowbell::testing::{LoadConfig, Outcome, Session, Workload, connect, measure};
 use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
@@ -11,21 +11,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const BS: u32 = 4096;
 const BLOCKS: u64 = 64;
 
-/// What the disk does wrong.
+/// Injected defect of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Defect {
     None,
-    /// The write never happens.
+    /// The write is dropped.
     Lost,
-    /// It goes to the next block.
+    /// The write goes to the next block.
     Misplaced,
-    /// Only its first half happens.
+    /// Only the first half of the data is written.
     Torn,
-    /// A part of it is zeroes afterwards.
+    /// Part of the written block is zeroed afterwards.
     Zeroed,
 }
 
-/// Memory with a defect in its `at`th write.
+/// Memory disk with a defect in its `at`th write.
 #[derive(Debug)]
 pub(crate) struct BadDisk {
     pub(crate) memory: MemDisk,
@@ -89,7 +89,7 @@ fn run(defect: Defect, at: u64, passes: u64) -> Outcome {
     let config = LoadConfig {
         rw: Workload::Write,
         bs: BS,
-        // One at a time, so that the order of the writes is known.
+        // Depth 1, so that the order of the writes is known.
         iodepth: 1,
         number_ios: Some(BLOCKS * passes),
         verify: true,
@@ -115,21 +115,21 @@ fn finds(defect: Defect, at: u64, passes: u64, errors: u64, words: &[&str]) {
 }
 
 #[test]
-fn a_good_disk_is_good() {
+fn a_disk_without_defect_passes_verification() {
     finds(Defect::None, 0, 2, 0, &[]);
 }
 
 #[test]
 fn a_lost_write_is_found() {
-    // The first to its block: nothing of ours is there.
+    // First write of the block: the block has no pattern of `--verify`.
     finds(Defect::Lost, 5, 1, 1, &["byte 20480", "nothing that --verify has written"]);
-    // The second: there is what the first has left.
+    // Second write of the block: the block still holds the first pattern.
     finds(Defect::Lost, BLOCKS + 5, 2, 1, &["byte 20480", "holds write 1", "was 2"]);
 }
 
 #[test]
 fn a_misplaced_write_is_found() {
-    // The last of all, so that nothing covers it up: it should have gone to block 62.
+    // The last write of the run, so that no later write covers the defect. Its target is block 62.
     finds(
         Defect::Misplaced,
         2 * BLOCKS - 2,
@@ -137,7 +137,7 @@ fn a_misplaced_write_is_found() {
         1,
         &["byte 253952", "holds write 1, and the last that completed was 2"],
     );
-    // The last block of the first pass lands past the end of what is left alone.
+    // The last block of the first pass is written into a block that is not written again.
     let outcome = run_misplaced_over_a_finished_block();
     assert_eq!(outcome.row.verify_errors, Some(2), "{:?}", outcome.bad_blocks);
     assert!(
@@ -147,7 +147,8 @@ fn a_misplaced_write_is_found() {
     );
 }
 
-/// One pass and a half: a write of the second half-pass lands on a block that is written no more.
+/// One and a half passes: a write of the second half-pass lands on a block that is not written
+/// again.
 fn run_misplaced_over_a_finished_block() -> Outcome {
     let config = LoadConfig {
         rw: Workload::Write,
@@ -158,7 +159,7 @@ fn run_misplaced_over_a_finished_block() -> Outcome {
         ..LoadConfig::default()
     };
     let memory = MemDisk::new(BLOCKS * u64::from(BS) / 512, 512).unwrap();
-    // The very last write, to block 31, goes to block 32.
+    // The last write of the run, to block 31, goes to block 32.
     let at = BLOCKS + BLOCKS / 2 - 1;
     let disk = Arc::new(BadDisk { memory, defect: Defect::Misplaced, at, writes: Arc::default() });
     let transport = connect(disk, false).unwrap();

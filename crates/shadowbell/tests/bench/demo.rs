@@ -1,4 +1,4 @@
-//! `demo`, with measurements too short to mean anything.
+//! `demo`, with run times too short for meaningful figures.
 
 use crate::harness::{json, line, output};
 
@@ -29,8 +29,8 @@ fn the_tables_are_measured_and_both_ends_agree() {
         assert_eq!(row["bs"], 4096);
         assert!(row["commands"].as_u64().unwrap() > 0, "{row}");
         assert!(row["iops"].as_f64().unwrap() > 0.0, "{row}");
-        // That the two counts are the same is the point of having two. (Where a descriptor is
-        // signalled, a signal may stand for others.)
+        // Controller and driver must count the same MMIO writes. (With ioeventfds, one signal may
+        // stand for several writes.)
         let count = |name: &str| row[name].as_u64().unwrap();
         let (controller, driver) = (count("controller_mmio_writes"), count("driver_mmio_writes"));
         if row["doorbells"] == "mmio" {
@@ -47,7 +47,7 @@ fn the_tables_are_measured_and_both_ends_agree() {
 }
 
 #[test]
-fn people_see_the_figures_beside_the_published_ones() {
+fn the_text_output_has_the_published_figures_for_comparison() {
     let text = output(&mut line("demo --runtime 10"));
     for words in [
         "S0: 4 KiB random reads",

@@ -1,4 +1,4 @@
-//! The program, a server of it, and what they print.
+//! Runs the program and a server of it, and collects their output.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use tempfile::TempDir;
 
-/// The program with these arguments.
+/// The program with `arguments`.
 pub(crate) fn shadowbell<S: AsRef<std::ffi::OsStr>>(
     arguments: impl IntoIterator<Item = S>,
 ) -> Command {
@@ -24,19 +24,19 @@ pub(crate) fn line(line: &str) -> Command {
     shadowbell(line.split_whitespace())
 }
 
-/// What it prints, if it ends with success.
+/// Standard output of a command that must succeed.
 pub(crate) fn output(command: &mut Command) -> String {
     let assert = command.assert().success();
     String::from_utf8(assert.get_output().stdout.clone()).unwrap()
 }
 
-/// The one line of JSON that it prints last.
+/// The last output line of a command, parsed as JSON.
 pub(crate) fn json(command: &mut Command) -> Value {
     let text = output(command);
     serde_json::from_str(text.lines().last().unwrap_or_default()).expect(&text)
 }
 
-/// What it complains about, if it ends with `status`.
+/// Standard error of a command that must end with `status`.
 pub(crate) fn complaint(command: &mut Command, status: i32) -> String {
     let assert = command.assert().code(status);
     let text = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
@@ -44,7 +44,7 @@ pub(crate) fn complaint(command: &mut Command, status: i32) -> String {
     text
 }
 
-/// `shadowbell serve` in a temporary directory. Killed when dropped.
+/// `shadowbell serve` in a temporary directory. Killed on drop.
 pub(crate) struct Server {
     child: ProcessGroup,
     pub(crate) directory: TempDir,
@@ -66,7 +66,7 @@ impl Server {
             .stderr(log);
         let child = ProcessGroup::spawn(&mut command).unwrap();
         let server = Self { child, directory };
-        // The path is there before its socket listens.
+        // The socket file exists before the server listens, so the test connects.
         until("a server", || UnixStream::connect(server.socket()).is_ok());
         server
     }
@@ -75,17 +75,17 @@ impl Server {
         self.directory.path().join("vm0.sock")
     }
 
-    /// Its process id.
+    /// Process id of the server.
     pub(crate) fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Namespace `nsid` as a TARGET.
+    /// Namespace `nsid` of the server, as a TARGET argument.
     pub(crate) fn target(&self, nsid: u32) -> String {
         format!("vfio-user:{}/{nsid}", self.socket().display())
     }
 
-    /// Waits until the server has said this.
+    /// Waits until `words` are in the server's log.
     pub(crate) fn until_it_says(&self, words: &str) {
         until(words, || self.log().contains(words));
     }
@@ -104,7 +104,7 @@ impl Drop for Server {
     }
 }
 
-/// Bytes that are all different from their neighbours, and the same in each run.
+/// Deterministic pseudo-random bytes.
 pub(crate) fn bytes(len: usize) -> Vec<u8> {
     let mut state = 1u32;
     let mut next = || {
@@ -114,7 +114,7 @@ pub(crate) fn bytes(len: usize) -> Vec<u8> {
     (0..len).map(|_| next()).collect()
 }
 
-/// A file of these bytes.
+/// Creates a file with `bytes`, and returns its path.
 pub(crate) fn file(directory: &Path, name: &str, bytes: &[u8]) -> String {
     let path = directory.join(name);
     std::fs::write(&path, bytes).unwrap();

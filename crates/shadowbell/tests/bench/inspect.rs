@@ -15,7 +15,7 @@ fn namespaces_are_listed() {
     assert_eq!((&devices[1]["NameSpace"], &devices[1]["SectorSize"]), (&2.into(), &4096.into()));
     assert_eq!(devices[2]["Target"], "local:mem:2MiB");
 
-    // The path of a socket will do.
+    // A socket path without a scheme is accepted.
     let text = output(&mut line(&format!("list {}", server.socket().display())));
     assert_eq!(text.lines().count(), 3, "{text}");
     for words in ["Target", "Serial", "BENCH1", "512 B + 0 B", "4096 B + 0 B", "1.0 TiB"] {
@@ -52,7 +52,7 @@ fn a_namespace_is_identified() {
 }
 
 #[test]
-fn health_counts_what_was_done() {
+fn the_health_log_counts_reads() {
     let server = Server::start(&["mem:4MiB"]);
     let target = server.target(1);
     let reads = || {
@@ -70,10 +70,10 @@ fn health_counts_what_was_done() {
 }
 
 #[test]
-fn errors_are_remembered() {
+fn a_failed_command_is_in_the_error_log() {
     let server = Server::start(&["mem:1MiB"]);
     let target = server.target(1);
-    // A feature that nobody has.
+    // A feature identifier that no controller has.
     let text = complaint(&mut line(&format!("get-feature {target} -f 0xc5")), 2);
     assert!(text.contains("0xc5"), "{text}");
     let log = json(&mut line(&format!("error-log {target} --json")));
@@ -106,7 +106,7 @@ fn features_are_shown() {
 }
 
 #[test]
-fn a_controller_tests_itself_and_tells_what_has_happened() {
+fn self_test_telemetry_and_persistent_event_log_are_read() {
     let server = Server::start(&["mem:1MiB"]);
     let target = server.target(1);
     let done = json(&mut line(&format!("device-self-test {target} -n 1 -s 1 -w --json")));
@@ -131,7 +131,7 @@ fn a_controller_tests_itself_and_tells_what_has_happened() {
     let log = json(&mut line(&format!("persistent-event-log {target} --json")));
     let events = log["list_of_event_entries"].as_array().unwrap();
     assert_eq!(log["total_num_of_events"], events.len());
-    // Each verb has enabled it.
+    // Each of the commands above has enabled the controller once.
     let enabled = events.iter().filter(|event| event["event_type"] == 4).count();
     assert!(enabled >= 6, "{log}");
     assert!(events.iter().any(|event| event["event_type"] == 12), "{log}");
@@ -140,7 +140,7 @@ fn a_controller_tests_itself_and_tells_what_has_happened() {
 }
 
 #[test]
-fn nobody_there_is_told() {
+fn a_missing_socket_is_named_by_each_command() {
     for verb in [
         "list",
         "id-ctrl",
@@ -159,9 +159,10 @@ fn nobody_there_is_told() {
     }
 }
 
-/// What a path that is no disk may have been meant to be is said, and not how to make a disk of it.
+/// A missing path is answered with the forms of a TARGET, and not with advice on creating a
+/// disk.
 #[test]
-fn a_path_that_is_no_target_is_told_what_one_is() {
+fn a_missing_path_is_answered_with_the_forms_of_a_target() {
     let directory = tempfile::tempdir().unwrap();
     let complaint =
         |arguments: &[&str]| complaint(shadowbell(arguments).current_dir(directory.path()), 2);
@@ -183,13 +184,13 @@ fn a_path_that_is_no_target_is_told_what_one_is() {
     {
         assert!(text.contains(words), "{words}: {text}");
     }
-    // Where a DISK is asked for, that is what is advised.
+    // `serve` expects a DISK, so its advice is how to create one.
     let text = complaint(&["serve", "nosuch.img", "--socket", "vm.sock"]);
     assert!(text.contains("truncate") && !text.contains("TARGET"), "{text}");
 }
 
 #[test]
-fn a_socket_that_was_taken_for_a_disk_is_called_one() {
+fn a_socket_given_as_a_disk_is_named_as_a_socket() {
     let server = Server::start(&["mem:1MiB", "mem:2MiB"]);
     let socket = server.socket().display().to_string();
     // Namespaces of a controller whose socket is named without a scheme.

@@ -1,5 +1,5 @@
-//! The verbs that measure, look and move bytes, from outside: over controllers in the same process
-//! and over a served socket. Nothing here depends on how fast anything is.
+//! Integration tests of the measuring, inspecting and copying commands, over in-process
+//! controllers and over a served socket. No test depends on the speed of the machine.
 
 mod content;
 mod demo;

@@ -1,4 +1,4 @@
-//! `bench`.
+//! Integration tests of `bench`.
 
 use crate::harness::{Server, complaint, json, line, output};
 use serde_json::Value;
@@ -45,7 +45,7 @@ fn a_row_has_the_agreed_names_and_adds_up() {
     let [p50, p99, p999] = ["p50", "p99", "p999"].map(|name| latency[name].as_u64().unwrap());
     assert!(0 < p50 && p50 <= p99 && p99 <= p999, "{latency}");
     assert!(latency["mean"].as_f64().unwrap() > 0.0);
-    // Without a time to choose a sample from, every I/O is timed.
+    // A run of a fixed number of I/Os has no time to choose a sample from, so every I/O is timed.
     assert_eq!(latency["samples"], 4000);
     let number = |name: &str| row[name].as_f64().unwrap();
     assert!((number("iops") * 4096.0 - number("bandwidth_bytes")).abs() < 1.0);
@@ -54,13 +54,13 @@ fn a_row_has_the_agreed_names_and_adds_up() {
 }
 
 #[test]
-fn without_shadow_doorbells_every_io_rings() {
+fn every_io_writes_mmio_without_shadow_doorbells() {
     let report = json(&mut line(
         "bench local:null:1TiB --iodepth 4 --doorbells mmio --number-ios 1000 --json",
     ));
     let row = row(&report);
     assert_eq!(row["doorbells"], "mmio");
-    // The tail for each, and the head of the completion queue now and then.
+    // One tail write for each I/O, and some writes of the completion queue head.
     let writes = row["doorbell_mmio_writes"].as_u64().unwrap();
     assert!((1000..1500).contains(&writes), "{writes}");
     let report = json(&mut line(
@@ -71,7 +71,7 @@ fn without_shadow_doorbells_every_io_rings() {
 }
 
 #[test]
-fn every_way_of_ringing_and_of_finding_completions_works() {
+fn every_combination_of_doorbells_and_completion_mode_works() {
     for doorbells in ["auto", "shadow", "mmio", "mapped"] {
         for completion in ["poll", "interrupt", "adaptive"] {
             let report = json(&mut line(&format!(
@@ -99,7 +99,7 @@ fn one_thread_can_drive_several_jobs() {
 }
 
 #[test]
-fn a_time_ends_a_run_too() {
+fn a_run_ends_after_its_runtime() {
     let report =
         json(&mut line("bench mem:1MiB --runtime 50ms --ramp_time 10ms --iodepth 2 --json"));
     let row = row(&report);
@@ -108,7 +108,7 @@ fn a_time_ends_a_run_too() {
 }
 
 #[test]
-fn people_are_told_in_words() {
+fn bench_prints_a_text_report() {
     let text = output(&mut line("bench mem:1MiB --rw write --number-ios 10 --iodepth 2"));
     for words in ["write of 4096 bytes", "IOPS=", "latency: mean", "doorbell MMIO writes"] {
         assert!(text.contains(words), "{text}");
@@ -116,7 +116,7 @@ fn people_are_told_in_words() {
 }
 
 #[test]
-fn content_is_checked() {
+fn bench_verifies_data_in_every_mix() {
     for rw in ["write", "randwrite", "rw", "randrw"] {
         let report = json(&mut line(&format!(
             "bench mem:4MiB --rw {rw} --bs 8k --iodepth 16 --numjobs 2 --number-ios 700 --verify \
@@ -129,7 +129,7 @@ fn content_is_checked() {
 }
 
 #[test]
-fn a_served_controller_is_measured_and_its_content_stays() {
+fn bench_data_on_a_served_disk_is_verified_by_a_second_run() {
     let server = Server::start(&["mem:4MiB", "null:1GiB"]);
     let mem = server.target(1);
     let common = "--bs 4k --iodepth 8 --verify on --number-ios 1024 --json";
@@ -137,11 +137,11 @@ fn a_served_controller_is_measured_and_its_content_stays() {
     let written = row(&report);
     assert_eq!((&written["verified_blocks"], &written["verify_errors"]), (&1024.into(), &0.into()));
     assert_eq!(written["doorbells"], "shadow");
-    // Another connection finds what the first one left.
+    // A second connection reads the data that the first one wrote.
     let report = json(&mut line(&format!("bench {mem} --rw randread {common}")));
     let read = row(&report);
     assert_eq!((&read["verified_blocks"], &read["verify_errors"]), (&1024.into(), &0.into()));
-    // With another seed it is somebody else's.
+    // With another seed the pattern does not match.
     let text = complaint(&mut line(&format!("bench {mem} --rw read --seed 9 {common}")), 1);
     assert!(text.contains("another --seed"), "{text}");
 
@@ -155,7 +155,7 @@ fn a_served_controller_is_measured_and_its_content_stays() {
 }
 
 #[test]
-fn what_can_not_be_measured_is_refused_with_the_reason() {
+fn invalid_bench_arguments_are_refused_with_the_reason() {
     for (arguments, words) in [
         ("bench nvme://ffff:ff:1f.7/1", "no PCI device ffff:ff:1f.7"),
         ("bench vfio-user:/nowhere/vm0.sock", "/nowhere/vm0.sock"),
@@ -196,13 +196,13 @@ fn a_server_that_dies_ends_the_run_with_an_error() {
 }
 
 #[test]
-fn an_interrupted_run_tells_what_it_has() {
+fn an_interrupted_run_reports_its_partial_result() {
     let server = Server::start(&["mem:1MiB"]);
     let mut bench = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"));
     bench.args(["bench", &server.target(1), "--runtime", "1h", "--json"]);
     let bench = ProcessGroup::spawn(bench.stdout(std::process::Stdio::piped())).unwrap();
     server.until_it_says("shadow doorbells");
-    // Whoever attaches has prepared for signals before.
+    // The program installs its signal handlers before it attaches.
     bench.signal(rustix::process::Signal::INT);
     let output = bench.output();
     assert!(output.status.success());
@@ -220,18 +220,18 @@ fn a_paced_load_keeps_to_its_rate() {
         )));
         let row = row(&report);
         assert_eq!((&row["commands"], &row["rate_iops"]), (&400.into(), &2000.into()));
-        // All are timed, from when they were due. The last one is due after 399 distances: a load
-        // that did not wait would be over in a few milliseconds.
+        // All I/Os are timed from their due time. The last one is due after 399 intervals; an
+        // unpaced load would end within a few milliseconds.
         assert_eq!(row["latency_ns"]["samples"], 400, "{completion}");
         assert!(row["seconds"].as_f64().unwrap() >= 399.0 / 2000.0, "{completion}: {row}");
     }
 }
 
 #[test]
-fn a_load_that_can_not_keep_up_is_late() {
-    // At a billion a second all are due at once, and each waits for those before: half of them for
-    // ten thousand I/Os, of which none takes less than 10 ns anywhere. A load that took the time
-    // from the submission would have waited for the 32 in flight.
+fn latency_of_an_overdue_load_counts_from_the_due_time() {
+    // At a billion I/Os per second all are due at once, so each waits for those before it: the
+    // median waits for ten thousand I/Os of at least 10 ns each. A latency measured from submission
+    // would cover only the 32 in flight.
     let report =
         json(&mut line("bench null:1GiB --rate-iops 1000000000 --number-ios 20000 --json"));
     let p50 = row(&report)["latency_ns"]["p50"].as_u64().unwrap();
@@ -239,7 +239,7 @@ fn a_load_that_can_not_keep_up_is_late() {
 }
 
 #[test]
-fn the_servers_processor_time_is_accounted_for() {
+fn the_servers_cpu_time_is_reported() {
     let server = Server::start(&["null:1GiB", "--poll", "always"]);
     let command =
         format!("bench {} --runtime 300ms --json --server-pid {}", server.target(1), server.id());
@@ -254,10 +254,10 @@ fn the_servers_processor_time_is_accounted_for() {
 }
 
 #[test]
-fn many_controllers_are_held_at_once() {
+fn attach_many_attaches_and_loads_several_controllers() {
     let servers = [Server::start(&["null:1GiB"]), Server::start(&["mem:1MiB"])];
     let [first, second] = servers.each_ref().map(|server| server.target(1));
-    // Nothing comes on standard input, so it is over when the load is.
+    // Standard input is empty, so the program ends with the load.
     let text = output(&mut line(&format!(
         "attach-many {first} {second} --queues 3 --rate-iops 100 --ios 20"
     )));

@@ -1,4 +1,4 @@
-//! Disks whose blocks have metadata, for every verb that reads or writes.
+//! Disks with metadata, for every command that reads or writes.
 
 use crate::harness::{Server, bytes, complaint, file, json, line, output};
 use std::fs;
@@ -33,7 +33,7 @@ fn every_verb_reads_and_writes_blocks_with_protection_information() {
         let all = "--verify crc32c --bs 8k --size 1m --force --json";
         let made = format!("bench {target} {all} --rw write --number-ios 128 --metadata host");
         let row = &json(&mut line(&made))["rows"][0];
-        // All data are read back, and the protection information of each is looked at.
+        // All data are read back, and the protection information of each block is checked.
         assert_eq!((&row["verified_blocks"], &row["verify_errors"]), (&256.into(), &0.into()));
         let read = format!("bench {target} {all} --rw randread --number-ios 300");
         if nsid == 4 {

@@ -1,4 +1,4 @@
-//! The pages that `--report` writes, looked at in a browser.
+//! HTML pages written by `--report`, examined in a headless browser.
 
 use crate::harness::{complaint, line, output};
 use serde_json::Value;
@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Once;
 
-/// What a browser without a window is called.
+/// Program names of headless browsers.
 const BROWSERS: [&str; 3] = ["chromium-headless-shell", "chromium", "google-chrome"];
 
-/// A browser without a window, if there is one. As root on Debian, it is installed.
+/// Path of a headless browser, if there is one. As root on Debian, the browser is installed.
 fn browser() -> Option<PathBuf> {
     static INSTALLED: Once = Once::new();
     if find(&BROWSERS).is_none() && rustix::process::geteuid().is_root() {
@@ -30,7 +30,7 @@ fn browser() -> Option<PathBuf> {
     found
 }
 
-/// The first of these programs that is here.
+/// The first of these programs that is in `PATH`.
 fn find(names: &[&str]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     let at = |name: &&str| {
@@ -40,8 +40,8 @@ fn find(names: &[&str]) -> Option<PathBuf> {
     names.iter().find_map(at)
 }
 
-/// What a person would notice, counted by the browser itself: whether text is cut off, lies over
-/// other text, or is too pale; and what the diagrams consist of.
+/// Script that counts layout defects (text that is cut off, overlaps other text or has too
+/// little contrast) and lists the diagrams of the page.
 const LOOK: &str = r#"<script>
 addEventListener('load', () => {
   document.querySelectorAll('details').forEach(details => { details.open = true; });
@@ -86,13 +86,13 @@ addEventListener('load', () => {
 </script>
 </body>"#;
 
-/// Opens the page, and says what is to be seen there.
+/// Opens the page with the script in it, and returns the findings.
 fn look(page: &Path, browser: &Path) -> Value {
     let html = std::fs::read_to_string(page).unwrap();
     for word in ["src=", "href=", "url(", "@import", "<script"] {
         assert!(!html.contains(word), "the page needs something: {word}");
     }
-    // The page itself allows no script.
+    // The page's own policy forbids scripts, so the test removes it.
     let (policy, end) = ("<meta http-equiv=\"Content-Security-Policy\"", "'unsafe-inline'\">");
     let at = html.find(policy).unwrap();
     let after = at + html[at..].find(end).unwrap() + end.len();
@@ -102,7 +102,7 @@ fn look(page: &Path, browser: &Path) -> Value {
     let picture = page.with_extension("png");
     let run = |page: &Path, what: &[&str]| {
         let mut command = Command::new(browser);
-        // Its sandbox does not work for root, or in a container; the page is our own.
+        // Chromium's sandbox does not work for root or in a container; the page is trusted.
         command.args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]);
         command.args(["--disable-dev-shm-usage", "--window-size=1300,1500"]).args(what);
         command.arg(format!("--user-data-dir={}", page.with_file_name("profile").display()));
@@ -114,12 +114,12 @@ fn look(page: &Path, browser: &Path) -> Value {
     let (_, rest) = dom.split_once("<pre id=\"found\">").expect("the page was not looked at");
     let (text, _) = rest.split_once("</pre>").unwrap();
     run(page, &[&format!("--screenshot={}", picture.display())]);
-    // A page that shows nothing compresses to less.
+    // A blank page compresses to less.
     assert!(std::fs::metadata(&picture).unwrap().len() > 20_000, "an empty picture");
     serde_json::from_slice(&base64(text.trim())).unwrap()
 }
 
-/// From base64.
+/// Decodes base64.
 fn base64(text: &str) -> Vec<u8> {
     let digit = |byte: u8| match byte {
         b'A'..=b'Z' => byte - b'A',
@@ -139,7 +139,7 @@ fn base64(text: &str) -> Vec<u8> {
     bytes
 }
 
-/// What holds for every page.
+/// Checks that hold for every page; returns the titles of the diagrams.
 fn check(found: &Value) -> Vec<&str> {
     assert_eq!((&found["wide"], &found["asked"]), (&Value::Bool(false), &Value::Array(Vec::new())));
     assert_eq!(found["pale"], Value::Array(Vec::new()), "pale text");
@@ -157,7 +157,7 @@ fn check(found: &Value) -> Vec<&str> {
 }
 
 #[test]
-fn a_page_of_a_benchmark_is_read_in_a_browser() {
+fn a_bench_report_renders_in_a_browser() {
     let directory = tempfile::tempdir().unwrap();
     let page = directory.path().join("bench.html");
     let command = format!(
@@ -190,7 +190,7 @@ fn a_page_of_a_benchmark_is_read_in_a_browser() {
 }
 
 #[test]
-fn a_page_of_a_count_of_ios_is_one_too() {
+fn a_report_of_a_fixed_number_of_ios_renders() {
     let directory = tempfile::tempdir().unwrap();
     let page = directory.path().join("bench.html");
     output(&mut line(&format!("bench null:1GiB --number-ios 1 --report {}", page.display())));
@@ -201,7 +201,7 @@ fn a_page_of_a_count_of_ios_is_one_too() {
 }
 
 #[test]
-fn a_page_of_the_demonstration_compares() {
+fn the_demo_report_compares_with_published_figures() {
     let directory = tempfile::tempdir().unwrap();
     let page = directory.path().join("demo.html");
     output(&mut line(&format!("demo --runtime 100 --report {}", page.display())));
@@ -217,12 +217,12 @@ fn a_page_of_the_demonstration_compares() {
             "CPU time of the driver per I/O"
         ]
     );
-    // Twelve measurements with five diagrams, those of four jobs with one more.
+    // Twelve measurements with five diagrams each; those of four jobs have one more.
     assert_eq!(titles.len(), 4 + 12 * 5 + 2);
 }
 
 #[test]
-fn a_page_that_can_not_be_written_is_refused_before_the_measurement() {
+fn an_unwritable_report_path_is_refused_before_the_run() {
     for verb in ["bench null:1GiB --runtime 100", "demo --runtime 60000"] {
         let said = complaint(&mut line(&format!("{verb} --report no/such/page.html")), 2);
         assert!(said.contains("cannot write the report to no/such/page.html"), "{said}");

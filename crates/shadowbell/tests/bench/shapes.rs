@@ -1,4 +1,4 @@
-//! JSON as the users of other programs have it: nvme-cli's names and shapes, and fio's.
+//! Shape of the JSON output: names and types of nvme-cli and of fio.
 
 use crate::harness::{Server, complaint, json, line};
 use serde_json::Value;
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-/// What nvme-cli 2.3 to 2.16 print with `-o json`, all of them. Numbers unless said otherwise.
+/// Keys that nvme-cli 2.3 to 2.16 all print with `-o json`. Numbers unless marked otherwise.
 const ID_CTRL: &str = "\
     acl acwu aerl anacap anagrpmax anatt apsta avscc awun awupf cctemp cmic cntlid cntrltype cqes \
     crdt1 crdt2 crdt3 ctratt domainid dsto edstt elpe endgidmax fcatt fguid:string fna fr:string \
@@ -46,7 +46,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Each of the names is there, as what it is said to be.
+/// Checks that each of `names` is a key of the stated type.
 #[track_caller]
 fn has_all(object: &Value, names: &str) {
     for word in names.split_whitespace() {
@@ -56,7 +56,7 @@ fn has_all(object: &Value, names: &str) {
 }
 
 #[test]
-fn nvme_clis_names_are_there() {
+fn json_output_has_nvme_clis_keys() {
     let server = Server::start(&["mem:4MiB?block-size=4096", "--serial", "SHAPES"]);
     let target = server.target(1);
     let ask = |verb: &str| json(&mut line(&format!("{verb} {target} -o json")));
@@ -94,7 +94,7 @@ fn nvme_clis_names_are_there() {
 }
 
 #[test]
-fn json_is_asked_for_by_three_names() {
+fn json_output_has_three_equivalent_options() {
     let verbs = ["list", "id-ctrl", "id-ns", "smart-log", "error-log", "get-feature"];
     for verb in verbs.map(|verb| format!("{verb} local:mem:1MiB")) {
         let keys = |option: &str| {
@@ -112,7 +112,7 @@ fn json_is_asked_for_by_three_names() {
     assert!(verified["rows"].is_array(), "{verified}");
 }
 
-/// Every leaf of a value by its path.
+/// Collects every leaf of a value with its path.
 fn leaves(value: &Value, path: &str, found: &mut BTreeMap<String, &'static str>) {
     match value {
         Value::Object(object) => {
@@ -126,7 +126,7 @@ fn leaves(value: &Value, path: &str, found: &mut BTreeMap<String, &'static str>)
     }
 }
 
-/// fio, which root installs if it is missing.
+/// Whether fio can be run. As root, a missing fio is installed.
 fn has_fio() -> bool {
     let is_there = || {
         let path = std::env::var_os("PATH").unwrap_or_default();
@@ -144,7 +144,7 @@ fn has_fio() -> bool {
 }
 
 #[test]
-fn a_measurement_has_the_shape_of_fios() {
+fn bench_json_has_the_shape_of_fios() {
     let ours = json(&mut line(
         "bench local:mem:4MiB --rw randrw --rwmixread 50 --number-ios 1000 --iodepth 4 --force \
          --output-format=json",
@@ -155,7 +155,8 @@ fn a_measurement_has_the_shape_of_fios() {
     for (way, ios) in ["read", "write"].into_iter().zip(numbers) {
         assert!((300..700).contains(&ios), "{way}: {ios}");
         assert_eq!(job[way]["io_bytes"], ios * 4096);
-        // Each was timed, as there was no time to choose a sample from.
+        // A run of a fixed number of I/Os has no time to choose a sample from, so every I/O is
+        // timed.
         assert_eq!(job[way]["clat_ns"]["N"], ios);
     }
     let rows = json(&mut line("bench local:mem:4MiB --number-ios 100 --json"));
@@ -181,7 +182,7 @@ fn a_measurement_has_the_shape_of_fios() {
     leaves(job, "", &mut here);
     assert!(here.len() > 60, "{here:?}");
     for (path, kind) in here {
-        // fio repeats the options that it was given.
+        // fio repeats its own options.
         if !path.starts_with("/job options/") {
             assert_eq!(theirs.get(&path), Some(&kind), "{path}");
         }

@@ -1,4 +1,4 @@
-//! `read`, `write` and `copy`.
+//! Integration tests of `read`, `write` and `copy`.
 
 use crate::harness::{Server, bytes, complaint, file, line, shadowbell};
 use shadowbell_testing::process_group::ProcessGroup;
@@ -6,10 +6,10 @@ use shadowbell_testing::wait::until;
 use std::fs;
 
 #[test]
-fn what_was_written_is_read() {
+fn write_and_read_transfer_unaligned_ranges() {
     let server = Server::start(&["mem:8MiB", "mem:8MiB?block-size=4096"]);
     let directory = server.directory.path();
-    // More than one request, and odd at both ends.
+    // More than one request, unaligned at both ends.
     let content = bytes(3_000_001);
     for nsid in [1, 2] {
         let target = server.target(nsid);
@@ -18,7 +18,7 @@ fn what_was_written_is_read() {
         let read =
             line(&format!("read {target} --offset 12345 --length 3000001")).assert().success();
         assert!(read.get_output().stdout == content, "namespace {nsid}");
-        // `-` is standard output, and no file.
+        // `-` is standard output, and not a file name.
         let mut dash = line(&format!("read {target} --offset 12345 --length 100 -o -"));
         let dash = dash.current_dir(directory).assert().success();
         assert_eq!(dash.get_output().stdout, &content[..100]);
@@ -28,14 +28,14 @@ fn what_was_written_is_read() {
         let all = fs::read(output).unwrap();
         assert_eq!(all.len(), 8 << 20);
         assert!(all[12_345..12_345 + content.len()] == content);
-        // The rest of the blocks at both ends is as it was.
+        // The other bytes of the first and last block are unchanged.
         assert!(all[..12_345].iter().all(|byte| *byte == 0));
         assert!(all[12_345 + content.len()..].iter().all(|byte| *byte == 0));
     }
 }
 
 #[test]
-fn a_few_bytes_in_a_block_leave_the_rest_alone() {
+fn a_partial_block_write_keeps_the_other_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let image = file(directory.path(), "disk.img", &[b'.'; 4096]);
     let mut write = line(&format!("write {image} --offset 1000 --input -"));
@@ -48,7 +48,7 @@ fn a_few_bytes_in_a_block_leave_the_rest_alone() {
     let mut write = line(&format!("write {image} --length 2"));
     write.write_stdin("only two of these").assert().success();
     assert!(fs::read(&image).unwrap().starts_with(b"on.."));
-    // Nothing at all is not much, but possible.
+    // Empty input and an empty range are accepted.
     line(&format!("write {image}")).write_stdin("").assert().success();
     let read = line(&format!("read {image} --offset 4096")).assert().success();
     assert!(read.get_output().stdout.is_empty());
@@ -62,9 +62,9 @@ fn disks_are_copied() {
     let image = file(directory, "disk.img", &content);
     let [one, two] = [server.target(1), server.target(2)];
     line(&format!("copy {image} {one}")).assert().success();
-    // Between two namespaces of a controller, which has one host at a time.
+    // Copies between two namespaces of one controller, which has one host at a time.
     line(&format!("copy {one} {two}")).assert().success();
-    // Into a file that is made for it.
+    // Copies into a file that `copy` creates.
     let backup = directory.join("backup.img");
     line(&format!("copy {two} {}", backup.display())).assert().success();
     let copied = fs::read(&backup).unwrap();
@@ -74,7 +74,7 @@ fn disks_are_copied() {
 }
 
 #[test]
-fn what_can_not_be_moved_is_refused_with_the_reason() {
+fn invalid_transfers_are_refused_with_the_reason() {
     let directory = tempfile::tempdir().unwrap();
     let small = file(directory.path(), "small.img", &[0; 4096]);
     let large = file(directory.path(), "large.img", &[1; 8192]);
@@ -97,8 +97,8 @@ fn what_can_not_be_moved_is_refused_with_the_reason() {
         assert!(text.contains(words), "{arguments}: {text}");
     }
     assert_eq!(fs::read(&small).unwrap(), [0; 4096], "nothing was written");
-    // A disk that is in use does not become the output: not that of this program, by whatever name,
-    // and not that of another.
+    // A disk in use is not accepted as the output: neither the input of the same program under
+    // another name, nor a disk of another program.
     let link = directory.path().join("link.img");
     fs::hard_link(&large, &link).unwrap();
     let server = Server::start(&[&small]);
@@ -109,15 +109,15 @@ fn what_can_not_be_moved_is_refused_with_the_reason() {
     assert_eq!(fs::read(&large).unwrap(), [1; 8192]);
     assert_eq!(fs::read(&small).unwrap(), [0; 4096]);
     drop(server);
-    // A stream whose length nobody knows is found out about on the way.
+    // A stream of unknown length is found to be too long while it is copied.
     let mut write = shadowbell(["write", &small]);
     let text = complaint(write.write_stdin(vec![2; 5000]), 1);
     assert!(text.contains("full after 4096 bytes"), "{text}");
 }
 
-/// What is zero takes no room in a copy, and an image of QEMU's is served as the disk that it is.
+/// Zeroes take no space in a copy, and a qcow2 image is read as the disk that it contains.
 #[test]
-fn copies_are_sparse_and_qcow2_images_are_disks() {
+fn copies_are_sparse_and_qcow2_is_decoded() {
     use std::os::unix::fs::MetadataExt;
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name).display().to_string();
@@ -136,7 +136,7 @@ fn copies_are_sparse_and_qcow2_images_are_disks() {
     }
     assert!(fs::read(at("a.qcow2")).unwrap().starts_with(b"QFI\xfb"));
     assert!(fs::read(at("c.img")).unwrap() == content);
-    // The file itself, for whoever asks for it.
+    // The qcow2 file itself, with `format=raw`.
     let image = at("a.qcow2");
     let read = line(&format!("read {image}?format=raw --length 4")).assert().success();
     assert_eq!(read.get_output().stdout, b"QFI\xfb");
@@ -158,15 +158,15 @@ fn copies_are_sparse_and_qcow2_images_are_disks() {
     );
 }
 
-/// Holes of the source are not read, and are holes afterwards, whatever was there before: also where
-/// the blocks of the two differ, and at the ends.
+/// Holes of the source are not read, and become holes of the destination whatever it held
+/// before: also if the block sizes differ, and at both ends.
 #[test]
-fn holes_are_holes_in_the_copy() {
+fn holes_of_the_source_are_holes_in_the_copy() {
     use std::os::unix::fs::{FileExt, MetadataExt};
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name).display().to_string();
     let (size, data) = (64 << 20, bytes(1 << 20));
-    // Where data begin, in pages, and how many bytes of them there are.
+    // First page and length in bytes of each piece of data.
     for (n, places) in [
         &[(5u64, 70_000usize), (1000, 300_000), (16_383, 4096)][..],
         &[(0, 4096), (4000, 1_000_000)],
@@ -191,16 +191,16 @@ fn holes_are_holes_in_the_copy() {
             assert!(taken < 4 << 20, "{copy} takes {taken} bytes");
         }
     }
-    // A terabyte of nothing is no work.
+    // A terabyte of zeroes is copied at once.
     line("copy null:1TiB?read-zeroes=on null:1TiB --force").assert().success();
 }
 
-/// What somebody has made is not overwritten unasked, whatever the way to it is.
+/// A disk with a file system is not overwritten without `--force`, by any command.
 #[test]
-fn a_file_system_is_overwritten_if_that_is_meant() {
+fn a_file_system_is_overwritten_only_with_force() {
     let server = Server::start(&["mem:4MiB"]);
     let directory = server.directory.path();
-    // What mkswap leaves.
+    // The signature that mkswap writes.
     let mut content = vec![0; 1 << 20];
     content[4086..4096].copy_from_slice(b"SWAPSPACE2");
     content[1024] = 1;
@@ -220,21 +220,21 @@ fn a_file_system_is_overwritten_if_that_is_meant() {
             let words = format!("{holder} holds swap, which would be overwritten");
             assert!(said.contains(&words) && said.contains("--force"), "{verb}: {said}");
         }
-        // Who only reads is not asked.
+        // Reading commands need no `--force`.
         line(&format!("bench {holder} --number-ios 10")).assert().success();
     }
     assert!(fs::read(&image).unwrap() == content);
     line(&format!("verify {target} --number-ios 10 --max-bs 4k --force")).assert().success();
-    // Now it holds nothing.
+    // Now the target has no signature.
     line(&format!("copy {other} {target} --force")).assert().success();
     line(&format!("copy {other} {target}")).assert().success();
     line(&format!("copy {other} {image} --force")).assert().success();
     line(&format!("bench {image} --rw write --number-ios 10")).assert().success();
 }
 
-/// What an interrupted copy has made is no disk that somebody could take for the whole one.
+/// An interrupted copy leaves no file that could be mistaken for a complete one.
 #[test]
-fn an_interrupted_copy_removes_or_names_what_it_has_written() {
+fn an_interrupted_copy_removes_a_new_file_or_reports_an_old_one() {
     const SLOW: &str = "mem:64MiB?read-bandwidth=1MiB";
     let directory = tempfile::tempdir().unwrap();
     let interrupt = |destination: &std::path::Path, began: &dyn Fn() -> bool| {
@@ -250,7 +250,8 @@ fn an_interrupted_copy_removes_or_names_what_it_has_written() {
     let new = directory.path().join("new.img");
     let text = interrupt(&new, &|| new.exists());
     assert!(!new.exists() && text.contains("new.img was incomplete, and is removed"), "{text}");
-    // What was there before stays, with what has come to it. Written blocks begin at the first.
+    // An existing destination stays, with the data that were copied into it. Written blocks begin
+    // at the first.
     let there = directory.path().join("there.img");
     fs::write(&there, vec![7; 64 << 20]).unwrap();
     let text = interrupt(&there, &|| fs::read(&there).is_ok_and(|bytes| bytes[0] == 0));

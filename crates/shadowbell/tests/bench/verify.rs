@@ -1,4 +1,4 @@
-//! `verify` on good disks, on bad ones, and on a controller that does wrong.
+//! `verify` on good disks, on defective ones, and on a controller with injected faults.
 
 use crate::content::{BadDisk, Defect};
 use crate::harness::{complaint, json, line, output};
@@ -14,7 +14,8 @@ struct Line {
     args: VerifyArgs,
 }
 
-/// Verifies 64 KiB of memory with `defect` in write `at`: bad blocks, and what is said of them.
+/// Verifies 64 KiB of memory with `defect` in write `at`: number of bad blocks, and the error
+/// text.
 fn run(defect: Defect, at: u64) -> (u64, String) {
     let words = "verify local:bad --number-ios 3000 --iodepth 4 --max-bs 4k --size 64k --numjobs 2";
     let args = Line::parse_from(words.split_whitespace()).args;
@@ -32,10 +33,10 @@ fn run(defect: Defect, at: u64) -> (u64, String) {
 }
 
 #[test]
-fn a_good_disk_is_good_and_bad_ones_are_found() {
+fn verify_passes_a_good_disk_and_finds_each_defect() {
     assert_eq!(run(Defect::None, 0), (0, String::new()));
-    // In the middle of a run, which does not stop for it. What is written again before anybody
-    // looks is not found, and need not be.
+    // A defect in the middle of a run, which does not end for it. A bad block that is overwritten
+    // before it is read is not found, and need not be.
     for defect in [Defect::Lost, Defect::Misplaced, Defect::Torn, Defect::Zeroed] {
         let found = (1000..1010).map(|at| run(defect, at)).find(|(bad, _)| *bad != 0);
         let (_, words) = found.unwrap_or_else(|| panic!("{defect:?} was never found"));
@@ -61,7 +62,7 @@ fn every_kind_of_command_is_used_and_counted() {
 }
 
 #[test]
-fn what_can_not_be_verified_is_refused_with_the_reason() {
+fn invalid_verify_arguments_are_refused_with_the_reason() {
     for (words, reason) in [
         ("mem:16MiB?read-only=on", "read-only"),
         ("mem:16MiB --max-bs 100", "multiple of 512"),
@@ -74,13 +75,14 @@ fn what_can_not_be_verified_is_refused_with_the_reason() {
     }
 }
 
-/// Only in a build that can do wrong.
+/// Only with the feature `faults`.
 #[cfg(feature = "faults")]
 mod faults {
     use super::*;
     use crate::harness::Server;
 
-    /// Limits that expire soon for what hangs. A reset, which has only a few tries, has more time.
+    /// Short limits, so that hung commands are aborted soon. A reset has few tries, so its limit is
+    /// longer.
     const QUICK: &str = "--timeout 40ms --admin-timeout 2s --repeats 20 --retries 50";
 
     #[test]
@@ -102,7 +104,7 @@ mod faults {
     }
 
     #[test]
-    fn a_controller_that_is_beyond_help_ends_it_with_a_sentence() {
+    fn a_removed_controller_ends_verify_with_a_message() {
         let server = Server::start(&["mem:64MiB", "--faults", "removal:at=500"]);
         let text = complaint(&mut line(&format!("verify {} {QUICK}", server.target(1))), 1);
         assert!(text.contains("all ones") || text.contains("lost the connection"), "{text}");

@@ -1,10 +1,10 @@
-//! The commands of the book are carried out.
+//! Commands of the book, run as tests.
 //!
-//! A block of `sh` is run, line by line, in a directory that is the page's own and in which `/run`,
-//! `/srv` and `/etc/shadowbell` are, too. `sh,no-run` is what can not be run here: a reason stands
-//! above it, in italics. A comment `<!-- sh: COMMAND -->` is run and not seen; `<!-- write: PATH -->`
-//! makes a file of the block before it. `shadowbell serve` goes on in the background, until the page
-//! ends. In no other block does a line begin with a command.
+//! A block of `sh` is run line by line, in a temporary directory of the page that also stands
+//! for `/run`, `/srv` and `/etc/shadowbell`. A block of `sh,no-run` cannot be run by the tests:
+//! the reason stands above it, in italics. A comment `<!-- sh: COMMAND -->` is run and not
+//! shown; `<!-- write: PATH -->` stores the block before it in a file. `shadowbell serve` runs
+//! in the background until the page ends. In no other block does a line begin with a command.
 
 use crate::pages::{Page, book};
 use pulldown_cmark::Event;
@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// What the book's absolute paths are in a directory.
+/// Replaces the absolute paths of the book by paths in `directory`.
 fn moved(text: &str, directory: &Path) -> String {
     let directory = directory.display().to_string();
     let mut moved = text.to_owned();
@@ -34,7 +34,7 @@ fn serves(line: &str) -> bool {
     line.starts_with("shadowbell serve ") && !line.contains("--check")
 }
 
-/// The page as a script; nothing if it has no command.
+/// Script of the page's commands; none if the page has no command.
 fn script(page: &Page, directory: &Path) -> Option<String> {
     let mut script = String::new();
     let mut last = String::new();
@@ -67,7 +67,7 @@ fn script(page: &Page, directory: &Path) -> Option<String> {
 
 fn commands(script: &mut String, text: &str) {
     for line in text.replace("\\\n", " ").lines().filter(|line| !line.trim().is_empty()) {
-        // What is run is what is printed, so that a failure says where it was.
+        // Each command is printed before it runs, so that a failure names its command.
         let _ = writeln!(script, "echo '+ {}' >&2", line.replace('\'', "'\\''"));
         if !serves(line) {
             let _ = writeln!(script, "{line}");
@@ -94,7 +94,7 @@ fn the_commands_of_every_page_work() {
     });
 }
 
-/// Runs the commands of a page. The error is what was said.
+/// Runs the commands of a page. The error is their output.
 fn run(page: &Page) -> Result<(), String> {
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
@@ -130,7 +130,7 @@ fn run(page: &Page) -> Result<(), String> {
         }
         wait::pause();
     };
-    // With all that it has left in the background.
+    // Ends the background processes of the page, too.
     child.kill();
     let read = |name: &str| std::fs::read_to_string(directory.join(name)).unwrap_or_default();
     let (page, out, log) = (page.path.display(), read("out"), read("server.log"));
@@ -159,7 +159,7 @@ fn a_command_that_fails_is_found() {
 }
 
 #[test]
-fn what_is_not_run_says_why() {
+fn every_block_that_is_not_run_has_a_reason() {
     for page in book() {
         let lines: Vec<_> = page.text.lines().collect();
         for (info, text, line) in page.blocks() {
@@ -172,12 +172,12 @@ fn what_is_not_run_says_why() {
                 "sh,no-run" => {
                     let above = lines[..line - 1].iter().rev().find(|line| !line.is_empty());
                     let reason = above.is_some_and(|l| l.starts_with("*Not run by the tests"));
-                    assert!(reason, "{place}: no reason above it");
+                    assert!(reason, "{place}: no reason above the block");
                 }
                 _ => {
                     // A table of figures may begin with a name.
                     let found = text.lines().find(|line| is_command(line) && !line.contains("  "));
-                    assert!(found.is_none(), "{place}: a command that nobody runs: {found:?}");
+                    assert!(found.is_none(), "{place}: a command that is not run: {found:?}");
                 }
             }
         }

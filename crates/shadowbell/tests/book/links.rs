@@ -1,9 +1,9 @@
-//! Links between the pages, and from them to files of the repository.
+//! Links between the pages of the book, and from the pages to files of the repository.
 
 use crate::pages::{Page, book, root};
 use std::path::Path;
 
-/// What is wrong with a page's links. `is_book`: it has to find its targets in the book, too.
+/// Broken links of a page. `is_book`: targets must be in the book, too.
 fn broken(page: &Page, is_book: bool) -> Vec<String> {
     let mut found = Vec::new();
     for link in page.links() {
@@ -32,13 +32,13 @@ fn broken(page: &Page, is_book: bool) -> Vec<String> {
 }
 
 #[test]
-fn links_of_the_book_lead_somewhere() {
+fn links_of_the_book_resolve() {
     let found: Vec<_> = book().iter().flat_map(|page| broken(page, true)).collect();
     assert!(found.is_empty(), "{}", found.join("\n"));
 }
 
 #[test]
-fn links_of_the_repository_lead_somewhere() {
+fn links_of_the_repository_resolve() {
     let crates = std::fs::read_dir(root().join("crates")).unwrap();
     let crates = crates.map(|entry| Path::new("crates").join(entry.unwrap().file_name()));
     let readmes = crates.map(|path| path.join("README.md")).filter(|p| root().join(p).exists());

@@ -1,5 +1,5 @@
-//! The book of `docs/`: its links lead somewhere, its commands do what they should, and the messages
-//! that it explains are those of the program.
+//! Tests of the book in `docs/`: its links resolve, its commands work, and the messages that it
+//! explains are in the program.
 
 mod commands;
 mod links;

@@ -1,10 +1,10 @@
-//! The page of messages explains those that the program has.
+//! The page of messages explains only messages that the program has.
 
 use crate::pages::{Page, root};
 use pulldown_cmark::HeadingLevel;
 use std::path::Path;
 
-/// All source files below a directory, in one text without line breaks in strings.
+/// Appends all source files below a directory to `text`, without line breaks in strings.
 fn source(directory: &Path, text: &mut String) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
@@ -12,7 +12,7 @@ fn source(directory: &Path, text: &mut String) {
             source(&path, text);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let file = std::fs::read_to_string(&path).unwrap();
-            // A string goes on at the next line's first character.
+            // A continued string resumes at the first character of the next line.
             let mut parts = file.split("\\\n");
             text.push_str(parts.next().unwrap_or_default());
             parts.for_each(|part| text.push_str(part.trim_start()));

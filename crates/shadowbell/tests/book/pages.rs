@@ -1,22 +1,22 @@
-//! The pages of the book, and what is on them.
+//! Pages of the book, and their contents.
 
 use pulldown_cmark::{CodeBlockKind, Event, HeadingLevel, Options, Parser, Tag, TagEnd};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The root of the repository.
+/// Root of the repository.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// A page: its path from the root, and its text with what it includes.
+/// A page: its path from the root, and its text with its includes.
 pub(crate) struct Page {
     pub(crate) path: PathBuf,
     pub(crate) text: String,
 }
 
 impl Page {
-    /// The page at this path from the root.
+    /// Opens the page at this path from the root.
     pub(crate) fn open(path: impl Into<PathBuf>) -> Self {
         let path = path.into();
         let full = root().join(&path);
@@ -28,12 +28,12 @@ impl Page {
         Parser::new_ext(&self.text, Options::ENABLE_TABLES).into_offset_iter()
     }
 
-    /// The line, from 1, at an offset.
+    /// Line number, from 1, at an offset.
     pub(crate) fn line(&self, offset: usize) -> usize {
         self.text[..offset].lines().count() + 1
     }
 
-    /// Where its links lead.
+    /// Link targets of the page.
     pub(crate) fn links(&self) -> Vec<String> {
         let target = |(event, _)| match event {
             Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
@@ -44,7 +44,7 @@ impl Page {
         self.events().filter_map(target).collect()
     }
 
-    /// Its headings, as text.
+    /// Headings of the page, as text.
     pub(crate) fn headings(&self) -> Vec<(HeadingLevel, String)> {
         let (mut headings, mut inside) = (Vec::new(), false);
         for (event, _) in self.events() {
@@ -63,12 +63,12 @@ impl Page {
         headings
     }
 
-    /// The names by which its headings are linked to.
+    /// Anchors of the headings.
     pub(crate) fn anchors(&self) -> BTreeSet<String> {
         self.headings().iter().map(|(_, text)| anchor(text)).collect()
     }
 
-    /// Its blocks of code: what stands behind the fence, the text, and the line.
+    /// Code blocks: info string, text, and line.
     pub(crate) fn blocks(&self) -> Vec<(String, String, usize)> {
         let mut blocks: Vec<(String, String, usize)> = Vec::new();
         let mut inside = false;
@@ -91,13 +91,13 @@ impl Page {
     }
 }
 
-/// As GitHub and mdBook make it of a heading.
+/// Anchor of a heading, as GitHub and mdBook derive it.
 fn anchor(heading: &str) -> String {
     let kept = heading.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
     kept.collect::<String>().trim().to_lowercase().replace(' ', "-")
 }
 
-/// Puts other files in, as mdBook does: `{{#include PATH}}` or `{{#include PATH:ANCHOR}}`.
+/// Resolves mdBook's includes: `{{#include PATH}}` or `{{#include PATH:ANCHOR}}`.
 fn include(text: &str, directory: &Path) -> String {
     let line = |line: &str| {
         let Some(what) = line.strip_prefix("{{#include ").and_then(|w| w.strip_suffix("}}")) else {
@@ -114,7 +114,7 @@ fn include(text: &str, directory: &Path) -> String {
     text.lines().map(line).collect::<Vec<_>>().join("\n") + "\n"
 }
 
-/// The pages that the summary has, in its order.
+/// Pages of the summary, in its order.
 pub(crate) fn book() -> Vec<Page> {
     let summary = Page::open("docs/SUMMARY.md");
     summary.links().iter().map(|link| Page::open(Path::new("docs").join(link))).collect()
@@ -132,7 +132,7 @@ fn every_page_is_in_the_summary_once() {
     let pages = there.filter(|path| path.extension().is_some_and(|e| e == "md"));
     let pages: BTreeSet<_> = pages.filter(|path| !path.ends_with("SUMMARY.md")).collect();
     assert_eq!(pages, unique);
-    // What mdBook is told is what the tests read.
+    // mdBook is configured with the folder that the tests read.
     let book = std::fs::read_to_string(root().join("book.toml")).unwrap();
     let book: toml::Table = book.parse().unwrap();
     assert_eq!(book["book"]["src"].as_str(), Some("docs"));

@@ -1,4 +1,5 @@
-//! An export that is killed, and started again at the same place, as a service manager does it.
+//! An export that is killed and started again with the same arguments, as a service manager
+//! does.
 
 use crate::Export;
 use rustix::process::Signal;
@@ -9,16 +10,16 @@ use std::process::Command;
 use std::time::Instant;
 use tempfile::TempDir;
 
-/// An image that is exported, by one process after the other.
+/// An image exported by one process after another.
 pub(crate) struct Service {
-    /// None while nobody serves.
+    /// None while no process serves.
     export: Option<Export>,
     arguments: Vec<String>,
     directory: PathBuf,
 }
 
 impl Service {
-    /// Exports an image of so many bytes, in a way that these arguments say.
+    /// Exports an image of `bytes` bytes with `arguments`.
     pub(crate) fn start(bytes: u64, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         File::create(directory.path().join("disk.img")).unwrap().set_len(bytes).unwrap();
@@ -38,18 +39,18 @@ impl Service {
         self.export.as_mut().unwrap()
     }
 
-    /// Whether the process that serves has died.
+    /// Whether the export process has died.
     pub(crate) fn has_died(&mut self) -> bool {
         self.export().child.try_wait().unwrap().is_some()
     }
 
-    /// Kills the process that serves.
+    /// Kills the export process.
     pub(crate) fn kill(&mut self) {
         self.export().signal(Signal::KILL);
         self.export().wait();
     }
 
-    /// Another process serves, the one before being dead.
+    /// Starts the next export process after the death of the previous one.
     pub(crate) fn again(&mut self, variables: &[(&str, &str)]) {
         let mut dead = self.export.take().unwrap();
         dead.wait();
@@ -58,8 +59,8 @@ impl Service {
         self.run(directory, variables);
     }
 
-    /// Starts processes until one exports: the image is locked while the dead one's writes are
-    /// under way.
+    /// Starts processes until one exports: the image is locked while writes of the dead process are
+    /// in flight.
     fn run(&mut self, mut directory: TempDir, variables: &[(&str, &str)]) {
         let arguments: Vec<_> = self.arguments.iter().map(String::as_str).collect();
         let deadline = wait::deadline();
@@ -76,7 +77,7 @@ impl Service {
                     assert!(said.contains("another program"), "{said}");
                     break;
                 }
-                assert!(Instant::now() < deadline, "it does not start: {said}");
+                assert!(Instant::now() < deadline, "the export does not start: {said}");
                 wait::pause();
             }
             let none = tempfile::tempdir().unwrap();
@@ -84,7 +85,7 @@ impl Service {
         }
     }
 
-    /// Ends it in good order.
+    /// Ends the export with a signal, and expects success.
     pub(crate) fn stop(mut self) -> TempDir {
         let mut export = self.export.take().unwrap();
         export.signal(Signal::TERM);
@@ -94,7 +95,7 @@ impl Service {
     }
 }
 
-/// Whether QEMU's tools can be run; root installs them.
+/// Whether qemu-io can be run. As root, it is installed.
 pub(crate) fn has_qemu_io() -> bool {
     let is_there = || Command::new("qemu-io").arg("--version").output().is_ok();
     let apt = Path::new("/usr/bin/apt-get");

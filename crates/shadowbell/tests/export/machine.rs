@@ -1,5 +1,5 @@
-//! A virtual machine with a virtio disk, whose VMM connects again when the device's process is
-//! gone.
+//! A virtual machine with a vhost-user-blk disk, whose VMM reconnects after the death of the
+//! device's process.
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use shadowbell_testing::wait::pause;
@@ -15,9 +15,9 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Entries of the queue.
+/// Entries of the virtqueue.
 const ENTRIES: u16 = 64;
-/// Requests at a time, of three descriptors each.
+/// Requests in flight at most, of three descriptors each.
 const SLOTS: u16 = 16;
 pub(crate) const BLOCK: u64 = 4096;
 pub(crate) const BLOCKS: u64 = 64;
@@ -35,16 +35,16 @@ const WRITE: u16 = 2;
 
 type Failed = Box<dyn std::error::Error>;
 
-/// A request.
+/// A request in flight.
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     block: u64,
-    /// It writes this, and reads that.
+    /// Version of the block: the one written, or the one expected by a read.
     version: u64,
     writes: bool,
 }
 
-/// A machine.
+/// A virtual machine.
 pub(crate) struct Machine {
     memory: GuestMemoryMmap<()>,
     inflight: Option<(VhostUserInflight, File)>,
@@ -54,7 +54,7 @@ pub(crate) struct Machine {
     available: u16,
     seen: u16,
     asked: [Option<Asked>; SLOTS as usize],
-    /// What each block holds: how often it was written.
+    /// Version of each block: the number of its writes.
     versions: [u64; BLOCKS as usize],
     random: u64,
     pub(crate) answered: u64,
@@ -81,7 +81,7 @@ impl Machine {
         }
     }
 
-    /// Connects, as QEMU does it.
+    /// Connects as QEMU does.
     pub(crate) fn connect(&mut self, socket: &Path) -> Result<(), Failed> {
         self.frontend = None;
         let mut frontend = Frontend::connect(socket, 1)?;
@@ -115,7 +115,7 @@ impl Machine {
         };
         frontend.set_vring_num(0, ENTRIES)?;
         frontend.set_vring_addr(0, &queue)?;
-        // It knows of the dead process what the guest knows.
+        // The used index in guest memory is all that the VMM has of the dead process's state.
         let used: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire).unwrap();
         frontend.set_vring_base(0, used)?;
         frontend.set_vring_call(0, &self.call)?;
@@ -125,7 +125,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The VMM stops the queue, as for a pause.
+    /// Stops the queue, as a VMM does for a pause.
     pub(crate) fn pause(&mut self) {
         let frontend = self.frontend.take().unwrap();
         let base = frontend.get_vring_base(0).unwrap();
@@ -144,7 +144,7 @@ impl Machine {
         self.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     }
 
-    /// Has about as many requests under way as there may be.
+    /// Fills most of the free request slots.
     pub(crate) fn ask(&mut self) {
         for slot in 0..SLOTS {
             if self.asked[usize::from(slot)].is_some() || self.random(4) == 0 {
@@ -195,7 +195,7 @@ impl Machine {
         self.memory.store(self.available, GuestAddress(AVAILABLE + 2), Ordering::SeqCst).unwrap();
     }
 
-    /// Looks at what was answered. Something is wrong, if it returns an error.
+    /// Checks the completed requests. The error names the first wrong one.
     pub(crate) fn look(&mut self) -> Result<(), String> {
         let used: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire).unwrap();
         if used.wrapping_sub(self.seen) > SLOTS {
@@ -232,7 +232,7 @@ impl Machine {
         self.asked.iter().all(Option::is_none)
     }
 
-    /// Waits for a notification, and not for long. Whether there was one.
+    /// Waits a short time for a notification; returns whether there was one.
     pub(crate) fn wait(&self) -> bool {
         let is_notified = || self.call.read().is_ok();
         is_notified()
@@ -242,14 +242,14 @@ impl Machine {
             })
     }
 
-    /// What the disk has to hold.
+    /// Expected contents of the disk.
     pub(crate) fn image(&self) -> Vec<u8> {
         let blocks = (0..BLOCKS).zip(self.versions);
         blocks.flat_map(|(block, version)| content(block, version)).collect()
     }
 }
 
-/// What a block holds that was written so often.
+/// Contents of a block after `version` writes.
 fn content(block: u64, version: u64) -> Vec<u8> {
     if version == 0 {
         return vec![0; BLOCK as usize];

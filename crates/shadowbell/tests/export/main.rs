@@ -1,4 +1,4 @@
-//! `shadowbell export`, from outside.
+//! Integration tests of `shadowbell export`.
 
 mod killed;
 mod machine;
@@ -17,19 +17,19 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use tempfile::TempDir;
 
-/// An export that runs. Dropping it kills it.
+/// A running export. Killed on drop.
 struct Export {
     child: ProcessGroup,
     directory: TempDir,
 }
 
 impl Export {
-    /// Runs `shadowbell export` with these arguments, `DIR` in them being a directory of its own.
+    /// Runs `shadowbell export` with these arguments; `DIR` in them stands for `directory`.
     fn run(directory: TempDir, arguments: &[&str]) -> Self {
         Self::run_with(directory, arguments, &[])
     }
 
-    /// As `run`, with these variables.
+    /// Like `run`, with environment variables.
     fn run_with(directory: TempDir, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let place = directory.path().to_str().unwrap();
         let arguments = arguments.iter().map(|argument| argument.replace("DIR", place));
@@ -47,12 +47,12 @@ impl Export {
         Self { child: ProcessGroup::spawn(&mut command).unwrap(), directory }
     }
 
-    /// Starts an export, and waits until it exports.
+    /// Starts an export, and waits until it is ready.
     fn start(arguments: &[&str]) -> Self {
         Self::start_with(arguments, &[])
     }
 
-    /// As `start`, with these variables.
+    /// Like `start`, with environment variables.
     fn start_with(arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut export = Self::run_with(tempfile::tempdir().unwrap(), arguments, variables);
         until("an export", || {
@@ -71,7 +71,7 @@ impl Export {
         std::fs::read_to_string(self.path("stderr")).unwrap()
     }
 
-    /// What it has printed, once these words are in it.
+    /// Standard output, once it contains `words`.
     #[track_caller]
     fn prints(&self, words: &str) -> String {
         until_some(words, || {
@@ -95,7 +95,7 @@ impl Export {
         assert_eq!(status.code(), Some(0), "{}", self.stderr());
     }
 
-    /// Runs one that can not start, and checks exit status 2 and what it says.
+    /// Runs an export that must not start: exit status 2, and `words` in its message.
     #[track_caller]
     fn refused(directory: TempDir, arguments: &[&str], words: &str) -> TempDir {
         let mut export = Self::run(directory, arguments);
@@ -117,7 +117,7 @@ impl Drop for Export {
     }
 }
 
-/// A greeting, and options, by hand: enough of a client for one write.
+/// Minimal NBD client: greeting, options, and one write. Returns the error code.
 fn write_by_nbd(socket: &Path, offset: u64, data: &[u8]) -> u32 {
     let mut client = UnixStream::connect(socket).unwrap();
     client.set_read_timeout(Some(LIMIT)).unwrap();
@@ -138,9 +138,10 @@ fn write_by_nbd(socket: &Path, offset: u64, data: &[u8]) -> u32 {
     u32::from_be_bytes(reply[4..8].try_into().unwrap())
 }
 
-/// What `shadowbell export` serves is a disk of another controller, and both halves of NBD are ours.
+/// An export of `shadowbell export` is used as a disk of another controller, so both ends of
+/// NBD are tested against each other.
 #[test]
-fn an_export_is_a_disk_again() {
+fn an_nbd_export_serves_as_a_disk() {
     let export = Export::start(&["local:mem:4MiB", "--nbd", "unix:DIR/nbd", "--name", "a disk"]);
     let disk = format!("nbd+unix:///a%20disk?socket={}", export.path("nbd").display());
     let run = |arguments: &[&str]| {
@@ -161,7 +162,7 @@ fn an_export_is_a_disk_again() {
 }
 
 #[test]
-fn what_was_written_is_in_the_image_when_it_has_ended() {
+fn written_data_is_in_the_image_after_the_export_ends() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("disk.img");
     File::create(&image).unwrap().set_len(1 << 20).unwrap();
@@ -176,7 +177,7 @@ fn what_was_written_is_in_the_image_when_it_has_ended() {
 }
 
 #[test]
-fn several_ways_at_once_are_ways_to_the_same_disk() {
+fn several_exports_share_one_disk() {
     let export = Export::start(&[
         "mem:8MiB",
         "--nbd",
@@ -198,9 +199,9 @@ fn a_read_only_export_refuses_writes() {
     export.stop();
 }
 
-/// Whoever can reach it can read it, and so it is said.
+/// Anyone who can reach the address can read the disk, so the program warns.
 #[test]
-fn a_disk_for_the_whole_network_is_worth_a_warning() {
+fn an_export_to_a_non_local_address_warns() {
     for (address, is_open) in
         [("tcp:0.0.0.0:0", true), ("tcp:[::]:0", true), ("tcp:127.0.0.1:0", false)]
     {
@@ -213,7 +214,7 @@ fn a_disk_for_the_whole_network_is_worth_a_warning() {
 }
 
 #[test]
-fn what_can_not_be_exported_is_refused_with_the_reason() {
+fn invalid_export_arguments_are_refused_with_the_reason() {
     let refused = |arguments: &[&str], words: &str| {
         Export::refused(tempfile::tempdir().unwrap(), arguments, words);
     };
@@ -229,7 +230,7 @@ fn what_can_not_be_exported_is_refused_with_the_reason() {
 }
 
 #[test]
-fn a_socket_in_use_is_left_to_who_uses_it() {
+fn a_socket_in_use_is_not_replaced() {
     let export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd"]);
     let address = format!("unix:{}", export.path("nbd").display());
     Export::refused(tempfile::tempdir().unwrap(), &["mem:1MiB", "--nbd", &address], "in use");
@@ -268,14 +269,14 @@ fn a_file_is_mounted_and_unmounted() {
     drop(file);
     export.stop();
     assert!(!path.exists());
-    // Who unmounts it ends it, as there is no other way to it.
+    // Unmounting ends the program, as the mount was its only export.
     let mut export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk"]);
     assert!(Command::new("umount").arg(export.path("disk")).status().unwrap().success());
     assert_eq!(export.wait().code(), Some(0), "{}", export.stderr());
 }
 
 #[test]
-fn a_virtio_disk_is_offered_and_taken_back() {
+fn a_vhost_user_blk_socket_is_created_and_removed() {
     let export = Export::start(&["mem:8MiB", "--vhost-user-blk", "DIR/vm.sock", "--queues=2"]);
     export.prints("vhost-user-blk-pci,chardev=disk,num-queues=2");
     let path = export.path("vm.sock");
@@ -286,7 +287,7 @@ fn a_virtio_disk_is_offered_and_taken_back() {
 }
 
 #[test]
-fn a_controller_that_dies_is_an_error_to_clients_and_a_failure_at_the_end() {
+fn a_dead_controller_gives_clients_eio_and_fails_the_export() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("vm.sock");
     let mut server = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
@@ -294,7 +295,7 @@ fn a_controller_that_dies_is_an_error_to_clients_and_a_failure_at_the_end() {
     let server = ProcessGroup::spawn(&mut server).unwrap();
     until("a server", || UnixStream::connect(&socket).is_ok());
     let target = format!("vfio-user:{}", socket.display());
-    // Its end may be seen only when a command takes longer than this limit.
+    // The death of the server may be detected only by a command that takes longer than this limit.
     let mut export =
         Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--timeout=2", "--queues=1"]);
     assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);
@@ -308,14 +309,14 @@ fn a_controller_that_dies_is_an_error_to_clients_and_a_failure_at_the_end() {
 }
 
 #[test]
-fn a_block_device_is_made_of_what_can_be_made_one() {
+fn invalid_ublk_arguments_are_refused_with_the_reason() {
     let mut place = tempfile::tempdir().unwrap();
     for (arguments, words) in [
         (&["mem:1MiB", "--ublk-id", "3"][..], "--ublk"),
         (&["mem:1MiB", "--ublk-copy", "--nbd", "unix:x"], "--ublk"),
         (&["mem:1MiB", "--ublk", "--recover"], "--ublk-id"),
         (&["mem:1MiB", "--ublk", "--ublk-id", "1048576"], "1048576"),
-        // What it held is gone, whether there is a device or not.
+        // The data of the memory disk are lost, with or without a device of that number.
         (&["mem:1MiB", "--ublk", "--ublk-id", "0", "--recover"], "was lost"),
     ] {
         place = Export::refused(place, arguments, words);

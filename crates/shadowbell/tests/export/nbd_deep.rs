@@ -1,5 +1,5 @@
-//! Clients that keep many requests in flight, or one that is slow: the thread that serves the queue
-//! serves them too.
+//! NBD clients with many requests in flight, and a slow one: the queue's thread serves their
+//! connections, too.
 
 use super::Export;
 use shadowbell_testing::wait::{LIMIT, until};
@@ -11,7 +11,7 @@ use std::path::Path;
 const LENT: &str = "the thread that serves the queue serves a client too";
 const BACK: &str = "a client is served by a thread of its own again";
 const BLOCK: usize = 4096;
-/// Requests at a time, and in a row: some more than the server decides by.
+/// Requests in flight, and requests in a row: more than the server's threshold.
 const DEEP: usize = 32;
 const MANY: usize = 1100;
 
@@ -29,7 +29,7 @@ impl Client {
         Self(client)
     }
 
-    /// A read (0) or a write (1) of a block; the cookie is its number.
+    /// Encodes a read (0) or a write (1) of a block; the cookie is the block number.
     fn request(command: u16, block: usize, data: &[u8]) -> Vec<u8> {
         let mut request = 0x2560_9513u32.to_be_bytes().to_vec();
         request.extend(0u16.to_be_bytes());
@@ -41,7 +41,7 @@ impl Client {
         request
     }
 
-    /// The block that an answer is about.
+    /// Block number of the next reply.
     fn answer(&mut self) -> usize {
         let mut reply = [0; 16];
         self.0.read_exact(&mut reply).unwrap();
@@ -49,7 +49,7 @@ impl Client {
         u64::from_be_bytes(reply[8..].try_into().unwrap()) as usize
     }
 
-    /// Writes these blocks, so many at a time, each filled with its own byte of `salt`.
+    /// Writes these blocks at this depth, each filled with its own byte of `salt`.
     fn write(&mut self, blocks: std::ops::Range<usize>, depth: usize, salt: usize) {
         let all: Vec<_> = blocks.collect();
         for some in all.chunks(depth) {
@@ -63,7 +63,7 @@ impl Client {
         }
     }
 
-    /// Reads these blocks, so many at a time, and checks them.
+    /// Reads these blocks at this depth, and checks them.
     fn check(&mut self, blocks: std::ops::Range<usize>, depth: usize, salt: usize) {
         let all: Vec<_> = blocks.collect();
         for some in all.chunks(depth) {
@@ -92,8 +92,8 @@ fn says(export: &Export, what: &str, times: usize) {
     until(&format!("{times} times {what}"), || export.stderr().matches(what).count() >= times);
 }
 
-/// Deep, one at a time, deep again; beside another client of either kind; and the server ends while
-/// it is lent.
+/// Deep, at depth 1, and deep again; beside another client of either kind; and the server ends
+/// while its thread serves the connection.
 fn a_client_comes_and_goes(target: &str) {
     let arguments = [target, "--nbd", "unix:DIR/nbd"];
     let export = Export::start_with(&arguments, &[("RUST_LOG", "debug")]);
@@ -102,7 +102,7 @@ fn a_client_comes_and_goes(target: &str) {
     client.write(0..MANY, DEEP, 1);
     says(&export, LENT, 1);
     client.check(0..MANY, DEEP, 1);
-    // Others are served meanwhile: on another thread, by commands to the same queues.
+    // Other clients are served meanwhile on another thread, by commands to the same queues.
     let mut other = Client::connect(&socket);
     std::thread::scope(|scope| {
         scope.spawn(|| other.write(MANY..2 * MANY, DEEP, 2));
@@ -111,14 +111,15 @@ fn a_client_comes_and_goes(target: &str) {
     client.check(MANY..2 * MANY, DEEP, 2);
     other.check(0..MANY, DEEP, 3);
     assert_eq!(export.stderr().matches(BACK).count(), 0, "{}", export.stderr());
-    // One that waits for each request goes back, and comes again.
+    // A client at depth 1 returns to its own thread, and to the queue's thread when it is deep
+    // again.
     client.check(0..MANY, 1, 3);
     client.check(0..MANY, 1, 3);
     says(&export, BACK, 1);
     client.write(0..2 * MANY, DEEP, 4);
     says(&export, LENT, 2);
     client.check(0..2 * MANY, DEEP, 4);
-    // One that hangs up in the middle leaves the thread to the next.
+    // A client that disconnects in mid-transfer frees the queue's thread for the next client.
     let unread = (0..DEEP).flat_map(|block| Client::request(1, block, &[fill(block, 4); BLOCK]));
     client.0.write_all(&unread.collect::<Vec<u8>>()).unwrap();
     drop((client, other));
@@ -126,7 +127,7 @@ fn a_client_comes_and_goes(target: &str) {
     let mut next = Client::connect(&socket);
     next.check(0..2 * MANY, DEEP, 4);
     says(&export, LENT, 3);
-    // The server ends while its thread is lent.
+    // The server ends while the queue's thread serves a connection.
     export.stop();
 }
 
@@ -144,16 +145,16 @@ fn a_deep_client_of_a_file_is_served_by_the_thread_of_the_queue() {
 }
 
 #[test]
-fn a_slow_client_has_that_thread_while_it_is_the_only_one() {
+fn a_slow_client_keeps_the_queue_thread_while_it_is_alone() {
     let export =
         Export::start_with(&["mem:16MiB", "--nbd", "unix:DIR/nbd"], &[("RUST_LOG", "debug")]);
     let socket = export.path("nbd");
     let mut client = Client::connect(&socket);
     client.write(0..MANY, DEEP, 1);
-    // Requests that come so seldom are as good as those that take so long.
+    // Rare requests have the same effect as slow ones.
     let mut check_slowly = || {
         for block in 0..MANY {
-            // The pause of a slow client: longer is as good.
+            // Pause of a slow client; a longer pause has the same effect.
             std::thread::sleep(std::time::Duration::from_micros(50));
             client.check(block..block + 1, 1, 1);
         }

@@ -1,4 +1,4 @@
-//! NBD clients that connect again, and an export that is killed.
+//! NBD clients that reconnect, and an export that is killed.
 
 use crate::Export;
 use crate::killed::{Service, has_qemu_io};
@@ -14,10 +14,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
-/// Milliseconds between kills: anything.
+/// Milliseconds between kills: arbitrary.
 const MOMENTS: [u64; 6] = [60, 5, 31, 120, 12, 77];
 
-/// An export that is a disk again, under a load that verifies what it reads.
+/// A verifying load on a disk that is reached through an export.
 struct Load(ProcessGroup);
 
 impl Load {
@@ -39,7 +39,7 @@ impl Load {
         Self(ProcessGroup::spawn(&mut command).unwrap())
     }
 
-    /// Ends it: nothing has gone wrong.
+    /// Ends the load, and expects no error.
     fn lost_nothing(self) {
         self.0.signal(Signal::INT);
         let output = self.0.output();
@@ -61,26 +61,26 @@ fn kill(pid: u32, signal: Signal) {
 }
 
 #[test]
-fn a_disk_behind_an_export_that_is_killed_goes_on() {
+fn a_load_over_nbd_survives_kills_of_the_export() {
     let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
     let load = Load::start(&service.path("nbd"));
-    // Some load for each of the processes.
+    // Time for some load on each of the processes.
     std::thread::sleep(Duration::from_millis(300));
     for moment in MOMENTS {
-        // Any moment will do.
+        // The kill may come at any moment.
         std::thread::sleep(Duration::from_millis(moment));
         service.kill();
         service.again(&[]);
-        // The load connects again, as a rule.
+        // Time for the load to reconnect, usually.
         std::thread::sleep(Duration::from_millis(200));
     }
     load.lost_nothing();
     service.stop();
 }
 
-/// The export is a client of the server, and its driver notices nothing.
+/// The export is a client of a server that is killed; its driver recovers without an error.
 #[test]
-fn an_export_goes_on_with_a_server_that_is_killed_under_its_supervisor() {
+fn an_export_survives_kills_of_its_supervised_server() {
     let directory = tempfile::tempdir().unwrap();
     let (image, socket) = (directory.path().join("disk.img"), directory.path().join("vm.sock"));
     File::create(&image).unwrap().set_len(16 * MIB).unwrap();
@@ -97,10 +97,10 @@ fn an_export_goes_on_with_a_server_that_is_killed_under_its_supervisor() {
     let target = format!("vfio-user:{}", socket.display());
     let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd"]);
     let load = Load::start(&export.path("nbd"));
-    // Some load for each of the processes.
+    // Time for some load on each of the processes.
     std::thread::sleep(Duration::from_millis(300));
     for moment in MOMENTS {
-        // Any moment will do, but that no process dies so soon as to be a crash loop.
+        // The kill may come at any moment, but no process may die so soon that it is a crash loop.
         std::thread::sleep(Duration::from_millis(100 + moment));
         let before = worker().unwrap();
         kill(before, Signal::KILL);
@@ -112,10 +112,10 @@ fn an_export_goes_on_with_a_server_that_is_killed_under_its_supervisor() {
     assert!(supervisor.wait().success());
 }
 
-/// QEMU's client, with requests of which it waits for the answers until it has connected again.
+/// QEMU's NBD client, with requests in flight that it resubmits after a reconnect.
 #[test]
-fn qemus_client_goes_on_with_an_export_that_was_killed() {
-    /// Between two deaths.
+fn qemus_nbd_client_survives_kills_of_the_export() {
+    /// Rounds of writes between two deaths.
     const ROUNDS: u64 = 10;
     const AT_ONCE: u64 = 8;
     const LEN: u64 = 64 << 10;
@@ -146,17 +146,17 @@ fn qemus_client_goes_on_with_an_export_that_was_killed() {
             let mut script: String = writes.collect();
             script += "aio_flush\nflush\n";
             script.extend(reads);
-            // If it has ended, its output says why.
+            // If the client has ended, its output has the reason.
             let _ = input.write_all(script.as_bytes());
         }
-        // It is in the middle of them.
+        // The client is in the middle of these writes.
         let first = (rounds.start + 2) * AT_ONCE;
         until("the first writes", || {
             let mut found = [0];
             image.read_exact_at(&mut found, place(first)).unwrap();
             found == [byte(first)] || output.is_finished()
         });
-        // Any moment will do.
+        // The kill may come at any moment.
         std::thread::sleep(Duration::from_millis(moment / 4));
         service.kill();
         service.again(&[]);
@@ -171,7 +171,7 @@ fn qemus_client_goes_on_with_an_export_that_was_killed() {
     assert!(!said.contains("failed") && errors.is_empty(), "{said}{errors}");
     assert_eq!(count(&format!("wrote {LEN}/{LEN}")), all, "{said}");
     assert_eq!(count(&format!("read {LEN}/{LEN}")), all, "{said}");
-    // What was flushed is in the image.
+    // Flushed data are in the image.
     let directory = service.stop();
     let image = std::fs::read(directory.path().join("disk.img")).unwrap();
     for n in all - 16 * MIB / LEN..all {

@@ -1,4 +1,4 @@
-//! A virtio disk whose process is killed, and a machine that notices nothing.
+//! A virtio disk whose device process is killed, without an error in the machine.
 
 use crate::killed::Service;
 use crate::machine::{BLOCK, BLOCKS, Machine};
@@ -6,7 +6,7 @@ use shadowbell_state::AbortPoint;
 use shadowbell_testing::wait::{LIMIT, until};
 use std::time::{Duration, Instant};
 
-/// A machine that runs, and the processes that serve it.
+/// A running machine, and the processes that serve it.
 struct Running {
     service: Service,
     machine: Machine,
@@ -21,7 +21,7 @@ impl Running {
         running
     }
 
-    /// The process may die meanwhile, of what it finds.
+    /// Connects; the device process may die meanwhile while it recovers.
     fn connect(&mut self) {
         let socket = self.service.path("vm.sock");
         if let Err(error) = self.machine.connect(&socket) {
@@ -29,13 +29,14 @@ impl Running {
         }
     }
 
-    /// Another process serves the machine, the one before being dead.
+    /// Starts the next device process after the death of the previous one, and connects.
     fn again(&mut self, variables: &[(&str, &str)]) {
         self.service.again(variables);
         self.connect();
     }
 
-    /// Lets it run until so many requests were answered, or the process dies. Whether it died.
+    /// Runs the machine until `requests` were completed, or the process dies. Returns whether it
+    /// died.
     fn run(&mut self, requests: u64) -> Result<bool, String> {
         let until = self.machine.answered + requests;
         let mut since = (self.machine.answered, Instant::now());
@@ -48,7 +49,7 @@ impl Running {
             if self.machine.wait() || since.0 != self.machine.answered {
                 since = (self.machine.answered, Instant::now());
             } else if self.service.has_died() {
-                // What was answered before its death counts.
+                // Requests that were completed before the death count.
                 self.machine.look()?;
                 return Ok(true);
             } else if since.1.elapsed() > LIMIT {
@@ -57,7 +58,7 @@ impl Running {
         }
     }
 
-    /// Lets all requests end.
+    /// Waits for all requests in flight.
     fn finish(&mut self) -> Result<(), String> {
         let since = Instant::now();
         while !self.machine.is_idle() {
@@ -70,7 +71,7 @@ impl Running {
         Ok(())
     }
 
-    /// Nothing was lost, and the image holds what the machine has written.
+    /// Checks that no request was lost and that the image holds the written data.
     fn end(mut self) -> Result<(), String> {
         self.run(500)?;
         self.finish()?;
@@ -85,7 +86,7 @@ impl Running {
     }
 }
 
-/// A machine whose device dies at each of these points, some time.
+/// Runs a machine whose device process dies at each of these points.
 fn die_at(points: &[(AbortPoint, u32)], more: &[(&str, &str)]) -> Result<(), String> {
     let mut running = Running::start(more);
     running.run(100)?;
@@ -115,19 +116,19 @@ const POINTS: [AbortPoint; 8] = [
 ];
 
 #[test]
-fn its_process_may_die_at_each_step_of_a_request() {
+fn a_vhost_process_may_die_at_each_step_of_a_request() {
     let points = POINTS.into_iter().flat_map(|point| [1, 7, 40].map(|nth| (point, nth)));
     let points: Vec<_> = points.collect();
     die_at(&points, &[]).unwrap();
 }
 
 #[test]
-fn a_wrong_order_is_found() {
+fn a_wrong_order_of_journal_writes_is_detected() {
     for (order, point) in [
         ("freed-before-posted", AbortPoint::RequestListed),
         ("stored-before-freed", AbortPoint::RequestFreed),
     ] {
-        // What is done twice may happen to be the request that comes next.
+        // A request that is executed twice may happen to be harmless, so several moments are tried.
         let points: Vec<_> = (1..=30).map(|nth| (point, nth)).collect();
         let found = die_at(&points, &[("SHADOWBELL_WRONG_ORDER", order)]);
         println!("{order}: {found:?}");
@@ -136,13 +137,13 @@ fn a_wrong_order_is_found() {
 }
 
 #[test]
-fn it_may_be_killed_at_any_moment() {
+fn a_vhost_process_may_be_killed_at_any_moment() {
     let mut running = Running::start(&[]);
     for moment in [0, 3, 50, 17, 1, 8, 130, 29, 5, 77] {
         running.run(20 + 13 * moment).unwrap();
-        // Whatever it is doing now.
+        // Requests are in flight at the kill.
         running.machine.ask();
-        // Any moment will do.
+        // The kill may come at any moment.
         std::thread::sleep(Duration::from_micros(37 * moment));
         running.service.kill();
         running.again(&[]);
@@ -150,9 +151,9 @@ fn it_may_be_killed_at_any_moment() {
     running.end().unwrap();
 }
 
-/// A machine that is paused has nothing in flight at the disk, and goes on.
+/// A paused machine has nothing in flight at the disk, and resumes with another process.
 #[test]
-fn it_may_be_paused_and_its_process_replaced_meanwhile() {
+fn a_paused_machine_resumes_with_a_new_vhost_process() {
     let mut running = Running::start(&[]);
     for _ in 0..3 {
         running.run(50).unwrap();
@@ -161,7 +162,7 @@ fn it_may_be_paused_and_its_process_replaced_meanwhile() {
         running.service.kill();
         running.again(&[]);
         running.run(50).unwrap();
-        // The VMM connects again to the same process.
+        // The VMM reconnects to the same process.
         running.connect();
     }
     running.end().unwrap();

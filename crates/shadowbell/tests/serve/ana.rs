@@ -1,5 +1,5 @@
-//! Two controllers of a server with one disk, of which one is a way that is not to be taken: what
-//! somebody says of it by the control socket, a file, or both, goes on over deaths and upgrades.
+//! ANA states of two controllers that share a disk: a state set by the control socket, by a
+//! file, or by both survives crashes and upgrades.
 
 use crate::harness::{Server, finish, image, program, until};
 use crate::recover::{kill, lost_nothing};
@@ -17,7 +17,7 @@ fn ctl(server: &Server, words: &[&str]) -> (Option<i32>, String, String) {
     finish(command)
 }
 
-/// Changes the state of a group.
+/// Sets the ANA state of a group.
 #[track_caller]
 fn set(server: &Server, n: usize, group: &str, state: &str) {
     let socket = format!("vm{n}.sock");
@@ -35,7 +35,7 @@ fn clients(server: &Server) -> [Client; 2] {
 }
 
 #[test]
-fn a_way_that_is_none_stays_that_over_deaths_and_upgrades() {
+fn an_inaccessible_ana_state_survives_crashes_and_upgrades() {
     let mut server = start();
     let [mut one, mut other] = clients(&server);
     one.write(1, 0, 1);
@@ -65,7 +65,8 @@ fn a_way_that_is_none_stays_that_over_deaths_and_upgrades() {
         })
     };
     assert!(line(0, " inaccessible ") && line(1, " optimized "), "{said}");
-    // It is in the file that comes to what is served, and another file changes it under its guest.
+    // The state is in the saved configuration, and another file changes it while a guest is
+    // attached.
     let (status, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(status == Some(0) && saved.contains("ana = [\"inaccessible\"]"), "{saved}");
     let wanted = saved.replace("[\"inaccessible\"]", "\"non-optimized\"");
@@ -88,7 +89,7 @@ fn a_way_that_is_none_stays_that_over_deaths_and_upgrades() {
 }
 
 #[test]
-fn a_file_says_the_groups_and_how_they_begin_and_what_there_is_not_is_refused() {
+fn ana_groups_and_initial_states_come_from_the_file() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 16 << 20);
     let config = CONFIG
@@ -114,7 +115,7 @@ fn a_file_says_the_groups_and_how_they_begin_and_what_there_is_not_is_refused() 
     assert_eq!(one.read(1, 0), 3);
     set(&server, 1, "2", "optimized");
     set(&server, 1, "2", "optimized");
-    assert_eq!(log(&mut other).changes, 1, "the second time it is so already");
+    assert_eq!(log(&mut other).changes, 1, "setting the same state is no change");
     other.write(2, 0, 4);
     for (words, status, why) in [
         (["ana", "vm0.sock", "3", "change"], 3, "ANA groups 1 to 2"),

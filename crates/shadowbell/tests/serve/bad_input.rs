@@ -1,12 +1,13 @@
-//! What can not be served is refused with a sentence, and an exit status that says whose fault it
-//! is.
+//! Invalid input is refused with a message, and the exit status tells user errors from system
+//! errors.
 
 use crate::harness::{Server, finish, image, program, until};
 use crate::supervisor::has_ended;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-/// Runs `serve` with these arguments in `directory`; it must refuse, saying all of `words`.
+/// Runs `serve` with these arguments in `directory`; it must fail with all of `words` in its
+/// message.
 #[track_caller]
 fn refused(directory: &Path, arguments: &[&str], words: &[&str]) {
     let mut command = program();
@@ -15,14 +16,14 @@ fn refused(directory: &Path, arguments: &[&str], words: &[&str]) {
     assert_eq!(status, Some(2), "{arguments:?}: {stderr}");
     assert_eq!(stdout, "", "{arguments:?}");
     for word in words {
-        // clap wraps its sentences.
+        // clap wraps its messages.
         let one_line = stderr.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(one_line.contains(word), "{arguments:?}: {word:?} is not in {stderr}");
     }
 }
 
 #[test]
-fn images_that_are_none() {
+fn invalid_images_are_refused_with_advice() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     image(at, "empty.img", 0);
@@ -41,15 +42,15 @@ fn images_that_are_none() {
         ("mem:200TiB", ["a disk of 200TiB does not fit", "one of at most 64TiB"]),
     ] {
         refused(at, &[disk, "--socket", "vm.sock"], &words);
-        // One that is good does not help the one that is not.
+        // A valid first disk does not make the command succeed.
         refused(at, &["mem:1MiB", disk, "--socket", "vm.sock"], &words);
     }
     assert!(!at.join("vm.sock").exists());
 }
 
-/// Its lock would say that another program has it, which there is none to be stopped of.
+/// The message names the duplicate: a lock error would blame another program.
 #[test]
-fn an_image_that_is_named_twice() {
+fn an_image_named_twice_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     image(at, "a.img", 1 << 20);
@@ -67,9 +68,9 @@ fn an_image_that_is_named_twice() {
     assert!(server.stop().success());
 }
 
-/// Who has written a number need not know what Rust calls it.
+/// Number errors are in words of the user, and do not name Rust types.
 #[test]
-fn numbers_that_are_none() {
+fn invalid_numbers_are_refused_in_plain_words() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     for (option, value, words) in [
@@ -90,14 +91,14 @@ fn numbers_that_are_none() {
 }
 
 #[test]
-fn an_image_that_may_not_be_read() {
+fn an_unreadable_image_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path(), "secret.img", 4096);
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o000)).unwrap();
     let mut command = program();
     if rustix::process::geteuid().is_root() {
-        // Root reads everything, so another user has to try: one that may not read the file but
-        // may run the program, wherever that is.
+        // Root may read everything, so the test runs the program as another user, from a copy that
+        // this user may execute.
         std::fs::set_permissions(directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
         command = std::process::Command::new("setpriv");
         command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
@@ -112,7 +113,7 @@ fn an_image_that_may_not_be_read() {
 }
 
 #[test]
-fn an_image_that_somebody_else_has() {
+fn an_image_locked_by_another_server_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path(), "disk.img", 1 << 20);
     let server = Server::start_in(directory, &["disk.img"], &[]);
@@ -125,7 +126,7 @@ fn an_image_that_somebody_else_has() {
 }
 
 #[test]
-fn sockets_that_can_not_be() {
+fn invalid_socket_paths_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     let serve =
@@ -139,7 +140,7 @@ fn sockets_that_can_not_be() {
 }
 
 #[test]
-fn a_socket_of_a_live_server_is_left_alone_and_a_stale_one_replaced() {
+fn a_live_servers_socket_is_kept_and_a_stale_one_replaced() {
     let directory = tempfile::tempdir().unwrap();
     let mut server = Server::start_in(directory, &["mem:1MiB"], &[]);
     let socket = server.socket();
@@ -157,11 +158,11 @@ fn a_socket_of_a_live_server_is_left_alone_and_a_stale_one_replaced() {
     );
     drop(controller);
     drop(server.attach());
-    // Killed, it leaves its file behind.
+    // A killed supervisor leaves the socket file behind.
     let worker = crate::supervisor::worker(&server);
     server.signal(rustix::process::Signal::KILL);
     server.wait();
-    // It ends by itself, and can not remove anything without its supervisor.
+    // The server process ends by itself, and cannot remove the socket file without its supervisor.
     until("the end of the process that served", || has_ended(worker));
     assert!(socket.exists());
     let mut command = program();
@@ -173,7 +174,7 @@ fn a_socket_of_a_live_server_is_left_alone_and_a_stale_one_replaced() {
 }
 
 #[test]
-fn options_that_can_not_be() {
+fn invalid_options_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     std::fs::write(at.join("notes.txt"), "precious").unwrap();

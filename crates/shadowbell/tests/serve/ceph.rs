@@ -1,6 +1,6 @@
-//! Images of a Ceph cluster under a server whose process is killed, and replaced. `cargo xtask
-//! ceph` starts a cluster, names it by `SHADOWBELL_CEPH_CONF`, and runs these; without one they say
-//! so.
+//! Ceph images under a server whose process is killed or replaced. `cargo xtask ceph` starts a
+//! cluster, names it in `SHADOWBELL_CEPH_CONF`, and runs these tests; without a cluster they
+//! are skipped with a message.
 
 use crate::disk_kinds::{supervisor, survive};
 use crate::harness::until;
@@ -10,7 +10,7 @@ use crate::upgrade::{Load, upgrade};
 use shadowbell_testing::process_group::ProcessGroup;
 use std::process::Command;
 
-/// A new image, as a disk.
+/// Creates an image, and returns its URI.
 fn image(name: &str, features: &str) -> Option<String> {
     let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
         eprintln!(
@@ -26,13 +26,13 @@ fn image(name: &str, features: &str) -> Option<String> {
 }
 
 #[test]
-fn an_image_of_a_cluster_passes_what_every_kind_does() {
+fn a_ceph_image_passes_verify_and_resets() {
     let Some(disk) = image("passes", "layering,exclusive-lock") else { return };
     crate::kinds::passes(&disk);
 }
 
 #[test]
-fn an_image_of_a_cluster_goes_on_through_kills() {
+fn a_ceph_image_survives_kills_of_the_server_process() {
     for (name, features) in [
         ("killed", "layering,exclusive-lock"),
         ("killed-bare", "layering"),
@@ -50,7 +50,7 @@ fn an_image_of_a_cluster_goes_on_through_kills() {
 }
 
 #[test]
-fn a_server_with_an_image_of_a_cluster_is_replaced_under_a_verifying_load() {
+fn a_server_with_a_ceph_image_is_upgraded_under_load() {
     let Some(disk) = image("replaced", "layering,exclusive-lock") else { return };
     let mut server = supervisor(&disk);
     let load = Load::at(&server.socket(), 1);
@@ -58,7 +58,7 @@ fn a_server_with_an_image_of_a_cluster_is_replaced_under_a_verifying_load() {
     let socket = server.socket().display().to_string();
     for _ in 0..3 {
         let before = worker(&server);
-        // While the image's lock is taken from the process before, the first writes are slow.
+        // The first writes are slow while the image's lock is taken over from the previous process.
         until("an upgrade", || {
             let (status, output, errors) = upgrade(&socket, None);
             assert!(status == Some(0) || errors.contains("try again"), "{output}{errors}");
@@ -71,10 +71,10 @@ fn a_server_with_an_image_of_a_cluster_is_replaced_under_a_verifying_load() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Nobody asks: Ceph tells the server, and the server tells the guest. Whoever goes on for a dead
-/// process finds it out.
+/// Ceph notifies the server of a new image size, and the server notifies the guest. After a
+/// crash, the next process finds the new size.
 #[test]
-fn a_namespace_follows_the_size_of_its_image() {
+fn a_namespace_follows_the_size_of_its_ceph_image() {
     let Some(disk) = image("follows", "layering,exclusive-lock") else { return };
     let conf = std::env::var("SHADOWBELL_CEPH_CONF").unwrap();
     let resize = |arguments: &[&str]| {
@@ -92,12 +92,12 @@ fn a_namespace_follows_the_size_of_its_image() {
         let status = Command::new("kill").args([signal, &before.to_string()]).status().unwrap();
         assert!(status.success());
     };
-    // One that is stopped is told nothing before it is killed.
+    // A stopped process receives no notification before it is killed.
     stopped("-STOP");
     let mut resizing = Command::new("rbd");
     resizing.args(["-c", &conf, "resize", "--no-progress", "follows", "--size", "40M"]);
     let mut resizing = ProcessGroup::spawn(&mut resizing).unwrap();
-    // Most of the time it has resized then.
+    // Time for `rbd resize` to finish, usually.
     std::thread::sleep(std::time::Duration::from_secs(1));
     stopped("-KILL");
     assert!(resizing.wait().success());

@@ -1,4 +1,4 @@
-//! Controllers that come and go while a server runs.
+//! Controllers that are added and removed while a server runs.
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, attach, finish, image, program, run, until};
@@ -17,13 +17,13 @@ fn attached(server: &Server, socket: &str) -> Controller {
 }
 
 #[test]
-fn a_controller_comes_and_goes_beside_a_guest() {
+fn a_controller_is_added_and_removed_beside_a_guest() {
     let mut server = Server::start(&["mem:4MiB"], &[]);
     image(server.directory(), "b.img", 8 << 20);
     let mut guest = server.attach();
     let add = ["controller", "add", "b", "b.img", "--socket", "b.sock"];
     assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
-    // The same again, as after an answer that was lost.
+    // The same request again, as after a lost response.
     assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
     let (code, _, errors) = ctl(&server, &[&add[..], &["--read-only"]].concat());
     assert!(
@@ -46,12 +46,14 @@ fn a_controller_comes_and_goes_beside_a_guest() {
     let (code, _, errors) = ctl(&server, &["controller", "remove", "b"]);
     assert!(code == Some(4) && errors.contains("has a client"), "{errors}");
     drop(other);
-    until("the client is gone", || ctl_json(&server, &["controllers", "b"])[0]["client"] == false);
+    until("the client's disconnect", || {
+        ctl_json(&server, &["controllers", "b"])[0]["client"] == false
+    });
     assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
     assert!(!server.directory().join("b.sock").exists());
     let (code, _, errors) = ctl(&server, &["controller", "remove", "b"]);
     assert!(code == Some(3) && errors.contains("there is no controller `b`"), "{errors}");
-    // Its disk is free, for another one.
+    // The disk of the removed controller is free for another one.
     assert_eq!(
         ctl_json(&server, &["controller", "add", "d", "b.img", "--socket", "d.sock"])[0]["id"],
         "d"
@@ -67,7 +69,7 @@ fn a_controller_comes_and_goes_beside_a_guest() {
 }
 
 #[test]
-fn what_was_added_goes_on_in_another_process() {
+fn an_added_controller_survives_upgrades() {
     let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
     let add = ["controller", "add", "b", "mem:8MiB", "--socket", "b.sock"];
     ctl_json(&server, &add);
@@ -77,11 +79,15 @@ fn what_was_added_goes_on_in_another_process() {
         let (code, _, errors) = ctl(&server, &["upgrade"]);
         assert_eq!(code, Some(0), "{errors}\n{}", server.stderr());
         assert_ne!(ctl_json(&server, &["status"])["pid"], before);
-        assert_eq!(ctl_json(&server, &add)[0]["client"], true, "it is the same");
+        assert_eq!(
+            ctl_json(&server, &add)[0]["client"],
+            true,
+            "the controller and its client survive"
+        );
     }
     assert_eq!(read(&mut guest), Status::SUCCESS);
     drop(guest);
-    until("the client is gone", || ctl_json(&server, &["status"])["clients"] == 0);
+    until("the client's disconnect", || ctl_json(&server, &["status"])["clients"] == 0);
     assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
     assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
     assert_eq!(ctl_json(&server, &["status"])["controllers"], 1);
@@ -116,7 +122,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     let plan = ctl_json(&server, &["apply", "vms.toml"]);
     assert_eq!((&plan["unchanged"], &plan["applied"]), (&2.into(), &true.into()));
 
-    // vm1's disk goes to vm2, and vm3 is new.
+    // The disk of vm1 moves to vm2, and vm3 is new.
     write(server.directory(), &[("vm0", "0.img"), ("vm2", "1.img"), ("vm3", "2.img")]);
     let (code, said, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
     assert_eq!(code, Some(0));
@@ -125,20 +131,20 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
         "+ vm2\n+ vm3\n- vm1\n2 added, 1 removed, 0 replaced, 0 changed, 1 unchanged; not applied\n"
     );
     assert_eq!(ids(), ["vm0", "vm1"]);
-    // Whoever looked whether vm1 listens may still count as its client.
+    // The connection that tested whether vm1 listens may still count as its client.
     until("vm1 has no client", || ctl(&server, &["apply", "vms.toml"]).0 == Some(0));
     assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
     assert!(UnixStream::connect(server.directory().join("vm1.sock")).is_err());
     drop(attached(&server, "vm2.sock"));
 
-    // Nothing of a bad one is done, whatever is bad.
+    // An invalid file changes nothing, whatever part of it is invalid.
     write(server.directory(), &[("vm0", "0.img"), ("vm4", "mem:1MiB"), ("vm5", "no.img")]);
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(2) && errors.contains("nothing was changed"), "{code:?} {errors}");
     write(server.directory(), &[("vm0", "0.img"), ("vm0", "mem:1MiB")]);
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(2) && errors.contains("vms.toml:"), "{code:?} {errors}");
-    // What a client has is not taken away unasked.
+    // A controller with a client is not removed without `--force`.
     write(server.directory(), &[("vm0", "mem:1MiB"), ("vm3", "2.img"), ("vm2", "1.img")]);
     let (code, said, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
     let image = server.directory().canonicalize().unwrap().join("0.img");
@@ -161,9 +167,9 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     assert!(server.stop().success());
 }
 
-/// What a guest can be told of is done under it: it keeps its controller.
+/// Changes that a guest can be notified of are made under it, without removing its controller.
 #[test]
-fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
+fn applying_namespaces_and_limits_keeps_the_controller() {
     let directory = tempfile::tempdir().unwrap();
     for name in ["a", "b"] {
         image(directory.path(), &format!("{name}.img"), 4 << 20);
@@ -191,7 +197,7 @@ fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
         all.as_array().unwrap().iter().map(disk).collect::<Vec<_>>()
     };
 
-    // One comes, one takes no writes any more, and one is limited as a group is.
+    // Adds a namespace, makes one read-only, and puts one into a limit group.
     let more = "\"mem:4MiB?limit-group=db\", \"a.img?read-only=on\", \"b.img\"";
     write(server.directory(), "iops = \"5000\"", more, "");
     let (code, said, errors) = apply(&["--dry-run"]);
@@ -213,11 +219,15 @@ fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
     let now = ["1 mem:4MiB false \"db\"", "2 a.img true null", "3 b.img false null"];
     assert_eq!(disks(), now);
     assert_eq!(ctl_json(&server, &["limit"])[0]["limits"]["iops"], "5000");
-    assert_eq!(ctl_json(&server, &["apply", "vms.toml"])["unchanged"], 1, "it is done");
+    assert_eq!(
+        ctl_json(&server, &["apply", "vms.toml"])["unchanged"],
+        1,
+        "the file is already applied"
+    );
     let client = || ctl_json(&server, &["controllers", "vm0"])[0]["client"] == true;
     assert!(client() && read(&mut guest) == Status::SUCCESS);
 
-    // What can not be opened leaves all as it was: here the limits.
+    // A disk that cannot be opened leaves everything unchanged, limits included.
     let bad = "\"mem:4MiB\", \"a.img\", \"b.img\", \"no.img\"";
     write(server.directory(), "iops = \"7\"", bad, "");
     let (code, _, errors) = apply(&[]);
@@ -225,7 +235,8 @@ fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
     assert_eq!(disks(), now);
     assert_eq!(ctl_json(&server, &["limit"])[0]["limits"]["iops"], "5000");
 
-    // What a client has is not taken away unasked; then its disk is free, for another number.
+    // A namespace with a client is not removed without `--force`; after that its disk is free for
+    // another NSID.
     write(server.directory(), "", "\"mem:4MiB\", { disk = \"a.img\", nsid = 5 }", "");
     let (code, _, errors) = apply(&[]);
     let words = "connected clients would lose namespace 2 of vm0, namespace 3 of vm0";
@@ -235,7 +246,7 @@ fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
     assert_eq!(disks(), ["1 mem:4MiB false null", "5 a.img false null"]);
     assert!(client() && ctl_json(&server, &["limit"])[0]["limits"] == serde_json::json!({}));
 
-    // The server itself is as it was: that is said.
+    // Server-wide settings do not change, and the response says so.
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
     std::fs::write(server.directory().join("vms.toml"), format!("workers = 2\n{text}")).unwrap();
     let (_, said, _) = apply(&[]);
@@ -245,7 +256,7 @@ fn a_file_that_differs_in_namespaces_and_limits_takes_no_controller() {
 }
 
 #[test]
-fn a_file_is_checked_and_nothing_is_opened() {
+fn check_validates_a_file_without_opening_disks() {
     let directory = tempfile::tempdir().unwrap();
     let check = |text: &str| {
         let path = directory.path().join("vms.toml");
@@ -274,9 +285,9 @@ fn a_file_is_checked_and_nothing_is_opened() {
     assert!(!directory.path().join("a.sock").exists());
 }
 
-/// As a package starts it: nothing is to be served yet.
+/// A packaged service starts without controllers.
 #[test]
-fn a_server_without_controllers_gets_them_later() {
+fn a_server_starts_without_controllers_and_gets_them_later() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("vms.toml"), "controller = []\n").unwrap();
     let mut command = program();
@@ -302,7 +313,7 @@ fn a_server_without_controllers_gets_them_later() {
     let options = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
     let mut guest = attach(&server.directory().join("vm0.sock"), &options);
     assert_eq!(read(&mut guest), Status::SUCCESS);
-    // A file that is empty by mistake takes nothing away.
+    // A file that is empty by mistake removes no controller.
     std::fs::write(server.directory().join("vms.toml"), "").unwrap();
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml", "--force"]);
     assert!(code == Some(2) && errors.contains("or write `controller = []`"), "{errors}");

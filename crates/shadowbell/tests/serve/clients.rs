@@ -1,4 +1,4 @@
-//! Clients that die, that talk nonsense, and those that come after them.
+//! Clients that die or send malformed messages, and the clients after them.
 
 use crate::harness::{Server, attach, image, run};
 use crate::supervisor::worker;
@@ -12,9 +12,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Says to this test program that it is the client of [`a_killed_client_loses_nothing`].
+/// Environment variable that makes this test program the client of
+/// [`a_killed_client_loses_no_completed_write`].
 const VICTIM: &str = "SHADOWBELL_TEST_VICTIM";
-/// Blocks that the victim writes, and bytes in each.
+/// Number of blocks that the victim writes, and bytes in each.
 const BLOCKS: u64 = 64;
 const BLOCK: usize = 4096;
 
@@ -25,8 +26,8 @@ fn block(lba: u64, round: u64) -> Vec<u8> {
     bytes
 }
 
-/// Not a test of its own: what the process does that gets killed. Writes blocks at depth and says
-/// on standard output which it knows to be written.
+/// Entry point of the child process that is killed, not a test of its own. Writes blocks at
+/// depth, and prints which writes were completed.
 #[test]
 fn victim() {
     let Ok(socket) = std::env::var(VICTIM) else { return };
@@ -55,7 +56,7 @@ fn victim() {
 }
 
 #[test]
-fn a_killed_client_loses_nothing() {
+fn a_killed_client_loses_no_completed_write() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", BLOCKS * BLOCK as u64);
     let mut server = Server::start_in(directory, &["disk.img?block-size=4096"], &[]);
@@ -107,7 +108,7 @@ fn a_killed_client_loses_nothing() {
 }
 
 #[test]
-fn a_stopped_server_lets_its_client_go() {
+fn a_stopped_server_disconnects_its_client() {
     let mut server = Server::start(&["mem:4MiB"], &[]);
     let controller = server.attach();
     assert!(server.stop().success());
@@ -116,9 +117,10 @@ fn a_stopped_server_lets_its_client_go() {
 }
 
 #[test]
-fn interrupt_ends_it_like_terminate() {
+fn sigint_and_sighup_end_the_server_like_sigterm() {
     for signal in [Signal::INT, Signal::HUP] {
-        // Whoever runs this test may ignore them, as a shell does for what it starts with `&`.
+        // The shell may have set these signals to be ignored, as it does for commands started with
+        // `&`.
         let mut command = Command::new("env");
         command.arg("--default-signal=INT,HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
         command.args(["serve", "mem:4MiB", "--socket", "vm.sock"]);
@@ -131,7 +133,7 @@ fn interrupt_ends_it_like_terminate() {
 }
 
 #[test]
-fn who_is_told_to_ignore_a_hangup_does() {
+fn a_server_under_nohup_ignores_sighup() {
     let directory = tempfile::tempdir().unwrap();
     let mut command = Command::new("nohup");
     command.arg(env!("CARGO_BIN_EXE_shadowbell"));
@@ -143,9 +145,9 @@ fn who_is_told_to_ignore_a_hangup_does() {
     assert!(server.stop().success());
 }
 
-/// As a shell without job control has it for what it starts with `&`.
+/// A shell without job control ignores SIGINT for commands started with `&`.
 #[test]
-fn who_is_told_to_ignore_an_interrupt_is_ended_by_terminate() {
+fn a_server_with_sigint_ignored_ends_on_sigterm() {
     let directory = tempfile::tempdir().unwrap();
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' INT; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_shadowbell")]);
@@ -158,7 +160,7 @@ fn who_is_told_to_ignore_an_interrupt_is_ended_by_terminate() {
 }
 
 #[test]
-fn nonsense_does_not_keep_the_next_client_out() {
+fn malformed_messages_do_not_block_the_next_client() {
     let mut server = Server::start(&["mem:4MiB"], &[]);
     let version = |size: u32| {
         let mut bytes = vec![0, 0, 1, 0];
@@ -174,14 +176,14 @@ fn nonsense_does_not_keep_the_next_client_out() {
         version(0),
         version(20),
     ];
-    // A version, and then nonsense.
+    // A valid version message, then garbage.
     let mut later = version(20);
     later.extend([0, 0, 1, 0]);
     later.extend([0xff; 64]);
     garbage.push(later);
     for (n, bytes) in garbage.iter().enumerate() {
         let mut stream = UnixStream::connect(server.socket()).unwrap();
-        // The server may have hung up before all of it was sent.
+        // The server may have disconnected before all bytes were sent.
         let _ = stream.write_all(bytes);
         drop(stream);
         assert!(server.is_alive(), "{n}");
@@ -191,7 +193,7 @@ fn nonsense_does_not_keep_the_next_client_out() {
 }
 
 #[test]
-fn one_client_after_the_other() {
+fn clients_leave_no_thread_or_descriptor_behind() {
     let server = Server::start(&["mem:4MiB"], &[]);
     let twenty_come_and_go = |total: usize| {
         for _ in 0..20 {
@@ -213,10 +215,10 @@ fn one_client_after_the_other() {
     for round in 2..=4 {
         twenty_come_and_go(20 * round);
     }
-    // Nothing was left behind of sixty clients: no thread, and no descriptor but those of the
-    // server itself. A thread keeps the rings that signal a client's three eventfds for the next
-    // client, and which threads have had a client that far is chance. So is what was still being
-    // closed of the twentieth: less than there was is no leak.
+    // Sixty clients leave no thread behind, and no descriptor but those of the server. A thread
+    // keeps the rings that signal a client's three eventfds for the next client, and chance decides
+    // which threads have had a client. Descriptors of the twentieth client may still be closing, so
+    // a smaller number than before is no leak.
     let (before_threads, (before_rings, before_others)) = before;
     let is_left = || {
         let (rings, others) = descriptors();

@@ -1,11 +1,12 @@
-//! Many controllers in one process, and files that are refused as a whole.
+//! Configuration files: several controllers in one process, and files that are refused as a
+//! whole.
 
 use crate::harness::{Server, attach, finish, image, program, until};
 use shadowbell_driver::{AttachOptions, Doorbells};
 use std::path::Path;
 
 #[test]
-fn each_controller_is_what_its_table_says() {
+fn each_controller_is_configured_by_its_table() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "a.img", 1 << 20);
     let text = r#"
@@ -50,7 +51,7 @@ fn each_controller_is_what_its_table_says() {
     assert_eq!(stats["controllers"][1]["serial"], "SECOND");
 }
 
-/// Serves `text`, which must be refused with all of `words`, and must leave nothing behind.
+/// Serves `text`, which must be refused with all of `words`, without creating any file.
 #[track_caller]
 fn refused(directory: &Path, text: &str, words: &[&str]) {
     std::fs::write(directory.join("vms.toml"), text).unwrap();
@@ -108,7 +109,7 @@ fn a_bad_file_is_refused_as_a_whole() {
 }
 
 #[test]
-fn a_file_that_is_none() {
+fn a_missing_configuration_file_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     for (name, words) in [("missing.toml", "cannot read"), (".", "not a regular file")] {
         let mut command = program();
@@ -120,7 +121,7 @@ fn a_file_that_is_none() {
 }
 
 #[test]
-fn a_socket_in_use_stops_all_of_the_file() {
+fn a_socket_in_use_refuses_the_whole_file() {
     let directory = tempfile::tempdir().unwrap();
     let server = Server::start_in(directory, &["mem:1MiB"], &[]);
     let text = "[[controller]]\nsocket = \"first.sock\"\ndisks = [\"mem:1MiB\"]\n\

@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// `shadowbell ctl`: exit status, output, errors.
+/// Runs `shadowbell ctl`: exit status, output, errors.
 pub(crate) fn ctl(server: &Server, arguments: &[&str]) -> (Option<i32>, String, String) {
     finish_upgrade(|| {
         let mut command = program();
@@ -24,7 +24,7 @@ pub(crate) fn ctl(server: &Server, arguments: &[&str]) -> (Option<i32>, String, 
     })
 }
 
-/// The same, which does what it is asked: its JSON.
+/// Runs `shadowbell ctl --json`, which must succeed; returns its JSON.
 #[track_caller]
 pub(crate) fn ctl_json(server: &Server, arguments: &[&str]) -> Value {
     let (status, output, errors) = ctl(server, &[arguments, &["--json"]].concat());
@@ -36,7 +36,8 @@ fn control_socket(server: &Server) -> PathBuf {
     server.directory().join("run/vm/control.sock")
 }
 
-/// Ends a loop, also when the test fails: it would be waited for.
+/// Sets the flag that ends a thread's loop, also if the test panics: the scope joins the
+/// thread.
 pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -45,10 +46,10 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-/// A request as any program makes it: the status and the body of the answer.
+/// Sends an HTTP request: status and body of the response.
 pub(crate) fn ask(server: &Server, request: &str) -> (u16, String) {
     let mut stream = UnixStream::connect(control_socket(server)).unwrap();
-    // It may answer before it has read everything, and hang up.
+    // The server may respond and disconnect before it has read the whole request.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -66,7 +67,7 @@ pub(crate) fn request(method: &str, path: &str, body: &str) -> String {
 }
 
 #[test]
-fn a_server_says_what_it_serves_and_ends_when_it_is_told() {
+fn status_reports_the_controllers_and_shutdown_ends_the_server() {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 8 << 20);
     let disk = disk.to_str().unwrap().to_owned();
@@ -123,7 +124,7 @@ fn a_server_says_what_it_serves_and_ends_when_it_is_told() {
 }
 
 #[test]
-fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
+fn a_failed_ctl_command_has_an_exit_status_and_a_message() {
     let mut server = Server::start(&["mem:4MiB"], &["--no-keeper"]);
     for (arguments, status, words) in [
         (&["status", "-s", "vm1"][..], 3, "there is no server `vm1`"),
@@ -138,7 +139,7 @@ fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
         assert_eq!(code, Some(status), "{arguments:?}: {errors}");
         assert!(errors.contains(words), "{arguments:?}: {errors}");
     }
-    // By the name, by the control socket, by the controller's.
+    // The server's name, its control socket, and its controller's socket all select it.
     for name in ["vm", "./run/vm/control.sock", "./vm.sock"] {
         assert_eq!(ctl_json(&server, &["status", "-s", name])["pid"], server.pid(), "{name}");
     }
@@ -148,7 +149,7 @@ fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
 }
 
 #[test]
-fn a_name_that_is_taken_is_made_another_unless_it_was_asked_for() {
+fn a_default_name_in_use_gets_a_suffix() {
     let mut first = Server::start(&["mem:4MiB"], &[]);
     let other = |options: &[&str]| {
         let mut command = program();
@@ -176,7 +177,7 @@ fn a_name_that_is_taken_is_made_another_unless_it_was_asked_for() {
 }
 
 #[test]
-fn the_log_says_more_from_now_on_and_after_an_upgrade() {
+fn the_log_level_changes_at_run_time_and_survives_an_upgrade() {
     let server = Server::start(&["mem:4MiB"], &["--keeper"]);
     drop(server.attach());
     assert!(!server.stderr().contains("debug:"), "{}", server.stderr());
@@ -196,9 +197,9 @@ fn the_log_says_more_from_now_on_and_after_an_upgrade() {
     assert_eq!(ctl(&server, &["log-level"]).1, "debug\n");
 }
 
-/// There is no moment at which nobody can ask, and no answer that is lost.
+/// Every request during upgrades is answered: there is no gap without a listener.
 #[test]
-fn whoever_asks_during_upgrades_is_answered() {
+fn control_requests_during_upgrades_are_all_answered() {
     let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
     let guest = server.attach();
     let is_over = AtomicBool::new(false);
@@ -207,7 +208,7 @@ fn whoever_asks_during_upgrades_is_answered() {
             let mut asked = 0;
             while !is_over.load(Ordering::Relaxed) {
                 let mut stream = UnixStream::connect(control_socket(&server)).unwrap();
-                // A connection that is closed before its request was looked at: ask again.
+                // A connection that was closed before its request was read is retried.
                 match stream.write_all(request("GET", "/v1/status", "").as_bytes()) {
                     Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => continue,
                     outcome => outcome.unwrap(),
@@ -230,7 +231,7 @@ fn whoever_asks_during_upgrades_is_answered() {
                 let (status, _, errors) = ctl(&server, &["upgrade"]);
                 assert_eq!(status, Some(0), "{errors}");
             } else {
-                // As another program asks.
+                // An upgrade that another program requests.
                 let (status, _) = ask(&server, &request("POST", "/v1/upgrade", ""));
                 assert_eq!(status, 202);
             }
@@ -241,14 +242,14 @@ fn whoever_asks_during_upgrades_is_answered() {
         asker.join().unwrap()
     });
     assert!(asked > 5, "{asked}");
-    // One that fails says so afterwards.
+    // The failure of an upgrade is reported afterwards.
     let other = r#"{"binary":"/bin/false"}"#;
     let (status, body) = ask(&server, &request("POST", "/v1/upgrade", other));
-    // It is in a sandbox, and must not say what its supervisor starts.
+    // A sandboxed process must not choose the program that its supervisor starts.
     assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
     let program = server.directory().join("program");
     std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &program).unwrap();
-    // A child of another test may have the copy open for a moment.
+    // A child process of another test may hold the copy open for a moment (ETXTBSY).
     until("an upgrade to the copy", || {
         ctl(&server, &["upgrade", "--binary", program.to_str().unwrap()]).0 == Some(0)
     });
@@ -263,7 +264,7 @@ fn whoever_asks_during_upgrades_is_answered() {
 }
 
 #[test]
-fn a_worker_that_was_killed_is_followed_by_one_that_answers() {
+fn the_control_socket_answers_after_a_kill() {
     let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
     let before = worker(&server);
     signal(before, Signal::KILL);
@@ -276,7 +277,7 @@ fn a_worker_that_was_killed_is_followed_by_one_that_answers() {
 }
 
 #[test]
-fn clients_that_misbehave_hold_up_nobody_but_themselves() {
+fn misbehaving_control_clients_do_not_block_others() {
     let mut server = Server::start(&["mem:4MiB"], &[]);
     let connect = || UnixStream::connect(control_socket(&server)).unwrap();
     for (head, expected) in [
@@ -296,7 +297,7 @@ fn clients_that_misbehave_hold_up_nobody_but_themselves() {
             assert!(problem["message"].as_str().unwrap().len() > 10, "{body}");
         }
     }
-    // One that sends for ever is not listened to for ever.
+    // A request without an end is cut off.
     let mut endless = connect();
     endless.set_write_timeout(Some(LIMIT)).unwrap();
     let head =
@@ -305,17 +306,17 @@ fn clients_that_misbehave_hold_up_nobody_but_themselves() {
     let mut sent = 0_u64;
     while let Ok(len) = endless.write(&[b' '; 65536]) {
         sent += len as u64;
-        assert!(sent < 64 << 20, "it takes everything");
+        assert!(sent < 64 << 20, "an endless request is accepted");
     }
-    // Some that say nothing take all places. Whoever comes next waits for one of them.
+    // Silent connections take all slots. The next one waits for one of them.
     let silent: Vec<_> = (0..16).map(|_| connect()).collect();
     let mut next = connect();
     next.write_all(request("GET", "/v1/status", "").as_bytes()).unwrap();
     moment();
     next.set_nonblocking(true).unwrap();
-    assert!(next.read(&mut [0; 1]).is_err(), "there was no place for it");
+    assert!(next.read(&mut [0; 1]).is_err(), "all connection slots are taken");
     next.set_nonblocking(false).unwrap();
-    // A guest does not notice.
+    // I/O of a guest continues meanwhile.
     let mut guest = attach(&server.socket(), &AttachOptions::default());
     let mut queue = guest.take_queue_pair().unwrap();
     let pool = guest.buffers(1, 4096).unwrap();
@@ -329,9 +330,9 @@ fn clients_that_misbehave_hold_up_nobody_but_themselves() {
     assert!(server.stop().success());
 }
 
-/// While a guest has the controller, its server answers.
+/// While a guest is attached, the server answers inspecting commands out of band.
 #[test]
-fn a_controller_that_is_in_use_can_be_looked_at() {
+fn a_controller_in_use_can_be_inspected() {
     let mut server = Server::start(&["mem:4MiB", "mem:8MiB?block-size=4096"], &[]);
     let target = format!("vfio-user:{}", server.socket().display());
     let look = |verb: &str, target: &str, arguments: &[&str]| {
@@ -348,7 +349,7 @@ fn a_controller_that_is_in_use_can_be_looked_at() {
         assert_eq!(status, Some(0), "{verb}");
         let (status, output, errors) = look(verb, &target, &["--json"]);
         assert_eq!(status, Some(0), "{verb}: {errors}");
-        // But for what was counted meanwhile, it is the same.
+        // The output is identical to that without a guest, except for counters.
         if verb != &"smart-log" {
             assert_eq!(output, rested, "{verb}");
         }
@@ -365,7 +366,7 @@ fn a_controller_that_is_in_use_can_be_looked_at() {
     assert!(status == Some(2) && errors.contains("namespace 3 does not exist"), "{errors}");
     let (_, table, _) = look("list", &target, &[]);
     assert_eq!(table.lines().count(), 3, "{table}");
-    // What has to be attached says who is in the way.
+    // A command that has to attach reports the other client.
     let (status, _, errors) = look("get-feature", &target, &[]);
     assert!(status == Some(2) && errors.contains("another client is connected"), "{errors}");
     drop((queue, pool, guest));
@@ -400,8 +401,8 @@ fn top_finds_the_servers_that_run() {
 }
 
 #[test]
-fn the_sockets_of_controllers_are_for_whom_they_are_meant() {
-    // Whoever is not root has its own group to give away.
+fn controller_sockets_have_the_configured_mode_and_group() {
+    // A user other than root can only give files to its own group.
     let is_root = rustix::process::geteuid().is_root();
     let group = if is_root { 7 } else { rustix::process::getegid().as_raw() };
     let options = ["--socket-mode", "0624", "--socket-group", &group.to_string()];
@@ -423,7 +424,7 @@ fn the_sockets_of_controllers_are_for_whom_they_are_meant() {
 }
 
 #[test]
-fn more_memory_than_there_is_and_who_polls_is_said() {
+fn too_large_memory_disks_and_polling_threads_are_logged() {
     let mut server = Server::start(&["mem:4TiB"], &["--doorbells", "mapped", "--workers", "1"]);
     server.says("the machine has");
     server.says("the I/O threads poll and use a CPU each");

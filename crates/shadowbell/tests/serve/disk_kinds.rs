@@ -1,4 +1,4 @@
-//! Disks of other kinds than files, under a server whose process is killed.
+//! Disks other than files, under a server whose process is killed.
 
 use crate::harness::{Server, image, program, until};
 use crate::recover::{kill, lost_nothing};
@@ -14,7 +14,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// An NBD server in a process of its own. Dropping it kills it.
+/// An NBD server in a process of its own. Killed on drop.
 pub(crate) struct Export {
     child: ProcessGroup,
     directory: TempDir,
@@ -33,23 +33,23 @@ impl Export {
         Self { child, directory }
     }
 
-    /// What it exports, with options as `&settle=1s`.
+    /// URI of the export, with options such as `&settle=1s`.
     pub(crate) fn uri(&self, options: &str) -> String {
         format!("nbd+unix:///?socket={}{options}", self.directory.path().join("nbd").display())
     }
 }
 
-/// Under a supervisor, and free to open what it likes.
+/// A server under a supervisor, without a sandbox.
 pub(crate) fn supervisor(disk: &str) -> Server {
     Server::start(&[disk], &["--keeper", "--sandbox", "off"])
 }
 
-/// Kills the server's process so often, under a load that verifies what it reads.
+/// Kills the server process `kills` times under a verifying load.
 pub(crate) fn survive(server: &mut Server, kills: u64) {
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     for n in 0..kills {
-        // Any moment will do, but that no process dies so soon as to be a crash loop.
+        // The kill may come at any moment, but no process may die so soon that it is a crash loop.
         std::thread::sleep(Duration::from_millis(60 + n * 37 % 90));
         kill(server, Signal::KILL);
     }
@@ -68,25 +68,26 @@ fn qemu_img(arguments: &[&str]) -> Option<i32> {
     }
 }
 
-/// Clusters that are counted and used by nothing are all that is wrong with the image.
+/// Checks the image with qemu-img: leaked clusters are the only defect allowed.
 pub(crate) fn is_consistent(path: &Path) {
     let code = qemu_img(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
     assert!(matches!(code, None | Some(0 | 3)), "{code:?}");
 }
 
 #[test]
-fn a_qcow2_image_under_a_verifying_load_goes_on_through_kills() {
+fn a_qcow2_image_survives_kills_under_load() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();
-    // In its sandbox, and found by its first bytes. What a guest writes there later is no format.
+    // The sandbox is on, and the format is detected from the first bytes. Data that a guest writes
+    // there later are not taken for a format.
     let mut server = Server::start(&[path.to_str().unwrap()], &["--keeper"]);
     survive(&mut server, 10);
     is_consistent(&path);
 }
 
 #[test]
-fn what_a_qcow2_image_is_the_difference_to_is_opened_anew() {
+fn the_backing_file_of_a_qcow2_image_is_reopened_after_a_kill() {
     let directory = tempfile::tempdir().unwrap();
     let base = image(directory.path(), "base.img", 16 << 20);
     let path = directory.path().join("disk.qcow2");
@@ -100,7 +101,7 @@ fn what_a_qcow2_image_is_the_difference_to_is_opened_anew() {
 }
 
 #[test]
-fn a_controller_of_another_server_goes_on_through_kills() {
+fn a_disk_on_another_server_survives_kills() {
     for options in ["", "?zero-copy=off"] {
         let directory = tempfile::tempdir().unwrap();
         let file = image(directory.path(), "disk.img", 16 << 20);
@@ -110,9 +111,9 @@ fn a_controller_of_another_server_goes_on_through_kills() {
     }
 }
 
-/// An NBD server that takes connections and says nothing is waited for, and not for ever.
+/// A server process that waits for an NBD server without a greeting ends with its supervisor.
 #[test]
-fn who_can_not_go_on_yet_ends_with_its_supervisor() {
+fn a_recovering_process_with_a_mute_disk_ends_with_its_supervisor() {
     let export = Export::start("mem:4MiB");
     let server = supervisor(&export.uri("&settle=0"));
     let socket = export.directory.path().join("nbd");
@@ -143,9 +144,9 @@ fn a_serving_process_with_a_hung_disk_ends_with_its_supervisor() {
     crate::supervisor::signal(export.child.id(), Signal::CONT);
 }
 
-/// The same of one that begins.
+/// A server process that is still starting ends with its supervisor, too.
 #[test]
-fn who_can_not_begin_yet_ends_with_its_supervisor() {
+fn a_starting_process_with_a_mute_disk_ends_with_its_supervisor() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("nbd");
     let _mute = UnixListener::bind(&socket).unwrap();
@@ -161,7 +162,7 @@ fn who_can_not_begin_yet_ends_with_its_supervisor() {
 }
 
 #[test]
-fn an_export_of_an_nbd_server_goes_on_through_kills() {
+fn an_nbd_disk_survives_kills_of_the_server_process() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Export::start(file.to_str().unwrap());
@@ -169,9 +170,9 @@ fn an_export_of_an_nbd_server_goes_on_through_kills() {
     survive(&mut server, 10);
 }
 
-/// Nobody has to say how long to wait for writes of which there are none.
+/// A read-only export has no late writes to wait for, so `settle` is not needed.
 #[test]
-fn an_export_that_is_only_read_goes_on_at_once() {
+fn a_read_only_nbd_disk_recovers_without_settling() {
     let below = Export::start("mem:4MiB");
     let server = supervisor(&below.uri("&read-only=on"));
     let mut client = Client::attach(&server.socket());
@@ -185,7 +186,7 @@ fn an_export_that_is_only_read_goes_on_at_once() {
 
 /// Both servers may be killed, at the same time or one after the other.
 #[test]
-fn the_other_server_may_be_killed_as_well() {
+fn both_stacked_servers_may_be_killed() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Server::start(&[file.to_str().unwrap()], &["--keeper"]);
@@ -206,7 +207,7 @@ fn the_other_server_may_be_killed_as_well() {
 }
 
 #[test]
-fn another_disk_is_not_taken_for_the_one_that_it_was() {
+fn recovery_refuses_a_disk_with_another_uuid() {
     let socket = tempfile::tempdir().unwrap();
     let path = socket.path().join("ssd.sock");
     let below = |disk: &str| {

@@ -1,4 +1,4 @@
-//! Storage that gives way under a guest: the guest gets an error, and the server lives.
+//! Storage that fails under a guest: the guest gets an error status, and the server continues.
 
 use crate::harness::{Server, image, run};
 use shadowbell_driver::{Controller, QueuePair};
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 const SIZE: u64 = 64 << 20;
 
-/// Writes and reads a block at `lba`: the statuses.
+/// Writes and reads a block at `lba`; returns both statuses.
 fn write_and_read(controller: &Controller, queue: &mut QueuePair, lba: u64) -> (Status, Status) {
     let namespace = controller.namespace(1).unwrap().clone();
     let pool = controller.buffers(2, 4096).unwrap();
@@ -21,7 +21,7 @@ fn write_and_read(controller: &Controller, queue: &mut QueuePair, lba: u64) -> (
 }
 
 #[test]
-fn an_image_that_shrinks() {
+fn a_shrunken_image_gives_lba_out_of_range() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path(), "disk.img", SIZE);
     let mut server = Server::start_in(directory, &["disk.img"], &[]);
@@ -33,19 +33,19 @@ fn an_image_that_shrinks() {
     let namespace = controller.namespace(1).unwrap().clone();
     let pool = controller.buffers(1, 4096).unwrap();
     let read = run(&mut queue, namespace.read(last, 8).unwrap(), pool.take()).status;
-    // What is gone does not read as zeroes.
+    // Blocks beyond the end of the file must not read as zeroes.
     assert_eq!(read.code(), Status::LBA_OUT_OF_RANGE);
     assert_eq!(write_and_read(&controller, &mut queue, 0), (Status::SUCCESS, Status::SUCCESS));
     drop((queue, pool));
     controller.detach().unwrap();
     assert!(server.is_alive());
     drop(server.attach());
-    // It is in the log, too.
+    // The failed flush is in the log, too.
     assert_eq!(server.stop().code(), Some(1));
     assert!(server.stderr().contains("cannot flush disk.img"), "{}", server.stderr());
 }
 
-/// Attaches to a server whose storage takes the first half of the disk at most.
+/// Attaches to a server whose storage has room for the first half of the disk.
 fn storage_is_full(mut server: Server) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
@@ -59,7 +59,7 @@ fn storage_is_full(mut server: Server) {
     assert!(server.stop().success());
 }
 
-/// Serves `disk.img` of `directory`, by way of another program that prepares for it.
+/// Serves `disk.img` of `directory` through a wrapper command that prepares the environment.
 fn serve_through(mut command: Command, directory: TempDir, script: Option<&str>) -> Server {
     if let Some(script) = script {
         command.args(["sh", "-c", script, "sh"]);
@@ -80,9 +80,9 @@ fn a_limit_on_the_size_of_files_is_a_full_disk() {
 }
 
 #[test]
-fn a_full_disk_under_the_image() {
+fn a_full_file_system_gives_an_error_until_space_is_freed() {
     let directory = tempfile::tempdir().unwrap();
-    // A file system of its own, in a mount namespace of its own, of a size that is soon used up.
+    // A small tmpfs in a mount namespace of its own.
     let mut command = Command::new("unshare");
     command.args(["--mount", "--map-root-user"]);
     let probe = Command::new("unshare")
@@ -113,13 +113,13 @@ fn a_full_disk_under_the_image() {
         refused += u32::from(is_full);
     }
     assert!((64..128).contains(&refused), "{refused} writes were refused");
-    // That is not a disk that fails, for whoever watches the guest. The log says once what can be
-    // done about it.
+    // A full file system is no media failure, so the health log stays good. The log has the cause
+    // once.
     assert_eq!(health(&controller), (false, 100));
     server.says("there is no room left for namespace 1, disk.img");
     assert_eq!(server.stderr().matches("there is no room left").count(), 1);
     assert!(server.stderr().contains("Make room on its file system"));
-    // Room again: writes succeed again.
+    // With free space again, writes succeed.
     let namespace = controller.namespace(1).unwrap().clone();
     let zeroes = namespace.write_zeroes(0, 1 << 13, true).unwrap();
     assert_eq!(run(&mut queue, zeroes, None).status, Status::SUCCESS);
@@ -127,11 +127,11 @@ fn a_full_disk_under_the_image() {
     assert_eq!(health(&controller), (false, 100));
 }
 
-/// A loop device, until dropped.
+/// A loop device, detached on drop.
 struct Loop(String);
 
 impl Loop {
-    /// That whose name is in a file in `directory`.
+    /// The loop device whose name is in the file `loop` of `directory`.
     fn named_in(directory: &Path) -> Option<Self> {
         let name = std::fs::read_to_string(directory.join("loop")).ok()?;
         Some(Self(name.trim().to_owned())).filter(|device| !device.0.is_empty())
@@ -144,9 +144,9 @@ impl Drop for Loop {
     }
 }
 
-/// A block device that takes writes, and can not keep them: the system reports that once.
+/// A block device that accepts writes and fails writeback: the kernel reports that error once.
 #[test]
-fn data_that_can_not_be_written_back_stay_lost() {
+fn every_flush_fails_after_failed_writeback() {
     let directory = tempfile::tempdir().unwrap();
     let script = "mount -t tmpfs -o size=1m tmpfs fs && truncate -s 64M fs/disk.img && \
                   losetup -f --show fs/disk.img > loop && ln -s $(cat loop) disk.img";
@@ -181,7 +181,7 @@ fn data_that_can_not_be_written_back_stay_lost() {
         let write = namespace.write(n * u64::from(blocks), blocks).unwrap();
         assert_eq!(run(&mut queue, write, pool.take()).status, Status::SUCCESS);
     }
-    // A host that is asked to try again does not get a success then.
+    // A repeated Flush must fail, too.
     for _ in 0..3 {
         let status = run(&mut queue, namespace.flush(), None).status;
         assert_eq!(status.code(), Status::WRITE_FAULT);

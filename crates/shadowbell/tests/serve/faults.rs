@@ -1,5 +1,5 @@
-//! A server that does wrong on purpose, and a driver that copes with it. Only in a build that can:
-//! `cargo test -p shadowbell --features faults`.
+//! Server with injected faults, and a driver that recovers. Only with the feature: `cargo test
+//! -p shadowbell --features faults`.
 
 use crate::harness::{Server, run};
 use shadowbell_driver::{AttachOptions, Timeouts};
@@ -8,10 +8,10 @@ use shadowbell_testing::wait::deadline;
 use std::time::{Duration, Instant};
 
 #[test]
-fn a_driver_copes_with_a_server_that_does_wrong() {
+fn a_driver_recovers_from_injected_faults() {
     let faults = "hang:every=7,drop-after:every=11,duplicate:every=3";
     let server = Server::start(&["mem:4MiB"], &["--faults", faults]);
-    // The time after which what hangs is aborted: what is only slow may be aborted, too.
+    // Timeout after which hung commands are aborted; slow ones may be aborted, too.
     let timeouts = Timeouts { io: Duration::from_millis(20), ..Timeouts::default() };
     let mut controller = server.attach_with(&AttachOptions { timeouts, ..Default::default() });
     let namespace = controller.namespace(1).unwrap().clone();
@@ -37,9 +37,10 @@ fn a_driver_copes_with_a_server_that_does_wrong() {
     controller.detach().unwrap();
 }
 
-/// What hangs for a time ends by itself, without having been carried out: nobody has to abort it.
+/// A command with a timed hang ends by itself with an error, without execution and without an
+/// abort by the driver.
 #[test]
-fn what_hangs_for_a_time_ends_with_an_error() {
+fn a_timed_hang_ends_with_an_error() {
     let server = Server::start(&["mem:4MiB"], &["--faults", "hang=20ms:every=4"]);
     let mut controller = server.attach();
     let namespace = controller.namespace(1).unwrap().clone();
@@ -56,15 +57,18 @@ fn what_hangs_for_a_time_ends_with_an_error() {
     assert_eq!((stats.aborts, stats.queues_recreated), (0, 0), "{stats:?}");
     let read = run(&mut queue, namespace.read(4 * 8, 8).unwrap(), pool.take());
     assert_eq!(read.status, Status::SUCCESS);
-    assert!(read.buffer.unwrap().to_vec(4096).iter().all(|b| *b == 0), "it was not carried out");
+    assert!(
+        read.buffer.unwrap().to_vec(4096).iter().all(|b| *b == 0),
+        "a hung command was not executed"
+    );
     drop(queue);
     controller.detach().unwrap();
 }
 
-/// How long a host waits is the host's choice: `bench` does not wait half a minute for what was
-/// lost.
+/// The host chooses its timeout: `bench --timeout` does not wait the default of half a minute
+/// for lost commands.
 #[test]
-fn bench_recovers_when_it_is_told_to() {
+fn bench_recovers_after_its_timeout() {
     let server = Server::start(&["mem:4MiB"], &["--faults", "hang:every=50"]);
     let socket = format!("vfio-user:{}", server.socket().display());
     let mut command = crate::harness::program();
@@ -79,7 +83,7 @@ fn bench_recovers_when_it_is_told_to() {
 }
 
 #[test]
-fn faults_that_there_are_not_are_refused() {
+fn invalid_fault_conditions_are_refused() {
     let mut command = crate::harness::program();
     let output = command.args(["serve", "mem:1MiB", "--socket", "x", "--faults", "hang:often"]);
     let output = output.output().unwrap();

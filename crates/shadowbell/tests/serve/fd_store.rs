@@ -1,5 +1,5 @@
-//! A supervisor that is killed, and a service manager that has kept what it had: a stand-in for
-//! systemd, which keeps descriptors and gives them to the next process.
+//! Recovery after the death of the supervisor, from descriptors in the service manager's FD
+//! store: a stand-in for systemd stores descriptors and passes them to the next process.
 
 use crate::harness::{image, until};
 use crate::supervisor::{children, has_ended, signal};
@@ -22,21 +22,21 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Says to this test program that it is to pass descriptors on.
+/// Environment variable that makes this test program pass descriptors on.
 const PASS: &str = "SHADOWBELL_TEST_PASS";
-/// Where they are on the way: numbers that nobody has.
+/// First number for descriptors in transit: unused by the process.
 const WAY: i32 = 50;
 
-/// What is kept, by name, in the order in which it came; and whether the service is ready.
+/// Stored descriptors by name, in order of arrival; and whether the service is ready.
 #[derive(Default)]
 struct Kept {
     fds: Vec<(String, OwnedFd)>,
     is_ready: bool,
-    /// How often the manager itself has said something to this socket, which came through.
+    /// Number of messages that the manager itself has sent to this socket and received.
     own: u32,
 }
 
-/// Reads what the service says, as systemd does.
+/// Receives the service's messages, as systemd does.
 fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
     loop {
         let mut bytes = [0; 4096];
@@ -77,12 +77,12 @@ struct Service {
     directory: TempDir,
     kept: Arc<Mutex<Kept>>,
     child: ProcessGroup,
-    /// Those that were killed. Their server processes may serve still, until the end of the test.
+    /// Killed supervisors. Their server processes may continue to serve until the end of the test.
     dead: Vec<ProcessGroup>,
 }
 
 impl Service {
-    /// Serves controllers, each with a file and a disk in memory.
+    /// Serves controllers, each with a file and a memory disk.
     fn start(controllers: usize) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut file = String::from("workers = 2\n");
@@ -133,10 +133,10 @@ impl Service {
         ProcessGroup::spawn(command.current_dir(directory.path())).unwrap()
     }
 
-    /// Starts it again, as `Restart=` has it.
+    /// Restarts the service, as `Restart=` does.
     ///
-    /// What the one that was killed has said is heard before, as by systemd, which looks at what it
-    /// is told before it looks at processes that have ended.
+    /// Messages of the killed supervisor are received first, as by systemd, which reads messages
+    /// before it handles ended processes.
     fn again(&mut self) {
         let before = self.kept.lock().unwrap().own;
         let own = UnixDatagram::unbound().unwrap();
@@ -171,7 +171,8 @@ impl Service {
         self.kept.lock().unwrap().fds.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Kills the supervisor, and its workers too if `all`. The workers that there were.
+    /// Kills the supervisor, and its server processes too if `all`. Returns the ids of the server
+    /// processes.
     fn kill(&mut self, all: bool) -> Vec<u32> {
         let workers = children(self.pid());
         signal(self.pid(), Signal::KILL);
@@ -204,7 +205,8 @@ impl Drop for Service {
     }
 }
 
-/// Not a test of its own: becomes the program, with descriptors from 3 on.
+/// Entry point of a child process, not a test of its own: executes the program with descriptors
+/// from 3 on.
 #[test]
 fn pass_descriptors_on() {
     let Ok(count) = std::env::var(PASS) else { return };
@@ -234,7 +236,7 @@ fn pass_descriptors_on() {
 }
 
 #[test]
-fn a_supervisor_that_is_killed_comes_back_and_no_client_notices() {
+fn a_killed_supervisor_recovers_from_the_fd_store() {
     let mut service = Service::start(3);
     assert_eq!(service.kept(), ["shadowbell-keeper-1-w", "shadowbell-keeper-1-r"]);
     let mut client = Client::attach(&service.socket(2));
@@ -243,12 +245,12 @@ fn a_supervisor_that_is_killed_comes_back_and_no_client_notices() {
     let loads = [(0, 1), (1, 2)].map(|(n, nsid)| Load::at(&service.socket(n), nsid));
     until("the loads' clients", || service.log().matches("a client is attached").count() >= 3);
     for n in 0..20_u8 {
-        // Any moment will do, but that no process dies so soon as to be a crash loop.
+        // The kill may come at any moment, but no process may die so soon that it is a crash loop.
         std::thread::sleep(Duration::from_millis(60 + u64::from(n)));
         let workers = service.kill(n % 2 == 0);
         service.again();
         service.until_ready();
-        assert!(workers.iter().all(|pid| has_ended(*pid)), "two serve");
+        assert!(workers.iter().all(|pid| has_ended(*pid)), "two processes serve");
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
@@ -259,9 +261,9 @@ fn a_supervisor_that_is_killed_comes_back_and_no_client_notices() {
     assert!(!log.contains("have lost") && !log.contains("cannot store"), "{log}");
     assert_eq!(log.matches("error: the supervisor was killed; this one continues").count(), 20);
     drop(client);
-    // In order, it leaves nothing behind.
+    // An orderly end leaves nothing in the store.
     assert!(service.stop().success(), "{}", service.log());
-    until("nothing is kept", || service.kept().is_empty());
+    until("an empty FD store", || service.kept().is_empty());
     assert!((0..3).all(|n| !service.socket(n).exists()));
     service.again();
     service.until_ready();
@@ -269,8 +271,8 @@ fn a_supervisor_that_is_killed_comes_back_and_no_client_notices() {
     Client::attach(&service.socket(0)).write(1, 0, 1);
 }
 
-/// Killed on its way back, while another process takes over, while a new program does, and with
-/// the worker's last words unheard.
+/// Kills during recovery, during an upgrade, during a change of the program, and while messages
+/// of the server process are unread.
 #[test]
 fn a_supervisor_may_be_killed_at_any_moment() {
     let mut service = Service::start(3);
@@ -282,16 +284,16 @@ fn a_supervisor_may_be_killed_at_any_moment() {
     for n in 0..40_u64 {
         service.until_ready();
         others.drain(..).for_each(|(mut other, byte)| assert_eq!(other.read(1, 0), byte));
-        // It has served for a while, so this is no crash loop.
+        // The process has served for a while, so this is no crash loop.
         std::thread::sleep(Duration::from_millis(60));
         match n % 4 {
-            // Another process takes over, and then another program.
+            // An upgrade starts: a new server process, then a new supervisor program.
             0 | 1 => {
                 signal(service.pid(), Signal::USR2);
-                // Any moment of the upgrade will do.
+                // The kill may come at any moment of the upgrade.
                 std::thread::sleep(Duration::from_millis(n * 2));
             }
-            // It hears nothing.
+            // A stopped supervisor receives nothing.
             2 => {
                 signal(service.pid(), Signal::STOP);
                 let mut other = Client::attach(&service.socket(2));
@@ -302,9 +304,9 @@ fn a_supervisor_may_be_killed_at_any_moment() {
         }
         service.kill(n % 3 == 0);
         service.again();
-        // On its way back, and not as often as to be a crash loop.
+        // Kills it while it recovers, but not so often that it is a crash loop.
         if n % 2 == 1 {
-            // Any moment before it is ready will do.
+            // The kill may come at any moment before it is ready.
             std::thread::sleep(Duration::from_millis(n / 2));
             if !service.is_ready() {
                 service.kill(n % 3 == 1);
@@ -321,12 +323,12 @@ fn a_supervisor_may_be_killed_at_any_moment() {
 }
 
 #[test]
-fn what_is_of_no_use_is_forgotten() {
+fn unusable_state_in_the_fd_store_is_removed() {
     let mut service = Service::start(1);
     let mut client = Client::attach(&service.socket(0));
     client.write(1, 0, 1);
     service.kill(true);
-    // As of another release.
+    // State of another release.
     {
         let kept = service.kept.lock().unwrap();
         let (name, write) = &kept.fds[0];
@@ -348,5 +350,5 @@ fn what_is_of_no_use_is_forgotten() {
     until("its socket", || UnixStream::connect(service.socket(0)).is_ok());
     Client::attach(&service.socket(0)).write(1, 0, 1);
     assert!(service.stop().success());
-    until("nothing is kept", || service.kept().is_empty());
+    until("an empty FD store", || service.kept().is_empty());
 }

@@ -1,4 +1,5 @@
-//! What a dead process has under way is waited for before anything is carried out again.
+//! Fence: writes of a dead process that are still in flight end before any command is executed
+//! again.
 
 use crate::disk_kinds::Export;
 use crate::harness::{Server, program, until};
@@ -14,7 +15,7 @@ fn late_daemon() {
     be_the_daemon();
 }
 
-/// A server whose process is killed while it has a write under way, which arrives late.
+/// A server whose process is killed with a write in flight, which reaches the device late.
 struct Late {
     device: LateDevice,
     server: Server,
@@ -30,7 +31,8 @@ impl Late {
         Some(late)
     }
 
-    /// The same, of a server that has this disk, whose process may have to end still.
+    /// Like `start`, for a server of `arguments` over this device. The killed process, whose id is
+    /// returned, may not have ended yet.
     fn start_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> (Self, u32) {
         let directory = tempfile::tempdir().unwrap();
         let mut command = program();
@@ -50,7 +52,7 @@ impl Late {
         (Self { device, server, writing }, pid)
     }
 
-    /// The write arrives, and no newer one is overwritten by it.
+    /// Lets the write reach the device, and checks that no newer write is overwritten.
     fn release(self) -> (Server, LateDevice) {
         self.device.release();
         let mut client = self.writing.join().unwrap();
@@ -69,13 +71,13 @@ fn raw(device: &LateDevice) -> String {
 fn a_late_write_of_a_dead_process_does_not_overwrite_a_newer_one() {
     let Some(late) = Late::start(&[]) else { return };
     late.server.says("waiting for I/O of the dead process");
-    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }
 
-/// A thread ends its call before its process has gone.
+/// A thread in a system call keeps its process alive until the call returns.
 #[test]
-fn a_process_that_writes_to_a_qcow2_image_has_not_gone_before_its_write() {
+fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("disk.qcow2");
@@ -94,7 +96,8 @@ fn a_process_that_writes_to_a_qcow2_image_has_not_gone_before_its_write() {
     server.says("recovered from the death of a process");
 }
 
-/// The other server has the late write in hand, and lets nobody in before it has ended.
+/// The late write is in flight at the other server, which accepts no new client before the
+/// write has ended.
 #[test]
 fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -104,26 +107,27 @@ fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     until("its end", || has_ended(pid));
     late.server.says("waiting for I/O of the dead process at vfio-user:");
     moment();
-    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }
 
-/// The same without the fence: the guest's newer write is lost.
+/// Counterproof without the fence: the guest's newer write is lost.
 #[test]
 fn without_a_fence_a_late_write_of_a_dead_process_overwrites_a_newer_one() {
     let order = [("SHADOWBELL_WRONG_ORDER", "no-fence")];
     let Some(Late { device, server, writing }) = Late::start(&order) else { return };
-    // It was carried out again, and is completed.
+    // The write was executed again, and is completed.
     let mut client = writing.join().unwrap();
     client.write(1, 0, 0xbb);
     assert_eq!(client.read(1, 0), 0xbb);
     device.release();
-    assert_eq!(client.read(1, 0), 0xaa, "the fence is not what this test is about");
+    assert_eq!(client.read(1, 0), 0xaa, "the newer write is not overwritten without the fence");
     drop(client);
     drop(server);
 }
 
-/// The server has a write in hand whose client has gone, and takes others: only time helps.
+/// The NBD server still executes a write of a client that has disconnected, and accepts other
+/// clients: only a settle time helps.
 #[test]
 fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -133,11 +137,11 @@ fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     until("its end", || has_ended(pid));
     late.server.says("waiting for I/O of the dead process at nbd+unix:");
     moment();
-    assert!(!late.writing.is_finished(), "it is carried out again too early");
+    assert!(!late.writing.is_finished(), "the write is executed again too early");
     late.release();
 }
 
-/// The same if nobody waits: the guest's newer write is lost.
+/// Counterproof without a settle time: the guest's newer write is lost.
 #[test]
 fn a_late_write_at_an_nbd_server_overwrites_a_newer_one_if_it_has_not_settled() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
@@ -148,7 +152,7 @@ fn a_late_write_at_an_nbd_server_overwrites_a_newer_one_if_it_has_not_settled() 
     client.write(1, 0, 0xbb);
     assert_eq!(client.read(1, 0), 0xbb);
     late.device.release();
-    assert_eq!(client.read(1, 0), 0xaa, "time is not what this test is about");
+    assert_eq!(client.read(1, 0), 0xaa, "the newer write is not overwritten without a settle time");
     drop(client);
     drop(late.server);
 }

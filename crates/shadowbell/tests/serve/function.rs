@@ -1,4 +1,4 @@
-//! The PCI function: regions, interrupts, memory, resets; and a guest whose memory is not shared.
+//! The PCI function: regions, interrupts, memory, resets; and a guest without shared memory.
 
 use crate::harness::{Server, until};
 use crate::idle::{sleeps_of, status_of};
@@ -12,12 +12,12 @@ use shadowbell_vfio_user::client::{ClientError, Options, Share};
 use shadowbell_vfio_user::device::{DmaUnmap, IrqAction, irq, region};
 use std::sync::Arc;
 
-/// The Command register, and its bits Memory Space and Bus Master.
+/// PCI Command register, and its bits Memory Space Enable and Bus Master Enable.
 const COMMAND: u64 = 4;
 const MEMORY: u16 = 1 << 1;
 const BUS_MASTER: u16 = 1 << 2;
 
-/// Where the guest's memory is for the device, and how much of it there is.
+/// Bus address of the guest's memory, and its length.
 const IOVA: u64 = 1 << 32;
 const LEN: u64 = 1 << 20;
 const ASQ: u64 = IOVA;
@@ -25,11 +25,11 @@ const ACQ: u64 = IOVA + 0x1000;
 const DATA: u64 = IOVA + 0x2000;
 const ENTRIES: u16 = 16;
 
-/// A guest that knows the admin queue and no more.
+/// A minimal guest with an admin queue only.
 struct Guest {
     client: Client,
     memory: Arc<Mapping>,
-    /// Where Identify puts what it has to say.
+    /// Bus address of the Identify data.
     data: u64,
     tail: u16,
     head: u16,
@@ -43,7 +43,7 @@ impl Guest {
         Self { client, memory, data: DATA, tail: 0, head: 0, phase: true }
     }
 
-    /// One whose memory is shared, and whose admin queue works.
+    /// A guest with shared memory and an enabled controller.
     fn enabled(server: &Server) -> Self {
         let mut guest = Self::new(server);
         guest.share();
@@ -87,12 +87,12 @@ impl Guest {
         self.write(regs::AQA, &(size << 16 | size).to_le_bytes());
         self.write(regs::ASQ, &ASQ.to_le_bytes());
         self.write(regs::ACQ, &ACQ.to_le_bytes());
-        // Enabled, entries of 64 and 16 bytes.
+        // Enabled; entries of 64 and 16 bytes.
         self.write(regs::CC, &(1u32 | 6 << 16 | 4 << 20).to_le_bytes());
         crate::harness::until("CSTS.RDY", || self.read32(regs::CSTS) & 1 == 1);
     }
 
-    /// Rings for an Identify Controller.
+    /// Submits an Identify Controller and rings the doorbell.
     fn ring(&mut self) {
         let mut sqe = Sqe::new(AdminOpcode::Identify as u8, self.tail, 0).with_prps(self.data, 0);
         sqe.cdw10 = 1;
@@ -106,7 +106,7 @@ impl Guest {
         self.write(regs::DOORBELLS, &u32::from(self.tail).to_le_bytes());
     }
 
-    /// The next completion, if it has come.
+    /// The next completion, if it was posted.
     fn completed(&mut self) -> Option<Status> {
         let at = (ACQ - IOVA) as usize + usize::from(self.head) * Cqe::SIZE;
         let cqe: Cqe = self.bytes().read(at).unwrap();
@@ -118,7 +118,7 @@ impl Guest {
         })
     }
 
-    /// The next completion.
+    /// Waits for the next completion.
     #[track_caller]
     fn completion(&mut self) -> Status {
         until_some("a completion", || self.completed())
@@ -142,7 +142,7 @@ fn share(memory: &Mapping, iova: u64) -> Share<'_> {
 }
 
 #[test]
-fn it_looks_like_an_nvme_controller() {
+fn the_pci_function_is_an_nvme_controller() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let guest = Guest::new(&server);
     let info = guest.client.device_info().unwrap();
@@ -157,13 +157,13 @@ fn it_looks_like_an_nvme_controller() {
             _ => 0,
         };
         assert_eq!(region.size, expected, "region {index}");
-        assert!(region.areas.is_empty(), "nothing is mapped unless it is asked for");
+        assert!(region.areas.is_empty(), "nothing is mappable by default");
     }
     for index in 0..irq::COUNT {
         let info = guest.client.irq_info(index).unwrap();
         let expected = match index {
             irq::MSIX => 65,
-            // QEMU warns of a device that has none.
+            // QEMU warns of a device without an error interrupt.
             irq::ERR => 1,
             _ => 0,
         };
@@ -191,7 +191,7 @@ fn it_looks_like_an_nvme_controller() {
 }
 
 #[test]
-fn accesses_out_of_bounds_are_errors_and_no_more() {
+fn accesses_out_of_bounds_are_refused() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let mut guest = Guest::enabled(&server);
     for (region, offset) in [
@@ -208,7 +208,7 @@ fn accesses_out_of_bounds_are_errors_and_no_more() {
         refused(guest.client.region_read(region, offset, &mut [0; 4]));
         refused(guest.client.region_write(region, offset, &[0; 4]));
     }
-    // Odd sizes and places are nobody's registers.
+    // Registers do not exist at these sizes and offsets.
     for offset in [0x15u64, 0x1c, 0x2000, 0x3ffc] {
         guest.client.region_write(region::BAR0, offset, &[0xff; 3]).unwrap();
         guest.client.region_read(region::BAR0, offset, &mut [0; 3]).unwrap();
@@ -219,13 +219,16 @@ fn accesses_out_of_bounds_are_errors_and_no_more() {
 }
 
 #[test]
-fn doorbells_can_be_mapped_if_that_was_asked_for() {
+fn doorbells_can_be_mapped_with_the_option() {
     let server = Server::start(&["mem:1MiB"], &["--doorbells", "mapped"]);
     let guest = Guest::new(&server);
     let bar0 = guest.client.region_info(region::BAR0).unwrap();
     let [area] = &bar0.areas[..] else { panic!("{bar0:?}") };
     assert_eq!((area.offset, area.len), (0x1000, 0x1000));
-    assert_eq!(area.fd_offset, 0x1000, "as it is in the region, which is how clients take it");
+    assert_eq!(
+        area.fd_offset, 0x1000,
+        "clients expect the offset in the file to equal that in the region"
+    );
 }
 
 #[test]
@@ -246,7 +249,7 @@ fn interrupts_are_eventfds() {
     guest.client.clear_irq_eventfds(irq::MSIX, 2, 1).unwrap();
     guest.client.act_on_irqs(irq::MSIX, 2, 1, IrqAction::Trigger).unwrap();
     assert_eq!(events[2].drain(), 0);
-    // One that was raised while nobody listened is not lost.
+    // An interrupt that was raised without an eventfd is delivered with the next eventfd.
     guest.client.set_irq_eventfds(irq::MSIX, 2, &events[2..3]).unwrap();
     assert_eq!(events[2].drain(), 1);
 
@@ -259,14 +262,15 @@ fn interrupts_are_eventfds() {
         assert!(matches!(outcome, Err(ClientError::Refused { .. })), "{index} {start} {count}");
     }
     guest.client.act_on_irqs(irq::MSIX, 0, 1, IrqAction::Mask).unwrap_err();
-    // That of errors can be asked for, and is never raised; nor are others by it.
+    // The error interrupt can be configured and is never raised; configuring it raises no other
+    // vector.
     guest.client.set_irq_eventfds(irq::MSIX, 0, &events).unwrap();
     guest.client.set_irq_eventfds(irq::ERR, 0, &events[7..8]).unwrap();
     guest.client.act_on_irqs(irq::ERR, 0, 1, IrqAction::Trigger).unwrap();
     guest.client.set_irq_eventfds(irq::ERR, 0, &events[7..9]).unwrap_err();
     guest.client.disable_irqs(irq::ERR).unwrap();
     guest.works();
-    assert!(events[0].wait(Some(LIMIT)).unwrap(), "they are as they were");
+    assert!(events[0].wait(Some(LIMIT)).unwrap(), "the eventfds are unchanged");
     assert!(events[1..].iter().all(|event| event.drain() == 0));
 }
 
@@ -285,7 +289,7 @@ fn without_bus_mastering_there_is_no_dma() {
         assert_eq!(guest.bytes().read::<u64>(n * 8), before, "offset {:#x}", n * 8);
     }
     assert_eq!(guest.bytes().read::<[u64; 8]>(Sqe::SIZE), submitted);
-    // What a guest does that takes over: it starts from the beginning.
+    // A driver that takes over resets the controller first.
     guest.write(regs::CC, &0u32.to_le_bytes());
     crate::harness::until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
     guest.command(MEMORY | BUS_MASTER);
@@ -312,7 +316,7 @@ fn resets_leave_nothing_behind() {
         if round % 2 == 0 {
             guest.client.reset().unwrap();
         } else {
-            // Device Control, Initiate Function Level Reset. Answered when it is over.
+            // Device Control: Initiate Function Level Reset. The write is answered after the reset.
             guest
                 .client
                 .region_write(region::CONFIG, express + 8, &0x8000u16.to_le_bytes())
@@ -324,7 +328,7 @@ fn resets_leave_nothing_behind() {
         let mut entry = [0; 16];
         guest.client.region_read(4, 0, &mut entry).unwrap();
         assert_eq!(entry, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0], "masked");
-        // The client's memory and its eventfds are still its own.
+        // Memory and eventfds of the client survive the reset.
         guest.command(MEMORY | BUS_MASTER);
         guest.enable();
         event.drain();
@@ -333,10 +337,10 @@ fn resets_leave_nothing_behind() {
     }
 }
 
-/// A guest whose doorbell writes come as messages, and wake a worker that sleeps: they come by
-/// itself, and the thread that carries the messages sleeps on.
+/// Doorbell writes by message wake a sleeping I/O thread through an ioeventfd; the reactor
+/// thread that handles messages sleeps on.
 #[test]
-fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
+fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
     const COMMANDS: u16 = 200;
     let server = Server::start(&["mem:4MiB"], &["--poll", "never", "--workers", "1"]);
     let mut guest = Guest::enabled(&server);
@@ -355,7 +359,7 @@ fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
         until("the worker sleeps", || {
             status_of(worker(&server), "sb-worker0", "State").starts_with('S')
         });
-        // Until then the server learns who sleeps.
+        // The server needs some commands to notice which doorbells find a sleeping I/O thread.
         if n == 20 {
             before = sleeps();
         }
@@ -370,9 +374,12 @@ fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
     }
     let after = sleeps();
     let [reactor, worker] = [after[0] - before[0], after[1] - before[1]];
-    assert!(worker >= u64::from(COMMANDS) - 22, "it was to sleep before each: {worker}");
+    assert!(
+        worker >= u64::from(COMMANDS) - 22,
+        "the I/O thread sleeps before each command: {worker}"
+    );
     assert!(reactor <= 20, "{reactor} wakeups of the reactor for {COMMANDS} commands");
-    // Its other messages are served as before.
+    // Other messages are handled as before.
     guest.works();
     guest.write(regs::CC, &0_u32.to_le_bytes());
     until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
@@ -381,7 +388,7 @@ fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
 }
 
 #[test]
-fn memory_comes_and_goes() {
+fn memory_is_mapped_and_unmapped() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let mut guest = Guest::enabled(&server);
     let more = Mapping::shared("more", 1 << 16).unwrap();
@@ -401,7 +408,7 @@ fn memory_comes_and_goes() {
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 0x8000, len: 0x8000 }));
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }));
     guest.works();
-    // Without a descriptor it is taken note of, and can be taken back.
+    // A map without a descriptor is recorded, and can be unmapped.
     guest.client.dma_map(&Share { fd: None, ..share(&more, 1 << 20) }).unwrap();
     refused(guest.client.dma_map(&share(&more, 1 << 20)));
     guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }).unwrap();
@@ -415,7 +422,7 @@ fn memory_comes_and_goes() {
 }
 
 #[test]
-fn a_map_of_something_that_is_no_memory_is_refused() {
+fn a_map_of_a_non_memory_descriptor_is_refused() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let mut guest = Guest::enabled(&server);
     let event = std::os::fd::OwnedFd::try_from(EventFd::new().unwrap()).unwrap();
@@ -437,7 +444,7 @@ impl WithLen for Share<'_> {
 }
 
 #[test]
-fn a_guest_without_shared_memory_is_told_which_option_is_missing() {
+fn a_missing_share_option_is_logged_for_unshared_memory() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let guest = Guest::new(&server);
     guest.client.dma_map(&Share { fd: None, ..share(&guest.memory, IOVA) }).unwrap();
@@ -453,7 +460,7 @@ fn a_guest_without_shared_memory_is_told_which_option_is_missing() {
 }
 
 #[test]
-fn video_memory_without_a_descriptor_is_no_reason_to_complain() {
+fn memory_without_a_descriptor_beside_shared_memory_is_not_logged() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let guest = Guest::new(&server);
     guest.client.dma_map(&Share { fd: None, ..share(&guest.memory, 0) }).unwrap();
@@ -468,19 +475,19 @@ fn video_memory_without_a_descriptor_is_no_reason_to_complain() {
 }
 
 #[test]
-fn a_guest_whose_memory_file_is_private_is_told_which_option_is_missing() {
+fn a_missing_share_option_is_logged_for_a_private_file() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let mut guest = Guest::new(&server);
     guest.share();
     guest.command(MEMORY | BUS_MASTER);
     guest.enable();
-    // What the guest writes goes to pages of its own, and the file stays empty.
+    // The guest's writes go to private pages, and the shared file stays empty.
     guest.write(regs::DOORBELLS, &1u32.to_le_bytes());
     server.says("`share=on` is missing");
 }
 
-/// As a kernel shares its memory with an emulated IOMMU in between. Alone, a mapping each would be
-/// nearly all that the process can have.
+/// A kernel with a virtual IOMMU shares its memory page by page. One mapping per page would
+/// nearly exhaust the process's limit of mappings.
 #[test]
 fn a_guest_behind_an_iommu_shares_page_by_page() {
     const PAGE: u64 = 4096;
@@ -489,7 +496,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     let mut guest = Guest::enabled(&server);
     assert_eq!(guest.client.server().max_dma_maps, 65_535);
     let memory = Mapping::shared("guest-pages", PAGES * PAGE).unwrap();
-    // Each bus address is far from the one before it.
+    // Consecutive pages have distant bus addresses.
     let iova = |n: u64| (1 << 40) + n * 7919 % PAGES * 2 * PAGE;
     let page = |n: u64| Share { fd_offset: n * PAGE, ..share(&memory, iova(n)).with_len(PAGE) };
     for n in 0..PAGES {
@@ -498,7 +505,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
     let mapped = maps.lines().filter(|line| line.contains("guest-pages")).count();
     assert!((1..=257).contains(&mapped), "{mapped} mappings");
-    // The data goes to the last page, and nowhere else.
+    // The data go to the page at that bus address only.
     for n in [PAGES - 1, 0, 12_345] {
         guest.data = iova(n);
         guest.ring();
@@ -507,7 +514,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     }
     let touched = |n: &u64| memory.bytes().read::<u64>((n * PAGE) as usize) != Some(0);
     assert_eq!((0..PAGES).filter(touched).count(), 3);
-    // What is taken back is gone.
+    // An unmapped page is not accessible.
     let range = DmaUnmap::Range { iova: iova(12_345), len: PAGE };
     guest.client.dma_unmap(range).unwrap();
     guest.ring();

@@ -1,5 +1,5 @@
-//! Storage that goes away under a guest in mid-I/O, and comes back: a FUSE file system whose server
-//! is killed. And memory that is used up.
+//! Storage that is removed under a guest in mid-I/O and returns: a FUSE file system whose
+//! daemon is killed. And exhausted memory.
 
 use crate::control::ctl;
 use crate::disk_kinds::is_consistent;
@@ -16,15 +16,15 @@ use std::process::Command;
 const BYTES: u64 = 16 << 20;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
-/// Serves an image of a file system whose server is killed. The guest gets errors of the medium,
-/// its other namespace and the controller go on, and with the storage there again an operator has
-/// the image opened anew.
+/// Serves an image of a file system whose daemon is killed. The guest gets media errors, its
+/// other namespace and the controller continue, and after the storage is back an operator
+/// reopens the image.
 fn goes_away_and_comes_back(behind: &Path, options: &str) {
-    let Some(mut mount) = Mount::over("gone::the_daemon", behind) else { return };
+    let Some(mut mount) = Mount::over("gone::fuse_daemon", behind) else { return };
     let disk = format!("{}{options}", mount.path().display());
     let mut server = Server::start(&[&disk, "mem:1MiB"], &["--keeper", "--sandbox", "off"]);
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
@@ -42,7 +42,7 @@ fn goes_away_and_comes_back(behind: &Path, options: &str) {
     assert_eq!(run(&mut queue, write(0), filled(7)).status, Status::SUCCESS);
     assert_eq!(run(&mut queue, gone.flush(), None).status, Status::SUCCESS);
 
-    // Many are under way when it goes.
+    // Many writes are in flight when the storage is removed.
     mount.stall();
     for at in 1..32 {
         queue.submit(write(at * 16), filled(1)).unwrap();
@@ -65,7 +65,7 @@ fn goes_away_and_comes_back(behind: &Path, options: &str) {
         assert_eq!(read.code(), Status::UNRECOVERED_READ);
         let other = there.write(0, 8).unwrap();
         assert_eq!(run(&mut queue, other, filled(5)).status, Status::SUCCESS);
-        // With many under way again.
+        // Many writes are in flight again.
         for at in 1..32 {
             queue.submit(write(at), filled(1)).unwrap();
         }
@@ -77,9 +77,9 @@ fn goes_away_and_comes_back(behind: &Path, options: &str) {
         }
     }
 
-    // It is there again, and the server has to be told.
+    // The storage is back; the server has to be told to reopen it.
     drop(mount);
-    let Some(mount) = Mount::over("gone::the_daemon", behind) else { return };
+    let Some(mount) = Mount::over("gone::fuse_daemon", behind) else { return };
     let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take()).status;
     assert_eq!(read.code(), Status::UNRECOVERED_READ);
     let disk = format!("{}{options}", mount.path().display());
@@ -100,7 +100,7 @@ fn goes_away_and_comes_back(behind: &Path, options: &str) {
 }
 
 #[test]
-fn the_file_system_of_a_raw_image() {
+fn a_raw_image_survives_the_removal_of_its_file_system() {
     let directory = tempfile::tempdir().unwrap();
     let behind = image(directory.path(), "disk.img", BYTES);
     for options in ["?format=raw", "?format=raw&direct=off", "?format=raw&aio=threads"] {
@@ -109,7 +109,7 @@ fn the_file_system_of_a_raw_image() {
 }
 
 #[test]
-fn the_file_system_of_a_qcow2_image() {
+fn a_qcow2_image_survives_the_removal_of_its_file_system() {
     let directory = tempfile::tempdir().unwrap();
     let behind = directory.path().join("disk.qcow2");
     create(&behind, BYTES).unwrap();
@@ -119,7 +119,7 @@ fn the_file_system_of_a_qcow2_image() {
     }
 }
 
-/// A control group (version 1, of memory), until dropped.
+/// A memory control group (version 1), removed on drop.
 struct Group(PathBuf);
 
 impl Group {
@@ -144,7 +144,8 @@ impl Drop for Group {
     }
 }
 
-/// Writes this to all of a MiB of the first namespace, or reads what all of it has.
+/// Writes `byte` to a whole MiB of the first namespace; returns the byte that all of it reads
+/// as.
 fn mebibyte(client: &mut Client, nth: u64, byte: Option<u8>) -> u8 {
     let (queue, controller) = client.parts();
     let namespace = controller.namespace(1).unwrap();
@@ -164,10 +165,10 @@ fn mebibyte(client: &mut Client, nth: u64, byte: Option<u8>) -> u8 {
     bytes[0]
 }
 
-/// A disk in memory takes more than there is: the system kills the process that serves, and the
-/// next one goes on with the disk as with any death. With memory there again, nothing is lost.
+/// A memory disk exceeds the available memory: the kernel kills the server process, and the
+/// next process recovers with the same disk. With enough memory again, no data are lost.
 #[test]
-fn a_disk_takes_more_memory_than_there_is() {
+fn a_memory_disk_survives_an_out_of_memory_kill() {
     let Some(group) = Group::new(64 << 20) else { return };
     let mut command = Command::new("sh");
     let enter = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", group.0.display());

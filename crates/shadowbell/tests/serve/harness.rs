@@ -14,32 +14,32 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// The program under test. It is not where it was built if the tests are in a guest.
+/// The program under test. In a guest, its path comes from the environment.
 pub(crate) fn program() -> Command {
     let elsewhere = std::env::var_os("SHADOWBELL_TEST_PROGRAM");
     Command::new(elsewhere.unwrap_or_else(|| env!("CARGO_BIN_EXE_shadowbell").into()))
 }
 
-/// An image of zeroes.
+/// Creates an image of zeroes.
 pub(crate) fn image(directory: &Path, name: &str, bytes: u64) -> PathBuf {
     let path = directory.join(name);
     std::fs::File::create(&path).unwrap().set_len(bytes).unwrap();
     path
 }
 
-/// A server that runs. Dropping it kills all of its processes, and waits for their ends.
+/// A running server. On drop, all of its processes are killed and waited for.
 pub(crate) struct Server {
     child: ProcessGroup,
     directory: TempDir,
 }
 
 impl Server {
-    /// Serves `disks` with further `options`, at `socket()`.
+    /// Serves `disks` with further `options` at `socket()`.
     pub(crate) fn start(disks: &[&str], options: &[&str]) -> Self {
         Self::start_in(tempfile::tempdir().unwrap(), disks, options)
     }
 
-    /// Serves `disks` with further `options`, with its files in `directory`.
+    /// Serves `disks` with further `options`, with files in `directory`.
     pub(crate) fn start_in(directory: TempDir, disks: &[&str], options: &[&str]) -> Self {
         let socket = directory.path().join("vm.sock");
         let mut command = program();
@@ -54,19 +54,19 @@ impl Server {
         Self::spawn_to(command, directory, sockets)
     }
 
-    /// The same, with its output where the command has it.
+    /// Like `spawn`, with standard output and standard error as the command has them.
     pub(crate) fn spawn_to(mut command: Command, directory: TempDir, sockets: &[&str]) -> Self {
         command.stdin(Stdio::null()).current_dir(directory.path()).env_remove("RUST_LOG");
-        // Its control socket is in there, too.
+        // The control socket is in this directory, too.
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
         let child = ProcessGroup::spawn(&mut command).unwrap();
-        // With it goes its part of a pipe that was given to it.
+        // Closes this process's end of a pipe that was given to the command.
         drop(command);
         let mut server = Self { child, directory };
         until("the server's socket", || {
             let ended = server.child.try_wait().unwrap();
             assert!(ended.is_none(), "{ended:?}: {}", server.stderr());
-            // The file alone does not mean that somebody listens yet.
+            // The file may exist before the server listens, so the test connects.
             let mut paths = sockets.iter().map(|name| server.directory.path().join(name));
             paths.all(|path| UnixStream::connect(path).is_ok())
         });
@@ -77,7 +77,7 @@ impl Server {
         self.directory.path()
     }
 
-    /// Its directory, for another server. It has ended.
+    /// Directory of the ended server, for another server.
     pub(crate) fn into_directory(mut self) -> TempDir {
         self.child.wait_all();
         std::mem::replace(&mut self.directory, tempfile::tempdir().unwrap())
@@ -96,14 +96,14 @@ impl Server {
     }
 
     pub(crate) fn stderr(&self) -> String {
-        // There is none where the output goes elsewhere.
+        // Empty where the output goes elsewhere.
         std::fs::read_to_string(self.directory().join("stderr")).unwrap_or_default()
     }
 
-    /// Waits until the server has said this.
+    /// Waits until `words` are in the server's log.
     #[track_caller]
     pub(crate) fn says(&self, words: &str) {
-        // A panic shows all that the server has said.
+        // A panic shows the whole log of the server.
         until(words, || self.stderr().contains(words));
     }
 
@@ -111,7 +111,7 @@ impl Server {
         self.child.signal(signal);
     }
 
-    /// Ends it as an operator does.
+    /// Ends the server with SIGTERM, as an operator does.
     pub(crate) fn stop(&mut self) -> ExitStatus {
         self.signal(rustix::process::Signal::TERM);
         self.wait()
@@ -125,7 +125,7 @@ impl Server {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// A driver that is attached to it.
+    /// Attaches a driver to the server.
     pub(crate) fn attach(&self) -> Controller {
         self.attach_with(&AttachOptions { queue_pairs: 2, ..AttachOptions::default() })
     }
@@ -140,7 +140,8 @@ pub(crate) fn attach(socket: &Path, options: &AttachOptions) -> Controller {
     Controller::attach(Arc::new(transport), options).unwrap()
 }
 
-/// What every thread of this process and its children is doing: for a test that has waited in vain.
+/// Appends the state of every thread of a process and its children, for a test that has timed
+/// out.
 fn threads_of(pid: u32, out: &mut String) {
     let read = |path: String| std::fs::read_to_string(path).unwrap_or_default();
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
@@ -163,15 +164,15 @@ fn threads_of(pid: u32, out: &mut String) {
 }
 
 impl Server {
-    /// Says what the server's processes do.
+    /// Prints the state of the server's processes.
     fn say_what_it_does(&self) {
         let mut threads = String::new();
         threads_of(self.child.id(), &mut threads);
         eprintln!("what the server does:\n{threads}");
     }
 
-    /// Does something that needs the server. If that takes long, says what the server does
-    /// meanwhile: at the end of the test it is too late to see.
+    /// Runs `act`. If it takes long, prints the state of the server's threads meanwhile: at the end
+    /// of the test it is too late.
     pub(crate) fn watched<T>(&self, act: impl FnOnce() -> T) -> T {
         let (done, waits) = std::sync::mpsc::channel::<()>();
         std::thread::scope(|threads| {
@@ -188,7 +189,7 @@ impl Server {
     }
 }
 
-// Only something is printed after this time.
+// Time after which the state is printed. It affects nothing else.
 const SLOW: Duration = Duration::from_secs(4);
 
 impl Drop for Server {
@@ -203,7 +204,7 @@ impl Drop for Server {
     }
 }
 
-/// Runs one command to its end.
+/// Runs one command to its completion.
 #[track_caller]
 pub(crate) fn run(
     queue: &mut QueuePair,
@@ -215,7 +216,7 @@ pub(crate) fn run(
     complete(queue)
 }
 
-/// The next completion.
+/// Waits for the next completion.
 #[track_caller]
 pub(crate) fn complete(queue: &mut QueuePair) -> Completion {
     let deadline = wait::deadline();
@@ -238,8 +239,8 @@ pub(crate) fn finish(mut command: Command) -> (Option<i32>, String, String) {
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// Runs a program that restarts a server for an upgrade, again as long as the machine is too busy
-/// for the limits of an upgrade: exit status, output, errors.
+/// Runs an upgrade command, again while the machine is too busy for the time limits of an
+/// upgrade: exit status, output, errors.
 pub(crate) fn finish_upgrade(command: impl Fn() -> Command) -> (Option<i32>, String, String) {
     let deadline = wait::deadline();
     loop {

@@ -1,4 +1,4 @@
-//! Who has nothing to do does nothing.
+//! Idle servers: no wakeups, and few threads.
 
 use crate::harness::{Server, run, until};
 use crate::supervisor::{children, worker};
@@ -7,8 +7,8 @@ use shadowbell_spec::Status;
 use shadowbell_testing::wait::deadline;
 use std::time::{Duration, Instant};
 
-/// Context switches of all threads of a process by their numbers, but for those that the kernel
-/// makes for io_uring: they look every five seconds whether they are still needed, and then end.
+/// Context switches of all threads of a process, by thread id. Threads that the kernel creates
+/// for io_uring are left out: they wake every five seconds, and then end.
 fn switches(pid: u32) -> Vec<(u32, String, u64)> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let of = |thread: std::fs::DirEntry| {
@@ -22,7 +22,7 @@ fn switches(pid: u32) -> Vec<(u32, String, u64)> {
     threads.filter_map(|thread| of(thread.ok()?)).collect()
 }
 
-/// Of the supervisor and of the process that serves.
+/// Context switches of the supervisor and of the server process.
 fn all_switches(server: &Server) -> Vec<(u32, String, u64)> {
     let all = [vec![server.pid()], children(server.pid())].concat();
     all.into_iter().flat_map(switches).collect()
@@ -30,7 +30,7 @@ fn all_switches(server: &Server) -> Vec<(u32, String, u64)> {
 
 #[track_caller]
 fn is_idle(server: &Server) {
-    // Earlier work may end first, on a busy machine after a while. A thread that has a timer, or
+    // Earlier work may take a while to end on a busy machine. A thread with a timer, or one that
     // polls, is never idle for 2 s.
     until("2 s without a context switch", || {
         let before = all_switches(server);
@@ -40,12 +40,12 @@ fn is_idle(server: &Server) {
 }
 
 #[test]
-fn a_server_without_a_client_does_nothing() {
+fn a_server_without_a_client_does_not_wake() {
     is_idle(&Server::start(&["mem:4MiB"], &[]));
 }
 
 #[test]
-fn an_attached_idle_controller_does_nothing() {
+fn an_attached_idle_controller_does_not_wake() {
     for doorbells in ["shadow", "mmio"] {
         let server = Server::start(&["mem:4MiB", "null:1GiB"], &["--doorbells", doorbells]);
         let mut controller = server.attach();
@@ -64,7 +64,7 @@ fn an_attached_idle_controller_does_nothing() {
 }
 
 #[test]
-fn many_idle_controllers_are_not_many_threads() {
+fn many_controllers_share_few_threads() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("vms.toml");
     let controllers: String = (0..64)
@@ -81,21 +81,21 @@ fn many_idle_controllers_are_not_many_threads() {
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap();
     let names = threads.map(|t| std::fs::read_to_string(t.unwrap().path().join("comm")).unwrap());
     let (control, others): (Vec<_>, Vec<_>) = names.partition(|name| name == "sb-control\n");
-    // Two workers, the reactor, the event log, the log, the control socket, who hears of disks with
-    // new sizes, and the one who waits for signals.
+    // Two I/O threads, the reactor, the event log, the log, the control socket, the watch for
+    // resized disks, and the signal thread.
     assert_eq!(others.len(), 8, "{others:?}");
-    // The control thread and the one that stands by for it, which may just have taken over.
+    // The control thread and its standby, which may just have taken over.
     assert!((2..=3).contains(&control.len()), "{}", control.len());
     is_idle(&server);
     drop(attached);
 }
 
-/// What the kernel says of the only thread of a process with this name.
+/// A field of the kernel's status of the only thread with this name.
 pub(crate) fn status_of(pid: u32, name: &str, key: &str) -> String {
     let mut threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let thread = threads.find_map(|thread| {
         let path = thread.unwrap().path();
-        // One that has ended since it was listed is another one.
+        // A thread that has ended since the listing is skipped.
         let comm = std::fs::read_to_string(path.join("comm")).ok()?;
         (comm.trim_end() == name).then_some(path)
     });
@@ -104,14 +104,15 @@ pub(crate) fn status_of(pid: u32, name: &str, key: &str) -> String {
     value.unwrap().trim().to_owned()
 }
 
-/// How often it has slept.
+/// Number of voluntary context switches of a thread.
 pub(crate) fn sleeps_of(pid: u32, name: &str) -> u64 {
     status_of(pid, name, "voluntary_ctxt_switches").parse().unwrap()
 }
 
 #[test]
-fn a_sleeping_worker_is_woken_by_nobody_but_the_driver() {
-    // Shadowed doorbells that wake a sleeper go to the worker, not through the reactor's thread.
+fn shadow_doorbells_wake_the_io_thread_without_the_reactor() {
+    // Shadow doorbells that wake a sleeping I/O thread signal its eventfd directly, without the
+    // reactor thread.
     let server = Server::start(&["mem:4MiB"], &["--poll", "never", "--workers", "1"]);
     let options = AttachOptions { queue_pairs: 1, spin: SpinPolicy::SLEEP, ..Default::default() };
     let mut controller = server.attach_with(&options);
@@ -122,7 +123,7 @@ fn a_sleeping_worker_is_woken_by_nobody_but_the_driver() {
         (sleeps_of(worker(&server), "sb-reactor"), sleeps_of(worker(&server), "sb-worker0"));
     const COMMANDS: u64 = 200;
     for _ in 0..COMMANDS {
-        // On a busy processor the driver can be the quicker one.
+        // On a busy CPU the driver may be faster than the I/O thread.
         until("the worker's sleep", || {
             status_of(worker(&server), "sb-worker0", "State").starts_with('S')
         });
@@ -139,7 +140,7 @@ fn a_sleeping_worker_is_woken_by_nobody_but_the_driver() {
         assert_eq!((completion.token, completion.status), (token, Status::SUCCESS));
     }
     let slept = sleeps_of(worker(&server), "sb-worker0") - slept;
-    assert!(slept >= COMMANDS - 1, "it was to sleep before each: {slept}");
+    assert!(slept >= COMMANDS - 1, "the I/O thread sleeps before each command: {slept}");
     let reactor = sleeps_of(worker(&server), "sb-reactor") - reactor;
     assert!(reactor <= 10, "{reactor} wakeups of the reactor for {COMMANDS} commands");
 }

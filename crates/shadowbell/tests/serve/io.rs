@@ -1,4 +1,4 @@
-//! Disks that keep what they were given.
+//! Disks that store data.
 
 use crate::harness::{Server, attach, complete, image, run};
 use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy};
@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
 #[test]
-fn a_file_and_memory_keep_what_is_written() {
+fn file_and_memory_disks_store_written_data() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path(), "disk.img", 8 << 20);
     let mut server = Server::start_in(directory, &["disk.img", "mem:16MiB?block-size=4096"], &[]);
@@ -107,7 +107,7 @@ fn options_reach_the_controller() {
 }
 
 #[test]
-fn a_disk_is_found_again_after_a_restart() {
+fn a_disk_keeps_uuid_and_serial_after_a_restart() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 1 << 20);
     let disk = directory.path().join("disk.img");
@@ -129,7 +129,7 @@ fn a_disk_is_found_again_after_a_restart() {
 }
 
 #[test]
-fn who_sleeps_hears_of_a_server_that_is_gone() {
+fn a_sleeping_driver_gets_an_error_when_the_server_dies() {
     let mut server = Server::start(&["mem:4MiB"], &["--no-keeper"]);
     let options = AttachOptions { spin: SpinPolicy::SLEEP, ..AttachOptions::default() };
     let mut controller = server.attach_with(&options);
@@ -151,7 +151,7 @@ fn who_sleeps_hears_of_a_server_that_is_gone() {
     };
     assert!(error.contains("lost the connection"), "{error}");
     killer.join().unwrap();
-    // And whoever comes later.
+    // Later submissions fail, too.
     let error = queue.submit(flush, None).unwrap_err().reason.to_string();
     assert!(error.contains("lost the connection"), "{error}");
     assert!(queue.wait(Some(deadline)).is_err());

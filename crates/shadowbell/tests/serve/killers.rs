@@ -1,4 +1,4 @@
-//! Commands that kill a server's process.
+//! Commands that crash the server process.
 
 use crate::harness::until;
 use crate::supervisor::{signal, worker};
@@ -6,15 +6,17 @@ use crate::upgrade::{Client, Load, server_with, socket};
 use rustix::process::Signal;
 use shadowbell_spec::Status;
 
-/// A client's command kills three processes, and is completed with an error then. Others go on.
+/// A client's command kills three processes, and is then completed with an error. Other clients
+/// continue.
 #[test]
-fn a_command_that_has_killed_three_processes_is_given_up() {
+fn a_command_that_killed_three_processes_fails() {
     let server = server_with(2, &[], &[("SHADOWBELL_ABORT_COMMAND", "start:20024,end:20048")]);
     let mut client = Client::attach(&socket(&server, 0));
     let load = Load::start(&server, 1, 1);
     until("the load", || server.stderr().contains("vm1.sock: the guest has 1 I/O queue"));
     client.write(1, 0, 1);
-    // Of the file, by its end; of the memory, before it is carried out. Beyond what the load uses.
+    // On the file disk it crashes after execution, on the memory disk before. The LBAs are beyond
+    // those of the load.
     for (nsid, lba) in [(1, 20048), (2, 20024)] {
         assert_eq!(client.try_write(nsid, lba, 3), Status::INTERNAL.with_dnr());
         client.write(1, 0, 2);
@@ -27,9 +29,9 @@ fn a_command_that_has_killed_three_processes_is_given_up() {
     load.lost_nothing();
 }
 
-/// Each process that goes on is killed with the same command in hand, and that is nobody's fault.
+/// Each recovering process is killed with the same command in flight, but not by the command.
 #[test]
-fn a_command_that_processes_are_killed_with_is_carried_out() {
+fn a_command_in_flight_at_unrelated_kills_is_executed() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("abort");
     let server = server_with(1, &[], &[("SHADOWBELL_ABORT_FILE", file.to_str().unwrap())]);

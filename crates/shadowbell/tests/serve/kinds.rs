@@ -1,4 +1,4 @@
-//! What a disk of every kind passes: `verify` of everything at once, and resets in mid-I/O.
+//! Test that every disk type has to pass: `verify` with all commands, and resets in mid-I/O.
 
 use crate::control::SetOnDrop;
 use crate::disk_kinds::{Export, is_consistent, supervisor};
@@ -12,13 +12,13 @@ use std::time::Duration;
 
 const BYTES: u64 = 16 << 20;
 pub(crate) const PAGE: usize = 4096;
-/// Requests under way, each to a page of its own.
+/// Requests in flight, each to a page of its own.
 const DEPTH: u64 = 64;
-/// How often a reset comes, and at most if none of these has come in mid-I/O.
+/// Number of resets, and the limit if none of them has come in mid-I/O.
 const RESETS: u64 = 12;
 const MOST_RESETS: u64 = 1000;
 
-/// Serves the disk, and has it pass.
+/// Serves the disk, and runs the whole test.
 pub(crate) fn passes(disk: &str) {
     let mut server = supervisor(disk);
     everything_at_once(&server);
@@ -26,7 +26,7 @@ pub(crate) fn passes(disk: &str) {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Reads, writes, flushes, zeroes, deallocations and compares, each byte checked.
+/// Reads, writes, flushes, zeroes, deallocations and compares, with every byte checked.
 fn everything_at_once(server: &Server) {
     let target = format!("vfio-user:{}/1", server.socket().display());
     let mut command = program();
@@ -42,7 +42,7 @@ fn everything_at_once(server: &Server) {
     }
 }
 
-/// What a page is filled with.
+/// Contents of a page.
 fn page(number: u64) -> Vec<u8> {
     number.to_le_bytes().repeat(PAGE / 8)
 }
@@ -51,20 +51,20 @@ pub(crate) fn fill(buffer: &mut Buffer, number: u64) {
     assert!(buffer.copy_from(0, &page(number)));
 }
 
-/// A page, and what is under way to it.
+/// A page, and the request in flight to it.
 #[derive(Default)]
 pub(crate) struct Page {
-    /// What it may hold.
+    /// Numbers that the page may hold.
     pub(crate) may: Vec<u64>,
-    /// The number that is being written, or none if it is being read.
+    /// Token of the request, and the number that it writes; none for a read.
     pub(crate) under_way: Option<(Token, Option<u64>)>,
 }
 
-/// Resets while many requests are under way. A write that a reset ends is there as a whole or not
-/// at all, and does not get to the disk after it: neither over what is written then, nor with what
-/// is put into its buffer then.
+/// Resets with many requests in flight. A write that a reset ends is on the disk as a whole or
+/// not at all. It does not reach the disk after the reset: neither over later writes, nor with
+/// later contents of its buffer.
 fn resets(server: &Server) {
-    // What a reset ends is not submitted again.
+    // Without repetitions, the driver does not resubmit what a reset ends.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let options = AttachOptions { recovery, queue_depth: 256, ..AttachOptions::default() };
     let mut controller = server.attach_with(&options);
@@ -87,11 +87,11 @@ fn resets(server: &Server) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let _over = SetOnDrop(&is_over);
-            // A disk in memory has answered all that it has before most of them.
+            // A memory disk has usually completed all requests before the reset.
             let in_vain = |n| n < MOST_RESETS && ended_by_reset.load(Ordering::Relaxed) == 0;
             for n in (0..).take_while(|n| *n < RESETS || in_vain(*n)) {
                 let pause = if n < RESETS { 10_000 + n * 7_000 % 23_000 } else { 500 + n * 7 % 97 };
-                // Any moment will do.
+                // The reset may come at any moment.
                 std::thread::sleep(Duration::from_micros(pause));
                 controller.reset().unwrap();
                 resets.fetch_add(1, Ordering::Relaxed);
@@ -119,7 +119,7 @@ fn resets(server: &Server) {
             }
             let Completion { token, status, buffer, .. } = complete(&mut queue);
             let is = |page: &Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
-            let at = pages.iter().position(is).expect("it ends once");
+            let at = pages.iter().position(is).expect("a completion of a request in flight");
             let page = &mut pages[at];
             let (_, number) = page.under_way.take().unwrap();
             match (status, number) {
@@ -144,7 +144,8 @@ fn resets(server: &Server) {
     controller.detach().unwrap();
 }
 
-/// What was read is what the page may hold, and what it holds from then on.
+/// Checks a page that was read against the numbers that it may hold; from then on it holds that
+/// number.
 pub(crate) fn holds(page: &mut Page, buffer: &Buffer) {
     let bytes = buffer.to_vec(PAGE);
     let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());
@@ -174,12 +175,12 @@ fn a_qcow2_image_passes() {
 }
 
 #[test]
-fn memory_passes() {
+fn a_memory_disk_passes() {
     passes("mem:16MiB");
 }
 
 #[test]
-fn an_export_passes() {
+fn an_nbd_disk_passes() {
     let below = Export::start("mem:16MiB");
     passes(&below.uri("&settle=50ms"));
 }
@@ -193,7 +194,7 @@ fn a_namespace_of_another_controller_passes() {
 }
 
 #[test]
-fn namespaces_by_their_character_devices_pass() {
+fn character_device_namespaces_pass() {
     for device in outside::namespaces() {
         for options in ["", "?aio=threads"] {
             passes(&format!("{device}{options}"));

@@ -1,4 +1,4 @@
-//! The controller in this very process, as the driver reaches it.
+//! The in-process controller, as the driver attaches to it.
 
 use crate::harness::{complete, run};
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
@@ -9,7 +9,7 @@ use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::Status;
 use std::sync::Arc;
 
-/// A controller over `disk`, whose doorbells come in a given way.
+/// A controller over `disk` with these doorbells.
 fn local_with(disk: &str, shadow_doorbells: bool, mapped_doorbells: bool) -> Arc<InProcess> {
     let disk = shadowbell_backend::open(disk).unwrap();
     let namespaces = vec![NamespaceConfig { uuid: uuid_from("local"), disk }];
@@ -88,7 +88,7 @@ fn a_controller_can_be_attached_to_again() {
 }
 
 #[test]
-fn a_disk_that_is_open_will_do() {
+fn an_open_disk_can_be_attached_in_process() {
     let disk = shadowbell_backend::open("mem:1MiB?block-size=4096").unwrap();
     let transport = Arc::new(InProcess::over(disk).unwrap());
     let controller = Controller::attach(transport, &AttachOptions::default());
@@ -103,7 +103,7 @@ fn memory_that_was_just_mapped_can_be_used() {
     let namespace = controller.namespace(1).unwrap().clone();
     let mut queue = controller.take_queue_pair().unwrap();
     for round in 0..20_000 {
-        // The memory comes, and the doorbell is a store that no one waits for.
+        // The buffer is mapped while the doorbell write does not wait for the controller.
         let pool = controller.buffers(1, 4096).unwrap();
         let done = run(&mut queue, namespace.write(0, 8).unwrap(), pool.take());
         assert_eq!(done.status, Status::SUCCESS, "round {round}");

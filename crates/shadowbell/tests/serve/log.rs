@@ -1,4 +1,4 @@
-//! The log under a client that fills it, with a reader that stands still.
+//! The log: a client that floods it, and a reader that does not read.
 
 use crate::harness::{Server, attach, image, program, run};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -12,10 +12,10 @@ use std::process::Command;
 use std::time::Instant;
 use tempfile::TempDir;
 
-/// What the server says of each map that it refuses.
+/// Log text for each refused map.
 const REFUSED: &str = "which is no multiple of 4096";
 
-/// A server with two controllers, one for an honest client and one for another.
+/// A server with two controllers, one for an honest client and one for a hostile one.
 fn command() -> (Command, TempDir) {
     let directory = tempfile::tempdir().unwrap();
     let config = directory.path().join("both.toml");
@@ -28,7 +28,7 @@ fn command() -> (Command, TempDir) {
     (command, directory)
 }
 
-/// Has so many maps refused, each of which is a line of the log.
+/// Sends `maps` invalid maps, each of which logs a line.
 fn refused(client: &Client, maps: u64) {
     for _ in 0..maps {
         let share =
@@ -42,7 +42,7 @@ fn bad(server: &Server) -> Client {
     Client::connect(server.directory().join("bad.sock"), options).unwrap()
 }
 
-/// A pipe that takes nothing any more.
+/// A full pipe.
 fn full_pipe() -> (PipeReader, PipeWriter) {
     let (reader, writer) = std::io::pipe().unwrap();
     let flags = fcntl_getfl(&writer).unwrap();
@@ -53,13 +53,13 @@ fn full_pipe() -> (PipeReader, PipeWriter) {
 }
 
 #[test]
-fn a_reader_that_stands_still_holds_up_nobody() {
+fn a_stalled_log_reader_does_not_block_io() {
     let (mut command, directory) = command();
     let (_reader, writer) = full_pipe();
     command.stdout(writer.try_clone().unwrap()).stderr(writer);
     let mut server = Server::spawn_to(command, directory, &["good.sock", "bad.sock"]);
     let client = bad(&server);
-    // More than what may wait for the reader.
+    // More than the log's queue holds.
     refused(&client, 5000);
     let good = server.directory().join("good.sock");
     let mut controller = attach(&good, &AttachOptions::default());
@@ -69,7 +69,7 @@ fn a_reader_that_stands_still_holds_up_nobody() {
     let read = run(&mut queue, namespace.read(0, 1).unwrap(), pool.take());
     assert_eq!(read.status, Status::SUCCESS);
     controller.registers().unwrap();
-    // The counters are a line of the log, said by the thread that waits for signals.
+    // The counters are a log line, written by the signal thread.
     server.signal(rustix::process::Signal::USR1);
     refused(&client, 10);
     drop((read, queue, pool));
@@ -78,7 +78,7 @@ fn a_reader_that_stands_still_holds_up_nobody() {
 }
 
 #[test]
-fn an_error_at_the_end_that_nobody_reads_is_no_reason_to_stay() {
+fn an_unread_error_message_does_not_keep_the_server_alive() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path(), "disk.img", 1 << 20);
     let mut command = program();
@@ -91,7 +91,7 @@ fn an_error_at_the_end_that_nobody_reads_is_no_reason_to_stay() {
 }
 
 #[test]
-fn what_a_client_causes_is_a_few_lines() {
+fn log_lines_caused_by_a_client_are_rate_limited() {
     let (command, directory) = command();
     let mut server = Server::spawn(command, directory, &["good.sock", "bad.sock"]);
     let begun = Instant::now();

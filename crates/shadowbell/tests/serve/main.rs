@@ -1,4 +1,4 @@
-//! The program `serve`, from outside: a process, its sockets, and clients of every kind.
+//! Integration tests of `serve`: its processes, its sockets, and clients of every kind.
 
 mod ana;
 mod bad_input;

@@ -1,5 +1,5 @@
-//! Namespaces with metadata and protection information: over deaths and upgrades, and where their
-//! metadata are.
+//! Namespaces with metadata and protection information: across crashes and upgrades, and the
+//! place of their metadata.
 
 use crate::harness::{Server, finish, image, program, run};
 use crate::recover::kill;
@@ -12,7 +12,7 @@ use shadowbell_spec::opcode::NvmOpcode;
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 
-/// Data of blocks of 512 bytes; protection information is inserted and stripped.
+/// A host of blocks of 512 bytes; protection information is inserted and stripped.
 struct Guest(Controller, QueuePair);
 
 impl Guest {
@@ -44,7 +44,7 @@ impl Guest {
 }
 
 #[test]
-fn protection_outlives_deaths_and_upgrades_and_finds_what_was_changed() {
+fn protection_information_survives_crashes_and_upgrades() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "a.img", 1 << 20);
     let disks = ["a.img?metadata=8&pi=2", "mem:1MiB?metadata=8&pi=2&iops=100000"];
@@ -60,7 +60,7 @@ fn protection_outlives_deaths_and_upgrades_and_finds_what_was_changed() {
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!((guest.read(1, 9), guest.read(2, 9)), (Ok(7), Ok(8)));
-    // Data are where they would be without.
+    // Data are at the same offsets as without metadata.
     let file = OpenOptions::new().read(true).write(true).open(file).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, 9 * 512 + 100).unwrap();
@@ -97,7 +97,7 @@ fn a_pool_has_formats_with_metadata() {
     let mut guest = Guest::attach(&server);
     assert_eq!((guest.read(1, 9), guest.read(1, 8)), (Ok(7), Ok(0)));
     drop(guest);
-    // As it was without.
+    // Formats it back without metadata.
     let (status, _, errors) = verb("format", &["-n", "1", "-l", "0", "--force"]);
     assert_eq!(status, Some(0), "{errors}");
     let guest = Guest::attach(&server);

@@ -10,17 +10,17 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-/// What a text of OpenMetrics 1.0 says: samples by name and labels as written.
+/// Parsed OpenMetrics 1.0 text: samples by name and labels as written.
 struct Metrics {
     samples: BTreeMap<String, f64>,
     kinds: BTreeMap<String, String>,
 }
 
 impl Metrics {
-    /// Reads a text, and refuses what the specification does.
+    /// Parses a text, and refuses what the specification forbids.
     #[track_caller]
     fn parse(text: &str) -> Self {
-        let body = text.strip_suffix("# EOF\n").expect("it ends with EOF");
+        let body = text.strip_suffix("# EOF\n").expect("the text ends with EOF");
         let (mut samples, mut kinds) = (BTreeMap::new(), BTreeMap::new());
         let mut said = BTreeSet::new();
         let mut family = String::new();
@@ -36,7 +36,7 @@ impl Metrics {
                             ["counter", "gauge", "histogram", "info"].contains(&value),
                             "{line}"
                         );
-                        // Before anything else of the family, whose samples are together.
+                        // The metadata of a family come before its samples, which are contiguous.
                         assert!(kinds.insert(name.to_owned(), value.to_owned()).is_none());
                         family = name.to_owned();
                     }
@@ -68,7 +68,7 @@ impl Metrics {
             let number: f64 = value.parse().expect(line);
             assert!(number.is_finite() && number >= 0.0, "{line}");
             assert!(suffix != "_info" || number == 1.0, "{line}");
-            // What Prometheus takes for a unit is one of its base units.
+            // Names use Prometheus's base units only.
             assert!(!["_ms", "_us", "_ns", "_kib", "_percent"].iter().any(|u| family.ends_with(u)));
             assert!(samples.insert(key.to_owned(), number).is_none(), "twice: {key}");
         }
@@ -95,7 +95,7 @@ fn is_name(name: &str, may_have_colon: bool) -> bool {
     name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_') && name.chars().all(is)
 }
 
-/// Checks `{name="value",...}`, or nothing; the names.
+/// Checks `{name="value",...}`, or an empty text.
 #[track_caller]
 fn labels(text: &str) {
     if text.is_empty() {
@@ -121,7 +121,7 @@ fn labels(text: &str) {
     }
 }
 
-/// What a server answers to this path: head and body.
+/// Sends a GET request for this path: head and body of the response.
 fn get(mut stream: impl Read + Write, path: &str) -> (String, String) {
     let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).unwrap();
@@ -139,7 +139,7 @@ fn scrape(server: &Server) -> Metrics {
 }
 
 #[test]
-fn metrics_are_what_a_guest_did() {
+fn metrics_count_a_guests_commands() {
     let mut server = Server::start(&["mem:4MiB", "mem:4MiB?read-only=on"], &[]);
     let before = scrape(&server);
     assert_eq!(before.get("shadowbell_client_connected", &[]), 0.0);
@@ -169,15 +169,16 @@ fn metrics_are_what_a_guest_did() {
 
     drop((queue, pool));
     guest.detach().unwrap();
-    until("the client is gone", || scrape(&server).get("shadowbell_client_connected", &[]) == 0.0);
+    until("the client's disconnect", || {
+        scrape(&server).get("shadowbell_client_connected", &[]) == 0.0
+    });
     let after = scrape(&server);
     assert_eq!(commands(&after, "deleted"), 100.0, "what was counted is not lost");
     assert_eq!(after.get(reads, &[("kind", "read")]), 100.0);
     assert!(server.stop().success());
 }
 
-/// The buckets of a histogram with these labels, in their order: each with how many there are up to
-/// its end.
+/// Buckets of a histogram with these labels, in order: upper bound and cumulative count.
 fn buckets(metrics: &Metrics, name: &str, labels: &str) -> Vec<(f64, f64)> {
     let prefix = format!("{name}_bucket{{{labels},le=\"");
     let of = |(key, count): (&String, &f64)| {
@@ -190,7 +191,7 @@ fn buckets(metrics: &Metrics, name: &str, labels: &str) -> Vec<(f64, f64)> {
 }
 
 #[test]
-fn namespaces_are_measured_if_that_was_asked_for() {
+fn namespace_latencies_are_measured_on_request() {
     let latency = "shadowbell_namespace_latency_seconds";
     let mut server = Server::start(&["mem:4MiB", "mem:4MiB"], &["--keeper"]);
     let mut guest = server.attach();
@@ -209,7 +210,7 @@ fn namespaces_are_measured_if_that_was_asked_for() {
     work();
     assert!(!scrape(&server).kinds.contains_key(latency));
     assert_eq!(ctl(&server, &["measure"]).1, "off\n");
-    // Again changes nothing.
+    // Turning it on twice changes nothing.
     for _ in 0..2 {
         assert_eq!(ctl(&server, &["measure", "on"]).1, "on\n");
         assert_eq!(crate::control::ctl_json(&server, &["measure"])["on"], true);
@@ -219,7 +220,7 @@ fn namespaces_are_measured_if_that_was_asked_for() {
         let of = |metrics: &Metrics, what: &str, nsid, kind| {
             metrics.get(what, &[("nsid", nsid), ("kind", kind)])
         };
-        // The last completion is seen by the guest before it is counted.
+        // The guest may see the last completion before it is counted.
         let count = |metrics: &Metrics, nsid, kind| {
             of(metrics, "shadowbell_namespace_latency_seconds_count", nsid, kind)
         };
@@ -243,10 +244,10 @@ fn namespaces_are_measured_if_that_was_asked_for() {
         assert_eq!(buckets.last(), Some(&(f64::INFINITY, f64::from(round * 100))));
         assert_eq!(buckets[0].0, 2.048e-6);
         if round == 1 {
-            // Another process goes on with it. What it counts begins anew.
+            // Measuring continues in the next process, with counters from zero.
             let (status, _, errors) = ctl(&server, &["upgrade"]);
             assert_eq!(status, Some(0), "{errors}");
-            until("it is on there, too", || ctl(&server, &["measure"]).1 == "on\n");
+            until("measuring in the next process", || ctl(&server, &["measure"]).1 == "on\n");
             assert!(!scrape(&server).kinds.contains_key(latency));
             work();
         }
@@ -264,7 +265,7 @@ fn namespaces_are_measured_if_that_was_asked_for() {
 }
 
 #[test]
-fn a_death_is_counted_and_an_upgrade_is_none() {
+fn recoveries_count_crashes_and_not_upgrades() {
     let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
     let mut guest = crate::upgrade::Client::attach(&server.socket());
     let recoveries = || scrape(&server).get("shadowbell_recoveries_total", &[]);
@@ -283,7 +284,7 @@ fn a_death_is_counted_and_an_upgrade_is_none() {
 }
 
 #[test]
-fn by_tcp_there_are_metrics_and_nothing_else() {
+fn the_tcp_endpoint_serves_only_metrics() {
     let mut server = Server::start(&["mem:4MiB"], &["--metrics", "127.0.0.1:0"]);
     let log = server.stderr();
     let address = log.split("http://").nth(1).and_then(|rest| rest.split('/').next()).expect(&log);
@@ -308,7 +309,7 @@ fn by_tcp_there_are_metrics_and_nothing_else() {
 }
 
 #[test]
-fn the_dashboard_shows_metrics_that_there_are() {
+fn the_dashboard_uses_existing_metrics() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/grafana.json");
     let dashboard: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let server = Server::start(&["mem:4MiB"], &["--measure"]);

@@ -1,5 +1,4 @@
-//! A guest that moves between servers which are processes of their own, with the image that both
-//! have.
+//! Live migration of a guest between server processes that share an image.
 
 use crate::harness::{Server, image, until};
 use crate::recover::kill;
@@ -21,10 +20,10 @@ fn connect(server: &Server) -> Client {
     Client::connect(server.socket(), Options::default()).unwrap()
 }
 
-/// The image is locked, so the one that has it ends before the next one begins: the guest is with
-/// nobody in between.
+/// The image is locked, so the source server ends before the destination starts: in between, no
+/// server has the guest.
 #[test]
-fn a_guest_moves_from_one_server_to_the_next_and_takes_its_image_along() {
+fn a_guest_migrates_between_servers_with_its_image() {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 1 << 20);
     let mut server = serve(&disk, &["--workers", "2"]);
@@ -38,7 +37,7 @@ fn a_guest_moves_from_one_server_to_the_next_and_takes_its_image_along() {
         guest.resume(connect(&server), memory, &stream).unwrap();
         guest.work(50);
         if turn == 1 {
-            // What has come from elsewhere is recorded as what began here.
+            // A migrated device is recorded in the journal like a local one.
             guest.submit(16);
             kill(&server, Signal::KILL);
             guest.work(20);
@@ -48,10 +47,10 @@ fn a_guest_moves_from_one_server_to_the_next_and_takes_its_image_along() {
     assert!(guest.completed() > 200, "{}", guest.completed());
 }
 
-/// What has left must not go on where it was, whoever replaces the process: the guest may be at
-/// work elsewhere.
+/// A suspended device must not resume in the next process at the source: the guest may run
+/// elsewhere.
 #[test]
-fn a_device_that_stands_still_does_not_run_in_a_process_that_comes_later() {
+fn a_suspended_device_does_not_resume_in_the_next_process() {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 1 << 20);
     let mut server = serve(&disk, &["--keeper"]);
@@ -69,11 +68,11 @@ fn a_device_that_stands_still_does_not_run_in_a_process_that_comes_later() {
     until("the next worker", || {
         children(server.pid()).iter().any(|pid| *pid != before) && has_ended(before)
     });
-    // It serves whoever comes next.
+    // The controller serves the next client.
     drop(connect(&server));
     let gone = guest.client().migration_state();
     assert!(gone.is_err(), "{gone:?}");
-    assert!(content == std::fs::read(&disk).unwrap(), "it was written meanwhile");
+    assert!(content == std::fs::read(&disk).unwrap(), "the image was written meanwhile");
     assert!(server.stop().success(), "{}", server.stderr());
     let server = serve(&disk, &[]);
     guest.resume(connect(&server), memory, &stream).unwrap();

@@ -1,4 +1,4 @@
-//! Controllers go to another process one by one, and a disk becomes slow meanwhile.
+//! Controllers are handed over one by one during an upgrade, and a disk becomes slow meanwhile.
 
 use crate::harness::{Server, program, until};
 use crate::supervisor::{children, signal, worker};
@@ -12,10 +12,10 @@ fn late_daemon() {
     be_the_daemon();
 }
 
-/// How many controllers there are; the last one has the device.
+/// Number of controllers; the last one has the slow device.
 const COUNT: usize = 40;
 
-/// An upgrade that waits for the last controller, while another process serves all others.
+/// An upgrade that waits for the last controller, while the new process serves all others.
 struct Halfway {
     device: LateDevice,
     server: Server,
@@ -49,7 +49,7 @@ impl Halfway {
         let old = worker(&server);
         let pid = server.pid().to_string();
         let asking = std::thread::spawn(move || upgrade(&pid, None));
-        // Now it is too late for the old process to go on with all.
+        // From here on the old process cannot take back all controllers.
         server.says("served by another process after");
         device.hold_next();
         let writing = std::thread::spawn(move || {
@@ -66,7 +66,7 @@ impl Halfway {
 }
 
 #[test]
-fn a_disk_that_becomes_slow_holds_up_nobody_else() {
+fn a_slow_disk_does_not_delay_other_controllers_in_an_upgrade() {
     let Some(halfway) = Halfway::start() else { return };
     let Halfway { device, mut server, old, mut client, writing, asking } = halfway;
     for byte in 2..100 {
@@ -86,13 +86,14 @@ fn a_disk_that_becomes_slow_holds_up_nobody_else() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Each process serves a part, and one of them dies: a third one serves both parts.
+/// Each process serves a part of the controllers, and one of them dies: a third process serves
+/// both parts.
 #[test]
-fn either_process_may_die_while_both_serve() {
+fn either_process_may_die_in_the_middle_of_an_upgrade() {
     for dies in ["the old one", "the new one"] {
         let Some(halfway) = Halfway::start() else { return };
         let Halfway { device, mut server, old, mut client, writing, asking } = halfway;
-        // The old process does not know of these.
+        // The old process has no record of these writes.
         for byte in 2..50 {
             client.write(1, u64::from(byte) * 8, byte);
         }
@@ -101,7 +102,7 @@ fn either_process_may_die_while_both_serve() {
         signal(if dies == "the old one" { old } else { new }, Signal::KILL);
         let (status, _, errors) = asking.join().unwrap();
         assert_eq!(status, Some(1), "{dies}: {errors}");
-        // What the old one has under way at the device is waited for.
+        // The fence waits for the old process's write that is in flight at the device.
         server.says("waiting for I/O of the dead process");
         device.release();
         let mut other = writing.join().unwrap();
@@ -114,7 +115,7 @@ fn either_process_may_die_while_both_serve() {
         let serves = worker(&server);
         assert!(serves != old && serves != new);
         assert!(!server.stderr().contains("have lost"), "{dies}: {}", server.stderr());
-        // And the next upgrade goes all the way.
+        // The next upgrade completes.
         let (status, _, errors) = upgrade(&server.pid().to_string(), None);
         assert_eq!(status, Some(0), "{dies}: {errors}");
         until("one process", || children(server.pid()).len() == 1);

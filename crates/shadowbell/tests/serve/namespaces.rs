@@ -1,4 +1,5 @@
-//! Namespaces that come, go and change while a server runs, and the servers after it.
+//! Namespaces that are added, changed and removed while a server runs, and after restarts of
+//! it.
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, attach, complete, finish, image, program, until};
@@ -11,14 +12,14 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use std::os::unix::net::UnixStream;
 
-/// What `ctl` is to refuse.
+/// Runs `ctl namespace`, which must fail with this status and text.
 #[track_caller]
 fn refused(server: &Server, arguments: &[&str], status: i32, words: &str) {
     let (code, _, errors) = ctl(server, &[&["namespace"], arguments].concat());
     assert!(code == Some(status) && errors.contains(words), "{arguments:?}: {code:?} {errors}");
 }
 
-/// What `ctl` is to do: the namespace as it is then.
+/// Runs `ctl namespace`, which must succeed; returns the namespace in its response.
 #[track_caller]
 fn done(server: &Server, arguments: &[&str]) -> Value {
     let answer = ctl_json(server, &[&["namespace"], arguments].concat());
@@ -31,7 +32,7 @@ fn nsids(server: &Server) -> Vec<u64> {
 }
 
 #[test]
-fn a_namespace_comes_changes_and_goes_beside_a_guest() {
+fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     let directory = tempfile::tempdir().unwrap();
     let first = image(directory.path(), "a.img", 4 << 20);
     image(directory.path(), "b.img", 8 << 20);
@@ -56,19 +57,19 @@ fn a_namespace_comes_changes_and_goes_beside_a_guest() {
     refused(&server, &["add", "vm.sock", "2", "c.img", "--uuid", same], 2, "the same UUID");
     assert_eq!(nsids(&server), [1, 3]);
 
-    // A file that grew.
+    // The file has grown.
     assert_eq!(done(&server, &["resize", "vm.sock", "1"])["bytes"], 4 << 20);
     std::fs::OpenOptions::new().write(true).open(first).unwrap().set_len(16 << 20).unwrap();
     refused(&server, &["resize", "vm.sock", "1", "32MiB"], 2, "make it larger first");
     assert_eq!(done(&server, &["resize", "vm.sock", "1"])["bytes"], 16 << 20);
     refused(&server, &["resize", "vm.sock", "7"], 3, "no namespace 7");
 
-    // What takes no writes takes them again.
+    // A namespace becomes read-only and writable again.
     assert_eq!(done(&server, &["read-only", "vm.sock", "3", "on"])["read_only"], true);
     assert_eq!(done(&server, &["read-only", "vm.sock", "3", "on"])["read_only"], true);
     assert_eq!(done(&server, &["read-only", "vm.sock", "3", "off"])["read_only"], false);
 
-    // Another disk, with the same name for its guest; the old one is free then.
+    // Another disk with the same UUID for the guest; the old disk is free then.
     let replaced = done(&server, &["replace", "vm.sock", "3", "c.img"]);
     assert_eq!((&replaced["uuid"], &replaced["bytes"]), (&added["uuid"], &json!(8 << 20)));
     assert!(replaced["disk"].as_str().unwrap().ends_with("c.img"));
@@ -88,10 +89,10 @@ fn a_namespace_comes_changes_and_goes_beside_a_guest() {
     assert!(server.stop().success());
 }
 
-/// A controller and the namespaces of another one come, change and go; and each time the process
+/// Controllers and namespaces are added, changed and removed, and after each step the process
 /// is killed or replaced.
 #[test]
-fn what_has_changed_goes_on_after_a_death_and_an_upgrade() {
+fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
     let mut server = server(1, &[]);
     image(server.directory(), "b.img", 8 << 20);
     let mut again = 0;
@@ -100,7 +101,7 @@ fn what_has_changed_goes_on_after_a_death_and_an_upgrade() {
         if again % 2 == 0 {
             kill(server, Signal::KILL);
         } else {
-            // Whose socket the supervisor does not know.
+            // The supervisor has not recorded this socket.
             let target = if again == 1 { "vm9.sock" } else { "vm0.sock" };
             let mut command = program();
             command.args(["upgrade", target]).current_dir(server.directory());
@@ -148,7 +149,7 @@ fn what_has_changed_goes_on_after_a_death_and_an_upgrade() {
     assert!(UnixStream::connect(socket(&server, 9)).is_err());
     let log = server.stderr();
     assert!(!log.contains("have lost"), "{log}");
-    // A guest that looks anew finds what there is.
+    // A guest that attaches again finds the current namespaces.
     drop(guest);
     until("its end", || ctl_json(&server, &["status"])["clients"] == 0);
     let guest = attach(&socket(&server, 0), &AttachOptions::default());
@@ -158,7 +159,7 @@ fn what_has_changed_goes_on_after_a_death_and_an_upgrade() {
     let now = ctl_json(&server, &["namespaces"]);
     assert_eq!(now[1]["uuid"], uuid);
 
-    // The same in a file, from which another server serves the same.
+    // A saved configuration makes another server serve the same.
     let (status, text, errors) = ctl(&server, &["save-config", "saved.toml"]);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!(text, "configuration written to saved.toml\n");
@@ -178,12 +179,13 @@ fn what_has_changed_goes_on_after_a_death_and_an_upgrade() {
     assert!(next.stop().success());
 }
 
-/// How many requests of a namespace had to wait.
+/// Number of delayed requests of a namespace.
 fn delayed(server: &Server, at: usize) -> u64 {
     ctl_json(server, &["namespaces"])[at]["counters"]["delayed"].as_u64().unwrap_or(0)
 }
 
-/// Many reads at once, each of which has to come to its end: by a worker that sleeps in between.
+/// Submits many reads at once, all of which must complete on an I/O thread that sleeps between
+/// them.
 fn read_many(server: &Server, nsid: u32, count: usize) {
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();
@@ -204,7 +206,7 @@ fn read_many(server: &Server, nsid: u32, count: usize) {
 }
 
 #[test]
-fn limits_come_change_and_go_and_last() {
+fn limits_change_at_run_time_and_survive_restarts() {
     let directory = tempfile::tempdir().unwrap();
     let file = "
         name = \"vm\"
@@ -231,7 +233,7 @@ fn limits_come_change_and_go_and_last() {
     read_many(&server, 1, 50);
     let before = delayed(&server, 0);
     assert!(before >= 40, "{before}");
-    // In place, for those that wait already.
+    // Limits change in place, also for requests that already wait.
     ctl_json(&server, &["limit", "vm.sock", "1", "--iops", "1000000:1000000", "--group", "slow"]);
     let groups = ctl_json(&server, &["limit", "--of-group", "slow", "--iops", "1000000"]);
     assert_eq!(groups, json!([{"name": "slow", "limits": {"iops": "1000000"}}]));
@@ -257,7 +259,7 @@ fn limits_come_change_and_go_and_last() {
     assert_eq!(ctl_json(&server, &["limit"]), groups);
     assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
     assert_eq!((seen(&server), ctl_json(&server, &["limit"])), (limits, groups));
-    // A guest whose requests wait does not hold up an upgrade.
+    // A guest with throttled requests does not delay an upgrade.
     ctl_json(&server, &["limit", "vm.sock", "1", "--iops", "1:1"]);
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();

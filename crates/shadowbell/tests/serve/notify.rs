@@ -1,4 +1,4 @@
-//! What a service manager hears, over a socket as systemd has one.
+//! Messages to a service manager, over a socket as systemd has one.
 
 use crate::harness::{Server, attach, program, run, until};
 use crate::supervisor::{children, has_ended, signal, worker};
@@ -12,7 +12,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-// Something must not be said in this time.
+// Time in which no message must arrive.
 const QUIET: Duration = Duration::from_secs(1);
 
 struct Manager {
@@ -45,7 +45,7 @@ impl Manager {
         Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"])
     }
 
-    /// What is said next, if it is in time.
+    /// The next message, if it arrives within `time`.
     fn hear_within(&self, time: Duration) -> Option<String> {
         self.socket.set_read_timeout(Some(time)).unwrap();
         let mut text = [0; 4096];
@@ -55,10 +55,10 @@ impl Manager {
 
     #[track_caller]
     fn hear(&self) -> String {
-        self.hear_within(LIMIT).expect("it says nothing")
+        self.hear_within(LIMIT).expect("a message to the service manager")
     }
 
-    /// What is said next that is not the watchdog's.
+    /// The next message other than the watchdog's.
     #[track_caller]
     fn hear_but_watchdog(&self) -> String {
         loop {
@@ -71,7 +71,7 @@ impl Manager {
 }
 
 #[test]
-fn the_service_manager_is_told() {
+fn the_service_manager_gets_ready_and_stopping() {
     let manager = Manager::new();
     for supervisor in [&["--keeper"][..], &[]] {
         let mut server = manager.serve(supervisor, None);
@@ -82,10 +82,10 @@ fn the_service_manager_is_told() {
 }
 
 #[test]
-fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
+fn the_watchdog_is_notified_at_half_of_its_interval() {
     let manager = Manager::new();
-    // Under a supervisor, a process that does not answer for a quarter of the watchdog's time is ended:
-    // no machine is as busy as that.
+    // A supervised process that does not respond for a quarter of the watchdog time is killed, so
+    // this time is far longer than any delay of a busy machine.
     for (supervisor, watchdog) in [(&["--keeper"][..], 8000), (&[], 600)] {
         let watchdog = Duration::from_millis(watchdog);
         let began = Instant::now();
@@ -96,16 +96,17 @@ fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
         let seen = |said: &str| said == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 with a client";
         until("its client is seen", || seen(&manager.hear()));
         assert!(seen(&manager.hear()));
-        // The third, each after half of the watchdog's time: a busy machine is late, and never early.
+        // Third watchdog message, each after half of the watchdog time: a busy machine is late, and
+        // never early.
         assert!(began.elapsed() >= watchdog, "{:?}", began.elapsed());
         drop(controller);
         assert!(server.stop().success());
         assert_eq!(manager.hear_but_watchdog(), "STOPPING=1");
     }
-    // It is for another process.
+    // `WATCHDOG_PID` names another process, so no message is sent.
     let mut command = program();
     command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).env("WATCHDOG_PID", "1");
-    // Far less than the time in which nothing is to be heard.
+    // Far less than the time in which no message must arrive.
     let command = manager.of(command, Some(Duration::from_millis(10)));
     let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
     assert!(manager.hear_but_watchdog().starts_with("READY=1"));
@@ -113,23 +114,24 @@ fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
     assert!(server.stop().success());
 }
 
-/// Without a supervisor, the service manager is who ends a process that hangs.
+/// Without a supervisor, the service manager kills a hung process.
 #[test]
-fn a_process_that_hangs_says_nothing() {
+fn a_hung_process_sends_no_watchdog_message() {
     let manager = Manager::new();
-    // Less than the time in which nothing is to be heard.
+    // Less than the time in which no message must arrive.
     let server = manager.serve(&[], Some(Duration::from_millis(400)));
     assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     assert!(manager.hear().starts_with("WATCHDOG=1"));
     signal(server.pid(), Signal::STOP);
-    until("it is quiet", || manager.hear_within(QUIET).is_none());
+    until("the end of watchdog messages", || manager.hear_within(QUIET).is_none());
 }
 
-/// Another process goes on, so that clients see a short pause, and the service manager is content.
+/// Another process recovers, so clients see a short pause, and the service manager gets its
+/// messages.
 #[test]
-fn a_worker_that_hangs_gives_way_to_another() {
+fn a_hung_server_process_is_replaced() {
     let manager = Manager::new();
-    // Long enough for a process that does not hang on a busy machine.
+    // Long enough for a healthy process on a busy machine.
     let mut server = manager.serve(&["--keeper"], Some(Duration::from_secs(8)));
     assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
@@ -152,7 +154,7 @@ fn a_worker_that_hangs_gives_way_to_another() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// A file that says so many disks in memory, a controller each.
+/// Writes a configuration of `controllers` controllers, each with a memory disk.
 fn write_config(directory: &std::path::Path, controllers: u32) {
     let controllers: String = (0..controllers)
         .map(|n| {
@@ -165,7 +167,7 @@ fn write_config(directory: &std::path::Path, controllers: u32) {
 }
 
 #[test]
-fn a_signal_has_the_configuration_read_again() {
+fn sighup_reloads_the_configuration() {
     for supervisor in [&["--keeper"][..], &[]] {
         let manager = Manager::new();
         let directory = tempfile::tempdir().unwrap();
@@ -190,7 +192,7 @@ fn a_signal_has_the_configuration_read_again() {
         server.says(said);
         drop(attach(&server.directory().join("vm2.sock"), &options));
 
-        // A bad file is refused as a whole.
+        // An invalid file is refused as a whole.
         let config = server.directory().join("vms.toml");
         let text = std::fs::read_to_string(&config).unwrap();
         std::fs::write(&config, format!("workres = 2\n{text}")).unwrap();
@@ -199,11 +201,11 @@ fn a_signal_has_the_configuration_read_again() {
                      vms.toml:1: unknown field `workres`";
         assert!(refused.starts_with(words), "{refused}");
         server.says("error: the configuration is refused, and nothing was changed");
-        // So is one that takes a controller from a client.
+        // A file that would take a controller from a client is refused, too.
         std::fs::write(&config, text.replace("vm0.sock", "other.sock")).unwrap();
         assert!(reload().contains("nothing was changed: connected clients would lose vm0"));
         drop(attach(&server.directory().join("vm1.sock"), &options));
-        // What can not be changed so is not forgotten.
+        // A setting that cannot change at run time is reported.
         std::fs::write(&config, format!("workers = 2\n{text}")).unwrap();
         assert!(reload().contains("0 added, 0 removed, 0 replaced, 0 changed, 3 unchanged"));
         server.says("they take effect at the next `shadowbell upgrade`");
@@ -214,9 +216,9 @@ fn a_signal_has_the_configuration_read_again() {
     }
 }
 
-/// A signal that comes while nobody serves is not lost.
+/// A SIGHUP that arrives while no process serves is not lost.
 #[test]
-fn a_process_that_begins_reads_what_the_one_before_did_not_come_to() {
+fn the_next_process_handles_a_missed_reload() {
     let manager = Manager::new();
     let directory = tempfile::tempdir().unwrap();
     write_config(directory.path(), 1);
@@ -226,14 +228,14 @@ fn a_process_that_begins_reads_what_the_one_before_did_not_come_to() {
     let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
     assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     write_config(server.directory(), 2);
-    // It can not hear what its supervisor says.
+    // A stopped process receives no message of its supervisor.
     let before = worker(&server);
     signal(before, Signal::STOP);
     server.signal(Signal::HUP);
     assert!(manager.hear().starts_with("RELOADING=1"));
     assert_eq!(manager.hear_within(QUIET), None);
     signal(before, Signal::KILL);
-    until("it is read", || manager.hear().starts_with("READY=1\nSTATUS=the configuration was"));
+    until("the reload", || manager.hear().starts_with("READY=1\nSTATUS=the configuration was"));
     let socket = server.directory().join("vm1.sock");
     drop(attach(&socket, &AttachOptions { queue_pairs: 1, ..AttachOptions::default() }));
     assert!(server.stop().success(), "{}", server.stderr());

@@ -1,4 +1,4 @@
-//! What a server puts out: log lines, arguments to paste, counters, traces.
+//! Output of a server: log lines, arguments to paste, counters, traces.
 
 use crate::harness::{Server, finish, program, run, until};
 use rustix::process::Signal;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_spec::Status;
 
-/// Reads `count` times one block, one after the other.
+/// Reads one block `count` times, at depth 1.
 fn read_blocks(controller: &mut Controller, count: u64) {
     let namespace = controller.namespace(1).unwrap().clone();
     let pool = controller.buffers(1, 4096).unwrap();
@@ -28,7 +28,7 @@ impl Queues for Controller {
 }
 
 #[test]
-fn each_step_of_a_guest_is_a_line() {
+fn each_step_of_a_guest_is_logged() {
     let mut server = Server::start(&["mem:4MiB", "null:1TiB?read-only=on"], &[]);
     let name = server.socket().display().to_string();
     server.says(&format!("{name}: serving mem:4MiB (4.0 MiB), null:1TiB (1.0 TiB, read-only)"));
@@ -52,7 +52,7 @@ fn each_step_of_a_guest_is_a_line() {
         rest = &rest[at + words.len()..];
     }
     for line in said.lines().filter(|line| line.contains("the guest") || line.contains("client")) {
-        // 2026-11-23T16:18:13.123456Z
+        // For example 2026-11-23T16:18:13.123456Z.
         let (time, said) = line.split_once(' ').unwrap();
         assert!(time.len() == 27 && time.ends_with('Z') && time.contains('T'), "{line}");
         assert!(said.starts_with(&format!("{name}: ")), "{line}");
@@ -78,13 +78,13 @@ fn the_arguments_to_paste_are_on_standard_output() {
     assert_eq!((quiet.stdout(), quiet.stderr()), (String::new(), String::new()));
 }
 
-/// The counters that the server writes on SIGUSR1.
+/// Counters that the server writes on SIGUSR1.
 fn counters(server: &Server) -> Value {
     let path = server.directory().join("stats.json");
     let _ = std::fs::remove_file(&path);
     server.signal(Signal::USR1);
     until("the counters", || path.exists());
-    // Never half a file.
+    // The file is replaced atomically, so it is always complete.
     serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
 }
 
@@ -102,7 +102,7 @@ fn counters_add_up() {
     assert_eq!(one["io"]["reads"], 100);
     assert_eq!(one["io"]["bytes_read"], 100 * 4096);
     controller.detach().unwrap();
-    // What was counted is not forgotten with the queues, nor with the client.
+    // Totals survive deleted queues and disconnected clients.
     until("the client to leave", || counters(&server)["commands"] == 100);
     let mut controller = server.attach();
     read_blocks(&mut controller, 11);
@@ -126,7 +126,7 @@ fn trapped_doorbells_are_counted() {
 }
 
 #[test]
-fn without_a_file_the_counters_are_a_line() {
+fn without_a_file_the_counters_are_logged() {
     let mut server = Server::start(&["mem:4MiB"], &[]);
     server.signal(Signal::USR1);
     server.says("0 I/O commands, 0 doorbell writes trapped");
@@ -134,7 +134,7 @@ fn without_a_file_the_counters_are_a_line() {
 }
 
 #[test]
-fn a_counter_file_that_can_not_be_written_is_no_reason_to_end() {
+fn an_unwritable_counter_file_does_not_end_the_server() {
     let mut server = Server::start(&["mem:4MiB"], &["--stats-json", "stats.json"]);
     std::fs::create_dir(server.directory().join("stats.json")).unwrap();
     server.signal(Signal::USR1);
@@ -160,7 +160,7 @@ fn a_trace_shows_every_decision() {
         assert_eq!(status, Some(0), "{errors}");
         out
     };
-    // While it is being written.
+    // The trace is readable while it is being written.
     let all = trace(&[]);
     for words in ["EventIdx armed", "sleep", "wake after", "batch fetched", "SQ 1", "interrupt"] {
         assert!(all.contains(words), "{words:?} is not in\n{all}");
@@ -184,7 +184,7 @@ fn a_trace_shows_every_decision() {
 }
 
 #[test]
-fn what_is_no_trace_is_refused() {
+fn a_file_that_is_no_trace_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     std::fs::write(at.join("text"), "x".repeat(10_000)).unwrap();

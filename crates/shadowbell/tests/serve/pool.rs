@@ -1,4 +1,4 @@
-//! Namespaces that a guest makes from a pool, over restarts, deaths and upgrades.
+//! Namespaces that a guest creates from a pool, across restarts, crashes and upgrades.
 
 use crate::harness::{Server, finish, program, run, until};
 use crate::recover::kill;
@@ -20,7 +20,7 @@ fn start(directory: TempDir, disks: &[&str]) -> Server {
     Server::start_in(directory, disks, &POOL)
 }
 
-/// What a verb says, which is to succeed.
+/// Runs a command of the program, which must succeed; returns its output.
 #[track_caller]
 fn verb(server: &Server, verb: &str, options: &[&str]) -> String {
     let (status, said, errors) = finish(command(server, verb, options));
@@ -41,7 +41,7 @@ fn refused(server: &Server, verb: &str, options: &[&str], words: &str) {
     assert!(status == Some(2) && errors.contains(words), "{verb} {options:?}: {errors}");
 }
 
-/// The host of a controller, with a byte for each block of a namespace.
+/// Host of a controller, with one fill byte per block of a namespace.
 struct Guest(Controller, QueuePair);
 
 impl Guest {
@@ -78,7 +78,7 @@ impl Guest {
 }
 
 #[test]
-fn a_guest_makes_namespaces_which_outlive_the_server() {
+fn namespaces_created_by_a_guest_outlive_the_server() {
     let mut server = start(tempfile::tempdir().unwrap(), &[]);
     refused(&server, "create-ns", &["-s", "65MiB"], "Namespace Insufficient Capacity");
     assert!(verb(&server, "create-ns", &["-s", "8MiB", "-b", "4096"]).contains("nsid:1"));
@@ -94,11 +94,11 @@ fn a_guest_makes_namespaces_which_outlive_the_server() {
     assert_eq!((before.bytes(), before.block_size()), (8 << 20, 4096));
     guest.write(1, 2047, 7);
     drop(guest);
-    // Sparse: a file has what was written.
+    // The file is sparse.
     let file = std::fs::metadata(server.directory().join("pool/namespace-001")).unwrap();
     assert_eq!(file.len(), 8 << 20);
     assert!(file.blocks() * 512 < 1 << 20, "{}", file.blocks());
-    // Another server does not get it.
+    // Another server cannot open the pool.
     let mut other = program();
     other.args(["serve", "--socket", "other.sock"]).args(POOL).current_dir(server.directory());
     let (status, _, errors) = finish(other);
@@ -116,11 +116,11 @@ fn a_guest_makes_namespaces_which_outlive_the_server() {
     verb(&server, "delete-ns", &["-n", "1", "--force"]);
     assert_eq!(Guest::attach(&server).nsids(), [2]);
     let file = std::fs::metadata(server.directory().join("pool/namespace-001")).unwrap();
-    assert_eq!(file.len(), 4096, "nothing is left of it");
+    assert_eq!(file.len(), 4096, "the deleted namespace takes no space");
 }
 
 #[test]
-fn what_a_guest_has_made_goes_on_after_deaths_and_upgrades() {
+fn namespaces_created_by_a_guest_survive_crashes_and_upgrades() {
     let directory = tempfile::tempdir().unwrap();
     crate::harness::image(directory.path(), "given.img", 1 << 20);
     let mut server = start(directory, &["given.img"]);
@@ -162,9 +162,9 @@ fn what_a_guest_has_made_goes_on_after_deaths_and_upgrades() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// An operation goes on in another process, and nobody gets at a namespace before its end.
+/// Sanitize continues in the next process, and no command accesses a namespace before its end.
 #[test]
-fn a_sanitize_operation_goes_on_after_a_death() {
+fn a_sanitize_operation_continues_after_a_crash() {
     let mut server = start(tempfile::tempdir().unwrap(), &[]);
     verb(&server, "create-ns", &["-s", "8MiB"]);
     verb(&server, "attach-ns", &["-n", "1"]);
@@ -192,7 +192,7 @@ fn a_sanitize_operation_goes_on_after_a_death() {
         }
         match guest.read(1, 0) {
             Err(status) => assert_eq!(status.code(), Status::SANITIZE_IN_PROGRESS),
-            Ok(value) => assert_eq!(value, 0, "it has ended meanwhile"),
+            Ok(value) => assert_eq!(value, 0, "sanitize has ended meanwhile"),
         }
     };
     assert_eq!((log.sstat.sos(), log.sstat.opc(), log.sprog), (sos::SUCCESSFUL, 16, 0xffff));
@@ -225,10 +225,10 @@ fn blocks_are_marked_as_uncorrectable() {
     assert_eq!(guest.read(1, 5), Ok(1));
 }
 
-/// An upgrade waits for a piece of an operation, and not for its end, which comes in another process.
-/// The log of events has its beginning and its end.
+/// An upgrade waits for one step of the operation, and not for its end, which comes in the next
+/// process. The event log has its beginning and its end.
 #[test]
-fn a_sanitize_operation_goes_on_over_upgrades() {
+fn a_sanitize_operation_continues_across_upgrades() {
     let mut server = start(tempfile::tempdir().unwrap(), &[]);
     verb(&server, "create-ns", &["-s", "16MiB"]);
     verb(&server, "attach-ns", &["-n", "1"]);
@@ -249,12 +249,12 @@ fn a_sanitize_operation_goes_on_over_upgrades() {
         assert_eq!(after.scdw10, before.scdw10, "the same operation");
         progress.push((before.sstat.sos(), before.sprog, after.sstat.sos(), after.sprog));
         if after.sstat.sos() == sos::IN_PROGRESS {
-            // Not more than a pass of a namespace is done again.
+            // At most one pass over a namespace is repeated.
             let a_pass = u16::MAX / 8 + 1;
             assert!(after.sprog >= before.sprog.saturating_sub(a_pass), "{progress:?}");
             match guest.read(1, 0) {
                 Err(status) => assert_eq!(status.code(), Status::SANITIZE_IN_PROGRESS),
-                Ok(value) => assert_eq!(value, 0, "it has ended meanwhile"),
+                Ok(value) => assert_eq!(value, 0, "sanitize has ended meanwhile"),
             }
         }
     }
@@ -273,10 +273,10 @@ fn a_sanitize_operation_goes_on_over_upgrades() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// The key of the configuration file: what a guest has made is there after a start, and in the file
-/// that comes to what is served the pool is, and not what it has.
+/// `pool` in the configuration file: created namespaces are there after a start, and the saved
+/// configuration has the pool without its namespaces.
 #[test]
-fn a_pool_of_a_configuration_file() {
+fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
     let config = "control-socket = \"ctl.sock\"\n[[controller]]\nsocket = \"vm.sock\"\n\
                   pool = \"pool?capacity=16MiB\"\n";
     let serve = |directory: TempDir| {
@@ -299,7 +299,8 @@ fn a_pool_of_a_configuration_file() {
     let (status, saved, errors) = ctl(&["save-config", "-"]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(saved.contains("pool?capacity=16") && saved.contains("disks = []"), "{saved}");
-    // The file that it was started with is what is served, whatever the guest has made since.
+    // The original file still equals the served configuration, whatever namespaces the guest has
+    // created since.
     let (status, said, errors) = ctl(&["apply", "vm.toml", "--dry-run"]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(said.contains("0 change, 1 stay"), "{said}");
@@ -314,10 +315,10 @@ fn a_pool_of_a_configuration_file() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// The file system has less room than the pool promises: a write that finds none is refused, what
-/// was written before stays, and so does what the pool has written down.
+/// The file system has less space than the pool's capacity: a write without space fails, and
+/// earlier data and the pool's own records stay intact.
 #[test]
-fn a_full_file_system_under_a_pool() {
+fn a_full_file_system_under_a_pool_fails_writes_only() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::create_dir(directory.path().join("pool")).unwrap();
     let mut command = Command::new("unshare");
@@ -351,8 +352,8 @@ fn a_full_file_system_under_a_pool() {
         }
     };
     reads_back(&mut guest);
-    // The pool itself needs no room for what it writes down: namespaces come and go as before, and
-    // a process that goes on knows them.
+    // The pool's own records need no additional space: namespaces are created and deleted as
+    // before, and the next process knows them.
     let admin = guest.0.admin();
     assert_eq!(admin.create_namespace(2048, 0).unwrap(), 2);
     admin.attach_namespace(2, &[1], true).unwrap();
@@ -361,7 +362,7 @@ fn a_full_file_system_under_a_pool() {
     assert_eq!(guest.nsids(), [1, 2]);
     reads_back(&mut guest);
     assert_eq!(guest.try_write(2, 0, 1).code(), Status::CAPACITY_EXCEEDED);
-    // Room again: by what was deallocated, and by a namespace that goes.
+    // Deallocation and deletion of a namespace free space again.
     guest.0.admin().delete_namespace(1).unwrap();
     guest.write(2, 0, 5);
     assert_eq!(guest.read(2, 0), Ok(5));

@@ -1,4 +1,4 @@
-//! A server whose process is killed, and whose clients notice nothing.
+//! Recovery after kills of the server process, without an error for its clients.
 
 use crate::disk_kinds::Export;
 use crate::harness::{Server, finish, program, until};
@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Kills the worker, and returns when another one serves.
+/// Kills the server process, and returns when another one serves.
 pub(crate) fn kill(server: &Server, how: Signal) -> u32 {
     let before = worker(server);
     let deaths = said(server, "has recovered the clients");
@@ -32,7 +32,7 @@ pub(crate) fn lost_nothing(server: &Server) {
 }
 
 #[test]
-fn a_verifying_load_goes_on_through_twenty_kills() {
+fn a_verifying_load_survives_twenty_kills() {
     let mut server = server(4, &["--stats-socket", "top.sock"]);
     let mut client = Client::attach(&socket(&server, 2));
     client.write(1, 0, 1);
@@ -41,7 +41,7 @@ fn a_verifying_load_goes_on_through_twenty_kills() {
     let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
     until("the loads' clients", || said(&server, "a client is attached") >= 4);
     for n in 0..20_u8 {
-        // Some load for each of the processes.
+        // Time for some load on each of the processes.
         std::thread::sleep(Duration::from_millis(100));
         kill(&server, Signal::KILL);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
@@ -51,7 +51,7 @@ fn a_verifying_load_goes_on_through_twenty_kills() {
     loads.into_iter().for_each(Load::lost_nothing);
     lost_nothing(&server);
     drop(client);
-    // Whoever comes later comes to the last of them, and so does who upgrades.
+    // A later client and a later upgrade reach the last process.
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
     assert_eq!(status, Some(0), "{errors}");
     until("the old one's end", || children(server.pid()).len() == 1);
@@ -65,16 +65,16 @@ fn a_verifying_load_goes_on_through_twenty_kills() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
-/// A client that shares its memory in many pieces: these are not in each record, and there after a
-/// death, an upgrade, and a death after that, but for those that were taken back.
+/// Memory shared in many pieces is not part of each checkpoint. It is mapped after a crash, an
+/// upgrade and a crash after that, except for unmapped pieces.
 #[test]
-fn memory_in_many_pieces_is_there_in_the_next_process() {
+fn memory_in_many_pieces_is_mapped_after_recovery() {
     let mut server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.share(200);
     let maps = || std::fs::read_to_string(format!("/proc/{}/maps", worker(&server))).unwrap();
     assert!(maps().contains("client-ranges"), "{}", maps());
-    // What the supervisor has of it, who hears of it a moment later.
+    // Descriptors that the supervisor has stored; it receives them a moment later.
     let held = || {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
         let files = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
@@ -95,7 +95,7 @@ fn memory_in_many_pieces_is_there_in_the_next_process() {
         client.share_anew(usize::from(n) * 20, 10);
     }
     lost_nothing(&server);
-    // The supervisor has let go of what the client has taken back, and then of all of it.
+    // The supervisor has closed the descriptors of unmapped pieces, and finally all.
     until("as many as before", || held() <= most);
     drop(client);
     until("none", || held() == 0);
@@ -104,9 +104,9 @@ fn memory_in_many_pieces_is_there_in_the_next_process() {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Of any signal, after an upgrade, and with nobody there.
+/// Recovery after several signals, after an upgrade, and without a client.
 #[test]
-fn whatever_kills_it_and_whoever_it_is() {
+fn recovery_works_after_any_signal_and_after_an_upgrade() {
     let mut server = server(1, &[]);
     drop(Client::attach(&socket(&server, 0)));
     kill(&server, Signal::KILL);
@@ -128,9 +128,10 @@ fn whatever_kills_it_and_whoever_it_is() {
     assert!(!socket(&server, 0).exists());
 }
 
-/// Where a controller is served was said in the file; the next process says so again.
+/// The I/O thread of a controller comes from the configuration file, and is the same in the
+/// next process.
 #[test]
-fn a_controller_that_has_its_worker_keeps_it() {
+fn a_controller_keeps_its_io_thread_after_recovery() {
     let directory = tempfile::tempdir().unwrap();
     let table = |n, worker| {
         format!(
@@ -158,7 +159,7 @@ fn a_controller_that_has_its_worker_keeps_it() {
 }
 
 #[test]
-fn who_goes_on_may_be_killed_on_the_way() {
+fn a_recovering_process_may_be_killed() {
     let server = server(2, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 7);
@@ -169,22 +170,22 @@ fn who_goes_on_may_be_killed_on_the_way() {
         signal(before, Signal::KILL);
         until("the next one", || children(server.pid()).iter().any(|pid| *pid != before));
         let next = worker(&server);
-        // Any moment before it continues will do.
+        // The kill may come at any moment before recovery.
         std::thread::sleep(Duration::from_millis(wait));
         if said(&server, "has recovered the clients") == deaths && !has_ended(next) {
             signal(next, Signal::KILL);
         }
-        until("one that goes on", || said(&server, "has recovered the clients") > deaths);
+        until("the recovery", || said(&server, "has recovered the clients") > deaths);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8), "after {wait} ms");
-        // Nothing of this counts as a crash loop.
+        // Pause so that the kills do not count as a crash loop.
         std::thread::sleep(Duration::from_millis(60));
     }
     lost_nothing(&server);
 }
 
-/// The next process has another configuration: it says why it does not go on, and begins anew.
+/// A next process with another configuration reports why it cannot recover, and starts afresh.
 #[test]
-fn who_can_not_go_on_says_why_and_begins_anew() {
+fn a_process_that_cannot_recover_reports_why_and_starts_afresh() {
     let server = server(1, &[]);
     let client = Client::attach(&socket(&server, 0));
     let file = server.directory().join("vms.toml");
@@ -202,7 +203,7 @@ fn who_can_not_go_on_says_why_and_begins_anew() {
 }
 
 #[test]
-fn what_nobody_can_go_on_with_is_said() {
+fn an_unrecoverable_disk_is_reported() {
     let below = Export::start("mem:4MiB");
     let server = Server::start(&[&below.uri("")], &["--keeper"]);
     server.says("cannot be recovered after a server crash: an NBD server may still execute");
@@ -210,10 +211,10 @@ fn what_nobody_can_go_on_with_is_said() {
     server.says("have lost their controllers");
 }
 
-/// A supervisor that stands still for so long that the worker gives it up. It never hears that what
-/// it holds is old; the next worker knows it all the same, and begins anew.
+/// A supervisor is stopped for so long that the server process gives up on it. It is never told
+/// that its checkpoint is outdated; the next server process detects that, and starts afresh.
 #[test]
-fn what_a_supervisor_missed_is_not_gone_on_with() {
+fn an_outdated_checkpoint_is_not_recovered() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.share(200);
@@ -231,10 +232,11 @@ fn what_a_supervisor_missed_is_not_gone_on_with() {
     Client::attach(&socket(&server, 0)).write(2, 0, 1);
 }
 
-/// Clients that do nothing but ask: whatever the worker is at when it is killed, each request is
-/// answered, and once. Some change the controller, and some are answered with descriptors.
+/// Clients send requests in a loop: at whatever step the process is killed, each request is
+/// answered exactly once. Some requests change the controller, and some are answered with
+/// descriptors.
 #[test]
-fn each_request_is_answered_once_whenever_the_worker_is_killed() {
+fn each_request_is_answered_once_across_kills() {
     const AQA: u64 = 0x24;
     let server = server(4, &[]);
     let over = AtomicBool::new(false);
@@ -263,7 +265,8 @@ fn each_request_is_answered_once_whenever_the_worker_is_killed() {
             })
             .collect();
         for n in 0..40 {
-            // Any moment will do, but that no process dies so soon as to be a crash loop.
+            // The kill may come at any moment, but no process may die so soon that it is a crash
+            // loop.
             std::thread::sleep(Duration::from_millis(60 + n % 7));
             if peers.iter().any(std::thread::ScopedJoinHandle::is_finished) {
                 break;

@@ -1,4 +1,4 @@
-//! A supervisor that becomes another program when its worker did.
+//! A supervisor that executes the new program after an upgrade to it.
 
 use crate::control::ctl;
 use crate::harness::{Server, finish, program, until};
@@ -10,12 +10,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What the supervisor runs.
+/// Executable of the supervisor.
 fn runs(server: &Server) -> PathBuf {
     std::fs::read_link(format!("/proc/{}/exe", server.pid())).unwrap()
 }
 
-/// What the descriptors of the supervisor are, in order.
+/// Targets of the supervisor's descriptors, sorted.
 fn descriptors(server: &Server) -> Vec<String> {
     let directory = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
     let place = |entry: std::io::Result<std::fs::DirEntry>| {
@@ -27,7 +27,7 @@ fn descriptors(server: &Server) -> Vec<String> {
     all
 }
 
-/// The same, once nothing of it changes for a moment.
+/// Targets of the descriptors, once they do not change for a moment.
 fn settled(server: &Server) -> Vec<String> {
     let mut last = Vec::new();
     for _ in 0..100 {
@@ -46,7 +46,7 @@ fn executable(path: &Path) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-/// Another program, which is the same but for its place.
+/// Another program: a copy at another path.
 fn another(server: &Server, name: &str) -> PathBuf {
     let path = server.directory().join(name);
     if std::fs::hard_link(env!("CARGO_BIN_EXE_shadowbell"), &path).is_err() {
@@ -55,8 +55,8 @@ fn another(server: &Server, name: &str) -> PathBuf {
     path.canonicalize().unwrap()
 }
 
-/// Another program: it does what `script` says if it is asked what it can go on from, and else what
-/// this one does.
+/// Another program: runs `script` if it is asked which state it can continue from, and else the
+/// program under test.
 fn wrapper(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("wrapper");
     let program = env!("CARGO_BIN_EXE_shadowbell");
@@ -76,14 +76,14 @@ fn upgrade_to(server: &Server, program: &Path) -> String {
 }
 
 #[test]
-fn a_supervisor_becomes_the_new_program_and_nobody_notices() {
+fn a_supervisor_executes_the_new_program_after_an_upgrade() {
     let mut server = server(4, &["--stats-socket", "top.sock"]);
     let mut client = Client::attach(&socket(&server, 2));
     client.write(1, 0, 1);
     client.write(2, 0, 2);
     let loads = [(0, 1), (1, 2), (3, 1)];
     let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
-    // All of their descriptors have come then.
+    // All of their descriptors have arrived then.
     until("the loads' queues", || {
         server.stderr().matches("the guest has 1 I/O queue").count() >= 4
     });
@@ -94,10 +94,10 @@ fn a_supervisor_becomes_the_new_program_and_nobody_notices() {
         let output = upgrade_to(&server, program);
         assert!(output.contains("; its supervisor runs that program too"), "{output}");
         assert_eq!(runs(&server), *program);
-        assert!(server.is_alive(), "it is the same process");
-        // The worker is a child of it still: it goes on when that dies, and knows how.
+        assert!(server.is_alive(), "the supervisor is the same process");
+        // The server process is still a child of the supervisor, which can recover after its death.
         if n % 5 == 4 {
-            // It has served for a while, so this is no crash loop.
+            // The process has served for a while, so this is no crash loop.
             std::thread::sleep(Duration::from_millis(80));
             kill(&server, Signal::KILL);
         }
@@ -105,11 +105,11 @@ fn a_supervisor_becomes_the_new_program_and_nobody_notices() {
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
         assert_eq!(children(server.pid()).len(), 1);
-        // The socket of the old worker's questions ends with that, and a moment later.
+        // The old server process's request socket is closed a moment later.
         let most: &Vec<_> = before.get_or_insert_with(|| settled(&server));
         until("no more descriptors than before", || descriptors(&server).len() <= most.len());
     }
-    // With the one that closes what clients have sent.
+    // Including the thread that closes descriptors of clients.
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
     assert_eq!(threads, 4);
     loads.into_iter().for_each(Load::lost_nothing);
@@ -120,14 +120,14 @@ fn a_supervisor_becomes_the_new_program_and_nobody_notices() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
-/// What the worker may have, the next program lets it have.
+/// Images that the server may open can be opened through the new supervisor, too.
 #[test]
-fn images_are_opened_after_it_as_before() {
+fn images_can_be_opened_after_the_supervisors_change() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 1);
     upgrade_to(&server, &another(&server, "one"));
-    // By the worker that was there before it, and by the next ones.
+    // By the server process of before the change, and by the next ones.
     let image = crate::harness::image(server.directory(), "later.img", 1 << 20);
     let add = |nsid: &str| {
         let add = ["namespace", "add", "vm0.sock", nsid, image.to_str().unwrap()];
@@ -145,7 +145,7 @@ fn images_are_opened_after_it_as_before() {
 }
 
 #[test]
-fn a_program_that_can_not_go_on_is_not_tried() {
+fn a_program_that_cannot_continue_is_not_executed() {
     let mut server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 7);
@@ -158,7 +158,7 @@ fn a_program_that_can_not_go_on_is_not_tried() {
             "this program reads versions 2 to 3",
         ),
         ("sleep 1000", "did not answer within 10 s"),
-        // It says that it can, and then it can not be started.
+        // A program that passes the check, and cannot be started then.
         ("printf 'can go on'; chmod -x \"$0\"; exit 0", "Permission denied"),
     ] {
         until("one worker", || children(server.pid()).len() == 1);
@@ -169,21 +169,21 @@ fn a_program_that_can_not_go_on_is_not_tried() {
         assert!(output.contains(words) && output.contains(why), "{script}: {output}");
         server.says(why);
         assert_eq!(runs(&server), old, "{script}");
-        // The worker is the new one all the same.
+        // The server process is the new one nevertheless.
         until("the old one's end", || !children(server.pid()).contains(&before));
         executable(&wrapper);
         kill(&server, Signal::KILL);
         assert_eq!(client.read(1, 0), 7, "{script}");
     }
-    // Signals come to it as before.
+    // Signals reach it as before.
     server.signal(Signal::USR1);
     drop(client);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Whatever comes in the moment in which it is neither the one nor the other.
+/// Signals and deaths at the moment when the supervisor changes its program are not lost.
 #[test]
-fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
+fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     let programs = [another(&server, "one"), another(&server, "two")];
@@ -199,11 +199,11 @@ fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
                 children(server.pid()).iter().any(|pid| *pid != before) || upgrading.is_finished()
             });
             let next = children(server.pid()).into_iter().find(|pid| *pid != before);
-            // When it serves, and a little later each time.
+            // Kills the new process when it serves, a little later each time.
             until("the old one's end", || {
                 !children(server.pid()).contains(&before) || upgrading.is_finished()
             });
-            // Any moment will do.
+            // The kill may come at any moment.
             std::thread::sleep(Duration::from_millis(2 * n));
             if let Some(next) = next
                 && children(server.pid()).contains(&next)
@@ -214,7 +214,7 @@ fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
             let _ = upgrading.join().unwrap();
         });
         assert_eq!(client.read(1, 0), n as u8);
-        // It has served for a while, so this is no crash loop.
+        // The process has served for a while, so this is no crash loop.
         std::thread::sleep(Duration::from_millis(80));
         kill(&server, Signal::KILL);
     }
@@ -223,7 +223,7 @@ fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
 }
 
 #[test]
-fn nobody_else_says_what_a_supervisor_was() {
+fn supervisor_state_options_are_refused_from_users() {
     let mut command = program();
     command.args(["serve", "--as-keeper", "77", "--keeper", "mem:1MiB", "--socket", "x"]);
     let (status, _, errors) = finish(command);

@@ -1,4 +1,4 @@
-//! What it takes to go on with a controller that has many queues.
+//! Cost of recovering a controller with many queues, in system calls.
 
 use crate::harness::{Server, run, until};
 use crate::recover::kill;
@@ -8,14 +8,14 @@ use shadowbell_spec::Status;
 use shadowbell_testing::process_group::ProcessGroup;
 use std::process::{Command, Stdio};
 
-/// What the next process says to its supervisor before it goes on, as strace writes it.
+/// Message of the next process to its supervisor before it continues, as strace prints it.
 const TAKEN: &str = "iov_base=\"A\"";
 
-/// Follows the processes that a supervisor starts, and counts their system calls.
+/// Traces the processes that a supervisor starts, and counts their system calls.
 struct Strace(ProcessGroup);
 
 impl Strace {
-    /// Nothing where there is no strace, or it may not look.
+    /// None without strace, or without permission to trace.
     fn attach(server: &Server) -> Option<Self> {
         let mut command = Command::new("strace");
         command.args(["-f", "-qq", "-o"]).arg(server.directory().join("calls"));
@@ -34,14 +34,14 @@ impl Strace {
         (!has_ended).then_some(strace)
     }
 
-    /// Leaves them alone again. How many calls the next process has made until it says that it has
-    /// taken everything, and goes on.
+    /// Stops tracing. Returns the number of calls of the next process until it reports that it has
+    /// recovered everything and continues.
     fn end(mut self, server: &Server) -> usize {
         self.0.signal(Signal::INT);
         self.0.wait();
         let calls = std::fs::read_to_string(server.directory().join("calls")).unwrap();
-        let (before, _) = calls.split_once(TAKEN).expect("it says so");
-        // The call by which it says so, of the thread that does all this.
+        let (before, _) = calls.split_once(TAKEN).expect("the message that recovery is complete");
+        // Thread that makes the reporting call, and all recovery before it.
         let thread = before.lines().last().and_then(|line| line.split_once(' ')).unwrap().0;
         let is_call = |line: &&str| {
             let whole = line.contains('(') && !line.contains(" resumed>");
@@ -51,7 +51,7 @@ impl Strace {
     }
 }
 
-/// A server whose one client has so many queues, each of which was used.
+/// A server with one client of `queues` queues, each of which was used.
 fn serving(queues: u16) -> (Server, shadowbell_driver::Controller, Vec<QueuePair>) {
     let server = Server::start(&["mem:16MiB"], &["--keeper", "-v", "--queues", "64"]);
     let options = AttachOptions { queue_pairs: queues, ..AttachOptions::default() };
@@ -70,7 +70,7 @@ fn use_each(client: &shadowbell_driver::Controller, pairs: &mut [QueuePair]) {
     }
 }
 
-/// The system calls of the process that goes on, until it does.
+/// Number of system calls of the next process until it continues.
 fn calls(queues: u16) -> Option<usize> {
     let (server, client, mut pairs) = serving(queues);
     let strace = Strace::attach(&server)?;
@@ -81,10 +81,10 @@ fn calls(queues: u16) -> Option<usize> {
     Some(calls)
 }
 
-/// A queue costs the next process few system calls before it goes on: its eventfd travels, and is
-/// looked at. To raise interrupts takes as many again, and comes afterwards.
+/// A queue costs the next process few system calls before it continues: its eventfd is received
+/// and checked. Interrupt signalling costs as many again, and comes afterwards.
 #[test]
-fn a_queue_costs_the_next_process_few_calls() {
+fn recovery_of_a_queue_takes_few_system_calls() {
     let (Some(one), Some(many)) = (calls(1), calls(64)) else {
         return println!("skipped: it takes strace");
     };
@@ -92,16 +92,16 @@ fn a_queue_costs_the_next_process_few_calls() {
     assert!(many.saturating_sub(one) <= 63 * MOST_CALLS, "{one} with one queue, {many} with 64");
 }
 
-/// Of one queue. There are 5, and 12 if the interrupts come before.
+/// Limit per queue. It is 5 now, and would be 12 with the interrupts before.
 const MOST_CALLS: usize = 7;
 
-/// Measures it: `cargo test -p shadowbell --test serve restore:: -- --ignored --nocapture`.
+/// Measurement: `cargo test -p shadowbell --test serve restore:: -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement, of a machine that does nothing else"]
-fn how_long_the_next_process_takes_with_64_queues() {
+fn recovery_time_with_64_queues() {
     let (server, client, mut pairs) = serving(64);
     for _ in 0..20 {
-        // It has served for a while, so this is no crash loop.
+        // The process has served for a while, so this is no crash loop.
         std::thread::sleep(std::time::Duration::from_millis(100));
         kill(&server, Signal::KILL);
         use_each(&client, &mut pairs);

@@ -1,4 +1,4 @@
-//! What a server can do at most (`serve --sandbox`), and that it can do all that it has to.
+//! The sandbox (`serve --sandbox`): forbidden operations fail, and everything else works.
 
 use crate::control::{ask, ctl, request};
 use crate::harness::{Server, finish, image, program, run, until};
@@ -18,7 +18,7 @@ fn status_of(pid: u32, key: &str) -> String {
 
 #[cfg(feature = "faults")]
 #[test]
-fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
+fn a_forbidden_system_call_ends_the_process() {
     let directory = tempfile::tempdir().unwrap();
     let calls =
         ["execve", "execveat", "fork", "clone", "ptrace", "socket", "process_vm_writev", "bpf"];
@@ -28,12 +28,12 @@ fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
         command.arg(directory.path().join("vm.sock"));
         command.args(["--attempt", call]).env("SHADOWBELL_RUN_DIR", directory.path());
         let (status, _, errors) = finish(command);
-        assert_eq!(status, None, "{call}: it is ended by a signal: {errors}");
+        assert_eq!(status, None, "{call}: the process ends by a signal: {errors}");
         let line = format!("error: the sandbox forbids the system call {call} (");
         assert!(errors.contains(&line) && errors.contains("SIGSYS"), "{call}: {errors}");
         assert!(!errors.contains("attempt"), "{errors}");
     }
-    // The supervisor says so, too; and without a sandbox nothing is in the way.
+    // The supervisor reports the system call, too; without a sandbox it is allowed.
     let mut command = program();
     command.args(["serve", "null:1MiB", "--socket"]);
     command.arg(directory.path().join("vm.sock")).args(["--attempt", "socket"]);
@@ -47,7 +47,7 @@ fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
 
 #[cfg(feature = "faults")]
 #[test]
-fn what_was_not_handed_over_can_not_be_opened() {
+fn other_files_cannot_be_opened_in_the_sandbox() {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 1 << 20);
     let attempts = [
@@ -77,7 +77,7 @@ fn what_was_not_handed_over_can_not_be_opened() {
 }
 
 #[test]
-fn everything_goes_on_in_the_sandbox() {
+fn recovery_and_namespace_changes_work_in_the_sandbox() {
     let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     image(directory.path(), "disk.img", 4 << 20);
     let path = |name: &str| elsewhere.path().join(name).to_str().unwrap().to_owned();
@@ -104,14 +104,14 @@ fn everything_goes_on_in_the_sandbox() {
         assert_eq!(status_of(worker(&server), "Seccomp"), "2");
         assert_eq!(status_of(worker(&server), "NoNewPrivs"), "1");
     }
-    // One that goes, and comes back by another name.
+    // The image is renamed between kills.
     std::fs::rename(path("a.img"), path("z.img")).unwrap();
     kill(&server, Signal::KILL);
     assert_eq!(guest.read(1, 0), 5);
     let (status, _, errors) =
         ctl(&server, &["namespace", "replace", "vm.sock", "2", &path("b.img")]);
     assert_eq!(status, Some(0), "{errors}");
-    // Whoever is not the server's operator asks for nothing.
+    // Clients of the control socket cannot open paths outside of the allowed directories.
     let namespace = |nsid: u32| {
         let id = server.socket().to_str().unwrap().replace('/', "%2F");
         format!("/v1/controllers/{id}/namespaces/{nsid}")
@@ -131,7 +131,7 @@ fn everything_goes_on_in_the_sandbox() {
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
 }
 
-/// Each kind of disk makes its own system calls.
+/// Each disk type makes its own system calls.
 #[test]
 fn every_kind_of_disk_works() {
     let directory = tempfile::tempdir().unwrap();
@@ -152,9 +152,10 @@ fn every_kind_of_disk_works() {
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
 }
 
-/// The library that knows the format makes no system calls of its own, with the page cache or not.
+/// The qcow2 library makes no system calls beyond those allowed, with the page cache or
+/// without.
 #[test]
-fn a_qcow2_image_grows_and_is_given_back() {
+fn a_qcow2_image_grows_and_frees_clusters_in_the_sandbox() {
     const MIB: u64 = 1 << 20;
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let names = ["direct.qcow2", "cached.qcow2"];
@@ -193,7 +194,7 @@ fn a_qcow2_image_grows_and_is_given_back() {
         assert!(ranges.copy_from(0, &range));
         ok(namespace.deallocate(1).unwrap(), Some(ranges));
         ok(namespace.flush(), None);
-        // The clusters are used again: the file does not grow.
+        // Freed clusters are reused: the file does not grow.
         for piece in 0..18 {
             let mut buffer = pool.take().unwrap();
             assert!(buffer.copy_from(0, &vec![0xee; MIB as usize]));
@@ -214,7 +215,7 @@ fn a_qcow2_image_grows_and_is_given_back() {
             let read = ok(namespace.read(lba, 8).unwrap(), pool.take()).unwrap().to_vec(4096);
             assert_eq!(read, [byte; 4096], "{nsid}: {lba}");
         }
-        // The format's own size stays, which is a refusal and not an end.
+        // Resizing a qcow2 image is refused, and does not kill the process.
         let (status, _, errors) =
             ctl(&server, &["namespace", "resize", "vm.sock", &nsid.to_string()]);
         assert!(status == Some(4) && !errors.is_empty(), "{status:?} {errors}");
@@ -224,7 +225,7 @@ fn a_qcow2_image_grows_and_is_given_back() {
     assert!(server.stop().success(), "{}", server.stderr());
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
     for path in &paths {
-        // Whole, by the one who knows the format best, if it is here.
+        // qemu-img finds the image consistent, if it is installed.
         let qemu = std::process::Command::new("qemu-img").arg("check").arg(path).output();
         if let Ok(said) = qemu {
             assert!(said.status.success(), "{said:?}");
@@ -253,9 +254,10 @@ fn a_directory_can_be_allowed() {
     assert!(server.stop().success());
 }
 
-/// As many system calls as the documentation says, and what belongs to paths by the supervisor.
+/// The number of allowed system calls is within the documented limit, and operations on paths
+/// are the supervisor's.
 #[test]
-fn a_supervisor_makes_sockets_and_writes_files() {
+fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 4 << 20);
     let options = [
@@ -275,7 +277,7 @@ fn a_supervisor_makes_sockets_and_writes_files() {
     let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode("vm.sock"), 0o620);
     assert_eq!((mode("run/vm"), mode("run/vm/control.sock")), (0o700, 0o600));
-    // The one that the system has given it last.
+    // Port number that the kernel has assigned last.
     let port = || {
         let said = server.stderr();
         let (_, rest) = said.rsplit_once("http://127.0.0.1:").unwrap();
@@ -324,7 +326,7 @@ fn a_supervisor_makes_sockets_and_writes_files() {
         assert_eq!(status, Some(0), "{errors}");
         assert_eq!(mode("two.sock"), 0o620);
         drop(Client::attach(&two));
-        // That it has gone is noticed a moment later.
+        // The end of the client is noticed a moment later.
         until("the controller's end", || {
             let (status, _, errors) = ctl(&server, &["controller", "remove", "two"]);
             assert!(status == Some(0) || errors.contains("has a client"), "{errors}");
@@ -337,7 +339,7 @@ fn a_supervisor_makes_sockets_and_writes_files() {
         let (status, _, errors) = ctl(&server, &add);
         assert!(status != Some(0) && errors.contains("`--allow DIRECTORY`"), "{errors}");
         assert!(!other.exists());
-        // What is there and no socket of a dead server stays.
+        // A file that is not the socket of a dead server is not replaced.
         let (status, _, errors) = ctl(
             &server,
             &["controller", "add", "no", "mem:1MiB", "--socket", at("disk.img").to_str().unwrap()],
@@ -353,16 +355,16 @@ fn a_supervisor_makes_sockets_and_writes_files() {
     }
 }
 
-/// What only a process without a supervisor does by itself.
+/// System calls that only a process without a supervisor makes itself.
 #[cfg(all(feature = "faults", target_arch = "x86_64"))]
 #[test]
-fn with_a_supervisor_there_are_no_paths() {
+fn path_system_calls_are_forbidden_under_a_supervisor() {
     let directory = tempfile::tempdir().unwrap();
     for call in ["unlink", "renameat2", "mkdir", "chmod", "bind", "connect", "listen", "flock"] {
         let said = directory.path().join(call);
         let mut command = program();
         command.args(["serve", "--keeper", "null:1MiB", "--socket"]);
-        // Its own: the one before may still be about to end.
+        // Each run has a socket of its own: the previous process may not have ended yet.
         command.arg(directory.path().join(format!("{call}.sock"))).args(["--attempt", call]);
         command.env("SHADOWBELL_RUN_DIR", directory.path());
         command.stdin(Stdio::null()).stdout(Stdio::null());
@@ -371,13 +373,13 @@ fn with_a_supervisor_there_are_no_paths() {
             shadowbell_testing::process_group::ProcessGroup::spawn(&mut command).unwrap();
         let line = format!("error: the sandbox forbids the system call {call} (");
         until(&line, || std::fs::read_to_string(&said).unwrap().contains(&line));
-        // It would start another process, which does the same.
+        // Ends the supervisor, which would restart the process.
         drop(supervisor);
     }
 }
 
 #[test]
-fn what_can_not_live_in_it_is_said() {
+fn options_that_exclude_the_sandbox_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("vm.sock");
     let mut command = program();
@@ -400,7 +402,7 @@ fn what_can_not_live_in_it_is_said() {
 }
 
 #[test]
-fn it_can_be_another_user_s() {
+fn a_server_process_runs_as_another_user() {
     if !rustix::process::geteuid().is_root() {
         println!("skipped: only root can become another user");
         return;

@@ -1,5 +1,5 @@
-//! Two controllers of a server with one disk: what their hosts have reserved goes on over the death
-//! of the process and over an upgrade, and is there after a start if it is to be.
+//! Reservations of two controllers that share a disk: they survive a crash and an upgrade, and
+//! a restart if they persist through power loss.
 
 use crate::harness::{Server, finish, image, program, run, until};
 use crate::recover::{kill, lost_nothing};
@@ -29,7 +29,7 @@ fn serve(directory: tempfile::TempDir) -> Server {
     serve_config(directory, CONFIG)
 }
 
-/// Serves what a configuration says, of this pair.
+/// Serves a configuration of this pair.
 pub(crate) fn serve_config(directory: tempfile::TempDir, config: &str) -> Server {
     std::fs::write(directory.path().join("pair.toml"), config).unwrap();
     let mut command = program();
@@ -51,7 +51,7 @@ fn hosts(server: &Server) -> [Client; 2] {
     })
 }
 
-/// Keys of 1 and 2, and what the commands of the second host come to.
+/// Registers keys 1 and 2, and reserves the namespace for the first host.
 fn register(one: &mut Client, other: &mut Client, nsid: u32, persists: bool) {
     let cptpl = if persists { 3 << 30 } else { 0 };
     assert_eq!(one.reserve(0x0d, nsid, cptpl, (0, 1)), Status::SUCCESS);
@@ -66,7 +66,7 @@ fn is_kept_away(client: &mut Client, nsid: u32, byte: u8) {
 }
 
 #[test]
-fn reservations_go_on_over_deaths_and_upgrades() {
+fn reservations_survive_crashes_and_upgrades() {
     let mut server = start();
     let [mut one, mut other] = hosts(&server);
     register(&mut one, &mut other, 1, false);
@@ -85,7 +85,7 @@ fn reservations_go_on_over_deaths_and_upgrades() {
             until("the old one's end", || children(server.pid()).len() == 1);
         }
     }
-    // And each can be preempted, after which the other is kept away.
+    // Each reservation can be preempted, after which the former holder is excluded.
     assert_eq!(other.reserve(0x11, 1, 1 << 8 | 2, (2, 1)), Status::SUCCESS);
     is_kept_away(&mut one, 1, 99);
     other.write(1, 0, 50);
@@ -95,7 +95,7 @@ fn reservations_go_on_over_deaths_and_upgrades() {
 }
 
 #[test]
-fn what_is_to_persist_is_there_after_a_start_and_the_rest_is_not() {
+fn only_persistent_reservations_survive_a_restart() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 16 << 20);
     let copy = tempfile::tempdir().unwrap();
@@ -112,13 +112,13 @@ fn what_is_to_persist_is_there_after_a_start_and_the_rest_is_not() {
     let [mut one, mut other] = hosts(&server);
     is_kept_away(&mut other, 1, 1);
     one.write(1, 0, 7);
-    // In memory there is nothing after a start in any case.
+    // A memory disk never persists reservations.
     other.write(2, 0, 8);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
 #[test]
-fn what_is_no_file_of_reservations_is_refused_and_namespaces_stay_as_they_are() {
+fn an_invalid_reservations_file_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 16 << 20);
     std::fs::write(directory.path().join("state"), "something else").unwrap();
@@ -141,7 +141,7 @@ fn what_is_no_file_of_reservations_is_refused_and_namespaces_stay_as_they_are() 
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// A command that carries two keys.
+/// Reservation command with two keys.
 impl Client {
     fn reserve(&mut self, opcode: u8, nsid: u32, cdw10: u32, keys: (u64, u64)) -> Status {
         let mut data = keys.0.to_le_bytes().to_vec();

@@ -1,4 +1,4 @@
-//! A controller whose namespace is one of another controller, which another server serves.
+//! Stacked controllers: a namespace on a controller that another server serves.
 
 use crate::control::ctl_json;
 use crate::harness::{Server, finish, program, run, until};
@@ -51,9 +51,9 @@ fn every_command_reaches_the_other_controller() {
         assert!(read == expected);
         drop((queue, pool));
         controller.detach().unwrap();
-        // Three processes share the guest's memory, or two.
+        // With zero copy, all three processes share the guest's memory; without, only two do.
         assert_eq!(server.stderr().contains("accesses guest memory directly"), options.is_empty());
-        // What the guest wrote is there when the server in between has ended.
+        // Data that the guest wrote are there after the server in between has ended.
         assert!(server.stop().success());
         let (controller, mut queue) = attach(&below);
         let pool = controller.buffers(1, len).unwrap();
@@ -67,7 +67,7 @@ fn every_command_reaches_the_other_controller() {
 }
 
 #[test]
-fn a_controller_below_that_goes_away_is_an_error_to_the_guest_and_no_end() {
+fn a_dead_lower_controller_gives_the_guest_an_error() {
     let (below, uri) = ssd("mem:64MiB");
     let mut server = Server::start(&[&uri, "mem:1MiB"], &[]);
     let (controller, mut queue) = attach(&server);
@@ -80,10 +80,10 @@ fn a_controller_below_that_goes_away_is_an_error_to_the_guest_and_no_end() {
     until("an error", || !run(&mut queue, read, pool.take()).status.is_success());
     assert!(!run(&mut queue, gone.flush(), None).status.is_success());
     let fine = run(&mut queue, there.read(0, 8).unwrap(), pool.take()).status;
-    assert_eq!(fine, Status::SUCCESS, "the other namespace is none the worse for it");
+    assert_eq!(fine, Status::SUCCESS, "the other namespace still works");
     drop((queue, pool));
     controller.detach().unwrap();
-    // A guest that comes back finds the same, and the server ends on a signal.
+    // A guest that attaches again finds the same state, and the server ends on a signal.
     let (controller, mut queue) = attach(&server);
     let pool = controller.buffers(1, 4096).unwrap();
     assert!(!run(&mut queue, read, pool.take()).status.is_success());
@@ -92,8 +92,9 @@ fn a_controller_below_that_goes_away_is_an_error_to_the_guest_and_no_end() {
     server.stop();
 }
 
-/// An SSD that hangs holds up who serves its disks, for ten seconds each time: that is nobody who
-/// serves others, unless it was asked for.
+/// A hung SSD blocks the I/O thread that serves its disks, for ten seconds each time. It gets a
+/// thread of its own, so that no other controller waits, unless the configuration says
+/// otherwise.
 #[test]
 fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
     let (below, other_below) = (ssd("mem:1MiB"), ssd("mem:1MiB"));
@@ -127,7 +128,7 @@ fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
         [0, 1, 2, 3].map(|n| stats["controllers"][n]["workers"][0]["worker"].clone())
     };
     assert_eq!(workers(), [0, 1, 0, 0]);
-    // One that comes later moves the controller that gets it.
+    // A disk of another controller that is added later moves its controller to a thread of its own.
     let third = ssd("mem:1MiB");
     ctl_json(&server, &["namespace", "add", "vm3", "2", &third.1]);
     until("vm3 has moved", || workers() == [0, 1, 0, 2]);
@@ -136,7 +137,7 @@ fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
 }
 
 #[test]
-fn writes_are_refused_where_they_are_not_wanted() {
+fn a_read_only_stacked_disk_is_read_only_for_the_guest() {
     let (_below, uri) = ssd("mem:1MiB");
     let server = Server::start(&[&uri], &["--read-only"]);
     let controller = server.attach_with(&AttachOptions::default());
@@ -144,7 +145,7 @@ fn writes_are_refused_where_they_are_not_wanted() {
 }
 
 #[test]
-fn what_is_not_there_is_said_and_is_a_bad_input() {
+fn a_missing_lower_controller_is_refused_as_bad_input() {
     let (_below, uri) = ssd("mem:1MiB");
     let directory = tempfile::tempdir().unwrap();
     let other = uri.strip_suffix("/1").unwrap().to_owned() + "/2";

@@ -1,5 +1,5 @@
-//! A client whose memory and eventfds are files of its own file system, which never answers, and
-//! the client next to it.
+//! A client whose memory and eventfds are files of its own hung file system, and a client next
+//! to it.
 
 use crate::harness::{Server, attach, program, run};
 use shadowbell_driver::AttachOptions;
@@ -12,12 +12,12 @@ use shadowbell_vfio_user::{Client, Errno};
 use std::os::fd::AsFd;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
 #[test]
-fn the_io_of_others_goes_on() {
+fn io_continues_beside_a_client_with_hung_memory() {
     let directory = tempfile::tempdir().unwrap();
     let config = directory.path().join("both.toml");
     std::fs::write(
@@ -30,8 +30,8 @@ fn the_io_of_others_goes_on() {
     let mut command = program();
     command.arg("serve").arg("--config").arg(&config);
     let mut server = Server::spawn(command, directory, &["good.sock", "bad.sock"]);
-    let Some(mount) = Mount::new("stalling::the_daemon") else { return };
-    // Closing it here would wait as well.
+    let Some(mount) = Mount::new("stalling::fuse_daemon") else { return };
+    // Closing the file in this process would block as well.
     let file = std::mem::ManuallyDrop::new(mount.open());
 
     let good = server.directory().join("good.sock");
@@ -50,7 +50,7 @@ fn the_io_of_others_goes_on() {
         let mut data = [0; 4096];
         assert!(read.buffer.unwrap().copy_to(0, &mut data));
         assert_eq!(data, [value; 4096]);
-        // And its registers, which the reactor looks after.
+        // Registers, which the reactor serves, are read, too.
         controller.registers().unwrap();
     };
     check(1);
@@ -72,7 +72,8 @@ fn the_io_of_others_goes_on() {
     drop(client);
     check(6);
     drop((queue, controller));
-    // What it could not close does not keep it from ending, once the daemon is gone.
+    // Descriptors that the server could not close do not keep it from ending after the daemon is
+    // dead.
     drop(mount);
     assert!(server.stop().success());
 }

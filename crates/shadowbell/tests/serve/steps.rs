@@ -1,4 +1,4 @@
-//! Steps at which a server's process dies.
+//! Crash points: the server process dies at each step of recovery and upgrade.
 
 use crate::harness::{Server, until};
 use crate::recover::kill;
@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A server whose processes die at steps, under loads that verify what they read, and a client
-/// whose requests are answered once each.
+/// A server whose processes die at crash points, under verifying loads, and a client whose
+/// requests are answered once each.
 struct Dying {
     server: Server,
     file: std::path::PathBuf,
@@ -26,7 +26,7 @@ struct Dying {
     over: Arc<AtomicBool>,
 }
 
-/// Has both processes hand over all at once, as a release does that knows no other way.
+/// Makes both processes hand over all controllers at once, as an older release does.
 const AS_BEFORE: &[(&str, &str)] = &[("SHADOWBELL_AS_BEFORE", "1")];
 
 impl Dying {
@@ -54,13 +54,13 @@ impl Dying {
         Self { server, file, loads, client, peer, over }
     }
 
-    /// The next process dies at `point`.
+    /// Arms `point` for the next process.
     fn arm(&self, point: AbortPoint, nth: u32) {
         std::fs::write(&self.file, format!("{}:{nth}", point.name())).unwrap();
     }
 
-    /// Has another process take over until one has died. What comes of it depends on who dies; an
-    /// upgrade may also be put off, if a disk does not come to rest in time.
+    /// Upgrades until a process has died. The result depends on which process dies; an upgrade may
+    /// also be postponed if a disk does not quiesce in time.
     fn upgrade_until_dead(&self, before: impl Fn(&Self)) {
         let died = self.file.with_extension("died");
         until("a death", || {
@@ -70,7 +70,7 @@ impl Dying {
         });
     }
 
-    /// Waits for its death, and until another one serves.
+    /// Waits for the death, and until another process serves.
     fn survive(&mut self, what: &str, byte: u8) {
         let died = self.file.with_extension("died");
         println!("{what}");
@@ -79,7 +79,7 @@ impl Dying {
         let Self { server, client, .. } = self;
         assert_eq!(server.watched(|| client.read(1, 0)), byte, "{what}");
         server.watched(|| client.write(1, 0, byte + 1));
-        // It has served for a while, so this is no crash loop.
+        // The process has served for a while, so this is no crash loop.
         std::thread::sleep(Duration::from_millis(80));
     }
 
@@ -95,7 +95,7 @@ impl Dying {
     }
 }
 
-/// Reads and writes a register. How often.
+/// Reads and writes a register in a loop; returns how often.
 fn ask(path: &Path, over: &AtomicBool) -> u32 {
     const AQA: u64 = 0x24;
     const MSIX: u32 = 2;
@@ -107,7 +107,7 @@ fn ask(path: &Path, over: &AtomicBool) -> u32 {
         let mut read = [0; 4];
         peer.region_read(0, AQA, &mut read).unwrap();
         assert_eq!(u32::from_le_bytes(read), value);
-        // This changes what is recorded of the client.
+        // This changes the recorded state of the client.
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         peer.set_irq_eventfds(MSIX, 0, &[event.as_fd()]).unwrap();
         asked += 1;
@@ -134,7 +134,7 @@ fn a_process_may_die_at_each_step_of_a_message() {
 }
 
 #[test]
-fn a_process_may_die_at_each_step_on_its_way_back() {
+fn a_process_may_die_at_each_step_of_recovery() {
     for point in [AbortPoint::Rebuilt, AbortPoint::Kept, AbortPoint::Taken] {
         let mut dying = Dying::start();
         for byte in 1..4 {
@@ -148,7 +148,7 @@ fn a_process_may_die_at_each_step_on_its_way_back() {
 
 #[test]
 fn a_process_may_die_at_each_step_of_a_hand_over() {
-    // Of the old one.
+    // Crash points of the old process.
     for point in [AbortPoint::AtRest, AbortPoint::StateSent, AbortPoint::Committed] {
         let mut dying = Dying::start_with(AS_BEFORE);
         for byte in 1..3 {
@@ -173,7 +173,7 @@ fn a_process_may_die_at_each_step_of_taking_over() {
     }
 }
 
-/// Controllers go one by one: the first, one in the middle, the last of four.
+/// Controllers are handed over one by one: the first, one in the middle, the last of four.
 #[test]
 fn a_process_may_die_at_each_step_of_handing_over_one_by_one() {
     for (point, times) in [

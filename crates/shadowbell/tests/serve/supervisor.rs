@@ -1,4 +1,4 @@
-//! `serve --keeper`: a process that starts the one that serves, and starts it again.
+//! `serve --keeper`: a supervisor starts and restarts the server process.
 
 use crate::harness::{Server, attach, finish, image, program, run, until};
 use rustix::process::{Pid, Signal, kill_process};
@@ -12,9 +12,9 @@ fn start(disks: &[&str], options: &[&str]) -> Server {
     Server::start(disks, &[&["--keeper"], options].concat())
 }
 
-/// The process that serves.
+/// Process id of the server process.
 pub(crate) fn worker(server: &Server) -> u32 {
-    children(server.pid()).first().copied().expect("it has a worker")
+    children(server.pid()).first().copied().expect("the supervisor has a server process")
 }
 
 pub(crate) fn children(pid: u32) -> Vec<u32> {
@@ -27,14 +27,14 @@ pub(crate) fn signal(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
 }
 
-/// Whether a process has ended, and nobody has asked how if it is not our child.
+/// Whether a process has ended; a zombie has.
 pub(crate) fn has_ended(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     !status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
 }
 
 #[test]
-fn signals_reach_the_worker_and_its_exit_status_comes_back() {
+fn signals_are_forwarded_and_the_exit_status_returned() {
     for end in [Signal::TERM, Signal::INT] {
         let directory = tempfile::tempdir().unwrap();
         image(directory.path(), "disk.img", 1 << 20);
@@ -54,15 +54,15 @@ fn signals_reach_the_worker_and_its_exit_status_comes_back() {
     }
 }
 
-/// As systemd does it: the signal goes to the worker as well. That is one signal, and not two, of
-/// which the second would not wait for the disks.
+/// systemd sends the signal to the server process as well. Both copies count as one: a second
+/// signal would end the server without waiting for its disks.
 #[test]
-fn a_signal_to_all_processes_of_the_service_is_one() {
+fn a_signal_to_all_processes_counts_once() {
     for _ in 0..5 {
         let mut server = start(&["mem:1MiB"], &[]);
         let worker = worker(&server);
         server.signal(Signal::TERM);
-        // It may have ended already.
+        // The server process may have ended already.
         let _ = kill_process(Pid::from_raw(worker as i32).unwrap(), Signal::TERM);
         assert_eq!(server.wait().code(), Some(0), "{}", server.stderr());
         server.says("ended");
@@ -70,7 +70,7 @@ fn a_signal_to_all_processes_of_the_service_is_one() {
 }
 
 #[test]
-fn what_is_wrong_with_the_command_line_is_the_worker_s_to_say() {
+fn command_line_errors_are_reported_once() {
     let mut command = program();
     command.args(["serve", "--keeper", "/nonexistent.img", "--socket", "/tmp/never.sock"]);
     let (status, _, errors) = finish(command);
@@ -89,7 +89,7 @@ fn what_is_wrong_with_the_command_line_is_the_worker_s_to_say() {
 }
 
 #[test]
-fn a_worker_that_dies_is_started_again() {
+fn a_dead_server_process_is_restarted() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 4 << 20);
     let mut server = Server::start_in(directory, &["disk.img"], &["--keeper"]);
@@ -112,14 +112,14 @@ fn a_worker_that_dies_is_started_again() {
 }
 
 #[test]
-fn a_worker_that_dies_again_and_again_is_given_up() {
+fn a_crash_loop_ends_the_supervisor() {
     let mut server = start(&["mem:1MiB"], &[]);
     let mut killed = Vec::new();
-    // The waits in between grow to some seconds.
+    // The delays between restarts grow to some seconds.
     while server.is_alive() {
         let worker = children(server.pid()).first().copied();
         if let Some(worker) = worker.filter(|worker| !killed.contains(worker)) {
-            // When it serves.
+            // Kills the process when it serves.
             let socket = server.socket();
             until("its socket", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
             attach(&socket, &AttachOptions::default());
@@ -132,32 +132,33 @@ fn a_worker_that_dies_again_and_again_is_given_up() {
     assert_eq!(killed.len(), 8);
     assert_eq!(server.wait().code(), Some(1));
     server.says("after 8 deaths within a minute it is not restarted");
-    // At first it goes on with what it has left, which may be the reason; then no more.
+    // The first restarts recover the clients, whose state may be the cause; later ones do not.
     server.says("has recovered the clients");
     server.says("have lost their controllers");
 }
 
 #[test]
-fn without_its_supervisor_a_worker_ends() {
+fn a_server_process_ends_with_its_supervisor() {
     let mut server = start(&["mem:1MiB"], &[]);
-    // Its socket, which the supervisor makes, is there before it serves.
+    // The supervisor creates the socket before the server process serves, so the test attaches.
     drop(server.attach());
     let worker = worker(&server);
     server.signal(Signal::KILL);
     assert_eq!(server.wait().signal(), Some(9));
     until("the worker's end", || has_ended(worker));
     server.says("the supervisor has ended, so this process ends too");
-    // In good order. Who could remove the socket is gone; whoever comes next replaces it.
+    // The server process ends in good order. It cannot remove the socket file, which the next
+    // server replaces.
     let error = std::os::unix::net::UnixStream::connect(server.socket()).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
     server.says("ended");
 }
 
 #[test]
-fn a_second_signal_does_not_wait() {
+fn a_second_signal_ends_the_server_at_once() {
     let mut server = start(&["mem:1MiB"], &[]);
     let worker = worker(&server);
-    // It can not end.
+    // A stopped process cannot end.
     signal(worker, Signal::STOP);
     server.signal(Signal::TERM);
     moment();
@@ -168,22 +169,23 @@ fn a_second_signal_does_not_wait() {
 }
 
 #[test]
-fn a_supervisor_is_small_and_does_nothing() {
+fn a_supervisor_is_small_and_idle() {
     let server = start(&["mem:1MiB"], &[]);
     let status = |key: &str| crate::idle::status_of(server.pid(), "shadowbell", key);
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    // One of them waits to be asked for images, and one for sockets. If something was replaced
-    // since it began, one closes descriptors.
+    // One thread handles requests for images, and one for sockets. After an upgrade, one closes
+    // descriptors.
     assert!((3..=4).contains(&threads), "{threads}");
-    // Who looks for another supervisor asks this one, too, as other tests do.
+    // Tests that look for another supervisor send requests to this one, too.
     until("a second without a wakeup", || {
         let before = status("voluntary_ctxt_switches");
-        // The time in which a thread with a timer, or one that polls, would wake up.
+        // Time in which a thread with a timer, or one that polls, would wake up.
         std::thread::sleep(std::time::Duration::from_secs(1));
         status("voluntary_ctxt_switches") == before
     });
     let kib = |key: &str| status(key).split(' ').next().unwrap().parse::<u64>().unwrap();
-    // No thread of theirs has to wait for the system to make room for more files.
+    // The descriptor tables are large from the start, so no thread waits for the kernel to enlarge
+    // them.
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
     let limit = limit.unwrap_or(1 << 16).min(1 << 16);
     let its = |pid| crate::idle::status_of(pid, "shadowbell", "FDSize").parse::<u64>().unwrap();
@@ -191,13 +193,13 @@ fn a_supervisor_is_small_and_does_nothing() {
     println!("resident: {} KiB of its own, {} KiB of files", kib("RssAnon"), kib("RssFile"));
     // Pages of the program's file belong to the page cache and depend on the build.
     assert!(kib("RssAnon") < 2048, "{} KiB", kib("RssAnon"));
-    // The same after it had something to do.
+    // The supervisor is small after some work, too.
     drop(server.attach());
     until("the supervisor is small", || kib("RssAnon") < 2048);
 }
 
 #[test]
-fn who_asks_for_an_upgrade_of_nothing_is_told() {
+fn an_upgrade_without_a_supervisor_is_refused() {
     let server = Server::start(&["mem:1MiB"], &["--no-keeper"]);
     for target in [server.pid().to_string(), server.socket().display().to_string()] {
         let mut command = program();

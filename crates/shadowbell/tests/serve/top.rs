@@ -1,4 +1,4 @@
-//! `shadowbell top`, and the socket that it asks.
+//! `shadowbell top`, and the statistics socket that it reads.
 
 use crate::harness::{Server, finish, program, run, until};
 use serde_json::Value;
@@ -18,7 +18,7 @@ fn server(disks: &[&str]) -> (Server, PathBuf) {
     (Server::start_in(directory, disks, &["--stats-socket", &option]), stats)
 }
 
-/// `top`, which goes on until it is ended.
+/// A `top` that runs until it is killed.
 struct Top(ProcessGroup, BufReader<ChildStdout>);
 
 impl Top {
@@ -43,7 +43,7 @@ impl Top {
         report["controllers"][0].clone()
     }
 
-    /// Waits for a look at a controller in this state.
+    /// Waits for a sample with a controller in this state.
     #[track_caller]
     fn until(&mut self, state: &str) -> Value {
         let mut found = Value::Null;
@@ -56,7 +56,7 @@ impl Top {
 }
 
 #[test]
-fn what_a_guest_does_is_seen() {
+fn top_shows_a_guests_activity() {
     let (mut server, stats) = server(&["mem:4MiB"]);
     let mut top = Top::start(&stats, &["--json"]);
     let row = top.until("off");
@@ -78,7 +78,7 @@ fn what_a_guest_does_is_seen() {
     let row = top.until("busy");
     let figure = |name: &str| row[name].as_f64().unwrap();
     assert!(figure("iops") > 0.0);
-    // All in the same look: 4 KiB for each, and nothing written.
+    // Figures of one sample: 4 KiB for each read, and nothing written.
     assert_eq!((figure("read_bytes_per_second") / figure("iops")).round(), 4096.0);
     assert_eq!((figure("written_bytes_per_second"), &row["errors"]), (0.0, &0.into()));
     assert!((0.0..=1.0).contains(&figure("doorbells_saved")), "{row}");
@@ -113,7 +113,7 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
     };
     reads(1);
     let mut found = Value::Null;
-    // The second namespace alone: it has to have figures of its own.
+    // Reads of the second namespace alone, which has figures of its own.
     until("a look at its namespaces", || {
         reads(2);
         found = top.controller();
@@ -127,7 +127,7 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
     assert_eq!((figure("read_bytes_per_second") / figure("iops")).round(), 4096.0);
     assert!(0.0 < figure("p50_ns") && figure("p50_ns") <= figure("p99_ns"), "{two}");
     assert_eq!(found["p99_ns"], two["p99_ns"]);
-    // A table of lines has them, too.
+    // The text table has the namespaces, too.
     let mut command = program();
     command.arg("top").arg(&stats).args(["--interval", "50ms", "--count", "1"]);
     let (status, text, complaint) = finish(command);
@@ -140,9 +140,9 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
 }
 
 #[test]
-fn on_a_terminal_it_is_a_screen_that_q_ends() {
+fn top_on_a_terminal_is_a_screen_that_q_ends() {
     let (server, stats) = server(&["mem:4MiB"]);
-    // `script` gives it a terminal.
+    // `script` provides a terminal.
     let mut command = std::process::Command::new("script");
     let line = format!("stty cols 80 rows 24; {} top {}", program_path(), stats.display());
     command.args(["--quiet", "--return", "--command", &line, "/dev/null"]).env("TERM", "xterm");
@@ -168,7 +168,7 @@ fn on_a_terminal_it_is_a_screen_that_q_ends() {
     keys.write_all(b"\x1b[Bq").unwrap();
     assert!(child.wait().success());
     reader.join().unwrap();
-    // The terminal is as it was.
+    // The alternate screen is left at the end.
     assert!(shows("\x1b[?1049h") && shows("\x1b[?1049l"));
     drop(server);
 }
@@ -178,7 +178,7 @@ fn program_path() -> String {
 }
 
 #[test]
-fn a_person_gets_a_table_and_its_headings_once() {
+fn top_prints_a_table_with_one_heading() {
     let (server, stats) = server(&["mem:4MiB"]);
     let mut command = program();
     command.arg("top").arg(&stats).args(["--interval", "50ms", "--count", "3"]);
@@ -196,7 +196,7 @@ fn a_person_gets_a_table_and_its_headings_once() {
 }
 
 #[test]
-fn what_is_no_socket_of_counters_is_told() {
+fn top_refuses_what_is_no_statistics_socket() {
     let (server, _) = server(&["mem:4MiB"]);
     let top = |path: &Path| {
         let mut command = program();
@@ -232,22 +232,22 @@ fn what_is_no_socket_of_counters_is_told() {
     assert!(!server.directory().join("other.sock").exists());
 }
 
-/// Nobody who asks, or does not, keeps the server from anything.
+/// Clients of the statistics socket cannot block the server.
 #[test]
-fn clients_that_misbehave_are_hung_up_on() {
+fn misbehaving_statistics_clients_are_disconnected() {
     let (mut server, stats) = server(&["mem:4MiB"]);
     let connect = || UnixStream::connect(&stats).unwrap();
-    // One that asks for ever and never reads.
+    // A client that sends requests and never reads.
     let mut greedy = connect();
     greedy.set_nonblocking(true).unwrap();
     until("the write timeout", || match greedy.write(&[b'\n'; 4096]) {
         Err(error) => error.kind() == std::io::ErrorKind::BrokenPipe,
         Ok(_) => false,
     });
-    // Some that say nothing, and leave room for one.
+    // Silent clients, leaving one slot.
     let silent: Vec<_> = (0..7).map(|_| connect()).collect();
     Top::start(&stats, &["--json"]).until("off");
-    // One too many.
+    // One connection beyond the limit.
     let eighth = connect();
     let mut ninth = connect();
     assert_eq!(ninth.read(&mut [0; 16]).unwrap_or(0), 0);

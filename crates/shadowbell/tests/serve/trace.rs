@@ -1,4 +1,4 @@
-//! What a trace is made into: a picture for Perfetto's viewer, and lines for tools.
+//! Trace conversion: a picture for Perfetto's viewer, and JSON lines for tools.
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, finish, image, program, run, until};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-/// `shadowbell trace FILE` with these options: what it puts out.
+/// Runs `shadowbell trace FILE` with these options; returns its output.
 #[track_caller]
 fn trace(file: &Path, options: &[&str]) -> String {
     let mut command = program();
@@ -18,16 +18,16 @@ fn trace(file: &Path, options: &[&str]) -> String {
     out
 }
 
-/// A picture's events, apart from those that name something.
+/// Events of a picture, without naming events.
 struct Picture {
     events: Vec<Value>,
-    /// Processes and threads, by their names.
+    /// Names of processes and threads.
     tracks: HashMap<(u64, u64), (String, String)>,
 }
 
-/// Reads a picture by the rules of the trace event format, as a viewer does, and fails where one is
-/// broken: fields that an event needs, order, slices that overlap, arrows without one of their ends
-/// or with an end outside of a slice.
+/// Parses a picture by the rules of the trace event format, as a viewer does. Panics on a
+/// broken rule: missing fields, order, overlapping slices, arrows without both ends or with an
+/// end outside of a slice.
 #[track_caller]
 fn read(text: &str) -> Picture {
     let document: Value = serde_json::from_str(text).unwrap();
@@ -35,7 +35,7 @@ fn read(text: &str) -> Picture {
     let number = |event: &Value, name: &str| {
         event[name].as_u64().unwrap_or_else(|| panic!("{name} of {event}"))
     };
-    // Nanoseconds, which the format has as thousandths.
+    // Nanoseconds; the format has microseconds with three decimals.
     let time = |event: &Value, name: &str| {
         let us = event[name].as_f64().unwrap_or_else(|| panic!("{name} of {event}"));
         assert!(us >= 0.0, "{event}");
@@ -60,7 +60,7 @@ fn read(text: &str) -> Picture {
         assert!(!name.0.is_empty() && !name.1.is_empty() && names.insert(name), "{name:?}");
     }
     let (mut last, mut arrows, mut ended) = (0, HashMap::new(), HashSet::new());
-    // Of each track, the slice that began last.
+    // Last slice of each track.
     let mut slices: HashMap<_, (u64, u64)> = HashMap::new();
     for event in &picture.events {
         let (at, track) = (time(event, "ts"), (number(event, "pid"), number(event, "tid")));
@@ -95,7 +95,7 @@ fn read(text: &str) -> Picture {
 }
 
 impl Picture {
-    /// How many events of phase `ph` have a name that begins so, on a track of this name.
+    /// Number of events of phase `ph` whose name begins with `name`, on a track of this name.
     fn count(&self, ph: &str, track: &str, name: &str) -> usize {
         let matches = |event: &&Value| {
             let key = (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap());
@@ -107,14 +107,14 @@ impl Picture {
     }
 }
 
-/// Reads some blocks one after the other, each when the I/O thread is asleep.
+/// Reads some blocks at depth 1, each when the I/O thread is asleep.
 fn work(server: &Server) {
     let pid = worker(server);
     let is_asleep = || status_of(pid, "sb-worker0", "State").starts_with('S');
     reads(server, 20, || until("the I/O thread's sleep", is_asleep));
 }
 
-/// Reads so many blocks one after the other.
+/// Reads `count` blocks at depth 1.
 fn reads(server: &Server, count: u64, wait: impl Fn()) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
@@ -159,7 +159,7 @@ fn a_picture_shows_commands_doorbells_sleeps_and_interrupts() {
         let rings = picture.count("X", "SQ 1 doorbell", "rang (MMIO)");
         if doorbells == "mmio" {
             assert_eq!(rings, 20, "{what}");
-            // Not all of them fall asleep in time.
+            // The I/O thread does not always fall asleep in time.
             let woken = picture.count("s", "SQ 1 doorbell", "wakes");
             assert!((1..=20).contains(&woken), "{what}: {woken}");
             assert_eq!(picture.count("f", "worker 0", "wakes"), woken, "{what}");
@@ -177,10 +177,10 @@ fn a_picture_shows_commands_doorbells_sleeps_and_interrupts() {
     }
 }
 
-/// Without a pause, many a command comes while the worker goes to sleep: the look after EventIdx
-/// is armed finds it.
+/// Without a pause, many commands arrive while the I/O thread goes to sleep: the check after
+/// arming EventIdx finds them.
 #[test]
-fn what_is_found_on_the_way_to_sleep_is_in_the_picture() {
+fn commands_found_after_arming_eventidx_are_in_the_picture() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
     reads(&server, 3000, || ());
     assert!(server.stop().success());
@@ -193,12 +193,12 @@ fn what_is_found_on_the_way_to_sleep_is_in_the_picture() {
 }
 
 #[test]
-fn a_part_of_a_trace_is_a_picture_too() {
+fn every_excerpt_of_a_trace_converts() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
     work(&server);
     assert!(server.stop().success());
     let file = server.directory().join("trace");
-    // Wherever it begins, and whatever is left out.
+    // Every excerpt is valid, whatever its first record and whatever is filtered out.
     for last in 1..120 {
         read(&trace(&file, &["--last", &last.to_string(), "--perfetto", "-"]));
     }
@@ -210,7 +210,7 @@ fn a_part_of_a_trace_is_a_picture_too() {
 }
 
 #[test]
-fn lines_of_json_have_all_records() {
+fn json_lines_have_all_records() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
     work(&server);
     assert!(server.stop().success());
@@ -233,7 +233,8 @@ fn lines_of_json_have_all_records() {
     assert!(of("command-seen").iter().all(read));
     assert!(of("completion-posted").iter().all(|line| line["status"] == 0 && line["cq"] == 1));
     assert!(lines.iter().all(|line| line["time_ns"].is_u64()));
-    // The admin queue: the completion of Identify Controller is that of a command before it.
+    // The admin queue: a completion read at the same moment as Identify Controller is that of an
+    // earlier command.
     let commands = part("command-seen", true);
     let identify = commands.iter().find(|line| line["opcode"] == 6).unwrap();
     let posted = part("completion-posted", true);
@@ -243,7 +244,7 @@ fn lines_of_json_have_all_records() {
 }
 
 #[test]
-fn an_output_that_can_not_be_is_refused() {
+fn an_unwritable_trace_output_is_refused() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace"]);
     assert!(server.stop().success());
     let file = server.directory().join("trace");
@@ -254,14 +255,14 @@ fn an_output_that_can_not_be_is_refused() {
     assert!(errors.contains("cannot write the time line to no/such/picture.json"), "{errors}");
 }
 
-/// Without `--trace`: on and off while the server runs, in a sandbox, and in the process that an
-/// upgrade brings.
+/// Without `--trace`: tracing is turned on and off at run time, in a sandbox, and after an
+/// upgrade.
 #[test]
-fn a_trace_begins_and_ends_while_the_server_runs() {
+fn tracing_is_turned_on_and_off_at_run_time() {
     let mut server = Server::start(&["mem:4MiB"], &["--keeper", "--poll", "never"]);
     let file = server.directory().join("saved");
     let name = file.to_str().unwrap();
-    // Completions of reads in a trace.
+    // Number of completed reads in a trace.
     let completed = |file: &Path| {
         let lines = trace(file, &["--json", "--kind", "completion-posted"]);
         let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -279,7 +280,7 @@ fn a_trace_begins_and_ends_while_the_server_runs() {
     assert!(errors.contains("there is no doorbell trace"), "{errors}");
     assert!(!file.exists());
     work(&server);
-    // It begins, and again is the same.
+    // Turning it on twice changes nothing.
     for records in ["2048", "4096"] {
         let on = ctl_json(&server, &["trace", "on", "--records", records]);
         assert_eq!((&on["on"], &on["records"]), (&json!(true), &json!(2048)), "{on}");
@@ -290,13 +291,13 @@ fn a_trace_begins_and_ends_while_the_server_runs() {
     assert_eq!(save(), 40);
     let (_, said, _) = ctl(&server, &["trace"]);
     assert!(said.starts_with("on: the last 2048 records per I/O thread"), "{said}");
-    // It ends, and what there is stays.
+    // Turning it off keeps the records.
     for _ in 0..2 {
         assert_eq!(ctl_json(&server, &["trace", "off"])["on"], false);
     }
     work(&server);
     assert_eq!(save(), 40);
-    // Another one begins with nothing, and goes on in another process with the same.
+    // A second trace starts empty, and continues in the next process with the same size.
     assert_eq!(ctl_json(&server, &["trace", "on", "--records", "1024"])["on"], true);
     work(&server);
     assert_eq!(save(), 20);
@@ -305,11 +306,11 @@ fn a_trace_begins_and_ends_while_the_server_runs() {
     assert_eq!((&after["on"], &after["records"]), (&json!(true), &json!(1024)), "{after}");
     work(&server);
     assert_eq!(save(), 20);
-    // Off is off there, too.
+    // Tracing that is off stays off in the next process.
     assert_eq!(ctl(&server, &["trace", "off"]).0, Some(0));
     assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
     assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));
-    // More than there may be.
+    // More records than allowed.
     let (status, _, errors) = ctl(&server, &["trace", "on", "--records", "16777216"]);
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("too large"), "{errors}");
@@ -318,7 +319,7 @@ fn a_trace_begins_and_ends_while_the_server_runs() {
 
 /// A trace into a file can be saved and ended, too.
 #[test]
-fn the_trace_of_a_file_is_saved_and_ended() {
+fn a_trace_into_a_file_is_saved_and_ended() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
     work(&server);
     let saved = server.directory().join("saved");

@@ -1,5 +1,5 @@
-//! Storage that does not answer for a while, under a guest in mid-I/O: other namespaces of the
-//! same worker go on, nothing that was acknowledged is lost, and nothing waits longer than the
+//! Storage that hangs for a while under a guest in mid-I/O: other namespaces of the same I/O
+//! thread continue, no acknowledged write is lost, and no command waits longer than the
 //! storage.
 
 use crate::harness::{Server, complete, image, run, until};
@@ -13,16 +13,16 @@ use shadowbell_testing::stalled::{Mount, be_the_daemon};
 use shadowbell_testing::wait::{LIMIT, moment};
 use std::time::Duration;
 
-/// Requests under way, each to a page of its own.
+/// Requests in flight, each to a page of its own.
 const PAGES: usize = 64;
 const BYTES: u64 = 16 << 20;
 
 #[test]
-fn the_daemon() {
+fn fuse_daemon() {
     be_the_daemon();
 }
 
-/// How storage is stopped, and goes on.
+/// Storage that can be stalled and resumed.
 trait Stalls: Sync {
     fn stall(&self);
     fn go_on(&self);
@@ -48,7 +48,7 @@ impl Stalls for Storage {
     }
 }
 
-/// A guest of both namespaces, and what the pages of the first may hold.
+/// A guest of both namespaces, and the possible contents of the first one's pages.
 struct Guest {
     controller: Controller,
     queue: QueuePair,
@@ -92,7 +92,7 @@ impl Guest {
         self.pages[at].under_way = Some((token, number));
     }
 
-    /// A read or a write of every page is under way.
+    /// Submits a read or a write of every page.
     fn submit_many(&mut self) {
         for at in 0..PAGES {
             self.submit(at, at % 3 != 0);
@@ -100,12 +100,12 @@ impl Guest {
         self.queue.ring().unwrap();
     }
 
-    /// Waits until nothing is in flight. How many did not succeed.
+    /// Waits until nothing is in flight; returns how many commands failed.
     fn settle(&mut self, expected: &[Status]) -> usize {
         settle(&mut self.queue, &mut self.pages, expected)
     }
 
-    /// The other namespace, by the other queue.
+    /// I/O on the other namespace, by the other queue.
     fn the_other_goes_on(&mut self, queue: &mut QueuePair, pool: &BufferPool) {
         let other = self.controller.namespace(2).unwrap().clone();
         let blocks = PAGE as u32 / other.block_size();
@@ -122,7 +122,7 @@ impl Guest {
         }
     }
 
-    /// All that was acknowledged is there.
+    /// Checks that all acknowledged data are there.
     fn lost_nothing(mut self) {
         for at in 0..PAGES {
             self.submit(at, false);
@@ -135,11 +135,11 @@ impl Guest {
     }
 }
 
-/// Takes a completion of one of these statuses.
+/// Checks a completion, whose status must be one of `expected`.
 fn take(pages: &mut [Page], completion: Completion, expected: &[Status]) -> Status {
     let Completion { token, status, buffer, .. } = completion;
     let is = |page: &&mut Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
-    let page = pages.iter_mut().find(is).expect("it ends once");
+    let page = pages.iter_mut().find(is).expect("a completion of a request in flight");
     let (_, number) = page.under_way.take().unwrap();
     assert!(expected.contains(&status), "{status:?}");
     match (status, number) {
@@ -150,7 +150,7 @@ fn take(pages: &mut [Page], completion: Completion, expected: &[Status]) -> Stat
     status
 }
 
-/// Waits until nothing is in flight. How many did not succeed.
+/// Waits until nothing is in flight; returns how many commands failed.
 fn settle(queue: &mut QueuePair, pages: &mut [Page], expected: &[Status]) -> usize {
     let mut failed = 0;
     while pages.iter().any(|page| page.under_way.is_some()) {
@@ -160,17 +160,17 @@ fn settle(queue: &mut QueuePair, pages: &mut [Page], expected: &[Status]) -> usi
     failed
 }
 
-/// Whoever waits goes on when the storage does, and nobody else waits.
+/// Commands that wait complete when the storage resumes, and others do not wait.
 fn is_waited_for(server: &Server, storage: &dyn Stalls) {
     let mut guest = Guest::attach(server, AttachOptions::default());
     let mut other = guest.controller.take_queue_pair().unwrap();
-    // To give memory back waits for all that is under way.
+    // Unmapping memory waits for all commands in flight, so the buffers stay mapped.
     let pool = guest.controller.buffers(1, PAGE).unwrap();
     storage.stall();
     guest.submit_many();
     guest.the_other_goes_on(&mut other, &pool);
     moment();
-    assert!(guest.queue.pop().is_none(), "it has answered");
+    assert!(guest.queue.pop().is_none(), "a command completed on hung storage");
     guest.the_other_goes_on(&mut other, &pool);
     storage.go_on();
     guest.settle(&[Status::SUCCESS]);
@@ -178,9 +178,10 @@ fn is_waited_for(server: &Server, storage: &dyn Stalls) {
     guest.lost_nothing();
 }
 
-/// A reset waits for what could still reach the disk or the guest's memory, and not longer.
+/// A reset waits for operations that could still reach the disk or the guest's memory, and not
+/// longer.
 fn is_reset(server: &Server, storage: &dyn Stalls) {
-    // What a reset ends is not submitted again.
+    // Without repetitions, the driver does not resubmit what a reset ends.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let mut guest = Guest::attach(server, AttachOptions { recovery, ..AttachOptions::default() });
     storage.stall();
@@ -194,7 +195,7 @@ fn is_reset(server: &Server, storage: &dyn Stalls) {
     });
     let ended = guest.settle(&[Status::SUCCESS, Status::ABORTED_BY_HOST]);
     assert!(ended > 0, "no reset came in mid-I/O");
-    // What it ended does not come over what is written now.
+    // A write that the reset ended does not overwrite later data.
     for _ in 0..3 {
         guest.submit_many();
         guest.settle(&[Status::SUCCESS]);
@@ -202,15 +203,14 @@ fn is_reset(server: &Server, storage: &dyn Stalls) {
     guest.lost_nothing();
 }
 
-/// A guest that does not wait so long aborts its commands, and deletes its queue when they can not
-/// be aborted. If that, too, takes longer than it waits, it resets the controller. What it submits
-/// again then is carried out.
+/// A guest with a shorter timeout aborts its commands, and deletes the queue if they cannot be
+/// aborted. If that times out, too, it resets the controller. The resubmitted commands succeed.
 fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
-    // The limits of the guest, which are to expire, but for that of an admin command if there is to
-    // be no reset.
+    // Timeouts of the guest, which must expire. If no reset is wanted, that of admin commands is
+    // long.
     let admin = if is_reset { Duration::from_secs(2) } else { LIMIT };
     let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
-    // While nothing answers, each of its tries may end one repetition.
+    // While nothing completes, each recovery step may use up one repetition.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };
     let options = AttachOptions { timeouts, recovery, ..AttachOptions::default() };
     let mut guest = Guest::attach(server, options);
@@ -235,7 +235,7 @@ fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
 }
 
 fn passes(disk: &str, storage: &dyn Stalls) {
-    // One thread serves both.
+    // One I/O thread serves both namespaces.
     let options = ["--keeper", "--sandbox", "off", "--workers", "1"];
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
     is_waited_for(&server, storage);
@@ -250,13 +250,13 @@ fn a_raw_image_passes() {
     let directory = tempfile::tempdir().unwrap();
     let behind = image(directory.path(), "disk.img", BYTES);
     for options in ["?format=raw", "?format=raw&direct=off", "?format=raw&aio=threads"] {
-        let Some(mount) = Mount::over("unanswered::the_daemon", &behind) else { return };
+        let Some(mount) = Mount::over("unanswered::fuse_daemon", &behind) else { return };
         passes(&format!("{}{options}", mount.path().display()), &mount);
     }
 }
 
 #[test]
-fn namespaces_by_their_character_devices_pass() {
+fn character_device_namespaces_pass() {
     for device in outside::namespaces() {
         let storage = Storage::new();
         for options in ["", "?aio=threads"] {

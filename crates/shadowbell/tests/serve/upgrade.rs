@@ -1,4 +1,4 @@
-//! A server that goes on in another process, and one that does not because the other fails.
+//! Upgrades: restart in another process, and failed upgrades that change nothing.
 
 use crate::harness::{Server, complete, finish, finish_upgrade, image, program, run, until};
 use crate::supervisor::{children, has_ended, signal, worker};
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Has a server go on in another process: exit status, output, errors.
+/// Runs `shadowbell upgrade`: exit status, output, errors.
 pub(crate) fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, String, String) {
     finish_upgrade(|| {
         let mut command = program();
@@ -26,12 +26,12 @@ pub(crate) fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, Stri
     })
 }
 
-/// A server of several controllers under a supervisor, each with a file and a disk in memory.
+/// A server of several controllers under a supervisor, each with a file and a memory disk.
 pub(crate) fn server(controllers: usize, options: &[&str]) -> Server {
     server_with(controllers, options, &[])
 }
 
-/// The same, with variables of its environment.
+/// Like `server`, with environment variables.
 pub(crate) fn server_with(
     controllers: usize,
     options: &[&str],
@@ -57,7 +57,7 @@ pub(crate) fn socket(server: &Server, controller: usize) -> PathBuf {
     server.directory().join(format!("vm{controller}.sock"))
 }
 
-/// `shadowbell verify` in a process of its own, until it is told to end.
+/// `shadowbell verify` in a process of its own, until it is ended.
 pub(crate) struct Load(ProcessGroup);
 
 impl Load {
@@ -68,16 +68,16 @@ impl Load {
     pub(crate) fn at(socket: &Path, namespace: u32) -> Self {
         let target = format!("vfio-user:{}/{namespace}", socket.display());
         let mut command = program();
-        // It attaches once: nobody looks at what the disk holds before.
+        // `--force` skips the check of the disk's contents, so the load attaches once.
         command.args(["verify", &target, "--runtime", "3600", "--iodepth", "32", "--json"]);
         command.arg("--force");
-        // Half of the disk: the rest is for others.
+        // Half of the disk; the rest is for other clients.
         command.args(["--size", "8MiB", "--timeout", "300"]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Self(ProcessGroup::spawn(&mut command).unwrap())
     }
 
-    /// Ends it: nothing has gone wrong.
+    /// Ends the load, and expects no error.
     pub(crate) fn lost_nothing(self) {
         let row = self.end();
         assert!(row["commands"].as_u64() > Some(0), "{row}");
@@ -89,7 +89,7 @@ impl Load {
         }
     }
 
-    /// Ends it. What it has found.
+    /// Ends the load; returns its report.
     pub(crate) fn end(self) -> serde_json::Value {
         self.0.signal(Signal::INT);
         let output = self.0.output();
@@ -106,7 +106,7 @@ impl Load {
 pub(crate) struct Client {
     controller: Controller,
     queue: QueuePair,
-    /// More memory that it shares, each of these by itself.
+    /// Additional memory, each pool shared by itself.
     shared: Vec<BufferPool>,
 }
 
@@ -130,7 +130,7 @@ impl Client {
         run(&mut self.queue, command, Some(buffer)).status
     }
 
-    /// What commands are made of.
+    /// The queue, and the controller for its commands.
     pub(crate) fn parts(&mut self) -> (&mut QueuePair, &Controller) {
         (&mut self.queue, &self.controller)
     }
@@ -143,19 +143,19 @@ impl Client {
         assert_eq!(set.unwrap().status, Status::SUCCESS);
     }
 
-    /// Shares so many pieces of memory.
+    /// Shares `count` pieces of memory.
     pub(crate) fn share(&mut self, count: usize) {
         let pools = (0..count).map(|_| self.controller.buffers(1, 4096).unwrap());
         self.shared.extend(pools);
     }
 
-    /// Takes some of them back, and shares as many.
+    /// Unshares `count` pieces from `from` on, and shares as many new ones.
     pub(crate) fn share_anew(&mut self, from: usize, count: usize) {
         drop(self.shared.drain(from..from + count));
         self.share(count);
     }
 
-    /// Writes from each of them and reads into it.
+    /// Writes from each shared piece, and reads into it.
     #[track_caller]
     pub(crate) fn use_shared(&mut self, byte: u8) {
         for (nth, pool) in self.shared.iter().enumerate() {
@@ -182,7 +182,7 @@ impl Client {
 }
 
 #[test]
-fn a_verifying_load_goes_on_through_twenty_upgrades() {
+fn a_verifying_load_survives_twenty_upgrades() {
     let mut server = server(4, &["--stats-socket", "top.sock"]);
     let mut client = Client::attach(&socket(&server, 2));
     client.write(1, 0, 1);
@@ -207,12 +207,12 @@ fn a_verifying_load_goes_on_through_twenty_upgrades() {
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
-        // Some load for each of the processes.
+        // Time for some load on each of the processes.
         std::thread::sleep(Duration::from_millis(50));
     }
     loads.into_iter().for_each(Load::lost_nothing);
     drop(client);
-    // Whoever comes later comes to the last of them.
+    // A later client reaches the last process.
     assert_eq!(Client::attach(&socket(&server, 2)).read(1, 0), 21);
     let mut top = program();
     top.arg("top").arg(server.directory().join("top.sock")).args(["--json", "--count", "2"]);
@@ -226,14 +226,15 @@ fn a_verifying_load_goes_on_through_twenty_upgrades() {
     assert!(!server.directory().join("top.sock").exists());
 }
 
-/// A command that is under way at a sleeping server, or comes while nobody serves, is not lost.
+/// A command that is in flight at a sleeping server, or is submitted while no process serves,
+/// is not lost.
 #[test]
-fn a_client_that_waits_is_answered() {
+fn a_command_in_flight_during_an_upgrade_completes() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     let pool = client.controller.buffers(8, 4096).unwrap();
     for _ in 0..5 {
-        // Who is served again is so before the supervisor knows that the upgrade is over.
+        // Clients are served again before the supervisor knows that the upgrade is over.
         let target = server.pid().to_string();
         let asker = std::thread::spawn(move || upgrade(&target, None));
         let read = client.controller.namespace(1).unwrap().read(0, 8).unwrap();
@@ -247,7 +248,7 @@ fn a_client_that_waits_is_answered() {
     }
 }
 
-/// A program that does what `script` says.
+/// A program that runs `script`.
 pub(crate) fn fake(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("fake");
     std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
@@ -255,11 +256,11 @@ pub(crate) fn fake(server: &Server, script: &str) -> PathBuf {
     path
 }
 
-/// Says to this test program that it is a new worker, and what it does.
+/// Environment variable that makes this test program a new server process, with its behaviour.
 const FAKE: &str = "SHADOWBELL_TEST_FAKE_WORKER";
 
-/// Not a test of its own: a new worker that says that it is prepared, reads these versions, and
-/// then hangs or ends.
+/// Entry point of a child process, not a test of its own: a new server process that reports
+/// itself prepared for these state versions, and then hangs or dies.
 #[test]
 fn fake_worker() {
     let Ok(how) = std::env::var(FAKE) else { return };
@@ -274,7 +275,7 @@ fn fake_worker() {
         "hangs" => loop {
             std::thread::park();
         },
-        // Long enough for the state to come, as a rule.
+        // Time for the state to arrive, usually.
         _ => std::thread::sleep(Duration::from_millis(100)),
     }
     std::process::abort();
@@ -308,7 +309,7 @@ fn a_new_program_that_fails_changes_nothing() {
         assert_eq!((client.read(1, 0), client.read(2, 8)), (7, 8), "{script}");
         client.write(1, 0, 7);
     }
-    // It can be done still.
+    // An upgrade is still possible.
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!((client.read(1, 0), client.read(2, 8)), (7, 8));
@@ -316,7 +317,7 @@ fn a_new_program_that_fails_changes_nothing() {
 }
 
 #[test]
-fn a_new_program_that_hangs_is_given_up() {
+fn an_upgrade_to_a_hung_program_is_abandoned() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     let before = worker(&server);
@@ -330,9 +331,9 @@ fn a_new_program_that_hangs_is_given_up() {
 }
 
 #[test]
-fn what_can_not_be_handed_over_is_said_and_kept() {
+fn an_upgrade_with_unrecoverable_disks_is_refused() {
     let below = crate::disk_kinds::Export::start("mem:4MiB");
-    // It does not say how long its server takes for what it has received.
+    // The NBD disk has no `settle`, so it cannot be recovered.
     let server = crate::disk_kinds::supervisor(&below.uri(""));
     let before = worker(&server);
     let (status, _, errors) = upgrade(&server.socket().display().to_string(), None);
@@ -358,13 +359,13 @@ fn what_can_not_be_handed_over_is_said_and_kept() {
 }
 
 #[test]
-fn an_end_during_an_upgrade_is_an_end() {
+fn sigterm_during_an_upgrade_ends_the_server() {
     for wait in [0, 1, 2, 5, 10, 20, 40, 80] {
         let mut server = server(2, &[]);
         let mut client = Client::attach(&socket(&server, 0));
         client.write(1, 0, 1);
         server.signal(Signal::USR2);
-        // Any moment of the upgrade will do.
+        // The signal may come at any moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         let all = children(server.pid());
         server.signal(Signal::TERM);
@@ -379,11 +380,11 @@ fn an_end_during_an_upgrade_is_an_end() {
 }
 
 #[test]
-fn a_supervisor_that_is_killed_during_an_upgrade_leaves_nothing() {
+fn a_supervisor_killed_during_an_upgrade_leaves_no_process() {
     for wait in [0, 10, 30, 60] {
         let mut server = server(2, &[]);
         server.signal(Signal::USR2);
-        // Any moment of the upgrade will do.
+        // The kill may come at any moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         let all = children(server.pid());
         server.signal(Signal::KILL);
@@ -393,17 +394,17 @@ fn a_supervisor_that_is_killed_during_an_upgrade_leaves_nothing() {
 }
 
 #[test]
-fn a_worker_that_is_killed_during_an_upgrade_is_started_again() {
+fn a_server_process_killed_during_an_upgrade_is_restarted() {
     for wait in [0, 10, 30, 60] {
         let mut server = server(2, &[]);
         let before = worker(&server);
         server.signal(Signal::USR2);
-        // Any moment of the upgrade will do.
+        // The kill may come at any moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         if !has_ended(before) {
             signal(before, Signal::KILL);
         }
-        // One that was about to take over when this one died has the sockets for a moment, and
+        // A process that was about to take over at the death has the sockets for a moment, and
         // ends.
         until("one worker that stays", || {
             let worker = |all: &[u32]| all.len() == 1 && all != [before];
@@ -414,7 +415,7 @@ fn a_worker_that_is_killed_during_an_upgrade_is_started_again() {
             };
             let all = children(server.pid());
             let found = worker(&all) && serves();
-            // It stays if it is there after this time, too.
+            // The process stays if it still exists after this time.
             std::thread::sleep(Duration::from_millis(300));
             found && children(server.pid()) == all && serves()
         });

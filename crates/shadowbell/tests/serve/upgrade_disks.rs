@@ -1,4 +1,4 @@
-//! Upgrades of servers with disks that can not be handed over: the next process opens them anew.
+//! Upgrades of servers with disks that the next process has to open anew.
 
 use crate::disk_kinds::{Export, is_consistent, supervisor};
 use crate::harness::{Server, image, program, until};
@@ -7,7 +7,7 @@ use crate::supervisor::worker;
 use crate::upgrade::{Client, Load, fake, upgrade};
 use shadowbell_backend_qcow2::create;
 
-/// Replaces the server's process some times, under a load that verifies what it reads.
+/// Replaces the server process several times under a verifying load.
 fn replaced(server: &mut Server) {
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
@@ -25,7 +25,7 @@ fn replaced(server: &mut Server) {
 }
 
 #[test]
-fn a_server_with_a_qcow2_image_is_replaced_under_a_verifying_load() {
+fn a_server_with_a_qcow2_image_is_upgraded_under_load() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();
@@ -34,7 +34,7 @@ fn a_server_with_a_qcow2_image_is_replaced_under_a_verifying_load() {
 }
 
 #[test]
-fn a_server_with_an_export_is_replaced_under_a_verifying_load() {
+fn a_server_with_an_nbd_disk_is_upgraded_under_load() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Export::start(file.to_str().unwrap());
@@ -42,16 +42,16 @@ fn a_server_with_an_export_is_replaced_under_a_verifying_load() {
 }
 
 #[test]
-fn a_server_with_a_controller_of_another_is_replaced_under_a_verifying_load() {
+fn a_server_with_a_stacked_disk_is_upgraded_under_load() {
     let directory = tempfile::tempdir().unwrap();
     let file = image(directory.path(), "disk.img", 16 << 20);
     let below = Server::start(&[file.to_str().unwrap()], &[]);
     replaced(&mut supervisor(&format!("vfio-user:{}/1", below.socket().display())));
 }
 
-/// A program that begins well and can not go on.
+/// A new program that starts well and cannot recover.
 #[test]
-fn the_program_before_goes_on_if_the_new_one_can_not() {
+fn the_old_program_continues_if_the_new_one_cannot_recover() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();
@@ -76,7 +76,7 @@ fn the_program_before_goes_on_if_the_new_one_can_not() {
         client.write(1, 8, 8);
         assert_ne!(worker(&server), before);
     }
-    // And it can be replaced by one that can.
+    // The server can still be upgraded to a working program.
     let (status, output, errors) = upgrade(&socket, None);
     assert_eq!(status, Some(0), "{output}{errors}");
     assert_eq!((client.read(1, 0), client.read(1, 8)), (7, 8));
@@ -86,9 +86,9 @@ fn the_program_before_goes_on_if_the_new_one_can_not() {
     is_consistent(&path);
 }
 
-/// A program that does not even begin costs nobody anything.
+/// A program that does not start leaves clients undisturbed.
 #[test]
-fn a_program_that_does_not_begin_leaves_the_process_alone() {
+fn a_program_that_does_not_start_leaves_the_process_running() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     create(&path, 16 << 20).unwrap();

@@ -1,4 +1,4 @@
-//! A device in memory that writes down what is asked of it, and a peer that may say anything.
+//! A memory device that logs its requests, and a raw client that sends anything.
 #![allow(dead_code)]
 
 use shadowbell_testing::wait;
@@ -27,39 +27,39 @@ use zerocopy::IntoBytes;
 
 /// Size of BAR0, which is plain memory.
 pub(crate) const BAR0_SIZE: u64 = 0x1_0000;
-/// An offset in BAR0 at which a write takes its time while [`ToyShared::hold`] is set.
+/// Offset in BAR0 at which a write is slow while [`ToyShared::hold`] is set.
 pub(crate) const SLOW: u64 = 0x8000;
-/// An offset in BAR0 at which a write calls [`ToyShared::hook`].
+/// Offset in BAR0 at which a write calls [`ToyShared::hook`].
 pub(crate) const HOOK: u64 = 0x9000;
-/// An offset in BAR0 at which a write of a byte is kept in [`ToyShared::doorbell_writes`].
+/// Offset in BAR0 at which a write of a byte is recorded in [`ToyShared::doorbell_writes`].
 pub(crate) const DOORBELL: u64 = 0xa000;
-/// BAR2 is a file, of which this part can be mapped.
+/// Mappable part of BAR2, which is a file.
 pub(crate) const AREA: Area = Area { offset: 0x1000, len: 0x2000 };
-/// Where BAR2 begins in its file.
+/// Offset of BAR2 in its file.
 pub(crate) const BAR2_FILE_OFFSET: u64 = 0x1000;
 pub(crate) const BAR2_SIZE: u64 = 0x4000;
 pub(crate) const VECTORS: u32 = 33;
-/// What it says of the ranges of memory that it takes.
+/// Advertised maximum of DMA ranges.
 pub(crate) const MAX_MAPS: u32 = 5;
 
-/// What a test sees of a device.
+/// State of a device that a test examines.
 #[derive(Default)]
 pub(crate) struct ToyShared {
-    /// What was asked, in words.
+    /// Requests, as text.
     pub(crate) log: Mutex<Vec<String>>,
-    /// Keep completion handles instead of completing them.
+    /// Stores completion handles instead of completing them.
     pub(crate) hold: AtomicBool,
     pub(crate) held: Mutex<Vec<Done>>,
-    /// Called, once, by a write at [`HOOK`].
+    /// Called once, by a write at [`HOOK`].
     pub(crate) hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-    /// Writes at [`DOORBELL`], and whether it was the reactor that delivered them.
+    /// Writes at [`DOORBELL`], and whether the reactor delivered them.
     pub(crate) doorbell_writes: Mutex<Vec<(u8, bool)>>,
-    /// Somebody else is to poll the client's socket as well.
+    /// The device wants another thread to poll the client's socket as well.
     pub(crate) wants: AtomicBool,
     pub(crate) shared_sockets: Mutex<Vec<SharedSocket>>,
     pub(crate) eventfds: Mutex<Vec<PeerFd>>,
     pub(crate) maps: Mutex<Vec<PeerFd>>,
-    /// It can not be handed over.
+    /// The device cannot be handed over.
     pub(crate) refuses: AtomicBool,
 }
 
@@ -72,7 +72,7 @@ impl ToyShared {
         std::mem::take(&mut self.log.lock().unwrap())
     }
 
-    /// Waits until something is held, and hands it out.
+    /// Waits for a held completion handle, and returns it.
     pub(crate) fn wait_held(&self) -> Done {
         let mut done = None;
         eventually("a completion handle is held", || {
@@ -99,7 +99,7 @@ impl ToyShared {
     }
 }
 
-/// A device of memory.
+/// A memory device.
 pub(crate) struct Toy {
     shared: Arc<ToyShared>,
     bar0: Vec<u8>,
@@ -113,7 +113,7 @@ impl Toy {
         (Self::of(&shared), shared)
     }
 
-    /// One that shows what it does at the same place as another.
+    /// A device that shares its test state with another.
     pub(crate) fn of(shared: &Arc<ToyShared>) -> Box<Self> {
         let shared = Arc::clone(shared);
         let bar2 = rustix::fs::memfd_create("toy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -166,8 +166,8 @@ impl Device for Toy {
 
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         match index {
-            // One for the first half of every 16 bytes and one for the second, and one that is
-            // more than any client takes.
+            // One eventfd for the first half of every 16 bytes and one for the second, and an area
+            // beyond any client's limit.
             0 => Ok(IoFds {
                 events: eventfds(100),
                 areas: (0..300)
@@ -306,7 +306,7 @@ impl Device for Toy {
     }
 }
 
-/// Whether all servers record what they do: what clients see is the same.
+/// Whether all servers record checkpoints, which must make no difference to clients.
 pub(crate) fn is_recorded() -> bool {
     std::env::var_os("SHADOWBELL_TEST_RECORDED").is_some()
 }
@@ -322,11 +322,11 @@ impl shadowbell_vfio_user::server::PortRecorder for Nowhere {
     }
 }
 
-/// A reactor on its own thread, stopped when dropped.
+/// A reactor on its own thread, stopped on drop.
 pub(crate) struct Server {
     pub(crate) handle: Handle,
     pub(crate) directory: tempfile::TempDir,
-    /// The reactor's thread, as the kernel calls it.
+    /// Thread id of the reactor.
     pub(crate) tid: u32,
     thread: Option<JoinHandle<(Reactor, Ended)>>,
     pub(crate) limits: Limits,
@@ -334,7 +334,7 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(limits: Limits) -> Self {
-        // Tests end with handles held; that is not to be waited for.
+        // Tests end with held handles, which the stop must not wait for.
         let stop = limits.stop.min(Duration::from_millis(200));
         let limits = Limits { stop, ..limits };
         let reactor = Reactor::new(limits).unwrap();
@@ -344,7 +344,7 @@ impl Server {
         server
     }
 
-    /// Has a reactor go on.
+    /// Runs a reactor.
     pub(crate) fn run(&mut self, mut reactor: Reactor) {
         self.handle = reactor.handle();
         let thread = std::thread::Builder::new().name("reactor".into());
@@ -358,12 +358,12 @@ impl Server {
         self.thread = Some(thread.unwrap());
     }
 
-    /// Whether the reactor has come to an end.
+    /// Whether the reactor has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.thread.as_ref().unwrap().is_finished()
     }
 
-    /// Waits until it has come to rest.
+    /// Waits until the reactor is quiesced.
     pub(crate) fn frozen(&mut self) -> Reactor {
         let (reactor, ended) = self.thread.take().unwrap().join().unwrap();
         assert_eq!(ended, Ended::Frozen);
@@ -375,7 +375,8 @@ impl Server {
         self.frozen()
     }
 
-    /// Another reactor, to which `old` has told all by a socket, as if it was another process.
+    /// Another reactor, restored from the state that `old` sends through a socket, as between
+    /// processes.
     pub(crate) fn successor(&self, old: &mut Reactor, toys: &[&Arc<ToyShared>]) -> Reactor {
         let mut parcel = Parcel::new();
         let saved = old.save(parcel.descriptors()).unwrap();
@@ -405,7 +406,7 @@ impl Server {
         self.run(new);
     }
 
-    /// A server with one toy.
+    /// A server with one memory device.
     pub(crate) fn with_toy(limits: Limits) -> (Self, PathBuf, Arc<ToyShared>) {
         let server = Self::start(limits);
         let (path, shared, _) = server.add("toy");
@@ -440,7 +441,7 @@ impl Drop for Server {
     }
 }
 
-/// A reply, whole.
+/// A complete reply.
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) header: Header,
@@ -453,7 +454,7 @@ impl Reply {
         self.payload
     }
 
-    /// Whether it is a good one.
+    /// Success, or the errno of an error reply.
     pub(crate) fn errno_or_ok(self) -> Result<(), Errno> {
         match self.header.flags & header_flags::ERROR {
             0 => Ok(()),
@@ -461,7 +462,7 @@ impl Reply {
         }
     }
 
-    /// The errno of an error reply, which has nothing but a header.
+    /// Errno of an error reply, which consists of a header only.
     pub(crate) fn errno(&self) -> Errno {
         assert_eq!(self.header.flags, header_flags::REPLY | header_flags::ERROR);
         assert!(self.payload.is_empty());
@@ -469,7 +470,7 @@ impl Reply {
     }
 }
 
-/// A client that sends whatever a test wants.
+/// A client that sends any bytes.
 pub(crate) struct Raw {
     pub(crate) stream: UnixStream,
     decoder: Decoder,
@@ -560,14 +561,14 @@ impl Raw {
         self.try_reply().expect("the server closed the connection")
     }
 
-    /// The server has hung up, and said nothing more.
+    /// Checks that the server has disconnected without a further reply.
     pub(crate) fn assert_closed(&mut self) {
         if let Some(reply) = self.try_reply() {
             panic!("{reply:?}");
         }
     }
 
-    /// Nothing arrives for a while.
+    /// Checks that nothing arrives for a while.
     pub(crate) fn assert_silent(&mut self) {
         // Nothing is to come in this time.
         self.stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
@@ -597,7 +598,7 @@ pub(crate) fn eventually(what: &str, so: impl FnMut() -> bool) {
     wait::until(what, so);
 }
 
-/// The calling thread, as the kernel calls it.
+/// Thread id of the calling thread.
 pub(crate) fn gettid() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
 }

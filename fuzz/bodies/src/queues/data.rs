@@ -1,29 +1,29 @@
-//! Data pointers as a host makes them: PRPs and SGLs of every legal shape, and some that are wrong.
+//! Data pointers of a host: PRPs and SGLs of every legal shape, and some invalid ones.
 
 use crate::command::{PAGE, descriptor};
 use crate::source::Source;
 use shadowbell_spec::Sqe;
 
-/// Pages of a slot: two for lists, and then those for data.
+/// Pages of a slot: two for lists, and those for data.
 pub(super) const SLOT_PAGES: u64 = 2 + DATA_PAGES;
 const DATA_PAGES: u64 = 4;
-/// The most data of a command: they fit into a slot, wherever in its first page they begin.
+/// Maximum of data of a command: they fit into a slot at any offset in its first page.
 pub(super) const MOST: usize = ((DATA_PAGES - 1) * PAGE) as usize;
 
-/// Where the data of a command lie.
+/// Data pointer of a command.
 #[derive(Default)]
 pub(super) struct Pointer {
-    /// Bytes of the guest's memory, in the order of the data: address and length. If the pointer is
-    /// wrong, they are those that were meant.
+    /// Pieces of the guest's memory, in the order of the data: address and length. For an invalid
+    /// pointer, the intended ones.
     pub(super) pieces: Vec<(u64, usize)>,
-    /// The command has to fail.
+    /// The pointer is invalid, and the command has to fail.
     pub(super) wrong: bool,
-    /// What has to lie in memory for it.
+    /// Lists that the pointer needs in memory.
     pub(super) lists: Vec<(u64, Vec<u8>)>,
 }
 
 impl Pointer {
-    /// A pointer to `len` bytes in the slot at `slot`, put into `sqe`.
+    /// Creates a pointer to `len` bytes in the slot at `slot`, and stores it in `sqe`.
     pub(super) fn new(source: &mut Source<'_>, sqe: &mut Sqe, slot: u64, len: usize) -> Self {
         assert!(len <= MOST);
         if sqe.opcode != 0 && sqe.flags == 0 && source.rarely(3) {
@@ -33,7 +33,7 @@ impl Pointer {
         }
     }
 
-    /// The same, for commands that take no SGL.
+    /// Like `new`, for commands without SGLs.
     pub(super) fn prps(source: &mut Source<'_>, sqe: &mut Sqe, slot: u64, len: usize) -> Self {
         let mut pointer = Self::default();
         let (lists, data) = (slot, slot + 2 * PAGE);
@@ -74,7 +74,7 @@ impl Pointer {
             [] => source.of(&[0, 0, u64::MAX]),
             [page] => page,
             _ => {
-                // A list in one page, or one that goes on in the other.
+                // A list in one page, or one that continues in the other.
                 let before = source.below(rest.len() + 1).min(511);
                 let at = if before == 0 {
                     lists + u64::from(source.u8()) * 8
@@ -85,7 +85,7 @@ impl Pointer {
                 if rest.len() <= in_page {
                     pointer.lists.push((at, bytes_of(&rest)));
                 } else {
-                    // Only the first list may begin inside of a page.
+                    // Only the first list may start inside of a page.
                     let next = lists + PAGE;
                     let (here, there) = rest.split_at(in_page - 1);
                     pointer.lists.push((at, bytes_of(&[here, &[next]].concat())));
@@ -120,7 +120,7 @@ impl Pointer {
         match flaw {
             // Too short by a byte.
             1 => list.last_mut().expect("a piece").1 -= 1,
-            // Of a type that is not supported here: transport, keyed, offset, vendor.
+            // Of an unsupported type: transport, keyed, offset, vendor.
             2 => {
                 let at = source.below(list.len());
                 list[at].2 = source.of(&[0x50, 0x40, 0x01, 0xf0]);
@@ -133,11 +133,11 @@ impl Pointer {
         }
         pointer.wrong = flaw != 0 && flaw != 4;
         if flaw == 0 && source.rarely(4) {
-            // More than there are data: not touched.
+            // Beyond the data: not accessed.
             list.push((data + DATA_PAGES * PAGE - 64, 64, 0x00));
         }
         if flaw == 0 && source.rarely(4) {
-            // A bit bucket: nothing comes out of it, and behind the data nothing goes in.
+            // A bit bucket: it supplies no data, and behind the data it takes none.
             let reads = sqe.opcode == 0x02;
             let at = if reads { list.len() } else { source.below(list.len() + 1) };
             list.insert(at, (u64::MAX, usize::from(source.u16()), 0x10));

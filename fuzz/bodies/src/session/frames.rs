@@ -1,34 +1,34 @@
-//! What a client has sent, as the protocol frames it, and the replies that it is owed for that.
+//! Messages that a client has sent, by the protocol's framing, and the replies that are due.
 
 use shadowbell_vfio_user::codec::{MAX_MESSAGE_FDS, MESSAGE_OVERHEAD};
 use shadowbell_vfio_user::wire::{HEADER_LEN, Header, command, header_flags};
 use std::collections::VecDeque;
 use zerocopy::FromBytes;
 
-/// The most bytes of a message: what the server says of data transfers, and some more.
+/// Maximum size of a message: the server's limit of data transfers, and some overhead.
 const LONGEST: usize = (1 << 20) + MESSAGE_OVERHEAD;
 
 #[derive(Default)]
 pub(crate) struct Frames {
     out: Vec<u8>,
-    /// Descriptors that went out with what is in `out`.
+    /// Descriptors that were sent with the bytes in `out`.
     fds: usize,
     inward: Vec<u8>,
     owed: VecDeque<Header>,
-    /// The first message went out.
+    /// The first message was sent.
     introduced: bool,
-    /// It may be a version that can not be agreed to.
+    /// The first message may be a version that is refused.
     unsure: bool,
-    /// The stream makes no sense any more, and nothing comes of what follows.
+    /// The stream is invalid, and later bytes have no effect.
     broken: bool,
-    /// The server may have had enough of this client.
+    /// The server may disconnect this client.
     forfeit: bool,
-    /// The last reply, as a whole.
+    /// The last complete reply.
     last: Vec<u8>,
 }
 
 impl Frames {
-    /// Bytes are on their way.
+    /// Records sent bytes.
     pub(crate) fn sent(&mut self, bytes: &[u8], fds: usize) {
         self.out.extend_from_slice(bytes);
         self.fds += fds;
@@ -46,11 +46,11 @@ impl Frames {
                 return;
             }
             self.out.drain(..size);
-            // Those that came together with the end of one message and a part of the next are the
-            // next one's.
+            // Descriptors that arrive with the end of one message and a part of the next belong to
+            // the next.
             self.fds = if self.out.is_empty() { 0 } else { fds };
             if !std::mem::replace(&mut self.introduced, true) {
-                // Whether the version can be agreed to, the answer says.
+                // The reply tells whether the version is accepted.
                 self.unsure = header.command == command::VERSION && !header.no_reply();
                 self.forfeit |= !self.unsure;
             }
@@ -60,7 +60,7 @@ impl Frames {
         }
     }
 
-    /// Bytes have come.
+    /// Records received bytes.
     pub(crate) fn heard(&mut self, bytes: &[u8]) {
         self.inward.extend_from_slice(bytes);
         while let Ok((header, _)) = Header::read_from_prefix(&self.inward) {
@@ -69,7 +69,7 @@ impl Frames {
             if self.inward.len() < size {
                 return;
             }
-            let owed = self.owed.pop_front().expect("a reply that nobody is owed");
+            let owed = self.owed.pop_front().expect("a reply without a request");
             assert_eq!((header.id, header.command), (owed.id, owed.command), "another's reply");
             assert!(header.is_reply(), "no reply: {header:?}");
             let failed = header.flags & header_flags::ERROR != 0;
@@ -83,12 +83,13 @@ impl Frames {
         }
     }
 
-    /// The last reply that came, as a whole.
+    /// The last complete reply.
     pub(crate) fn last_reply(&self) -> Vec<u8> {
         self.last.clone()
     }
 
-    /// We shut our end down, or sent descriptors that the server would rather not close.
+    /// Allows the server to disconnect: the client has shut its end down, or sent descriptors that
+    /// are hard to close.
     pub(crate) fn forfeit(&mut self) {
         self.forfeit = true;
     }
@@ -99,7 +100,7 @@ impl Frames {
         assert!(may, "the server drops a client that kept to the protocol");
     }
 
-    /// The client has kept to the protocol.
+    /// Whether the client has kept to the protocol.
     pub(crate) fn is_sound(&self) -> bool {
         !self.forfeit && !self.broken
     }

@@ -1,5 +1,4 @@
-//! What comes to an end: memory that is taken back, everything that is outstanding, a controller
-//! that is reset.
+//! Ends: unmapped memory, outstanding commands, resets.
 
 use super::{BASE, BYTES, Host, Kind, QUEUE_PAGES, QUEUES, TURNS};
 use crate::command::PAGE;
@@ -23,11 +22,11 @@ impl Host {
         let done = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&done);
         let then = move || flag.store(true, Ordering::SeqCst);
-        self.controller.unmap_dma(BASE + at, len, then).expect("it was mapped");
+        self.controller.unmap_dma(BASE + at, len, then).expect("memory that was mapped");
         self.until(&done, "memory is not given back");
     }
 
-    /// Takes the memory for data away for a while.
+    /// Unmaps the memory for data for a while.
     pub(in crate::queues) fn unmap_data(&mut self) {
         let (at, len) = (QUEUE_PAGES * PAGE, BYTES as u64 - QUEUE_PAGES * PAGE);
         self.trouble = true;
@@ -39,7 +38,7 @@ impl Host {
         self.map(at, len);
     }
 
-    /// The same with the queues, as VMMs do while a guest boots.
+    /// Unmaps the memory of the queues for a while, as VMMs do while a guest boots.
     pub(in crate::queues) fn unmap_queues(&mut self) {
         let len = QUEUE_PAGES * PAGE;
         self.unmap(0, len);
@@ -50,7 +49,7 @@ impl Host {
         self.map(0, len);
     }
 
-    /// Has everything come to its end.
+    /// Completes all commands.
     pub(in crate::queues) fn quiesce(&mut self) {
         self.test_disk.state().defer = false;
         for _ in 0..TURNS {
@@ -90,13 +89,13 @@ impl Host {
             self.controller.reset(move || flag.store(true, Ordering::SeqCst));
         }
         self.until(&done, "a reset does not end");
-        // From here on nobody may write anything.
+        // From here on no memory may be written.
         self.sqs.clear();
         self.cqs.clear();
         (self.shadow, self.trouble) = (false, false);
         self.settle();
         let mut state = self.test_disk.state();
-        assert_eq!(state.deferred(), 0, "the disk has requests of nobody");
+        assert_eq!(state.deferred(), 0, "the disk has requests without a command");
         state.fail.clear();
         drop(state);
         self.enable();

@@ -25,7 +25,7 @@ const SMALL: u64 = 1 << 20;
 const SIZE: u64 = 16 << 20;
 /// Every command is carried out so much later, and can be cancelled until then.
 const LATE: &str = "stall=30ms";
-const UNANSWERED: &str = "unanswered::namespaces_by_their_character_devices_pass";
+const UNANSWERED: &str = "unanswered::character_device_namespaces_pass";
 /// What a test may take, with all of it emulated.
 const PATIENCE: Duration = Duration::from_secs(300);
 
@@ -84,8 +84,8 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     {
         check(&format!("{what}: against a model"), 0, "namespaces", device);
     }
-    check("requests are cancelled in mid-I/O", 1, "requests_are_cancelled_in_mid_io", SLOW);
-    let kinds = "kinds::namespaces_by_their_character_devices_pass";
+    check("requests are cancelled in mid-I/O", 1, "requests_can_be_cancelled_in_mid_io", SLOW);
+    let kinds = "kinds::character_device_namespaces_pass";
     for (what, device) in [("ours, which is late", SLOW), ("QEMU's", QEMU)] {
         check(&format!("{what}: `verify`, and resets in mid-I/O"), 2, kinds, device);
     }
