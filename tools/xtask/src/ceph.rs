@@ -33,7 +33,7 @@ const START: Duration = Duration::from_secs(60);
 /// What is done beside the tests.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// An image in a Linux guest, too (`guest kinds`): file systems, discards, fio's checksums, the
+    /// An image in a Linux guest, too (`guest disk-types`): file systems, discards, fio's checksums, the
     /// process that serves killed and upgraded. Takes some minutes.
     #[arg(long)]
     guest: bool,
@@ -75,7 +75,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     step(report, "a server is killed and replaced under a verifying load", &mut serve);
     if arguments.guest {
         let mut guest = cargo();
-        guest.args(["xtask", "guest", "kinds"]).env("SHADOWBELL_CEPH_CONF", &conf);
+        guest.args(["xtask", "guest", "disk-types"]).env("SHADOWBELL_CEPH_CONF", &conf);
         step(report, "a Linux guest on an image", &mut guest);
     }
     if let Some(rounds) = arguments.bench {

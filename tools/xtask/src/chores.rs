@@ -159,21 +159,21 @@ fn guest(report: &mut Report, program: &Path) {
     for kernel in Kernel::ALL {
         for suite in Suite::value_variants() {
             // Minutes long, and what they are about is the driver's end: the newer kernel is
-            // enough. `cargo xtask guest s2` runs it with both.
+            // enough. `cargo xtask guest driver` runs it with both.
             let newer_only = matches!(
                 suite,
-                Suite::S2
+                Suite::Driver
                     | Suite::Recover
-                    | Suite::S4
+                    | Suite::Readers
                     | Suite::Ublk
                     | Suite::Upgrade
                     | Suite::Kill
                     | Suite::CloudHypervisor
                     | Suite::Namespaces
                     | Suite::Shared
-                    | Suite::Rivals
+                    | Suite::Reservations
                     | Suite::Zoned
-                    | Suite::Kinds
+                    | Suite::DiskTypes
             );
             // By name alone: two minutes, of which the unit tests of the crate have what needs no
             // device.

@@ -150,7 +150,7 @@ const GUEST_EXAMPLES: &str = "\
 Examples:
   cargo xtask guest                             all suites, both kernels
   cargo xtask guest smoke --kernel 7.2          one suite, one kernel
-  cargo xtask guest s3 --json                   the S3 table; the last line is JSON
+  cargo xtask guest doorbells --json            doorbell writes per I/O; the last line is JSON
   cargo xtask guest recover --kernel 7.2        the driver, and controllers that do wrong
   cargo xtask guest fs --device qemu-nvme       the same checks on QEMU's own controller";
 

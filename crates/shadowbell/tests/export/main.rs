@@ -321,7 +321,7 @@ fn a_block_device_is_made_of_what_can_be_made_one() {
         place = Export::refused(place, arguments, words);
     }
     if Path::new("/dev/ublk-control").exists() {
-        eprintln!("there is a ublk driver here: the guest suite s4 tries it");
+        eprintln!("there is a ublk driver here: the guest suite `readers` tries it");
         return;
     }
     Export::refused(place, &["mem:1MiB", "--ublk"], "modprobe ublk_drv");

@@ -30,7 +30,7 @@ pub(crate) fn random_reads(
     time: Duration,
 ) -> Result<Measured> {
     let command = format!(
-        "fio --name=s3 --filename=/dev/{disk} --rw=randread --bs={BLOCK} --iodepth={depth} --numjobs=1 \
+        "fio --name=doorbells --filename=/dev/{disk} --rw=randread --bs={BLOCK} --iodepth={depth} --numjobs=1 \
          --direct=1 --ioengine=libaio --norandommap --randrepeat=0 --time_based \
          --runtime={}ms --output-format=json",
         time.as_millis()

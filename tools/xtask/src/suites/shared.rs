@@ -12,10 +12,10 @@ use anyhow::{Context, Result, bail, ensure};
 use shadowbell_guest::config::pci_address;
 use shadowbell_guest::{Device, Guest, Kernel, RunDir};
 
+use super::ana::{self, Control};
 use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
 use super::setup::{MINUTE, Setup, names};
-use super::ways::{self, Control};
 use crate::report::Report;
 
 const DISK: u64 = 256 << 20;
@@ -101,7 +101,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let names_of_both = [one.clone(), other.clone()];
     let control =
         Control { program: &program, socket: run.socket("control"), controllers: &sockets };
-    ways::check(&mut guest, report, &control, (&names_of_both, &disk), &load(&disk));
+    ana::check(&mut guest, report, &control, (&names_of_both, &disk), &load(&disk));
     report.check("a path goes away and comes back, five times, while fio verifies", |_| {
         guest.sh(&load(&disk), MINUTE)?;
         let address = pci_address(0);
@@ -111,7 +111,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             guest.sh("sleep 1; echo 1 > /sys/bus/pci/rescan", MINUTE)?;
             names(&mut guest, 0)?;
         }
-        ways::ended(&mut guest)
+        ana::ended(&mut guest)
     });
     report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 2));
     let one = names(&mut guest, 0).map_or(one, |(name, _)| name);

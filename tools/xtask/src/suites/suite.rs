@@ -4,11 +4,11 @@ use anyhow::Context;
 use clap::ValueEnum;
 use shadowbell_guest::{Kernel, RunDir};
 
+use super::replacement::{self, Event};
 use super::setup::Setup;
-use super::unbroken::{self, Event};
 use super::{
-    boot, chardev, cloud_hypervisor, fs, kinds, namespaces, pool, recover, reset, rivals, s2, s3,
-    s4, shared, smoke, ublk, zoned,
+    boot, chardev, cloud_hypervisor, disk_types, doorbells, driver, fs, namespaces, pool, readers,
+    recover, reservations, reset, shared, smoke, ublk, zoned,
 };
 use crate::report::Report;
 
@@ -21,7 +21,7 @@ pub(crate) enum Suite {
     Fs,
     /// A qcow2 image, an export and a namespace of another server at once: file systems, discards,
     /// and fio while the process that serves is killed and upgraded.
-    Kinds,
+    DiskTypes,
     /// Resets, reboots and a killed QEMU under load: no acknowledged write is lost.
     Reset,
     /// The server is replaced again and again under a guest that boots, writes and resets: nothing
@@ -42,14 +42,14 @@ pub(crate) enum Suite {
     /// reservations.
     Shared,
     /// Two guests that have one disk, and fight for it by reservations.
-    Rivals,
+    Reservations,
     /// OVMF starts a kernel from a disk of shadowbell's.
     Boot,
     /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
     /// QEMU's `nvme://`.
-    S2,
+    Driver,
     /// The S3 table: shadow doorbells against trapped ones, shadowbell's against QEMU's.
-    S3,
+    Doorbells,
     /// The driver through VFIO on controllers that do wrong on purpose: every step of recovery,
     /// with every byte checked; and a disk on an SSD whose data nobody copies.
     Recover,
@@ -58,7 +58,7 @@ pub(crate) enum Suite {
     /// such disks, with cancels, resets, and storage that does not answer for a while.
     Chardev,
     /// The disk as a block device (ublk) inside the guest, and the S4 table: readers, one and many.
-    S4,
+    Readers,
     /// A raw disk as a block device (ublk) inside the guest, whose data go straight or are copied:
     /// every byte checked, kills, a shrinking image, and both ways compared.
     Ublk,
@@ -75,22 +75,22 @@ impl Suite {
             let result = match self {
                 Self::Smoke => smoke::run(setup, report, kernel, &run),
                 Self::Fs => fs::run(setup, report, kernel, &run),
-                Self::Kinds => kinds::run(setup, report, kernel, &run),
+                Self::DiskTypes => disk_types::run(setup, report, kernel, &run),
                 Self::Reset => reset::run(setup, report, kernel, &run),
-                Self::Upgrade => unbroken::run(setup, report, kernel, &run, Event::Upgrade),
-                Self::Kill => unbroken::run(setup, report, kernel, &run, Event::Kill),
+                Self::Upgrade => replacement::run(setup, report, kernel, &run, Event::Upgrade),
+                Self::Kill => replacement::run(setup, report, kernel, &run, Event::Kill),
                 Self::CloudHypervisor => cloud_hypervisor::run(setup, report, kernel, &run),
                 Self::Namespaces => namespaces::run(setup, report, kernel, &run),
                 Self::Pool => pool::run(setup, report, kernel, &run),
                 Self::Zoned => zoned::run(setup, report, kernel, &run),
                 Self::Shared => shared::run(setup, report, kernel, &run),
-                Self::Rivals => rivals::run(setup, report, kernel, &run),
+                Self::Reservations => reservations::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
-                Self::S2 => s2::run(setup, report, kernel, &run),
+                Self::Driver => driver::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),
                 Self::Chardev => chardev::run(setup, report, kernel, &run),
-                Self::S3 => s3::run(setup, report, kernel, &run),
-                Self::S4 => s4::run(setup, report, kernel, &run),
+                Self::Doorbells => doorbells::run(setup, report, kernel, &run),
+                Self::Readers => readers::run(setup, report, kernel, &run),
                 Self::Ublk => ublk::run(setup, report, kernel, &run),
             };
             let logs = setup.roots.directory().join(format!("logs/{suite}-{kernel}-{controller}"));

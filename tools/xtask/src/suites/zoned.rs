@@ -8,8 +8,8 @@ use std::fs::File;
 
 use super::dmesg;
 use super::nvme_cli::{nvme, refused};
+use super::replacement::kill_worker;
 use super::setup::{MINUTE, Setup, finish};
-use super::unbroken::kill_worker;
 use super::vfio::load;
 use crate::report::Report;
 

@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 use shadowbell_bench::table::Table;
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Serve, Server};
 
+use super::readers::Export;
 use super::recover::{number, verify};
-use super::s4::Export;
 use super::setup::{MINUTE, Setup, character_device};
 use super::vfio::{boot, json_of, load, pack, shadowbell};
-use super::{dmesg, kinds};
+use super::{disk_types, dmesg};
 use crate::report::Report;
 
 const SIZE: u64 = 128 << 20;
@@ -169,9 +169,9 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
     });
     report.check("memory: a file system, discards, and fio's checksums", |_| {
         let block = Which::Ours.device(&mut guest)?.replace("/ng", "/nvme");
-        kinds::file_system(&mut guest, &block)?;
-        kinds::discard(&mut guest, &block)?;
-        let fio = kinds::fio(&[block]).replace("--offset=512m", "--offset=64m");
+        disk_types::file_system(&mut guest, &block)?;
+        disk_types::discard(&mut guest, &block)?;
+        let fio = disk_types::fio(&[block]).replace("--offset=512m", "--offset=64m");
         guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE).map(drop)
     });
     if has_ublk {
@@ -261,9 +261,9 @@ fn by_ublk(guest: &mut Guest, which: Which) -> Result<()> {
     let device = which.device(guest)?;
     let export = Export::start(guest, &device, "")?;
     let block = format!("/dev/{}", export.disk);
-    kinds::file_system(guest, &block)?;
-    kinds::discard(guest, &block)?;
-    let fio = kinds::fio(&[block]).replace("--offset=512m", "--offset=64m");
+    disk_types::file_system(guest, &block)?;
+    disk_types::discard(guest, &block)?;
+    let fio = disk_types::fio(&[block]).replace("--offset=512m", "--offset=64m");
     guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE)?;
     export.stop(guest)
 }

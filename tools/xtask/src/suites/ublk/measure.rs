@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use shadowbell_bench::table::Table;
 use shadowbell_guest::{Guest, Kernel};
 
-use super::super::s4::Export;
+use super::super::readers::Export;
 use super::super::setup::MINUTE;
 
 /// How long each figure is measured.

@@ -9,7 +9,7 @@ mod measure;
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir};
 
-use super::s4::{Export, kernel_is_content, killed, refused};
+use super::readers::{Export, kernel_is_content, killed, refused};
 use super::setup::{MINUTE, Setup, names};
 use super::vfio::{boot, load, pack};
 use crate::report::Report;

@@ -13,8 +13,8 @@ use shadowbell_guest::{Guest, Kernel, RunDir};
 
 use super::dmesg;
 use super::exporter::Exporter;
+use super::replacement::{kill_worker, upgrade_worker};
 use super::setup::{MINUTE, Setup, finish, names};
-use super::unbroken::{kill_worker, upgrade_worker};
 use crate::report::Report;
 
 const SIZE: u64 = 1 << 30;

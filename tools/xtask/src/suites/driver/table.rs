@@ -148,8 +148,13 @@ impl Row {
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     // A long look before a worker sleeps, as in S3: the guest is emulated.
-    let disk =
-        setup.serve(run, "s2", &[format!("null:{DISK_BYTES}")], &["--poll-max", "1000"], None)?;
+    let disk = setup.serve(
+        run,
+        "driver",
+        &[format!("null:{DISK_BYTES}")],
+        &["--poll-max", "1000"],
+        None,
+    )?;
     let devices =
         vec![Device::QemuNvme { drive: Drive::Null(DISK_BYTES), dbcs: true }, disk.device.clone()];
     // One processor for the guest leaves the other for the device, which is where it would be.

@@ -33,7 +33,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     pack(setup, kernel, run, &[], &modules)?;
     run.image("a.img", SIZE)?;
     let shadowbell_disk =
-        setup.serve(run, "s4", &[format!("mem:{SIZE}")], &["--poll-max", "1000"], None)?;
+        setup.serve(run, "readers", &[format!("mem:{SIZE}")], &["--poll-max", "1000"], None)?;
     let devices = vec![
         Device::QemuNvme { drive: Drive::Image("a.img".into()), dbcs: true },
         shadowbell_disk.device.clone(),
