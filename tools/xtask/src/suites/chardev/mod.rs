@@ -1,6 +1,6 @@
-//! Namespaces by their character devices (`/dev/ng0n1`) as disks of a server inside the guest: the
-//! commands of its clients become commands of the kernel's driver, by io_uring, and these come to
-//! shadowbell's controller, or QEMU's, outside.
+//! Namespaces by their character devices (`/dev/ng0n1`) as disks of a server inside the guest:
+//! the server passes its clients' commands to the kernel's driver by io_uring, which sends them
+//! to shadowbell's controller, or QEMU's, outside of the guest.
 
 mod tests;
 
@@ -20,15 +20,15 @@ use crate::report::Report;
 
 const SIZE: u64 = 128 << 20;
 const SOCKET: &str = "/tmp/vm0.sock";
-/// Reads and writes end with Unrecovered Read Error now and then, and Internal Error.
+/// Injected faults: some reads and writes end with Unrecovered Read Error or Internal Error.
 const FAULTS: &str = "seed=7,status=0x281:queue=1:rate=1/40,status=0x281:queue=2:rate=1/40";
-/// The kernel's driver for block devices in user space.
+/// The kernel's ublk driver.
 const UBLK: &str = "ublk_drv";
 const LOAD: &str = "--iodepth 64 --numjobs 2 --size 32m --max-bs 512k";
-/// How often the process that serves is killed, and upgraded.
+/// Number of kills, and of upgrades, of the server process.
 const EVENTS: usize = 3;
 
-/// The controllers, in the order of their PCI addresses.
+/// Controllers, in the order of their PCI addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Which {
     Ours,
@@ -63,7 +63,7 @@ impl Which {
         }
     }
 
-    /// Its character device in the guest.
+    /// Character device of the controller in the guest.
     fn device(self, guest: &mut Guest) -> Result<String> {
         let index = Self::ALL.iter().position(|which| *which == self).unwrap_or_default();
         character_device(guest, index)
@@ -98,7 +98,8 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         servers.push(Server::start(run, &serve)?);
         devices.push(Device::VfioUser { socket: name.into() });
     }
-    // Two paths to a namespace have one character device; here each controller has its own.
+    // Multipath is off: two paths to a namespace would have one character device, but each
+    // controller needs its own.
     let mut guest = boot(setup, run, kernel, devices, |config| {
         config.iommu = false;
         config.firmware =
@@ -117,7 +118,8 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
                 ensure!(number(&row, &format!("/by_kind/{kind}"))? > 0, "no {kind}: {row}");
             }
             println!("         {} commands", number(&row, "/commands")?);
-            // Where this kernel has Landlock, the supervisor has opened the device.
+            // If the kernel supports Landlock, the sandbox is on, and the supervisor has opened
+            // the device.
             ensure!(log.contains("sandbox on: "), "there is no sandbox: {log}");
             ensure!(!log.contains("uses threads"), "io_uring takes no commands: {log}");
             Ok(())
@@ -221,7 +223,7 @@ fn start(guest: &mut Guest, disk: &str) -> Result<()> {
     Ok(())
 }
 
-/// Ends the server in order; its log.
+/// Ends the server in order. Returns its log.
 fn stop(guest: &mut Guest) -> Result<String> {
     guest.sh(
         "kill -TERM $(cat /tmp/served.pid); \
@@ -233,8 +235,8 @@ fn stop(guest: &mut Guest) -> Result<String> {
     )
 }
 
-/// Writes through the server and reads by the kernel's block device, and the other way round; and
-/// what is discarded or zeroed is zeroes there.
+/// Writes through the server and reads by the kernel's block device, and vice versa. Discarded
+/// and zeroed blocks read as zeroes on the block device.
 fn same_bytes(guest: &mut Guest, which: Which) -> Result<()> {
     let device = which.device(guest)?;
     let block = device.replace("/ng", "/nvme");
@@ -256,7 +258,7 @@ fn same_bytes(guest: &mut Guest, which: Which) -> Result<()> {
     Ok(())
 }
 
-/// The kernel's file system and fio on the block device that a namespace is exported as.
+/// A file system and fio on the ublk device of an exported namespace.
 fn by_ublk(guest: &mut Guest, which: Which) -> Result<()> {
     let device = which.device(guest)?;
     let export = Export::start(guest, &device, "")?;
@@ -268,7 +270,7 @@ fn by_ublk(guest: &mut Guest, which: Which) -> Result<()> {
     export.stop(guest)
 }
 
-/// Clients verify while the process that serves goes and comes.
+/// Verifies by several clients while the server process is replaced repeatedly.
 fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
     let device = Which::Ours.device(guest)?;
     start(guest, &device)?;
@@ -307,7 +309,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
     Ok(())
 }
 
-/// The same load on both devices of a namespace, in turns.
+/// Measures one load on both devices of a namespace, in turns.
 fn next_to_the_block_device(guest: &mut Guest, kernel: Kernel, rounds: usize) -> Result<Table> {
     let device = Which::Ours.device(guest)?;
     let disks = [device.clone(), device.replace("/ng", "/nvme")];

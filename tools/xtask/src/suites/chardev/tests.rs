@@ -1,5 +1,5 @@
-//! Tests of the crates, carried out in a guest, on namespaces by their character devices: a model
-//! of a disk, cancels and resets in mid-I/O, and storage that does not answer for a while.
+//! Tests of the crates, executed in a guest on character devices of namespaces: a disk model,
+//! cancels and resets during I/O, and hung storage.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,22 +14,22 @@ use crate::suites::exporter::Exporter;
 use crate::suites::setup::{MINUTE, Setup, character_device};
 use crate::suites::vfio::{boot, pack_with};
 
-/// The programs: a model, cancels, and those with a server.
+/// Test programs: the model, cancels, and those with a server.
 const SOURCES: [&str; 3] = [
     "crates/backend/tests/model.rs",
     "crates/backend/tests/namespace.rs",
     "crates/shadowbell/tests/serve/main.rs",
 ];
-/// What the model takes a disk for.
+/// Size of the disk for the model.
 const SMALL: u64 = 1 << 20;
 const SIZE: u64 = 16 << 20;
-/// Every command is carried out so much later, and can be cancelled until then.
+/// Injected delay of every command, which can be cancelled until then.
 const LATE: &str = "stall=30ms";
 const UNANSWERED: &str = "unanswered::namespaces_by_their_character_devices_pass";
-/// What a test may take, with all of it emulated.
+/// Time limit of a test, in an emulated guest.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// The controllers, in the order of their PCI addresses.
+/// Controllers, in the order of their PCI addresses.
 const MODEL: usize = 0;
 const LARGE_BLOCKS: usize = 1;
 const QEMU_MODEL: usize = 2;
@@ -37,7 +37,7 @@ const SLOW: usize = 3;
 const QEMU: usize = 4;
 const STALLED: usize = 5;
 
-/// What runs beside the guest.
+/// Servers outside of the guest.
 struct Outside {
     servers: Vec<Server>,
     exporter: Exporter,
@@ -120,13 +120,14 @@ fn booted(
 ) -> Result<Guest> {
     boot(setup, run, kernel, devices, |config| {
         config.iommu = false;
-        // Two paths to a namespace have one character device; here each controller has its own.
+        // Multipath is off: two paths to a namespace would have one character device, but each
+        // controller needs its own.
         config.firmware = Firmware::Direct { append: format!("nvme_core.multipath=0 {words}") };
     })
 }
 
-/// Carries out a test on the character device of this controller, and does to the storage below
-/// what it asks for.
+/// Executes a test on the character device of this controller, and stalls and resumes the storage
+/// below when the test asks for it.
 fn carry_out(
     guest: &mut Guest,
     tests: &[PathBuf],
@@ -149,7 +150,7 @@ fn carry_out(
         MINUTE,
     )?;
     let ended = until_it_ends(guest, exporter);
-    // However it has ended: who still waits for the storage can not be ended.
+    // The storage is resumed in any case: a process that waits for hung storage cannot be ended.
     exporter.go_on()?;
     let said = guest.sh("cat /tmp/test", MINUTE)?;
     let code = ended.with_context(|| said.clone())?;
@@ -158,7 +159,7 @@ fn carry_out(
     Ok(())
 }
 
-/// Its exit status.
+/// Waits for the end of the test. Returns its exit status.
 fn until_it_ends(guest: &mut Guest, exporter: &Exporter) -> Result<String> {
     let until = Instant::now() + PATIENCE;
     loop {

@@ -1,8 +1,9 @@
-//! The driver through Linux VFIO, inside the guest, whose kernel and IOMMU are real to it.
+//! The driver through Linux VFIO, inside a guest with an emulated IOMMU.
 //!
 //! Four controllers are driven: QEMU's own with and without shadow doorbells, shadowbell's over
-//! vfio-user, and shadowbell's with blocks of 4096 bytes; two more sit in one IOMMU group. Then a
-//! second guest is measured: the S2 table; and a third, whose disk is virtio on the driver outside.
+//! vfio-user, and shadowbell's with blocks of 4096 bytes. Two more share one IOMMU group. A
+//! second guest measures speed (module `table`). A third guest has a virtio disk whose backend is
+//! the driver on the host (module `vhost`).
 
 mod refusals;
 mod table;
@@ -20,7 +21,7 @@ use crate::suites::setup::{MINUTE, Setup, names};
 
 const SIZE: u64 = 256 << 20;
 
-/// A controller that is driven.
+/// A controller that the driver attaches to.
 struct Driven {
     what: &'static str,
     doorbells: &'static str,
@@ -97,8 +98,8 @@ fn driving(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> 
     Ok(())
 }
 
-/// QEMU's arguments for two controllers that are functions of one device: nothing keeps them from
-/// reaching each other, so they share an IOMMU group.
+/// QEMU's arguments for two controllers that are functions of one PCI device. Without ACS between
+/// the functions they share an IOMMU group.
 fn in_one_group() -> Vec<String> {
     let mut arguments = Vec::new();
     for function in 0..2 {
@@ -129,7 +130,7 @@ fn bind_all(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Attaches to one controller in every way, moves data and checks it.
+/// Attaches to one controller in every completion mode, moves data and verifies it.
 fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) {
     let (target, what) = (target(index), driven.what);
     report.check(&format!("{what}: attached and identified"), |_| {
@@ -168,7 +169,8 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
         });
     }
     report.check(&format!("{what}: large commands, and bytes that end within a block"), |_| {
-        // 3 MiB and 777 bytes, of which every MiB is another: through PRP lists, at an odd place.
+        // 3 MiB and 777 bytes, different in each MiB: the transfers need PRP lists and end within
+        // a block.
         guest.sh(
             "for i in 1 2 3; do dd if=/dev/urandom bs=1M count=1; done >/tmp/data 2>/dev/null; \
              head -c 777 /dev/urandom >>/tmp/data",
@@ -183,7 +185,7 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
     });
 }
 
-/// 64 buffers of 64 KiB fill two huge pages, for as long as they are needed.
+/// Checks that 64 buffers of 64 KiB take two huge pages, and release them at the end.
 fn huge_pages(guest: &mut Guest) -> Result<()> {
     let target = target(2);
     guest.sh(
@@ -219,8 +221,9 @@ fn give_back(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// The IOMMU writes a line for every access that it stops. One is expected where the kernel's
-/// driver left a translation behind, and the attach got over it; more would be this driver's.
+/// Checks the IOMMU faults in the kernel's log. One fault is expected: the kernel's driver has
+/// left a translation behind, and attaching succeeds all the same. Further faults would be this
+/// driver's.
 fn faults(guest: &mut Guest) -> Result<()> {
     let log = guest.dmesg()?;
     let faults: Vec<_> =

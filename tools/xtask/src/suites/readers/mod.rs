@@ -1,8 +1,9 @@
-//! Every processor its own queue, and the disk for everyone else: the driver's attach banner, the
-//! disk as `/dev/ublkbN` inside the guest, and the S4 table.
+//! Several readers of one disk, with a queue pair per CPU: the driver's attach banner, the disk
+//! as `/dev/ublkbN` inside the guest, and the speed of one and several readers (rows of the table
+//! `S4`).
 //!
 //! Two controllers are driven, QEMU's and shadowbell's, first by the kernel's driver and then,
-//! through VFIO, by shadowbell's. The guest has two processors, so readers and queues are spread.
+//! through VFIO, by shadowbell's. The guest has two CPUs, so readers and queues are on both.
 
 mod controller;
 mod device;
@@ -17,7 +18,7 @@ use super::vfio::{self, allow_unsafe_interrupts, boot, load, pack, shadowbell};
 use crate::report::Report;
 use crate::suites::setup::{MINUTE, Setup, names};
 
-/// The kernel's driver for block devices in user space.
+/// The kernel's ublk driver.
 const UBLK: &str = "ublk_drv";
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
@@ -39,7 +40,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         shadowbell_disk.device.clone(),
     ];
     let mut guest = boot(setup, run, kernel, devices, |config| config.memory_mib = 1536)?;
-    // QEMU tells a vfio-user server of every page that its IOMMU maps: the fewer the better.
+    // QEMU sends a vfio-user server one message per page that its IOMMU maps, so huge pages keep
+    // the number of messages low.
     guest.sh(
         "echo 64 >/proc/sys/vm/nr_hugepages && grep -q 'HugePages_Free: *64' /proc/meminfo",
         MINUTE,
@@ -51,7 +53,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     };
     let controllers = [find(0, "qemu")?, find(1, "shadowbell")?];
     let [qemu, shadowbell_controller] = &controllers;
-    // Where speed is not judged, one of them is enough.
+    // One controller is enough for a measurement that is not checked.
     let measured = if setup.rounds == 1 {
         std::slice::from_ref(shadowbell_controller)
     } else {
@@ -107,7 +109,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// The banner of `bench` says how queues, interrupts and processors belong together.
+/// Checks the banner of `bench`: the assignment of queues and interrupts to CPUs.
 fn banner(guest: &mut Guest, controller: &Controller) -> Result<()> {
     let command =
         format!("bench {} --numjobs 2 --number-ios 10 --completion interrupt", controller.target());

@@ -1,11 +1,10 @@
-//! What is left when things go wrong, and what is not copied: the driver in the guest, through the
-//! kernel's real VFIO.
+//! Recovery of the driver through VFIO, and zero-copy of a stacked controller, in a guest.
 //!
-//! * `recovery_steps`: the same load with every byte checked, on QEMU's controller, which does no
-//!   wrong, and on shadowbell's, which does it on purpose; and on one that vanishes.
-//! * `stacked`: a controller of shadowbell's inside the guest, whose namespace is one of a
-//!   controller below that the driver owns: the client's memory goes into the IOMMU, and nobody
-//!   copies.
+//! * `recovery_steps`: one load with every byte verified, on QEMU's controller, which has no
+//! faults, on shadowbell's, which injects them, and on one that is removed.
+//! * `stacked`: a controller of shadowbell's inside the guest, whose namespace is a namespace of
+//! another controller that the driver owns. The client's memory is mapped into the IOMMU, so data
+//! are not copied.
 
 mod controllers;
 mod recovery_steps;
@@ -22,9 +21,10 @@ use super::vfio::{IOMMU, MODULES, allow_unsafe_interrupts, boot, load, pack, sha
 use crate::report::Report;
 use crate::suites::setup::{MINUTE, Setup};
 
-/// Bytes of each disk.
+/// Size of each disk in bytes.
 const SIZE: u64 = 128 << 20;
-/// The kernel's own driver, which would meet the faults first, and wait half a minute for each.
+/// Disables the kernel's NVMe driver, which would meet the faults first and wait half a minute
+/// for each.
 const NO_KERNEL_DRIVER: &str = "initcall_blacklist=nvme_init";
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
@@ -42,7 +42,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             devices.push(Device::QemuNvme { drive: Drive::Image(name.into()), dbcs: true });
             continue;
         }
-        // A long look before anybody sleeps: emulated, the guest takes its time.
+        // Long polling before a thread sleeps, because the emulated guest is slow.
         let mut options = vec!["--poll-max", "1000"];
         options.extend(which.faults().into_iter().flat_map(|faults| ["--faults", faults]));
         let (name, disks) = (which.name(), [format!("mem:{SIZE}")]);
@@ -57,8 +57,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         .check("VFIO's modules load, and bind takes controllers that nobody has", |_| {
             load(&mut guest, MODULES)?;
             allow_unsafe_interrupts(&mut guest)?;
-            // QEMU tells a vfio-user server of every page that its IOMMU maps: the fewer the
-            // better.
+            // QEMU sends a vfio-user server one message per page that its IOMMU maps, so huge
+            // pages keep the number of messages low.
             guest.sh("echo 32 >/proc/sys/vm/nr_hugepages", MINUTE)?;
             let addresses = Which::ALL.map(Which::address);
             shadowbell(&mut guest, &format!("bind {}", addresses.join(" ")))?.success()

@@ -1,13 +1,13 @@
-//! How often something was done to a server.
+//! Counters of the events (upgrades or kills) of a server.
 
 use std::time::Duration;
 
-/// How often it was done.
+/// Number of events, and the duration of the longest one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Count {
     pub(super) done: u32,
-    /// The old process went on, because it did not come to rest in time: the guest notices nothing
-    /// of those either.
+    /// Upgrades that were cancelled because the old process did not quiesce in time. The old
+    /// process continues to serve, and the guest does not notice.
     pub(super) put_off: u32,
     pub(super) longest: Duration,
 }
