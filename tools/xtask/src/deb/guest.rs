@@ -1,4 +1,5 @@
-//! The package in a fresh Debian: installed, used, upgraded under a client, removed.
+//! Test of the package in a new Debian system: installation, use, upgrade under a client,
+//! removal.
 
 use std::fs;
 use std::path::Path;
@@ -10,18 +11,18 @@ use super::boot::{self, Machine};
 use super::tools::directory;
 use crate::report::Report;
 
-/// A client of QEMU's kind: some user in the group of the sockets.
+/// Prefix of a command of a client like QEMU: a user in the group of the sockets.
 const CLIENT: &str = "setpriv --reuid=64000 --regid=64000 --groups=kvm";
-/// One that is not in it.
+/// Prefix of a command of a user outside of that group.
 const STRANGER: &str = "setpriv --reuid=64001 --regid=64001 --clear-groups";
-/// What a client has to say in the end.
+/// Command of a client that verifies its data.
 const VERIFY: &str = "shadowbell verify --force --number-ios 120000 --size 32M";
 const SOCKET: &str = "/run/shadowbell/vm0.sock";
 
-/// What is done on the machine, one after the other.
+/// Step of the test.
 type Step = fn(&Machine) -> Result<()>;
 
-/// Checks all of it, with a package and a newer one.
+/// Runs all steps, with a package and a newer one.
 pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     let machine = report.check("a fresh Debian boots", |_| {
         let root = boot::root(&directory())?;
@@ -65,7 +66,7 @@ fn installs(machine: &Machine) -> Result<()> {
     for pid in [main_pid(machine)?, worker_pid(machine)?] {
         is(machine, &format!("stat --format %U /proc/{pid}"), "shadowbell")?;
     }
-    // Nothing that it takes is missing, or changed.
+    // dpkg finds no missing or changed file.
     is(machine, "dpkg --verify shadowbell; echo fine", "fine")?;
     for page in ["", "-serve", "-ctl", "-ctl-apply", "-bench"] {
         machine
@@ -75,7 +76,7 @@ fn installs(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// The configuration with a controller.
+/// Configuration with a controller.
 const CONFIGURED: &str = r#"
 socket-mode = "0660"
 socket-group = "kvm"
@@ -118,14 +119,14 @@ fn serves(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// A client, which verifies what it writes while others do something.
+/// Starts a client that verifies its data.
 fn client(machine: &Machine) -> Result<Child> {
     let client = machine.start(&format!("{CLIENT} {VERIFY} vfio-user:{SOCKET}/1"))?;
     wait(machine, "shadowbell ctl status --json | grep '\"clients\": 1'")?;
     Ok(client)
 }
 
-/// It has to end well, and to have been there until now.
+/// Waits for the client, which must still be running now and must succeed.
 fn ends_well(mut client: Child) -> Result<()> {
     ensure!(client.try_wait()?.is_none(), "the client had ended before: give it more to do");
     let output = client.wait_with_output()?;
@@ -165,7 +166,7 @@ fn upgrades(machine: &Machine) -> Result<()> {
     ends_well(client)?;
     ensure!(main_pid(machine)? == main, "all of it was started anew:\n{said}");
     let now = worker_pid(machine)?;
-    // The supervisor as well.
+    // The supervisor and the server process are both killed.
     for pid in [main, now] {
         is(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell\n")?;
     }
@@ -195,7 +196,7 @@ fn goes(machine: &Machine) -> Result<()> {
     machine.run("test -e /etc/shadowbell/shadowbell.toml && test ! -e /usr/bin/shadowbell")?;
     machine.run("dpkg --purge shadowbell")?;
     is(machine, "dpkg-query --show shadowbell 2>&1 || true", "no packages found")?;
-    // What somebody made there is somebody's.
+    // Removal keeps configuration files and images that a user has made.
     machine.run("test -e /etc/shadowbell/vm1.toml && test ! -e /etc/shadowbell/shadowbell.toml")?;
     machine.run("test -e /var/lib/shadowbell/vm0.img && test ! -e /run/shadowbell")?;
     is(machine, "systemctl is-system-running", "running")
@@ -213,19 +214,19 @@ fn worker_pid(machine: &Machine) -> Result<u32> {
     pid.and_then(|pid| pid.try_into().ok()).context("the server has no process")
 }
 
-/// A script that writes a file.
+/// Shell script that writes a file.
 fn write(path: &str, text: &str) -> String {
     format!("cat >{path} <<'END'\n{text}END\n")
 }
 
-/// What a script prints has these words.
+/// Checks that the output of a script contains `words`.
 fn is(machine: &Machine, script: &str, words: &str) -> Result<()> {
     let said = machine.run(script)?;
     ensure!(said.contains(words), "{script}: {words:?} is not in:\n{said}");
     Ok(())
 }
 
-/// Waits until a script ends well.
+/// Waits until a script succeeds.
 fn wait(machine: &Machine, script: &str) -> Result<()> {
     for _ in 0..100 {
         if machine.run(script).is_ok() {

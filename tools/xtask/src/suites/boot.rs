@@ -1,4 +1,4 @@
-//! OVMF finds a kernel on the disk under test and starts it.
+//! UEFI boot: OVMF starts a kernel from the disk under test.
 
 use anyhow::{Result, bail};
 use shadowbell_guest::{Firmware, Kernel, RunDir, esp};
@@ -11,7 +11,7 @@ const SIZE: u64 = 256 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let image = run.file("boot.img");
-    // Only a kernel that came from this image has this word: QEMU is given none.
+    // Only the kernel of this image has this word in its command line: QEMU passes no kernel.
     let word = format!("shadowbell.boot={}", std::process::id());
     report.check("a disk with a kernel on an EFI system partition", |_| {
         let initramfs = std::fs::read(setup.roots.directory().join(MINIMAL))?;

@@ -1,4 +1,4 @@
-//! The guest suites: the same Linux guest, a disk under test, one question each.
+//! Guest suites: each boots a Linux guest with a disk under test and tests one subject.
 
 mod ana;
 mod boot;

@@ -1,4 +1,4 @@
-//! Namespaces that a Linux guest makes with nvme-cli, and what it erases of them.
+//! Namespace Management, Format NVM and Sanitize by nvme-cli in a Linux guest.
 
 use std::time::Duration;
 
@@ -77,7 +77,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         zeroes(guest_ref, "nvme0n1")
     });
     report.check("a sanitize operation erases all of them", |_| {
-        // Block erase, and overwrite. Passes are of an overwrite alone.
+        // Block erase and overwrite. Only overwrite has a number of passes.
         for how in ["--sanact=0x02", "--sanact=0x03 --owpass=2"] {
             guest_ref
                 .sh("dd if=/tmp/data of=/dev/nvme0n1 bs=1M oflag=direct 2>/dev/null", MINUTE)?;
@@ -106,14 +106,14 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// How many namespaces there are, attached or not.
+/// Number of allocated namespaces, attached or not.
 fn allocated(guest: &mut Guest) -> Result<usize> {
     let list = json(guest, "list-ns /dev/nvme0 --all")?;
     let all = list.get("nsid_list").and_then(Value::as_array);
     Ok(all.map_or(0, Vec::len))
 }
 
-/// Waits until the guest has this disk with blocks of so many bytes, or has it no more.
+/// Waits until the guest has this disk with the given block size, or (`None`) no longer has it.
 fn there(guest: &mut Guest, name: &str, block_size: Option<u32>) -> Result<()> {
     let wanted = match block_size {
         Some(bytes) => format!("[ \"$(blockdev --getss /dev/{name} 2>/dev/null)\" = {bytes} ]"),
@@ -134,7 +134,8 @@ fn zeroes(guest: &mut Guest, name: &str) -> Result<()> {
 fn sanitized(guest: &mut Guest) -> Result<()> {
     for _ in 0..200 {
         let log = nvme(guest, "sanitize-log /dev/nvme0 -o json")?;
-        // The shape differs from version to version; the progress is in all of them.
+        // The JSON layout depends on the version of nvme-cli; the progress 65535 is in all of
+        // them.
         if log.contains("65535") {
             return Ok(());
         }

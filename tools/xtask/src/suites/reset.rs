@@ -1,5 +1,5 @@
-//! Resets, reboots and a killed QEMU while a writer is at work: no acknowledged write is lost, and
-//! nothing is written into memory that the guest has taken back.
+//! Resets, reboots and a killed QEMU under a writer: no acknowledged write may be lost, and no
+//! DMA may reach memory that the guest has freed.
 
 use std::time::Duration;
 
@@ -14,8 +14,8 @@ use crate::report::Report;
 
 const SIZE: u64 = 256 << 20;
 
-/// Large reads beyond the writer's slots: there is always DMA towards the guest in flight. The
-/// failures of a disk that goes away are expected.
+/// Large reads beyond the writer's slots, so that there is always DMA to the guest in flight.
+/// Their failures during a reset are expected.
 fn start_reads(guest: &mut Guest, dev: &str) -> Result<()> {
     guest
         .sh(
@@ -69,7 +69,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         writer.start(&mut guest, &dev, 2)?;
         writer.join(&mut guest)?;
         guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/unbind"), MINUTE)?;
-        // Reads that were in flight have come to an end, well or badly, and their memory is free.
+        // Reads that were in flight have ended, with or without success, and their memory is
+        // free.
         stop_reads(&mut guest)?;
         patrol(&mut guest)?;
         writer.verify()?;
@@ -136,11 +137,11 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// Waits for the next boot of the same QEMU. The disk may have another name then.
+/// Waits for the next boot in the same QEMU. The disk may have another name afterwards.
 fn back_again(guest: &mut Guest, dev: &mut String) -> Result<()> {
     guest.wait_reboot()?;
     *dev = names(guest, 0)?.1;
-    // A disk that answers, not one that is only there.
+    // The disk must answer reads; a block device node is not enough.
     guest
         .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), MINUTE)
         .map(drop)?;
