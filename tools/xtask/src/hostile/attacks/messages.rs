@@ -1,4 +1,4 @@
-//! A client's messages: floods, refusals, silence.
+//! Attacks by messages: floods, refused requests, silent connections.
 
 use std::os::fd::AsFd;
 use std::thread::sleep;
@@ -43,7 +43,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("nested-json", "VERSION with 1 MB of nested JSON", MEM, nested_json),
 ];
 
-/// Sends the same messages over and over, for as long as the field is open.
+/// Sends `messages` repeatedly until the end of the attack.
 fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     let mut guest = field.guest_with(1, 64)?;
     while !field.is_over() {
@@ -56,11 +56,11 @@ fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     Ok(())
 }
 
-/// Maps that are refused, each for another reason, and each worth a word in the log.
+/// Maps that are refused for different reasons, each of which the server would log.
 fn bad_maps(field: &mut Field) -> Result<()> {
     let file = memfd(1 << 20)?;
     let mut guest = field.guest_with(1, 64)?;
-    // Not aligned, beyond the file, over what is mapped already, without memory.
+    // Unaligned, beyond the file, overlapping, and without a descriptor.
     let maps = [(1 << 40 | 1, PAGE, 0), (1 << 41, PAGE, 1 << 30), (BASE, PAGE, 0), (0, 3, 5)];
     let maps = maps.map(|(address, size, offset)| dma_map(address, size, offset));
     while !field.is_over() {
@@ -113,7 +113,7 @@ fn unread(field: &mut Field) -> Result<()> {
     let guest = field.guest()?;
     let messages = read_request(BAR0, 0, 0x4000).repeat(64);
     while !field.is_over() {
-        // Until the server reads no more.
+        // Sends until the server stops reading.
         let sent = rustix::net::send(
             guest.link.socket(),
             &messages,
@@ -182,7 +182,7 @@ fn silent(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Whatever becomes of it; nobody waits when the backlog is full.
+/// Connects without sending anything. Non-blocking, because the backlog may be full.
 pub(super) fn silent_connection(path: &std::path::Path) -> Result<std::os::fd::OwnedFd> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
