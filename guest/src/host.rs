@@ -52,7 +52,7 @@ pub fn install(packages: &[&str]) -> Result<()> {
             arguments.extend(packages);
             apt_get(&arguments)
         })
-        .with_context(|| format!("could not install what is missing; try: {line}"))
+        .with_context(|| format!("could not install the missing packages; try: {line}"))
 }
 
 fn apt_get(arguments: &[&str]) -> Result<()> {

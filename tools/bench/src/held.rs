@@ -61,7 +61,7 @@ impl Held {
                 bail!("shadowbell attach-many ended ({}): {complaint}", describe(status));
             }
             if Instant::now() > deadline {
-                bail!("shadowbell attach-many says nothing");
+                bail!("shadowbell attach-many prints no line");
             }
             sleep(Duration::from_millis(5));
         }

@@ -69,7 +69,7 @@ fn shared_caches([a, b]: [usize; 2]) -> String {
     }
     match shared.as_slice() {
         [] => "the kernel knows of no cache that they share".to_owned(),
-        list => format!("the kernel says that they share {}", list.join(" and ")),
+        list => format!("the two CPUs share {}", list.join(" and ")),
     }
 }
 

@@ -68,7 +68,9 @@ fn attach(server: &Server, out: &Path) -> Result<Process> {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !is_traced(id)? {
         if strace.ended()?.is_some() || Instant::now() > deadline {
-            bail!("strace can not attach to the server (it needs root, or ptrace_scope 0)");
+            bail!(
+                "strace cannot attach to the server: run as root, or set kernel.yama.ptrace_scope to 0"
+            );
         }
         sleep(Duration::from_millis(2));
     }

@@ -19,7 +19,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     report.begin("format");
     step(report, "cargo fmt --check", cargo().args(["fmt", "--all", "--check"]));
     report.begin("structure");
-    report.check("imports go one way, in every crate and between the crates", |_| {
+    report.check("imports have no cycle, in every crate and between the crates", |_| {
         structure::check(&[])
     });
     report.begin("lints");
@@ -111,7 +111,7 @@ pub(crate) fn deny(report: &mut Report) -> Result<()> {
     if cargo().args(["deny", "fetch", "db"]).status().is_ok_and(|status| status.success()) {
         step(report, "no known vulnerability", cargo().args(["deny", "check", "advisories"]));
     } else {
-        println!("   left out: known vulnerabilities, since the RustSec database is not reachable");
+        println!("   skipped: known vulnerabilities (the RustSec database is unreachable)");
     }
     report.summary();
     Ok(())
@@ -148,11 +148,11 @@ fn guest(report: &mut Report, program: &Path) {
     report.check("an I/O costs no more instructions than recorded", |_| {
         shadowbell_bench::check_instructions()
     });
-    report.check("twice as much of what a host chooses is twice the work", |_| {
+    report.check("work is proportional to the numbers that a host chooses", |_| {
         shadowbell_bench::check_doubling()
     });
     report.begin("guest");
-    let setup = report.check("what the guest needs is here", |_| {
+    let setup = report.check("the guest's prerequisites are installed", |_| {
         let mut setup = Setup::new(ControllerKind::Shadowbell, Some(program.into()), &Kernel::ALL)?;
         // Speeds are not checked, and one round is enough to count doorbells.
         setup.rounds = 1;

@@ -17,8 +17,7 @@ pub(crate) fn run(report: &mut Report, verify: bool) -> Result<()> {
 /// Packages all published crates, without a summary.
 pub(crate) fn check(report: &mut Report, verify: bool) {
     report.begin("packages");
-    let Some(unpublished) =
-        report.check("cargo says which crates are not published", |_| unpublished())
+    let Some(unpublished) = report.check("cargo lists the unpublished crates", |_| unpublished())
     else {
         return;
     };

@@ -214,7 +214,9 @@ fn prepare() -> Result<()> {
         eprintln!("installing cargo-fuzz ...");
         let installed = nightly().args(["install", "--locked", "cargo-fuzz"]).status();
         if !installed.is_ok_and(|status| status.success()) {
-            bail!("fuzzing needs cargo-fuzz, which can not be installed: cargo install cargo-fuzz");
+            bail!(
+                "fuzzing needs cargo-fuzz, which could not be installed: cargo install cargo-fuzz"
+            );
         }
     }
     Ok(())

@@ -35,13 +35,13 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     let Some(machine) = machine else { return };
     let steps: [(&str, Step); 8] = [
         ("the package installs, and its service starts", installs),
-        ("a reload reads the configuration again, and refuses a bad one", reloads),
-        ("a client in the group of the sockets is served, and nobody else", serves),
-        ("another process goes on when one is killed, and a client does not notice", survives),
-        ("the main process is killed, comes back, and a client does not notice", comes_back),
-        ("a newer package replaces the process, and a client does not notice", upgrades),
-        ("a process for one virtual machine", instances),
-        ("removal ends everything, and purging leaves images alone", goes),
+        ("a reload applies the configuration, and refuses an invalid one", reloads),
+        ("only clients in the group of the sockets are served", serves),
+        ("a killed server process is recovered without an error of a client", survives),
+        ("a killed supervisor is restarted without an error of a client", comes_back),
+        ("a newer package upgrades the server without an error of a client", upgrades),
+        ("an instance of shadowbell@.service serves one virtual machine", instances),
+        ("removal stops the services, and purging keeps images", goes),
     ];
     for (name, step) in steps {
         let outcome = report.check(name, |_| {
@@ -102,7 +102,7 @@ fn reloads(machine: &Machine) -> Result<()> {
     let said = "journalctl --no-pager --unit shadowbell | grep 'the configuration is refused'";
     wait(machine, said)?;
     is(machine, "shadowbell ctl status --json", "\"controllers\": 1")?;
-    ensure!(main_pid(machine)? == before, "it was started anew");
+    ensure!(main_pid(machine)? == before, "the server was restarted");
     machine.run(&write("/etc/shadowbell/shadowbell.toml", CONFIGURED))?;
     machine.run("systemctl reload shadowbell").map(drop)
 }
@@ -114,7 +114,10 @@ fn serves(machine: &Machine) -> Result<()> {
     }
     let refused =
         machine.run(&format!("{STRANGER} shadowbell list vfio-user:{SOCKET} 2>&1 || true"))?;
-    ensure!(refused.to_lowercase().contains("permission denied"), "a stranger hears: {refused}");
+    ensure!(
+        refused.to_lowercase().contains("permission denied"),
+        "a user outside of the group gets: {refused}"
+    );
     is(machine, "shadowbell ctl namespaces", "vm0.img")?;
     Ok(())
 }
@@ -142,7 +145,7 @@ fn survives(machine: &Machine) -> Result<()> {
     machine.run(&format!("kill -KILL {before}"))?;
     wait(machine, &format!("shadowbell ctl status --json | grep '\"pid\"' | grep -v {before}"))?;
     ends_well(client)?;
-    ensure!(main_pid(machine)? == main, "all of it was started anew");
+    ensure!(main_pid(machine)? == main, "the supervisor was restarted");
     is(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=0")
 }
 
@@ -162,9 +165,9 @@ fn upgrades(machine: &Machine) -> Result<()> {
     let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
     let client = client(machine)?;
     let said = machine.run("dpkg --install /shared/newer.deb 2>&1")?;
-    ensure!(worker_pid(machine)? != before, "the old process serves still:\n{said}");
+    ensure!(worker_pid(machine)? != before, "the old process still serves:\n{said}");
     ends_well(client)?;
-    ensure!(main_pid(machine)? == main, "all of it was started anew:\n{said}");
+    ensure!(main_pid(machine)? == main, "the supervisor was restarted:\n{said}");
     let now = worker_pid(machine)?;
     // The supervisor and the server process are both killed.
     for pid in [main, now] {
@@ -234,5 +237,5 @@ fn wait(machine: &Machine, script: &str) -> Result<()> {
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
-    bail!("it does not come to pass: {script}")
+    bail!("timeout: {script}")
 }

@@ -77,7 +77,7 @@ pub(crate) fn test(report: &mut Report, program: &Path) {
 }
 
 fn check(report: &mut Report, program: &Path, package: &Path, version: &str) {
-    report.check("systemd finds the units tight", |_| exposure());
+    report.check("the units' exposure level is low (systemd-analyze security)", |_| exposure());
     let newer = report.check("a newer package is built", |_| {
         tree::build(program, &format!("{version}+newer"), &directory().join("newer"))
     });

@@ -133,7 +133,7 @@ impl Server {
         let deadline = Instant::now() + Duration::from_secs(20);
         while UnixStream::connect(path).is_err() {
             if Instant::now() > deadline {
-                bail!("nobody listens at {}: {}", path.display(), self.log());
+                bail!("no server listens at {}: {}", path.display(), self.log());
             }
             std::thread::sleep(Duration::from_millis(5));
         }

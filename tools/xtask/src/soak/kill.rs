@@ -125,17 +125,17 @@ fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
     let single = vec![Times::default(); arguments.kinds().len()];
     let mut gaps = Gaps { single, ..Gaps::default() };
     if arguments.control {
-        report.check("old data are noticed", |_| match work(binary, arguments, &mut gaps) {
+        report.check("old data are detected", |_| match work(binary, arguments, &mut gaps) {
             Err(error) if format!("{error:#}").contains("which was acknowledged") => {
                 println!("   {error:#}");
                 Ok(())
             }
             Err(error) => Err(error),
-            Ok(_) => bail!("nobody has noticed them"),
+            Ok(_) => bail!("the old data were not detected"),
         });
         return;
     }
-    report.check("nothing acknowledged is lost, nothing older comes over it, no error", |_| {
+    report.check("no acknowledged write is lost or overwritten by an older one, no error", |_| {
         work(binary, arguments, &mut gaps).map(drop)
     });
     report.table(gaps.table(arguments));

@@ -220,7 +220,7 @@ impl Load {
         let buffer = (op.kind != Kind::Flush).then_some(buffer);
         let token =
             self.queue.submit(command, buffer).map_err(|refused| anyhow!(refused.reason))?;
-        let entry = self.under_way.get_mut(token.index()).context("a slot that is none")?;
+        let entry = self.under_way.get_mut(token.index()).context("an invalid slot")?;
         if entry.replace((op, now)).is_some() {
             bail!("two commands have one slot");
         }

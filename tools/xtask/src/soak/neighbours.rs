@@ -200,9 +200,11 @@ impl Soak {
             0 if value(&tally.commands) > 0 => Ok(()),
             errors => bail!("{errors} errors:\n{}", tally.words().join("\n")),
         });
-        report.check("no block that is not what was written", |_| match value(&tally.bad_blocks) {
-            0 if value(&tally.blocks) > 0 => Ok(()),
-            bad => bail!("{bad} bad blocks:\n{}", tally.words().join("\n")),
+        report.check("every block has the data that were written", |_| {
+            match value(&tally.bad_blocks) {
+                0 if value(&tally.blocks) > 0 => Ok(()),
+                bad => bail!("{bad} bad blocks:\n{}", tally.words().join("\n")),
+            }
         });
         let bound = GROWTH * self.attackers.len() as u64;
         report.check("the server grows by at most 64 MiB for each attacker", |_| {
@@ -211,7 +213,7 @@ impl Soak {
             }
             Ok(())
         });
-        report.check("at the end the server answers a new client", |_| end.answer);
+        report.check("the server answers a new client at the end", |_| end.answer);
         report.check("SIGTERM ends the server within 5 s, under attack", |_| match end.end? {
             Some(time) if time <= END => Ok(()),
             Some(time) => bail!("it took {time:.1?}"),

@@ -42,7 +42,7 @@ impl Phases {
 
     pub(crate) fn table(&self) -> Table {
         let mut table = Table::new(
-            "of which in the process that goes on, ms",
+            "of which in the new process, ms",
             &["phase", "times", "p50", "p99", "longest"],
         );
         for (name, times) in &self.0 {

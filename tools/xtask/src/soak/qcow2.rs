@@ -33,8 +33,8 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
         .with_context(|| arguments.directory.display().to_string())?;
     report.begin("soak qcow2");
     let what = match arguments.control {
-        false => "the image holds what it may, and qemu-img finds no corruption",
-        true => "what was answered and is lost is noticed",
+        false => "the image has all flushed data, and qemu-img finds no corruption",
+        true => "lost acknowledged data are detected",
     };
     report.check(what, |_| {
         let status = Command::new(&program)

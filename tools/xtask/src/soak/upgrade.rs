@@ -73,7 +73,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     let programs: Vec<PathBuf> = programs.into_iter().flatten().collect();
     report.begin("soak upgrade");
     let mut seen = Seen::default();
-    report.check("nothing is lost, nothing old comes over it, no error", |_| {
+    report.check("no write is lost or overwritten by an older one, no error", |_| {
         let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
         let first = programs.first().context("no program")?;
         let mut kept = Kept::serve(first, &[], &kinds, arguments.workers)?;
@@ -202,7 +202,7 @@ fn upgrade(
         }
         ensure!(
             seen.put_off <= seen.upgrades + 10,
-            "most upgrades do not come about, because the old process does not come to rest in time"
+            "most upgrades were cancelled, because the old process did not quiesce in time"
         );
         settle(kept, meters, |number| pace(arguments, number))
             .with_context(|| format!("after {} upgrades", seen.upgrades))?;

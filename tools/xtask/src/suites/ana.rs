@@ -67,7 +67,7 @@ impl Control<'_> {
     fn moves(&self, which: usize) -> Result<()> {
         let (before, until) = (self.counts()?[which], Instant::now() + MINUTE);
         while self.counts()?[which] < before + 20 {
-            ensure!(Instant::now() < until, "controller {which} has nothing to do");
+            ensure!(Instant::now() < until, "controller {which} executes no commands");
             sleep(Duration::from_millis(50));
         }
         Ok(())
@@ -101,7 +101,7 @@ pub(crate) fn check(
     (names, disk): (&[String; 2], &str),
     load: &str,
 ) {
-    report.check("the guest knows the states of its paths", |_| {
+    report.check("the guest reports the ANA states of its paths", |_| {
         let id = json(guest, &format!("id-ctrl /dev/{}", names[0]))?;
         ensure!(number(&id, "cmic")? & 8 != 0, "CMIC");
         ensure!(number(&id, "anacap")? == 0x5f && number(&id, "anatt")? == 60, "ANACAP, ANATT");
@@ -129,7 +129,7 @@ pub(crate) fn check(
         control.set(0, "optimized")?;
         known(guest, &names[0], "optimized")
     });
-    report.check("a path that is not optimized has nothing to do beside one that is", |_| {
+    report.check("a non-optimized path is not used beside an optimized one", |_| {
         take_turns(guest)?;
         guest.sh(load, MINUTE)?;
         // Both paths are optimized, so both must execute commands.
@@ -158,7 +158,7 @@ pub(crate) fn check(
         }
         Ok(())
     });
-    report.check("a path that is none hands over under a verifying load, ten times", |_| {
+    report.check("an inaccessible path is not used: ten changes under a verifying load", |_| {
         for round in 0..10 {
             let which = round % 2;
             control.set(which, "inaccessible")?;
@@ -172,8 +172,8 @@ pub(crate) fn check(
         }
         Ok(())
     });
-    report.check("the kernel complains of none of that", |_| dmesg::clean(guest, 2));
-    report.check("with no path at all the load waits, and goes on", |_| {
+    report.check("the kernel logs no warning about the changes", |_| dmesg::clean(guest, 2));
+    report.check("without a usable path the load waits, and then continues", |_| {
         for state in ["inaccessible", "change"] {
             control.set(0, state)?;
             control.set(1, state)?;
@@ -187,7 +187,7 @@ pub(crate) fn check(
         ensure!(log.contains("no usable path"), "{log}");
         guest.sh("dmesg -c >/dev/null", MINUTE).map(drop)
     });
-    report.check("the load has seen no error", |_| ended(guest));
+    report.check("the load has no error", |_| ended(guest));
 }
 
 /// Waits for the end of the load, which must have succeeded.

@@ -98,7 +98,7 @@ const EVENTS: [(&str, &str); 2] = [
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let (Some(shadowbell), Some(vmm)) = (&setup.shadowbell, &setup.cloud_hypervisor) else {
-        println!("   left out: give Cloud Hypervisor's program with --cloud-hypervisor PATH");
+        println!("   skipped: needs Cloud Hypervisor (--cloud-hypervisor PATH)");
         return Ok(());
     };
     let vmm = vmm.canonicalize().with_context(|| vmm.display().to_string())?;

@@ -54,7 +54,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             .check(&format!("{kind}: a file system is made, filled, checked and trimmed"), |_| {
                 file_system(&mut guest, &dev)
             });
-        report.check(&format!("{kind}: what was discarded reads as zeroes"), |_| {
+        report.check(&format!("{kind}: discarded blocks read as zeroes"), |_| {
             discard(&mut guest, &dev)
         });
     }
@@ -82,12 +82,12 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             Ok(())
         });
     }
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
-    report.check("the servers live", |_| disk.check().and_then(|()| below.check()));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
+    report.check("the servers are running", |_| disk.check().and_then(|()| below.check()));
     finish(report, guest, disk);
-    report.check("the server below leaves cleanly", |_| below.stop());
+    report.check("the server below ends without an error", |_| below.stop());
     drop(exporter);
-    report.check("QEMU finds nothing wrong with the qcow2 image", |_| {
+    report.check("qemu-img check finds no corruption in the qcow2 image", |_| {
         let status =
             Command::new("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(&qcow2).status()?;
         // After a kill, qcow2 clusters may be leaked, which is exit status 3 of `qemu-img check`.

@@ -35,7 +35,7 @@ pub(crate) fn clean_in(log: &str, devices: usize) -> Result<()> {
     let addresses: Vec<_> = (0..devices).map(config::pci_address).collect();
     let found = complaints(log, &addresses);
     if !found.is_empty() {
-        bail!("the kernel complains:\n{}", found.join("\n"));
+        bail!("the kernel logged warnings:\n{}", found.join("\n"));
     }
     Ok(())
 }

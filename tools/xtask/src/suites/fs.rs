@@ -44,7 +44,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         Ok(())
     });
-    report.check("what was discarded reads as zeroes", |_| {
+    report.check("discarded blocks read as zeroes", |_| {
         guest.sh(
             &format!("dd if=/dev/{dev} bs=1M count=64 iflag=direct | cmp -n 67108864 - /dev/zero"),
             MINUTE,
@@ -85,13 +85,14 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             long,
         )
     });
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
-    report.check("the server lives", |_| disk.check());
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
+    report.check("the server is running", |_| disk.check());
     finish(report, guest, disk);
     if setup.controller == ControllerKind::Shadowbell {
-        report.check("a full disk under the image: the guest sees the error, and goes on", |_| {
-            full_disk(setup, kernel, run)
-        });
+        report.check(
+            "a full file system under the image: the guest gets an error, and can continue",
+            |_| full_disk(setup, kernel, run),
+        );
     }
     Ok(())
 }

@@ -75,33 +75,36 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let api = Api::new(control)?;
 
     let mut changes = Vec::new();
-    report.check("a namespace comes, grows and goes, five times, while fio verifies", |_| {
-        guest.sh(&beside(&main), MINUTE)?;
-        let mut watch = Watch::start(&mut guest, run, &added)?;
-        for round in 0..ROUNDS {
-            let other = run.image(&format!("other{round}.img"), SMALL)?;
-            let spec = json!({ "disk": other.display().to_string() });
-            let was = count(&mut guest)?;
-            changes.push(watch.expect("add", SMALL, || api.call("PUT", Some(&spec)))?);
-            ensure!(count(&mut guest)? == was + 1, "nvme list does not have it");
-            ensure!(bytes(&mut guest, &added)? == SMALL, "blockdev has another size");
-            fs::File::options().write(true).open(&other)?.set_len(LARGE)?;
-            let size = json!({ "size": "whole" });
-            changes.push(watch.expect("resize", LARGE, || api.call("PATCH", Some(&size)))?);
-            ensure!(bytes(&mut guest, &added)? == LARGE, "blockdev has another size");
-            changes.push(watch.expect("remove", 0, || api.call("DELETE", None))?);
-            ensure!(count(&mut guest)? == was, "nvme list still has it");
-        }
-        watch.stop(&mut guest)
-    });
-    report.check("fio has noticed nothing", |_| {
+    report.check(
+        "a namespace is added, resized and removed, five times, while fio verifies",
+        |_| {
+            guest.sh(&beside(&main), MINUTE)?;
+            let mut watch = Watch::start(&mut guest, run, &added)?;
+            for round in 0..ROUNDS {
+                let other = run.image(&format!("other{round}.img"), SMALL)?;
+                let spec = json!({ "disk": other.display().to_string() });
+                let was = count(&mut guest)?;
+                changes.push(watch.expect("add", SMALL, || api.call("PUT", Some(&spec)))?);
+                ensure!(count(&mut guest)? == was + 1, "nvme list does not have it");
+                ensure!(bytes(&mut guest, &added)? == SMALL, "blockdev has another size");
+                fs::File::options().write(true).open(&other)?.set_len(LARGE)?;
+                let size = json!({ "size": "whole" });
+                changes.push(watch.expect("resize", LARGE, || api.call("PATCH", Some(&size)))?);
+                ensure!(bytes(&mut guest, &added)? == LARGE, "blockdev has another size");
+                changes.push(watch.expect("remove", 0, || api.call("DELETE", None))?);
+                ensure!(count(&mut guest)? == was, "nvme list still has it");
+            }
+            watch.stop(&mut guest)
+        },
+    );
+    report.check("fio has no error", |_| {
         let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
                     sleep 0.1; done; tail -n 20 /tmp/fio.out; exit $(cat /tmp/fio.done || echo 99)";
         guest.sh(wait, 2 * MINUTE).map(drop)
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     disk.check()?;
-    report.check("each change is one event, at once, and Linux looks at once", |_| {
+    report.check("each change causes one event without delay, and Linux reacts without delay", |_| {
         let records = Records::read(&program, &trace, &clocks)?;
         let told: Vec<Told> = (0..changes.len())
             .map(|at| {

@@ -40,20 +40,23 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     // started it.
     let mut one = Rival::boot(setup, kernel, run, "one", 1)?;
     let mut other = Rival::boot(setup, kernel, &second, "other", 2)?;
-    report.check("both register, and the one reserves the disk", |_| {
+    report.check("both guests register, and one reserves the disk", |_| {
         one.register()?;
         other.register()?;
         one.acquire(None)?;
         one.reports(2)?;
         other.reports(2)
     });
-    report.check("the other reads what the one writes, and writes nothing", |_| {
-        one.write('1')?;
-        other.reads('1')?;
-        other.is_kept_away()?;
-        other.reads('1')
-    });
-    report.check("who is preempted while it writes has nothing more on the disk", |_| {
+    report.check(
+        "the other guest reads the holder's writes, and its own writes are refused",
+        |_| {
+            one.write('1')?;
+            other.reads('1')?;
+            other.is_kept_away()?;
+            other.reads('1')
+        },
+    );
+    report.check("a guest that is preempted while it writes writes no more", |_| {
         one.writes_all_the_time()?;
         other.acquire(Some(&one))?;
         other.write('2')?;
@@ -63,7 +66,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         one.is_kept_away()?;
         one.is_told()
     });
-    report.check("it registers anew, and fights back, five times", |_| {
+    report.check("the preempted guest registers again and preempts the holder, five times", |_| {
         for round in 0..ROUNDS {
             let (loser, winner) = match round % 2 {
                 0 => (&mut one, &mut other),
@@ -83,7 +86,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         Ok(())
     });
-    report.check("what is released is everybody's", |_| {
+    report.check("after the release both guests write", |_| {
         let (holder, free) =
             if ROUNDS.is_multiple_of(2) { (&mut other, &mut one) } else { (&mut one, &mut other) };
         holder.release()?;
@@ -92,7 +95,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         holder.write('y')?;
         free.reads('y')
     });
-    report.check("the kernels complain of nothing but conflicts", |_| {
+    report.check("the kernels log only reservation conflicts", |_| {
         for rival in [&mut one, &mut other] {
             // The kernel logs every refused write.
             let log = rival.guest.dmesg()?;
@@ -223,7 +226,7 @@ impl Rival {
     fn has_lost(&mut self) -> Result<()> {
         let script =
             "for try in $(seq 100); do [ -e /tmp/lost ] && exit 0; sleep 0.1; done; exit 1";
-        self.guest.sh(script, MINUTE).context("its writes go on").map(drop)
+        self.guest.sh(script, MINUTE).context("writes did not fail").map(drop)
     }
 
     /// Checks that the log page reports the preempted registration.

@@ -62,7 +62,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             writer.verify()
         });
     }
-    report.check("resets leave no complaint in the kernel's log", |_| dmesg::clean(&mut guest, 1));
+    report.check("resets cause no warning in the kernel's log", |_| dmesg::clean(&mut guest, 1));
 
     report.check("driver unbound under load and bound again", |_| {
         start_reads(&mut guest, &dev)?;
@@ -81,7 +81,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         writer.verify()
     });
 
-    report.check("the guest reboots in mid-I/O, the server stays", |_| {
+    report.check("the guest reboots during I/O, the server continues", |_| {
         start_reads(&mut guest, &dev)?;
         writer.start(&mut guest, &dev, 60)?;
         guest.send("reboot -f")?;
@@ -90,7 +90,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         patrol(&mut guest)?;
         writer.verify()
     });
-    report.check("the machine is reset in mid-I/O, without a word to the guest", |_| {
+    report.check("the machine is reset during I/O, without a notification of the guest", |_| {
         start_reads(&mut guest, &dev)?;
         writer.start(&mut guest, &dev, 60)?;
         guest.qmp("system_reset", json!({}))?;
@@ -101,7 +101,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     });
 
     let mut guest = report
-        .check("QEMU is killed in mid-I/O, and a new one attached", |_| {
+        .check("QEMU is killed during I/O, and a new one attached", |_| {
             start_reads(&mut guest, &dev)?;
             writer.start(&mut guest, &dev, 60)?;
             guest.kill();
@@ -110,9 +110,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             dev = names(&mut guest, 0)?.1;
             Ok(guest)
         })
-        .ok_or_else(|| anyhow::anyhow!("there is no guest to go on with"))?;
-    report.check("nothing that was acknowledged is lost", |_| writer.verify());
-    report.check("the new guest reads what the image holds", |_| {
+        .ok_or_else(|| anyhow::anyhow!("the disk image was not made"))?;
+    report.check("no acknowledged write is lost", |_| writer.verify());
+    report.check("the new guest reads the image's data", |_| {
         let in_guest = guest.sh(
             &format!("dd if=/dev/{dev} bs=4k count={SLOTS} iflag=direct 2>/dev/null | md5sum"),
             MINUTE,
@@ -126,14 +126,14 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         Ok(())
     });
-    report.check("and writes on", |_| {
+    report.check("the new guest writes", |_| {
         writer.start(&mut guest, &dev, 2)?;
         writer.join(&mut guest)?;
         writer.verify()
     });
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     finish(report, guest, disk);
-    report.check("after all of it, nothing is lost", |_| writer.verify());
+    report.check("at the end, no acknowledged write is lost", |_| writer.verify());
     Ok(())
 }
 

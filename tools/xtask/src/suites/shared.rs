@@ -102,7 +102,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let control =
         Control { program: &program, socket: run.socket("control"), controllers: &sockets };
     ana::check(&mut guest, report, &control, (&names_of_both, &disk), &load(&disk));
-    report.check("a path goes away and comes back, five times, while fio verifies", |_| {
+    report.check("a path is removed and added again, five times, while fio verifies", |_| {
         guest.sh(&load(&disk), MINUTE)?;
         let address = pci_address(0);
         for _ in 0..5 {
@@ -113,11 +113,12 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         ana::ended(&mut guest)
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 2));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 2));
     let one = names(&mut guest, 0).map_or(one, |(name, _)| name);
-    report.check("a reservation of one keeps the other away, until that preempts it", |_| {
-        reserve(&mut guest, &one, &other)
-    });
+    report.check(
+        "a reservation of one controller excludes the other, until the other preempts it",
+        |_| reserve(&mut guest, &one, &other),
+    );
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     drop(served);
     Ok(())

@@ -19,9 +19,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let (ctrl, dev) = names(&mut guest, 0)?;
     let shadowbell = setup.controller == ControllerKind::Shadowbell;
 
-    report.check("attaching leaves no complaint in the kernel's log", |_| {
-        dmesg::clean(&mut guest, 1)
-    });
+    report
+        .check("attaching causes no warning in the kernel's log", |_| dmesg::clean(&mut guest, 1));
     report.check("a queue pair and an interrupt vector per processor", |_| {
         let queues = guest.sh(&format!("grep -c ' {ctrl}q' /proc/interrupts"), MINUTE)?;
         ensure!(queues.trim() == (CPUS + 1).to_string(), "{queues} vectors for {CPUS} processors");
@@ -40,8 +39,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             idle::check(server.id())
         });
     }
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
-    report.check("the server lives", |_| disk.check());
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
+    report.check("the server is running", |_| disk.check());
     finish(report, guest, disk);
     if shadowbell {
         report.check("a QEMU without shared memory gets the name of the missing option", |_| {
@@ -114,7 +113,7 @@ fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shado
 }
 
 fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbell: bool) {
-    report.check("nvme smart-log counts what is read and written", |_| {
+    report.check("nvme smart-log counts reads and writes", |_| {
         let before = json(guest, &format!("smart-log /dev/{ctrl}"))?;
         let mib = 64;
         guest.sh(
@@ -142,7 +141,7 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbel
         }
         Ok(())
     });
-    report.check("nvme error-log has the errors", |_| {
+    report.check("nvme error-log contains the errors", |_| {
         let newest = |log: &serde_json::Value| log.pointer("/errors/0").cloned();
         let log = |guest: &mut Guest| json(guest, &format!("error-log /dev/{ctrl}"));
         let before = newest(&log(guest)?).context("an empty log")?;
@@ -262,7 +261,7 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
             MINUTE,
         )
     });
-    report.check("a comparison that fails says so", |_| {
+    report.check("a failed comparison has its status", |_| {
         guest.sh("dd if=/dev/urandom of=/tmp/data bs=4096 count=1", MINUTE)?;
         let at = format!("/dev/{dev} -s 1000 -c 7 -z 4096 -d /tmp/data");
         refused(guest, &format!("compare {at}"), &[0x285])
@@ -271,7 +270,7 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
 
 /// Diagnostics for support engineers, and Write Uncorrectable.
 fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
-    report.check("a self-test, and its log by nvme-cli", |_| {
+    report.check("a self-test and its log by nvme-cli", |_| {
         guest.sh(&format!("nvme device-self-test /dev/{ctrl} -n 1 -s 1"), MINUTE)?;
         guest.sh(
             &format!(
@@ -294,7 +293,7 @@ fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
             MINUTE,
         )
     });
-    report.check("a block that was marked is not read until it is written", |_| {
+    report.check("a block marked by Write Uncorrectable is unreadable until it is written", |_| {
         guest.sh(&format!("nvme write-uncor /dev/{dev} -s 4000 -c 0"), MINUTE)?;
         refused(guest, &format!("read /dev/{dev} -s 4000 -c 0 -z 512"), &[0x281])?;
         guest.sh(
@@ -340,7 +339,7 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
         (format!("copy /dev/{dev} --sdlba=0 --blocks=65535 --slbs=0"), vec![0x183]),
         (format!("copy /dev/{dev} --sdlba=0x200000 --blocks=7 --slbs=0"), vec![0x080, 0x183]),
     ];
-    report.check("what is unsupported or wrong is refused with the right status", |_| {
+    report.check("unsupported and invalid commands are refused with the right status", |_| {
         let wrong: Vec<String> = list
             .iter()
             .filter_map(|(command, statuses)| refused(guest, command, statuses).err())
@@ -356,7 +355,7 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
         ensure!(text.contains("0x00000001") || text.contains("0x1"), "{text}");
         Ok(())
     });
-    report.check("and the disk still reads", |_| {
+    report.check("the disk is still readable", |_| {
         guest.sh(&format!("dd if=/dev/{dev} of=/dev/null bs=1M count=4 iflag=direct"), MINUTE)
     });
 }

@@ -29,7 +29,7 @@ const INVALID_TRANSITION: u16 = 0x1bf;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   QEMU's own controller is not what this is about");
+        println!("   skipped: not about QEMU's own controller");
         return Ok(());
     }
     let image = run.file("zones.img");
@@ -53,7 +53,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let mut guest = Guest::boot(&setup.roots, run, &config, ARCHIVE)?;
     load(&mut guest, MODULES)?;
     let guest_ref = &mut guest;
-    report.check("they are host-managed block devices", |_| {
+    report.check("the namespaces are host-managed block devices", |_| {
         for name in ["nvme0n1", "nvme0n2"] {
             for (attribute, expected) in [
                 ("zoned", "host-managed".to_owned()),
@@ -78,7 +78,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             zonefs(guest_ref, name)
         });
     }
-    report.check("what is in a file is there after the process was killed", |_| {
+    report.check("data in a file survive a kill of the server process", |_| {
         guest_ref.sh(
             "blkzone reset /dev/nvme0n2 && dd if=/dev/urandom of=/tmp/data bs=1M count=2 \
              2>/dev/null && dd if=/tmp/data of=/dev/nvme0n2 bs=64k oflag=direct 2>/dev/null && \
@@ -95,7 +95,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             )
             .map(drop)
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 2));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 2));
     disk.check()?;
     finish(report, guest, disk);
     Ok(())

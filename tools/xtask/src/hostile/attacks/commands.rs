@@ -41,8 +41,18 @@ pub(crate) const ATTACKS: &[Attack] = &[
         dsm_reset,
     )
     .short(),
-    Attack::new("dsm-delete", "the same, then Delete SQ", FILE, dsm_delete),
-    Attack::new("dsm-abort", "the same, then an Abort for each", FILE, dsm_abort),
+    Attack::new(
+        "dsm-delete",
+        "400 DSM commands of 256 ranges on a file, then Delete SQ",
+        FILE,
+        dsm_delete,
+    ),
+    Attack::new(
+        "dsm-abort",
+        "400 DSM commands of 256 ranges on a file, then an Abort for each",
+        FILE,
+        dsm_abort,
+    ),
     Attack::new("dsm-mem", "DSM of 256 ranges on a memory disk", MEM, dsm_mem),
     Attack::new("big-reads", "64 queues of 1 MiB reads on a memory disk", MEM, big_reads).short(),
     Attack::new("big-writes", "64 queues of 1 MiB writes on a memory disk", MEM, big_writes),

@@ -28,13 +28,8 @@ pub(crate) const ATTACKS: &[Attack] = &[
         irq_waiters,
     ),
     Attack::new("irq-full", "interrupts to eventfds that are full", MEM, irq_full),
-    Attack::new("irq-triggers", "interrupts that the client triggers itself", MEM, irq_triggers),
-    Attack::new(
-        "fd-flood",
-        "64 descriptors with each message, of kinds nobody wants",
-        MEM,
-        fd_flood,
-    ),
+    Attack::new("irq-triggers", "interrupts triggered by the client", MEM, irq_triggers),
+    Attack::new("fd-flood", "64 descriptors with each message, of unexpected types", MEM, fd_flood),
     Attack::new("io-fds", "DEVICE_GET_REGION_IO_FDS without end", MEM, io_fds),
     Attack::new(
         "passed-sockets",

@@ -27,10 +27,14 @@ const fn export(
 }
 
 pub(crate) const ATTACKS: &[Attack] = &[
-    export("nbd-silent", "500 NBD clients that say nothing", nbd_silent),
+    export("nbd-silent", "500 NBD clients that send nothing", nbd_silent),
     // The bound of this attack is on memory, which does not depend on other load of the machine.
-    export("nbd-unread", "NBD clients that ask for 16 MiB reads and read no reply", nbd_unread)
-        .short(),
+    export(
+        "nbd-unread",
+        "NBD clients that request 16 MiB reads and do not read the replies",
+        nbd_unread,
+    )
+    .short(),
     export("nbd-reads", "8 NBD clients with 16 MiB reads without end", nbd_reads),
     export("nbd-options", "NBD options without end", nbd_options),
     export("nbd-flushes", "NBD flushes without end", nbd_flushes),
@@ -38,7 +42,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     export("vhost-huge", "virtio chains of gigabytes, on vhost-user-blk", vhost_huge),
     export("vhost-reads", "256 virtio reads of 1 MiB in flight", vhost_reads),
     export("vhost-bad", "virtio requests that are refused", vhost_bad),
-    export("vhost-attach", "VMs that come and go with requests in flight", vhost_attach),
+    export("vhost-attach", "VMs that connect and disconnect with requests in flight", vhost_attach),
 ];
 
 fn nbd(field: &Field) -> PathBuf {

@@ -32,11 +32,11 @@ pub(crate) const ATTACKS: &[Attack] = &[
     ),
     Attack::new(
         "punch-holes",
-        "holes punched into 4 GiB of memory while it is read into",
+        "holes punched into 4 GiB of memory during DMA into it",
         MEM,
         punch_holes,
     ),
-    Attack::new("truncate", "memory that is cut off while it is read into", MEM, truncate),
+    Attack::new("truncate", "memory that is truncated during DMA into it", MEM, truncate),
     Attack::new("map-churn", "maps and unmaps of a page with I/O in flight", MEM, map_churn)
         .short(),
     Attack::new(

@@ -20,25 +20,20 @@ const MEM: &[&str] = &["mem:16MiB"];
 pub(crate) const ATTACKS: &[Attack] = &[
     Attack {
         log: LogReader::Nobody,
-        ..Attack::new(
-            "log-stalled",
-            "maps that are refused, and nobody reads the log",
-            MEM,
-            bad_maps,
-        )
+        ..Attack::new("log-stalled", "refused maps, and the log has no reader", MEM, bad_maps)
     },
-    Attack::new("log-flood", "maps that are refused: how much is logged", MEM, bad_maps).short(),
-    Attack::new("log-doorbells", "doorbells of bad values: how much is logged", MEM, bad_doorbells),
-    Attack::new("log-connects", "clients that speak nonsense", MEM, nonsense),
+    Attack::new("log-flood", "refused maps: size of the log", MEM, bad_maps).short(),
+    Attack::new("log-doorbells", "invalid doorbell values: size of the log", MEM, bad_doorbells),
+    Attack::new("log-connects", "clients that send invalid messages", MEM, nonsense),
     Attack::new("register-flood", "register reads without end", MEM, register_flood),
     Attack::new("large-reads", "reads of 1 MiB of BAR0 without end", MEM, large_reads),
-    Attack::new("unread", "1 MiB reads whose replies nobody reads", MEM, unread),
+    Attack::new("unread", "1 MiB reads whose replies are not read", MEM, unread),
     Attack::new("doorbell-flood", "doorbells of one queue without end", MEM, doorbell_flood),
     Attack::new("write-multi", "REGION_WRITE_MULTI of as many writes as fit", MEM, write_multi)
         .short(),
-    Attack::new("byte-by-byte", "messages that come a byte at a time", MEM, byte_by_byte),
+    Attack::new("byte-by-byte", "messages that are sent byte by byte", MEM, byte_by_byte),
     Attack::new("connects", "connections without end", MEM, connects),
-    Attack::new("silent", "2000 connections that say nothing", MEM, silent),
+    Attack::new("silent", "2000 connections that send nothing", MEM, silent),
     Attack::new("device-reset", "DEVICE_RESET without end", MEM, device_reset),
     Attack::new("nested-json", "VERSION with 1 MB of nested JSON", MEM, nested_json),
 ];

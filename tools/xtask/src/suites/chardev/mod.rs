@@ -72,7 +72,7 @@ impl Which {
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the program; give it with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     on_devices(setup, report, kernel, run)?;
@@ -107,7 +107,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
     })?;
     for which in [Which::Ours, Which::Large, Which::Qemu] {
         let name = which.name();
-        report.check(&format!("{name}: every byte checked, in a sandbox"), |_| {
+        report.check(&format!("{name}: every byte verified, with the sandbox"), |_| {
             let device = which.device(&mut guest)?;
             start(&mut guest, &device)?;
             let verified = verify(&mut guest, &format!("vfio-user:{SOCKET} {LOAD} --runtime 4"));
@@ -120,15 +120,16 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
             println!("         {} commands", number(&row, "/commands")?);
             // If the kernel supports Landlock, the sandbox is on, and the supervisor has opened
             // the device.
-            ensure!(log.contains("sandbox on: "), "there is no sandbox: {log}");
+            ensure!(log.contains("sandbox on: "), "the sandbox is off: {log}");
             ensure!(!log.contains("uses threads"), "io_uring takes no commands: {log}");
             Ok(())
         });
-        report.check(&format!("{name}: what is written is on the block device"), |_| {
-            same_bytes(&mut guest, which)
-        });
+        report.check(
+            &format!("{name}: data written through the server are on the block device"),
+            |_| same_bytes(&mut guest, which),
+        );
     }
-    report.check("by threads (aio=threads) the same is checked", |_| {
+    report.check("aio=threads: every byte verified", |_| {
         let device = Which::Ours.device(&mut guest)?;
         start(&mut guest, &format!("{device}?aio=threads"))?;
         let verified = verify(&mut guest, &format!("vfio-user:{SOCKET} {LOAD} --runtime 3"));
@@ -139,11 +140,11 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
     });
     for is_kill in [true, false] {
         let what = if is_kill { "killed" } else { "upgraded" };
-        report.check(&format!("the process is {what} {EVENTS} times: nothing is lost"), |_| {
+        report.check(&format!("the process is {what} {EVENTS} times: no data are lost"), |_| {
             while_it_verifies(&mut guest, is_kill)
         });
     }
-    report.check("an error of the device's is the client's, by its status", |_| {
+    report.check("an error of the device is returned to the client with its status", |_| {
         let device = Which::Faulty.device(&mut guest)?;
         start(&mut guest, &device)?;
         let output =
@@ -154,7 +155,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         ensure!(output.text.contains("Unrecovered Read Error"), "{}", output.text);
         Ok(())
     });
-    report.check("metadata, zones, and a controller are no such disk", |_| {
+    report.check("namespaces with metadata or zones, and controllers, are refused", |_| {
         let metadata = Which::Metadata.device(&mut guest)?;
         let zoned = Which::Zoned.device(&mut guest)?;
         let controller = Which::Ours.device(&mut guest)?.replace("/ng", "/nvme").replace("n1", "");
@@ -169,7 +170,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         }
         Ok(())
     });
-    report.check("memory: a file system, discards, and fio's checksums", |_| {
+    report.check("memory disk: a file system, discards, and fio's checksums", |_| {
         let block = Which::Ours.device(&mut guest)?.replace("/ng", "/nvme");
         disk_types::file_system(&mut guest, &block)?;
         disk_types::discard(&mut guest, &block)?;
@@ -186,7 +187,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
     } else {
         println!("   Debian's Linux {kernel} has no {UBLK}: no file system on an export");
     }
-    report.check("one whose block device is mounted is refused", |_| {
+    report.check("a namespace whose block device is mounted is refused", |_| {
         let device = Which::Ours.device(&mut guest)?;
         let block = device.replace("/ng", "/nvme");
         guest.sh(&format!("mkfs.ext4 -q -F {block} && mount {block} /mnt"), MINUTE)?;
@@ -200,10 +201,10 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         report.table(next_to_the_block_device(&mut guest, kernel, setup.rounds)?);
         Ok(())
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in servers {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }

@@ -84,16 +84,16 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     {
         check(&format!("{what}: against a model"), 0, "namespaces", device);
     }
-    check("requests are cancelled in mid-I/O", 1, "requests_are_cancelled_in_mid_io", SLOW);
+    check("requests are cancelled during I/O", 1, "requests_are_cancelled_in_mid_io", SLOW);
     let kinds = "kinds::namespaces_by_their_character_devices_pass";
     for (what, device) in [("ours, which is late", SLOW), ("QEMU's", QEMU)] {
-        check(&format!("{what}: `verify`, and resets in mid-I/O"), 2, kinds, device);
+        check(&format!("{what}: `verify`, and resets during I/O"), 2, kinds, device);
     }
-    check("its storage does not answer for a while", 2, UNANSWERED, STALLED);
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    check("hung storage", 2, UNANSWERED, STALLED);
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     let stalled: Vec<_> = devices.into_iter().skip(STALLED).take(1).collect();
-    let name = "the guest's kernel gives up commands, and resets the device, meanwhile";
+    let name = "hung storage: the guest's kernel aborts commands and resets the device";
     report.check(name, |_| {
         let mut guest = booted(setup, kernel, run, stalled, "nvme_core.io_timeout=1")?;
         carry_out(&mut guest, &tests, 2, UNANSWERED, 0, &exporter)?;
@@ -106,7 +106,7 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         guest.power_off(MINUTE)
     });
     for server in servers {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }

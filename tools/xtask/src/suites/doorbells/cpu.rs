@@ -161,7 +161,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     }
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }

@@ -118,10 +118,10 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.table(table(&rows, kernel));
     compare(report, &rows);
     let count = contestants.len();
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, count));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, count));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     // One of the kernels is enough for a measurement that is not checked.
     if setup.controller == ControllerKind::Shadowbell
@@ -198,7 +198,7 @@ fn compare(report: &mut Report, rows: &[Row]) {
     if find("shadowbell", 1).is_err() {
         return;
     }
-    report.check("fewer doorbells per I/O than QEMU with dbcs=on, at each depth", |_| {
+    report.check("fewer doorbells per I/O than QEMU with dbcs=on, at each queue depth", |_| {
         for depth in DEPTHS {
             let (shadowbell, qemu) =
                 (find("shadowbell", depth)?.mmio_per_io(), find("qemu", depth)?.mmio_per_io());

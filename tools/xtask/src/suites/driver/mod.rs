@@ -42,7 +42,7 @@ const DRIVEN: [Driven; 4] = [
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the driver; give the program with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     let modules: Vec<_> = MODULES.iter().copied().chain([vhost::MODULE]).collect();
@@ -70,30 +70,32 @@ fn driving(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> 
     for index in 0..DRIVEN.len() {
         names(&mut guest, index)?;
     }
-    report.check("VFIO's modules load, and there is an IOMMU", |_| {
+    report.check("VFIO's modules load, and the guest has an IOMMU", |_| {
         load(&mut guest, MODULES)?;
         guest.sh("ls -d /sys/kernel/iommu_groups/0 && [ -c /dev/vfio/vfio ]", MINUTE)
     });
     refusals::while_bound_to_the_kernel(report, &mut guest);
     report
-        .check("bind takes every controller from the kernel's driver, and says so", |_| {
+        .check("bind takes every controller from the kernel's driver, and reports it", |_| {
             bind_all(&mut guest)
         })
-        .context("there is no controller to go on with")?;
+        .context("no controller was bound to VFIO")?;
     refusals::while_distrusted(report, &mut guest);
-    report.check("devices are trusted from here on", |_| allow_unsafe_interrupts(&mut guest));
+    report.check("VFIO trusts devices without interrupt remapping", |_| {
+        allow_unsafe_interrupts(&mut guest)
+    });
     refusals::while_bound_to_vfio(report, &mut guest);
     for (index, driven) in DRIVEN.iter().enumerate() {
         drive(report, &mut guest, index, driven);
     }
-    report.check("buffers are in huge pages where there are some", |_| huge_pages(&mut guest));
-    report.check("unbind gives them back, and the kernel reads what was written", |_| {
+    report.check("buffers are in huge pages, if there are any", |_| huge_pages(&mut guest));
+    report.check("unbind returns the controllers, and the kernel reads the written data", |_| {
         give_back(&mut guest)
     });
-    report.check("the IOMMU stopped nothing that it should not have", |_| faults(&mut guest));
+    report.check("the IOMMU reports no unexpected fault", |_| faults(&mut guest));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in servers {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }
@@ -142,7 +144,7 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
         ensure!(identity.get("mn").is_some() && identity.get("sn").is_some(), "{identity}");
         Ok(())
     });
-    report.check(&format!("{what}: the banner says what was found"), |_| {
+    report.check(&format!("{what}: the banner shows the controller"), |_| {
         let command = format!("bench {target} --number-ios 10");
         let text = shadowbell(guest, &command)?.success()?;
         for word in ["NVMe ", "MQES", "serial", "namespace 1", "queue pair", driven.doorbells] {

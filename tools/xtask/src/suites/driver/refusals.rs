@@ -34,17 +34,23 @@ fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]
 /// Refusals while the kernel's driver has the controllers.
 pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) {
     let address = config::pci_address(0);
-    report.check("a controller of the kernel's says how to take it", |_| {
-        let words = ["kernel driver nvme", &format!("`shadowbell bind {address}`")];
-        refused(guest, &format!("list {}", target(0)), &words)
-    });
-    report.check("what is no NVMe controller, or not there, says so", |_| {
-        refused(guest, "list nvme://00:00.0", &["not an NVMe controller", "060000h"])?;
-        refused(guest, "bind 00:00.0", &["not an NVMe controller", "060000h"])?;
-        refused(guest, "list nvme://00:1e.0", &["no PCI device 0000:00:1e.0"])?;
-        refused(guest, "bind 00:1e.0", &["no such PCI device"])
-    });
-    report.check("bind leaves a controller with a mounted file system alone", |_| {
+    report.check(
+        "a controller of the kernel's driver is refused with the command to bind it",
+        |_| {
+            let words = ["kernel driver nvme", &format!("`shadowbell bind {address}`")];
+            refused(guest, &format!("list {}", target(0)), &words)
+        },
+    );
+    report.check(
+        "a device that is no NVMe controller, or is missing, is refused with the reason",
+        |_| {
+            refused(guest, "list nvme://00:00.0", &["not an NVMe controller", "060000h"])?;
+            refused(guest, "bind 00:00.0", &["not an NVMe controller", "060000h"])?;
+            refused(guest, "list nvme://00:1e.0", &["no PCI device 0000:00:1e.0"])?;
+            refused(guest, "bind 00:1e.0", &["no such PCI device"])
+        },
+    );
+    report.check("bind refuses a controller with a mounted file system", |_| {
         let disk = names(guest, 0)?.1;
         guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
         let words = [format!("{disk} is mounted at /mnt")];
@@ -71,7 +77,7 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
         )?;
         hidden
     });
-    report.check("bind leaves a controller with active swap alone", |_| {
+    report.check("bind refuses a controller with active swap", |_| {
         let disk = names(guest, 1)?.1;
         guest.sh(&format!("mkswap /dev/{disk} && swapon /dev/{disk}"), MINUTE)?;
         let words = format!("{disk} is active swap space");
@@ -83,14 +89,14 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
 
 /// Refusals while VFIO does not trust devices without interrupt remapping.
 pub(crate) fn while_distrusted(report: &mut Report, guest: &mut Guest) {
-    report.check("a machine that can not remap interrupts says what to do", |_| {
+    report.check("a machine without interrupt remapping is refused with the workaround", |_| {
         refused(guest, &format!("list {}", target(0)), &["allow_unsafe_interrupts"])
     });
 }
 
 /// Refusals after the controllers are bound to vfio-pci.
 pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
-    report.check("a group that is shared names the others", |_| {
+    report.check("a shared IOMMU group is refused with the names of its devices", |_| {
         let [one, other] = TOGETHER;
         let taken = shadowbell(guest, &format!("bind {one}"))?.success()?;
         ensure!(taken.contains(other), "bind does not name the other: {taken}");

@@ -186,7 +186,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     judge(report, &rows);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in controllers.into_iter().filter_map(|controller| controller.server) {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }
@@ -353,7 +353,7 @@ fn judge(report: &mut Report, rows: &[Row]) {
             let (a, b) = (row.per_io(row.doorbells), qemu.per_io(qemu.doorbells));
             ensure!(a < b, "{} at {}: {a:.3}, nvme:// {b:.3}", row.controller, row.depth);
         }
-        ensure!(compared > 0, "there is nothing to compare with");
+        ensure!(compared > 0, "no row of QEMU's nvme:// to compare with");
         Ok(())
     });
     for (depth, bs, ..) in PATTERNS {

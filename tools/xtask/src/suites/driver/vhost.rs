@@ -36,7 +36,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         config.cpus = 1;
         config.more = device();
     })?;
-    report.check("a virtio disk on the driver keeps what is written to it", |_| {
+    report.check("a virtio disk on the driver stores written data", |_| {
         load(&mut guest, &[MODULE])?;
         let size = guest.sh("cat /sys/block/vda/size", MINUTE)?;
         ensure!(size.trim() == (SIZE / 512).to_string(), "{size} sectors");
@@ -74,7 +74,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     }
     report.table(table);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
-    report.check("the export and the server leave cleanly", |_| {
+    report.check("the export and the server end without an error", |_| {
         stop(export)?;
         disk.stop()
     });

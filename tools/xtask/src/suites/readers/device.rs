@@ -88,7 +88,7 @@ pub(crate) fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Res
 }
 
 pub(crate) fn without_the_driver(report: &mut Report, guest: &mut Guest) {
-    report.check("without ublk's module there is a sentence that says what to do", |_| {
+    report.check("without ublk's module the error says what to do", |_| {
         refused(guest, "mem:16MiB --ublk", &["modprobe ublk_drv"])
     });
 }
@@ -102,29 +102,30 @@ pub(crate) fn checks(
     let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
         report.check(name, |_| run(guest).or_else(|error| tidy(guest).and(Err(error))))
     };
-    check("only root makes block devices, and others are refused with that reason", &unprivileged);
-    check("the kernel sees what the disk is: size, blocks, cache, discard, queues", &|guest| {
-        attributes(guest, shadowbell_controller, qemu)
-    });
+    check("users other than root are refused with the reason", &unprivileged);
+    check(
+        "the block device has the disk's attributes: size, blocks, cache, discard, queues",
+        &|guest| attributes(guest, shadowbell_controller, qemu),
+    );
     for controller in [shadowbell_controller, qemu] {
         let name = controller.name;
         check(&format!("{name}: written, trimmed, verified through ublk"), &|guest| {
             content(guest, controller)
         });
     }
-    check("a file system is written, mounted afresh, trimmed, and clean", &|guest| {
+    check("a file system is written, mounted again, trimmed, and clean", &|guest| {
         file_system(guest, shadowbell_controller)
     });
-    check("SIGTERM waits for who has it mounted, and then the device goes", &|guest| {
+    check("SIGTERM waits until the device is unmounted, and then removes it", &|guest| {
         in_use(guest, shadowbell_controller)
     });
-    check("killed under load, three times: --recover goes on, and nothing is lost", &|guest| {
+    check("three kills under load: --recover recovers the device without data loss", &|guest| {
         killed(guest, &shadowbell_controller.target(), "exporting")
     });
-    check("what can not be taken over says why", &|guest| {
+    check("a device that cannot be recovered is refused with the reason", &|guest| {
         not_taken_over(guest, shadowbell_controller)
     });
-    report.check("the kernel has nothing to complain of", |_| kernel_is_content(guest));
+    report.check("the kernel logs no warning", |_| kernel_is_content(guest));
 }
 
 /// Fails if the guest's kernel has logged a warning.

@@ -23,11 +23,11 @@ const UBLK: &str = "ublk_drv";
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the driver; give the program with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     if setup.roots.modules(kernel, &[UBLK]).is_empty() {
-        println!("   left out: Debian's Linux {kernel} has no {UBLK}");
+        println!("   skipped: Debian's Linux {kernel} has no {UBLK}");
         return Ok(());
     }
     let modules: Vec<_> = vfio::MODULES.iter().copied().chain([UBLK]).collect();
@@ -85,7 +85,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             let addresses: Vec<_> = controllers.iter().map(|c| c.address.as_str()).collect();
             shadowbell(&mut guest, &format!("bind {}", addresses.join(" ")))?.success()
         })
-        .context("there is no controller to go on with")?;
+        .context("no controller was bound to VFIO")?;
     for controller in &controllers {
         report.check(&format!("{}: the banner shows the queue map", controller.name), |_| {
             banner(&mut guest, controller)
@@ -105,7 +105,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     table::judge(report, &rows, measured.len());
     device::checks(report, &mut guest, shadowbell_controller, qemu);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
-    report.check("the server leaves cleanly", |_| shadowbell_disk.stop());
+    report.check("the server ends without an error", |_| shadowbell_disk.stop());
     Ok(())
 }
 

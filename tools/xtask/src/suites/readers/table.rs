@@ -320,7 +320,7 @@ fn through(
 /// Prints the targets of the table, which depend on other load of this machine, and checks only
 /// that all of it was measured.
 pub(crate) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
-    report.check("every reader read", |_| {
+    report.check("every row was measured", |_| {
         // For each controller: rows of the kernel, of the driver under test, of ublk, and of
         // files.
         let each = 2 * (READERS.len() * SMALL.len() + RAW.len())

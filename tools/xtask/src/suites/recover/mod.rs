@@ -29,7 +29,7 @@ const NO_KERNEL_DRIVER: &str = "initcall_blacklist=nvme_init";
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the driver; give the program with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     let faulty = setup.faulty()?;
@@ -54,7 +54,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         config.firmware = Firmware::Direct { append: format!("{IOMMU} {NO_KERNEL_DRIVER}") };
     })?;
     report
-        .check("VFIO's modules load, and bind takes controllers that nobody has", |_| {
+        .check("VFIO's modules load, and bind takes controllers without a driver", |_| {
             load(&mut guest, MODULES)?;
             allow_unsafe_interrupts(&mut guest)?;
             // QEMU sends a vfio-user server one message per page that its IOMMU maps, so huge
@@ -63,10 +63,10 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             let addresses = Which::ALL.map(Which::address);
             shadowbell(&mut guest, &format!("bind {}", addresses.join(" ")))?.success()
         })
-        .context("there is no controller to go on with")?;
+        .context("no controller was bound to VFIO")?;
     recovery_steps::run(report, &mut guest, kernel);
     stacked::run(report, &mut guest);
-    report.check("the IOMMU stopped nothing", |_| {
+    report.check("the IOMMU reports no fault", |_| {
         let log = guest.dmesg()?;
         let faults: Vec<_> = log.lines().filter(|line| line.contains("DMAR: [DMA")).collect();
         ensure!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
@@ -74,8 +74,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     });
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in servers {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
-    report.check("what went wrong is what was to go wrong", |_| recovery_steps::injected(run));
+    report.check("every fault was injected", |_| recovery_steps::injected(run));
     Ok(())
 }

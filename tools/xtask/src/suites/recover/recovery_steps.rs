@@ -38,39 +38,52 @@ const TAKEN: u64 = 3;
 pub(crate) fn run(report: &mut Report, guest: &mut Guest, kernel: Kernel) {
     let mut rows = Vec::new();
     for which in [Which::Qemu, Which::Shadowbell] {
-        report.check(&format!("{}: everything at once, every byte checked", which.name()), |_| {
-            let command = format!("{} {LOAD} --runtime 4", which.target());
-            let (row, code) = verify(guest, &command)?;
-            rows.push((which, row.clone()));
-            fine(&row, code)?;
-            ensure!(number(&row, "/recovery/late")? == 0, "there was nothing to recover: {row}");
-            Ok(())
-        });
+        report.check(
+            &format!("{}: all commands at once, every byte verified", which.name()),
+            |_| {
+                let command = format!("{} {LOAD} --runtime 4", which.target());
+                let (row, code) = verify(guest, &command)?;
+                rows.push((which, row.clone()));
+                fine(&row, code)?;
+                ensure!(number(&row, "/recovery/late")? == 0, "no command was recovered: {row}");
+                Ok(())
+            },
+        );
     }
-    report.check("faults by the hundred, and every step: nothing lost, twice, or stale", |_| {
-        let command = format!("{} {LOAD} {IMPATIENT} --runtime 14", Which::Faulty.target());
-        let (row, code) = verify(guest, &command)?;
-        rows.push((Which::Faulty, row.clone()));
-        fine(&row, code)?;
-        for step in ["late", "aborts", "queues_recreated", "queues_restored", "resets", "fatal"] {
-            let count = number(&row, &format!("/recovery/{step}"))?;
-            ensure!(count >= TAKEN, "{step}: {count}: {row}");
-        }
-        ensure!(number(&row, "/recovery/repeated")? > 0, "nothing was submitted again: {row}");
-        ensure!(number(&row, "/recovery/given_up")? == 0, "it was given up: {row}");
-        // Duplicate completions, and completions of no command.
-        ensure!(number(&row, "/unknown_completions")? > 0, "{row}");
-        Ok(())
-    });
-    report.check("a controller that vanishes ends everything at once, with a sentence", |_| {
-        let command = format!("shadowbell verify --force {} {LOAD}", Which::Removed.target());
-        let output = guest.run(&command, MINUTE)?;
-        ensure!(output.code == 1, "it ended with {}: {}", output.code, output.text);
-        ensure!(output.text.contains("all ones"), "{}", output.text);
-        ensure!(!output.text.contains("panicked"), "{}", output.text);
-        ensure!(output.text.contains("removed 1"), "{}", output.text);
-        Ok(())
-    });
+    report.check(
+        "hundreds of faults, every recovery step: no lost, repeated or stale write",
+        |_| {
+            let command = format!("{} {LOAD} {IMPATIENT} --runtime 14", Which::Faulty.target());
+            let (row, code) = verify(guest, &command)?;
+            rows.push((Which::Faulty, row.clone()));
+            fine(&row, code)?;
+            for step in ["late", "aborts", "queues_recreated", "queues_restored", "resets", "fatal"]
+            {
+                let count = number(&row, &format!("/recovery/{step}"))?;
+                ensure!(count >= TAKEN, "{step}: {count}: {row}");
+            }
+            ensure!(
+                number(&row, "/recovery/repeated")? > 0,
+                "no command was submitted again: {row}"
+            );
+            ensure!(number(&row, "/recovery/given_up")? == 0, "the controller was given up: {row}");
+            // Duplicate completions, and completions of no command.
+            ensure!(number(&row, "/unknown_completions")? > 0, "{row}");
+            Ok(())
+        },
+    );
+    report.check(
+        "a removed controller ends all commands immediately, with an error message",
+        |_| {
+            let command = format!("shadowbell verify --force {} {LOAD}", Which::Removed.target());
+            let output = guest.run(&command, MINUTE)?;
+            ensure!(output.code == 1, "it ended with {}: {}", output.code, output.text);
+            ensure!(output.text.contains("all ones"), "{}", output.text);
+            ensure!(!output.text.contains("panicked"), "{}", output.text);
+            ensure!(output.text.contains("removed 1"), "{}", output.text);
+            Ok(())
+        },
+    );
     report.table(table(rows, kernel));
 }
 

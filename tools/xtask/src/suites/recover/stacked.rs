@@ -18,7 +18,7 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest) {
     for which in [Which::Shadowbell, Which::Qemu] {
         let name = which.name();
         report.check(
-            &format!("{name}, served again in the guest: verified, and not copied"),
+            &format!("{name}, served again in the guest: verified, with zero copy"),
             |_| {
                 let disk = stacked(guest, &which.target())?;
                 let (there, copied) =
@@ -31,20 +31,22 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest) {
         );
     }
     report.check(
-        "a client that is killed with commands in flight leaves the next one a sound disk",
+        "after a client was killed with commands in flight, the next client's disk is intact",
         |_| {
             let disk = stacked_after_a_crash(guest, &Which::Shadowbell.target())?;
             ensure!(number(&disk, "/commands_copied")? == 0, "{disk}");
             Ok(())
         },
     );
-    report.check("with zero-copy=off it is copied, and counted so", |_| {
+    report.check("with zero-copy=off data are copied, and counted as copied", |_| {
         let disk = stacked(guest, &format!("{}/1?zero-copy=off", Which::Shadowbell.target()))?;
         ensure!(number(&disk, "/commands_in_place")? == 0, "{disk}");
         ensure!(number(&disk, "/commands_copied")? > 1000, "{disk}");
         Ok(())
     });
-    report.check("what was written through it is on the controller below", |_| below(guest));
+    report.check("data written through the stacked controller are on the controller below", |_| {
+        below(guest)
+    });
 }
 
 /// Serves `disk`, verifies it, and ends the server. Returns the counters of the disk.

@@ -27,7 +27,7 @@ pub(crate) fn kill_worker(supervisor: u32) -> Result<()> {
     let began = Instant::now();
     while worker(supervisor).is_none_or(|now| now == before) {
         if began.elapsed() > PATIENCE {
-            bail!("nobody has come after process {before}");
+            bail!("no server process was started after process {before}");
         }
         std::thread::sleep(Duration::from_millis(1));
     }

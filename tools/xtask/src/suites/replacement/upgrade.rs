@@ -28,7 +28,7 @@ pub(super) fn once(program: &Path, server: u32, count: &mut Count) -> Result<()>
 pub(crate) fn upgrade_worker(program: &Path, server: u32) -> Result<()> {
     let mut count = Count::default();
     while count.done == 0 {
-        ensure!(count.put_off < 20, "an upgrade was put off twenty times");
+        ensure!(count.put_off < 20, "an upgrade was cancelled twenty times");
         once(program, server, &mut count)?;
     }
     Ok(())

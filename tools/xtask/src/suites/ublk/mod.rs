@@ -26,11 +26,11 @@ const IMAGE_BYTES: u64 = 384 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the program; give it with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     if setup.roots.modules(kernel, &[UBLK]).is_empty() {
-        println!("   left out: Debian's Linux {kernel} has no {UBLK}");
+        println!("   skipped: Debian's Linux {kernel} has no {UBLK}");
         return Ok(());
     }
     pack(setup, kernel, run, &[], &[UBLK])?;
@@ -56,25 +56,25 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
         report.check(name, |_| run(&mut guest).or_else(|error| tidy(&mut guest).and(Err(error))))
     };
-    check("a block device's data go straight, and every byte is right", &|guest| {
-        content(guest, &raw, "")
+    check("zero copy on a block device, every byte verified", &|guest| content(guest, &raw, ""));
+    check("copies on a block device, every byte verified", &|guest| {
+        content(guest, &raw, "--ublk-copy")
     });
-    check("the same, copied", &|guest| content(guest, &raw, "--ublk-copy"));
-    check("a file system on an image is written, mounted afresh, trimmed, and clean", &file_system);
-    check("what is on the way of a disk with a limit is copied", &|guest| limited(guest, &raw));
-    check("killed under load, three times: --recover goes on, and nothing is lost", &|guest| {
+    check("a file system on an image is written, mounted again, trimmed, and clean", &file_system);
+    check("requests of a disk with a limit are copied", &|guest| limited(guest, &raw));
+    check("three kills under load: --recover recovers the device without data loss", &|guest| {
         killed(guest, &raw, STRAIGHT)
     });
-    check("a device goes on another way than it was made for", &|guest| crossed(guest, &raw));
-    let rows = report.check("straight and copied, in turn", |_| {
+    check("a device is recovered with the other data path", &|guest| crossed(guest, &raw));
+    let rows = report.check("speed with zero copy and with copies, in turn", |_| {
         measure::measure(&mut guest, &raw, setup.rounds)
     });
     if let Some(rows) = rows {
         report.table(measure::table(&rows, kernel));
     }
-    report.check("the kernel has nothing to complain of", |_| kernel_is_content(&mut guest));
+    report.check("the kernel logs no warning", |_| kernel_is_content(&mut guest));
     // The kernel logs the errors of this check, so the check of its log comes before.
-    report.check("an image that shrinks gives errors, and never zeroes", |_| shrunk(&mut guest));
+    report.check("a truncated image gives errors, never zeroes", |_| shrunk(&mut guest));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     Ok(())
 }
