@@ -69,7 +69,7 @@ pub enum Device {
     QemuNvme {
         /// Storage of the controller.
         drive: Drive,
-        /// Whether the controller supports Doorbell Buffer Config.
+        /// True if the controller supports Doorbell Buffer Config.
         dbcs: bool,
     },
 }

@@ -39,10 +39,10 @@ const OURS: &str = "usr/sbin";
 /// Directory of kernel modules in the guest.
 pub const MODULES: &str = "/usr/lib/shadowbell/modules";
 
-/// Where a program's directory appears in the tools root while its libraries are looked for.
+/// Mount point of a program's directory in the tools root while its libraries are looked up.
 const LOOK: &str = "/run/shadowbell/program";
 
-/// What a guest has beside its programs from Debian.
+/// Files of a guest in addition to Debian's programs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Extra<'a> {
     /// Programs of the host for `/usr/sbin`, statically linked.

@@ -169,7 +169,7 @@ impl Wire {
             turns = turns.wrapping_add(1);
             if turns.is_multiple_of(1024) {
                 if self.stopped.0.load(Ordering::Relaxed) {
-                    bail!("nobody completions");
+                    bail!("the other side completes no entries");
                 }
                 let now = Instant::now();
                 match measured {

@@ -262,7 +262,7 @@ fn differences(found: &PerIo, recorded: &PerIo) -> [f64; 2] {
         .map(|(found, recorded)| (found / recorded - 1.0) * 100.0)
 }
 
-/// Whether no side needs more instructions, and notes for the table.
+/// Outcome of the comparison, an error if a side needs more instructions, and notes for the table.
 fn compare(found: &PerIo, recorded: Option<&PerIo>) -> (Result<()>, Vec<String>) {
     const RECORD: &str = "record that with `cargo xtask bench instructions --record`";
     let Some(recorded) = recorded else {

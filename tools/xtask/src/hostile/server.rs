@@ -80,7 +80,7 @@ impl Server {
             }
             self.check()?;
             if Instant::now() > deadline {
-                bail!("nobody serves: {}", self.log());
+                bail!("no server process was started: {}", self.log());
             }
             std::thread::sleep(Duration::from_millis(5));
         }

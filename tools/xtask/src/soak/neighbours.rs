@@ -80,7 +80,7 @@ struct Soak {
 
 /// Results at the end.
 struct End {
-    /// Whether a new client was served at the end.
+    /// Service of a new client at the end.
     answer: Result<()>,
     /// Time from SIGTERM, under attack, to the server's end; `None` if it did not end.
     end: Result<Option<Duration>>,

@@ -125,6 +125,6 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(set.count(), 1);
-        assert!(confine(child.id()).is_err(), "nobody is left");
+        assert!(confine(child.id()).is_err(), "the process has ended");
     }
 }
